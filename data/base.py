@@ -1,0 +1,74 @@
+"""What every dataset provides: a configuration section, what it holds, and images by index."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from torchtitan.settings import setting
+
+Split = Literal["train", "validation"]
+
+
+class DatasetError(Exception):
+    """A dataset that cannot be used; the message is one line: what is wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What a dataset holds, known without reading its images.
+
+    Attributes:
+        image_shape: (channels, height, width) of every image.
+        num_classes: labels are 0 .. num_classes - 1; 0 means that images have no label.
+        class_names: one name per class, empty where there are none.
+    """
+
+    image_shape: tuple[int, int, int]
+    num_classes: int
+    class_names: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Keys of `[data]` that every dataset has."""
+
+    name: str = setting("digits", "dataset")
+    num_workers: int = setting(
+        0, "processes per rank that load ahead of training; 0 loads in the training process", ge=0, trajectory=False
+    )
+    prefetch_factor: int = setting(
+        2, "batches that each worker holds ready", ge=1, applies={"num_workers": ">0"}, trajectory=False
+    )
+
+
+class Dataset(Protocol):
+    """A finite collection of images in a fixed order, read by index.
+
+    The class attribute `Config` is the dataset's `[data]` section, a subclass of DataConfig whose `name` is
+    its Literal. The object must survive pickling, because loader workers may be started by spawning.
+    """
+
+    Config: type[DataConfig]
+
+    @staticmethod
+    def info(config: DataConfig) -> DatasetInfo:
+        """Describe the dataset without reading its images. Raises DatasetError, so that a missing, empty or
+        damaged dataset is refused before any process group or model exists."""
+
+    def __init__(self, config: DataConfig, split: Split) -> None:
+        """Open one split. Raises DatasetError."""
+
+    def __len__(self) -> int: ...
+
+    def fetch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Read images.
+
+        Args:
+            indices: positions in [0, len(self)), int64 [B].
+
+        Returns:
+            images float32 [B, C, H, W] with values in about [-1, 1] (unit scale for latents),
+            labels int64 [B] (all 0 where the dataset has no classes).
+        """
