@@ -1,4 +1,4 @@
-"""The one train loop."""
+"""JobConfig."""
 
 from dataclasses import dataclass
 from typing import Literal
