@@ -1,0 +1,70 @@
+"""What a network's output stands for, and the conversion between all of it.
+
+Every prediction type is a linear target y = p x0 + q noise. With x_t = a x0 + b noise and D = a q - b p,
+
+    x0 = (q x_t - b y) / D,    noise = (a y - p x_t) / D.
+
+D is 1 for the velocity of the rectified flow and for v on a variance-preserving path, -b for x0, a for noise.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# name -> (p, q) as functions of (a, b)
+PREDICTIONS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "x0": lambda a, b: (torch.ones_like(a), torch.zeros_like(a)),
+    "noise": lambda a, b: (torch.zeros_like(a), torch.ones_like(a)),
+    # Salimans and Ho, "Progressive distillation", arXiv 2202.00512, appendix D.
+    "v": lambda a, b: (-b, a),
+    # Velocity of the rectified flow, noise - x0.
+    "velocity": lambda a, b: (-torch.ones_like(a), torch.ones_like(a)),
+}
+
+
+def target(prediction: str, x0: Tensor, noise: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The tensor a network of this prediction type is trained to output.
+
+    Args:
+        prediction: a key of PREDICTIONS.
+        x0, noise: clean images and the noise added, [B, ...].
+        a, b: the path's coefficients, broadcastable to x0.
+
+    Returns:
+        y = p x0 + q noise, of x0's shape.
+    """
+    p, q = PREDICTIONS[prediction](a, b)
+    return p * x0 + q * noise
+
+
+def to_x0_and_noise(prediction: str, output: Tensor, x_t: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Read a network's output as an estimate of the clean image and of the noise.
+
+    Args:
+        prediction: a key of PREDICTIONS.
+        output: the network's output y, [B, ...].
+        x_t: the noisy images it was given, of output's shape.
+        a, b: the path's coefficients, broadcastable to output; D = a q - b p must not be 0 (x0-prediction at
+            b = 0 and noise-prediction at a = 0 do not determine the other one).
+
+    Returns:
+        x0 and noise, of output's shape, with a x0 + b noise = x_t.
+    """
+    p, q = PREDICTIONS[prediction](a, b)
+    determinant = a * q - b * p
+    return (q * x_t - b * output) / determinant, (a * output - p * x_t) / determinant
+
+
+def noise_error_weight(prediction: str, sigma: Tensor, a: Tensor) -> Tensor:
+    """Factor w with (squared error of y) = w x (squared error of the noise), for one and the same x_t.
+
+    An error e in the noise is an error -(b/a) e in x0, hence (q - p sigma) e in y.
+
+    Args:
+        prediction: a key of PREDICTIONS.
+        sigma: b / a, positive.
+        a: the path's coefficient of x0 at that sigma, of sigma's shape.
+    """
+    p, q = PREDICTIONS[prediction](a, a * sigma)
+    return (q - p * sigma) ** 2
