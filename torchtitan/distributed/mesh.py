@@ -1,6 +1,12 @@
-"""Which process holds what."""
+"""Which process holds what: device, process groups and the data-parallel mesh."""
 
+import os
 from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan.settings import setting
 
@@ -24,3 +30,91 @@ class CommConfig:
 
     init_timeout_seconds: int = setting(300, "collective timeout until the first step is done", ge=1, trajectory=False)
     train_timeout_seconds: int = setting(100, "collective timeout after the first step", ge=1, trajectory=False)
+
+
+class Layout:
+    """This process's place among all: rank, device, mesh, and the groups that gradients are reduced over.
+
+    Attributes:
+        rank, world_size: of all processes; every process is data-parallel.
+        device: where this process computes.
+        replicas: copies of the model (1: none beside this one).
+        shards: processes that share one copy (1: every process holds the whole model).
+        mesh: DeviceMesh with dimensions ("replicate", "shard"), of which those of size 1 are left out;
+            None in a single process.
+    """
+
+    def __init__(self, parallelism: ParallelismConfig) -> None:
+        """Describe the current process group, or a single process if there is none."""
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.device = compute_device()
+        self.replicas = parallelism.data_parallel_replicate_degree
+        self.shards = parallelism.data_parallel_shard_degree
+        if self.replicas * self.shards != self.world_size:
+            raise ValueError(f"{self.replicas} replicas x {self.shards} shards is not {self.world_size} processes")
+        self.mesh = self._build_mesh()
+
+    def _build_mesh(self) -> DeviceMesh | None:
+        if self.world_size == 1:
+            return None
+        sizes = {"replicate": self.replicas, "shard": self.shards}
+        used = {name: size for name, size in sizes.items() if size > 1}
+        return init_device_mesh(self.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are sharded (FSDP2 or HSDP)."""
+        return self.shards > 1
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The processes that share this process's copy of the model; None where it is whole."""
+        return self.mesh["shard"].get_group() if self.sharded else None
+
+    def describe(self) -> str:
+        """The layout in words, such as `HSDP 2 x 2`."""
+        if self.world_size == 1:
+            return "one process"
+        if not self.sharded:
+            return f"DDP x {self.replicas}"
+        return f"FSDP x {self.shards}" if self.replicas == 1 else f"HSDP {self.replicas} x {self.shards}"
+
+
+def compute_device() -> torch.device:
+    """The CUDA device of this process's local rank, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def init_process_group(comm: CommConfig) -> None:
+    """Join the processes that torchrun started; nothing for a process started by itself.
+
+    CUDA tensors travel over NCCL; CPU tensors, and small agreements between hosts, over gloo.
+    """
+    if "WORLD_SIZE" not in os.environ or dist.is_initialized():
+        return
+    device = compute_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=comm.init_timeout_seconds),
+    )
+
+
+def set_train_timeout(comm: CommConfig, layout: Layout) -> None:
+    """Shorten the collective timeout once start-up (compilation, first allocations) is over."""
+    if layout.world_size == 1:
+        return
+    timeout = timedelta(seconds=comm.train_timeout_seconds)
+    groups = [dist.group.WORLD, *(layout.mesh.get_group(name) for name in layout.mesh.mesh_dim_names)]
+    if layout.device.type == "cuda":
+        # A rank that is late for this call must not meet the shorter timeout in the middle of its first step.
+        dist.barrier(device_ids=[layout.device.index])
+        torch.cuda.synchronize()
+    else:
+        dist.barrier()
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)

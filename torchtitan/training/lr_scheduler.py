@@ -1,7 +1,10 @@
-"""The learning-rate schedule."""
+"""The learning-rate schedule, a pure function of the step."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
 
 from torchtitan.settings import setting
 
@@ -13,6 +16,33 @@ class LRSchedulerConfig:
     warmup_steps: int = setting(0, "steps of linear warm-up from 0 to the peak", ge=0)
     decay_type: Literal["constant", "linear", "cosine"] = setting("constant", "shape after warm-up")
     min_lr_factor: float = setting(
-        0.0, "learning rate at the last step, as a fraction of the peak", ge=0, le=1,
+        0.0, "learning rate at the end, as a fraction of the peak", ge=0, le=1,
         applies={"decay_type": ("linear", "cosine")},
     )
+
+
+def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int) -> float:
+    """Learning rate of a step as a fraction of the peak.
+
+    Args:
+        config: warm-up and shape.
+        step: 1 for the first optimizer step, total_steps for the last.
+        total_steps: steps of the run, 1 or more.
+
+    Returns:
+        step / warmup_steps during warm-up; then 1, or a line or half cosine that would reach min_lr_factor
+        one step after the last.
+    """
+    if step <= config.warmup_steps:
+        return step / config.warmup_steps
+    if config.decay_type == "constant":
+        return 1.0
+    progress = (step - 1 - config.warmup_steps) / (total_steps - config.warmup_steps)
+    shape = 1.0 - progress if config.decay_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.min_lr_factor + (1.0 - config.min_lr_factor) * shape
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,135 @@
+"""One function that turns a model into a parallel one, in a fixed order."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torchtitan.distributed.activation_checkpoint import WRAPPER_PREFIX, checkpoint_blocks
+from torchtitan.distributed.compile import compile_blocks
+from torchtitan.distributed.mesh import Layout
+from torchtitan.distributed.precision import fsdp_policy
+
+
+def parallelize(
+    model: nn.Module,
+    layout: Layout,
+    *,
+    checkpoint_mode: str = "none",
+    compile_model: bool = False,
+    param_dtype: str = "float32",
+    reduce_dtype: str = "float32",
+) -> nn.Module:
+    """Apply activation checkpointing, then compile, then FSDP2, HSDP or DDP.
+
+    Args:
+        model: an initialised model on the layout's device, with `blocks()` (see torchtitan.models.base).
+        layout: where it runs.
+        checkpoint_mode: see ActivationCheckpointConfig.
+        compile_model: compile each block.
+        param_dtype, reduce_dtype: dtype of compute and of the gradient reduction.
+
+    Returns:
+        the module whose forward trains: `model` itself, or DistributedDataParallel around it.
+    """
+    checkpoint_blocks(model, list(model.blocks()), checkpoint_mode)
+    if compile_model:
+        compile_blocks(list(model.blocks()))
+    if layout.sharded:
+        _shard(model, layout, param_dtype, reduce_dtype)
+        return model
+    if layout.world_size > 1:
+        return DistributedDataParallel(
+            model,
+            device_ids=[layout.device.index] if layout.device.type == "cuda" else None,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+        )
+    return model
+
+
+def _shard(model: nn.Module, layout: Layout, param_dtype: str, reduce_dtype: str) -> None:
+    block_policy = fsdp_policy(param_dtype, reduce_dtype, cast_inputs=True)
+    for block in model.blocks():
+        fully_shard(block, mesh=layout.mesh, mp_policy=block_policy)
+    root_policy = fsdp_policy(param_dtype, reduce_dtype, cast_inputs=False)
+    fully_shard(model, mesh=layout.mesh, mp_policy=root_policy)
+    if layout.device.type == "cpu":
+        # gloo's own averaging is not to be relied on: sum, then divide.
+        for module in fsdp_modules(model):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """Every module that FSDP2 wraps, the root included."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def accumulate_locally(train_module: nn.Module, *, last: bool) -> AbstractContextManager:
+    """The context of one microbatch's forward and backward: gradients are reduced in the last one only."""
+    if isinstance(train_module, DistributedDataParallel):
+        return nullcontext() if last else train_module.no_sync()
+    if isinstance(train_module, FSDPModule):
+        train_module.set_requires_gradient_sync(last)
+    return nullcontext()
+
+
+def release_unsharded(model: nn.Module) -> None:
+    """Let go of gathered parameters, so that the next forward gathers them from the shards anew.
+
+    FSDP2 keeps the root's parameters gathered after a forward. Whoever changes the shards must call this.
+    """
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by the names they have without any wrapper: the names of checkpoints and parameter groups."""
+    return {name.replace(WRAPPER_PREFIX, ""): parameter for name, parameter in model.named_parameters()}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    """Sum of squares over a list of plain tensors, float64 scalar on their device.
+
+    On the CPU a float32 norm of 25 M elements is off by 0.3 %; rows of 1,024 summed in float64 are exact to
+    1e-8 at full speed. CUDA's norm is a tree of sums already.
+    """
+    if tensors[0].device.type == "cuda":
+        norms = torch.stack(torch._foreach_norm(tensors))
+        return norms.to(torch.float64).square().sum()
+    total = torch.zeros((), dtype=torch.float64)
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        whole = flat.numel() // 1024 * 1024
+        rows = torch.linalg.vector_norm(flat[:whole].view(-1, 1024), dim=1)
+        total += rows.to(torch.float64).square().sum() + flat[whole:].to(torch.float64).square().sum()
+    return total
+
+
+@torch.no_grad()
+def gradient_norm(parameters: list[nn.Parameter], layout: Layout) -> Tensor:
+    """Norm of the reduced gradient over the whole model, float64 scalar, the same on every rank.
+
+    Shards are summed over the shard axis only: replicas hold the same gradient.
+    """
+    total = sum_of_squares([local(p.grad) for p in parameters if p.grad is not None])
+    if layout.sharded:
+        torch.distributed.all_reduce(total, group=layout.shard_group)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients in place so that their norm is at most max_norm; `norm` is what gradient_norm returned."""
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
+    torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], scale)

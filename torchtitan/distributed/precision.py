@@ -1,0 +1,28 @@
+"""Which dtype computes: float32 weights everywhere, bfloat16 compute by policy."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def compute_context(param_dtype: str, device: torch.device, sharded: bool) -> AbstractContextManager:
+    """What a forward runs in: autocast where the weights are whole, nothing where FSDP casts them itself.
+
+    Args:
+        param_dtype: a key of DTYPES.
+        device: where the forward runs.
+        sharded: whether the parameters are sharded by FSDP2.
+    """
+    if sharded or param_dtype == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[param_dtype])
+
+
+def fsdp_policy(param_dtype: str, reduce_dtype: str, *, cast_inputs: bool) -> MixedPrecisionPolicy:
+    """FSDP2's cast policy. The root keeps its inputs: x and t must reach the model in float32."""
+    return MixedPrecisionPolicy(
+        param_dtype=DTYPES[param_dtype], reduce_dtype=DTYPES[reduce_dtype], cast_forward_inputs=cast_inputs
+    )
