@@ -110,9 +110,9 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for tensor in tensors:
         flat = tensor.reshape(-1)
-        whole = flat.numel() // 1024 * 1024
-        rows = torch.linalg.vector_norm(flat[:whole].view(-1, 1024), dim=1)
-        total += rows.to(torch.float64).square().sum() + flat[whole:].to(torch.float64).square().sum()
+        rows = flat.numel() // 1024
+        norms = torch.linalg.vector_norm(flat[: rows * 1024].view(rows, 1024), dim=1)
+        total += norms.to(torch.float64).square().sum() + flat[rows * 1024 :].to(torch.float64).square().sum()
     return total
 
 

@@ -1,0 +1,73 @@
+"""Small agreements between processes: one rank decides, or one rank's wish becomes everyone's."""
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def from_first_rank(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function on rank 0 and give its result (a picklable object) to every rank.
+
+    What the function raises on rank 0 is raised on every rank.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return function(*args)
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = function(*args)
+        except Exception as error:  # every rank must learn of it, or the others wait for ever
+            box[1] = error
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
+
+
+class StopRequest:
+    """A signal to any rank stops all ranks after the same step.
+
+    Each step sends this rank's wish around while the step computes and reads the previous step's answer, so that
+    every rank sees the same answer at the same step and none waits. A second signal ends the process at once.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self._received = 0
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._exchange_result()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self._received:
+            raise SystemExit(128 + number)
+        self._received = number
+
+    def poll(self) -> int:
+        """Called once per step by every rank; the number of the signal to stop for, or 0."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self._received
+        answer = self._exchange_result()
+        wish = torch.tensor([self._received], dtype=torch.int32)
+        self._pending = (wish, dist.all_reduce(wish, op=dist.ReduceOp.MAX, async_op=True))
+        return answer
+
+    def _exchange_result(self) -> int:
+        if self._pending is None:
+            return 0
+        wish, work = self._pending
+        self._pending = None
+        work.wait()
+        return int(wish.item())
