@@ -45,8 +45,9 @@ class StopRequest:
         self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._exchange_result()
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        if kind is None:  # after an error the other ranks may never answer
+            self._exchange_result()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -1,8 +1,19 @@
-"""Images drawn from the model during and after training."""
+"""Images drawn from the model during and after training, every rank drawing its share."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan.diffusion import philox
+from torchtitan.diffusion.guidance import predictor
+from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.solvers import SOLVERS, uniform_times
+from torchtitan.distributed.precision import compute_context
 from torchtitan.settings import setting
 
 
@@ -34,3 +45,92 @@ class SamplingConfig:
     batch_size: int = setting(
         256, "images drawn at a time on each rank", ge=1, applies={"enable": (True,)}, trajectory=False
     )
+
+
+def grid_labels(classes: Sequence[int], num_classes: int, images_per_class: int) -> Tensor:
+    """Labels of a grid, row by row [rows * images_per_class]; classes empty: the first ten, or one row of none."""
+    rows = list(classes) or list(range(min(num_classes, 10))) or [0]
+    return torch.tensor(rows).repeat_interleave(images_per_class)
+
+
+def balanced_labels(count: int, num_classes: int) -> Tensor:
+    """`count` labels that run through the classes, each as often as any other up to one."""
+    return torch.arange(count) % max(num_classes, 1)
+
+
+class ImageSampler:
+    """Draws images from a model, sharded over the ranks, from random numbers of its own.
+
+    The image for a number and a class is the same on any number of ranks, and drawing it leaves every random
+    state of training alone.
+    """
+
+    def __init__(self, model: nn.Module, objective: Objective, param_dtype: str, device: torch.device) -> None:
+        """model: the whole or sharded model (not its DDP wrapper); param_dtype: dtype of compute."""
+        self._model = model
+        self._objective = objective
+        self._param_dtype = param_dtype
+        self._device = device
+
+    @torch.no_grad()
+    def draw(
+        self,
+        labels: Tensor,
+        seed: int,
+        *,
+        solver: str,
+        num_steps: int,
+        guidance_scale: float,
+        batch_size: int,
+        first_number: int = 0,
+        sharded: bool = False,
+        purpose: str = "sampling",
+    ) -> Tensor:
+        """Draw one image per label; called by all ranks together.
+
+        Args:
+            labels: class of each image [N], int64; ignored by an unconditional model.
+            seed: of the images' noise.
+            solver: a key of SOLVERS.
+            num_steps: solver steps.
+            guidance_scale: 1 for none.
+            batch_size: images at a time on each rank.
+            first_number: number of the first image; image i starts from noise of number first_number + i.
+            sharded: whether the model's parameters are sharded.
+            purpose: random stream of the starting noise.
+
+        Returns:
+            float32 images [N, C, H, W] on the CPU, on every rank.
+        """
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        share = math.ceil(len(labels) / ranks)
+        # Every rank makes the same number of forwards, or a sharded model would wait for ever.
+        mine = (torch.arange(share) + rank * share).clamp(max=len(labels) - 1)
+        was_training = self._model.training
+        self._model.eval()
+        with torch.compiler.set_stance("force_eager"), compute_context(self._param_dtype, self._device, sharded):
+            parts = [
+                self._draw_batch(labels[chunk], chunk + first_number, seed, purpose, solver, num_steps, guidance_scale)
+                for chunk in mine.split(batch_size)
+            ]
+        self._model.train(was_training)
+        images = torch.cat(parts)
+        if ranks > 1:
+            gathered = [torch.empty_like(images) for _ in range(ranks)]
+            dist.all_gather(gathered, images)
+            images = torch.cat(gathered)
+        return images[: len(labels)].cpu()
+
+    def _draw_batch(
+        self, labels: Tensor, numbers: Tensor, seed: int, purpose: str, solver: str, num_steps: int, scale: float
+    ) -> Tensor:
+        labels, numbers = labels.to(self._device), numbers.to(self._device)
+        shape = self._model.image_shape
+        noise = philox.normal(seed, purpose, numbers, shape)
+        null_class = self._model.null_class
+        condition = None if null_class is None else labels
+        predict = predictor(self._objective, self._model, condition, null_class, scale)
+        # Step s of image n adds noise of its own number, apart from the starting noise of any other image.
+        draw_noise = lambda step: philox.normal(seed, purpose, numbers + ((step + 1) << 40), shape)  # noqa: E731
+        times = uniform_times(num_steps, self._device)
+        return SOLVERS[solver](predict, self._objective.path, noise, times, draw_noise)

@@ -1,7 +1,15 @@
-"""Loss on held-out images."""
+"""Loss on held-out images: fixed (image, timestep, noise) triples, so that two measurements differ by the weights."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan.diffusion import philox
+from torchtitan.diffusion.objective import Draw, Objective
+from torchtitan.distributed.precision import compute_context
 from torchtitan.settings import setting
 
 
@@ -10,8 +18,81 @@ class ValidationConfig:
     """`[validation]`"""
 
     enable: bool = setting(False, "measure the loss on held-out images", trajectory=False)
-    interval: int = setting(1000, "steps between measurements; also at the last step", ge=1,
-                            applies={"enable": (True,)}, trajectory=False)
-    num_images: int = setting(1000, "held-out images, each at one fixed timestep with fixed noise", ge=1,
-                              applies={"enable": (True,)}, trajectory=False)
+    interval: int = setting(
+        1000, "steps between measurements; also at the last step", ge=1, applies={"enable": (True,)}, trajectory=False
+    )
+    num_images: int = setting(
+        1000, "held-out images, each at one fixed timestep with fixed noise", ge=1, applies={"enable": (True,)},
+        trajectory=False,
+    )
     batch_size: int = setting(128, "images at a time on each rank", ge=1, applies={"enable": (True,)}, trajectory=False)
+
+
+def held_out_draw(objective: Objective, seed: int, indices: Tensor, count: int, shape: tuple[int, ...]) -> Draw:
+    """Timestep and noise of held-out images: the training density's quantiles, one per image, and fixed noise.
+
+    Args:
+        objective: whose density of t is used.
+        seed: of the noise.
+        indices: numbers of the images [B] out of `count`.
+        count: held-out images in all.
+        shape: of one image.
+    """
+    # Images stand in the data's order; a fixed shuffle keeps their timesteps apart from it.
+    order = philox.uniform(seed, "validation", torch.arange(count, device=indices.device)).argsort()
+    quantile = (order[indices].to(torch.float64) + 0.5) / count
+    t = objective.timestep_sampler.density.quantile(quantile).to(torch.float32)
+    noise = philox.normal(seed, "validation", indices + (1 << 40), shape)
+    return Draw(t, noise, torch.ones_like(t))
+
+
+@torch.no_grad()
+def validation_loss(
+    model: nn.Module,
+    objective: Objective,
+    batches: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]],
+    *,
+    count: int,
+    seed: int,
+    bin_edges: Tensor,
+    param_dtype: str,
+    device: torch.device,
+    sharded: bool,
+) -> dict[str, float]:
+    """Mean loss over held-out images, whole and by timestep bin; called by all ranks together.
+
+    Args:
+        model: the whole or sharded model (not its DDP wrapper).
+        objective: what it was trained for.
+        batches: this rank's (images, labels, indices, weights), as many on every rank; weight 0 is padding.
+        count: held-out images in all.
+        seed: of timesteps and noise.
+        bin_edges: inner edges in t, rising, [K - 1].
+        param_dtype, device, sharded: how the model computes.
+
+    Returns:
+        {"loss": mean, "loss_by_bin/k": mean of bin k's plain error}.
+    """
+    bins = len(bin_edges) + 1
+    sums = torch.zeros(2, bins + 1, dtype=torch.float64, device=device)  # (values, weights) of each bin and of all
+    was_training = model.training
+    model.eval()
+    with torch.compiler.set_stance("force_eager"):
+        for images, labels, indices, weights in batches:
+            images, labels = images.to(device), labels.to(device)
+            indices, weights = indices.to(device), weights.to(device, torch.float64)
+            draw = held_out_draw(objective, seed, indices, count, images.shape[1:])
+            condition = None if model.null_class is None else labels
+            with compute_context(param_dtype, device, sharded):
+                terms = objective.loss(model, images, condition, draw)
+            which = torch.bucketize(terms.t, bin_edges)
+            sums[0].index_add_(0, which, terms.error.to(torch.float64) * weights)
+            sums[1].index_add_(0, which, weights)
+            sums[0, bins] += (terms.loss.to(torch.float64) * weights).sum()
+            sums[1, bins] += weights.sum()
+    model.train(was_training)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(sums)
+    values, weights = sums.tolist()
+    by_bin = {f"loss_by_bin/{k}": values[k] / weights[k] for k in range(bins) if weights[k]}
+    return {"loss": values[bins] / weights[bins], **by_bin}

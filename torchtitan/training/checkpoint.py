@@ -74,7 +74,7 @@ def verify(checkpoint: Path) -> str | None:
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_bytes())
         files, digest = manifest["files"], manifest["digest"]
-        names = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in files.items()}
+        names = {Path(name).name: (int(entry["size"]), str(entry["sha256"])) for name, entry in files.items()}
     except FileNotFoundError:
         return f"{_MANIFEST} is missing: the save was cut off"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

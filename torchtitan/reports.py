@@ -1,0 +1,299 @@
+"""What a run shows and leaves behind: progress, metrics, validation, grids of samples, the closing summary."""
+
+import logging
+import sys
+import time
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data import DATASETS
+from torchtitan.config_record import effective
+from torchtitan.distributed.agreement import from_first_rank
+from torchtitan.evaluation.pictures import image_grid, save_animation
+from torchtitan.evaluation.sampling import ImageSampler, balanced_labels, grid_labels
+from torchtitan.evaluation.validation import validation_loss
+from torchtitan.training.data_loading import validation_batches
+from torchtitan.training.hardware import device_name, memory_metrics, peak_tflops, reset_peak_memory
+from torchtitan.training.metrics import METRICS_FILE, MetricsLog, Stopwatch, cut_metrics, tail_medians
+from torchtitan.training.run_folder import versions
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+_TAIL_TAGS = (
+    "loss_metrics/global_avg_loss",
+    "throughput(img/s)",
+    "throughput(tps)",
+    "tflops",
+    "mfu(%)",
+    "time_metrics/end_to_end(s)",
+    "time_metrics/data_loading(%)",
+)
+
+
+class Reports:
+    """The reporting side of a Trainer. Collective methods say so; the first rank alone writes."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer = trainer
+        self._config = trainer.config
+        self._first = trainer.layout.rank == 0
+        self._device = trainer.layout.device
+        self._peak_tflops = self._config.metrics.peak_tflops or peak_tflops(self._device)
+        self._flops_per_image = trainer.model.flops_per_image(trainer.info.image_shape)
+        self._tokens_per_image = trainer.model.tokens_per_image(trainer.info.image_shape)
+        self._sampler = ImageSampler(
+            trainer.model, trainer.objective, self._config.training.mixed_precision_param, self._device
+        )
+        self._results: dict[str, Any] = {}
+        self._log: MetricsLog | None = None
+        if self._first:
+            cut_metrics(trainer.folder.path / METRICS_FILE, trainer.step)
+            self._log = MetricsLog(
+                trainer.folder.path, self._config.metrics, self._config.job.name, effective(self._config), trainer.step
+            )
+            self._introduce()
+        self._bar = tqdm(
+            total=self._config.training.steps, initial=trainer.step, unit="step", dynamic_ncols=True, smoothing=0.05,
+            disable=not (self._first and sys.stderr.isatty()),
+        )
+        self._started = time.perf_counter()
+        self._watch = Stopwatch()
+        self._step_of_last_lap = trainer.step
+
+    def excluded(self) -> AbstractContextManager:
+        """What runs inside is not training time."""
+        return self._watch.excluded()
+
+    def advance(self) -> None:
+        """One step of the progress bar."""
+        self._bar.update()
+
+    def log(self, norm: Tensor, lr: float) -> None:
+        """Write one point of metrics; collective.
+
+        Args:
+            norm: gradient norm of this step before clipping.
+            lr: learning rate of this step.
+        """
+        step = self._trainer.step
+        metrics = self._trainer.window.reduce() | {"grad_norm": float(norm), "lr": lr}
+        metrics |= self._rates(step) | memory_metrics(self._device)
+        metrics["n_images_seen"] = step * self._config.training.global_batch_size
+        reset_peak_memory(self._device)
+        if not self._first:
+            return
+        self._log.write(step, metrics)
+        loss, rate = metrics["loss_metrics/global_avg_loss"], metrics["throughput(img/s)"]
+        self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} img/s")
+        if self._bar.disable:
+            steps_left = self._config.training.steps - step
+            eta = steps_left * metrics["time_metrics/end_to_end(s)"]
+            mfu = f"  mfu {metrics['mfu(%)']:.1f} %" if "mfu(%)" in metrics else ""
+            logger.info(
+                f"step {step:>6}/{self._config.training.steps}  loss {loss:.4f}  grad_norm {float(norm):.3f}  "
+                f"{rate:.1f} img/s{mfu}  ETA {_duration(eta)}"
+            )
+
+    def validate(self) -> None:
+        """Measure the held-out loss with the trained and with every averaged weight; collective."""
+        trainer, config = self._trainer, self._config.validation
+        with self.excluded():
+            dataset = DATASETS[self._config.data.name](self._config.data, "validation")
+            count = min(config.num_images, len(dataset))
+            metrics = {}
+            for track in ("none", *trainer.ema.tracks):
+                batches = validation_batches(
+                    dataset, count, config.batch_size, trainer.layout.rank, trainer.layout.world_size
+                )
+                with trainer.ema.weights(track, trainer.model):
+                    losses = validation_loss(
+                        trainer.model, trainer.objective, batches,
+                        count=count, seed=self._config.debug.seed, bin_edges=trainer.bin_edges,
+                        param_dtype=self._config.training.mixed_precision_param, device=self._device,
+                        sharded=trainer.layout.sharded,
+                    )
+                prefix = "validation_metrics" if track == "none" else f"validation_metrics/{track}"
+                metrics |= {f"{prefix}/{name}": value for name, value in losses.items()}
+        self._results |= {name: value for name, value in metrics.items() if name.endswith("/loss")}
+        if self._first:
+            self._log.write(trainer.step, metrics)
+            shown = ", ".join(f"{name.removeprefix('validation_metrics/')} {value:.4f}"
+                              for name, value in metrics.items() if name.endswith("loss"))
+            self._say(f"step {trainer.step:>6}  held-out {shown}")
+
+    def sample_grid(self) -> None:
+        """Draw the grid of samples of this step; collective."""
+        trainer, config = self._trainer, self._config.sampling
+        with self.excluded():
+            labels = grid_labels(config.classes, trainer.info.num_classes, config.images_per_class)
+            images = self._draw(labels, config.guidance_scale, "sampling")
+            if not self._first:
+                return
+            rows = labels[:: config.images_per_class].tolist()
+            names = [trainer.info.class_names[row] for row in rows] if trainer.info.class_names else None
+            path = trainer.folder.samples / f"step-{trainer.step:08d}.png"
+            path.parent.mkdir(exist_ok=True)
+            image_grid(images, len(rows), config.images_per_class, names, f"step {trainer.step}").save(path)
+            self._log.write_image(trainer.step, "samples", path)
+
+    def finish(self, status: str) -> None:
+        """Judge the samples, write the animation and the summary, and say where everything is; collective."""
+        trainer, config = self._trainer, self._config
+        self._bar.close()
+        training_seconds = time.perf_counter() - self._started
+        if status == "completed" and config.sampling.enable and config.sampling.judge_images:
+            self._judge()
+        if self._first:
+            self._animate()
+            summary = self._summary(status) | {"seconds_since_start": round(training_seconds, 1)}
+            trainer.folder.write_summary(summary)
+            self._point_out(status)
+
+    def fail(self, status: str, reason: str) -> None:
+        """Close the summary of a run that cannot go on; not collective, for other ranks may be gone."""
+        self._bar.close()
+        if self._first:
+            self._trainer.folder.write_summary(self._summary(status) | {"reason": reason})
+
+    def close(self) -> None:
+        if self._log:
+            self._log.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _rates(self, step: int) -> dict[str, float]:
+        steps, seconds = step - self._step_of_last_lap, self._watch.lap()
+        self._step_of_last_lap = step
+        images = steps * self._config.training.global_batch_size / seconds
+        tflops = images * self._flops_per_image / self._trainer.layout.world_size / 1e12
+        waited = self._trainer.data.take_waited_seconds()
+        rates = {
+            "throughput(img/s)": images,
+            "throughput(tps)": images * self._tokens_per_image,
+            "tflops": tflops,
+            "time_metrics/end_to_end(s)": seconds / steps,
+            "time_metrics/data_loading(%)": 100.0 * waited / seconds,
+        }
+        if self._peak_tflops:
+            rates["mfu(%)"] = 100.0 * tflops / self._peak_tflops
+        return rates
+
+    def _draw(self, labels: Tensor, guidance_scale: float, purpose: str) -> Tensor:
+        trainer, config = self._trainer, self._config.sampling
+        with trainer.ema.weights(config.ema_track, trainer.model):
+            return self._sampler.draw(
+                labels, self._config.debug.seed, solver=config.solver, num_steps=config.num_steps,
+                guidance_scale=guidance_scale, batch_size=config.batch_size, sharded=trainer.layout.sharded,
+                purpose=purpose,
+            )
+
+    def _judge(self) -> None:
+        trainer, config = self._trainer, self._config.sampling
+        labels = balanced_labels(config.judge_images, trainer.info.num_classes)
+        if self._first:
+            logger.info(f"drawing 2 x {len(labels)} images to judge, guided and unguided")
+        guided = self._draw(labels, config.guidance_scale, "evaluation")
+        unguided = self._draw(labels, 1.0, "evaluation")
+        verdicts = from_first_rank(self._judge_images, labels, {"": guided, "_unguided": unguided})
+        self._results |= verdicts
+
+    def _judge_images(self, labels: Tensor, sets: dict[str, Tensor]) -> dict[str, float]:
+        judge = DATASETS[self._config.data.name].judge(self._config.data)
+        return {
+            f"sample_{name}{suffix}": round(value, 4)
+            for suffix, images in sets.items()
+            for name, value in judge.judge(images, labels).items()
+        }
+
+    def _animate(self) -> None:
+        frames = [(int(path.stem.split("-")[1]), path) for path in sorted(self._trainer.folder.samples.glob("step-*.png"))]
+        if len(frames) > 1:
+            save_animation(frames, self._animation)
+
+    @property
+    def _animation(self):
+        return self._trainer.folder.samples / "training.gif"
+
+    def _summary(self, status: str) -> dict[str, Any]:
+        trainer = self._trainer
+        metrics = trainer.folder.path / METRICS_FILE
+        return {
+            "status": status,
+            "step": trainer.step,
+            "n_images_seen": trainer.step * self._config.training.global_batch_size,
+            "layout": trainer.layout.describe(),
+            "device": device_name(self._device),
+            "num_parameters": self._num_parameters(),
+            "flops_per_image": self._flops_per_image,
+            "tail_medians": tail_medians(metrics, _TAIL_TAGS),
+            **self._results,
+            "versions": versions(),
+        }
+
+    def _num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self._trainer.parameters.values())
+
+    def _introduce(self) -> None:
+        trainer, config = self._trainer, self._config
+        logger.info(
+            f"{config.job.name}: {config.model.flavor}, {self._num_parameters():,} parameters, on {config.data.name} "
+            f"{'x'.join(map(str, trainer.info.image_shape))}; {trainer.layout.describe()} on {device_name(self._device)}; "
+            f"{config.training.global_batch_size} images a step, {trainer.data.microbatches_per_step} microbatches"
+        )
+        points = torch.linspace(-6.0, 6.0, 13, dtype=torch.float64)
+        weights = trainer.objective.effective_weight(points)
+        weights = weights / weights.max()
+        logger.info("effective weight of the noise error over ln sigma (highest = 1): " + "  ".join(
+            f"{point:+.0f}: {weight:.2g}" for point, weight in zip(points.tolist(), weights.tolist(), strict=True)
+        ))
+        if trainer.step:
+            logger.info(f"resumed after step {trainer.step} of {config.training.steps}")
+
+    def _point_out(self, status: str) -> None:
+        folder = self._trainer.folder
+        lines = [f"{status} after step {self._trainer.step}"]
+        grids = sorted(folder.samples.glob("step-*.png"))
+        places = {
+            "sample grid": grids[-1] if grids else None,
+            "animation": self._animation if self._animation.exists() else None,
+            "metrics": folder.path / METRICS_FILE,
+            "TensorBoard": folder.path / "tb" if self._config.metrics.enable_tensorboard else None,
+            "checkpoints": folder.checkpoints if self._config.checkpoint.enable else None,
+            "summary": folder.summary,
+        }
+        lines += [f"  {name:<12} {path}" for name, path in places.items() if path]
+        lines += _verdict(self._results)
+        self._say("\n".join(lines))
+
+    def _say(self, text: str) -> None:
+        if self._bar.disable:
+            logger.info(text)
+        else:
+            tqdm.write(text, file=sys.stderr)
+
+
+def _verdict(results: dict[str, Any]) -> list[str]:
+    if "sample_accuracy" not in results:
+        return []
+    lines = []
+    for suffix, kind in (("", "guided"), ("_unguided", "unguided")):
+        value = lambda name: results[f"sample_{name}{suffix}"]  # noqa: E731, B023
+        lines.append(
+            f"  {kind + ' samples':<18} {100 * value('accuracy'):.1f} % recognised as the class asked for; Fréchet "
+            f"distance {value('frechet_distance'):.3g} (held-out real {value('frechet_distance_real'):.3g}); copies of "
+            f"training images {100 * value('copies'):.1f} % (held-out real {100 * value('copies_real'):.1f} %)"
+        )
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

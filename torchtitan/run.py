@@ -1,0 +1,60 @@
+"""One run of a training process: build, train, and turn what goes wrong into one line and an exit code."""
+
+import logging
+import sys
+
+import torch
+import torch.distributed as dist
+
+from data.base import DatasetError
+from torchtitan.config import JobConfig
+from torchtitan.trainer import Trainer, process_group
+from torchtitan.training.checkpoint import CheckpointError
+from torchtitan.training.faults import TrainingError
+from torchtitan.training.run_folder import RunFolder, RunFolderError
+
+logger = logging.getLogger(__name__)
+
+REFUSED = 2
+FAILED = 1
+
+
+def run(config: JobConfig) -> int:
+    """Train as the configuration says.
+
+    Returns:
+        0: completed, now or before; 1: failed; 2: refused before anything was written; 128 + signal: interrupted
+        and saved.
+    """
+    if RunFolder(config).is_finished() and config.checkpoint.load_step < 0:
+        if _first():
+            print(f"{RunFolder(config).path}: this run is finished (give another --job.name to train again)")
+        return 0
+    with process_group():
+        try:
+            trainer = Trainer(config)
+        except (RunFolderError, CheckpointError, DatasetError) as error:
+            if _first():
+                print(error, file=sys.stderr)
+            return REFUSED
+        try:
+            return trainer.train()
+        except TrainingError as error:
+            return _fail(trainer, "failed", str(error))
+        except (CheckpointError, DatasetError) as error:
+            return _fail(trainer, "failed", f"step {trainer.step}: {error}")
+        except torch.OutOfMemoryError as error:
+            advice = "a smaller training.local_batch_size or activation_checkpoint.mode = \"full\" needs less"
+            return _fail(trainer, "oom", f"step {trainer.step}: out of memory ({advice}): {str(error).splitlines()[0]}")
+        finally:
+            trainer.close()
+
+
+def _fail(trainer: Trainer, status: str, reason: str) -> int:
+    trainer.reports.fail(status, reason)
+    logger.error(reason)
+    return FAILED
+
+
+def _first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,0 +1,260 @@
+"""The one train loop: batch -> clean images -> objective -> backward -> clip -> optimizer -> EMA -> reports."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data import DATASETS
+from torchtitan.config import JobConfig
+from torchtitan.diffusion.guidance import drop_labels
+from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.timesteps import GlobalBatch
+from torchtitan.distributed.agreement import StopRequest, from_first_rank
+from torchtitan.distributed.mesh import Layout, init_process_group, set_train_timeout
+from torchtitan.distributed.parallelize import (
+    accumulate_locally,
+    clip_gradients,
+    gradient_norm,
+    named_parameters,
+    parallelize,
+)
+from torchtitan.distributed.precision import compute_context
+from torchtitan.models import MODELS
+from torchtitan.reports import Reports
+from torchtitan.training.checkpoint import Checkpointer, checkpoint_path, read_state, read_tensors
+from torchtitan.training.data_loading import TrainingData
+from torchtitan.training.ema import EMABank
+from torchtitan.training.faults import FiniteCheck
+from torchtitan.training.lr_scheduler import lr_factor, set_lr
+from torchtitan.training.metrics import LossWindow
+from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors
+from torchtitan.training.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Everything that one process holds of a run, and the loop over it."""
+
+    def __init__(self, config: JobConfig) -> None:
+        """Build the run, or resume it from its newest good checkpoint.
+
+        Raises:
+            RunFolderError, CheckpointError, DatasetError: on every rank, before anything is overwritten.
+        """
+        self.config = config
+        init_process_group(config.comm)
+        self.layout = layout = Layout(config.parallelism)
+        self.folder = RunFolder(config)
+        from_first_rank(self.folder.open)
+        torch.use_deterministic_algorithms(config.debug.deterministic)
+
+        dataset = DATASETS[config.data.name](config.data, "train")
+        self.info = DATASETS[config.data.name].info(config.data)
+        self.objective = Objective(config.objective, config.debug.seed)
+        self.model = self._build_model()
+        self.train_module = parallelize(
+            self.model,
+            layout,
+            checkpoint_mode=config.activation_checkpoint.mode,
+            compile_model=config.compile.enable,
+            param_dtype=config.training.mixed_precision_param,
+            reduce_dtype=config.training.mixed_precision_reduce,
+        )
+        self.parameters = named_parameters(self.model)
+        self.optimizer = build_optimizer(self.parameters, config.optimizer)
+        self.ema = EMABank(self.parameters, config.ema)
+        self.data = TrainingData(
+            dataset,
+            config.data,
+            seed=config.debug.seed,
+            global_batch_size=config.training.global_batch_size,
+            local_batch_size=config.training.local_batch_size,
+            rank=layout.rank,
+            world_size=layout.world_size,
+            pin_memory=layout.device.type == "cuda",
+            last_sample=config.training.steps * config.training.global_batch_size,
+        )
+        self.bin_edges = self._bin_edges(config.metrics.loss_bins)
+        self.window = LossWindow(self.bin_edges)
+        self.finite = FiniteCheck()
+        self.checkpointer = Checkpointer(self.folder.checkpoints, config.checkpoint, layout.rank)
+        self.step = 0
+        if config.checkpoint.enable:
+            self._resume()
+        self.reports = Reports(self)
+
+    # ------------------------------------------------------------------ the loop
+
+    def train(self) -> int:
+        """Train to the last step, or to a signal.
+
+        Returns:
+            0, or 128 + the signal's number after a run that a signal interrupted and that was saved.
+        """
+        self._settle_gradient_buckets()
+        signal_number = 0
+        with StopRequest() as stop:
+            while self.step < self.config.training.steps and not signal_number:
+                self.step += 1
+                norm, lr = self._train_step()
+                if self.step == 1 or self.step % self.config.metrics.log_freq == 0 or self._last_step:
+                    self.reports.log(norm, lr)
+                self.reports.advance()
+                if self.config.validation.enable and self._due(self.config.validation.interval):
+                    self.reports.validate()
+                if self.config.sampling.enable and self._due(self.config.sampling.interval):
+                    self.reports.sample_grid()
+                signal_number = stop.poll()
+                if self.config.checkpoint.enable and (signal_number or self._due(self.config.checkpoint.interval)):
+                    self._save()
+        self.finite.raise_if_broken()
+        self.reports.finish("interrupted" if signal_number else "completed")
+        return 128 + signal_number if signal_number else 0
+
+    def _train_step(self) -> tuple[Tensor, float]:
+        """One optimizer step; returns the gradient norm before clipping and the learning rate."""
+        config = self.config
+        samples = GlobalBatch(self.data.next_sample, config.training.global_batch_size, self.data.attempt)
+        microbatches = self.data.microbatches_per_step
+        for number in range(microbatches):
+            batch = self.data.next_batch()
+            self._forward_backward(batch, samples, microbatches, last=number == microbatches - 1)
+        parameters = list(self.parameters.values())
+        norm = gradient_norm(parameters, self.layout)
+        if config.training.max_norm > 0:
+            clip_gradients(parameters, norm, config.training.max_norm)
+        lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.step, config.training.steps)
+        set_lr(self.optimizer, lr)
+        self.finite.record(self.step, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.ema.update(self.step)
+        if self.step == 1:
+            set_train_timeout(config.comm, self.layout)
+        return norm, lr
+
+    def _forward_backward(self, batch: dict[str, Tensor], samples: GlobalBatch, microbatches: int, last: bool) -> None:
+        device = self.layout.device
+        images, indices, labels = (
+            batch[key].to(device, non_blocking=True) for key in ("images", "samples", "labels")
+        )
+        draw = self.objective.draw(tuple(images.shape[1:]), samples, indices)
+        condition = self._condition(labels, indices, samples.attempt)
+        with accumulate_locally(self.train_module, last=last):
+            with self._compute_context():
+                terms = self.objective.loss(self.train_module, images, condition, draw)
+            # The mean over the global batch: ranks are averaged by the reduction, microbatches here.
+            (terms.loss.mean() / microbatches).backward()
+        self.window.add(terms)
+
+    def _condition(self, labels: Tensor, indices: Tensor, attempt: int) -> Tensor | None:
+        null_class = self.model.null_class
+        if null_class is None:
+            return None
+        return drop_labels(
+            labels, null_class, self.config.model.label_dropout, self.config.debug.seed, indices, attempt
+        )
+
+    def _compute_context(self):
+        return compute_context(
+            self.config.training.mixed_precision_param, self.layout.device, self.layout.sharded
+        )
+
+    @property
+    def _last_step(self) -> bool:
+        return self.step == self.config.training.steps
+
+    def _due(self, interval: int) -> bool:
+        return self.step % interval == 0 or self._last_step
+
+    # ------------------------------------------------------------------ building
+
+    def _build_model(self) -> torch.nn.Module:
+        family = MODELS[self.config.model.name]
+        with torch.device("meta"):
+            model = family.build(self.config.model, self.info.image_shape, self.info.num_classes)
+        # Drawn whole on every rank, before sharding: the same weights on any layout.
+        torch.manual_seed(self.config.debug.seed)
+        model.to_empty(device=self.layout.device)
+        model.init_weights()
+        return model.train()
+
+    def _bin_edges(self, bins: int) -> Tensor:
+        quantiles = torch.arange(1, bins, dtype=torch.float64) / bins
+        density = self.objective.timestep_sampler.density
+        return density.quantile(quantiles).to(torch.float32).to(self.layout.device)
+
+    def _settle_gradient_buckets(self) -> None:
+        """Run one backward and throw it away.
+
+        DDP arranges its buckets anew after the first backward, and the order of sums depends on them: without
+        this, a resumed run would differ from a straight one in the last bit.
+        """
+        if self.layout.world_size == 1 or self.layout.sharded:
+            return
+        shape = (self.config.training.local_batch_size, *self.info.image_shape)
+        images = torch.zeros(shape, device=self.layout.device)
+        indices = torch.arange(len(images), device=self.layout.device)
+        draw = self.objective.draw(shape[1:], GlobalBatch(0, len(images)), indices)
+        condition = self._condition(torch.zeros_like(indices), indices, 0)
+        with self._compute_context():
+            self.objective.loss(self.train_module, images, condition, draw).loss.mean().backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    # ------------------------------------------------------------------ state
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the run's state by name; the tensors themselves."""
+        parts = {
+            "model": {name: parameter.detach() for name, parameter in self.parameters.items()},
+            "optimizer": optimizer_tensors(self.optimizer, self.parameters),
+            "ema": self.ema.tensors(),
+        }
+        return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+    def state(self) -> dict:
+        """Everything else of the run's state, equal on all ranks; called by all ranks."""
+        return {
+            "step": self.step,
+            "data": self.data.state_dict(),
+            "timestep_sampler": self.objective.timestep_sampler.state_dict(),
+            "loss_window": self.window.state_dict(),
+        }
+
+    def _save(self) -> None:
+        self.finite.raise_if_broken()
+        with self.reports.excluded():
+            self.checkpointer.save(self.step, self.tensors(), self.state())
+
+    def _resume(self) -> None:
+        step = self.checkpointer.find()
+        if step is None:
+            return
+        checkpoint = checkpoint_path(self.folder.checkpoints, step)
+        materialise_state(self.optimizer)
+        read_tensors(checkpoint, self.tensors())
+        state = read_state(checkpoint)
+        self.step = state["step"]
+        self.data.load_state_dict(state["data"])
+        self.objective.timestep_sampler.load_state_dict(state["timestep_sampler"])
+        self.window.load_state_dict(state["loss_window"])
+
+    def close(self) -> None:
+        """Stop the loader's workers and close the sinks."""
+        self.data.close()
+        self.reports.close()
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Leave the process group, if one was joined, however the block ends."""
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

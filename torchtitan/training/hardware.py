@@ -1,0 +1,59 @@
+"""What a device can do, and what it uses."""
+
+import platform
+import resource
+import sys
+
+import torch
+
+# Dense bfloat16 peak in TFLOP/s by name fragment, from the makers' data sheets (without sparsity).
+PEAK_TFLOPS_BF16 = {
+    "A100": 312.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "H800": 989.0,
+    "B200": 2250.0,
+    "B300": 2500.0,
+}
+
+
+def device_name(device: torch.device) -> str:
+    """The maker's name of a device, or the processor architecture and number of threads for the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Dense bfloat16 peak of a known device in TFLOP/s; None for any other: no MFU rather than a guess."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for fragment, peak in PEAK_TFLOPS_BF16.items() if _is(name, fragment)), None)
+
+
+def _is(name: str, fragment: str) -> bool:
+    return all(word in name for word in fragment.split())
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Peak memory of this process since the last reset, by metric tag."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        return {
+            "memory/max_active(GiB)": stats["active_bytes.all.peak"] / 2**30,
+            "memory/max_reserved(GiB)": stats["reserved_bytes.all.peak"] / 2**30,
+            "memory/num_alloc_retries": stats["num_alloc_retries"],
+            "memory/num_ooms": stats["num_ooms"],
+        }
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"memory/max_resident(GiB)": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new window for memory_metrics, where the device keeps one."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)

@@ -1,0 +1,106 @@
+"""The folder of a run: what it may continue, and the summary that closes it."""
+
+import json
+import platform
+import subprocess
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from torchtitan.config import JobConfig
+from torchtitan.config_record import config_differences, dump_config
+
+
+class RunFolderError(Exception):
+    """A run folder that must not be written to; one line per problem."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class RunFolder:
+    """`<dump_folder>/<name>`, written by the first rank only."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self.path = Path(config.job.dump_folder) / config.job.name
+        self._config = config
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoint"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def open(self) -> None:
+        """Create the folder and its config.toml, or make sure that it holds the same run.
+
+        Raises:
+            RunFolderError: the folder holds a run that learns something else, or cannot be written.
+        """
+        saved = self.path / "config.toml"
+        try:
+            if saved.exists() and not self._config.job.allow_config_change:
+                self._refuse_changes(saved)
+            self.path.mkdir(parents=True, exist_ok=True)
+            # Replaced in one go: a kill must not leave half a configuration.
+            temporary = saved.with_suffix(".toml.tmp")
+            temporary.write_text(dump_config(self._config), encoding="utf-8")
+            temporary.replace(saved)
+        except OSError as error:
+            raise RunFolderError([f"{self.path}: cannot be written: {error.strerror}"]) from error
+
+    def _refuse_changes(self, saved: Path) -> None:
+        try:
+            old = tomllib.loads(saved.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise RunFolderError([f"{saved}: damaged ({error}); remove it or give another --job.name"]) from error
+        changes = config_differences(old, self._config)
+        if changes:
+            advice = "give another --job.name, or --job.allow_config_change true to continue it all the same"
+            raise RunFolderError(
+                [f"{self.path}: holds a run of another configuration ({advice})", *(f"  {line}" for line in changes)]
+            )
+
+    def is_finished(self) -> bool:
+        """Whether the summary says that a run of as many steps was completed."""
+        try:
+            summary = json.loads(self.summary.read_bytes())
+            return summary["status"] == "completed" and summary["step"] >= self._config.training.steps
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def write_summary(self, content: dict) -> None:
+        """Replace summary.json."""
+        temporary = self.summary.with_suffix(".json.tmp")
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(self.summary)
+
+
+def versions() -> dict[str, str | None]:
+    """What a result depends on besides the configuration: versions, and this repository's commit where known."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    try:
+        found["numpy"] = version("numpy")
+    except PackageNotFoundError:
+        found["numpy"] = None
+    found["git_commit"] = _git_commit()
+    return found
+
+
+def _git_commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,44 @@
+"""Train a diffusion transformer: python train.py --job.config_file FILE [--section.key value ...].
+
+    --check-only   check the configuration and stop
+    --help         every section and key
+"""
+
+import logging
+import os
+import sys
+
+from torchtitan.config import ConfigError, help_text, load_config, report_and_exit
+
+
+def main(arguments: list[str]) -> int:
+    """Run one training process; returns its exit code (2: refused configuration, data or run folder)."""
+    if "--help" in arguments or "-h" in arguments:
+        print(f"{__doc__}\n{help_text()}")
+        return 0
+    check_only = "--check-only" in arguments
+    arguments = [argument for argument in arguments if argument != "--check-only"]
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", os.environ.get("NGPU", 1)))
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
+    )
+    try:
+        config = load_config(arguments, world_size)
+    except ConfigError as error:
+        report_and_exit(error)
+    if check_only:
+        print(f"{config.job.config_file or 'configuration'}: ok")
+        return 0
+
+    from torchtitan.run import run  # the configuration is checked before anything heavy is imported
+
+    return run(config)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    # A gloo thread may abort the interpreter while it shuts down.
+    os._exit(code)
