@@ -18,7 +18,9 @@ def main(arguments: list[str]) -> int:
         return 0
     check_only = "--check-only" in arguments
     arguments = [argument for argument in arguments if argument != "--check-only"]
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", os.environ.get("NGPU", 1)))
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if check_only:  # before a launcher has set WORLD_SIZE
+        world_size = int(os.environ.get("NGPU", world_size))
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
     )

@@ -66,6 +66,7 @@ class Reports:
         self._started = time.perf_counter()
         self._watch = Stopwatch()
         self._step_of_last_lap = trainer.step
+        self._waited_at_last_lap = 0.0
 
     def excluded(self) -> AbstractContextManager:
         """What runs inside is not training time."""
@@ -110,7 +111,7 @@ class Reports:
             metrics = {}
             for track in ("none", *trainer.ema.tracks):
                 batches = validation_batches(
-                    dataset, count, config.batch_size, trainer.layout.rank, trainer.layout.world_size
+                    dataset, trainer.info, count, config.batch_size, trainer.layout.rank, trainer.layout.world_size
                 )
                 with trainer.ema.weights(track, trainer.model):
                     losses = validation_loss(
@@ -173,7 +174,8 @@ class Reports:
         self._step_of_last_lap = step
         images = steps * self._config.training.global_batch_size / seconds
         tflops = images * self._flops_per_image / self._trainer.layout.world_size / 1e12
-        waited = self._trainer.data.take_waited_seconds()
+        waited = self._trainer.data.data_seconds - self._waited_at_last_lap
+        self._waited_at_last_lap += waited
         rates = {
             "throughput(img/s)": images,
             "throughput(tps)": images * self._tokens_per_image,

@@ -71,13 +71,14 @@ class Trainer:
         self.data = TrainingData(
             dataset,
             config.data,
+            info=self.info,
             seed=config.debug.seed,
+            end_sample=config.training.steps * config.training.global_batch_size,
             global_batch_size=config.training.global_batch_size,
             local_batch_size=config.training.local_batch_size,
             rank=layout.rank,
             world_size=layout.world_size,
             pin_memory=layout.device.type == "cuda",
-            last_sample=config.training.steps * config.training.global_batch_size,
         )
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
         self.window = LossWindow(self.bin_edges)

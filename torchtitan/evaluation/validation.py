@@ -50,7 +50,7 @@ def held_out_draw(objective: Objective, seed: int, indices: Tensor, count: int, 
 def validation_loss(
     model: nn.Module,
     objective: Objective,
-    batches: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]],
+    batches: Iterable[dict[str, Tensor]],
     *,
     count: int,
     seed: int,
@@ -64,7 +64,7 @@ def validation_loss(
     Args:
         model: the whole or sharded model (not its DDP wrapper).
         objective: what it was trained for.
-        batches: this rank's (images, labels, indices, weights), as many on every rank; weight 0 is padding.
+        batches: this rank's images, labels, indices and weights, as many on every rank; weight 0 is padding.
         count: held-out images in all.
         seed: of timesteps and noise.
         bin_edges: inner edges in t, rising, [K - 1].
@@ -78,16 +78,17 @@ def validation_loss(
     was_training = model.training
     model.eval()
     with torch.compiler.set_stance("force_eager"):
-        for images, labels, indices, weights in batches:
-            images, labels = images.to(device), labels.to(device)
-            indices, weights = indices.to(device), weights.to(device, torch.float64)
+        for batch in batches:
+            images, labels, indices, weights = (
+                batch[key].to(device) for key in ("images", "labels", "indices", "weights")
+            )
             draw = held_out_draw(objective, seed, indices, count, images.shape[1:])
             condition = None if model.null_class is None else labels
             with compute_context(param_dtype, device, sharded):
                 terms = objective.loss(model, images, condition, draw)
             which = torch.bucketize(terms.t, bin_edges)
             sums[0].index_add_(0, which, terms.error.to(torch.float64) * weights)
-            sums[1].index_add_(0, which, weights)
+            sums[1].index_add_(0, which, weights.to(torch.float64))
             sums[0, bins] += (terms.loss.to(torch.float64) * weights).sum()
             sums[1, bins] += weights.sum()
     model.train(was_training)

@@ -100,8 +100,7 @@ def newest_good(folder: Path) -> tuple[int | None, list[str]]:
 def read_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
     """Fill tensors (plain or sharded) in place from a verified checkpoint, by name. Raises CheckpointError."""
     try:
-        # DCP logs every planned shard; what matters is raised.
-        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(checkpoint)))
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=not dist.is_initialized())
     except (dcp.CheckpointException, RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(f"{checkpoint}: does not fit this model: {_first_line(error)}") from error
 
@@ -146,7 +145,8 @@ class Checkpointer:
         """
         partial = Path(from_first_rank(self._new_folder, step))
         try:
-            dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True))
+            writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
+            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
         except (dcp.CheckpointException, RuntimeError, OSError) as error:
             raise CheckpointError(f"{partial}: cannot be written: {_first_line(error)}") from error
         problem = from_first_rank(self._commit, partial, step, state)

@@ -1,0 +1,58 @@
+# Sourced by train.sh and test.sh: `set_up EXTRA...` makes .venv with what the project and those extras need.
+# A torch >= 2.11 that the Python found already has is kept. PYTHON names another Python.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+
+set_up() {
+    local base stamp
+    stamp=$venv/.installed-$(cat "$root/pyproject.toml" <(echo "$@") | cksum | cut -d ' ' -f 1)
+    if [ -e "$stamp" ]; then
+        return
+    fi
+    base=$(find_python)
+    echo "setting up $venv with $("$base" --version)"
+    [ -x "$venv/bin/python" ] || "$base" -m venv "$venv"
+    share_torch "$base"
+    if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+        "$venv/bin/python" -m pip install --quiet torch==2.13.0
+    fi
+    # Requirements only: the program runs in place. The constraint keeps torch as it is.
+    "$venv/bin/python" - "$root/pyproject.toml" "$@" > "$venv/requirements.txt" <<'PYTHON'
+import sys, tomllib
+project = tomllib.load(open(sys.argv[1], "rb"))["project"]
+print(*project["dependencies"], *(line for extra in sys.argv[2:] for line in project["optional-dependencies"][extra]), sep="\n")
+PYTHON
+    "$venv/bin/python" -c 'import torch; print("torch==" + torch.__version__.split("+")[0])' > "$venv/constraints.txt"
+    "$venv/bin/python" -m pip install --quiet -r "$venv/requirements.txt" -c "$venv/constraints.txt"
+    touch "$stamp"
+}
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    echo "no Python 3.11 or later found (install one, or set PYTHON to its path)" >&2
+    return 1
+}
+
+# Let the environment see the packages of the Python it is made from, if there is a torch to keep among them.
+share_torch() {
+    local packages
+    packages=$("$1" - <<'PYTHON' 2>/dev/null || true
+import importlib.util, sysconfig
+if importlib.util.find_spec("torch"):
+    import torch
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11):
+        print(torch.__path__[0].rpartition("/")[0])
+PYTHON
+    )
+    if [ -n "$packages" ]; then
+        echo "keeping the torch in $packages"
+        echo "$packages" > "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared_torch.pth"
+    fi
+}

@@ -1,0 +1,344 @@
+"""Training and validation batches by sample number.
+
+What a run reads is a function of (seed, global sample number, attempt): sample s is image s mod N of the
+permutation of epoch s // N, mirrored or not by a draw of its own. Ranks, microbatches and loader processes only
+divide the numbers among themselves, so the one thing to store in a checkpoint is the next number.
+"""
+
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from data.base import DataConfig, Dataset, DatasetError, DatasetInfo
+from torchtitan.diffusion import philox
+
+
+class TrainingData:
+    """A rank's microbatches, from the next sample of the run to its last.
+
+    Attributes:
+        next_sample: global number of the first sample of the next optimizer step; advances by
+            `global_batch_size` with the last microbatch of a step.
+        attempt: which order and which flips; another number after a rollback.
+        data_seconds: time spent waiting in `next_batch` so far.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        config: DataConfig,
+        *,
+        info: DatasetInfo,
+        seed: int,
+        end_sample: int,
+        global_batch_size: int,
+        local_batch_size: int,
+        rank: int,
+        world_size: int,
+        pin_memory: bool = False,
+    ) -> None:
+        """See `build_loader` for the arguments."""
+        self.next_sample = 0
+        self.attempt = 0
+        self.data_seconds = 0.0
+        self.microbatches_per_step = microbatches_per_step(global_batch_size, local_batch_size, world_size)
+        self._global_batch_size = global_batch_size
+        self._loader_arguments = dict(
+            dataset=dataset,
+            config=config,
+            info=info,
+            seed=seed,
+            end_sample=end_sample,
+            global_batch_size=global_batch_size,
+            local_batch_size=local_batch_size,
+            rank=rank,
+            world_size=world_size,
+            pin_memory=pin_memory,
+        )
+        self._batches: Iterator[dict[str, Tensor]] | None = None
+        self._microbatches_taken = 0
+
+    def next_batch(self) -> dict[str, Tensor]:
+        """Return the next microbatch, as `build_loader` describes it.
+
+        Raises:
+            DatasetError: an image could not be read.
+            RuntimeError: the run's last sample has been delivered.
+        """
+        started = time.perf_counter()
+        if self._batches is None:
+            self._batches = build_loader(
+                first_sample=self.next_sample, attempt=self.attempt, **self._loader_arguments
+            )
+        batch = next(self._batches, None)
+        self.data_seconds += time.perf_counter() - started
+        if batch is None:
+            raise RuntimeError(f"all {self._loader_arguments['end_sample']} samples of the run have been read")
+        self._microbatches_taken += 1
+        if self._microbatches_taken == self.microbatches_per_step:
+            self._microbatches_taken = 0
+            self.next_sample += self._global_batch_size
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Within a step, the state is that of the step's beginning."""
+        return {"next_sample": self.next_sample, "attempt": self.attempt}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a state, of a run on any number of ranks and loader processes."""
+        self.close()
+        self.next_sample, self.attempt = int(state["next_sample"]), int(state["attempt"])
+
+    def close(self) -> None:
+        """Stop the loader processes; `next_batch` starts them again at the next step's first sample."""
+        if self._batches is not None:
+            self._batches.close()
+        self._batches = None
+        self._microbatches_taken = 0
+
+
+def build_loader(
+    dataset: Dataset,
+    config: DataConfig,
+    *,
+    info: DatasetInfo,
+    seed: int,
+    attempt: int,
+    first_sample: int,
+    end_sample: int,
+    global_batch_size: int,
+    local_batch_size: int,
+    rank: int,
+    world_size: int,
+    pin_memory: bool = False,
+) -> Iterator[dict[str, Tensor]]:
+    """Start reading a rank's microbatches, in order.
+
+    The step that begins at sample n covers [n, n + global_batch_size). With b = local_batch_size and W =
+    world_size, its microbatch m on rank r holds samples n + (m W + r) b + [0, b).
+
+    Args:
+        dataset: the training split.
+        config: its section; `horizontal_flip`, where the section has it, is applied here.
+        info: what the dataset said it holds; images and labels are held to it.
+        seed: the run's seed.
+        attempt: changes after a rollback.
+        first_sample: where the first step begins.
+        end_sample: steps begin before this number.
+        global_batch_size: images per step, a multiple of world_size x local_batch_size.
+        local_batch_size: images per microbatch.
+        rank, world_size: which part of each step this process reads.
+        pin_memory: place batches where a GPU copies from without waiting.
+
+    Returns:
+        an iterator over {"images": float32 [b, C, H, W], "labels": int64 [b], "samples": int64 [b]}, whose
+        `close()` stops the loader processes.
+
+    Raises:
+        DatasetError: an image could not be read, in this process or another (while iterating).
+        ValueError: the batch sizes do not divide.
+    """
+    steps = range(first_sample, end_sample, global_batch_size)
+    parts = microbatches_per_step(global_batch_size, local_batch_size, world_size)
+    loader = DataLoader(
+        _SampleReader(dataset, info, seed, attempt, getattr(config, "horizontal_flip", False)),
+        sampler=_MicrobatchSampler(
+            SampleOrder(len(dataset), seed, attempt), steps, parts, local_batch_size, rank, world_size
+        ),
+        batch_size=None,  # the sampler's items are whole microbatches
+        num_workers=config.num_workers,
+        prefetch_factor=config.prefetch_factor if config.num_workers else None,
+        pin_memory=pin_memory,
+        worker_init_fn=_leave_signals_to_the_trainer,
+        generator=torch.Generator(),  # or else starting a loader would advance the global generator
+    )
+    # One pass serves the whole run, so the processes live as long as it: nothing to keep between passes.
+    return _deliver(iter(loader), dataset)
+
+
+def microbatches_per_step(global_batch_size: int, local_batch_size: int, world_size: int) -> int:
+    """Number of microbatches of each rank in one optimizer step. Raises ValueError where it is not whole."""
+    count, rest = divmod(global_batch_size, local_batch_size * world_size)
+    if rest or count < 1:
+        raise ValueError(
+            f"training.global_batch_size: {global_batch_size} is not a multiple of "
+            f"{world_size} ranks x {local_batch_size} images"
+        )
+    return count
+
+
+def validation_batches(
+    dataset: Dataset, info: DatasetInfo, num_images: int, batch_size: int, rank: int, world_size: int
+) -> Iterator[dict[str, Tensor]]:
+    """Read the first `num_images` held-out images, or all where there are fewer, divided among the ranks.
+
+    Every rank gets the same number of batches, all of one size (at most `batch_size`), so that ranks which
+    communicate in each batch stay together. What is missing to that is filled with image 0 at weight 0.
+
+    Args:
+        dataset: the validation split.
+        info: what the dataset said it holds.
+        num_images: held-out images over all ranks.
+        batch_size: images at a time on each rank.
+        rank, world_size: which part this process reads.
+
+    Yields:
+        {"images": float32 [b, C, H, W], "labels": int64 [b], "indices": int64 [b], "weights": float32 [b], 1 or 0}.
+
+    Raises:
+        DatasetError: an image could not be read.
+    """
+    total = min(num_images, len(dataset))
+    num_batches = -(-total // (batch_size * world_size))
+    size = -(-total // max(num_batches * world_size, 1))  # the least padding for that number of batches
+    for number in range(num_batches):
+        indices = (number * world_size + rank) * size + np.arange(size)
+        held = indices < total
+        indices = np.where(held, indices, 0)
+        images, labels = _read(dataset, info, indices)
+        yield {
+            "images": images,
+            "labels": labels,
+            "indices": torch.from_numpy(indices),
+            "weights": torch.from_numpy(held.astype(np.float32)),
+        }
+
+
+class SampleOrder:
+    """Which image each sample number stands for: every image once per epoch, in an order of its own."""
+
+    def __init__(self, num_images: int, seed: int, attempt: int) -> None:
+        self._num_images = num_images
+        self._seed = seed
+        self._attempt = attempt
+        self._permutations: dict[int, np.ndarray] = {}
+
+    def indices(self, samples: np.ndarray) -> np.ndarray:
+        """Return the image index of each sample number, int64 [B]."""
+        epochs, positions = np.divmod(samples, self._num_images)
+        indices = np.empty_like(samples)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            indices[chosen] = self._permutation(int(epoch))[positions[chosen]]
+        return indices
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if epoch not in self._permutations:
+            # A step may straddle two epochs, and each of its microbatches asks for both.
+            self._permutations = {known: kept for known, kept in self._permutations.items() if known == epoch - 1}
+            words = philox.random_words(self._seed, "data_order", torch.tensor([epoch]), 4, self._attempt)[0].tolist()
+            key = sum(word << (32 * place) for place, word in enumerate(words))
+            # Sorting raw words, because NumPy keeps their stream for ever, but not that of `permutation`.
+            self._permutations[epoch] = np.argsort(np.random.Philox(key=key).random_raw(self._num_images), kind="stable")
+        return self._permutations[epoch]
+
+
+class _MicrobatchSampler:
+    """Yields (sample numbers, image indices) of each microbatch of one rank."""
+
+    def __init__(
+        self, order: SampleOrder, steps: range, parts: int, local_batch_size: int, rank: int, world_size: int
+    ) -> None:
+        self._order = order
+        self._steps = steps
+        self._offsets = [(part * world_size + rank) * local_batch_size for part in range(parts)]
+        self._local_batch_size = local_batch_size
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for first in self._steps:
+            for offset in self._offsets:
+                samples = first + offset + np.arange(self._local_batch_size)
+                yield samples, self._order.indices(samples)
+
+
+class _SampleReader:
+    """Reads a microbatch at a time, in the training process or in a loader process.
+
+    A failure is returned as its message: the loader would raise a copy of the exception with a traceback of
+    the other process as its text.
+    """
+
+    def __init__(self, dataset: Dataset, info: DatasetInfo, seed: int, attempt: int, horizontal_flip: bool) -> None:
+        self._dataset = dataset
+        self._info = info
+        self._seed = seed
+        self._attempt = attempt
+        self._horizontal_flip = horizontal_flip
+
+    def __getitem__(self, microbatch: tuple[np.ndarray, np.ndarray]) -> dict[str, Tensor] | str:
+        samples, indices = torch.from_numpy(microbatch[0]), microbatch[1]
+        try:
+            images, labels = _read(self._dataset, self._info, indices)
+        except DatasetError as error:
+            return str(error)
+        if self._horizontal_flip:
+            mirrored = philox.uniform(self._seed, "horizontal_flip", samples, self._attempt) < 0.5
+            images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+        return {"images": images, "labels": labels, "samples": samples}
+
+
+def _deliver(batches: Iterator[Any], dataset: Dataset) -> Iterator[dict[str, Tensor]]:
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except (RuntimeError, OSError, EOFError) as error:  # a loader process was killed, or pinning failed
+            cause = " ".join(str(error).split())
+            raise DatasetError(f"dataset {_name(dataset)}: loading failed: {cause}") from error
+        if isinstance(batch, str):
+            raise DatasetError(batch)
+        yield batch
+
+
+def _read(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+    try:
+        images, labels = dataset.fetch(indices)
+        _check(images, labels, len(indices), info)
+    except Exception as error:
+        index, cause = _first_failure(dataset, info, indices) or (None, error)
+        place = f"images {indices[0]}, ..." if index is None else f"image {index}"
+        text = " ".join(str(cause).split())
+        text = text if isinstance(cause, DatasetError) else f"{type(cause).__name__}: {text}"
+        raise DatasetError(f"dataset {_name(dataset)}: {place} cannot be read: {text}") from error
+    return images, labels
+
+
+def _first_failure(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> tuple[int, Exception] | None:
+    for slot, index in enumerate(indices):
+        try:
+            _check(*dataset.fetch(indices[slot : slot + 1]), 1, info)
+        except Exception as error:
+            return int(index), error
+    return None
+
+
+def _check(images: Tensor, labels: Tensor, count: int, info: DatasetInfo) -> None:
+    if images.shape != (count, *info.image_shape) or images.dtype != torch.float32:
+        raise DatasetError(
+            f"images are {images.dtype} {list(images.shape)}, not torch.float32 {[count, *info.image_shape]}"
+        )
+    if labels.shape != (count,) or labels.dtype != torch.int64:
+        raise DatasetError(f"labels are {labels.dtype} {list(labels.shape)}, not torch.int64 [{count}]")
+    largest = max(info.num_classes, 1) - 1
+    if labels.min() < 0 or labels.max() > largest:
+        raise DatasetError(f"label {int(labels[(labels < 0) | (labels > largest)][0])} is not in 0..{largest}")
+
+
+def _name(dataset: Dataset) -> str:
+    return type(dataset).Config.name
+
+
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    """Survive what is sent to the whole process group: the trainer stops at the end of its step, and needs data.
+
+    The second request to terminate is obeyed, so that a loader that hangs can be ended.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
