@@ -1,8 +1,10 @@
 """Handwritten digits: the 1,797 grey 8x8 images that scikit-learn carries, so that nothing is downloaded."""
 
+from __future__ import annotations
+
 import importlib.util
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -10,6 +12,9 @@ from torch import Tensor
 
 from data.base import DataConfig, DatasetError, DatasetInfo, Split
 from torchtitan.settings import setting
+
+if TYPE_CHECKING:
+    from torchtitan.evaluation.digits_judge import DigitsJudge
 
 NUM_TRAIN = 1500  # the other 297 are the validation split
 SPLIT_KEY = 20240501
@@ -52,6 +57,13 @@ class Digits:
     def fetch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         chosen = torch.from_numpy(indices)
         return self._images[chosen], self._labels[chosen]
+
+    @staticmethod
+    def judge(config: DigitsConfig) -> DigitsJudge:
+        """Fit the judge of generated digits to both splits."""
+        from torchtitan.evaluation.digits_judge import DigitsJudge
+
+        return DigitsJudge.from_dataset(Digits(config, "train"), Digits(config, "validation"))
 
 
 _MISSING = "dataset digits needs scikit-learn: pip install .[digits]"
