@@ -231,7 +231,8 @@ def test_a_killed_loader_process_is_reported_in_one_line():
 def test_loader_processes_survive_the_request_to_stop_and_end_with_close():
     known = set(multiprocessing.active_children())
     data = training_data(Numbered(30), num_workers=2)
-    data.next_batch()
+    for _ in range(2):  # one from each process
+        data.next_batch()
     workers = set(multiprocessing.active_children()) - known
     assert len(workers) == 2
     for worker in workers:
@@ -550,9 +551,6 @@ def test_a_damaged_or_missized_image_is_named_by_file_and_row(tmp_path):
 def test_cifar10_from_the_hub(monkeypatch):
     pixels, labels = random_images(30)
 
-    def split(first, stop):
-        return SimpleNamespace(with_format=lambda name: {"arrow": image_table(pixels, labels)[first:stop]}[name])
-
     class Sliceable:
         def __init__(self, table):
             self.table = table
@@ -566,7 +564,8 @@ def test_cifar10_from_the_hub(monkeypatch):
 
     def load_dataset(name):
         assert name == "uoft-cs/cifar10"
-        return {"train": Sliceable(image_table(pixels[:20], labels[:20])), "test": Sliceable(image_table(pixels[20:], labels[20:]))}
+        parts = {"train": slice(0, 20), "test": slice(20, 30)}
+        return {name: Sliceable(image_table(pixels[part], labels[part])) for name, part in parts.items()}
 
     builder = SimpleNamespace(info=SimpleNamespace(features=None))
     package = SimpleNamespace(load_dataset=load_dataset, load_dataset_builder=lambda name: builder)

@@ -284,17 +284,21 @@ class _SampleReader:
 
 
 def _deliver(batches: Iterator[Any], dataset: Dataset) -> Iterator[dict[str, Tensor]]:
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except (RuntimeError, OSError, EOFError) as error:  # a loader process was killed, or pinning failed
-            cause = " ".join(str(error).split())
-            raise DatasetError(f"dataset {_name(dataset)}: loading failed: {cause}") from error
-        if isinstance(batch, str):
-            raise DatasetError(batch)
-        yield batch
+    try:
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except (RuntimeError, OSError, EOFError) as error:  # a loader process was killed, or pinning failed
+                cause = " ".join(str(error).split())
+                raise DatasetError(f"dataset {_name(dataset)}: loading failed: {cause}") from error
+            if isinstance(batch, str):
+                raise DatasetError(batch)
+            yield batch
+    finally:
+        # torch stops the processes when the last reference goes, but an error's traceback would keep one.
+        getattr(batches, "_shutdown_workers", lambda: None)()
 
 
 def _read(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> tuple[Tensor, Tensor]:
