@@ -1,0 +1,7 @@
+"""Diffusion transformers."""
+
+from torchtitan.models.base import ModelFamily
+from torchtitan.models.dit.config import FLAVORS, DiTConfig
+from torchtitan.models.dit.model import DiT, problems
+
+FAMILY = ModelFamily(config_class=DiTConfig, flavors=FLAVORS, build=DiT, problems=problems)

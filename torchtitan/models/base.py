@@ -1,0 +1,115 @@
+"""What a diffusion network must offer, and what a family of networks registers.
+
+A model file describes mathematics on one device. Sharding, checkpointing, compilation and mixed precision are put
+around it from outside, through the few methods below.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+# How often a linear is applied to one image: once, to a vector; or to every token, as a narrow projection into or
+# out of the token stream (small), or inside the blocks (token).
+LinearRole = Literal["vector", "small", "token"]
+
+
+class DiffusionModel(nn.Module):
+    """Base of every network that the trainer trains.
+
+    A model is built on any device, the meta device included, and holds no values until `init_weights` has run.
+    Weights may be bfloat16 while x and t are float32: the model casts x to its weights' dtype by itself, and t
+    and every table keep float32 until they are used. So whatever wraps the model must not cast its inputs.
+
+    Attributes:
+        image_shape: (C, H, W) of the input.
+        out_channels: C_out of the output.
+        null_class: label that stands for "no class", or None when the model is unconditional.
+    """
+
+    image_shape: tuple[int, int, int]
+    out_channels: int
+    null_class: int | None
+
+    def forward(self, x: Tensor, t: Tensor, condition: Tensor | None = None) -> Tensor:
+        """Apply the network.
+
+        Args:
+            x: noisy images [B, C, H, W].
+            t: the objective's c_noise per image [B], float32.
+            condition: class per image [B], int64, null_class where the label is dropped; None when unconditional.
+
+        Returns:
+            [B, C_out, H, W], float32 at least.
+
+        Raises:
+            ValueError: x is not of the shape that the model was built for, or condition does not fit the model.
+        """
+        raise NotImplementedError
+
+    def init_weights(self) -> None:
+        """Give every parameter and every buffer its initial value, from torch's global random state alone."""
+        raise NotImplementedError
+
+    def init_buffers(self) -> None:
+        """Fill the buffers that no checkpoint holds; for a model whose parameters are loaded, not drawn."""
+        raise NotImplementedError
+
+    def blocks(self) -> list[nn.Module]:
+        """The units that checkpointing, compilation and sharding wrap, in the order of the forward."""
+        raise NotImplementedError
+
+    def linear_roles(self) -> dict[str, LinearRole]:
+        """Role of every nn.Linear, by qualified name."""
+        raise NotImplementedError
+
+    def tokens_per_image(self, image_shape: tuple[int, int, int]) -> int:
+        """Number of tokens T that an image (C, H, W) becomes."""
+        raise NotImplementedError
+
+    def attention_macs(self, num_tokens: int) -> int:
+        """Multiply-accumulates of all attention products (queries x keys, scores x values) of one image."""
+        raise NotImplementedError
+
+    def forward_macs_per_image(self, image_shape: tuple[int, int, int]) -> int:
+        """Multiply-accumulates of one image's forward: matrix products only, embeddings and norms not counted.
+
+        A linear counts once per token, or once per image where it acts on one vector per image (adaLN, timestep
+        embedding); counting those per token overstates a DiT by nearly half.
+        """
+        num_tokens = self.tokens_per_image(image_shape)
+        macs = self.attention_macs(num_tokens)
+        for name, role in self.linear_roles().items():
+            linear = self.get_submodule(name)
+            macs += linear.in_features * linear.out_features * (1 if role == "vector" else num_tokens)
+        return macs
+
+    def flops_per_image(self, image_shape: tuple[int, int, int]) -> int:
+        """Floating-point operations that training on one image needs: what MFU divides by time.
+
+        2 per multiply-accumulate, and the backward has two products for each one of the forward. Recomputation
+        in checkpointing or in attention kernels is not counted.
+        """
+        return 3 * 2 * self.forward_macs_per_image(image_shape)
+
+    def num_parameters(self) -> int:
+        """Number of trainable parameters."""
+        return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """One entry of MODELS.
+
+    Attributes:
+        config_class: dataclass of the `[model]` section; its `flavor` is a key of `flavors`.
+        flavors: named configurations.
+        build: (config, image_shape (C, H, W), num_classes, 0 for unconditional) -> model without values.
+        problems: (config, image_shape) -> one line per impossible combination, none if it can be built.
+    """
+
+    config_class: type
+    flavors: dict[str, Any]
+    build: Callable[[Any, tuple[int, int, int], int], DiffusionModel]
+    problems: Callable[[Any, tuple[int, int, int]], list[str]]

@@ -1,0 +1,205 @@
+"""The parts of a diffusion transformer: block, output layer, embeddings, and the fixed tables.
+
+B images, T = (H / p)(W / p) tokens of width D, N heads of width D / N, patches of side p.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.models.dit.config import DiTConfig
+
+SINUSOID_CHANNELS = 256
+
+
+class Block(nn.Module):
+    """Transformer block whose shift, scale and gate come from the conditioning vector (adaLN-Zero)."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = _norm(config)
+        self.mlp = MLPS[config.mlp](config.dim, config.mlp_hidden_dim)
+        self.modulation = nn.Linear(config.dim, 6 * config.dim)
+
+    def forward(self, x: Tensor, c: Tensor, rotary: Tensor | None) -> Tensor:
+        """x: tokens [B, T, D]; c: conditioning vector [B, D]; rotary: table [2, T, D / N / 2] or None."""
+        modulation = self.modulation(c)[:, None].chunk(6, dim=-1)  # six of [B, 1, D]
+        attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = modulation
+        h = _modulate(self.attention_norm(x), attention_shift, attention_scale)
+        x = x + attention_gate * self.attention(h, rotary)
+        h = _modulate(self.mlp_norm(x), mlp_shift, mlp_scale)
+        return x + mlp_gate * self.mlp(h)  # [B, T, D]
+
+
+class OutputLayer(nn.Module):
+    """Norm, adaLN shift and scale if wanted, and the projection of tokens to patches."""
+
+    def __init__(self, config: DiTConfig, patch_channels: int) -> None:
+        super().__init__()
+        self.norm = _norm(config)
+        self.modulation = nn.Linear(config.dim, 2 * config.dim) if config.final_modulation else None
+        self.linear = nn.Linear(config.dim, patch_channels)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        x = self.norm(x)
+        if self.modulation is not None:
+            shift, scale = self.modulation(c)[:, None].chunk(2, dim=-1)  # two of [B, 1, D]
+            x = _modulate(x, shift, scale)
+        return self.linear(x)  # [B, T, C_out p p]
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention over all tokens."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=config.attention_bias)
+        self.out = nn.Linear(config.dim, config.dim, bias=config.attention_bias)
+        head_dim = config.dim // config.num_heads
+        self.q_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, rotary: Tensor | None) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # [B, T, 3, N, D / N]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, N, T, D / N]
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, rotary).to(v.dtype), rotate(k, rotary).to(v.dtype)
+        x = F.scaled_dot_product_attention(q, k, v)  # [B, N, T, D / N]
+        return self.out(x.transpose(1, 2).flatten(2))  # [B, T, D]
+
+
+class GeluMLP(nn.Module):
+    """Linear, GELU in its tanh form, linear."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(dim, hidden_dim)
+        self.out = nn.Linear(hidden_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.gelu(self.hidden(x), approximate="tanh"))
+
+
+class SwiGLU(nn.Module):
+    """out(silu(gate x) * (up x)) without biases; gate and up are packed in one linear.
+
+    Source: Shazeer, "GLU variants improve transformer", arXiv 2002.05202, equation 6.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(dim, 2 * hidden_dim, bias=False)
+        self.out = nn.Linear(hidden_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # each [B, T, hidden_dim]
+        return self.out(F.silu(gate) * up)
+
+
+MLPS = {"gelu": GeluMLP, "swiglu": SwiGLU}
+
+
+class TimestepEmbedding(nn.Module):
+    """Sinusoid of the timestep, linear, SiLU, linear."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(SINUSOID_CHANNELS, dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, t: Tensor) -> Tensor:
+        sinusoid = timestep_sinusoid(t, SINUSOID_CHANNELS).to(self.hidden.weight.dtype)
+        return self.out(F.silu(self.hidden(sinusoid)))  # [B, D]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x), over the last dimension, times a learned gain if affine."""
+
+    def __init__(self, dim: int, eps: float, affine: bool = True) -> None:
+        super().__init__()
+        self.shape, self.eps = (dim,), eps
+        self.weight = nn.Parameter(torch.empty(dim)) if affine else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Under autocast the gain is float32 and x bfloat16: a mixture that has no fused kernel.
+        return F.rms_norm(x, self.shape, None if self.weight is None else self.weight.to(x.dtype), self.eps)
+
+
+def patchify(x: Tensor, patch_size: int) -> Tensor:
+    """Cut images [B, C, H, W] into tokens [B, T, C p p]: rows of patches from the top, channels outermost inside."""
+    x = x.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))  # [B, C, H / p, p, W / p, p]
+    return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def unpatchify(x: Tensor, grid: tuple[int, int], patch_size: int) -> Tensor:
+    """Inverse of patchify: tokens [B, T, C p p] on a grid of (H / p, W / p) to images [B, C, H, W]."""
+    x = x.unflatten(2, (-1, patch_size, patch_size)).unflatten(1, grid)  # [B, H / p, W / p, C, p, p]
+    return x.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+
+
+def timestep_sinusoid(t: Tensor, channels: int, max_period: float = 10000.0) -> Tensor:
+    """Cosines, then sines, of t at frequencies from 1 down to nearly 1 / max_period.
+
+    Args:
+        t: times [B]; the frequencies suit a range of about [0, 1000].
+        channels: even.
+
+    Returns:
+        [B, channels], float32 or t's dtype, whichever is finer: bfloat16 has no phase left at t = 1000.
+    """
+    t = t.to(torch.promote_types(t.dtype, torch.float32))
+    exponents = torch.arange(channels // 2, dtype=t.dtype, device=t.device) / (channels // 2)
+    angles = t[:, None] * torch.exp(-math.log(max_period) * exponents)  # [B, channels / 2]
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def sincos_table(dim: int, grid: tuple[int, int]) -> Tensor:
+    """Fixed 2-D position table [T, dim], float64: a quarter each of sin and cos of the column, sin and cos of the row.
+
+    Source: the paper's public weights, whose first half belongs to the column.
+    """
+    columns, rows = _grid_angles(dim // 4, grid, 10000.0)  # each [T, dim / 4]
+    return torch.cat((columns.sin(), columns.cos(), rows.sin(), rows.cos()), dim=-1)
+
+
+def rotary_table(head_dim: int, grid: tuple[int, int], theta: float) -> Tensor:
+    """Cosines and sines [2, T, head_dim / 2], float64: half of the angles go with the column, half with the row.
+
+    Source: Su et al., "RoFormer", arXiv 2104.09864, equation 34, applied to each axis.
+    """
+    angles = torch.cat(_grid_angles(head_dim // 4, grid, theta), dim=-1)  # [T, head_dim / 2]
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotate channel i against channel i + D / N / 2 of queries or keys [B, N, T, D / N] by the table's angles.
+
+    The table is float32, which makes the arithmetic and the result float32 when x is bfloat16.
+    """
+    cos, sin = rotary.unbind(0)  # each [T, D / N / 2]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+def _grid_angles(count: int, grid: tuple[int, int], theta: float) -> tuple[Tensor, Tensor]:
+    """Column and row number of each token times `count` frequencies theta^(-i / count), each [T, count]."""
+    frequencies = theta ** (-torch.arange(count, dtype=torch.float64) / count)
+    rows, columns = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij")
+    return columns.reshape(-1, 1) * frequencies, rows.reshape(-1, 1) * frequencies
+
+
+def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return x * (1 + scale) + shift
+
+
+def _norm(config: DiTConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return RMSNorm(config.dim, config.norm_eps, config.norm_affine)
+    return nn.LayerNorm(config.dim, config.norm_eps, elementwise_affine=config.norm_affine, bias=False)

@@ -1,0 +1,155 @@
+"""The diffusion transformer.
+
+Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", arXiv 2212.09748.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.models.base import DiffusionModel, LinearRole
+from torchtitan.models.dit.config import DiTConfig
+from torchtitan.models.dit.layers import (
+    Block,
+    OutputLayer,
+    RMSNorm,
+    TimestepEmbedding,
+    patchify,
+    rotary_table,
+    sincos_table,
+    unpatchify,
+)
+
+
+class DiT(DiffusionModel):
+    """Diffusion transformer with adaLN-Zero blocks, for images of one fixed shape, square or not.
+
+    Args:
+        config: a row of FLAVORS, or any other choice of its fields.
+        image_shape: (C, H, W) of the input.
+        num_classes: number of classes K; 0 builds an unconditional model. The class table has one row more, the
+            null class: whoever calls the model passes it where a label is dropped.
+
+    Raises:
+        ValueError: the config's fields do not fit together or do not fit the image.
+    """
+
+    def __init__(self, config: DiTConfig, image_shape: tuple[int, int, int], num_classes: int) -> None:
+        super().__init__()
+        if found := problems(config, image_shape):
+            raise ValueError("; ".join(found))
+        self.config = config
+        self.image_shape = tuple(image_shape)
+        self.null_class = num_classes if num_classes > 0 else None
+        channels, height, width = image_shape
+        self.grid = (height // config.patch_size, width // config.patch_size)
+        self.out_channels = 2 * channels if config.learned_variance else channels
+
+        self.patch_embed = nn.Linear(channels * config.patch_size**2, config.dim)
+        self.time_embed = TimestepEmbedding(config.dim)
+        self.label_embed = nn.Embedding(num_classes + 1, config.dim) if num_classes > 0 else None
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.output = OutputLayer(config, self.out_channels * config.patch_size**2)
+
+        # Functions of the shape alone: filled by init_buffers, in no checkpoint, float32 whatever the weights are.
+        num_tokens = self.grid[0] * self.grid[1]
+        position, rotary = None, None
+        if config.position == "sincos":
+            position = torch.empty(num_tokens, config.dim, dtype=torch.float32)
+        else:
+            rotary = torch.empty(2, num_tokens, config.dim // config.num_heads // 2, dtype=torch.float32)
+        self.register_buffer("position", position, persistent=False)
+        self.register_buffer("rotary", rotary, persistent=False)
+
+    def forward(self, x: Tensor, t: Tensor, condition: Tensor | None = None) -> Tensor:
+        self._check_inputs(x, condition)
+        x = patchify(x, self.config.patch_size)  # [B, T, C p p]
+        x = self.patch_embed(x.to(self.patch_embed.weight.dtype))  # [B, T, D]
+        if self.position is not None:
+            x = x + self.position.to(x.dtype)
+
+        c = self.time_embed(t)  # [B, D]
+        if self.label_embed is not None:
+            c = c + self.label_embed(condition)
+        c = F.silu(c)
+
+        for block in self.layers:
+            x = block(x, c, self.rotary)  # [B, T, D]
+        x = self.output(x, c)  # [B, T, C_out p p]
+        x = unpatchify(x, self.grid, self.config.patch_size)  # [B, C_out, H, W]
+        return x.to(torch.promote_types(x.dtype, torch.float32))
+
+    def init_weights(self) -> None:
+        """Initialise as in the paper, for every flavor: TorchDiTan's too, whose own scheme was another.
+
+        A packed linear (queries, keys and values; gate and up) is drawn as the one matrix that it is.
+        """
+        self.init_buffers()
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.LayerNorm | RMSNorm) and module.weight is not None:
+                nn.init.ones_(module.weight)
+
+        nn.init.normal_(self.time_embed.hidden.weight, std=0.02)
+        nn.init.normal_(self.time_embed.out.weight, std=0.02)
+        if self.label_embed is not None:
+            nn.init.normal_(self.label_embed.weight, std=0.02)
+
+        # adaLN-Zero: every block starts as the identity, because its gates are zero.
+        for name, module in self.named_modules():
+            if name.endswith("modulation"):
+                nn.init.zeros_(module.weight)
+        # The first prediction is exactly zero.
+        nn.init.zeros_(self.output.linear.weight)
+
+    def init_buffers(self) -> None:
+        if self.position is not None:
+            self.position.copy_(sincos_table(self.config.dim, self.grid))
+        if self.rotary is not None:
+            head_dim = self.config.dim // self.config.num_heads
+            self.rotary.copy_(rotary_table(head_dim, self.grid, self.config.rope_theta))
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def linear_roles(self) -> dict[str, LinearRole]:
+        def role(name: str) -> LinearRole:
+            if name.startswith("time_embed.") or name.endswith("modulation"):
+                return "vector"
+            return "small" if name in ("patch_embed", "output.linear") else "token"
+
+        return {name: role(name) for name, module in self.named_modules() if isinstance(module, nn.Linear)}
+
+    def tokens_per_image(self, image_shape: tuple[int, int, int]) -> int:
+        _, height, width = image_shape
+        return (height // self.config.patch_size) * (width // self.config.patch_size)
+
+    def attention_macs(self, num_tokens: int) -> int:
+        # Not causal: every token meets every other one, in the scores and again in the weighted sum of the values.
+        return self.config.num_layers * 2 * num_tokens**2 * self.config.dim
+
+    def _check_inputs(self, x: Tensor, condition: Tensor | None) -> None:
+        if x.ndim != 4 or x.shape[1:] != self.image_shape:
+            raise ValueError(f"x is {tuple(x.shape)}; this model takes B images of (C, H, W) = {self.image_shape}")
+        if (condition is None) != (self.label_embed is None):
+            wanted = "no condition" if self.label_embed is None else f"classes, or {self.null_class} for no class"
+            raise ValueError(f"condition is {'missing' if condition is None else 'given'}: this model takes {wanted}")
+
+
+def problems(config: DiTConfig, image_shape: tuple[int, int, int]) -> list[str]:
+    """What makes this model impossible for images (C, H, W): one line each, empty when it can be built."""
+    found = []
+    _, height, width = image_shape
+    if height % config.patch_size or width % config.patch_size:
+        found.append(f"model.patch_size: {config.patch_size} does not divide the image of {height} x {width}")
+    if config.dim % config.num_heads:
+        found.append(f"model.num_heads: {config.num_heads} does not divide model.dim = {config.dim}")
+    elif config.position == "rotary" and config.dim // config.num_heads % 4:
+        head_dim = config.dim // config.num_heads
+        found.append(f"model.num_heads: heads of {head_dim} channels; rotary embedding needs a multiple of 4")
+    if config.position == "sincos" and config.dim % 4:
+        found.append(f"model.dim: {config.dim} is no multiple of 4, as the sincos position table needs")
+    return found
