@@ -1,0 +1,191 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from torchtitan.evaluation.pictures import ACCENT, EMPTY, GAP, MARGIN, NOT_FINITE, PAPER, image_grid, save_animation
+
+
+def as_array(picture: Image.Image) -> np.ndarray:
+    return np.asarray(picture.convert("RGB"))
+
+
+def box_of(picture: Image.Image, colour: tuple[int, int, int]) -> tuple[int, int, int, int]:
+    """First and last pixel + 1 of a colour that fills one solid rectangle: (left, top, right, bottom)."""
+    y, x = np.nonzero((as_array(picture) == colour).all(axis=-1))
+    box = x.min(), y.min(), x.max() + 1, y.max() + 1
+    assert len(x) == (box[2] - box[0]) * (box[3] - box[1])
+    return tuple(int(edge) for edge in box)
+
+
+def plain_images(colours: list[tuple[int, int, int]], height: int = 8, width: int = 8) -> torch.Tensor:
+    values = torch.tensor(colours, dtype=torch.float32) / 127.5 - 1
+    return values[:, :, None, None].expand(-1, -1, height, width)
+
+
+COLOURS = [(250, 10, 10), (10, 250, 10), (10, 10, 250), (250, 250, 10), (250, 10, 250), (10, 250, 250)]
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "cell"),
+    [(8, 8, (64, 64)), (16, 8, (64, 128)), (28, 28, (84, 84)), (32, 32, (64, 64)), (80, 100, (100, 80))],
+)
+def test_images_lie_row_by_row_enlarged_by_a_whole_factor(height, width, cell):
+    picture = image_grid(plain_images(COLOURS, height, width), rows=2, columns=3)
+    for place, colour in enumerate(COLOURS):
+        left = MARGIN + place % 3 * (cell[0] + GAP)
+        top = MARGIN + place // 3 * (cell[1] + GAP)
+        assert box_of(picture, colour) == (left, top, left + cell[0], top + cell[1])
+    assert picture.size == (2 * MARGIN + 3 * cell[0] + 2 * GAP, 2 * MARGIN + 2 * cell[1] + GAP)
+
+
+def test_every_pixel_is_enlarged_to_an_exact_block_of_its_value():
+    values = torch.linspace(-1, 1, 64).reshape(1, 1, 8, 8)
+    picture = as_array(image_grid(values, 1, 1))[MARGIN : MARGIN + 64, MARGIN : MARGIN + 64]
+    expected = np.round((values[0, 0].numpy().astype(np.float64) + 1) * 127.5).repeat(8, axis=0).repeat(8, axis=1)
+    for channel in range(3):
+        np.testing.assert_array_equal(picture[..., channel], expected)
+
+
+def test_values_outside_the_range_are_clipped_not_wrapped():
+    images = torch.tensor([-3.0, 3.0]).reshape(2, 1, 1, 1).expand(2, 1, 8, 8)
+    picture = as_array(image_grid(images, 1, 2))
+    assert (picture[MARGIN, MARGIN] == 0).all() and (picture[MARGIN, MARGIN + 64 + GAP] == 255).all()
+
+
+def test_a_row_label_is_written_beside_its_row_only():
+    images = plain_images(COLOURS[:3])
+    written = image_grid(images, 3, 1, ["", "seven", ""])
+    left, top, _, bottom = box_of(written, COLOURS[1])
+    ink = (as_array(written)[:, :left] != PAPER).any(axis=(1, 2))
+    assert ink[top:bottom].sum() >= 10
+    assert not ink[:top].any() and not ink[bottom:].any()
+    assert left > box_of(image_grid(images, 3, 1), COLOURS[1])[0] + 30
+
+
+def test_labels_and_titles_of_any_length_stay_in_the_picture_and_off_the_images():
+    images = plain_images(COLOURS[:2])
+    for label, title in (("x" * 300, "y" * 120), ("Madagascar cat, ring-tailed lemur", "a long title " * 30)):
+        picture = image_grid(images, 2, 1, [label, ""], title)
+        pixels = as_array(picture)
+        for colour in COLOURS[:2]:
+            left, top, right, bottom = box_of(picture, colour)
+            assert (right - left, bottom - top) == (64, 64)
+        border = (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])
+        assert all((edge == PAPER).all() for edge in border)
+        assert left < 400
+
+
+def test_places_without_an_image_and_damaged_pixels_are_shown_as_such():
+    images = plain_images(COLOURS[:3]).clone()
+    images[1, 2, 0:2, :] = float("nan")
+    picture = image_grid(images, 2, 2)
+    assert box_of(picture, EMPTY) == (MARGIN + 64 + GAP, MARGIN + 64 + GAP, MARGIN + 128 + GAP, MARGIN + 128 + GAP)
+    assert box_of(picture, NOT_FINITE) == (MARGIN + 64 + GAP, MARGIN, MARGIN + 128 + GAP, MARGIN + 16)
+
+
+def test_latents_are_stretched_over_the_grid_channel_by_channel():
+    ramp = torch.linspace(0, 1, 1024).reshape(1, 1, 32, 32)
+    latents = torch.cat([5 * ramp + 40, -0.01 * ramp, ramp.flip(3), 1e6 * ramp], dim=1)
+    cell = as_array(image_grid(latents, 1, 1))[MARGIN:-MARGIN, MARGIN:-MARGIN].astype(int)
+    assert cell[0, 0, 0] == 0 and cell[-1, -1, 0] == 255
+    assert cell[0, 0, 1] == 255 and cell[-1, -1, 1] == 0
+    np.testing.assert_allclose(cell[..., 0], 255 - cell[..., 1], atol=1)
+    two_channels = as_array(image_grid(latents[:, :2], 1, 1))[MARGIN:-MARGIN, MARGIN:-MARGIN]
+    np.testing.assert_array_equal(two_channels[..., 0], two_channels[..., 2])
+    assert as_array(image_grid(torch.zeros(1, 4, 8, 8), 1, 1)).shape == (88, 88, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "labels"), [((7, 1, 8, 8), None), ((0, 1, 8, 8), None), ((6, 8, 8), None), ((6, 1, 8, 8), ["one"])]
+)
+def test_images_that_do_not_fit_the_grid_are_refused(shape, labels):
+    with pytest.raises(ValueError, match="image_grid"):
+        image_grid(torch.zeros(shape), 2, 3, labels)
+
+
+def save_plain(path, shade: int):
+    Image.new("RGB", (200, 100), (shade, 0, 0)).save(path)
+    return path
+
+
+def shade_of(frame: Image.Image) -> int:
+    return int(as_array(frame)[50, 100, 0])
+
+
+def progress_of(frame: Image.Image) -> float:
+    last_row = as_array(frame)[-1].astype(int)
+    return float((np.abs(last_row - ACCENT).max(axis=-1) < 8).mean())
+
+
+def test_animation_runs_in_the_order_of_steps_with_a_progress_bar(tmp_path):
+    steps = [300, 0, 100, 200]
+    frames = [(step, save_plain(tmp_path / f"{step}.png", 50 + step // 2)) for step in steps]
+    assert save_animation(frames, tmp_path / "new" / "training.gif") == 4
+    with Image.open(tmp_path / "new" / "training.gif") as animation:
+        assert animation.n_frames == 4 and animation.info["loop"] == 0
+        durations = []
+        for position, step in enumerate(sorted(steps)):
+            animation.seek(position)
+            durations.append(animation.info["duration"])
+            assert abs(shade_of(animation) - (50 + step // 2)) <= 2
+            assert progress_of(animation) == pytest.approx(step / 300, abs=0.01)
+    assert durations == [600, 600, 600, 3100]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["training.gif"]
+
+
+def test_the_number_of_the_step_is_written_on_its_frame(tmp_path):
+    picture = save_plain(tmp_path / "a.png", 90)
+    ink = []
+    for step in (7, 1_000_000):
+        save_animation([(step, picture)], tmp_path / "training.gif")
+        with Image.open(tmp_path / "training.gif") as animation:
+            strip = as_array(animation)[100:-6].astype(int)
+        ink.append((np.abs(strip - PAPER).max(axis=-1) > 60).sum())
+    assert ink[0] > 50 and ink[1] > 1.5 * ink[0]
+
+
+def test_damaged_and_missing_pictures_are_named_and_left_out(tmp_path, caplog):
+    frames = [(step, save_plain(tmp_path / f"{step}.png", 50 + step)) for step in (1, 2, 3, 4)]
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (100, 200, 3), dtype=np.uint8))
+    noise.save(frames[1][1])
+    whole = frames[1][1].read_bytes()
+    frames[1][1].write_bytes(whole[: len(whole) // 2])
+    frames[2][1].write_bytes(b"")
+    frames += [(5, tmp_path / "missing.png")]
+    assert save_animation(frames, tmp_path / "training.gif") == 2
+    for name in ("2.png", "3.png", "missing.png"):
+        assert any(name in record.getMessage() for record in caplog.records)
+    assert len(caplog.records) == 3
+    with Image.open(tmp_path / "training.gif") as animation:
+        assert animation.n_frames == 2
+
+
+def test_no_readable_picture_writes_nothing(tmp_path):
+    assert save_animation([(1, tmp_path / "missing.png")], tmp_path / "training.gif") == 0
+    assert save_animation([], tmp_path / "training.gif") == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_equal_pictures_of_different_sizes_each_keep_a_frame(tmp_path):
+    """Equal neighbours would be merged by the GIF writer if the step did not tell them apart."""
+    save_plain(tmp_path / "a.png", 90)
+    Image.new("RGB", (120, 160), (90, 0, 0)).save(tmp_path / "b.png")
+    frames = [(step, tmp_path / name) for step, name in ((0, "a.png"), (1, "a.png"), (2, "a.png"), (3, "b.png"))]
+    assert save_animation(frames + [(3, tmp_path / "a.png")], tmp_path / "training.gif") == 4
+    with Image.open(tmp_path / "training.gif") as animation:
+        assert animation.n_frames == 4
+    assert save_animation(frames, tmp_path / "training.gif") == 4
+    with Image.open(tmp_path / "training.gif") as animation:
+        animation.seek(3)
+        assert animation.width == 200 and animation.height > 160
+
+
+def test_long_trainings_show_sixty_frames_with_the_first_and_the_last(tmp_path):
+    frames = [(step, save_plain(tmp_path / f"{step}.png", step)) for step in range(200)]
+    assert save_animation(frames, tmp_path / "training.gif") == 60
+    with Image.open(tmp_path / "training.gif") as animation:
+        assert animation.n_frames == 60
+        assert shade_of(animation) <= 2
+        animation.seek(59)
+        assert abs(shade_of(animation) - 199) <= 2

@@ -1,0 +1,199 @@
+"""Pictures for people: grids of samples, and how they changed over training."""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+MARGIN = 12
+GAP = 4
+SMALLEST_CELL = 64
+
+PAPER = (24, 27, 33)  # dark: white strokes on a light page run into each other across the gaps
+INK = (224, 228, 234)
+EMPTY = (44, 48, 56)
+ACCENT = (86, 156, 240)
+NOT_FINITE = (230, 30, 90)
+
+LABEL_LETTERS = 24
+MOST_FRAMES = 60
+ANIMATION_SECONDS = 8.0
+LAST_FRAME_SECONDS = 2.5
+
+
+def image_grid(
+    images: Tensor,
+    rows: int,
+    columns: int,
+    row_labels: Sequence[str] | None = None,
+    title: str = "",
+) -> Image.Image:
+    """Lay images out in rows, the first row first.
+
+    Small images are enlarged by a whole factor without smoothing, until their shorter side has 64 pixels. One
+    channel is shown grey, three as RGB. Of any other number (latents) the first three channels are shown as RGB,
+    or the first as grey where there are two; each is stretched over the whole grid so that its 1st and 99th
+    percentiles become black and full colour, hence colours compare within one grid only. Pixels that are not
+    finite are magenta, places without an image grey.
+
+    Args:
+        images: [N, C, H, W], N <= rows * columns, in [-1, 1] (clipped) for one or three channels.
+        rows, columns: of the grid, >= 1.
+        row_labels: one per row, written at its left, cut to 24 letters; the built-in font knows Latin ones only.
+        title: written above the grid.
+
+    Returns:
+        an RGB picture, with 4 pixels between cells and 12 below the last row.
+
+    Raises:
+        ValueError: the images do not fit the grid, or there is not one label per row.
+    """
+    if images.ndim != 4 or not 1 <= len(images) <= rows * columns:
+        raise ValueError(f"image_grid: {list(images.shape)} are not 1 to {rows} x {columns} images [N, C, H, W]")
+    if row_labels is not None and len(row_labels) != rows:
+        raise ValueError(f"image_grid: {len(row_labels)} row labels for {rows} rows")
+    pixels = _enlarge(_to_rgb(images.detach().float().cpu().numpy()))  # [N, H * factor, W * factor, 3]
+    height, width = pixels.shape[1:3]
+
+    label_font = ImageFont.load_default(_between(14, height // 3, 36))
+    labels = [_shorten(label) for label in row_labels or []]
+    label_width = max((_text_width(label, label_font) for label in labels), default=0)
+    left = MARGIN + (label_width + MARGIN if labels else 0)
+    grid_width = columns * (width + GAP) - GAP
+    title_font = ImageFont.load_default(_between(15, height // 3, 36))
+    title_lines = _wrap(title, title_font, max(grid_width, 240))
+    line_height = sum(title_font.getmetrics()) + 2
+    top = MARGIN + (len(title_lines) * line_height + 2 * GAP if title_lines else 0)
+
+    title_width = max((_text_width(line, title_font) for line in title_lines), default=0)
+    size = left + max(grid_width, title_width) + MARGIN, top + rows * (height + GAP) - GAP + MARGIN
+    picture = Image.new("RGB", size, PAPER)
+    draw = ImageDraw.Draw(picture)
+    for line, text in enumerate(title_lines):
+        draw.text((left, MARGIN + line * line_height), text, INK, title_font)
+    for row, label in enumerate(labels):
+        middle = top + row * (height + GAP) + height // 2
+        draw.text((left - MARGIN, middle), label, INK, label_font, anchor="rm")
+    for place in range(rows * columns):
+        x, y = left + place % columns * (width + GAP), top + place // columns * (height + GAP)
+        if place < len(pixels):
+            picture.paste(Image.fromarray(pixels[place]), (x, y))
+        else:
+            draw.rectangle((x, y, x + width - 1, y + height - 1), EMPTY)
+    return picture
+
+
+def save_animation(frames: Sequence[tuple[int, str | os.PathLike]], path: str | os.PathLike) -> int:
+    """Join pictures made during training into an animated GIF, with the step and a progress bar on each frame.
+
+    The frames run in the order of their steps for about eight seconds in all, and the last is held for 2.5 more.
+    Of more than 60 pictures as many are shown, evenly chosen with the first and the last among them. A picture
+    that is missing or damaged is left out, and a warning names it. The file appears whole or not at all.
+
+    Args:
+        frames: (step, path of a picture); of two with the same step the later one counts.
+        path: of the GIF.
+
+    Returns:
+        the number of frames written; 0 means that no picture could be read and that nothing was written.
+    """
+    pictures = []
+    for step, picture_path in _evenly(sorted(dict(frames).items()), MOST_FRAMES):
+        try:
+            with Image.open(picture_path) as file:
+                pictures.append((step, file.convert("RGB")))
+        except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+            logger.warning("left out of %s: %s (%s)", path, picture_path, error)
+    if not pictures:
+        return 0
+    size = tuple(max(picture.size[axis] for _, picture in pictures) for axis in (0, 1))
+    last_step = pictures[-1][0]
+    images = [_few_colours(_with_step(picture, size, step, last_step)) for step, picture in pictures]
+    milliseconds = 10 * _between(6, round(100 * ANIMATION_SECONDS / len(images)), 60)  # GIF counts in 10 ms
+    durations = [milliseconds] * (len(images) - 1) + [milliseconds + int(1000 * LAST_FRAME_SECONDS)]
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    images[0].save(
+        unfinished, format="GIF", save_all=True, append_images=images[1:], duration=durations, loop=0
+    )
+    os.replace(unfinished, path)
+    return len(images)
+
+
+def _evenly(items: list, most: int) -> list:
+    if len(items) <= most:
+        return items
+    return [items[round(place)] for place in np.linspace(0, len(items) - 1, most)]
+
+
+def _to_rgb(images: np.ndarray) -> np.ndarray:
+    finite = np.isfinite(images).all(axis=1)  # [N, H, W]
+    images = np.where(np.isfinite(images), images, 0)
+    channels = images.shape[1]
+    if channels not in (1, 3):
+        images = _stretch(images[:, : 3 if channels > 3 else 1])
+    pixels = np.rint((images.clip(-1, 1) + 1) * 127.5).astype(np.uint8)
+    pixels = np.broadcast_to(pixels, (len(pixels), 3, *pixels.shape[2:])).transpose(0, 2, 3, 1)  # [N, H, W, 3]
+    return np.where(finite[..., None], pixels, np.array(NOT_FINITE, dtype=np.uint8))
+
+
+def _stretch(images: np.ndarray) -> np.ndarray:
+    low, high = np.percentile(images, (1, 99), axis=(0, 2, 3), keepdims=True)
+    return (images - low) / np.maximum(high - low, 1e-12) * 2 - 1
+
+
+def _enlarge(pixels: np.ndarray) -> np.ndarray:
+    factor = max(1, -(-SMALLEST_CELL // min(pixels.shape[1:3])))
+    return pixels.repeat(factor, axis=1).repeat(factor, axis=2)
+
+
+def _with_step(picture: Image.Image, size: tuple[int, int], step: int, last_step: int) -> Image.Image:
+    font = ImageFont.load_default(_between(15, size[0] // 28, 32))
+    strip = sum(font.getmetrics()) + MARGIN
+    bar = max(4, strip // 8)
+    frame = Image.new("RGB", (size[0], size[1] + strip), PAPER)
+    frame.paste(picture, (0, 0))
+    draw = ImageDraw.Draw(frame)
+    draw.text((size[0] - MARGIN, size[1] + (strip - bar) // 2), f"step {step:,}", INK, font, anchor="rm")
+    draw.rectangle((0, size[1] + strip - bar, size[0], size[1] + strip), EMPTY)
+    if done := round(size[0] * step / max(last_step, 1)):
+        draw.rectangle((0, size[1] + strip - bar, done - 1, size[1] + strip), ACCENT)
+    return frame
+
+
+def _few_colours(frame: Image.Image) -> Image.Image:
+    # The palette comes from a coarse copy: as good to the eye as from all pixels, and ten times as fast. No
+    # dithering: its dots would dance from frame to frame.
+    coarse = frame.copy()
+    coarse.thumbnail((256, 256), Image.Resampling.NEAREST)
+    palette = coarse.quantize(256, method=Image.Quantize.MEDIANCUT, kmeans=1)
+    return frame.quantize(palette=palette, dither=Image.Dither.NONE)
+
+
+def _shorten(label: str) -> str:
+    return label if len(label) <= LABEL_LETTERS else label[: LABEL_LETTERS - 1].rstrip(" ,-") + "…"
+
+
+def _text_width(text: str, font: ImageFont.FreeTypeFont) -> int:
+    return -int(-font.getlength(text) // 1)
+
+
+def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
+    lines: list[str] = []
+    for word in text.split():
+        if lines and _text_width(f"{lines[-1]} {word}", font) <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
+def _between(low: int, value: int, high: int) -> int:
+    return min(max(low, value), high)
