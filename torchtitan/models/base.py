@@ -103,7 +103,8 @@ class ModelFamily:
     """One entry of MODELS.
 
     Attributes:
-        config_class: dataclass of the `[model]` section; its `flavor` is a key of `flavors`.
+        config_class: dataclass of the `[model]` section: `name`, `flavor` (a key of `flavors`), the family's own
+            fields, and `label_dropout` if the model takes classes.
         flavors: named configurations.
         build: (config, image_shape (C, H, W), num_classes, 0 for unconditional) -> model without values.
         problems: (config, image_shape) -> one line per impossible combination, none if it can be built.
