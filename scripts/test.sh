@@ -21,4 +21,4 @@ fi
 cd "$root"
 # Several test processes share the cores; spinning OpenMP threads would only slow each other down.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$venv/bin/python" -m pytest "${selection[@]}" "${arguments[@]}"
+exec "$venv/bin/python" -m pytest ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}

@@ -25,11 +25,11 @@ set_up digits
 cd "$root"
 [[ $config != "$root"/* ]] || config=${config#"$root"/}
 export NGPU=${NGPU:-1}
-"$venv/bin/python" train.py --check-only --job.config_file "$config" "${arguments[@]}"
+"$venv/bin/python" train.py --check-only --job.config_file "$config" ${arguments[@]+"${arguments[@]}"}
 if [ "$NGPU" = 1 ]; then
-    exec "$venv/bin/python" train.py --job.config_file "$config" "${arguments[@]}"
+    exec "$venv/bin/python" train.py --job.config_file "$config" ${arguments[@]+"${arguments[@]}"}
 fi
 cores=$("$venv/bin/python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores / NGPU > 0 ? cores / NGPU : 1))}
 exec "$venv/bin/python" -m torch.distributed.run --standalone --nproc_per_node "$NGPU" \
-    train.py --job.config_file "$config" "${arguments[@]}"
+    train.py --job.config_file "$config" ${arguments[@]+"${arguments[@]}"}

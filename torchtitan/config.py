@@ -1,9 +1,51 @@
-"""JobConfig."""
+"""The configuration of a run: JobConfig, read from a TOML file and the command line, strictly.
 
-from dataclasses import dataclass
-from typing import Literal
+    python -m torchtitan.config FILE    write the JSON schema of a configuration file, for editors
+"""
 
+import dataclasses
+import functools
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_type_hints
+
+from data import DATASETS
+from torchtitan.config_checks import Checked, find_problems, resolve
+from torchtitan.config_record import config_differences, dump_config
+from torchtitan.config_reference import Choice, build_json_schema, describe
+from torchtitan.config_schema import Problem, nearest, parse_text, shown, shown_name, validate_section
+from torchtitan.config_sources import read_command_line, read_toml, shown_file, suggestion
+from torchtitan.diffusion.objective import ObjectiveConfig
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan.distributed.compile import CompileConfig
+from torchtitan.distributed.mesh import CommConfig, ParallelismConfig
+from torchtitan.evaluation.sampling import SamplingConfig
+from torchtitan.evaluation.validation import ValidationConfig
+from torchtitan.models import MODELS
 from torchtitan.settings import setting
+from torchtitan.training.checkpoint import CheckpointConfig
+from torchtitan.training.ema import EMAConfig
+from torchtitan.training.lr_scheduler import LRSchedulerConfig
+from torchtitan.training.metrics import MetricsConfig
+from torchtitan.training.optimizer import OptimizerConfig
+
+__all__ = [
+    "ConfigError",
+    "JobConfig",
+    "config_differences",
+    "dump_config",
+    "help_text",
+    "json_schema",
+    "load_config",
+    "report_and_exit",
+]
+
+# What `model.name` and `data.name` choose from, and what they are when not given.
+REGISTRIES: dict[str, dict[str, Any]] = {"model": MODELS, "data": DATASETS}
+DEFAULT_NAMES = {"model": "dit", "data": "digits"}
 
 
 @dataclass(kw_only=True)
@@ -40,3 +82,219 @@ class DebugConfig:
 
     seed: int = setting(0, "decides weights, noise, timesteps, data order: everything random", ge=0)
     deterministic: bool = setting(False, "use only deterministic kernels", trajectory=False)
+
+
+@dataclass(kw_only=True)
+class JobConfig:
+    """A run's whole configuration, a section per field.
+
+    `model` is the section of the family that `model.name` selects from MODELS, and `data` that of the dataset that
+    `data.name` selects from DATASETS.
+    """
+
+    job: JobSection = field(default_factory=JobSection)
+    model: Any = field(default_factory=lambda: _section_defaults("model", DEFAULT_NAMES["model"]))
+    data: Any = field(default_factory=lambda: _section_defaults("data", DEFAULT_NAMES["data"]))
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    ema: EMAConfig = field(default_factory=EMAConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+
+class ConfigError(Exception):
+    """A configuration that cannot run.
+
+    Attributes:
+        problems: every reason, a line each: where the value stands, its key, what is wrong, what to do.
+    """
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def load_config(argv: list[str], world_size: int) -> JobConfig:
+    """Read, check and resolve a configuration.
+
+    Args:
+        argv: command line without the program's name: `--section.key value` or `--section.key=value`.
+            `--job.config_file` names the TOML file that they override.
+        world_size: number of processes of the run.
+
+    Returns:
+        the configuration with -1 and defaults that depend on other keys replaced by what they mean.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    flags, unreadable = read_command_line(argv)
+    path = flags.pop("job.config_file", None)
+    document: dict[str, Any] = {}
+    if path is not None:
+        document, failure = read_toml(path)
+        unreadable += failure
+    if unreadable:
+        raise ConfigError(unreadable)
+
+    config, refused = JobConfig(), set()
+    problems = _choose_classes(config, document, flags)
+    refused |= {problem.key.split(".")[0] for problem in problems}
+    unchosen = {problem.key.removesuffix(".name") for problem in problems if problem.key.endswith(".name")}
+    values, origins, misplaced = _merge(config, document, flags)
+    misplaced = [problem for problem in misplaced if problem.key.split(".")[0] not in unchosen]
+    problems += misplaced
+    known = _keys(config)
+    for section, given in values.items():
+        if section in unchosen:
+            continue
+        advise = functools.partial(suggestion, known=known)
+        filled, wrong = validate_section(section, getattr(config, section), given, advise)
+        setattr(config, section, filled)
+        problems += [problem for problem in wrong if problem.key not in {earlier.key for earlier in problems}]
+        refused |= {problem.key for problem in wrong}
+    config.job.config_file = path or ""
+    if "job.name" not in origins:
+        config.job.name = Path(path).stem if path else "run"
+
+    checked = Checked(config, world_size, set(origins), refused)
+    problems += find_problems(checked, known)
+    if problems:
+        raise ConfigError([_line(problem, origins, known, path) for problem in problems])
+    resolve(checked, config)
+    return config
+
+
+def report_and_exit(error: ConfigError) -> NoReturn:
+    """Print the problems to stderr, on rank 0 alone, and exit with code 2."""
+    if os.environ.get("RANK", "0") == "0":
+        print(*error.problems, sep="\n", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def help_text() -> str:
+    """The text of `--help`: every section and key."""
+    return describe(_reference_sections())
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a configuration file, for completion in editors."""
+    return build_json_schema(_reference_sections())
+
+
+def _section_defaults(section: str, name: str, flavor: str | None = None) -> Any:
+    """The section of a model family or dataset, before anything is overridden."""
+    if section == "data":
+        return dataclasses.replace(DATASETS[name].Config(), name=name)
+    family = MODELS[name]
+    return family.flavors[flavor or family.config_class().flavor]
+
+
+def _choose_classes(config: JobConfig, document: dict[str, Any], flags: dict[str, str]) -> list[Problem]:
+    """Put the section of the chosen model family, with its flavor's values, and of the chosen dataset in place."""
+    problems = []
+    for section, registry in REGISTRIES.items():
+        table = document.get(section)
+        table = table if isinstance(table, dict) else {}
+
+        def given(key: str, default: str) -> Any:
+            return flags.get(f"{section}.{key}", table.get(key, default))
+
+        name = given("name", DEFAULT_NAMES[section])
+        if not (isinstance(name, str) and name in registry):
+            problems.append(_not_one_of(f"{section}.name", name, registry))
+            continue
+        flavors = registry[name].flavors if section == "model" else None
+        default_flavor = registry[name].config_class().flavor if flavors else None
+        flavor = given("flavor", default_flavor) if flavors else None
+        if flavors and not (isinstance(flavor, str) and flavor in flavors):
+            problems.append(_not_one_of(f"{section}.flavor", flavor, flavors))
+            flavor = default_flavor
+        setattr(config, section, _section_defaults(section, name, flavor))
+    return problems
+
+
+def _not_one_of(key: str, value: Any, known: dict[str, Any]) -> Problem:
+    guess = nearest(value, known) if isinstance(value, str) else ""
+    advice = f" (did you mean {guess}?)" if guess else ""
+    return Problem(key, f"must be one of {', '.join(known)}, is {shown(value)}{advice}")
+
+
+def _merge(
+    config: JobConfig, document: dict[str, Any], flags: dict[str, str]
+) -> tuple[dict[str, dict[str, Any]], dict[str, str], list[Problem]]:
+    """Lay the command line over the file.
+
+    Returns:
+        section -> key -> given value; dotted key -> where it was given; what belongs to no section or key.
+    """
+    known = _keys(config)
+    values: dict[str, dict[str, Any]] = {section.name: {} for section in dataclasses.fields(JobConfig)}
+    origins, problems = {}, []
+    for section, table in document.items():
+        if section not in values:
+            problems.append(Problem(shown_name(section), _unknown_in_file(section, table, known)))
+        elif not isinstance(table, dict):
+            problems.append(Problem(section, f"must be a table, is {shown(table)} (write [{section}] and its keys)"))
+        else:
+            values[section] |= table
+            origins |= {f"{section}.{key}": "file" for key in table}
+    if "config_file" in values["job"]:
+        del values["job"]["config_file"]
+        problems.append(Problem("job.config_file", "is for the command line only (remove it)"))
+    for dotted, text in flags.items():
+        origins[dotted] = "command line"
+        section, _, key = dotted.partition(".")
+        if dotted not in known:
+            problems.append(Problem(dotted, f"unknown key ({suggestion(dotted, known, '--')})"))
+            continue
+        annotation = get_type_hints(type(getattr(config, section)))[key]
+        values[section][key] = parse_text(text, annotation)
+    return values, origins, problems
+
+
+def _unknown_in_file(section: str, value: Any, known: dict[str, dataclasses.Field]) -> str:
+    if not isinstance(value, dict):
+        return f"is in no section ({suggestion(section, known)})"
+    guess = nearest(section, [field.name for field in dataclasses.fields(JobConfig)])
+    return f"unknown section ({f'did you mean {guess}?' if guess else '--help lists all'})"
+
+
+def _keys(config: JobConfig) -> dict[str, dataclasses.Field]:
+    """Dotted key -> its field, for every key of the configuration."""
+    return {
+        f"{section.name}.{key.name}": key
+        for section in dataclasses.fields(config)
+        for key in dataclasses.fields(getattr(config, section.name))
+    }
+
+
+def _line(problem: Problem, origins: dict[str, str], known: dict[str, Any], path: str | None) -> str:
+    """Put the place of the value before a problem: the command line, the file or, if it was not given, the default."""
+    origin = origins.get(problem.key, "default" if problem.key in known else "file")
+    place = {"command line": "command line: --", "file": f"{shown_file(path or '')}: ", "default": "default: "}[origin]
+    key = shown_name(problem.key) if origin == "command line" else problem.key
+    return f"{place}{key}{problem.within}: {problem.text}"
+
+
+def _reference_sections() -> dict[str, Any]:
+    config = JobConfig()
+    sections = {section.name: getattr(config, section.name) for section in dataclasses.fields(config)}
+    for section, registry in REGISTRIES.items():
+        names = sorted(registry, key=lambda name: name != DEFAULT_NAMES[section])
+        flavors = {name: list(getattr(registry[name], "flavors", ())) for name in names}
+        sections[section] = Choice({name: _section_defaults(section, name) for name in names}, flavors)
+    return sections
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")

@@ -141,7 +141,8 @@ class Reports:
             names = [trainer.info.class_names[row] for row in rows] if trainer.info.class_names else None
             path = trainer.folder.samples / f"step-{trainer.step:08d}.png"
             path.parent.mkdir(exist_ok=True)
-            image_grid(images, len(rows), config.images_per_class, names, f"step {trainer.step}").save(path)
+            title = f"guidance {config.guidance_scale:g}"  # the animation writes the step
+            image_grid(images, len(rows), config.images_per_class, names, title).save(path)
             self._log.write_image(trainer.step, "samples", path)
 
     def finish(self, status: str) -> None:

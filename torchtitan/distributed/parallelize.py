@@ -53,11 +53,10 @@ def parallelize(
 
 
 def _shard(model: nn.Module, layout: Layout, param_dtype: str, reduce_dtype: str) -> None:
-    block_policy = fsdp_policy(param_dtype, reduce_dtype, cast_inputs=True)
+    policy = fsdp_policy(param_dtype, reduce_dtype)
     for block in model.blocks():
-        fully_shard(block, mesh=layout.mesh, mp_policy=block_policy)
-    root_policy = fsdp_policy(param_dtype, reduce_dtype, cast_inputs=False)
-    fully_shard(model, mesh=layout.mesh, mp_policy=root_policy)
+        fully_shard(block, mesh=layout.mesh, mp_policy=policy)
+    fully_shard(model, mesh=layout.mesh, mp_policy=policy)
     if layout.device.type == "cpu":
         # gloo's own averaging is not to be relied on: sum, then divide.
         for module in fsdp_modules(model):

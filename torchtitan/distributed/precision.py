@@ -21,8 +21,11 @@ def compute_context(param_dtype: str, device: torch.device, sharded: bool) -> Ab
     return torch.autocast(device.type, dtype=DTYPES[param_dtype])
 
 
-def fsdp_policy(param_dtype: str, reduce_dtype: str, *, cast_inputs: bool) -> MixedPrecisionPolicy:
-    """FSDP2's cast policy. The root keeps its inputs: x and t must reach the model in float32."""
+def fsdp_policy(param_dtype: str, reduce_dtype: str) -> MixedPrecisionPolicy:
+    """FSDP2's cast policy: weights are cast, inputs are not.
+
+    x and t must reach the model, and rotary tables its blocks, in float32; the model casts activations itself.
+    """
     return MixedPrecisionPolicy(
-        param_dtype=DTYPES[param_dtype], reduce_dtype=DTYPES[reduce_dtype], cast_forward_inputs=cast_inputs
+        param_dtype=DTYPES[param_dtype], reduce_dtype=DTYPES[reduce_dtype], cast_forward_inputs=False
     )

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from torchtitan.diffusion import philox
 from torchtitan.diffusion.guidance import predictor
@@ -85,6 +86,7 @@ class ImageSampler:
         first_number: int = 0,
         sharded: bool = False,
         purpose: str = "sampling",
+        progress: bool = False,
     ) -> Tensor:
         """Draw one image per label; called by all ranks together.
 
@@ -98,6 +100,7 @@ class ImageSampler:
             first_number: number of the first image; image i starts from noise of number first_number + i.
             sharded: whether the model's parameters are sharded.
             purpose: random stream of the starting noise.
+            progress: show a bar over the batches.
 
         Returns:
             float32 images [N, C, H, W] on the CPU, on every rank.
@@ -111,7 +114,7 @@ class ImageSampler:
         with torch.compiler.set_stance("force_eager"), compute_context(self._param_dtype, self._device, sharded):
             parts = [
                 self._draw_batch(labels[chunk], chunk + first_number, seed, purpose, solver, num_steps, guidance_scale)
-                for chunk in mine.split(batch_size)
+                for chunk in tqdm(mine.split(batch_size), unit="batch", disable=not progress)
             ]
         self._model.train(was_training)
         images = torch.cat(parts)

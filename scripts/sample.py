@@ -1,0 +1,119 @@
+"""Draw images from a trained model: scripts/sample.py RUN_FOLDER (or WEIGHTS.safetensors --config FILE).
+
+Under torchrun the images are divided among the ranks; they are the same on any number of them.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from torchtitan.config import ConfigError
+from torchtitan.diffusion.solvers import SOLVERS
+from torchtitan.distributed.mesh import CommConfig, compute_device, init_process_group
+from torchtitan.evaluation.pictures import image_grid, save_image
+from torchtitan.evaluation.sampling import ImageSampler, grid_labels
+from torchtitan.evaluation.trained_model import TrainedModel, WeightsError, load_run, load_weights
+from torchtitan.training.checkpoint import CheckpointError
+
+FIRST = os.environ.get("RANK", "0") == "0"
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    try:
+        trained = open_model(arguments)
+        check(arguments, trained)
+    except (ConfigError, CheckpointError, WeightsError) as error:
+        if FIRST:
+            print(error, file=sys.stderr)
+        return 2
+    for warning in trained.warnings if FIRST else ():
+        print(warning, file=sys.stderr)
+    init_process_group(CommConfig())
+    draw(arguments, trained)
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("source", type=Path, help="a run's folder, or a safetensors file of weights")
+    add("--config", type=Path, help="the weights' configuration (for a safetensors file)")
+    add("--step", type=int, help="checkpoint of this step (default: the newest good one)")
+    add("--ema", metavar="TRACK", help="EMA track, or 'none' for the trained weights (default: sampling.ema_track)")
+    add("--classes", type=int, nargs="+", help="classes, a row of the grid each (default: the run's)")
+    add("--images-per-class", type=int, default=8)
+    add("--seed", type=int, default=0, help="of the images' noise")
+    add("--solver", choices=SOLVERS, help="default: the run's")
+    add("--num-steps", type=int, help="solver steps (default: the run's)")
+    add("--guidance-scale", type=float, help="1 is none (default: the run's)")
+    add("--batch-size", type=int, default=256, help="images at a time on each rank")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of compute")
+    add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, or beside the weights)")
+    add("--files", action="store_true", help="one PNG per image besides the grid")
+    return parser.parse_args()
+
+
+def open_model(arguments: argparse.Namespace) -> TrainedModel:
+    if arguments.source.is_dir():
+        return load_run(arguments.source, arguments.ema, arguments.step, compute_device())
+    if not arguments.source.exists():
+        raise WeightsError(f"{arguments.source}: no such run folder or weights file")
+    if arguments.config is None:
+        raise WeightsError(f"{arguments.source}: which model is this? (add --config FILE)")
+    if arguments.ema or arguments.step is not None:
+        raise WeightsError(f"{arguments.source}: --ema and --step choose from a run folder, this is one set of weights")
+    return load_weights(arguments.source, arguments.config, compute_device())
+
+
+def check(arguments: argparse.Namespace, trained: TrainedModel) -> None:
+    """Fill in what was not given from the run, and refuse what cannot be drawn. Raises WeightsError."""
+    sampling, info = trained.config.sampling, trained.info
+    for name in ("solver", "num_steps", "guidance_scale", "classes"):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, getattr(sampling, name))
+    for name in ("num_steps", "images_per_class", "batch_size"):
+        if getattr(arguments, name) < 1:
+            raise WeightsError(f"--{name.replace('_', '-')}: must be at least 1, is {getattr(arguments, name)}")
+    if not 0 <= arguments.seed < 2**64:
+        raise WeightsError(f"--seed: must be in 0..2^64 - 1, is {arguments.seed}")
+    outside = [number for number in arguments.classes if not 0 <= number < max(info.num_classes, 1)]
+    if outside:
+        raise WeightsError(f"--classes: {outside[0]} is not in 0..{max(info.num_classes, 1) - 1}")
+    if arguments.guidance_scale != 1 and (not info.num_classes or trained.config.model.label_dropout == 0):
+        raise WeightsError("--guidance-scale: the model was trained without a null class (leave it at 1)")
+
+
+def draw(arguments: argparse.Namespace, trained: TrainedModel) -> None:
+    labels = grid_labels(arguments.classes, trained.info.num_classes, arguments.images_per_class)
+    sampler = ImageSampler(trained.model, trained.objective, arguments.dtype, compute_device())
+    images = sampler.draw(
+        labels, arguments.seed, solver=arguments.solver, num_steps=arguments.num_steps,
+        guidance_scale=arguments.guidance_scale, batch_size=arguments.batch_size, progress=FIRST,
+    )
+    if not FIRST:
+        return
+    beside = arguments.source / "samples" / "drawn" if arguments.source.is_dir() else arguments.source.with_suffix("")
+    folder = arguments.output or beside
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = labels[:: arguments.images_per_class].tolist()
+    names = [trained.info.class_names[row] for row in rows] if trained.info.class_names else None
+    grid = folder / f"grid-seed-{arguments.seed}.png"
+    image_grid(images, len(rows), arguments.images_per_class, names, trained.label).save(grid)
+    print(grid)
+    if arguments.files:
+        for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+            save_image(image, folder / f"class-{label:04d}-image-{number:06d}-seed-{arguments.seed}.png")
+        print(f"{folder}: {len(images)} images")
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down

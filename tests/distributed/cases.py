@@ -1,0 +1,102 @@
+"""What the ranks of the distributed tests run; see tests.launcher."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.config import load_config
+from torchtitan.trainer import Trainer
+from torchtitan.training.metrics import METRICS_FILE
+
+# A small model on real images, every step logged.
+BASE = """
+[model]
+flavor = "debug"
+[data]
+name = "digits"
+[optimizer]
+lr = 3e-3
+[lr_scheduler]
+warmup_steps = 5
+decay_type = "cosine"
+[training]
+steps = {steps}
+global_batch_size = 16
+local_batch_size = {local_batch_size}
+[parallelism]
+data_parallel_replicate_degree = {replicas}
+data_parallel_shard_degree = {shards}
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+[checkpoint]
+enable = false
+[sampling]
+enable = false
+"""
+
+
+def make_trainer(folder: str, name: str, *, steps: int, replicas: int, shards: int, accumulation: int, overrides: tuple = ()):
+    """Build a trainer in the existing process group."""
+    ranks = replicas * shards
+    config_file = Path(folder) / f"{name}.toml"
+    text = BASE.format(steps=steps, local_batch_size=16 // ranks // accumulation, replicas=replicas, shards=shards)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        config_file.write_text(text)
+    if dist.is_initialized():
+        dist.barrier()
+    arguments = ["--job.config_file", str(config_file), "--job.dump_folder", folder, *overrides]
+    return Trainer(load_config(arguments, ranks))
+
+
+def train_all(cases: dict[str, dict]) -> dict[str, list[list[float]]]:
+    """Train each case and return its (loss, gradient norm) of every step."""
+    folder = shared_folder()
+    curves = {}
+    for name, case in cases.items():
+        torch.compiler.reset()
+        trainer = make_trainer(folder, name, **case)
+        assert trainer.train() == 0
+        trainer.close()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            points = [json.loads(line) for line in (Path(folder) / name / METRICS_FILE).read_text().splitlines()]
+            curves[name] = [[point["loss_metrics/global_avg_loss"], point["grad_norm"]] for point in points]
+    remove(folder)
+    return curves
+
+
+def placements(cases: dict[str, dict]) -> dict[str, dict]:
+    """For each case: the mesh, and placement and local shape of one parameter that divides evenly."""
+    folder = shared_folder()
+    found = {}
+    for name, case in cases.items():
+        trainer = make_trainer(folder, name, steps=10, accumulation=1, **case)
+        parameter = trainer.parameters["layers.0.attention.qkv.weight"]
+        found[name] = {
+            "wrapper": type(trainer.train_module).__name__,
+            "placements": [str(placement) for placement in getattr(parameter, "placements", ())],
+            "mesh": list(trainer.layout.mesh.mesh.shape),
+            "global": list(parameter.shape),
+            "local": list(parameter.to_local().shape) if hasattr(parameter, "to_local") else list(parameter.shape),
+        }
+        trainer.close()
+    remove(folder)
+    return found
+
+
+def shared_folder() -> str:
+    """One temporary folder for all ranks."""
+    box = [tempfile.mkdtemp()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def remove(folder: str) -> None:
+    if dist.is_initialized():
+        dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,82 @@
+"""The same global batch gives the same loss and gradient norm on every layout, at every step."""
+
+import pytest
+
+from tests.launcher import run_on_ranks
+
+STEPS = 50
+
+
+def case(replicas: int, shards: int, accumulation: int = 1, *overrides: str) -> dict:
+    return {
+        "steps": STEPS, "replicas": replicas, "shards": shards, "accumulation": accumulation, "overrides": overrides,
+    }
+
+
+AC = "--activation_checkpoint.mode"
+COMPILE = ("--compile.enable", "true")
+
+ON_ONE = {"one": case(1, 1), "one, accumulation 2": case(1, 1, 2), "one, full": case(1, 1, 1, AC, "full")}
+ON_TWO = {
+    "DDP": case(2, 1), "DDP, accumulation 2": case(2, 1, 2),
+    "FSDP": case(1, 2), "FSDP, accumulation 2": case(1, 2, 2),
+}
+ON_FOUR = {
+    "DDP": case(4, 1), "DDP, accumulation 2": case(4, 1, 2),
+    "FSDP": case(1, 4), "FSDP, accumulation 2": case(1, 4, 2),
+    "HSDP": case(2, 2), "HSDP, accumulation 2": case(2, 2, 2),
+}
+COMPILED = {
+    "one, none": case(1, 1, 1, *COMPILE), "one, selective": case(1, 1, 1, *COMPILE, AC, "selective"),
+    "one, full": case(1, 1, 1, *COMPILE, AC, "full"),
+}
+CHECKPOINTED_ON_TWO = {
+    "FSDP, selective": case(1, 2, 1, AC, "selective"), "DDP, full": case(2, 1, 1, AC, "full"),
+    "FSDP, compiled, full": case(1, 2, 1, *COMPILE, AC, "full"), "DDP, compiled": case(2, 1, 1, *COMPILE),
+}
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[list[float]]:
+    """Loss and gradient norm of one process, one microbatch, eager: what everything is held against."""
+    return run_on_ranks("tests.distributed.cases:train_all", 1, {"cases": {"one": case(1, 1)}})[0]["one"]
+
+
+def largest_difference(curve: list[list[float]], reference: list[list[float]]) -> float:
+    assert len(curve) == len(reference) == STEPS
+    pairs = zip(sum(curve, []), sum(reference, []), strict=True)
+    return max(abs(value - wanted) / abs(wanted) for value, wanted in pairs)
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(1, ON_ONE), (2, ON_TWO), (4, ON_FOUR)])
+def test_loss_and_grad_norm_equal_single_process(ranks, cases, reference):
+    curves = run_on_ranks("tests.distributed.cases:train_all", ranks, {"cases": cases})[0]
+    differences = {name: largest_difference(curve, reference) for name, curve in curves.items()}
+    assert len(differences) == len(cases)
+    assert max(differences.values()) <= 1e-5, differences
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(1, COMPILED), (2, CHECKPOINTED_ON_TWO)])
+def test_compile_and_checkpointing_change_nothing(ranks, cases, reference):
+    curves = run_on_ranks("tests.distributed.cases:train_all", ranks, {"cases": cases})[0]
+    differences = {name: largest_difference(curve, reference) for name, curve in curves.items()}
+    assert len(differences) == len(cases)
+    assert max(differences.values()) <= 1e-4, differences
+
+
+def test_the_reference_moves(reference):
+    losses = [loss for loss, _ in reference]
+    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+
+
+def test_layouts_place_parameters_as_named():
+    cases = {"DDP": {"replicas": 4, "shards": 1}, "FSDP": {"replicas": 1, "shards": 4}, "HSDP": {"replicas": 2, "shards": 2}}
+    found = run_on_ranks("tests.distributed.cases:placements", 4, {"cases": cases})[0]
+    rows, width = found["DDP"]["global"]
+    assert found["DDP"] == {
+        "wrapper": "DistributedDataParallel", "placements": [], "mesh": [4], "global": [rows, width], "local": [rows, width],
+    }
+    assert found["FSDP"]["placements"] == ["S(0)"] and found["FSDP"]["local"] == [rows // 4, width]
+    # Two-dimensional: a flattened mesh would shard over all four processes.
+    assert found["HSDP"]["placements"] == ["R", "S(0)"] and found["HSDP"]["mesh"] == [2, 2]
+    assert found["HSDP"]["local"] == [rows // 2, width]

@@ -1,0 +1,294 @@
+"""What one section cannot know by itself: impossible combinations, and defaults that follow from other keys.
+
+A check is a function of the configuration that yields problems; adding one is one function and its name in CHECKS.
+No model and no process group is built here.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from data import DATASETS
+from data.base import DatasetError, DatasetInfo
+from torchtitan.config_record import unmet_condition
+from torchtitan.config_schema import Problem, nearest, shown, shown_name
+from torchtitan.models import MODELS
+
+
+class Unknown(Exception):
+    """A check read a value that was itself refused, so the check has nothing to say."""
+
+
+class Checked:
+    """A configuration as checks read it: `checked.training.steps`; reading a refused value raises Unknown.
+
+    Attributes:
+        world_size: number of processes.
+        given: the dotted keys that were set, in the TOML file or on the command line.
+    """
+
+    def __init__(self, config: Any, world_size: int, given: set[str], refused: set[str]) -> None:
+        self.world_size = world_size
+        self.given = given
+        self._config = config
+        self._refused = refused
+        self._dataset: DatasetInfo | DatasetError | None = None
+
+    def __getattr__(self, section: str) -> "_Section":
+        return _Section(section, getattr(self._config, section), self._refused)
+
+    def whole(self, section: str) -> Any:
+        """The section's dataclass, if no key of it was refused."""
+        if any(key.split(".")[0] == section for key in self._refused):
+            raise Unknown
+        return getattr(self._config, section)
+
+    def open_dataset(self) -> DatasetInfo | DatasetError:
+        """What the dataset holds, or why it cannot be used."""
+        if self._dataset is None:
+            section = self.whole("data")
+            try:
+                self._dataset = DATASETS[section.name].info(section)
+            except DatasetError as error:
+                self._dataset = error
+            except OSError as error:  # a path too long, a folder that may not be read
+                self._dataset = DatasetError(f"cannot be read: {error.strerror}")
+        return self._dataset
+
+    def dataset(self) -> DatasetInfo:
+        """What the dataset holds."""
+        found = self.open_dataset()
+        if isinstance(found, DatasetError):
+            raise Unknown
+        return found
+
+
+class _Section:
+    def __init__(self, name: str, values: Any, refused: set[str]) -> None:
+        self._name, self._values, self._refused = name, values, refused
+
+    def __getattr__(self, key: str) -> Any:
+        if {self._name, f"{self._name}.{key}"} & self._refused:
+            raise Unknown
+        return getattr(self._values, key)
+
+
+def find_problems(checked: Checked, fields: dict[str, Any]) -> list[Problem]:
+    """Run every check.
+
+    Args:
+        checked: the configuration.
+        fields: dotted key -> its dataclass field, for every key of the configuration.
+    """
+    problems = [problem for key, field in fields.items() for problem in _attempt(_has_effect, checked, key, field)]
+    return problems + [problem for check in CHECKS for problem in _attempt(check, checked)]
+
+
+def resolve(checked: Checked, config: Any) -> None:
+    """Put numbers in the place of -1, and what follows from other keys in the place of defaults; in place."""
+    layout, training = config.parallelism, config.training
+    if layout.data_parallel_replicate_degree == -1:
+        layout.data_parallel_replicate_degree = checked.world_size // layout.data_parallel_shard_degree
+    if layout.data_parallel_shard_degree == -1:
+        layout.data_parallel_shard_degree = checked.world_size // layout.data_parallel_replicate_degree
+    if training.global_batch_size == -1:
+        training.global_batch_size = checked.world_size * training.local_batch_size
+    if checked.dataset().num_classes == 0 and hasattr(config.model, "label_dropout"):
+        config.model.label_dropout = 0.0
+    if _cannot_guide(checked):
+        config.sampling.guidance_scale = 1.0
+
+
+def _attempt(check: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Problem]:
+    found = []
+    try:
+        for problem in check(*arguments):
+            found.append(problem)
+    except Unknown:
+        pass
+    return found
+
+
+def _has_effect(checked: Checked, key: str, field: Any) -> Iterator[Problem]:
+    if key not in checked.given:
+        return
+    unmet = unmet_condition(checked, key.split(".")[0], field)
+    if unmet:
+        other, value, accepted = unmet
+        remedy = f"{other} above 0" if accepted == ">0" else f"{other} = {' or '.join(map(_plain, accepted))}"
+        yield Problem(key, f"has no effect when {other} = {_plain(value)}; remove it or set {remedy}")
+
+
+def _job_name(checked: Checked) -> Iterator[Problem]:
+    if reason := _unsafe_as_folder(checked.job.name):
+        yield Problem("job.name", f"{reason}; it names the run's folder (set --job.name NAME)")
+
+
+def _degrees(checked: Checked) -> Iterator[Problem]:
+    keys = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
+    degrees = [getattr(checked.parallelism, key) for key in keys]
+    zeros = [key for key, degree in zip(keys, degrees) if degree == 0]
+    for key in zeros:
+        yield Problem(f"parallelism.{key}", "must be at least 1, or -1 for what is left, is 0")
+    if zeros:
+        return
+    replicas, shards = degrees
+    processes = f"the {checked.world_size} process{'es' if checked.world_size > 1 else ''}"
+    if replicas == shards == -1:
+        yield Problem(f"parallelism.{keys[0]}", f"only one of it and parallelism.{keys[1]} can be -1")
+    elif -1 in degrees:
+        known = degrees.index(max(degrees))
+        if checked.world_size % degrees[known]:
+            text = f"{degrees[known]} does not divide {processes} of this run"
+            yield Problem(f"parallelism.{keys[known]}", text)
+    elif replicas * shards != checked.world_size:
+        key = f"parallelism.{keys[0]}"
+        if key not in checked.given:
+            key = f"parallelism.{keys[1]}"
+        text = f"{replicas} replicas x {shards} shards are not {processes} of this run (-1 means what is left)"
+        yield Problem(key, text)
+
+
+def _global_batch_size(checked: Checked) -> Iterator[Problem]:
+    wanted, local = checked.training.global_batch_size, checked.training.local_batch_size
+    at_once = checked.world_size * local
+    if wanted != -1 and (wanted == 0 or wanted % at_once):
+        text = (
+            f"{wanted} is not a multiple of {at_once} = {checked.world_size} ranks x training.local_batch_size"
+            f" (set a multiple, or -1 for {at_once})"
+        )
+        yield Problem("training.global_batch_size", text)
+
+
+def _warmup(checked: Checked) -> Iterator[Problem]:
+    warmup, steps = checked.lr_scheduler.warmup_steps, checked.training.steps
+    if warmup > steps:
+        yield Problem("lr_scheduler.warmup_steps", f"{warmup} is more than training.steps = {steps}")
+
+
+def _dataset_is_usable(checked: Checked) -> Iterator[Problem]:
+    found = checked.open_dataset()
+    if isinstance(found, DatasetError):
+        text = " ".join(str(found).split())
+        named = re.match(r"(data\.\w+): ", text)
+        path = "data.path" if hasattr(checked.whole("data"), "path") else "data.name"
+        yield Problem(named[1], text[named.end() :]) if named else Problem(path, text)
+
+
+def _model_fits_images(checked: Checked) -> Iterator[Problem]:
+    model = checked.whole("model")
+    for line in MODELS[model.name].problems(model, checked.dataset().image_shape):
+        key, _, text = line.partition(": ")
+        yield Problem(key, text)
+
+
+def _learned_variance(checked: Checked) -> Iterator[Problem]:
+    if getattr(checked.whole("model"), "learned_variance", False) and checked.objective.path == "rectified_flow":
+        text = "objective.path = rectified_flow has no variance to learn (set it to false)"
+        yield Problem("model.learned_variance", text)
+
+
+def _label_dropout(checked: Checked) -> Iterator[Problem]:
+    explicit = "model.label_dropout" in checked.given and checked.model.label_dropout > 0
+    if explicit and checked.dataset().num_classes == 0:
+        text = f"data.name = {checked.data.name} has no classes to drop (remove it or set it to 0)"
+        yield Problem("model.label_dropout", text)
+
+
+def _guidance(checked: Checked) -> Iterator[Problem]:
+    explicit = "sampling.guidance_scale" in checked.given and checked.sampling.guidance_scale != 1
+    if explicit and checked.sampling.enable and _cannot_guide(checked):
+        if checked.dataset().num_classes == 0:
+            reason = f"data.name = {checked.data.name} has no classes"
+        else:
+            reason = "model.label_dropout = 0 trains no unconditional prediction"
+        yield Problem("sampling.guidance_scale", f"{reason} to guide away from (remove it or set it to 1)")
+
+
+def _cannot_guide(checked: Checked) -> bool:
+    return checked.dataset().num_classes == 0 or not getattr(checked.whole("model"), "label_dropout", 0)
+
+
+def _sampled_classes(checked: Checked) -> Iterator[Problem]:
+    if not checked.sampling.enable or not checked.sampling.classes:
+        return
+    count = checked.dataset().num_classes
+    wrong = [label for label in checked.sampling.classes if not 0 <= label < count]
+    if wrong:
+        known = f"the classes 0 to {count - 1}" if count else "no classes"
+        yield Problem("sampling.classes", f"{shown(wrong)} is not in data.name = {checked.data.name}, which has {known}")
+
+
+def _ema_names(checked: Checked) -> Iterator[Problem]:
+    names = [track.name for track in checked.ema.tracks]
+    for index, name in enumerate(names):
+        place = f"[{index}].name"
+        if name == "none":
+            yield Problem("ema.tracks", "'none' stands for the trained weights (choose another name)", place)
+        elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+            text = f"{shown(name)} names a file (use up to 64 letters, digits, '.', '_' and '-', no '.' or '-' first)"
+            yield Problem("ema.tracks", text, place)
+        elif name in names[:index]:
+            yield Problem("ema.tracks", f"{shown(name)} is the name of an earlier track", place)
+
+
+def _sampled_track(checked: Checked) -> Iterator[Problem]:
+    if checked.sampling.enable:
+        track = checked.sampling.ema_track
+        known = [track.name for track in checked.ema.tracks] + ["none"]
+        if track not in known:
+            guess = nearest(track, known)
+            choices = ", ".join(map(shown_name, known))
+            advice = f"did you mean {shown_name(guess)}?" if guess not in ("", "none") else f"set it to one of {choices}"
+            yield Problem("sampling.ema_track", f"{shown(track)} is not a name in ema.tracks ({advice})")
+
+
+def _packages(checked: Checked) -> Iterator[Problem]:
+    packages = {"enable_tensorboard": ("tensorboard", "tensorboard"), "enable_wandb": ("wandb", "'.[wandb]'")}
+    for key, (package, requirement) in packages.items():
+        if getattr(checked.metrics, key) and importlib.util.find_spec(package) is None:
+            text = f"the package {package} is not installed (pip install {requirement}, or set it to false)"
+            yield Problem(f"metrics.{key}", text)
+
+
+def _compiler(checked: Checked) -> Iterator[Problem]:
+    if checked.compile.enable and not torch.cuda.is_available():
+        candidates = [os.environ.get("CXX", "").split(" ")[0], "g++", "clang++"]
+        if not any(shutil.which(candidate) for candidate in candidates if candidate):
+            text = "needs a C++ compiler on the CPU, none of g++, clang++ and $CXX is there (install g++ or set it to false)"
+            yield Problem("compile.enable", text)
+
+
+def _unsafe_as_folder(name: str) -> str:
+    if name in ("", ".", ".."):
+        return f"{shown(name)} is no folder name"
+    if "/" in name or "\\" in name:
+        return f"{shown(name)} has a slash"
+    return "is longer than 200 bytes" if len(name.encode()) > 200 else ""
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
+    _job_name,
+    _dataset_is_usable,
+    _model_fits_images,
+    _learned_variance,
+    _label_dropout,
+    _warmup,
+    _global_batch_size,
+    _degrees,
+    _ema_names,
+    _packages,
+    _sampled_classes,
+    _sampled_track,
+    _guidance,
+    _compiler,
+]

@@ -1,0 +1,269 @@
+"""From a section's dataclass to a strict schema, and from a refused value to one plain line.
+
+A section is a dataclass whose fields were made by `torchtitan.settings.setting`. Pydantic does the checking;
+every message is worded here, in terms of the TOML file and the command line.
+"""
+
+import copy
+import dataclasses
+import difflib
+import functools
+import json
+import re
+import types
+import typing
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, NamedTuple
+
+import pydantic
+import pydantic_core
+
+
+class Problem(NamedTuple):
+    """One reason to refuse a configuration.
+
+    Attributes:
+        key: the dotted key at fault, as `ema.tracks`.
+        text: what is wrong, and in parentheses what to do.
+        within: the place inside a list or table value, as `[0].decay`.
+    """
+
+    key: str
+    text: str
+    within: str = ""
+
+
+def validate_section(
+    section: str, defaults: Any, values: dict[str, Any], suggest: typing.Callable[[str], str]
+) -> tuple[Any, list[Problem]]:
+    """Check the given values of a section and lay them over its defaults.
+
+    Args:
+        section: name of the section, as `training`.
+        defaults: an instance of the section's dataclass.
+        values: what was given, key -> value as TOML or JSON has it.
+        suggest: unknown dotted key -> advice, printed in parentheses.
+
+    Returns:
+        a new instance, with the defaults in place of refused values, and the problems.
+    """
+    declared = type(defaults)
+    problems, refused = [], set()
+    try:
+        given = schema_of(declared).model_validate(values)
+    except pydantic.ValidationError as failure:
+        for error in failure.errors(include_url=False, include_context=False):
+            key, *rest = error["loc"]
+            refused.add(key)
+            text = _wording(error, declared, suggest(f"{section}.{key}"))
+            problems.append(Problem(f"{section}.{shown_name(key)}", text, _within(rest)))
+        good = {key: value for key, value in values.items() if key not in refused}
+        given = schema_of(declared).model_validate(good)
+    changes = {key: _to_dataclass(getattr(given, key), declared, key) for key in given.model_fields_set}
+    return dataclasses.replace(copy.deepcopy(defaults), **changes), problems
+
+
+@functools.cache
+def schema_of(section: type) -> type[pydantic.BaseModel]:
+    """The pydantic model of a section: its keys, types, bounds, descriptions and defaults."""
+    hints = typing.get_type_hints(section)
+    keys = {}
+    for field in dataclasses.fields(section):
+        details = pydantic.Field(
+            default=plain(default_of(field)),
+            description=field.metadata.get("description"),
+            **field.metadata.get("bounds", {}),
+        )
+        keys[field.name] = (_strict_type(hints[field.name]), details)
+    strict = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    return pydantic.create_model(section.__name__, __config__=strict, __module__=section.__module__, **keys)
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """The default value of a key."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def plain(value: Any) -> Any:
+    """A value as TOML has it: tables for dataclasses, without the keys that are None."""
+    if dataclasses.is_dataclass(value):
+        pairs = {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {key: entry for key, entry in pairs.items() if entry is not None}
+    if isinstance(value, list):
+        return [plain(entry) for entry in value]
+    return value
+
+
+def parse_text(text: str, annotation: Any) -> Any:
+    """Read a value of the command line as the type of its key.
+
+    Returns:
+        the value; what cannot be read as that type is returned as the text itself, which the schema refuses.
+    """
+    inner, optional = without_none(annotation)
+    if optional and text in ("none", "null"):
+        return None
+    if inner is bool:
+        return {"true": True, "false": False}.get(text, text)
+    if inner in (int, float):
+        return _number(text, inner)
+    if inner is str or typing.get_origin(inner) is Literal:
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def without_none(annotation: Any) -> tuple[Any, bool]:
+    """(X, True) of `X | None`, and (X, False) of any other X."""
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        inner = [member for member in typing.get_args(annotation) if member is not types.NoneType]
+        if len(inner) != 1:
+            raise TypeError(f"a configuration key has one type, or one type and None; not {annotation}")
+        return inner[0], True
+    return annotation, False
+
+
+def type_name(annotation: Any, many: bool = False) -> str:
+    """What a value must be, in words: "an integer", "a list of tables", "one of uniform, logit_normal"."""
+    inner, optional = without_none(annotation)
+    if typing.get_origin(inner) is Literal:
+        name = "one of " + ", ".join(str(choice) for choice in typing.get_args(inner))
+    elif typing.get_origin(inner) is list:
+        name = ("lists of " if many else "a list of ") + type_name(typing.get_args(inner)[0], many=True)
+    elif dataclasses.is_dataclass(inner):
+        name = "tables" if many else "a table"
+    else:
+        one, several = {
+            bool: ("true or false", "true or false"),
+            int: ("an integer", "integers"),
+            float: ("a number", "numbers"),
+            str: ("a string", "strings"),
+        }[inner]
+        name = several if many else one
+    return f"{name}, or none" if optional else name
+
+
+def range_name(bounds: dict[str, float]) -> str:
+    """Bounds in words: "at least 0 and below 1"; empty without bounds."""
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    return " and ".join(f"{words[name]} {bound:g}" for name, bound in bounds.items())
+
+
+def shown(value: Any, limit: int = 60) -> str:
+    """A value on one line for a message: strings quoted, long ones cut."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits; a list thousands deep
+        return "a value too long to print"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def shown_name(name: str) -> str:
+    """A key for a message; quoted where it is not a plain TOML key."""
+    return name if re.fullmatch(r"[A-Za-z0-9_.-]{1,60}", name) else shown(name)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word most like the given one, or "" if none is close."""
+    return next(iter(difflib.get_close_matches(word[:100], list(known), n=1, cutoff=0.6)), "")
+
+
+def _strict_type(annotation: Any) -> Any:
+    inner, optional = without_none(annotation)
+    if typing.get_origin(inner) is list:
+        strict = list[_strict_type(typing.get_args(inner)[0])]
+    elif dataclasses.is_dataclass(inner):
+        strict = schema_of(inner)
+    elif inner is int:
+        strict = Annotated[int, pydantic.BeforeValidator(_integral_in_64_bits)]
+    elif inner is float:
+        strict = Annotated[float, pydantic.BeforeValidator(_in_64_bits)]
+    elif inner is str:
+        strict = Annotated[str, pydantic.AfterValidator(_printable)]
+    else:
+        strict = inner
+    return strict | None if optional else strict
+
+
+def _integral_in_64_bits(value: Any) -> Any:
+    """1e6 is an integer as well as 1000000, in TOML and on the command line."""
+    return _in_64_bits(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def _in_64_bits(value: Any) -> Any:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise pydantic_core.PydanticCustomError("worded", "must fit in 64 bits")
+    return value
+
+
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise pydantic_core.PydanticCustomError("worded", "must have printable characters only")
+    return value
+
+
+def _number(text: str, kind: type) -> Any:
+    """A number, or the text itself where it is none; nan and inf are numbers, which the schema refuses."""
+    if re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text) and len(text) <= 100:
+        return kind(int(text))
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _to_dataclass(value: Any, declared: type, key: str) -> Any:
+    """Turn the pydantic models inside a validated value back into the dataclasses they came from."""
+    return _rebuild(value, typing.get_type_hints(declared)[key])
+
+
+def _rebuild(value: Any, annotation: Any) -> Any:
+    inner, _ = without_none(annotation)
+    if isinstance(value, list):
+        return [_rebuild(entry, typing.get_args(inner)[0]) for entry in value]
+    if isinstance(value, pydantic.BaseModel):
+        return inner(**{key: _to_dataclass(getattr(value, key), inner, key) for key in value.model_fields_set})
+    return value
+
+
+def _wording(error: Any, declared: type, advice: str) -> str:
+    """Say in our words what pydantic found."""
+    kind, value = error["type"], error["input"]
+    if kind == "worded":
+        return f"{error['msg']}, is {shown(value)}"
+    if kind == "extra_forbidden":
+        if len(error["loc"]) == 1:
+            return f"unknown key ({advice})"
+        table, _ = _declaration(declared, error["loc"][:-1])
+        known = [field.name for field in dataclasses.fields(table)]
+        guess = nearest(error["loc"][-1], known)
+        return f"unknown key ({f'did you mean {guess}?' if guess else 'known: ' + ', '.join(known)})"
+    annotation, bounds = _declaration(declared, error["loc"])
+    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        return f"must be {range_name(bounds)}, is {shown(value)}"
+    if kind == "finite_number":
+        return f"must be a finite number, is {shown(value)}"
+    inner, _ = without_none(annotation)
+    guess = nearest(value, typing.get_args(inner)) if kind == "literal_error" and isinstance(value, str) else ""
+    return f"must be {type_name(annotation)}, is {shown(value)}" + (f" (did you mean {guess}?)" if guess else "")
+
+
+def _declaration(declared: type, place: Iterable[str | int]) -> tuple[Any, dict[str, float]]:
+    """Type and bounds of what stands at a place, as ("tracks", 0, "decay"), of a section."""
+    annotation, bounds = declared, {}
+    for step in place:
+        inner, _ = without_none(annotation)
+        if isinstance(step, int):
+            annotation, bounds = typing.get_args(inner)[0], {}
+        else:
+            annotation = typing.get_type_hints(inner)[step]
+            bounds = inner.__dataclass_fields__[step].metadata.get("bounds", {})
+    return annotation, bounds
+
+
+def _within(place: Iterable[str | int]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{shown_name(step)}" for step in place)
