@@ -232,10 +232,11 @@ class SampleOrder:
         if epoch not in self._permutations:
             # A step may straddle two epochs, and each of its microbatches asks for both.
             self._permutations = {known: kept for known, kept in self._permutations.items() if known == epoch - 1}
-            words = philox.random_words(self._seed, "data_order", torch.tensor([epoch]), 4, self._attempt)[0].tolist()
-            key = sum(word << (32 * place) for place, word in enumerate(words))
+            parts = philox.random_words(self._seed, "data_order", torch.tensor([epoch]), 4, self._attempt)[0].tolist()
+            key = sum(part << (32 * place) for place, part in enumerate(parts))
             # Sorting raw words, because NumPy keeps their stream for ever, but not that of `permutation`.
-            self._permutations[epoch] = np.argsort(np.random.Philox(key=key).random_raw(self._num_images), kind="stable")
+            words = np.random.Philox(key=key).random_raw(self._num_images)
+            self._permutations[epoch] = np.argsort(words, kind="stable")
         return self._permutations[epoch]
 
 

@@ -1,0 +1,84 @@
+"""Synthetic images against their stated statistics and the exact estimator."""
+
+import numpy as np
+import pytest
+import torch
+
+from data import DatasetError
+from data.synthetic import Synthetic, SyntheticConfig, mode_variances, optimal_velocity_loss
+
+
+def dense_covariance(config):
+    """Covariance between the pixels of a channel, summed mode by mode, [H * W, H * W] float64."""
+    _, height, width = config.shape
+    variances = mode_variances(config)[0].numpy()
+    y, x = (grid.ravel() for grid in np.meshgrid(np.arange(height), np.arange(width), indexing="ij"))
+    dy, dx = y[:, None] - y[None, :], x[:, None] - x[None, :]
+    total = np.zeros(dy.shape)
+    for ky in range(height):
+        for kx in range(width):
+            total += variances[ky, kx] * np.cos(2 * np.pi * (ky * dy / height + kx * dx / width))
+    return total / (height * width)
+
+
+@pytest.mark.parametrize("shape", [[2, 6, 8], [1, 5, 7]])
+def test_gaussian_images_have_the_stated_covariance(shape):
+    config = SyntheticConfig(shape=shape, spectrum_alpha=1.5, pixel_variance=0.6)
+    images = Synthetic(config, "train").fetch(np.arange(40_000))[0].to(torch.float64)
+    variances = mode_variances(config)
+    assert variances.shape == tuple(shape) and variances.mean() == pytest.approx(0.6)
+    assert variances[0, 0, 0] == variances[0, 0, 1] == variances[0, -1, 0]  # the constant mode counts as f = 1
+    assert variances[0, 0, 2] / variances[0, 0, 1] == pytest.approx(2**-1.5)
+    power = torch.fft.fft2(images, norm="ortho").abs().square().mean(dim=0)
+    assert (power / variances - 1).abs().max() < 5 * (2 / 40_000) ** 0.5
+    flat = images[:, 0].flatten(1)
+    error = (flat.T @ flat / len(flat)).numpy() - dense_covariance(config)
+    assert np.abs(error).max() < 5 * 0.6 * (2 / 40_000) ** 0.5
+    assert images.mean(dim=0).abs().max() < 5 * (0.6 / 40_000) ** 0.5
+    if shape[0] == 2:
+        assert (images[:, 0] * images[:, 1]).mean(dim=0).abs().max() < 5 * 0.6 / 200
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "noise"])
+def test_optimal_velocity_loss_is_that_of_the_exact_linear_estimator(kind):
+    config = SyntheticConfig(shape=[1, 6, 6], kind=kind)
+    x0 = Synthetic(config, "train").fetch(np.arange(20_000))[0].flatten(1).to(torch.float64)
+    noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    covariance, identity = torch.from_numpy(dense_covariance(config)), torch.eye(36, dtype=torch.float64)
+    times = torch.tensor([0.0, 0.02, 0.3, 0.5, 0.9, 1.0])
+    expected = optimal_velocity_loss(config, times)
+    assert expected[0] == pytest.approx(1.0) and expected[-1] == pytest.approx(1.0)
+    for t, loss in zip(times.tolist(), expected.tolist()):
+        x_t = (1 - t) * x0 + t * noise
+        gain = torch.linalg.solve((1 - t) ** 2 * covariance + t**2 * identity, t * identity - (1 - t) * covariance)
+        measured = ((x_t @ gain) - (noise - x0)).square().mean().item()
+        assert measured == pytest.approx(loss, rel=0.015)
+
+
+def test_synthetic_images_are_functions_of_their_index():
+    for kind in ("constant", "noise", "gaussian"):
+        config = SyntheticConfig(kind=kind, shape=[3, 4, 4], num_images=50, num_classes=7)
+        train, held_out = Synthetic(config, "train"), Synthetic(config, "validation")
+        images, labels = train.fetch(np.arange(50))
+        alone, label = train.fetch(np.array([31]))
+        assert torch.equal(alone[0], images[31]) and label[0] == labels[31]
+        assert set(labels.tolist()) == set(range(7))
+        if kind == "constant":
+            assert images.std(dim=(1, 2, 3)).max() == 0 and len(images.unique()) == 7 and images.abs().max() < 1
+        else:
+            other = Synthetic(SyntheticConfig(kind=kind, shape=[3, 4, 4], num_images=50, seed=1), "train")
+            everything = torch.cat((images, held_out.fetch(np.arange(50))[0], other.fetch(np.arange(50))[0]))
+            assert len(everything.flatten(1).unique(dim=0)) == 150
+
+
+def test_synthetic_images_do_not_depend_on_how_many_are_drawn_at_a_time(monkeypatch):
+    config = SyntheticConfig(shape=[1, 8, 8])
+    images = Synthetic(config, "train").fetch(np.arange(10))[0]
+    monkeypatch.setattr("data.synthetic.WORDS_AT_A_TIME", 200)
+    assert torch.equal(Synthetic(config, "train").fetch(np.arange(10))[0], images)
+
+
+@pytest.mark.parametrize("shape", [[32, 32], [3, 0, 4]])
+def test_a_bad_shape_is_refused(shape):
+    with pytest.raises(DatasetError, match="data.shape"):
+        Synthetic.info(SyntheticConfig(shape=shape))
