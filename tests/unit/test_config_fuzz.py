@@ -49,27 +49,37 @@ decay = 0.999
 name = "fast"
 """
 
+# fmt: off
 VALUES = [
-    "0", "-1", "1", "true", "false", "none", "null", "nan", "inf", "-inf", "1e6", "1e999", "-1e-400", "10_000", "0x" + "f" * 6000,
-    "9" * 30, "9" * 5000, "-9223372036854775809", "1.5", '""', '"\u00e9\u4e2d\U0001f600"', '"\\u0000"', '"a\\nb"', "''", '"' + "x" * 5000 + '"',
-    "[]", "[[]]", "[1, 'a', 2.0]", "{}", "{a = 1}", "[{}]", "[{name = 'x', decay = nan}]", '[{"name": "../x"}]', "[" * 400 + "]" * 400,
-    "[" * 20000, "{a=" * 300 + "1" + "}" * 300, "2024-01-01", "12:00:00", "1979-05-27T07:32:00Z", "=", "#", "\x00", "\u202e", "'..'", "'a/b'",
-    "[99999999999999999999999]", "['slow']", "uniform", '"uniform"', '"synthetic"', '"digits"', "[0, 8, 8]", "[1, 8, 8, 8]", "1e-4",
-]  # fmt: skip
+    "0", "-1", "1", "true", "false", "none", "null", "nan", "inf", "-inf", "1e6", "1e999", "-1e-400", "10_000",
+    "0x" + "f" * 6000, "9" * 30, "9" * 5000, "-9223372036854775809", "1.5", '""', '"\u00e9\u4e2d\U0001f600"',
+    '"\\u0000"', '"a\\nb"', "''", '"' + "x" * 5000 + '"', "[]", "[[]]", "[1, 'a', 2.0]", "{}", "{a = 1}", "[{}]",
+    "[{name = 'x', decay = nan}]", '[{"name": "../x"}]', "[" * 400 + "]" * 400, "[" * 20000,
+    "{a=" * 300 + "1" + "}" * 300, "2024-01-01", "12:00:00", "1979-05-27T07:32:00Z", "=", "#", "\x00", "\u202e",
+    "'..'", "'a/b'", "[99999999999999999999999]", "['slow']", "uniform", '"uniform"', '"synthetic"', '"digits"',
+    "[0, 8, 8]", "[1, 8, 8, 8]", "1e-4",
+]
+# fmt: on
 
+# fmt: off
 NAMES = [
-    "steps", "training", "training.steps", "ema.tracks", "ema.tracks[0].decay", "model.flavor", "model.name", "data.name", "data.shape",
-    "data.num_classes", "job.name", "job.config_file", "optimizer.lr", "training.global_batch_size", "sampling.classes", "sampling.ema_track",
-    "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree", "model.num_heads", "model.patch_size",
-    "model.dim", "", ".", "..", "a.b.c", "\u00e9.\u00e9", "x" * 5000, "-", "--", "__class__", "model.__class__", "training.model_fields",
-    "metrics.peak_tflops", "compile.enable", "training.local_batch_size", "lr_scheduler.warmup_steps", "a\nb.c", "model.label_dropout",
-]  # fmt: skip
+    "steps", "training", "training.steps", "ema.tracks", "ema.tracks[0].decay", "model.flavor", "model.name",
+    "data.name", "data.shape", "data.num_classes", "job.name", "job.config_file", "optimizer.lr",
+    "training.global_batch_size", "sampling.classes", "sampling.ema_track",
+    "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree", "model.num_heads",
+    "model.patch_size", "model.dim", "", ".", "..", "a.b.c", "\u00e9.\u00e9", "x" * 5000, "-", "--", "__class__",
+    "model.__class__", "training.model_fields", "metrics.peak_tflops", "compile.enable", "training.local_batch_size",
+    "lr_scheduler.warmup_steps", "a\nb.c", "model.label_dropout",
+]
+# fmt: on
 
 
 def flip_characters(draw: random.Random, text: str) -> str:
     characters = list(text)
     for _ in range(draw.randint(1, 4)):
-        characters[draw.randrange(len(characters))] = draw.choice(["", '"', "[", "]", "=", ".", "\n", "\r", "\t", "e", "9", "\u00fc", "\x00", " "])
+        characters[draw.randrange(len(characters))] = draw.choice(
+            ["", '"', "[", "]", "=", ".", "\n", "\r", "\t", "e", "9", "\u00fc", "\x00", " "]
+        )
     return "".join(characters)
 
 

@@ -1,0 +1,95 @@
+"""A run that is killed and started again ends as if nothing had happened."""
+
+import signal
+
+import pytest
+import torch
+
+from tests.end_to_end.runs import Run, checkpoint_tensors, write_config
+
+LAYOUTS = {
+    "one process": {"ranks": 1},
+    "DDP x 4": {"ranks": 4, "replicas": 4},
+    "FSDP x 2": {"ranks": 2, "shards": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return write_config(tmp_path_factory.mktemp("resume"))
+
+
+def kill_after(run: Run, step: int) -> None:
+    run.wait_for_step(step)
+    run.send(signal.SIGKILL)
+    run.wait()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_killed_and_resumed_run_equals_straight_run_bit_for_bit(config, layout):
+    # Slow enough to be killed between the checkpoint of step 30 and the last step.
+    straight = Run(config, f"straight {layout}", **LAYOUTS[layout])
+    straight.finish()
+    killed = Run(config, f"killed {layout}", **LAYOUTS[layout])
+    kill_after(killed, 35)
+    assert not (killed.folder / "summary.json").exists()
+    resumed = Run(config, f"killed {layout}", **LAYOUTS[layout])
+    outputs = resumed.finish()
+    assert "resumed after step 30" in outputs[0]
+
+    assert resumed.losses() == straight.losses()
+    wanted = checkpoint_tensors(straight.folder / "checkpoint" / "step-00000060")
+    found = checkpoint_tensors(resumed.folder / "checkpoint" / "step-00000060")
+    assert found.keys() == wanted.keys()
+    assert {name.split(".")[0] for name in found} == {"model", "optimizer", "ema"}
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    grids = [run.folder / "samples" / "step-00000060.png" for run in (straight, resumed)]
+    assert grids[0].read_bytes() == grids[1].read_bytes()
+
+
+def test_resume_on_other_layouts_goes_on_as_before(config):
+    straight = Run(config, "straight", ranks=1)
+    straight.finish()
+    first = Run(config, "moved", ranks=4, replicas=2, shards=2)
+    kill_after(first, 35)
+    second = Run(config, "moved", ranks=2, shards=2)
+    assert "resumed after step 30" in second.finish()[0]
+    for (step, loss, norm), (_, wanted_loss, wanted_norm) in zip(second.losses(), straight.losses(), strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=1e-5), step
+        assert norm == pytest.approx(wanted_norm, rel=1e-5), step
+
+
+def test_finished_run_says_so_and_changes_nothing(config):
+    run = Run(config, "finished", "--training.steps", "6", "--checkpoint.interval", "3")
+    run.finish()
+    before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
+    again = Run(config, "finished", "--training.steps", "6", "--checkpoint.interval", "3")
+    assert "finished" in again.finish()[0]
+    assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_to_one_rank_saves_and_ends_all(config, number):
+    name = f"stopped by {number.name}"
+    run = Run(config, name, "--training.steps", "100000", ranks=2, replicas=2)
+    run.wait_for_step(10)
+    run.processes[1].send_signal(number)
+    codes, outputs = run.wait(60)
+    assert codes == [128 + number] * 2, outputs
+    summary = run.summary()
+    assert summary["status"] == "interrupted"
+    assert (run.folder / "checkpoint" / f"step-{summary['step']:08d}" / "manifest.json").exists()
+
+
+def test_damaged_checkpoint_is_named_and_the_one_before_is_used(config):
+    run = Run(config, "damaged", "--training.steps", "9", "--checkpoint.interval", "3")
+    run.finish()
+    (run.folder / "summary.json").unlink()
+    shard = next((run.folder / "checkpoint" / "step-00000009").glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    again = Run(config, "damaged", "--training.steps", "9", "--checkpoint.interval", "3")
+    output = again.finish()[0]
+    assert f"{shard.parent}: {shard.name} is damaged; skipped" in output
+    assert "resumed after step 6" in output

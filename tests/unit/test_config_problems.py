@@ -1,0 +1,340 @@
+"""Configurations that cannot run: each is refused in exact words, all at once."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from data import DATASETS, DataConfig, DatasetError
+from torchtitan import config_checks
+from torchtitan.config import (
+    ConfigError,
+    JobConfig,
+    load_config,
+)
+from torchtitan.config_schema import shown
+from torchtitan.models import MODELS
+from torchtitan.settings import setting
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def load(toml: str | None = None, arguments: list[str] | None = None, world_size: int = 1) -> JobConfig:
+    argv = list(arguments or [])
+    if toml is not None:
+        Path("run.toml").write_text(toml, encoding="utf-8")
+        argv += ["--job.config_file", "run.toml"]
+    return load_config(argv, world_size)
+
+
+def problems(toml: str | None = None, arguments: list[str] | None = None, world_size: int = 1) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(toml, arguments, world_size)
+    return caught.value.problems
+
+
+SYNTHETIC = '[data]\nname = "synthetic"\n'
+
+
+UNLABELLED = SYNTHETIC + "num_classes = 0\n"
+
+
+BAD_FILES = [
+    (
+        "[training]\nlocal_batchsize = 3",
+        "training.local_batchsize: unknown key (did you mean training.local_batch_size?)",
+    ),
+    ("[training]\nlr = 1e-3", "training.lr: unknown key (did you mean optimizer.lr?)"),
+    ("[training]\nwarmup_steps = 5", "training.warmup_steps: unknown key (did you mean lr_scheduler.warmup_steps?)"),
+    ("[training]\nbatch_size = 5", "training.batch_size: unknown key (did you mean training.local_batch_size?)"),
+    ("[training]\nqqqqqq = 5", "training.qqqqqq: unknown key (--help lists all keys)"),
+    ('[training]\n"a\\nb" = 5', r"training.'a\nb': unknown key (--help lists all keys)"),
+    ("[trainig]\nsteps = 5", "trainig: unknown section (did you mean training?)"),
+    ("[zzz]\nsteps = 5", "zzz: unknown section (--help lists all)"),
+    ("steps = 5", "steps: is in no section (did you mean training.steps?)"),
+    ("training = 5", "training: must be a table, is 5 (write [training] and its keys)"),
+    ("[[training]]\nsteps = 5", "training: must be a table, is [{'steps': 5}] (write [training] and its keys)"),
+    ('[training]\nsteps = "10"', "training.steps: must be an integer, is '10'"),
+    ("[training]\nsteps = 1.5", "training.steps: must be an integer, is 1.5"),
+    ("[training]\nsteps = true", "training.steps: must be an integer, is true"),
+    ("[training]\nsteps = 2024-01-01", "training.steps: must be an integer, is datetime.date(2024, 1, 1)"),
+    ("[training.steps]\na = 1", "training.steps: must be an integer, is {'a': 1}"),
+    ("[training]\nsteps = 0", "training.steps: must be at least 1, is 0"),
+    ("[training]\nsteps = 9223372036854775808", "training.steps: must fit in 64 bits, is 9223372036854775808"),
+    ("[training]\nsteps = 0x" + "f" * 5000, "training.steps: must fit in 64 bits, is a value too long to print"),
+    ("[optimizer]\nlr = nan", "optimizer.lr: must be a finite number, is nan"),
+    ("[optimizer]\nlr = inf", "optimizer.lr: must be a finite number, is inf"),
+    ("[optimizer]\nlr = 0", "optimizer.lr: must be above 0, is 0"),
+    ("[optimizer]\nbeta1 = 1.0", "optimizer.beta1: must be at least 0 and below 1, is 1.0"),
+    ("[compile]\nenable = 1", "compile.enable: must be true or false, is 1"),
+    ("[job]\ndump_folder = 1", "job.dump_folder: must be a string, is 1"),
+    ('[job]\ndump_folder = "a\\u0000b"', r"job.dump_folder: must have printable characters only, is 'a\x00b'"),
+    (
+        '[objective]\ntimestep_sampler = "unifrom"',
+        "objective.timestep_sampler: must be one of uniform, logit_normal, is 'unifrom' (did you mean uniform?)",
+    ),
+    ('[metrics]\npeak_tflops = "x"', "metrics.peak_tflops: must be a number, or none, is 'x'"),
+    ("[sampling]\nclasses = [1, 2.5]", "sampling.classes[1]: must be an integer, is 2.5"),
+    ("[sampling]\nclasses = 3", "sampling.classes: must be a list of integers, is 3"),
+    ("[ema]\ntracks = [3]", "ema.tracks[0]: must be a table, is 3"),
+    ("[[ema.tracks]]\nname = 'ema'\ndecy = 0.9", "ema.tracks[0].decy: unknown key (did you mean decay?)"),
+    ("[[ema.tracks]]\ndecay = 2", "ema.tracks[0].decay: must be at least 0 and below 1, is 2"),
+    (
+        "[[ema.tracks]]\nname = 'ema'\n[[ema.tracks]]\nname = 'ema'",
+        "ema.tracks[1].name: 'ema' is the name of an earlier track",
+    ),
+    (
+        "[[ema.tracks]]\nname = 'ema'\n[[ema.tracks]]\nname = 'none'",
+        "ema.tracks[1].name: 'none' stands for the trained weights (choose another name)",
+    ),
+    (
+        "[[ema.tracks]]\nname = 'ema'\n[[ema.tracks]]\nname = '../x'",
+        "ema.tracks[1].name: '../x' names a file (use up to 64 letters, digits, '.', '_' and '-', no '.' or '-' first)",
+    ),
+    (
+        '[data]\nname = "cifar1"\nx = 1',
+        f"data.name: must be one of {', '.join(DATASETS)}, is 'cifar1' (did you mean cifar10?)",
+    ),
+    ("[model]\nname = 3", f"model.name: must be one of {', '.join(MODELS)}, is 3"),
+    (
+        '[model]\nflavor = "digit"',
+        f"model.flavor: must be one of {', '.join(MODELS['dit'].flavors)}, is 'digit' (did you mean digits?)",
+    ),
+    (
+        "[model]\nflavor = 'digits'\nnum_heads = 5",
+        "model.num_heads: 5 does not divide model.dim = 192",
+    ),
+    ("[model]\nflavor = 'digits'\npatch_size = 3", "model.patch_size: 3 does not divide the image of 8 x 8"),
+    (
+        "[model]\nflavor = 'digits'\nnum_heads = 32",
+        "model.num_heads: heads of 6 channels; rotary embedding needs a multiple of 4",
+    ),
+    (
+        "[model]\nlearned_variance = true",
+        "model.learned_variance: objective.path = rectified_flow has no variance to learn (set it to false)",
+    ),
+    (
+        UNLABELLED + "[model]\nlabel_dropout = 0.2",
+        "model.label_dropout: data.name = synthetic has no classes to drop (remove it or set it to 0)",
+    ),
+    (
+        UNLABELLED + "[sampling]\nguidance_scale = 2",
+        "sampling.guidance_scale: data.name = synthetic has no classes to guide away from (remove it or set it to 1)",
+    ),
+    (
+        "[model]\nlabel_dropout = 0.0\n[sampling]\nguidance_scale = 2",
+        "sampling.guidance_scale: model.label_dropout = 0 trains no unconditional prediction to guide away from"
+        " (remove it or set it to 1)",
+    ),
+    (
+        "[sampling]\nclasses = [0, 10, -1]",
+        "sampling.classes: [10, -1] is not in data.name = digits, which has the classes 0 to 9",
+    ),
+    (
+        "[sampling]\nema_track = 'emma'",
+        "sampling.ema_track: 'emma' is not a name in ema.tracks (did you mean ema?)",
+    ),
+    (
+        "[training]\nsteps = 10\n[lr_scheduler]\nwarmup_steps = 11",
+        "lr_scheduler.warmup_steps: 11 is more than training.steps = 10",
+    ),
+    (
+        "[training]\nglobal_batch_size = 48",
+        "training.global_batch_size: 48 is not a multiple of 32 = 1 ranks x training.local_batch_size"
+        " (set a multiple, or -1 for 32)",
+    ),
+    (
+        "[parallelism]\ndata_parallel_replicate_degree = -1",
+        "parallelism.data_parallel_replicate_degree: only one of it and parallelism.data_parallel_shard_degree can be -1",
+    ),
+    (
+        "[parallelism]\ndata_parallel_shard_degree = 0",
+        "parallelism.data_parallel_shard_degree: must be at least 1, or -1 for what is left, is 0",
+    ),
+    (
+        "[parallelism]\ndata_parallel_replicate_degree = 2",
+        "parallelism.data_parallel_replicate_degree: 2 does not divide the 1 process of this run",
+    ),
+    (
+        "[parallelism]\ndata_parallel_shard_degree = 2",
+        "parallelism.data_parallel_shard_degree: 1 replicas x 2 shards are not the 1 process of this run"
+        " (-1 means what is left)",
+    ),
+    ('[job]\nname = "a/b"', "job.name: 'a/b' has a slash; it names the run's folder (set --job.name NAME)"),
+    ('[job]\nname = ".."', "job.name: '..' is no folder name; it names the run's folder (set --job.name NAME)"),
+    ('[job]\nconfig_file = "x"', "job.config_file: is for the command line only (remove it)"),
+    (
+        "[objective]\ntimestep_sampler = 'uniform'\nlogit_mean = 0.0",
+        "objective.logit_mean: has no effect when objective.timestep_sampler = uniform;"
+        " remove it or set objective.timestep_sampler = logit_normal",
+    ),
+    (
+        "[lr_scheduler]\nmin_lr_factor = 0.1",
+        "lr_scheduler.min_lr_factor: has no effect when lr_scheduler.decay_type = constant;"
+        " remove it or set lr_scheduler.decay_type = linear or cosine",
+    ),
+    (
+        "[data]\nprefetch_factor = 4",
+        "data.prefetch_factor: has no effect when data.num_workers = 0; remove it or set data.num_workers above 0",
+    ),
+    (
+        "[checkpoint]\nenable = false\nload_step = 5",
+        "checkpoint.load_step: has no effect when checkpoint.enable = false; remove it or set checkpoint.enable = true",
+    ),
+    (
+        '[data]\nname = "synthetic"\nshape = [8, 8]',
+        "data.shape: [8, 8] is not three positive numbers: channels, height, width",
+    ),
+    ("[training]\nsteps 5", "TOML syntax: Expected '=' after a key in a key/value pair (at line 2, column 7)"),
+]
+
+
+BAD_ARGUMENTS = [
+    (["--training.step", "5"], "command line: --training.step: unknown key (did you mean --training.steps?)"),
+    (["--lr=1"], "command line: --lr: unknown key (did you mean --optimizer.lr?)"),
+    (
+        ["--training.steps"],
+        "command line: --training.steps: needs a value (--training.steps VALUE or --training.steps=VALUE)",
+    ),
+    (
+        ["--compile.enable", "--debug.seed", "3"],
+        "command line: --compile.enable: needs a value (--compile.enable VALUE or --compile.enable=VALUE)",
+    ),
+    (["--compile.enable", "yes"], "command line: --compile.enable: must be true or false, is 'yes'"),
+    (["--training.steps", "1.5"], "command line: --training.steps: must be an integer, is 1.5"),
+    (["--training.steps", "1e99"], "command line: --training.steps: must fit in 64 bits, is 1e+99"),
+    (["--training.steps", "ten"], "command line: --training.steps: must be an integer, is 'ten'"),
+    (["--training.steps", "9" * 5000], f"command line: --training.steps: must be an integer, is '{'9' * 56}..."),
+    (["--training.steps="], "command line: --training.steps: must be an integer, is ''"),
+    (["--training.steps", "none"], "command line: --training.steps: must be an integer, is 'none'"),
+    (["--optimizer.lr", "nan"], "command line: --optimizer.lr: must be a finite number, is nan"),
+    (["--sampling.classes", "[1,"], "command line: --sampling.classes: must be a list of integers, is '[1,'"),
+    (["--sampling.classes", "[" * 100_000], None),
+    (["--ema.tracks", '[{"decay": 2}]'], "command line: --ema.tracks[0].decay: must be at least 0 and below 1, is 2"),
+    (
+        ["--data.name", "cifar1"],
+        f"command line: --data.name: must be one of {', '.join(DATASETS)}, is 'cifar1' (did you mean cifar10?)",
+    ),
+    (["x"], "command line: 'x': argument without a key (every setting is --section.key value)"),
+    (["x.toml"], "command line: 'x.toml': argument without a key (--job.config_file x.toml)"),
+    (["--job.config_file", "no.toml"], "no.toml: no such file (--job.config_file must name a TOML file)"),
+    (["--job.config_file", "."], ".: is a folder (give a TOML file)"),
+    (["--job.config_file", "/dev/null"], "/dev/null: is not a regular file (give a TOML file)"),
+    (["--job.config_file", "a\0b"], r"'a\x00b': cannot be read: embedded null byte"),
+    (
+        ["--job.name", ""],
+        "command line: --job.name: '' is no folder name; it names the run's folder (set --job.name NAME)",
+    ),
+]
+
+
+@pytest.mark.parametrize("toml, line", BAD_FILES, ids=range(len(BAD_FILES)))
+def test_bad_file_gives_one_exact_line(toml, line):
+    assert problems(toml) == [f"run.toml: {line}"]
+
+
+@pytest.mark.parametrize("arguments, line", BAD_ARGUMENTS, ids=range(len(BAD_ARGUMENTS)))
+def test_bad_argument_gives_one_exact_line(arguments, line):
+    found = problems(arguments=arguments)
+    assert found == [line] if line else (len(found) == 1 and len(found[0]) < 200)
+
+
+def test_file_that_is_not_utf8_is_one_line():
+    Path("run.toml").write_bytes(b"[job]\nname = '\xff'\n")
+    assert problems(arguments=["--job.config_file", "run.toml"]) == [
+        "run.toml: is not UTF-8 text, see byte 14 (save it as UTF-8)"
+    ]
+
+
+def test_toml_nested_too_deeply_is_one_line():
+    found = problems("x = " + "[" * 100_000)
+    assert len(found) == 1 and found[0].startswith("run.toml: TOML syntax: ")
+
+
+def test_all_problems_are_reported_at_once_with_where_each_value_came_from():
+    toml = "[training]\nsteps = 0\nlr = 1\n[objective]\ntimestep_sampler = 'uniform'\n[sampling]\nclasses = [99]\n"
+    found = problems(
+        toml, ["--objective.logit_std", "2", "--debug.sede", "1", "--parallelism.data_parallel_shard_degree=4"]
+    )
+    assert [line.rsplit(": ", 1)[0] for line in found] == [
+        "command line: --debug.sede",
+        "run.toml: training.steps",
+        "run.toml: training.lr",
+        "command line: --objective.logit_std",
+        "command line: --parallelism.data_parallel_shard_degree",
+        "run.toml: sampling.classes",
+    ]
+
+
+def test_impossible_default_says_that_it_is_a_default():
+    assert problems("[ema]\ntracks = []") == [
+        "default: sampling.ema_track: 'ema' is not a name in ema.tracks (set it to one of none)"
+    ]
+
+
+def test_check_that_reads_a_refused_value_is_silent():
+    assert problems("[model]\ndim = 'wide'\nnum_heads = 7") == ["run.toml: model.dim: must be an integer, is 'wide'"]
+
+
+def test_wrong_number_is_not_measured_against_a_default():
+    found = problems("[training]\nsteps = 'x'\n[lr_scheduler]\nwarmup_steps = 20000")
+    assert found == ["run.toml: training.steps: must be an integer, is 'x'"]
+
+
+def test_keys_of_an_unknown_dataset_are_not_judged():
+    found = problems("[data]\npath = 'x'\nfolder = 3", ["--data.name", "cifar1", "--data.shards", "3"])
+    assert len(found) == 1 and found[0].startswith("command line: --data.name: ")
+
+
+@pytest.mark.parametrize(
+    "error", [DatasetError("has no images\n(download it)"), OSError(36, "has no images (download it)")]
+)
+def test_dataset_that_cannot_be_opened_is_one_line(error, monkeypatch):
+    @dataclass(kw_only=True)
+    class BrokenConfig(DataConfig):
+        path: str = setting("", "folder")
+
+    class Broken:
+        Config = BrokenConfig
+
+        @staticmethod
+        def info(config):
+            raise error
+
+    monkeypatch.setitem(DATASETS, "broken", Broken)
+    text = "has no images (download it)"
+    text = text if isinstance(error, DatasetError) else f"cannot be read: {text}"
+    assert problems("[data]\nname = 'broken'\npath = 'x'") == [f"run.toml: data.path: {text}"]
+
+
+@pytest.mark.parametrize("depth", [100, 900, 990, 5000, 100_000])
+def test_deeply_nested_list_is_one_line(depth):
+    found = problems(arguments=["--sampling.classes", "[" * depth + "]" * depth])
+    assert len(found) == 1 and len(found[0]) < 200
+    nested = []
+    for _ in range(depth):
+        nested = [nested]
+    assert len(shown(nested)) <= 60
+
+
+@pytest.mark.parametrize("package, key", [("tensorboard", "enable_tensorboard"), ("wandb", "enable_wandb")])
+def test_logger_without_its_package_is_refused(package, key, monkeypatch):
+    monkeypatch.setattr(config_checks.importlib.util, "find_spec", lambda name: None if name == package else object())
+    requirement = {"tensorboard": "tensorboard", "wandb": "'.[wandb]'"}[package]
+    advice = f"the package {package} is not installed (pip install {requirement}, or set it to false)"
+    assert problems(f"[metrics]\n{key} = true") == [f"run.toml: metrics.{key}: {advice}"]
+
+
+def test_compile_without_compiler_is_refused(monkeypatch):
+    monkeypatch.setattr(config_checks.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(config_checks.shutil, "which", lambda name: None)
+    assert problems("[compile]\nenable = true") == [
+        "run.toml: compile.enable: the CPU needs a C++ compiler: none of g++, clang++, $CXX is there"
+        " (install g++, or set it to false)"
+    ]
+    monkeypatch.setenv("CXX", "mycc -O2")
+    monkeypatch.setattr(config_checks.shutil, "which", lambda name: name if name == "mycc" else None)
+    assert load("[compile]\nenable = true").compile.enable

@@ -1,0 +1,145 @@
+"""What describes the configuration: the JSON schema, `--help` and the documentation, held to what `load_config` does."""
+
+import dataclasses
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from data import DATASETS
+from torchtitan.config import (
+    ConfigError,
+    JobConfig,
+    dump_config,
+    help_text,
+    json_schema,
+    load_config,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def load(toml: str | None = None, arguments: list[str] | None = None, world_size: int = 1) -> JobConfig:
+    argv = list(arguments or [])
+    if toml is not None:
+        Path("run.toml").write_text(toml, encoding="utf-8")
+        argv += ["--job.config_file", "run.toml"]
+    return load_config(argv, world_size)
+
+
+def without_file(config: JobConfig) -> JobConfig:
+    return dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=""))
+
+
+def schema_errors(value, schema, root=None, place="") -> list[str]:
+    """Check a TOML document against the part of JSON schema that `json_schema` uses."""
+    root = root or schema
+    if "$ref" in schema:
+        return schema_errors(value, root["$defs"][schema["$ref"].rsplit("/", 1)[1]], root, place)
+    if "anyOf" in schema:
+        attempts = [schema_errors(value, option, root, place) for option in schema["anyOf"]]
+        return min(attempts, key=len)
+    errors = []
+    kinds = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
+    wanted = schema.get("type")
+    if (
+        wanted == "null"
+        or wanted
+        and (not isinstance(value, kinds[wanted]) or isinstance(value, bool) > (wanted == "boolean"))
+    ):
+        return [f"{place} is not of type {wanted}"]
+    if "const" in schema and value != schema["const"] or "enum" in schema and value not in schema["enum"]:
+        errors.append(f"{place} is not allowed")
+    if wanted in ("integer", "number"):
+        inside = schema.get("minimum", value) <= value <= schema.get("maximum", value)
+        above = "exclusiveMinimum" not in schema or value > schema["exclusiveMinimum"]
+        below = "exclusiveMaximum" not in schema or value < schema["exclusiveMaximum"]
+        errors += [] if inside and above and below else [f"{place} is out of range"]
+    if wanted == "object":
+        errors += [f"{place} lacks {key}" for key in schema.get("required", []) if key not in value]
+        for key, entry in value.items():
+            if key not in schema["properties"]:
+                errors.append(f"{place}.{key} is unknown")
+            else:
+                errors += schema_errors(entry, schema["properties"][key], root, f"{place}.{key}")
+    if wanted == "array":
+        for index, entry in enumerate(value):
+            errors += schema_errors(entry, schema["items"], root, f"{place}[{index}]")
+    return errors
+
+
+def test_schema_accepts_what_load_accepts_and_refuses_what_it_refuses():
+    schema = json.loads(json.dumps(json_schema()))
+    for arguments in ([], ["--data.name=synthetic"], ["--ema.tracks=[]", "--sampling.ema_track=none"]):
+        document = tomllib.loads(dump_config(load(arguments=arguments)))
+        assert schema_errors(document, schema) == []
+    for document, error in [
+        ({"training": {"step": 1}}, ".training.step is unknown"),
+        ({"trainin": {}}, ".trainin is unknown"),
+        ({"training": {"steps": 0}}, ".training.steps is out of range"),
+        ({"optimizer": {"lr": 0}}, ".optimizer.lr is out of range"),
+        ({"optimizer": {"lr": "1"}}, ".optimizer.lr is not of type number"),
+        ({"model": {"flavor": "x"}}, ".model.flavor is not allowed"),
+        ({"data": {"kind": "noise"}}, ".data.kind is unknown"),
+        ({"ema": {"tracks": [{"decay": 1}]}}, ".ema.tracks[0].decay is out of range"),
+    ]:
+        assert schema_errors(document, schema) == [error]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.name)
+def test_shipped_file_fits_the_schema_and_dumps_equal(path):
+    document = tomllib.loads(path.read_text(encoding="utf-8"))
+    assert schema_errors(document, json_schema()) == []
+    try:
+        config = load_config(["--job.config_file", str(path)], 1)
+    except ConfigError as error:  # data and several processes may not be here; nothing else may be wrong
+        assert all(
+            "data.path: " in line or "parallelism." in line or "training.global_batch" in line
+            for line in error.problems
+        )
+        return
+    assert without_file(load(dump_config(config))) == without_file(config)
+
+
+def test_help_has_every_key_with_its_description():
+    text = " ".join(help_text().split())
+    for section in dataclasses.fields(JobConfig):
+        for field in dataclasses.fields(getattr(JobConfig(), section.name)):
+            assert f"--{section.name}.{field.name} " in text
+            assert " ".join(field.metadata["description"].split()) in text
+    assert "--objective.logit_std a number, above 0 (default 1.0)" in text
+    assert "only with objective.timestep_sampler = logit_normal" in text
+    assert "--data.num_classes" in text and "DiT-XL/2," in text
+
+
+def test_commands_of_the_documentation_run(tmp_path):
+    for name in ("train.py", "torchtitan", "data"):
+        Path(name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "train_configs", "train_configs")
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^    python (.*)$", text, re.MULTILINE)
+    assert len(commands) >= 3
+    for command in commands:
+        subprocess.run([sys.executable, *shlex.split(command)], check=True, capture_output=True)
+    assert json.loads(Path("train_configs/schema.json").read_text()) == json_schema()
+
+
+def test_keys_named_in_the_documentation_exist():
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    text = text.split("## What is refused")[0]  # the examples there are wrong keys
+    instances = {field.name: [getattr(JobConfig(), field.name)] for field in dataclasses.fields(JobConfig)}
+    instances["data"] = [dataset.Config() for dataset in DATASETS.values()]
+    for section, key in re.findall(r"`(?:--)?([a-z_]+)\.([a-z_]+)", text):
+        if section in instances:
+            assert any(hasattr(instance, key) for instance in instances[section]), f"{section}.{key}"
