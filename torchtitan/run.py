@@ -46,6 +46,11 @@ def run(config: JobConfig) -> int:
         except torch.OutOfMemoryError as error:
             advice = "a smaller training.local_batch_size or activation_checkpoint.mode = \"full\" needs less"
             return _fail(trainer, "oom", f"step {trainer.step}: out of memory ({advice}): {str(error).splitlines()[0]}")
+        except RuntimeError as error:
+            trainer.reports.fail("failed", f"step {trainer.step}: {error}")
+            if "DataLoader worker" not in str(error):  # a killed loader may be noticed anywhere in the step
+                raise
+            return _fail(trainer, "failed", f"step {trainer.step}: {' '.join(str(error).split())}")
         finally:
             trainer.close()
 

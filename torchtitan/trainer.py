@@ -102,7 +102,7 @@ class Trainer:
         with StopRequest() as stop:
             while self.step < self.config.training.steps and not signal_number:
                 self.step += 1
-                norm, lr = self._train_step()
+                norm, lr = self.train_step()
                 if self.step == 1 or self.step % self.config.metrics.log_freq == 0 or self._last_step:
                     self.reports.log(norm, lr)
                 self.reports.advance()
@@ -117,7 +117,7 @@ class Trainer:
         self.reports.finish("interrupted" if signal_number else "completed")
         return 128 + signal_number if signal_number else 0
 
-    def _train_step(self) -> tuple[Tensor, float]:
+    def train_step(self) -> tuple[Tensor, float]:
         """One optimizer step; returns the gradient norm before clipping and the learning rate."""
         config = self.config
         samples = GlobalBatch(self.data.next_sample, config.training.global_batch_size, self.data.attempt)
