@@ -1,6 +1,6 @@
 """The configuration of a run: JobConfig, read from a TOML file and the command line, strictly.
 
-    python -m torchtitan.config FILE    write the JSON schema of a configuration file, for editors
+python -m torchtitan.config FILE    write the JSON schema of a configuration file, for editors
 """
 
 import dataclasses
@@ -206,16 +206,14 @@ def _choose_classes(config: JobConfig, document: dict[str, Any], flags: dict[str
         table = document.get(section)
         table = table if isinstance(table, dict) else {}
 
-        def given(key: str, default: str) -> Any:
-            return flags.get(f"{section}.{key}", table.get(key, default))
-
-        name = given("name", DEFAULT_NAMES[section])
+        given = {key: flags.get(f"{section}.{key}", table.get(key)) for key in ("name", "flavor")}
+        name = DEFAULT_NAMES[section] if given["name"] is None else given["name"]
         if not (isinstance(name, str) and name in registry):
             problems.append(_not_one_of(f"{section}.name", name, registry))
             continue
         flavors = registry[name].flavors if section == "model" else None
         default_flavor = registry[name].config_class().flavor if flavors else None
-        flavor = given("flavor", default_flavor) if flavors else None
+        flavor = default_flavor if given["flavor"] is None else given["flavor"]
         if flavors and not (isinstance(flavor, str) and flavor in flavors):
             problems.append(_not_one_of(f"{section}.flavor", flavor, flavors))
             flavor = default_flavor
@@ -297,4 +295,6 @@ def _reference_sections() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: python -m torchtitan.config FILE")
     Path(sys.argv[1]).write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")

@@ -57,7 +57,7 @@ class Checked:
             except DatasetError as error:
                 self._dataset = error
             except OSError as error:  # a path too long, a folder that may not be read
-                self._dataset = DatasetError(f"cannot be read: {error.strerror}")
+                self._dataset = DatasetError(f"cannot be read: {error.strerror or error}")
         return self._dataset
 
     def dataset(self) -> DatasetInfo:
@@ -132,7 +132,7 @@ def _job_name(checked: Checked) -> Iterator[Problem]:
 def _degrees(checked: Checked) -> Iterator[Problem]:
     keys = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
     degrees = [getattr(checked.parallelism, key) for key in keys]
-    zeros = [key for key, degree in zip(keys, degrees) if degree == 0]
+    zeros = [key for key in keys if getattr(checked.parallelism, key) == 0]
     for key in zeros:
         yield Problem(f"parallelism.{key}", "must be at least 1, or -1 for what is left, is 0")
     if zeros:
@@ -221,7 +221,9 @@ def _sampled_classes(checked: Checked) -> Iterator[Problem]:
     wrong = [label for label in checked.sampling.classes if not 0 <= label < count]
     if wrong:
         known = f"the classes 0 to {count - 1}" if count else "no classes"
-        yield Problem("sampling.classes", f"{shown(wrong)} is not in data.name = {checked.data.name}, which has {known}")
+        yield Problem(
+            "sampling.classes", f"{shown(wrong)} is not in data.name = {checked.data.name}, which has {known}"
+        )
 
 
 def _ema_names(checked: Checked) -> Iterator[Problem]:
@@ -244,7 +246,7 @@ def _sampled_track(checked: Checked) -> Iterator[Problem]:
         if track not in known:
             guess = nearest(track, known)
             choices = ", ".join(map(shown_name, known))
-            advice = f"did you mean {shown_name(guess)}?" if guess not in ("", "none") else f"set it to one of {choices}"
+            advice = f"did you mean {guess}?" if guess not in ("", "none") else f"set it to one of {choices}"
             yield Problem("sampling.ema_track", f"{shown(track)} is not a name in ema.tracks ({advice})")
 
 
@@ -260,7 +262,7 @@ def _compiler(checked: Checked) -> Iterator[Problem]:
     if checked.compile.enable and not torch.cuda.is_available():
         candidates = [os.environ.get("CXX", "").split(" ")[0], "g++", "clang++"]
         if not any(shutil.which(candidate) for candidate in candidates if candidate):
-            text = "needs a C++ compiler on the CPU, none of g++, clang++ and $CXX is there (install g++ or set it to false)"
+            text = "the CPU needs a C++ compiler: none of g++, clang++, $CXX is there (install g++, or set it to false)"
             yield Problem("compile.enable", text)
 
 

@@ -51,7 +51,9 @@ def effective(config: Any) -> dict[str, dict[str, Any]]:
     for section in (field.name for field in dataclasses.fields(config)):
         values = getattr(config, section)
         fields = [field for field in dataclasses.fields(values) if (section, field.name) != ("job", "config_file")]
-        table = {field.name: plain(getattr(values, field.name)) for field in fields if _has_effect(config, section, field)}
+        table = {
+            field.name: plain(getattr(values, field.name)) for field in fields if _has_effect(config, section, field)
+        }
         tables[section] = {key: value for key, value in table.items() if value is not None}
     return tables
 

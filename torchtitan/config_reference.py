@@ -60,9 +60,11 @@ def build_json_schema(sections: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(defaults, Choice):
             properties[section] = references[f"{section}.0", "validation"]
             continue
-        for index, (name, instance) in enumerate(defaults.defaults.items()):
+        for index, name in enumerate(defaults.defaults):
             reference = references[f"{section}.{index}", "validation"]
-            _narrow(definitions["$defs"][reference["$ref"].rsplit("/", 1)[1]], name, index == 0, defaults.flavors.get(name))
+            _narrow(
+                definitions["$defs"][reference["$ref"].rsplit("/", 1)[1]], name, index == 0, defaults.flavors.get(name)
+            )
             properties.setdefault(section, {"anyOf": []})["anyOf"].append(reference)
     for definition in definitions["$defs"].values():
         for details in definition["properties"].values():

@@ -208,8 +208,8 @@ def _printable(value: str) -> str:
 
 def _number(text: str, kind: type) -> Any:
     """A number, or the text itself where it is none; nan and inf are numbers, which the schema refuses."""
-    if re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text) and len(text) <= 100:
-        return kind(int(text))
+    if re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text):
+        return kind(int(text)) if len(text) <= 100 else text
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Whatever is in the file or on the command line: a configuration that its own dump repeats, or plain lines; no other exception."""
+"""Any file and any arguments give a configuration that its own dump repeats, or plain lines; no other exception."""
 
 import random
 from pathlib import Path
@@ -59,9 +59,7 @@ VALUES = [
     "'..'", "'a/b'", "[99999999999999999999999]", "['slow']", "uniform", '"uniform"', '"synthetic"', '"digits"',
     "[0, 8, 8]", "[1, 8, 8, 8]", "1e-4",
 ]
-# fmt: on
 
-# fmt: off
 NAMES = [
     "steps", "training", "training.steps", "ema.tracks", "ema.tracks[0].decay", "model.flavor", "model.name",
     "data.name", "data.shape", "data.num_classes", "job.name", "job.config_file", "optimizer.lr",

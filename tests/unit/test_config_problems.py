@@ -148,7 +148,8 @@ BAD_FILES = [
     ),
     (
         "[parallelism]\ndata_parallel_replicate_degree = -1",
-        "parallelism.data_parallel_replicate_degree: only one of it and parallelism.data_parallel_shard_degree can be -1",
+        "parallelism.data_parallel_replicate_degree: only one of it and parallelism.data_parallel_shard_degree"
+        " can be -1",
     ),
     (
         "[parallelism]\ndata_parallel_shard_degree = 0",

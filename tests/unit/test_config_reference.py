@@ -1,4 +1,4 @@
-"""What describes the configuration: the JSON schema, `--help` and the documentation, held to what `load_config` does."""
+"""What describes the configuration (JSON schema, `--help`, documentation) agrees with what `load_config` does."""
 
 import dataclasses
 import json
