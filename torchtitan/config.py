@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, get_type_hints
 
 from data import DATASETS
 from torchtitan.config_checks import Checked, find_problems, resolve
-from torchtitan.config_record import config_differences, dump_config
+from torchtitan.config_record import config_differences, dump_config, unmet_condition
 from torchtitan.config_reference import Choice, build_json_schema, describe
 from torchtitan.config_schema import Problem, nearest, parse_text, shown, shown_name, validate_section
 from torchtitan.config_sources import read_command_line, read_toml, shown_file, suggestion
@@ -65,7 +65,9 @@ class TrainingConfig:
     """`[training]`"""
 
     steps: int = setting(10000, "optimizer steps", ge=1)
-    local_batch_size: int = setting(32, "images per rank in one forward", ge=1, trajectory=False)
+    local_batch_size: int = setting(
+        32, "images per rank in one forward; -1: the rank's share of global_batch_size", ge=-1, trajectory=False
+    )
     global_batch_size: int = setting(
         -1, "images per optimizer step; above ranks x local_batch_size, gradients accumulate; -1: ranks x local", ge=-1
     )
@@ -147,6 +149,7 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
         raise ConfigError(unreadable)
 
     config, refused = JobConfig(), set()
+    document = _without_keys_of_replaced_classes(document, flags)
     problems = _choose_classes(config, document, flags)
     refused |= {problem.key.split(".")[0] for problem in problems}
     unchosen = {problem.key.removesuffix(".name") for problem in problems if problem.key.endswith(".name")}
@@ -154,6 +157,7 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
     misplaced = [problem for problem in misplaced if problem.key.split(".")[0] not in unchosen]
     problems += misplaced
     known = _keys(config)
+    defaults = {section: getattr(config, section) for section in values}
     for section, given in values.items():
         if section in unchosen:
             continue
@@ -166,6 +170,7 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
     if "job.name" not in origins:
         config.job.name = Path(path).stem if path else "run"
 
+    _drop_overruled(config, defaults, origins, known)
     checked = Checked(config, world_size, set(origins), refused)
     problems += find_problems(checked, known)
     if problems:
@@ -258,6 +263,38 @@ def _merge(
         annotation = get_type_hints(type(getattr(config, section)))[key]
         values[section][key] = parse_text(text, annotation)
     return values, origins, problems
+
+
+def _without_keys_of_replaced_classes(document: dict[str, Any], flags: dict[str, str]) -> dict[str, Any]:
+    """Leave out the file's keys of a dataset or model family that the command line has replaced by another."""
+    kept = dict(document)
+    for section, registry in REGISTRIES.items():
+        table, name = document.get(section), flags.get(f"{section}.name")
+        if not isinstance(table, dict) or name not in registry or table.get("name") not in registry:
+            continue
+        old, new = (
+            {key.name for key in dataclasses.fields(_section_defaults(section, chosen))} for chosen in (table["name"], name)
+        )
+        kept[section] = {key: value for key, value in table.items() if key in new or key not in old}
+    return kept
+
+
+def _drop_overruled(
+    config: JobConfig, defaults: dict[str, Any], origins: dict[str, str], known: dict[str, dataclasses.Field]
+) -> None:
+    """Forget the file's keys that have no effect because the command line says otherwise; in place.
+
+    `--sampling.enable false` is meant to overrule a file that says how to sample. Within one source, a key
+    without effect is a mistake and stays for the checks to report.
+    """
+    for dotted, field_ in known.items():
+        section, _, key = dotted.partition(".")
+        if origins.get(dotted) != "file":
+            continue
+        unmet = unmet_condition(config, section, field_)
+        if unmet and origins.get(unmet[0]) == "command line":
+            setattr(getattr(config, section), key, getattr(defaults[section], key))
+            del origins[dotted]
 
 
 def _unknown_in_file(section: str, value: Any, known: dict[str, dataclasses.Field]) -> str:

@@ -96,6 +96,8 @@ def resolve(checked: Checked, config: Any) -> None:
         layout.data_parallel_replicate_degree = checked.world_size // layout.data_parallel_shard_degree
     if layout.data_parallel_shard_degree == -1:
         layout.data_parallel_shard_degree = checked.world_size // layout.data_parallel_replicate_degree
+    if training.local_batch_size == -1:
+        training.local_batch_size = training.global_batch_size // checked.world_size
     if training.global_batch_size == -1:
         training.global_batch_size = checked.world_size * training.local_batch_size
     if checked.dataset().num_classes == 0 and hasattr(config.model, "label_dropout"):
@@ -154,13 +156,18 @@ def _degrees(checked: Checked) -> Iterator[Problem]:
         yield Problem(key, text)
 
 
-def _global_batch_size(checked: Checked) -> Iterator[Problem]:
-    wanted, local = checked.training.global_batch_size, checked.training.local_batch_size
-    at_once = checked.world_size * local
-    if wanted != -1 and (wanted == 0 or wanted % at_once):
+def _batch_sizes(checked: Checked) -> Iterator[Problem]:
+    wanted, local, ranks = checked.training.global_batch_size, checked.training.local_batch_size, checked.world_size
+    if wanted == local == -1:
+        yield Problem("training.local_batch_size", "only one of it and training.global_batch_size can be -1")
+    elif local == 0:
+        yield Problem("training.local_batch_size", "must be at least 1, or -1 for a rank's share, is 0")
+    elif local == -1 and (wanted == 0 or wanted % ranks):
+        yield Problem("training.global_batch_size", f"{wanted} is not a multiple of {ranks} ranks")
+    elif local != -1 and wanted != -1 and (wanted == 0 or wanted % (ranks * local)):
         text = (
-            f"{wanted} is not a multiple of {at_once} = {checked.world_size} ranks x training.local_batch_size"
-            f" (set a multiple, or -1 for {at_once})"
+            f"{wanted} is not a multiple of {ranks * local} = {ranks} ranks x training.local_batch_size"
+            f" (set a multiple, or -1 for {ranks * local})"
         )
         yield Problem("training.global_batch_size", text)
 
@@ -226,6 +233,11 @@ def _sampled_classes(checked: Checked) -> Iterator[Problem]:
         )
 
 
+def _judge(checked: Checked) -> Iterator[Problem]:
+    if checked.sampling.enable and checked.sampling.judge_images and not hasattr(DATASETS[checked.data.name], "judge"):
+        yield Problem("sampling.judge_images", f"data.name = {checked.data.name} has no judge (set it to 0)")
+
+
 def _ema_names(checked: Checked) -> Iterator[Problem]:
     names = [track.name for track in checked.ema.tracks]
     for index, name in enumerate(names):
@@ -285,12 +297,13 @@ CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
     _learned_variance,
     _label_dropout,
     _warmup,
-    _global_batch_size,
+    _batch_sizes,
     _degrees,
     _ema_names,
     _packages,
     _sampled_classes,
     _sampled_track,
+    _judge,
     _guidance,
     _compiler,
 ]

@@ -141,6 +141,31 @@ def test_data_without_classes_turns_off_dropout_and_guidance_that_nobody_asked_f
     assert load("[model]\nlabel_dropout = 0.0").sampling.guidance_scale == 1.0
 
 
+def test_local_batch_size_is_the_rank_s_share():
+    arguments = ["--training.local_batch_size", "-1", "--training.global_batch_size", "24"]
+    degrees = ["--parallelism.data_parallel_replicate_degree", "-1", "--parallelism.data_parallel_shard_degree", "1"]
+    assert load(arguments=arguments + degrees, world_size=4).training.local_batch_size == 6
+
+
+def test_command_line_overrules_a_section_of_the_file():
+    sampling = "[sampling]\nnum_steps = 7\nimages_per_class = 3\n"
+    assert load(sampling).sampling.num_steps == 7
+    config = load(sampling, ["--sampling.enable", "false"])
+    assert config.sampling.num_steps == JobConfig().sampling.num_steps
+    assert without_file(load(dump_config(config), ["--job.name", "run"])) == without_file(config)
+    with pytest.raises(ConfigError, match="has no effect"):  # the file contradicts itself
+        load("[sampling]\nenable = false\nnum_steps = 7\n")
+    with pytest.raises(ConfigError, match="has no effect"):  # the command line does
+        load(None, ["--sampling.enable", "false", "--sampling.num_steps", "7"])
+
+
+def test_command_line_replaces_the_dataset_of_the_file():
+    config = load('[data]\nname = "cifar10"\npath = "nowhere"\nnum_workers = 2\n', ["--data.name", "digits"])
+    assert config.data == dataclasses.replace(DATASETS["digits"].Config(), num_workers=2)
+    with pytest.raises(ConfigError, match="data.paht: unknown key"):
+        load('[data]\nname = "cifar10"\npaht = "nowhere"\n', ["--data.name", "digits"])
+
+
 def test_run_is_named_after_its_file():
     assert load("").job.name == "run"
     assert load().job.name == "run"

@@ -44,6 +44,18 @@ UNLABELLED = SYNTHETIC + "num_classes = 0\n"
 
 BAD_FILES = [
     (
+        "[training]\nlocal_batch_size = -1",
+        "training.local_batch_size: only one of it and training.global_batch_size can be -1",
+    ),
+    (
+        "[training]\nlocal_batch_size = 0",
+        "training.local_batch_size: must be at least 1, or -1 for a rank's share, is 0",
+    ),
+    (
+        SYNTHETIC + "[sampling]\njudge_images = 5",
+        "sampling.judge_images: data.name = synthetic has no judge (set it to 0)",
+    ),
+    (
         "[training]\nlocal_batchsize = 3",
         "training.local_batchsize: unknown key (did you mean training.local_batch_size?)",
     ),

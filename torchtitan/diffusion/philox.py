@@ -72,10 +72,11 @@ def random_words(seed: int, purpose: str, indices: Tensor, count: int, attempt: 
 
 
 def uniform(seed: int, purpose: str, indices: Tensor, attempt: int = 0) -> Tensor:
-    """One float64 uniform draw in (0, 1) per index [B], with 53 random bits."""
+    """One float64 uniform draw in (0, 1) per index [B]: the middles of 2^52 equal intervals."""
     words = random_words(seed, purpose, indices, 2, attempt)
-    high, low = (words[:, 0] >> 5).to(torch.float64), (words[:, 1] >> 6).to(torch.float64)
-    return (high * 2.0**26 + low + 0.5) * 2.0**-53
+    high, low = (words[:, 0] >> 6).to(torch.float64), (words[:, 1] >> 6).to(torch.float64)
+    # One more bit and the highest sum would be rounded to 1.
+    return (high * 2.0**26 + low + 0.5) * 2.0**-52
 
 
 def normal(seed: int, purpose: str, indices: Tensor, shape: tuple[int, ...], attempt: int = 0) -> Tensor:

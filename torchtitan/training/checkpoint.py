@@ -73,16 +73,20 @@ def verify(checkpoint: Path) -> str | None:
     """
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_bytes())
-        files, digest = manifest["files"], manifest["digest"]
-        names = {Path(name).name: (int(entry["size"]), str(entry["sha256"])) for name, entry in files.items()}
+        files = manifest["files"]
+        damaged = manifest["digest"] != _digest_of(files)
     except FileNotFoundError:
         return f"{_MANIFEST} is missing: the save was cut off"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        damaged = True
+    if damaged:
         return f"{_MANIFEST} is damaged"
-    if digest != _digest_of(files):
-        return f"{_MANIFEST} is damaged"
+    # The reader takes every shard in the folder, so one that was not verified must not lie there.
+    stray = sorted(path.name for path in checkpoint.glob("*.safetensors") if path.name not in files)
+    if stray:
+        return f"{stray[0]} is not in {_MANIFEST}"
     with ThreadPoolExecutor(4) as pool:
-        problems = pool.map(lambda item: _check_file(checkpoint / item[0], *item[1]), names.items())
+        problems = pool.map(lambda name: _check_file(checkpoint / name, **files[name]), files)
         return next((problem for problem in problems if problem), None)
 
 
@@ -143,7 +147,10 @@ class Checkpointer:
         Raises:
             CheckpointError: it could not be written, on every rank.
         """
-        partial = Path(from_first_rank(self._new_folder, step))
+        try:
+            partial = Path(from_first_rank(self._new_folder, step))
+        except OSError as error:
+            raise CheckpointError(f"{checkpoint_path(self.folder, step)}: cannot be written: {error}") from error
         try:
             writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
             dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
@@ -180,19 +187,22 @@ class Checkpointer:
             (partial / _STATE).write_text(json.dumps(state, indent=1))
             _write_manifest(partial, step)
             if final.exists():
-                # Only a damaged one is written again: a good one would have been resumed from.
+                # Damaged, or from before a resume from an earlier step (checkpoint.load_step).
                 final.rename(self.folder / f".replaced-{final.name}-{uuid.uuid4().hex[:8]}")
             partial.rename(final)
             _sync(self.folder)
         except OSError as error:
             return f"{final}: cannot be written: {error}"
-        self._delete_old()
+        self._delete_old(step)
         return None
 
-    def _delete_old(self) -> None:
+    def _delete_old(self, saved: int) -> None:
         if self._config.keep_latest_k == 0:
             return
-        for step in checkpoint_steps(self.folder)[self._config.keep_latest_k :]:
+        # Later steps, damaged or from before a resume from an earlier step, must not count: they would push out
+        # the one just saved.
+        older = [step for step in checkpoint_steps(self.folder) if step < saved]
+        for step in older[self._config.keep_latest_k - 1 :]:
             path = checkpoint_path(self.folder, step)
             # Renamed first: a delete that is cut off must not leave something that looks like a checkpoint.
             hidden = self.folder / f".deleted-{path.name}"
