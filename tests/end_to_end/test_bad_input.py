@@ -40,7 +40,7 @@ def training_arguments(config: Path, name: str, *overrides: str) -> list[str]:
     [
         (["--training.local_batchsize", "4"], ["--training.local_batchsize", "training.local_batch_size"]),
         (["--training.steps", "many"], ["--training.steps", "many"]),
-        (["--parallelism.data_parallel_shard_degree", "3"], ["data_parallel_shard_degree"]),
+        (["--parallelism.data_parallel_shard_degree", "3"], ["1 replicas x 3 shards", "1 process"]),
         (["--model.patch_size", "3"], ["model.patch_size", "8"]),
         (["--sampling.enable", "true", "--sampling.classes", "[10]"], ["sampling.classes", "10"]),
         (["--data.name", "cifar10", "--data.path", "nowhere/at/all"], ["nowhere/at/all"]),
@@ -117,29 +117,40 @@ def test_weights_with_missing_extra_or_misshapen_tensors_are_refused(trained, tm
 def test_fuzzed_command_lines_run_or_are_refused(tmp_path):
     """Twenty seeded command lines of good and bad values, each a process of its own."""
     config = write_config(tmp_path)
-    choices = {
-        "--model.num_heads": ["4", "3", "0", "two"],
-        "--model.patch_size": ["2", "4", "5", "[2]"],
-        "--model.position": ["sincos", "rotary", "polar"],
-        "--model.mlp": ["gelu", "swiglu", ""],
-        "--data.name": ["digits", "synthetic", "cifar10", "../x"],
-        "--objective.timestep_sampler": ["uniform", "logit_normal", "normal"],
-        "--objective.stratified": ["true", "false", "maybe"],
-        "--training.local_batch_size": ["16", "8", "5", "1e99", "nan"],
-        "--training.mixed_precision_param": ["float32", "bfloat16", "int3"],
-        "--ema.tracks": ['[{"name": "ema"}]', "[]", '[{"nam": "x"}]', "{"],
-        "--checkpoint.keep_latest_k": ["0", "2", "-5"],
-        "--sampling.solver": ["euler", "rk45"],
-        "--activation_checkpoint.mode": ["none", "full", "selective", "some"],
-        "--job.name": ["fine", "../escape", "a/b", ""],
-        "--lr_scheduler.min_lr_factor": ["0.1", "2", "inf"],
+    good = {
+        "--model.num_heads": ["4", "2"],
+        "--model.patch_size": ["2", "4"],
+        "--model.position": ["sincos", "rotary"],
+        "--data.name": ["digits", "synthetic"],
+        "--objective.timestep_sampler": ["uniform", "logit_normal"],
+        "--objective.stratified": ["true", "false"],
+        "--training.local_batch_size": ["16", "8", "-1"],
+        "--training.mixed_precision_param": ["float32", "bfloat16"],
+        "--ema.tracks": ['[{"name": "ema"}]', '[{"name": "ema", "decay": 0.5}, {"name": "slow"}]'],
+        "--activation_checkpoint.mode": ["none", "full", "selective"],
+        "--job.name": ["fine"],
+    }
+    bad = {
+        "--model.num_heads": ["3", "0", "two"],
+        "--model.patch_size": ["5", "[2]"],
+        "--data.name": ["cifar10", "../x"],
+        "--objective.stratified": ["maybe"],
+        "--training.local_batch_size": ["5", "1e99", "nan"],
+        "--ema.tracks": ["3", '[{"nam": "x"}]', "{"],
+        "--checkpoint.keep_latest_k": ["-5"],
+        "--sampling.solver": ["rk45", "heun"],  # no effect: QUICK turns sampling off
+        "--job.name": ["../escape", "a/b", ""],
+        "--lr_scheduler.min_lr_factor": ["2", "inf"],
         "--unheard.of": ["1"],
     }
     draw = random.Random(2026)
     lines = []
-    for _ in range(20):
-        keys = draw.sample(list(choices), draw.randint(1, 3))
-        lines.append([part for key in keys for part in (key, draw.choice(choices[key]))])
+    for number in range(20):
+        chosen = {key: draw.choice(good[key]) for key in draw.sample(list(good), 3)}
+        if number % 2:
+            key = draw.choice(list(bad))
+            chosen[key] = draw.choice(bad[key])
+        lines.append([part for item in chosen.items() for part in item])
 
     def attempt(number: int) -> tuple[list[str], int, str, str]:
         base = ["--job.config_file", str(config), "--job.dump_folder", str(tmp_path / f"outputs{number}"), *QUICK]
@@ -153,5 +164,5 @@ def test_fuzzed_command_lines_run_or_are_refused(tmp_path):
         assert "Traceback" not in output + error, (line, error)
         assert code == 0 or error.strip(), line
         assert (tmp_path / f"outputs{number}").exists() == (code == 0), line
-    assert 3 <= codes.count(0) <= 17, codes  # both outcomes are really met
+    assert codes == [0, 2] * 10
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("outputs")) == ["small.toml"]

@@ -89,6 +89,11 @@ def image_grid(
     return picture
 
 
+def save_image(image: Tensor, path: Path) -> None:
+    """Write one image [C, H, W] in its own size; values and channels are shown as in image_grid."""
+    Image.fromarray(_to_rgb(image[None].detach().float().cpu().numpy())[0]).save(path)
+
+
 def save_animation(frames: Sequence[tuple[int, str | os.PathLike]], path: str | os.PathLike) -> int:
     """Join pictures made during training into an animated GIF, with the step and a progress bar on each frame.
 

@@ -1,0 +1,176 @@
+"""Solvers and guidance against the closed-form flow of Gaussian data."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchtitan.diffusion import philox
+from torchtitan.diffusion.guidance import drop_labels, guided_network, predictor
+from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.diffusion.paths import RectifiedFlow
+from torchtitan.diffusion.solvers import SOLVERS, uniform_times
+
+DATA_STD = 0.5
+
+
+def gaussian_predict(x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """E[x0 | x_t] and E[noise | x_t] of data N(0, DATA_STD^2): both linear in x_t."""
+    t = t.to(x_t.dtype).reshape(-1, *[1] * (x_t.ndim - 1))
+    variance = ((1 - t) * DATA_STD) ** 2 + t**2
+    return (1 - t) * DATA_STD**2 / variance * x_t, t / variance * x_t
+
+
+def solve(solver: str, predict, x: Tensor, num_steps: int) -> Tensor:
+    times = torch.linspace(1, 0, num_steps + 1, dtype=x.dtype)
+    return SOLVERS[solver](predict, RectifiedFlow(), x, times, lambda step: pytest.fail("no noise is asked for"))
+
+
+def error_of(solver: str, num_steps: int) -> float:
+    """The flow maps x at t = 1 to DATA_STD x: the field is linear, so one number says it all."""
+    end = solve(solver, gaussian_predict, torch.ones(1, 1, 1, 1, dtype=torch.float64), num_steps)
+    return abs(end.item() - DATA_STD)
+
+
+@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("heun", 2)])
+def test_error_falls_with_the_order_of_the_method(solver, order):
+    errors = [error_of(solver, num_steps) for num_steps in (64, 128, 256, 512, 1024)]
+    for coarse, fine in zip(errors[:-1], errors[1:], strict=True):
+        assert math.log2(coarse / fine) == pytest.approx(order, abs=0.06)
+    assert errors[-1] < {1: 1e-3, 2: 1e-6}[order]
+
+
+def test_euler_steps_equal_the_written_out_recursion():
+    # velocity = noise - x0 = (t - (1 - t) s^2) / ((1 - t)^2 s^2 + t^2) x
+    x, s, steps = 1.0, DATA_STD, 7
+    for number in range(steps):
+        t = 1 - number / steps
+        x -= (t - (1 - t) * s**2) / (((1 - t) * s) ** 2 + t**2) * x / steps
+    found = solve("euler", gaussian_predict, torch.ones(1, 1, 1, 1, dtype=torch.float64), steps)
+    assert found.item() == pytest.approx(x, rel=1e-13)
+
+
+def test_heun_is_exact_where_the_velocity_is_linear_in_time():
+    # dx/dt = t with x0 = -t and noise = 0: the trapezium rule is exact but for the last, Euler's, step.
+    predict = lambda x, t: (-t.reshape(-1, 1).expand_as(x), torch.zeros_like(x))  # noqa: E731
+    for steps in (1, 2, 5):
+        end = solve("heun", predict, torch.zeros(1, 1, dtype=torch.float64), steps)
+        # exact -1/2; Euler's last step takes the slope h at its start: h^2 instead of h^2 / 2
+        assert end.item() == pytest.approx(-0.5 - 0.5 / steps**2, abs=1e-14)
+
+
+@pytest.mark.parametrize(("solver", "per_step"), [("euler", 1), ("heun", 2)])
+def test_evaluations_happen_at_the_times_of_the_grid(solver, per_step):
+    seen = []
+
+    def predict(x, t):
+        assert t.shape == (3,) and len(set(t.tolist())) == 1
+        seen.append(t[0].item())
+        return gaussian_predict(x, t)
+
+    solve(solver, predict, torch.ones(3, 1, 2, 2), 4)
+    assert seen == ([1.0, 0.75, 0.5, 0.25] if per_step == 1 else [1.0, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25])
+
+
+def test_sampled_deviation_is_the_data_s():
+    noise = philox.normal(0, "sampling", torch.arange(4_000), (1, 2, 5))
+    end = SOLVERS["heun"](gaussian_predict, RectifiedFlow(), noise, uniform_times(200), lambda step: None)
+    assert end.dtype == torch.float32
+    assert end.double().std().item() == pytest.approx(DATA_STD * noise.double().std().item(), rel=1e-4)
+    assert end.double().std().item() == pytest.approx(DATA_STD, abs=4 * DATA_STD / math.sqrt(2 * noise.numel()))
+
+
+def test_uniform_times_fall_from_one_to_zero():
+    for steps in (1, 3, 50):
+        times = uniform_times(steps)
+        assert times.dtype == torch.float32 and times.tolist() == pytest.approx([1 - k / steps for k in range(steps + 1)])
+        assert times[0] == 1 and times[-1] == 0
+
+
+# --- guidance
+
+
+class RecordingNetwork:
+    """output = x cos(time) + 3^class, and what it was called with."""
+
+    def __init__(self) -> None:
+        self.batches = []
+
+    def __call__(self, x: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        self.batches.append((len(x), condition.tolist()))
+        return x * time.cos().reshape(-1, 1, 1, 1) + 3.0 ** condition.reshape(-1, 1, 1, 1)
+
+
+NULL_CLASS = 4
+
+
+def guidance_inputs():
+    x = torch.randn(3, 2, 2, 2, generator=torch.Generator().manual_seed(0))
+    return x, torch.tensor([0.1, 0.5, 0.9]), torch.tensor([0, 2, 1])
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 1.5, 4.0])
+def test_guided_network_equals_two_separate_calls(scale):
+    x, time, classes = guidance_inputs()
+    network = RecordingNetwork()
+    found = guided_network(network, NULL_CLASS, scale)(x, time, classes)
+    assert network.batches == [(6, [0, 2, 1, 4, 4, 4])]
+    conditional = network(x, time, classes).double()
+    unconditional = network(x, time, torch.full_like(classes, NULL_CLASS)).double()
+    wanted = scale * conditional + (1 - scale) * unconditional
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-5)
+    if scale == 0:
+        assert torch.equal(found.double(), unconditional)
+
+
+def test_scale_one_is_one_plain_call():
+    x, time, classes = guidance_inputs()
+    network = RecordingNetwork()
+    found = guided_network(network, NULL_CLASS, 1.0)(x, time, classes)
+    assert network.batches == [(3, [0, 2, 1])]
+    assert torch.equal(found, RecordingNetwork()(x, time, classes))
+
+
+def test_predictor_reads_the_guided_network_by_the_objective():
+    x, _, classes = guidance_inputs()
+    t = torch.tensor([0.2, 0.5, 0.8])
+    objective = Objective(ObjectiveConfig(), seed=0)
+    x0, noise = predictor(objective, RecordingNetwork(), classes, NULL_CLASS, 2.0)(x, t)
+    velocity = guided_network(RecordingNetwork(), NULL_CLASS, 2.0)(x, 1000 * t, classes)
+    b = t.reshape(-1, 1, 1, 1)
+    torch.testing.assert_close(noise - x0, velocity, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close((1 - b) * x0 + b * noise, x, rtol=1e-5, atol=1e-4)
+
+
+def test_predictor_of_an_unconditional_network_never_guides():
+    calls = []
+
+    def network(x, time, condition):
+        calls.append((len(x), condition))
+        return x
+
+    x, t, _ = guidance_inputs()
+    predictor(Objective(ObjectiveConfig(), seed=0), network, None, None, 3.0)(x, t)
+    assert calls == [(3, None)]
+
+
+def test_labels_are_dropped_at_the_rate_asked_for():
+    labels, count = torch.arange(50_000) % NULL_CLASS, 50_000
+    for probability in (0.0, 0.1, 0.5, 1.0):
+        dropped = drop_labels(labels, NULL_CLASS, probability, 0, torch.arange(count))
+        assert dropped.dtype == torch.int64
+        gone = dropped == NULL_CLASS
+        assert torch.equal(dropped[~gone], labels[~gone])
+        error = 4 * math.sqrt(probability * (1 - probability) / count)
+        assert abs(gone.double().mean().item() - probability) <= error
+
+
+def test_label_drops_depend_on_the_sample_number_only():
+    labels, indices = torch.arange(60) % NULL_CLASS, torch.arange(60) + 2**33
+    whole = drop_labels(labels, NULL_CLASS, 0.5, 3, indices, 1)
+    for start, end in ((0, 60), (0, 1), (17, 40), (59, 60)):
+        part = slice(start, end)
+        assert torch.equal(drop_labels(labels[part], NULL_CLASS, 0.5, 3, indices[part], 1), whole[part])
+    for seed, attempt in ((3, 0), (4, 1)):
+        assert not torch.equal(drop_labels(labels, NULL_CLASS, 0.5, seed, indices, attempt), whole)
