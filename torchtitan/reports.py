@@ -213,6 +213,7 @@ class Reports:
             f"sample_{name}{suffix}": round(value, 4)
             for suffix, images in sets.items()
             for name, value in judge.judge(images, labels).items()
+            if not (suffix and name.endswith("_real"))  # the real images are the same
         }
 
     def _animate(self) -> None:
@@ -285,14 +286,19 @@ class Reports:
 def _verdict(results: dict[str, Any]) -> list[str]:
     if "sample_accuracy" not in results:
         return []
-    lines = []
+    lines = ["samples, judged by a classifier trained on the real images:"]
     for suffix, kind in (("", "guided"), ("_unguided", "unguided")):
-        value = lambda name: results[f"sample_{name}{suffix}"]  # noqa: E731, B023
         lines.append(
-            f"  {kind + ' samples':<18} {100 * value('accuracy'):.1f} % recognised as the class asked for; Fréchet "
-            f"distance {value('frechet_distance'):.3g} (held-out real {value('frechet_distance_real'):.3g}); copies of "
-            f"training images {100 * value('copies'):.1f} % (held-out real {100 * value('copies_real'):.1f} %)"
+            f"  {kind:<12} {100 * results[f'sample_accuracy{suffix}']:.1f} % recognised as the class asked for, "
+            f"Fréchet distance {results[f'sample_frechet_distance{suffix}']:.2f}, variety within a class "
+            f"{100 * results[f'sample_variety{suffix}']:.0f} % of real, {100 * results[f'sample_copies{suffix}']:.1f} % "
+            "copies of training images"
         )
+    lines.append(
+        f"  {'real':<12} {100 * results['sample_accuracy_real']:.1f} % recognised, Fréchet distance "
+        f"{results['sample_frechet_distance_real']:.2f}, {100 * results['sample_copies_real']:.1f} % as near as a copy: "
+        "held-out images, for comparison"
+    )
     return lines
 
 

@@ -15,11 +15,13 @@ import os
 import re
 import shutil
 import uuid
+import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -104,7 +106,8 @@ def newest_good(folder: Path) -> tuple[int | None, list[str]]:
 def read_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
     """Fill tensors (plain or sharded) in place from a verified checkpoint, by name. Raises CheckpointError."""
     try:
-        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=not dist.is_initialized())
+        with _single_process_allowed():
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(checkpoint)))
     except (dcp.CheckpointException, RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(f"{checkpoint}: does not fit this model: {_first_line(error)}") from error
 
@@ -153,7 +156,8 @@ class Checkpointer:
             raise CheckpointError(f"{checkpoint_path(self.folder, step)}: cannot be written: {error}") from error
         try:
             writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
-            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+            with _single_process_allowed():
+                dcp.save(tensors, storage_writer=writer)
         except (dcp.CheckpointException, RuntimeError, OSError) as error:
             raise CheckpointError(f"{partial}: cannot be written: {_first_line(error)}") from error
         problem = from_first_rank(self._commit, partial, step, state)
@@ -249,6 +253,14 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _single_process_allowed() -> Iterator[None]:
+    """Without torch's warning that a single process is one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _first_line(error: BaseException) -> str:
