@@ -68,17 +68,29 @@ def test_finished_run_says_so_and_changes_nothing(config):
     assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_to_one_rank_saves_and_ends_all(config, number):
-    name = f"stopped by {number.name}"
+def test_signal_to_one_rank_saves_and_ends_all(config):
+    assert stopped_by(config, "stopped", lambda run: run.processes[1].send_signal(signal.SIGTERM)) == signal.SIGTERM
+
+
+def test_ctrl_c_that_the_launcher_passes_on_still_saves(config):
+    def ctrl_c(run: Run) -> None:  # from the terminal, then from torchrun
+        run.send(signal.SIGINT)
+        run.send(signal.SIGTERM)
+
+    assert stopped_by(config, "interrupted", ctrl_c) in (signal.SIGINT, signal.SIGTERM)
+
+
+def stopped_by(config, name: str, stop) -> int:
+    """Number of the signal with which both ranks of an endless run ended, saved."""
     run = Run(config, name, "--training.steps", "100000", ranks=2, replicas=2)
     run.wait_for_step(10)
-    run.processes[1].send_signal(number)
+    stop(run)
     codes, outputs = run.wait(60)
-    assert codes == [128 + number] * 2, outputs
+    assert codes[0] == codes[1], outputs
     summary = run.summary()
     assert summary["status"] == "interrupted"
     assert (run.folder / "checkpoint" / f"step-{summary['step']:08d}" / "manifest.json").exists()
+    return codes[0] - 128
 
 
 def test_damaged_checkpoint_is_named_and_the_one_before_is_used(config):

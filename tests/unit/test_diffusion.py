@@ -117,7 +117,7 @@ def test_quantiles_and_densities_are_those_of_scipy(name):
     np.testing.assert_allclose(density.quantile(u), wanted, rtol=1e-9, atol=0)
     points = np.linspace(log_sigma.ppf(1e-9), log_sigma.ppf(1 - 1e-9), 2001)
     found = density.log_sigma_density(torch.from_numpy(points)).numpy()
-    np.testing.assert_allclose(found, log_sigma.pdf(points), rtol=1e-7)
+    np.testing.assert_allclose(found, log_sigma.pdf(points), rtol=1e-6)
     assert integrate.simpson(found, x=points) == pytest.approx(1, abs=1e-6)
 
 

@@ -1,6 +1,7 @@
 """Small agreements between processes: one rank decides, or one rank's wish becomes everyone's."""
 
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,13 +32,16 @@ class StopRequest:
     """A signal to any rank stops all ranks after the same step.
 
     Each step sends this rank's wish around while the step computes and reads the previous step's answer, so that
-    every rank sees the same answer at the same step and none waits. A second signal ends the process at once.
+    every rank sees the same answer at the same step and none waits. A later second signal ends the process at once.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    # Ctrl-C reaches a rank twice, from the terminal and from torchrun, which passes it on: one wish.
+    ECHO_SECONDS = 2.0
 
     def __init__(self) -> None:
         self._received = 0
+        self._received_at = 0.0
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self._previous: dict[int, Any] = {}
 
@@ -52,9 +56,10 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: object) -> None:
-        if self._received:
+        if not self._received:
+            self._received, self._received_at = number, time.monotonic()
+        elif time.monotonic() - self._received_at > self.ECHO_SECONDS:
             raise SystemExit(128 + number)
-        self._received = number
 
     def poll(self) -> int:
         """Called once per step by every rank; the number of the signal to stop for, or 0."""
