@@ -9,7 +9,6 @@ benchmarks/results/trainer_overhead.json.
 import argparse
 import json
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -27,7 +26,7 @@ import torch
 from torchtitan.config import load_config
 from torchtitan.models import MODELS
 from torchtitan.trainer import Trainer
-from torchtitan.training.hardware import device_name
+from torchtitan.training.hardware import device_name, peak_resident_gib
 from torchtitan.training.run_folder import versions
 
 SHAPE, CLASSES = (3, 32, 32), 10
@@ -148,7 +147,7 @@ def peak_memory(kind: str, batch: int) -> float:
         step()
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return peak_resident_gib()
 
 
 def memory_in_own_process(kind: str, batch: int) -> float:

@@ -3,6 +3,7 @@
 import platform
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
@@ -48,9 +49,18 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
             "memory/num_alloc_retries": stats["num_alloc_retries"],
             "memory/num_ooms": stats["num_ooms"],
         }
-    # Linux counts in KiB, macOS in bytes.
+    return {"memory/max_resident(GiB)": peak_resident_gib()}
+
+
+def peak_resident_gib() -> float:
+    """Peak resident memory of this process so far, in GiB."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Linux' getrusage would count the process that started this one, if that was larger.
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) / 2**20  # KiB
     unit = 1 if sys.platform == "darwin" else 1024
-    return {"memory/max_resident(GiB)": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def reset_peak_memory(device: torch.device) -> None:

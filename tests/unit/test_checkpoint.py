@@ -1,0 +1,338 @@
+"""Checkpoints come back bit for bit, and no damage passes for one."""
+
+import json
+import random
+import re
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from torchtitan.training import checkpoint as checkpoints
+from torchtitan.training.checkpoint import (
+    CheckpointConfig,
+    Checkpointer,
+    CheckpointError,
+    checkpoint_path,
+    checkpoint_steps,
+    newest_good,
+    read_state,
+    read_tensors,
+    verify,
+)
+
+DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+
+
+def saver(folder, **config) -> Checkpointer:
+    return Checkpointer(folder / "checkpoint", CheckpointConfig(**config), rank=0)
+
+
+def some_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"part.{n}": torch.randn(3, n + 1, generator=generator) for n in range(3)}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def content(folder) -> dict:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def restore(folder, files: dict) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+
+
+# --- whole checkpoints
+
+
+def test_tensors_and_state_come_back_bit_for_bit(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name in DTYPES:
+        dtype = getattr(torch, name)
+        values = torch.randint(0, 2 if name == "bool" else 100, (4, 5), generator=generator)
+        tensors[f"matrix.{name}"] = values.to(dtype) / 7 if dtype.is_floating_point else values.to(dtype)
+        tensors[f"scalar.{name}"] = values[0, 0].to(dtype)
+        tensors[f"empty.{name}"] = torch.zeros(0, 3, dtype=dtype)
+    tensors["special"] = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45, 3.4e38])
+    state = {"step": 12, "nested": {"list": [1, 2.5, None, "ü"]}}
+    keeper = saver(tmp_path)
+    keeper.save(12, tensors, state)
+
+    path = checkpoint_path(keeper.folder, 12)
+    assert path.name == "step-00000012" and keeper.find() == 12 and verify(path) is None
+    found = {name: torch.ones_like(value) for name, value in tensors.items()}
+    addresses = {name: value.data_ptr() for name, value in found.items()}
+    read_tensors(path, found)
+    assert all(same_bits(found[name], tensors[name]) for name in tensors)
+    assert {name: value.data_ptr() for name, value in found.items()} == addresses
+    assert read_state(path) == state
+    assert not any(path.suffix in (".pt", ".pkl", ".distcp") for path in path.iterdir())
+
+
+def test_a_part_of_the_tensors_can_be_read(tmp_path):
+    keeper, tensors = saver(tmp_path), some_tensors()
+    keeper.save(1, tensors, {})
+    found = {"part.1": torch.zeros(3, 2)}
+    read_tensors(checkpoint_path(keeper.folder, 1), found)
+    assert torch.equal(found["part.1"], tensors["part.1"])
+
+
+@pytest.mark.parametrize(("wanted", "reason"), [
+    ({"part.0": torch.zeros(3, 2)}, r"\[3, 1\].*\[3, 2\].*part\.0"),
+    ({"part.0": torch.zeros(3)}, r"part\.0"),
+    ({"part.1": torch.zeros(2, 3)}, r"part\.1"),
+    ({"part.1": torch.zeros(())}, r"part\.1"),
+    ({"part.9": torch.zeros(3, 1)}, r"part\.9"),
+])
+def test_a_model_of_other_shapes_is_refused_in_one_line(tmp_path, wanted, reason):
+    keeper = saver(tmp_path)
+    keeper.save(1, some_tensors(), {})
+    path = checkpoint_path(keeper.folder, 1)
+    with pytest.raises(CheckpointError) as error:
+        read_tensors(path, wanted)
+    message = str(error.value)
+    assert message.startswith(f"{path}: does not fit this model: ") and "\n" not in message
+    assert re.search(reason, message), message
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [50, 40, 30, 20, 10]), (1, [50]), (3, [50, 40, 30]), (9, [50, 40, 30, 20, 10])])
+def test_the_latest_k_are_kept(tmp_path, keep, left):
+    keeper = saver(tmp_path, keep_latest_k=keep)
+    for step in (10, 20, 30, 40, 50):
+        keeper.save(step, some_tensors(step), {"step": step})
+    assert checkpoint_steps(keeper.folder) == left
+    assert sorted(path.name for path in keeper.folder.iterdir()) == [f"step-{step:08d}" for step in sorted(left)]
+    assert all(verify(checkpoint_path(keeper.folder, step)) is None for step in left)
+
+
+def test_the_checkpoint_just_saved_is_never_the_one_deleted(tmp_path):
+    keeper = saver(tmp_path, keep_latest_k=1)
+    keeper.save(37, some_tensors(), {})
+    next(checkpoint_path(keeper.folder, 37).glob("*.safetensors")).write_bytes(b"")
+    assert keeper.find() is None
+    keeper.save(20, some_tensors(), {})
+    keeper.save(33, some_tensors(), {})
+    assert checkpoint_steps(keeper.folder) == [37, 33] and keeper.find() == 33
+    # once it is passed, the damaged one goes too
+    keeper.save(40, some_tensors(), {})
+    assert checkpoint_steps(keeper.folder) == [40]
+
+
+def test_a_step_is_written_again_in_place_of_a_damaged_one(tmp_path):
+    keeper = saver(tmp_path)
+    keeper.save(5, some_tensors(0), {"run": 0})
+    (checkpoint_path(keeper.folder, 5) / "state.json").write_text("{}")
+    keeper.save(5, some_tensors(1), {"run": 1})
+    assert keeper.find() == 5 and read_state(checkpoint_path(keeper.folder, 5)) == {"run": 1}
+    assert [path.name for path in keeper.folder.iterdir()] == ["step-00000005"]
+
+
+# --- choosing one
+
+
+def test_a_new_run_has_no_checkpoint(tmp_path):
+    assert saver(tmp_path).find() is None
+    (tmp_path / "checkpoint").mkdir()
+    assert saver(tmp_path).find() is None and checkpoint_steps(tmp_path / "nowhere") == []
+
+
+def test_only_folders_of_the_right_name_count(tmp_path):
+    keeper = saver(tmp_path)
+    keeper.save(7, some_tensors(), {})
+    for name in ("step-9", "step-00000008.tmp", "xstep-00000008", "step-0000000a", "old"):
+        shutil.copytree(checkpoint_path(keeper.folder, 7), keeper.folder / name)
+    assert checkpoint_steps(keeper.folder) == [7] and keeper.find() == 7
+
+
+def test_partial_folders_are_cleaned_away(tmp_path):
+    keeper = saver(tmp_path)
+    keeper.save(7, some_tensors(), {})
+    for name in (".step-00000009-0123abcd", ".deleted-step-00000001", ".replaced-step-00000007-0123abcd"):
+        shutil.copytree(checkpoint_path(keeper.folder, 7), keeper.folder / name)
+    assert keeper.find() == 7
+    assert [path.name for path in keeper.folder.iterdir()] == ["step-00000007"]
+
+
+def test_load_step_chooses_or_says_what_is_wrong(tmp_path):
+    writer = saver(tmp_path)
+    for step in (10, 20, 30):
+        writer.save(step, some_tensors(), {})
+    assert saver(tmp_path, load_step=20).find() == 20
+    with pytest.raises(CheckpointError, match=r"^checkpoint\.load_step: 15: .*30, 20, 10\)$"):
+        saver(tmp_path, load_step=15).find()
+    (checkpoint_path(writer.folder, 20) / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"^checkpoint\.load_step: 20: state\.json is missing or unreadable"):
+        saver(tmp_path, load_step=20).find()
+    with pytest.raises(CheckpointError, match=r"load_step: 3: .*: none\)$"):
+        Checkpointer(tmp_path / "empty", CheckpointConfig(load_step=3), 0).find()
+
+
+# --- damage
+
+GARBAGE = {
+    "nothing": b"", "binary": bytes(range(256)), "half": b'{"step": 1, "files": {"st', "list": b"[]", "null": b"null",
+    "number": b"7", "string": b'"files"', "empty": b"{}", "files list": b'{"files": [], "digest": ""}',
+    "files number": b'{"files": 3, "digest": 3}', "no digest": b'{"files": {}}', "entry": b'{"files": {"a": 1}, "digest": ""}',
+    "infinite": b'{"files": {"a": {"size": 1e999, "sha256": ""}}, "digest": ""}',
+    "long": b'{"files": {"a": {"size": ' + b"9" * 5000 + b', "sha256": ""}}, "digest": ""}',
+    "nested": b"[" * 100_000, "UTF-16": '{"files": {}}'.encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_a_manifest_that_is_something_else_is_damaged(tmp_path, name):
+    keeper = saver(tmp_path)
+    for step in (1, 2):
+        keeper.save(step, some_tensors(), {})
+    path = checkpoint_path(keeper.folder, 2)
+    (path / "manifest.json").write_bytes(GARBAGE[name])
+    assert verify(path) == "manifest.json is damaged"
+    assert newest_good(keeper.folder) == (1, [f"{path}: manifest.json is damaged; skipped"])
+
+
+def edit_manifest(path, chance: random.Random) -> str:
+    """Change the manifest's meaning but leave it well-formed."""
+    file = path / "manifest.json"
+    manifest = json.loads(file.read_bytes())
+    entries, name = manifest["files"], chance.choice(sorted(manifest["files"]))
+    kind = chance.choice(["extra", "renamed", "removed", "size", "sum", "digest", "no digest"])
+    if kind == "extra":
+        entries["shard-00009.safetensors"] = entries[name]
+    elif kind == "renamed":
+        entries[name + "x"] = entries.pop(name)
+    elif kind == "removed":
+        del entries[name]
+    elif kind == "size":
+        entries[name]["size"] += 1
+    elif kind == "sum":
+        entries[name]["sha256"] = entries[name]["sha256"][::-1]
+    elif kind == "digest":
+        manifest["digest"] = "0" * 64
+    else:
+        del manifest["digest"]
+    file.write_text(json.dumps(manifest))
+    return "manifest.json is damaged"
+
+
+def damage(path, chance: random.Random) -> str:
+    """Do one harm to a checkpoint; returns the file that has to be named."""
+    file = chance.choice(sorted(path.iterdir()))
+    data = bytearray(file.read_bytes())
+    kind = chance.choice(["bit", "byte", "shorter", "longer", "missing", "renamed", "folder", "manifest", "stray"])
+    if kind in ("bit", "byte") and file.name != "manifest.json":
+        place = chance.randrange(len(data))
+        data[place] ^= (1 << chance.randrange(8)) if kind == "bit" else chance.randrange(1, 256)
+        file.write_bytes(data)
+    elif kind == "shorter":
+        file.write_bytes(data[: chance.randrange(len(data))])
+    elif kind == "longer" and file.name != "manifest.json":
+        file.write_bytes(data + b"\0")
+    elif kind == "missing":
+        file.unlink()
+    elif kind == "renamed" and file.suffix == ".json":
+        file.rename(path / (file.name + ".bak"))
+    elif kind == "folder":
+        file.unlink()
+        file.mkdir()
+    elif kind == "stray":
+        shutil.copy(next(path.glob("*.safetensors")), path / "another.safetensors")
+        return "another.safetensors"
+    else:
+        return edit_manifest(path, chance)
+    return file.name
+
+
+def test_every_damage_is_named_and_the_checkpoint_before_is_found(tmp_path):
+    keeper, chance = saver(tmp_path), random.Random(0)
+    for step in (1, 2):
+        keeper.save(step, some_tensors(step), {"step": step, "text": "x" * 100})
+    path = checkpoint_path(keeper.folder, 2)
+    whole = content(path)
+    for trial in range(250):
+        named = damage(path, chance)
+        step, skipped = newest_good(keeper.folder)
+        assert step == 1 and len(skipped) == 1, (trial, named)
+        assert skipped[0].startswith(f"{path}: ") and named in skipped[0], (trial, named, skipped)
+        restore(path, whole)
+        assert verify(path) is None
+
+
+def test_a_flipped_byte_of_the_manifest_is_damage_or_changes_nothing_verified(tmp_path):
+    keeper = saver(tmp_path)
+    keeper.save(1, some_tensors(), {"step": 1})
+    path = checkpoint_path(keeper.folder, 1)
+    file = path / "manifest.json"
+    whole, chance = file.read_bytes(), random.Random(1)
+    manifest, harmless = json.loads(whole), 0
+    for place in range(len(whole)):
+        data = bytearray(whole)
+        data[place] ^= chance.randrange(1, 256)
+        file.write_bytes(data)
+        if verify(path) is None:
+            read = json.loads(data)
+            assert read["files"] == manifest["files"] and read["digest"] == manifest["digest"]
+            harmless += 1
+    assert harmless <= 12  # the step's key and number, white space turned into other white space
+
+
+# --- failing saves
+
+
+def broken(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("place", ["tensors", "manifest", "sync", "rename"])
+def test_a_save_that_fails_leaves_no_checkpoint_and_the_old_ones_whole(tmp_path, monkeypatch, place):
+    keeper = saver(tmp_path, keep_latest_k=1)
+    keeper.save(1, some_tensors(), {"step": 1})
+    with monkeypatch.context() as patched:
+        if place == "tensors":
+            patched.setattr(dcp.HuggingFaceStorageWriter, "write_data", broken)
+        elif place == "manifest":
+            patched.setattr(checkpoints, "_write_manifest", broken)
+        elif place == "sync":
+            patched.setattr(checkpoints, "_sync", broken)
+        else:
+            patched.setattr(type(keeper.folder), "rename", broken)
+        with pytest.raises(CheckpointError, match=r"^[^\n]*cannot be written: [^\n]*No space left on device$"):
+            keeper.save(2, some_tensors(), {"step": 2})
+    assert checkpoint_steps(keeper.folder) == [1]
+    assert keeper.find() == 1
+    assert [path.name for path in keeper.folder.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("stage", ["_hash_file", "_sync", "_digest_of"])
+def test_a_process_that_dies_while_saving_leaves_no_checkpoint(tmp_path, monkeypatch, stage):
+    class Killed(BaseException):
+        """Nothing may catch it, as nothing runs after a kill."""
+
+    def dies(*args):
+        raise Killed
+
+    keeper = saver(tmp_path)
+    keeper.save(1, some_tensors(), {})
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, stage, dies)
+        with pytest.raises(Killed):
+            keeper.save(2, some_tensors(), {})
+    assert checkpoint_steps(keeper.folder) == [1]
+    assert any(path.name.startswith(".step-00000002-") for path in keeper.folder.iterdir())
+    assert keeper.find() == 1
+    assert [path.name for path in keeper.folder.iterdir()] == ["step-00000001"]
+
+
+def test_a_folder_that_cannot_be_made_is_a_checkpoint_error(tmp_path):
+    (tmp_path / "checkpoint").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"step-00000003: cannot be written: [^\n]*$"):
+        saver(tmp_path).save(3, some_tensors(), {})

@@ -1,0 +1,181 @@
+"""Validation and sampling: fixed triples, no dependence on the batch, and nothing of training disturbed."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchtitan.diffusion import philox
+from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
+from torchtitan.diffusion.solvers import uniform_times
+from torchtitan.evaluation.sampling import ImageSampler, balanced_labels, grid_labels
+from torchtitan.evaluation.validation import held_out_draw, validation_loss
+
+SHAPE = (2, 3, 4)
+CPU = torch.device("cpu")
+OBJECTIVES = {
+    "uniform": ObjectiveConfig(timestep_sampler="uniform"), "logit-normal": ObjectiveConfig(logit_mean=-0.5, logit_std=1.2),
+}
+
+
+class Toy(nn.Module):
+    """Works on each image by itself; dropout and random numbers would be used in training only."""
+
+    image_shape = SHAPE
+
+    def __init__(self, null_class: int | None = 3) -> None:
+        super().__init__()
+        self.null_class = null_class
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.dropout = nn.Dropout(0.5)
+        self.batch_sizes = []
+
+    def forward(self, x, time, condition):
+        assert not self.training
+        self.batch_sizes.append(len(x))
+        shift = time / 1000 + (0 if condition is None else 0.1 * condition)
+        return self.dropout(torch.tanh(self.scale * x) + shift.reshape(-1, 1, 1, 1))
+
+
+@pytest.fixture(params=[True, False], ids=["training", "evaluating"])
+def undisturbed(request):
+    """A model in either mode, of which mode and torch's random state must be the same afterwards."""
+    model = Toy().train(request.param)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    yield model
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training is request.param and model.dropout.training is request.param
+    assert model.scale.grad is None
+
+
+# --- validation
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_held_out_timesteps_are_the_quantiles_one_per_image(name):
+    objective, count = Objective(OBJECTIVES[name], seed=1), 101
+    draw = held_out_draw(objective, 1, torch.arange(count), count, SHAPE)
+    middles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    wanted = objective.timestep_sampler.density.quantile(middles).float()
+    assert torch.equal(draw.t.sort().values, wanted)
+    assert not torch.equal(draw.t, wanted) and abs(np.corrcoef(draw.t, np.arange(count))[0, 1]) < 0.4
+    assert draw.noise.shape == (count, *SHAPE) and torch.equal(draw.importance, torch.ones(count))
+    assert len(torch.unique(draw.noise)) > 0.999 * draw.noise.numel()
+
+
+def test_held_out_draws_are_fixed_and_independent_of_the_batch():
+    objective, indices = Objective(ObjectiveConfig(), seed=1), torch.arange(30)
+    whole = held_out_draw(objective, 1, indices, 30, SHAPE)
+    for part in (indices, *indices.split(7), indices.flip(0), indices[3:4]):
+        found = held_out_draw(objective, 1, part, 30, SHAPE)
+        assert torch.equal(found.t, whole.t[part]) and torch.equal(found.noise, whole.noise[part])
+    other = held_out_draw(objective, 2, indices, 30, SHAPE)
+    assert not torch.equal(other.t, whole.t) and not torch.equal(other.noise, whole.noise)
+
+
+def held_out(count: int, batch_size: int):
+    """Batches as validation reads them: the last is filled up with weight 0."""
+    images = philox.normal(9, "synthetic_data", torch.arange(count), SHAPE)
+    labels = torch.arange(count) % 3
+    for start in range(0, count, batch_size):
+        numbers = torch.arange(start, start + batch_size)
+        indices = numbers.clamp(max=count - 1)
+        weights = (numbers < count).to(torch.float32)
+        yield {"images": images[indices], "labels": labels[indices], "indices": indices, "weights": weights}
+
+
+def validate(model: Toy, objective: Objective, count: int, batch_size: int, edges: torch.Tensor) -> dict[str, float]:
+    return validation_loss(
+        model, objective, held_out(count, batch_size),
+        count=count, seed=4, bin_edges=edges, param_dtype="float32", device=CPU, sharded=False,
+    )
+
+
+@pytest.mark.parametrize("null_class", [3, None])
+@pytest.mark.parametrize("batch_size", [1, 8, 23, 40])
+def test_validation_loss_equals_a_direct_mean(undisturbed, batch_size, null_class):
+    model, objective, count = undisturbed, Objective(ObjectiveConfig(), seed=0), 23
+    model.null_class = null_class
+    objective.weighting = lambda sigma: 2 + 0 * sigma
+    edges = torch.tensor([0.3, 0.5, 0.7])
+    found = validate(model, objective, count, batch_size, edges)
+
+    whole = next(held_out(count, count))
+    draw: Draw = held_out_draw(objective, 4, torch.arange(count), count, SHAPE)
+    data, noise, t = (v.double().numpy() for v in (whole["images"], draw.noise, draw.t))
+    time = t.reshape(-1, 1, 1, 1)
+    output = np.tanh(float(model.scale.detach()) * ((1 - time) * data + time * noise)) + time
+    if null_class is not None:
+        output += 0.1 * whole["labels"].numpy().reshape(-1, 1, 1, 1)
+    error = ((output - (noise - data)) ** 2).mean((1, 2, 3))
+    bins = np.digitize(draw.t.numpy(), edges.numpy(), right=True)
+    wanted = {"loss": 2 * error.mean()} | {f"loss_by_bin/{k}": error[bins == k].mean() for k in range(4)}
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_two_validations_of_the_same_weights_are_equal():
+    model, objective, edges = Toy(), Objective(ObjectiveConfig(), seed=0), torch.tensor([0.5])
+    assert validate(model, objective, 20, 6, edges) == validate(model, objective, 20, 6, edges)
+
+
+# --- sampling
+
+
+def draw(model: Toy, labels: torch.Tensor, **options) -> torch.Tensor:
+    options = dict(solver="euler", num_steps=4, guidance_scale=1.5, batch_size=64) | options
+    return ImageSampler(model, Objective(ObjectiveConfig(), seed=0), "float32", CPU).draw(labels, 11, **options)
+
+
+@pytest.mark.parametrize("solver", ["euler", "heun"])
+def test_an_image_depends_on_its_number_and_class_only(undisturbed, solver):
+    labels = torch.arange(13) % 3
+    whole = draw(undisturbed, labels, solver=solver)
+    assert whole.shape == (13, *SHAPE) and whole.dtype == torch.float32 and not whole.requires_grad
+    for batch_size in (1, 4, 13):
+        torch.testing.assert_close(draw(undisturbed, labels, solver=solver, batch_size=batch_size), whole, rtol=1e-6, atol=1e-6)
+    later = draw(undisturbed, labels[5:9], solver=solver, first_number=5)
+    torch.testing.assert_close(later, whole[5:9], rtol=1e-6, atol=1e-6)
+    # another class changes every image, and another number too
+    assert (draw(undisturbed, (labels + 1) % 3, solver=solver) - whole).abs().amax((1, 2, 3)).min() > 1e-2
+    assert (draw(undisturbed, labels, solver=solver, first_number=13) - whole).abs().amax((1, 2, 3)).min() > 1e-2
+
+
+def test_images_equal_a_written_out_euler_loop(undisturbed):
+    labels = torch.tensor([2, 0, 1])
+    found = draw(undisturbed, labels, num_steps=5, guidance_scale=3.0)
+    x = philox.normal(11, "sampling", torch.arange(3), SHAPE).double()
+    scale = undisturbed.scale.detach().double()
+    for t in uniform_times(5)[:-1].double():
+        # the class shifts the velocity by 0.1 c, guided: 0.1 (null + 3 (c - null))
+        shift = 0.1 * (3 + 3.0 * (labels.double() - 3)).reshape(-1, 1, 1, 1)
+        x = x - (torch.tanh(scale * x) + t + shift) / 5
+    torch.testing.assert_close(found.double(), x, rtol=1e-5, atol=1e-5)
+
+
+def test_purposes_and_guidance_reach_the_images():
+    labels = torch.tensor([2, 0, 1])
+    model = Toy().eval()
+    one = draw(model, labels, guidance_scale=1.0)
+    assert set(model.batch_sizes) == {3}
+    assert not torch.allclose(draw(model, labels, guidance_scale=2.0), one)
+    assert not torch.allclose(draw(model, labels, guidance_scale=1.0, purpose="evaluation"), one)
+    unguided = draw(model, labels, guidance_scale=0.0)
+    torch.testing.assert_close(unguided, draw(model, torch.full((3,), 3), guidance_scale=1.0), rtol=1e-5, atol=1e-6)
+
+
+def test_an_unconditional_model_ignores_labels():
+    model = Toy(null_class=None).eval()
+    assert torch.equal(draw(model, torch.tensor([0, 1])), draw(model, torch.tensor([2, 2])))
+    assert set(model.batch_sizes) == {2}
+
+
+def test_labels_of_grids_and_of_judged_images():
+    assert grid_labels([4, 1], 10, 3).tolist() == [4, 4, 4, 1, 1, 1]
+    assert grid_labels([], 1000, 2).tolist() == sorted([*range(10)] * 2)
+    assert grid_labels([], 3, 1).tolist() == [0, 1, 2]
+    assert grid_labels([], 0, 4).tolist() == [0] * 4
+    for count, classes in ((10, 3), (9, 3), (2, 5)):
+        counts = np.bincount(balanced_labels(count, classes), minlength=classes)
+        assert counts.sum() == count and counts.max() - counts.min() <= 1
+    assert balanced_labels(4, 0).tolist() == [0] * 4

@@ -1,0 +1,338 @@
+"""Averages, schedule, optimizer, gradient norm, metrics and guards against float64 and closed forms."""
+
+import json
+import os
+import signal
+import statistics
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchtitan.diffusion.objective import LossTerms
+from torchtitan.distributed.agreement import StopRequest, from_first_rank
+from torchtitan.distributed.parallelize import clip_gradients, gradient_norm, sum_of_squares
+from torchtitan.training import metrics
+from torchtitan.training.ema import EMABank, EMAConfig, EMATrackConfig, decay_at
+from torchtitan.training.faults import FiniteCheck, TrainingError
+from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor, set_lr
+from torchtitan.training.metrics import LossWindow, Stopwatch, cut_metrics, tail_medians
+from torchtitan.training.optimizer import OptimizerConfig, build_optimizer, materialise_state, optimizer_tensors
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+
+
+# --- EMA
+
+
+def test_warm_decay_reaches_the_final_one_at_the_published_update():
+    track = EMATrackConfig(decay=0.9993, warmup_power=2 / 3)
+    reached = next(step for step in range(53_000, 55_000) if decay_at(track, step) == 0.9993)
+    assert abs(reached - 53_995) <= 1
+    for step in (1, 10, 1000, reached - 1):
+        assert decay_at(track, step) == pytest.approx(1 - (1 + step) ** (-2 / 3), rel=1e-12)
+    assert decay_at(track, 10**9) == 0.9993
+    assert decay_at(EMATrackConfig(decay=0.5, warmup_power=0), 1) == 0.5
+
+
+def test_average_equals_a_float64_loop_over_the_weights():
+    model = network()
+    parameters = dict(model.named_parameters())
+    tracks = [EMATrackConfig(name="fast", decay=0.8, warmup_power=0.5), EMATrackConfig(name="slow", decay=0.99, warmup_power=0)]
+    bank = EMABank(parameters, EMAConfig(tracks=tracks))
+    wanted = {f"{t.name}.{key}": p.detach().double() for t in tracks for key, p in parameters.items()}
+    generator = torch.Generator().manual_seed(1)
+    for step in range(1, 41):
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
+        bank.update(step)
+        for name, kept in (("fast", min(0.8, 1 - (1 + step) ** -0.5)), ("slow", 0.99)):
+            for key, parameter in parameters.items():
+                entry = f"{name}.{key}"
+                wanted[entry] = kept * wanted[entry] + (1 - kept) * parameter.detach().double()
+    found = bank.tensors()
+    assert found.keys() == wanted.keys()
+    for key, value in found.items():
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value.double(), wanted[key], rtol=1e-5, atol=2e-6)
+
+
+def test_average_weights_are_used_inside_and_the_trained_ones_restored_bit_for_bit():
+    model = network()
+    parameters = dict(model.named_parameters())
+    bank = EMABank(parameters, EMAConfig())
+    start = {key: p.detach().clone() for key, p in parameters.items()}
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.mul_(1.7).add_(float(np.float32(1e-3)))
+    trained = {key: p.detach().clone() for key, p in parameters.items()}
+    identities = {key: p.data_ptr() for key, p in parameters.items()}
+
+    def holds(values):
+        return all(torch.equal(p, values[key]) for key, p in model.named_parameters())
+
+    with bank.weights("ema", model):
+        assert holds(start)
+    assert holds(trained)
+    with pytest.raises(ZeroDivisionError), bank.weights("ema", model):
+        assert holds(start)
+        raise ZeroDivisionError
+    assert holds(trained)
+    with bank.weights("none", model):
+        assert holds(trained)
+    assert {key: p.data_ptr() for key, p in parameters.items()} == identities
+    assert all(torch.equal(value, start[key]) for key, value in bank.tracks["ema"].items())
+
+
+# --- schedule and optimizer
+
+
+@pytest.mark.parametrize(("config", "wanted"), [
+    # step -> factor over 100 steps
+    (LRSchedulerConfig(), {1: 1, 50: 1, 100: 1}),
+    (LRSchedulerConfig(warmup_steps=10), {1: 0.1, 5: 0.5, 10: 1, 11: 1, 100: 1}),
+    (LRSchedulerConfig(warmup_steps=20, decay_type="linear"), {20: 1, 21: 1, 61: 0.5, 100: 1 / 80}),
+    (LRSchedulerConfig(decay_type="linear", min_lr_factor=0.2), {1: 1, 51: 0.6, 100: 0.2 + 0.8 / 100}),
+    (LRSchedulerConfig(warmup_steps=20, decay_type="cosine"), {20: 1, 21: 1, 61: 0.5, 81: (1 - 0.5**0.5) / 2}),
+    (LRSchedulerConfig(decay_type="cosine", min_lr_factor=0.1), {1: 1, 51: 0.55, 100: 0.1 + 0.9 * np.sin(np.pi / 200) ** 2}),
+    (LRSchedulerConfig(warmup_steps=100, decay_type="cosine"), {1: 0.01, 100: 1}),
+])
+def test_learning_rate_has_its_closed_form(config, wanted):
+    for step, factor in wanted.items():
+        assert lr_factor(config, step, 100) == pytest.approx(factor, rel=1e-12), step
+    factors = [lr_factor(config, step, 100) for step in range(1, 101)]
+    peak = max(config.warmup_steps, 1)
+    assert all(a < b for a, b in zip(factors[: peak - 1], factors[1:peak], strict=True))
+    assert all(a >= b for a, b in zip(factors[peak - 1 : -1], factors[peak:], strict=True))
+    assert all(config.min_lr_factor < factor <= 1 for factor in factors)
+
+
+def gradients(model: nn.Module, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+
+
+def test_adamw_step_equals_its_formula_and_spares_vectors_from_decay():
+    model = network()
+    config = OptimizerConfig(lr=0.01, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
+    optimizer = build_optimizer(dict(model.named_parameters()), config)
+    weights = {key: p.detach().double() for key, p in model.named_parameters()}
+    first, second = ({key: torch.zeros_like(p) for key, p in weights.items()} for _ in range(2))
+    for step in (1, 2, 3):
+        gradients(model, step)
+        set_lr(optimizer, 0.01 * step)
+        for key, parameter in model.named_parameters():
+            gradient, lr = parameter.grad.double(), 0.01 * step
+            first[key] = 0.8 * first[key] + 0.2 * gradient
+            second[key] = 0.95 * second[key] + 0.05 * gradient**2
+            weights[key] = weights[key] * (1 - lr * (0.3 if parameter.ndim > 1 else 0))
+            root = (second[key] / (1 - 0.95**step)).sqrt() + 1e-6
+            weights[key] = weights[key] - lr * first[key] / (1 - 0.8**step) / root
+        optimizer.step()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach().double(), weights[key], rtol=1e-5, atol=1e-6)
+
+
+def test_materialised_state_is_zero_and_the_next_step_that_of_a_fresh_optimizer():
+    config = OptimizerConfig(lr=0.02, weight_decay=0.1)
+    models = {name: network() for name in ("fresh", "materialised")}
+    optimizers = {name: build_optimizer(dict(m.named_parameters()), config) for name, m in models.items()}
+    materialise_state(optimizers["materialised"])
+
+    parameters = dict(models["materialised"].named_parameters())
+    state = optimizer_tensors(optimizers["materialised"], parameters)
+    assert set(state) == {f"{key}.{part}" for key in parameters for part in ("step", "exp_avg", "exp_avg_sq")}
+    assert all((value == 0).all() for value in state.values())
+    assert [group["lr"] for group in optimizers["materialised"].param_groups] == [0.02, 0.02]
+    assert all(p.grad is None for p in parameters.values())
+    for key, parameter in models["fresh"].named_parameters():
+        assert torch.equal(parameter, parameters[key])
+
+    for _ in range(2):
+        for name, model in models.items():
+            gradients(model)
+            optimizers[name].step()
+        for key, parameter in models["fresh"].named_parameters():
+            assert torch.equal(parameter, parameters[key])
+
+
+# --- gradient norm
+
+
+def test_sum_of_squares_of_25_million_elements_is_exact_to_1e_8():
+    generator = torch.Generator().manual_seed(0)
+    sizes = (20_000_003, 5_000_000, 1023, 1024, 0, 1)
+    tensors = [1e-3 * torch.randn(size, generator=generator) for size in sizes]
+    wanted = sum((part.double() ** 2).sum().item() for tensor in tensors for part in tensor.split(1 << 20))
+    found = sum_of_squares(tensors)
+    assert found.dtype == torch.float64 and found.shape == ()
+    assert found.item() == pytest.approx(wanted, rel=1e-8, abs=0)
+
+
+def test_sum_of_squares_takes_empty_scalar_and_strided_tensors():
+    values = torch.arange(12.0).reshape(3, 4)
+    tensors = [torch.zeros(0), torch.zeros(0, 5), torch.tensor(2.0), values.t(), values[:, ::2]]
+    assert sum_of_squares(tensors).item() == 4 + 506 + sum(v * v for v in (0, 2, 4, 6, 8, 10))
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1.0, 1e3])
+def test_clipping_scales_the_gradient_to_the_norm_and_no_further(max_norm):
+    model = network()
+    gradients(model)
+    model[0].bias.grad = None
+    parameters = list(model.parameters())
+    before = [p.grad.double().clone() for p in parameters if p.grad is not None]
+    norm = gradient_norm(parameters, SimpleNamespace(sharded=False))
+    wanted = np.sqrt(sum((g**2).sum().item() for g in before))
+    assert norm.dtype == torch.float64 and norm.item() == pytest.approx(wanted, rel=1e-7)
+    clip_gradients(parameters, norm, max_norm)
+    after = [p.grad.double() for p in parameters if p.grad is not None]
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(new, old * min(1, max_norm / wanted), rtol=3e-6, atol=0)
+    assert np.sqrt(sum((g**2).sum().item() for g in after)) <= max_norm * (1 + 1e-6)
+    if max_norm > wanted:
+        assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+# --- metrics
+
+
+def terms(generator: np.random.Generator, size: int) -> LossTerms:
+    t = torch.from_numpy(generator.choice([0.0, 0.1, 0.25, 0.3, 0.6, 0.75, 1.0], size).astype(np.float32))
+    loss, error = torch.from_numpy(generator.random((2, size)).astype(np.float32))
+    return LossTerms(loss, error, t)
+
+
+def test_window_means_equal_numpy_s_and_start_anew():
+    edges = np.array([0.1, 0.25, 0.5, 0.75, 0.99], dtype=np.float32)
+    window, generator = LossWindow(torch.from_numpy(edges)), np.random.default_rng(0)
+    for _ in range(2):
+        batches = [terms(generator, size) for size in (7, 1, 30)]
+        for batch in batches:
+            window.add(batch)
+        loss, error, t = (np.concatenate([getattr(b, key).double().numpy() for b in batches]) for key in ("loss", "error", "t"))
+        bins = np.searchsorted(edges, t.astype(np.float32), side="left")
+        wanted = {"loss_metrics/global_avg_loss": loss.mean(), "loss_metrics/global_max_loss": loss.mean()}
+        wanted |= {f"loss_by_bin/{k}": error[bins == k].mean() for k in range(6) if (bins == k).any()}
+        assert window.reduce() == pytest.approx(wanted, rel=1e-12)
+    # nothing fell between the last sample at an edge and the next bin; bins without samples are left out
+    window.add(LossTerms(torch.ones(2), torch.tensor([2.0, 4.0]), torch.tensor([0.1, 0.1001])))
+    assert window.reduce() == {
+        "loss_metrics/global_avg_loss": 1, "loss_metrics/global_max_loss": 1, "loss_by_bin/0": 2, "loss_by_bin/1": 4
+    }
+
+
+def test_window_goes_on_from_its_stored_state():
+    edges, generator = torch.tensor([0.3, 0.6]), np.random.default_rng(1)
+    straight, first, second = (LossWindow(edges) for _ in range(3))
+    before, after = terms(generator, 20), terms(generator, 9)
+    for window in (straight, first):
+        window.add(before)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for window in (straight, first, second):
+        window.add(after)
+    wanted = straight.reduce()
+    assert first.reduce() == wanted and second.reduce() == wanted
+
+    other_bins = LossWindow(torch.tensor([0.5]))
+    other_bins.load_state_dict(straight.state_dict())
+    other_bins.add(after)
+    assert other_bins.reduce()["loss_metrics/global_avg_loss"] == pytest.approx(after.loss.double().mean().item())
+
+
+def test_stopwatch_leaves_out_what_is_excluded(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+
+    def spend(seconds):
+        now[0] += seconds
+
+    watch = Stopwatch()
+    spend(3)
+    with watch.excluded():
+        spend(50)
+    spend(2)
+    assert watch.lap() == 5
+    assert watch.lap() == 0
+    with pytest.raises(KeyError), watch.excluded():
+        spend(7)
+        raise KeyError
+    spend(0.5)
+    assert watch.lap() == 0.5
+
+
+def test_metrics_are_cut_to_the_step_resumed_from(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    cut_metrics(path, 3)
+    assert not path.exists()
+    lines = [json.dumps({"step": step, "loss": step / 7}) for step in (1, 2, 3, 3, 4, 5)]
+    for half in ('{"step": 6, "lo', '{"st', "6", "\0\0\0", "{}", "null"):
+        path.write_text("\n".join([*lines, half]))
+        cut_metrics(path, 3)
+        assert path.read_text() == "\n".join(lines[:4]) + "\n"
+        assert os.listdir(tmp_path) == ["metrics.jsonl"]
+    cut_metrics(path, 0)
+    assert path.read_text() == ""
+
+
+def test_tail_medians_are_those_of_the_last_half(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    generator = np.random.default_rng(0)
+    points = [{"step": n, "a": generator.random(), **({"b": n} if n % 3 == 0 else {})} for n in range(1, 12)]
+    path.write_text("".join(json.dumps(point) + "\n" for point in points))
+    tail = points[5:]
+    wanted = {"a": statistics.median(p["a"] for p in tail), "b": 7.5}  # steps 6 and 9
+    assert tail_medians(path, ("a", "b", "never")) == wanted
+    path.write_text("")
+    assert tail_medians(path, ("a",)) == {}
+
+
+# --- guards and agreements
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_norm_that_is_not_finite_is_noticed_one_step_late(broken):
+    check = FiniteCheck()
+    check.raise_if_broken()
+    check.record(1, torch.tensor(1.0))
+    check.record(2, torch.tensor(broken))
+    with pytest.raises(TrainingError, match=rf"^step 2: the gradient norm is {broken}; [^\n]*$"):
+        check.record(3, torch.tensor(1.0))
+
+    check = FiniteCheck()
+    check.record(1, torch.tensor(broken))
+    with pytest.raises(TrainingError, match="step 1"):
+        check.raise_if_broken()
+    check.raise_if_broken()
+
+
+@pytest.mark.parametrize("number", StopRequest.SIGNALS)
+def test_a_signal_is_polled_once_per_step_and_handlers_are_restored(number):
+    before = {n: signal.getsignal(n) for n in StopRequest.SIGNALS}
+    with StopRequest() as stop:
+        assert stop.poll() == 0
+        os.kill(os.getpid(), number)
+        assert stop.poll() == number and stop.poll() == number
+    assert {n: signal.getsignal(n) for n in StopRequest.SIGNALS} == before
+
+
+def test_a_second_signal_ends_the_process_and_handlers_are_restored():
+    before = {n: signal.getsignal(n) for n in StopRequest.SIGNALS}
+    with pytest.raises(SystemExit) as ended, StopRequest():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert ended.value.code == 128 + signal.SIGINT
+    assert {n: signal.getsignal(n) for n in StopRequest.SIGNALS} == before
+
+
+def test_a_single_process_decides_for_itself():
+    assert from_first_rank(lambda a, b: a - b, 5, 3) == 2
+    with pytest.raises(ZeroDivisionError):
+        from_first_rank(lambda: 1 / 0)
