@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from torchtitan.diffusion.objective import LossTerms
+from torchtitan.distributed import agreement
 from torchtitan.distributed.agreement import StopRequest, from_first_rank
 from torchtitan.distributed.parallelize import clip_gradients, gradient_norm, sum_of_squares
 from torchtitan.training import metrics
@@ -318,16 +319,23 @@ def test_a_signal_is_polled_once_per_step_and_handlers_are_restored(number):
     before = {n: signal.getsignal(n) for n in StopRequest.SIGNALS}
     with StopRequest() as stop:
         assert stop.poll() == 0
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert stop.poll() == number and stop.poll() == number
     assert {n: signal.getsignal(n) for n in StopRequest.SIGNALS} == before
 
 
-def test_a_second_signal_ends_the_process_and_handlers_are_restored():
+def test_a_later_second_signal_ends_the_process_but_an_echo_does_not(monkeypatch):
+    now = [50.0]
+    monkeypatch.setattr(agreement.time, "monotonic", lambda: now[0])
     before = {n: signal.getsignal(n) for n in StopRequest.SIGNALS}
-    with pytest.raises(SystemExit) as ended, StopRequest():
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(SystemExit) as ended, StopRequest() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        now[0] += 1.9
+        signal.raise_signal(signal.SIGINT)
+        assert stop.poll() == signal.SIGTERM
+        now[0] += 0.2
+        signal.raise_signal(signal.SIGINT)
+        stop.poll()
     assert ended.value.code == 128 + signal.SIGINT
     assert {n: signal.getsignal(n) for n in StopRequest.SIGNALS} == before
 
