@@ -105,7 +105,9 @@ def test_a_model_of_other_shapes_is_refused_in_one_line(tmp_path, wanted, reason
     assert re.search(reason, message), message
 
 
-@pytest.mark.parametrize(("keep", "left"), [(0, [50, 40, 30, 20, 10]), (1, [50]), (3, [50, 40, 30]), (9, [50, 40, 30, 20, 10])])
+@pytest.mark.parametrize(
+    ("keep", "left"), [(0, [50, 40, 30, 20, 10]), (1, [50]), (3, [50, 40, 30]), (9, [50, 40, 30, 20, 10])]
+)
 def test_the_latest_k_are_kept(tmp_path, keep, left):
     keeper = saver(tmp_path, keep_latest_k=keep)
     for step in (10, 20, 30, 40, 50):
@@ -182,7 +184,8 @@ def test_load_step_chooses_or_says_what_is_wrong(tmp_path):
 GARBAGE = {
     "nothing": b"", "binary": bytes(range(256)), "half": b'{"step": 1, "files": {"st', "list": b"[]", "null": b"null",
     "number": b"7", "string": b'"files"', "empty": b"{}", "files list": b'{"files": [], "digest": ""}',
-    "files number": b'{"files": 3, "digest": 3}', "no digest": b'{"files": {}}', "entry": b'{"files": {"a": 1}, "digest": ""}',
+    "files number": b'{"files": 3, "digest": 3}', "no digest": b'{"files": {}}',
+    "entry": b'{"files": {"a": 1}, "digest": ""}',
     "infinite": b'{"files": {"a": {"size": 1e999, "sha256": ""}}, "digest": ""}',
     "long": b'{"files": {"a": {"size": ' + b"9" * 5000 + b', "sha256": ""}}, "digest": ""}',
     "nested": b"[" * 100_000, "UTF-16": '{"files": {}}'.encode("utf-16"),
@@ -198,6 +201,15 @@ def test_a_manifest_that_is_something_else_is_damaged(tmp_path, name):
     (path / "manifest.json").write_bytes(GARBAGE[name])
     assert verify(path) == "manifest.json is damaged"
     assert newest_good(keeper.folder) == (1, [f"{path}: manifest.json is damaged; skipped"])
+
+
+def test_a_truncated_file_is_named_with_its_sizes(tmp_path):
+    keeper = saver(tmp_path)
+    keeper.save(1, some_tensors(), {})
+    file = next(checkpoint_path(keeper.folder, 1).glob("*.safetensors"))
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[:-5])
+    assert verify(file.parent) == f"{file.name} has {size - 5} bytes instead of {size}"
 
 
 def edit_manifest(path, chance: random.Random) -> str:
@@ -289,7 +301,7 @@ def test_a_flipped_byte_of_the_manifest_is_damage_or_changes_nothing_verified(tm
 
 
 def broken(*args, **kwargs):
-    raise OSError(28, "No space left on device")
+    raise OSError("No space left on device\nand more lines")
 
 
 @pytest.mark.parametrize("place", ["tensors", "manifest", "sync", "rename"])
@@ -305,11 +317,18 @@ def test_a_save_that_fails_leaves_no_checkpoint_and_the_old_ones_whole(tmp_path,
             patched.setattr(checkpoints, "_sync", broken)
         else:
             patched.setattr(type(keeper.folder), "rename", broken)
-        with pytest.raises(CheckpointError, match=r"^[^\n]*cannot be written: [^\n]*No space left on device$"):
+        with pytest.raises(CheckpointError, match=r"^[^\n]*cannot be written: [^\n]*No space left on device"):
             keeper.save(2, some_tensors(), {"step": 2})
     assert checkpoint_steps(keeper.folder) == [1]
     assert keeper.find() == 1
     assert [path.name for path in keeper.folder.iterdir()] == ["step-00000001"]
+
+
+def test_a_save_that_fails_on_the_tensors_says_so_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(dcp.HuggingFaceStorageWriter, "write_data", broken)
+    with pytest.raises(CheckpointError) as error:
+        saver(tmp_path).save(2, some_tensors(), {})
+    assert re.fullmatch(r"[^\n]*: cannot be written: No space left on device", str(error.value))
 
 
 @pytest.mark.parametrize("stage", ["_hash_file", "_sync", "_digest_of"])

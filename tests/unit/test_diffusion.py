@@ -23,7 +23,8 @@ def test_path_has_the_common_time_and_the_derivatives_it_says(name):
     a, b = path.coefficients(t)
     torch.testing.assert_close(b / a, t / (1 - t), rtol=1e-12, atol=0)
     h = 1e-6
-    for slope, ahead, behind in zip(path.derivatives(t), path.coefficients(t + h), path.coefficients(t - h), strict=True):
+    shifted = path.coefficients(t + h), path.coefficients(t - h)
+    for slope, ahead, behind in zip(path.derivatives(t), *shifted, strict=True):
         torch.testing.assert_close(slope, (ahead - behind) / (2 * h), rtol=1e-7, atol=1e-7)
     assert [c.tolist() for c in path.coefficients(torch.tensor([0.0, 1.0]))][1] == [0.0, 1.0]
 
@@ -264,7 +265,8 @@ def test_weighting_multiplies_the_error_as_a_function_of_sigma():
 
 def test_half_precision_output_is_compared_in_float32():
     x0, classes, draw = microbatch()
-    terms = Objective(ObjectiveConfig(), 0).loss(lambda x, t, c: torch.zeros_like(x, dtype=torch.bfloat16), x0, None, draw)
+    model = lambda x, t, c: torch.zeros_like(x, dtype=torch.bfloat16)  # noqa: E731
+    terms = Objective(ObjectiveConfig(), 0).loss(model, x0, None, draw)
     wanted = (draw.noise - x0).double().square().mean((1, 2, 3))
     assert terms.loss.dtype == torch.float32
     torch.testing.assert_close(terms.error.double(), wanted, rtol=1e-6, atol=0)

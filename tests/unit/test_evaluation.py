@@ -14,7 +14,8 @@ from torchtitan.evaluation.validation import held_out_draw, validation_loss
 SHAPE = (2, 3, 4)
 CPU = torch.device("cpu")
 OBJECTIVES = {
-    "uniform": ObjectiveConfig(timestep_sampler="uniform"), "logit-normal": ObjectiveConfig(logit_mean=-0.5, logit_std=1.2),
+    "uniform": ObjectiveConfig(timestep_sampler="uniform"),
+    "logit-normal": ObjectiveConfig(logit_mean=-0.5, logit_std=1.2),
 }
 
 
@@ -133,7 +134,8 @@ def test_an_image_depends_on_its_number_and_class_only(undisturbed, solver):
     whole = draw(undisturbed, labels, solver=solver)
     assert whole.shape == (13, *SHAPE) and whole.dtype == torch.float32 and not whole.requires_grad
     for batch_size in (1, 4, 13):
-        torch.testing.assert_close(draw(undisturbed, labels, solver=solver, batch_size=batch_size), whole, rtol=1e-6, atol=1e-6)
+        found = draw(undisturbed, labels, solver=solver, batch_size=batch_size)
+        torch.testing.assert_close(found, whole, rtol=1e-6, atol=1e-6)
     later = draw(undisturbed, labels[5:9], solver=solver, first_number=5)
     torch.testing.assert_close(later, whole[5:9], rtol=1e-6, atol=1e-6)
     # another class changes every image, and another number too

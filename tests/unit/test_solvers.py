@@ -84,7 +84,8 @@ def test_sampled_deviation_is_the_data_s():
 def test_uniform_times_fall_from_one_to_zero():
     for steps in (1, 3, 50):
         times = uniform_times(steps)
-        assert times.dtype == torch.float32 and times.tolist() == pytest.approx([1 - k / steps for k in range(steps + 1)])
+        assert times.dtype == torch.float32
+        assert times.tolist() == pytest.approx([1 - k / steps for k in range(steps + 1)])
         assert times[0] == 1 and times[-1] == 0
 
 

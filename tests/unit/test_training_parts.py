@@ -44,7 +44,8 @@ def test_warm_decay_reaches_the_final_one_at_the_published_update():
 def test_average_equals_a_float64_loop_over_the_weights():
     model = network()
     parameters = dict(model.named_parameters())
-    tracks = [EMATrackConfig(name="fast", decay=0.8, warmup_power=0.5), EMATrackConfig(name="slow", decay=0.99, warmup_power=0)]
+    fast = EMATrackConfig(name="fast", decay=0.8, warmup_power=0.5)
+    tracks = [fast, EMATrackConfig(name="slow", decay=0.99, warmup_power=0)]
     bank = EMABank(parameters, EMAConfig(tracks=tracks))
     wanted = {f"{t.name}.{key}": p.detach().double() for t in tracks for key, p in parameters.items()}
     generator = torch.Generator().manual_seed(1)
@@ -101,7 +102,10 @@ def test_average_weights_are_used_inside_and_the_trained_ones_restored_bit_for_b
     (LRSchedulerConfig(warmup_steps=20, decay_type="linear"), {20: 1, 21: 1, 61: 0.5, 100: 1 / 80}),
     (LRSchedulerConfig(decay_type="linear", min_lr_factor=0.2), {1: 1, 51: 0.6, 100: 0.2 + 0.8 / 100}),
     (LRSchedulerConfig(warmup_steps=20, decay_type="cosine"), {20: 1, 21: 1, 61: 0.5, 81: (1 - 0.5**0.5) / 2}),
-    (LRSchedulerConfig(decay_type="cosine", min_lr_factor=0.1), {1: 1, 51: 0.55, 100: 0.1 + 0.9 * np.sin(np.pi / 200) ** 2}),
+    (
+        LRSchedulerConfig(decay_type="cosine", min_lr_factor=0.1),
+        {1: 1, 51: 0.55, 100: 0.1 + 0.9 * np.sin(np.pi / 200) ** 2},
+    ),
     (LRSchedulerConfig(warmup_steps=100, decay_type="cosine"), {1: 0.01, 100: 1}),
 ])
 def test_learning_rate_has_its_closed_form(config, wanted):
@@ -218,7 +222,9 @@ def test_window_means_equal_numpy_s_and_start_anew():
         batches = [terms(generator, size) for size in (7, 1, 30)]
         for batch in batches:
             window.add(batch)
-        loss, error, t = (np.concatenate([getattr(b, key).double().numpy() for b in batches]) for key in ("loss", "error", "t"))
+        loss, error, t = (
+            torch.cat([getattr(b, key) for b in batches]).double().numpy() for key in ("loss", "error", "t")
+        )
         bins = np.searchsorted(edges, t.astype(np.float32), side="left")
         wanted = {"loss_metrics/global_avg_loss": loss.mean(), "loss_metrics/global_max_loss": loss.mean()}
         wanted |= {f"loss_by_bin/{k}": error[bins == k].mean() for k in range(6) if (bins == k).any()}
@@ -325,7 +331,7 @@ def test_a_signal_is_polled_once_per_step_and_handlers_are_restored(number):
 
 
 def test_a_later_second_signal_ends_the_process_but_an_echo_does_not(monkeypatch):
-    now = [50.0]
+    now, polled = [50.0], []
     monkeypatch.setattr(agreement.time, "monotonic", lambda: now[0])
     before = {n: signal.getsignal(n) for n in StopRequest.SIGNALS}
     with pytest.raises(SystemExit) as ended, StopRequest() as stop:
@@ -334,8 +340,10 @@ def test_a_later_second_signal_ends_the_process_but_an_echo_does_not(monkeypatch
         signal.raise_signal(signal.SIGINT)
         assert stop.poll() == signal.SIGTERM
         now[0] += 0.2
+        polled.append("the echo passed")
         signal.raise_signal(signal.SIGINT)
         stop.poll()
+    assert polled == ["the echo passed"]
     assert ended.value.code == 128 + signal.SIGINT
     assert {n: signal.getsignal(n) for n in StopRequest.SIGNALS} == before
 
