@@ -105,3 +105,18 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_used(config):
     output = again.finish()[0]
     assert f"{shard.parent}: {shard.name} is damaged; skipped" in output
     assert "resumed after step 6" in output
+
+
+def test_gradient_that_is_not_finite_ends_the_run_before_it_is_saved(config):
+    run = Run(
+        config, "diverged", "--optimizer.lr", "1e30", "--training.max_norm", "0", "--checkpoint.interval", "1",
+        "--lr_scheduler.warmup_steps", "0", ranks=2, replicas=2,
+    )
+    codes, outputs = run.wait(60)
+    assert codes == [1, 1], outputs
+    assert "Traceback" not in "".join(outputs)
+    summary = run.summary()
+    assert summary["status"] == "failed" and "the gradient norm is" in summary["reason"]
+    last = max((run.folder / "checkpoint").iterdir())
+    tensors = checkpoint_tensors(last)
+    assert tensors and all(torch.isfinite(tensor).all() for name, tensor in tensors.items() if name.startswith("optimizer"))
