@@ -169,14 +169,27 @@ def test_load_step_chooses_or_says_what_is_wrong(tmp_path):
     writer = saver(tmp_path)
     for step in (10, 20, 30):
         writer.save(step, some_tensors(), {})
-    assert saver(tmp_path, load_step=20).find() == 20
-    with pytest.raises(CheckpointError, match=r"^checkpoint\.load_step: 15: .*30, 20, 10\)$"):
+    with pytest.raises(CheckpointError, match=r"^checkpoint\.load_step: 15: no such checkpoint \(.*30, 20, 10\)$"):
         saver(tmp_path, load_step=15).find()
     (checkpoint_path(writer.folder, 20) / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"^checkpoint\.load_step: 20: state\.json is missing or unreadable"):
         saver(tmp_path, load_step=20).find()
+    assert checkpoint_steps(writer.folder) == [30, 20, 10]
+    assert saver(tmp_path, load_step=10).find() == 10
     with pytest.raises(CheckpointError, match=r"load_step: 3: .*: none\)$"):
         Checkpointer(tmp_path / "empty", CheckpointConfig(load_step=3), 0).find()
+
+
+def test_restart_after_load_step_follows_the_new_branch(tmp_path):
+    writer = saver(tmp_path, keep_latest_k=2)
+    for step in (10, 20):
+        writer.save(step, some_tensors(step), {"branch": "old"})
+    old = content(checkpoint_path(writer.folder, 20))
+    assert saver(tmp_path, load_step=10).find() == 10
+    writer.save(15, some_tensors(15), {"branch": "new"})
+    assert saver(tmp_path).find() == 15
+    aside = [path for path in writer.folder.iterdir() if path.name.startswith("set-aside-step-00000020")]
+    assert len(aside) == 1 and content(aside[0]) == old
 
 
 # --- damage

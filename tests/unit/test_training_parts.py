@@ -194,7 +194,7 @@ def test_clipping_scales_the_gradient_to_the_norm_and_no_further(max_norm):
     model[0].bias.grad = None
     parameters = list(model.parameters())
     before = [p.grad.double().clone() for p in parameters if p.grad is not None]
-    norm = gradient_norm(parameters, SimpleNamespace(sharded=False))
+    norm = gradient_norm(parameters, SimpleNamespace(sharded=False, device=torch.device("cpu")))
     wanted = np.sqrt(sum((g**2).sum().item() for g in before))
     assert norm.dtype == torch.float64 and norm.item() == pytest.approx(wanted, rel=1e-7)
     clip_gradients(parameters, norm, max_norm)

@@ -102,6 +102,8 @@ class Objective:
         x_t = a * x0 + b * draw.noise
         output = self._output(model, x_t, draw.t, condition)
         wanted = target(self.prediction, x0, draw.noise, a, b)
+        if output.shape != wanted.shape:  # it might broadcast
+            raise ValueError(f"the model's output is {list(output.shape)}, the target {list(wanted.shape)}")
         error = (output - wanted).square().flatten(1).mean(1)  # [B]
         sigma = draw.t / (1.0 - draw.t).clamp_min(torch.finfo(torch.float32).tiny)
         return LossTerms(draw.importance * self.weighting(sigma) * error, error.detach(), draw.t)

@@ -27,8 +27,7 @@ class Uniform:
         return u
 
     def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
-        t = torch.sigmoid(log_sigma)
-        return t * (1.0 - t)
+        return torch.sigmoid(log_sigma) * torch.sigmoid(-log_sigma)
 
 
 @dataclass(frozen=True)

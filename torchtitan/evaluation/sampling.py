@@ -15,6 +15,7 @@ from torchtitan.diffusion.guidance import predictor
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.solvers import SOLVERS, uniform_times
 from torchtitan.distributed.precision import compute_context
+from torchtitan.evaluation.mode import evaluating
 from torchtitan.settings import setting
 
 
@@ -109,14 +110,11 @@ class ImageSampler:
         share = math.ceil(len(labels) / ranks)
         # Every rank makes the same number of forwards, or a sharded model would wait for ever.
         mine = (torch.arange(share) + rank * share).clamp(max=len(labels) - 1)
-        was_training = self._model.training
-        self._model.eval()
-        with torch.compiler.set_stance("force_eager"), compute_context(self._param_dtype, self._device, sharded):
+        with evaluating(self._model), compute_context(self._param_dtype, self._device, sharded):
             parts = [
                 self._draw_batch(labels[chunk], chunk + first_number, seed, purpose, solver, num_steps, guidance_scale)
                 for chunk in tqdm(mine.split(batch_size), unit="batch", disable=not progress)
             ]
-        self._model.train(was_training)
         images = torch.cat(parts)
         if ranks > 1:
             gathered = [torch.empty_like(images) for _ in range(ranks)]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchtitan.diffusion import philox
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.distributed.precision import compute_context
+from torchtitan.evaluation.mode import evaluating
 from torchtitan.settings import setting
 
 
@@ -75,9 +76,7 @@ def validation_loss(
     """
     bins = len(bin_edges) + 1
     sums = torch.zeros(2, bins + 1, dtype=torch.float64, device=device)  # (values, weights) of each bin and of all
-    was_training = model.training
-    model.eval()
-    with torch.compiler.set_stance("force_eager"):
+    with evaluating(model):
         for batch in batches:
             images, labels, indices, weights = (
                 batch[key].to(device) for key in ("images", "labels", "indices", "weights")
@@ -91,7 +90,6 @@ def validation_loss(
             sums[1].index_add_(0, which, weights.to(torch.float64))
             sums[0, bins] += (terms.loss.to(torch.float64) * weights).sum()
             sums[1, bins] += weights.sum()
-    model.train(was_training)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)
     values, weights = sums.tolist()

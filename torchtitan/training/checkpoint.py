@@ -170,14 +170,26 @@ class Checkpointer:
                 shutil.rmtree(path, ignore_errors=True)
         wanted = self._config.load_step
         if wanted >= 0:
-            problem = verify(checkpoint_path(self.folder, wanted))
+            path = checkpoint_path(self.folder, wanted)
+            problem = verify(path) if path.exists() else "no such checkpoint"
             if problem:
                 there = ", ".join(map(str, checkpoint_steps(self.folder))) or "none"
                 message = f"checkpoint.load_step: {wanted}: {problem} (checkpoints in {self.folder}: {there})"
                 return None, [], message
-            return wanted, [], None
+            return wanted, self._set_aside_after(wanted), None
         step, skipped = newest_good(self.folder)
         return step, skipped, None
+
+    def _set_aside_after(self, step: int) -> list[str]:
+        """Keep later checkpoints under names that do not count: the next restart must follow the new branch."""
+        messages = []
+        for later in checkpoint_steps(self.folder):
+            if later > step:
+                path = checkpoint_path(self.folder, later)
+                aside = path.with_name(f"set-aside-{path.name}-{uuid.uuid4().hex[:8]}")
+                path.rename(aside)
+                messages.append(f"{path}: is later than checkpoint.load_step = {step}; kept as {aside.name}")
+        return messages
 
     def _new_folder(self, step: int) -> str:
         partial = self.folder / f".step-{step:08d}-{uuid.uuid4().hex[:8]}"
@@ -189,9 +201,9 @@ class Checkpointer:
         final = checkpoint_path(self.folder, step)
         try:
             (partial / _STATE).write_text(json.dumps(state, indent=1))
-            _write_manifest(partial, step)
+            _write_manifest(partial)
             if final.exists():
-                # Damaged, or from before a resume from an earlier step (checkpoint.load_step).
+                # Only a damaged one is there: a good one would have been resumed from or set aside.
                 final.rename(self.folder / f".replaced-{final.name}-{uuid.uuid4().hex[:8]}")
             partial.rename(final)
             _sync(self.folder)
@@ -203,8 +215,7 @@ class Checkpointer:
     def _delete_old(self, saved: int) -> None:
         if self._config.keep_latest_k == 0:
             return
-        # Later steps, damaged or from before a resume from an earlier step, must not count: they would push out
-        # the one just saved.
+        # Later steps are damaged; if they counted, they would push out the one just saved.
         older = [step for step in checkpoint_steps(self.folder) if step < saved]
         for step in older[self._config.keep_latest_k - 1 :]:
             path = checkpoint_path(self.folder, step)
@@ -214,7 +225,7 @@ class Checkpointer:
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _write_manifest(folder: Path, step: int) -> None:
+def _write_manifest(folder: Path) -> None:
     paths = sorted(folder.iterdir())
     with ThreadPoolExecutor(4) as pool:
         hashes = list(pool.map(_hash_file, paths))
@@ -224,7 +235,7 @@ def _write_manifest(folder: Path, step: int) -> None:
     for path in paths:
         _sync(path)
     manifest = folder / _MANIFEST
-    manifest.write_text(json.dumps({"step": step, "files": files, "digest": _digest_of(files)}, indent=1))
+    manifest.write_text(json.dumps({"files": files, "digest": _digest_of(files)}, indent=1))
     _sync(manifest)
     _sync(folder)
 

@@ -68,8 +68,8 @@ class EMABank:
             yield
             return
         trained = {key: parameter.detach().clone() for key, parameter in self._parameters.items()}
-        self._assign(self.tracks[track], model)
         try:
+            self._assign(self.tracks[track], model)
             yield
         finally:
             self._assign(trained, model)

@@ -167,7 +167,7 @@ def cut_metrics(path: Path, last_step: int) -> None:
     """Drop the points after a step from metrics.jsonl, so that a resumed run reads as one run."""
     if not path.exists():
         return
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= last_step]
+    kept = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if _step_of(line) <= last_step]
     temporary = path.with_suffix(".jsonl.tmp")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     temporary.replace(path)
@@ -176,6 +176,7 @@ def cut_metrics(path: Path, last_step: int) -> None:
 def tail_medians(path: Path, tags: tuple[str, ...]) -> dict[str, float]:
     """Median of each tag over the last half of the points in metrics.jsonl; tags never logged are left out."""
     points = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    points = [point for point in points if any(tag in point for tag in tags)]
     tail = points[len(points) // 2 :]
     values = {tag: [point[tag] for point in tail if tag in point] for tag in tags}
     return {tag: statistics.median(found) for tag, found in values.items() if found}

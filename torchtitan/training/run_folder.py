@@ -17,8 +17,11 @@ class RunFolderError(Exception):
     """A run folder that must not be written to; one line per problem."""
 
     def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
+        super().__init__(problems)  # an exception travels between ranks by its arguments
         self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
 
 
 class RunFolder:
