@@ -16,7 +16,7 @@ import torch
 from data import DATASETS
 from data.base import DatasetError, DatasetInfo
 from torchtitan.config_record import unmet_condition
-from torchtitan.config_schema import Problem, nearest, shown, shown_name
+from torchtitan.config_schema import Problem, nearest, no_effect, shown, shown_name
 from torchtitan.models import MODELS
 
 
@@ -121,9 +121,7 @@ def _has_effect(checked: Checked, key: str, field: Any) -> Iterator[Problem]:
         return
     unmet = unmet_condition(checked, key.split(".")[0], field)
     if unmet:
-        other, value, accepted = unmet
-        remedy = f"{other} above 0" if accepted == ">0" else f"{other} = {' or '.join(map(_plain, accepted))}"
-        yield Problem(key, f"has no effect when {other} = {_plain(value)}; remove it or set {remedy}")
+        yield Problem(key, no_effect(*unmet))
 
 
 def _job_name(checked: Checked) -> Iterator[Problem]:
@@ -284,10 +282,6 @@ def _unsafe_as_folder(name: str) -> str:
     if "/" in name or "\\" in name:
         return f"{shown(name)} has a slash"
     return "is longer than 200 bytes" if len(name.encode()) > 200 else ""
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else shown(value)
 
 
 CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [

@@ -85,8 +85,12 @@ def _with_later_keys(old_value: Any, annotation: Any) -> Any:
     element = (*typing.get_args(annotation), None)[0]
     if not (isinstance(old_value, list) and dataclasses.is_dataclass(element)):
         return old_value
-    defaults = plain(element())
-    return [defaults | entry if isinstance(entry, dict) else entry for entry in old_value]
+    known = {field.name for field in dataclasses.fields(element)}
+
+    def completed(entry: dict) -> dict:
+        return entry | plain(element(**{key: value for key, value in entry.items() if key in known}))
+
+    return [completed(entry) if isinstance(entry, dict) else entry for entry in old_value]
 
 
 def _text(value: Any) -> str:

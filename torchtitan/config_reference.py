@@ -102,7 +102,7 @@ def _describe_section(title: str, section: str, defaults: Any, note: str = "") -
             element_hints = typing.get_type_hints(element)
             for inner in dataclasses.fields(element):
                 lines.append(f"      {inner.name}  {_kind(inner, element_hints[inner.name], inner.default)}")
-                lines.extend(_meaning(inner, section, 10))
+                lines.extend(_meaning(inner, "", 10))
     return "\n".join(lines)
 
 
@@ -127,7 +127,7 @@ def _default_text(default: Any) -> str:
 def _meaning(field: dataclasses.Field, section: str, indent: int) -> list[str]:
     conditions = []
     for key, accepted in field.metadata.get("applies", {}).items():
-        name = key if "." in key else f"{section}.{key}"
+        name = key if "." in key or not section else f"{section}.{key}"
         values = "above 0" if accepted == ">0" else "= " + " or ".join(map(_default_text, accepted))
         conditions.append(f"{name} {values}")
     text = field.metadata.get("description", "") + (f"; only with {' and '.join(conditions)}" if conditions else "")

@@ -12,7 +12,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
@@ -60,6 +60,9 @@ def validate_section(
         good = {key: value for key, value in values.items() if key not in refused}
         given = schema_of(declared).model_validate(good)
     changes = {key: _to_dataclass(getattr(given, key), declared, key) for key in given.model_fields_set}
+    for key in changes:
+        for place, text in _ignored_in_tables(getattr(given, key), changes[key]):
+            problems.append(Problem(f"{section}.{key}", text, place))
     return dataclasses.replace(copy.deepcopy(defaults), **changes), problems
 
 
@@ -84,10 +87,31 @@ def default_of(field: dataclasses.Field) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
+def unmet_in_table(table: Any, field: dataclasses.Field) -> tuple[str, Any, tuple | str] | None:
+    """Find why a key of a table has no effect.
+
+    Returns:
+        the key of the same table that it depends on, that key's value, and the values under which it would have an
+        effect; None if it has one.
+    """
+    for key, accepted in field.metadata.get("applies", {}).items():
+        value = getattr(table, key)
+        if not (value > 0 if accepted == ">0" else value in accepted):
+            return key, value, accepted
+    return None
+
+
+def no_effect(key: str, value: Any, accepted: tuple | str) -> str:
+    """Say that a key is ignored because another one has a value that is not among the accepted ones."""
+    remedy = f"{key} above 0" if accepted == ">0" else f"{key} = {' or '.join(map(_unquoted, accepted))}"
+    return f"has no effect when {key} = {_unquoted(value)}; remove it or set {remedy}"
+
+
 def plain(value: Any) -> Any:
-    """A value as TOML has it: tables for dataclasses, without the keys that are None."""
+    """A value as TOML has it: tables for dataclasses, without the keys that are None or have no effect."""
     if dataclasses.is_dataclass(value):
-        pairs = {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = [field for field in dataclasses.fields(value) if unmet_in_table(value, field) is None]
+        pairs = {field.name: plain(getattr(value, field.name)) for field in fields}
         return {key: entry for key, entry in pairs.items() if entry is not None}
     if isinstance(value, list):
         return [plain(entry) for entry in value]
@@ -228,6 +252,21 @@ def _rebuild(value: Any, annotation: Any) -> Any:
     if isinstance(value, pydantic.BaseModel):
         return inner(**{key: _to_dataclass(getattr(value, key), inner, key) for key in value.model_fields_set})
     return value
+
+
+def _ignored_in_tables(given: Any, value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """(place, text) of every key that was given in a table and has no effect beside the others."""
+    if isinstance(given, list):
+        for index, (entry, table) in enumerate(zip(given, value, strict=True)):
+            yield from _ignored_in_tables(entry, table, f"{place}[{index}]")
+    elif isinstance(given, pydantic.BaseModel):
+        for field in dataclasses.fields(value):
+            if field.name in given.model_fields_set and (unmet := unmet_in_table(value, field)):
+                yield f"{place}.{field.name}", no_effect(*unmet)
+
+
+def _unquoted(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)
 
 
 def _wording(error: Any, declared: type, advice: str) -> str:

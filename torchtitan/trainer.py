@@ -67,7 +67,7 @@ class Trainer:
         )
         self.parameters = named_parameters(self.model)
         self.optimizer = build_optimizer(self.parameters, config.optimizer)
-        self.ema = EMABank(self.parameters, config.ema)
+        self.ema = EMABank(self.parameters, config.ema, config.training.global_batch_size)
         self.data = TrainingData(
             dataset,
             config.data,

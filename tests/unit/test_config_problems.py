@@ -93,6 +93,11 @@ BAD_FILES = [
     ("[sampling]\nclasses = 3", "sampling.classes: must be a list of integers, is 3"),
     ("[ema]\ntracks = [3]", "ema.tracks[0]: must be a table, is 3"),
     ("[[ema.tracks]]\nname = 'ema'\ndecy = 0.9", "ema.tracks[0].decy: unknown key (did you mean decay?)"),
+    (
+        "[[ema.tracks]]\nname = 'ema'\n[[ema.tracks]]\nname = 'slow'\nkind = 'power'\ndecay = 0.9",
+        "ema.tracks[1].decay: has no effect when kind = power; remove it or set kind = constant",
+    ),
+    ("[[ema.tracks]]\nsigma_rel = 0.3", "ema.tracks[0].sigma_rel: must be above 0 and below 0.288675, is 0.3"),
     ("[[ema.tracks]]\ndecay = 2", "ema.tracks[0].decay: must be at least 0 and below 1, is 2"),
     (
         "[[ema.tracks]]\nname = 'ema'\n[[ema.tracks]]\nname = 'ema'",

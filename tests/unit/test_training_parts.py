@@ -1,4 +1,4 @@
-"""Averages, schedule, optimizer, gradient norm, metrics and guards against float64 and closed forms."""
+"""Schedule, optimizer, gradient norm, metrics and guards against float64 and closed forms."""
 
 import json
 import os
@@ -16,7 +16,6 @@ from torchtitan.distributed import agreement
 from torchtitan.distributed.agreement import StopRequest, from_first_rank
 from torchtitan.distributed.parallelize import clip_gradients, gradient_norm, sum_of_squares
 from torchtitan.training import metrics
-from torchtitan.training.ema import EMABank, EMAConfig, EMATrackConfig, decay_at
 from torchtitan.training.faults import FiniteCheck, TrainingError
 from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor, set_lr
 from torchtitan.training.metrics import LossWindow, Stopwatch, cut_metrics, tail_medians
@@ -26,70 +25,6 @@ from torchtitan.training.optimizer import OptimizerConfig, build_optimizer, mate
 def network(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
-
-
-# --- EMA
-
-
-def test_warm_decay_reaches_the_final_one_at_the_published_update():
-    track = EMATrackConfig(decay=0.9993, warmup_power=2 / 3)
-    reached = next(step for step in range(53_000, 55_000) if decay_at(track, step) == 0.9993)
-    assert abs(reached - 53_995) <= 1
-    for step in (1, 10, 1000, reached - 1):
-        assert decay_at(track, step) == pytest.approx(1 - (1 + step) ** (-2 / 3), rel=1e-12)
-    assert decay_at(track, 10**9) == 0.9993
-    assert decay_at(EMATrackConfig(decay=0.5, warmup_power=0), 1) == 0.5
-
-
-def test_average_equals_a_float64_loop_over_the_weights():
-    model = network()
-    parameters = dict(model.named_parameters())
-    fast = EMATrackConfig(name="fast", decay=0.8, warmup_power=0.5)
-    tracks = [fast, EMATrackConfig(name="slow", decay=0.99, warmup_power=0)]
-    bank = EMABank(parameters, EMAConfig(tracks=tracks))
-    wanted = {f"{t.name}.{key}": p.detach().double() for t in tracks for key, p in parameters.items()}
-    generator = torch.Generator().manual_seed(1)
-    for step in range(1, 41):
-        with torch.no_grad():
-            for parameter in parameters.values():
-                parameter.add_(torch.randn(parameter.shape, generator=generator))
-        bank.update(step)
-        for name, kept in (("fast", min(0.8, 1 - (1 + step) ** -0.5)), ("slow", 0.99)):
-            for key, parameter in parameters.items():
-                entry = f"{name}.{key}"
-                wanted[entry] = kept * wanted[entry] + (1 - kept) * parameter.detach().double()
-    found = bank.tensors()
-    assert found.keys() == wanted.keys()
-    for key, value in found.items():
-        assert value.dtype == torch.float32
-        torch.testing.assert_close(value.double(), wanted[key], rtol=1e-5, atol=2e-6)
-
-
-def test_average_weights_are_used_inside_and_the_trained_ones_restored_bit_for_bit():
-    model = network()
-    parameters = dict(model.named_parameters())
-    bank = EMABank(parameters, EMAConfig())
-    start = {key: p.detach().clone() for key, p in parameters.items()}
-    with torch.no_grad():
-        for parameter in parameters.values():
-            parameter.mul_(1.7).add_(float(np.float32(1e-3)))
-    trained = {key: p.detach().clone() for key, p in parameters.items()}
-    identities = {key: p.data_ptr() for key, p in parameters.items()}
-
-    def holds(values):
-        return all(torch.equal(p, values[key]) for key, p in model.named_parameters())
-
-    with bank.weights("ema", model):
-        assert holds(start)
-    assert holds(trained)
-    with pytest.raises(ZeroDivisionError), bank.weights("ema", model):
-        assert holds(start)
-        raise ZeroDivisionError
-    assert holds(trained)
-    with bank.weights("none", model):
-        assert holds(trained)
-    assert {key: p.data_ptr() for key, p in parameters.items()} == identities
-    assert all(torch.equal(value, start[key]) for key, value in bank.tracks["ema"].items())
 
 
 # --- schedule and optimizer
