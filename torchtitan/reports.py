@@ -122,11 +122,14 @@ class Reports:
                     )
                 prefix = "validation_metrics" if track == "none" else f"validation_metrics/{track}"
                 metrics |= {f"{prefix}/{name}": value for name, value in losses.items()}
-        self._results |= {name: value for name, value in metrics.items() if name.endswith("/loss")}
+        self._results |= metrics
         if self._first:
             self._log.write(trainer.step, metrics)
-            shown = ", ".join(f"{name.removeprefix('validation_metrics/')} {value:.4f}"
-                              for name, value in metrics.items() if name.endswith("loss"))
+            shown = ", ".join(
+                f"{name.removeprefix('validation_metrics/')} {value:.4f} ± {metrics.get(f'{name}_stderr', 0.0):.2g}"
+                for name, value in metrics.items()
+                if name.endswith("loss")
+            )
             self._say(f"step {trainer.step:>6}  held-out {shown}")
 
     def sample_grid(self) -> None:

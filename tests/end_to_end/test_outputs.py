@@ -58,7 +58,11 @@ def test_summary_and_pictures(run):
     assert (summary["status"], summary["step"], summary["n_images_seen"]) == ("completed", 20, 320)
     assert summary["layout"] == "one process" and summary["versions"]["torch"]
     last = [point for point in run.points() if "validation_metrics/loss" in point][-1]
-    assert summary["validation_metrics/loss"] == last["validation_metrics/loss"]
+    tags = [tag for tag in last if tag.startswith("validation_metrics/")]
+    assert {tag: summary[tag] for tag in tags} == {tag: last[tag] for tag in tags}
+    for weights in ("", "ema/"):
+        for name in ("loss", "loss_stderr", "loss_by_bin/9", "loss_stderr_by_bin/9"):
+            assert last[f"validation_metrics/{weights}{name}"] > 0
     throughputs = sorted(point["throughput(img/s)"] for point in run.points() if "grad_norm" in point)
     assert throughputs[0] <= summary["tail_medians"]["throughput(img/s)"] <= throughputs[-1]
     with Image.open(run.folder / "samples" / "training.gif") as animation:

@@ -111,8 +111,18 @@ def test_validation_loss_equals_a_direct_mean(undisturbed, batch_size, null_clas
         output += 0.1 * whole["labels"].numpy().reshape(-1, 1, 1, 1)
     error = ((output - (noise - data)) ** 2).mean((1, 2, 3))
     bins = np.digitize(draw.t.numpy(), edges.numpy(), right=True)
-    wanted = {"loss": 2 * error.mean()} | {f"loss_by_bin/{k}": error[bins == k].mean() for k in range(4)}
+    groups = {"": 2 * error} | {f"_by_bin/{k}": error[bins == k] for k in range(4)}
+    wanted = {f"loss{name}": values.mean() for name, values in groups.items()}
+    wanted |= {f"loss_stderr{name}": values.std(ddof=1) / np.sqrt(len(values)) for name, values in groups.items()}
     assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_bin_of_one_image_has_no_standard_error_and_an_empty_bin_nothing():
+    model, objective = Toy(), Objective(ObjectiveConfig(), seed=0)
+    times = held_out_draw(objective, 4, torch.arange(6), 6, SHAPE).t.sort().values
+    edges = torch.tensor([0.0, (times[0] + times[1]).item() / 2])
+    found = validate(model, objective, 6, 4, edges)
+    assert set(found) == {"loss", "loss_stderr", "loss_by_bin/1", "loss_by_bin/2", "loss_stderr_by_bin/2"}
 
 
 def test_two_validations_of_the_same_weights_are_equal():

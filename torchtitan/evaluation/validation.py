@@ -1,5 +1,6 @@
 """Loss on held-out images: fixed (image, timestep, noise) triples, so that two measurements differ by the weights."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -72,10 +73,14 @@ def validation_loss(
         param_dtype, device, sharded: how the model computes.
 
     Returns:
-        {"loss": mean, "loss_by_bin/k": mean of bin k's plain error}.
+        {"loss": mean, "loss_stderr": its standard error, "loss_by_bin/k": mean of bin k's plain error,
+        "loss_stderr_by_bin/k": its standard error}; without the bins that have no image, and without the errors of
+        those that have one. The errors are those of independent draws; timesteps are spread evenly, so the true
+        ones are smaller.
     """
     bins = len(bin_edges) + 1
-    sums = torch.zeros(2, bins + 1, dtype=torch.float64, device=device)  # (values, weights) of each bin and of all
+    # (weights, values, squares) of each bin, and of all images in the last place.
+    sums = torch.zeros(3, bins + 1, dtype=torch.float64, device=device)
     with evaluating(model):
         for batch in batches:
             images, labels, indices, weights = (
@@ -86,12 +91,20 @@ def validation_loss(
             with compute_context(param_dtype, device, sharded):
                 terms = objective.loss(model, images, condition, draw)
             which = torch.bucketize(terms.t, bin_edges)
-            sums[0].index_add_(0, which, terms.error.to(torch.float64) * weights)
-            sums[1].index_add_(0, which, weights.to(torch.float64))
-            sums[0, bins] += (terms.loss.to(torch.float64) * weights).sum()
-            sums[1, bins] += weights.sum()
+            whole = torch.full_like(which, bins)
+            for where, values in ((which, terms.error), (whole, terms.loss)):
+                values = values.to(torch.float64)
+                moments = torch.stack([torch.ones_like(values), values, values.square()])  # [3, B]
+                sums.index_add_(1, where, moments * weights)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)
-    values, weights = sums.tolist()
-    by_bin = {f"loss_by_bin/{k}": values[k] / weights[k] for k in range(bins) if weights[k]}
-    return {"loss": values[bins] / weights[bins], **by_bin}
+    names = {bins: ("loss", "loss_stderr")} | {k: (f"loss_by_bin/{k}", f"loss_stderr_by_bin/{k}") for k in range(bins)}
+    metrics = {}
+    for place, (mean_name, error_name) in names.items():
+        number, total, squares = sums[:, place].tolist()
+        if number > 0:
+            metrics[mean_name] = total / number
+        if number > 1:
+            variance = max(squares - total**2 / number, 0.0) / (number - 1)
+            metrics[error_name] = math.sqrt(variance / number)
+    return metrics
