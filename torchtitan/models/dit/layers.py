@@ -109,13 +109,14 @@ MLPS = {"gelu": GeluMLP, "swiglu": SwiGLU}
 class TimestepEmbedding(nn.Module):
     """Sinusoid of the timestep, linear, SiLU, linear."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, config: DiTConfig) -> None:
         super().__init__()
-        self.hidden = nn.Linear(SINUSOID_CHANNELS, dim)
-        self.out = nn.Linear(dim, dim)
+        self.hidden = nn.Linear(SINUSOID_CHANNELS, config.dim)
+        self.out = nn.Linear(config.dim, config.dim)
+        self.reach_lowest = config.timestep_frequencies == "diffusers"
 
     def forward(self, t: Tensor) -> Tensor:
-        sinusoid = timestep_sinusoid(t, SINUSOID_CHANNELS).to(self.hidden.weight.dtype)
+        sinusoid = timestep_sinusoid(t, SINUSOID_CHANNELS, reach_lowest=self.reach_lowest).to(self.hidden.weight.dtype)
         return self.out(F.silu(self.hidden(sinusoid)))  # [B, D]
 
 
@@ -144,19 +145,23 @@ def unpatchify(x: Tensor, grid: tuple[int, int], patch_size: int) -> Tensor:
     return x.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
 
 
-def timestep_sinusoid(t: Tensor, channels: int, max_period: float = 10000.0) -> Tensor:
+def timestep_sinusoid(
+    t: Tensor, channels: int, max_period: float = 10000.0, *, reach_lowest: bool = False
+) -> Tensor:
     """Cosines, then sines, of t at frequencies from 1 down to nearly 1 / max_period.
 
     Args:
         t: times [B]; the frequencies suit a range of about [0, 1000].
         channels: even.
+        reach_lowest: the last frequency is 1 / max_period itself.
 
     Returns:
         [B, channels], float32 or t's dtype, whichever is finer: bfloat16 has no phase left at t = 1000.
     """
     t = t.to(torch.promote_types(t.dtype, torch.float32))
-    exponents = torch.arange(channels // 2, dtype=t.dtype, device=t.device) / (channels // 2)
-    angles = t[:, None] * torch.exp(-math.log(max_period) * exponents)  # [B, channels / 2]
+    steps = channels // 2 - reach_lowest
+    exponents = -math.log(max_period) * torch.arange(channels // 2, dtype=t.dtype, device=t.device) / steps
+    angles = t[:, None] * torch.exp(exponents)  # [B, channels / 2]
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 

@@ -46,7 +46,7 @@ class DiT(DiffusionModel):
         self.out_channels = 2 * channels if config.learned_variance else channels
 
         self.patch_embed = nn.Linear(channels * config.patch_size**2, config.dim)
-        self.time_embed = TimestepEmbedding(config.dim)
+        self.time_embed = TimestepEmbedding(config)
         self.label_embed = nn.Embedding(num_classes + 1, config.dim) if num_classes > 0 else None
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.output = OutputLayer(config, self.out_channels * config.patch_size**2)

@@ -1,0 +1,313 @@
+"""Weights of this model in the layouts that others publish, and back: the same function, other names and orders.
+
+`dit` and `sit` are the state dicts of facebookresearch/DiT and of SiT, which share their names; `diffusers` is that
+of DiTTransformer2DModel. A conversion copies numbers and computes none, so there and back is exact. What differs:
+
+    patch embedding      a convolution [D, C, p, p] there, the same numbers as a linear [D, C p p] here
+    output channels      (p, p, C) there, (C, p, p) here
+    position table       a tensor of `dit` and `sit`, computed here; diffusers computes it too
+    queries, keys, values   packed in this order; three linears in diffusers
+    timestep and class embedding   one copy per block in diffusers, all equal when the weights come from a DiT
+"""
+
+import torch
+from torch import Tensor
+
+from torchtitan.models.dit.config import FLAVORS, DiTConfig
+from torchtitan.models.dit.layers import sincos_table
+from torchtitan.models.dit.model import DiT
+
+LAYOUTS = ("dit", "sit", "diffusers")
+
+_POSITION = {"dit": "pos_embed", "sit": "pos_embed", "diffusers": "pos_embed.pos_embed"}
+# What the published networks are, besides their sizes.
+_FIXED = {
+    "mlp": "gelu",
+    "norm": "layernorm",
+    "norm_affine": False,
+    "norm_eps": 1e-6,
+    "qk_norm": False,
+    "attention_bias": True,
+    "position": "sincos",
+    "final_modulation": True,
+}
+
+# Tensor of this model -> its copies there -> the pieces of each copy, to be joined along the first dimension.
+Places = dict[str, list[list[str]]]
+
+
+class ConversionError(Exception):
+    """Weights that have no place in the other layout; one line per problem."""
+
+
+def export_weights(weights: dict[str, Tensor], model: DiT, layout: str) -> dict[str, Tensor]:
+    """Bring weights into a published layout.
+
+    Args:
+        weights: every parameter of `model` by name.
+        model: gives the shapes; may be on the meta device.
+        layout: one of LAYOUTS.
+
+    Returns:
+        the published state dict, its tensors contiguous and sharing memory with nothing.
+
+    Raises:
+        ConversionError: the layout has no place for this model.
+    """
+    if problems := layout_problems(model, layout):
+        raise ConversionError("\n".join(problems))
+    published = {}
+    for name, copies in _places(model.config.num_layers, layout).items():
+        tensor = weights[name]
+        if name == "patch_embed.weight":
+            tensor = tensor.unflatten(1, (-1, model.config.patch_size, model.config.patch_size))
+        elif name.startswith("output.linear."):
+            tensor = _channels_last(tensor, model.config.patch_size)
+        for pieces in copies:
+            published |= {
+                piece: part.clone(memory_format=torch.contiguous_format)
+                for piece, part in zip(pieces, tensor.chunk(len(pieces)), strict=True)
+            }
+    if layout != "diffusers":
+        published["pos_embed"] = _position_table(model)[None]
+    return published
+
+
+def import_weights(published: dict[str, Tensor], model: DiT, layout: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Read weights out of a published layout.
+
+    Args:
+        published: the state dict.
+        model: gives the shapes; may be on the meta device.
+        layout: one of LAYOUTS.
+
+    Returns:
+        every parameter of `model` by name, and a line for each thing that was left out.
+
+    Raises:
+        ConversionError: tensors are missing, superfluous, of another model, or not what this model computes.
+    """
+    if problems := layout_problems(model, layout) or _layout_mismatch(published, layout):
+        raise ConversionError("\n".join(problems))
+    if problem := _size_mismatch(published, model, layout):
+        raise ConversionError(problem)
+    places = _places(model.config.num_layers, layout)
+    wanted = {piece for copies in places.values() for pieces in copies for piece in pieces}
+    missing, extra = sorted(wanted - published.keys()), sorted(published.keys() - wanted - {_POSITION[layout]})
+    if layout != "diffusers" and "pos_embed" not in published:
+        missing.append("pos_embed")
+    problems = [
+        f"{len(names)} tensors {text}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+        for names, text in ((missing, "are missing"), (extra, f"are not of the {layout} layout of this model")) if names
+    ]
+    if problems:
+        raise ConversionError("\n".join(problems))
+    _check_position(published, model, layout)
+
+    weights, notes = {}, []
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for name, copies in places.items():
+        tensor = _joined(published, copies)
+        if name == "patch_embed.weight":
+            tensor = tensor.flatten(1)
+        elif name.startswith("output.linear."):
+            tensor, note = _output_channels(tensor, shapes[name][0], model.config)
+            notes += [note] if note and note not in notes else []
+        if tensor.shape != shapes[name]:
+            raise ConversionError(f"{copies[0][0]} makes {name} {list(tensor.shape)} instead of {list(shapes[name])}")
+        if not tensor.is_floating_point():
+            raise ConversionError(f"{copies[0][0]} is {str(tensor.dtype).removeprefix('torch.')}, not floating point")
+        weights[name] = tensor.clone(memory_format=torch.contiguous_format)
+    return weights, notes
+
+
+def layout_problems(model: DiT, layout: str) -> list[str]:
+    """Why a model has no place in a layout: one line each, empty when it has."""
+    found = [
+        f"model.{key} = {_plain(getattr(model.config, key))}: the {layout} layout is of models with {_plain(value)}"
+        for key, value in _FIXED.items() if getattr(model.config, key) != value
+    ]
+    if layout == "diffusers" and model.config.mlp_hidden_dim != 4 * model.config.dim:
+        found.append(f"model.mlp_hidden_dim = {model.config.mlp_hidden_dim}: diffusers has 4 model.dim always")
+    if model.null_class is None:
+        found.append(f"the dataset has no classes: the {layout} layout is of models with a class table")
+    if model.grid[0] != model.grid[1]:
+        height, width = model.image_shape[1:]
+        found.append(f"images of {height} x {width}: the {layout} layout is of square ones")
+    return found
+
+
+def diffusers_config(model: DiT) -> dict:
+    """The config.json of DiTTransformer2DModel for this model."""
+    config = model.config
+    return {
+        "_class_name": "DiTTransformer2DModel",
+        "num_attention_heads": config.num_heads,
+        "attention_head_dim": config.dim // config.num_heads,
+        "in_channels": model.image_shape[0],
+        "out_channels": model.out_channels,
+        "num_layers": config.num_layers,
+        "attention_bias": True,
+        "sample_size": model.image_shape[1],
+        "patch_size": config.patch_size,
+        "activation_fn": "gelu-approximate",
+        "num_embeds_ada_norm": model.null_class,
+        "norm_type": "ada_norm_zero",
+        "norm_elementwise_affine": False,
+        "norm_eps": config.norm_eps,
+    }
+
+
+def diffusers_config_problems(document: dict, model: DiT) -> list[str]:
+    """What a config.json says that weights do not show, and this model is not: one line each."""
+    wanted = diffusers_config(model)
+    defaults = {"norm_type": "ada_norm_zero", "activation_fn": "gelu-approximate", "attention_bias": True}
+    return [
+        f"{key} is {document[key]} there and {wanted[key]} in this configuration"
+        for key in ("_class_name", "num_attention_heads", "in_channels", "patch_size", "sample_size", *defaults)
+        if key in document and document[key] != wanted[key]
+    ]
+
+
+def _places(num_layers: int, layout: str) -> Places:
+    modules = _diffusers_modules(num_layers) if layout == "diffusers" else _dit_modules(num_layers)
+    return {
+        f"{module}.{kind}": [[f"{piece}.{kind}" for piece in pieces] for pieces in copies]
+        for module, copies in modules.items()
+        for kind in (("weight",) if module == "label_embed" else ("weight", "bias"))
+    }
+
+
+def _dit_modules(num_layers: int) -> Places:
+    modules = {
+        "patch_embed": "x_embedder.proj",
+        "time_embed.hidden": "t_embedder.mlp.0",
+        "time_embed.out": "t_embedder.mlp.2",
+        "label_embed": "y_embedder.embedding_table",
+        "output.modulation": "final_layer.adaLN_modulation.1",
+        "output.linear": "final_layer.linear",
+    }
+    for i in range(num_layers):
+        modules |= {
+            f"layers.{i}.attention.qkv": f"blocks.{i}.attn.qkv",
+            f"layers.{i}.attention.out": f"blocks.{i}.attn.proj",
+            f"layers.{i}.mlp.hidden": f"blocks.{i}.mlp.fc1",
+            f"layers.{i}.mlp.out": f"blocks.{i}.mlp.fc2",
+            f"layers.{i}.modulation": f"blocks.{i}.adaLN_modulation.1",
+        }
+    return {ours: [[theirs]] for ours, theirs in modules.items()}
+
+
+def _diffusers_modules(num_layers: int) -> Places:
+    blocks = [f"transformer_blocks.{i}" for i in range(num_layers)]
+    modules = {
+        "patch_embed": [["pos_embed.proj"]],
+        "time_embed.hidden": [[f"{block}.norm1.emb.timestep_embedder.linear_1"] for block in blocks],
+        "time_embed.out": [[f"{block}.norm1.emb.timestep_embedder.linear_2"] for block in blocks],
+        "label_embed": [[f"{block}.norm1.emb.class_embedder.embedding_table"] for block in blocks],
+        "output.modulation": [["proj_out_1"]],
+        "output.linear": [["proj_out_2"]],
+    }
+    for i, block in enumerate(blocks):
+        modules |= {
+            f"layers.{i}.attention.qkv": [[f"{block}.attn1.to_{letter}" for letter in "qkv"]],
+            f"layers.{i}.attention.out": [[f"{block}.attn1.to_out.0"]],
+            f"layers.{i}.mlp.hidden": [[f"{block}.ff.net.0.proj"]],
+            f"layers.{i}.mlp.out": [[f"{block}.ff.net.2"]],
+            f"layers.{i}.modulation": [[f"{block}.norm1.linear"]],
+        }
+    return modules
+
+
+def _joined(published: dict[str, Tensor], copies: list[list[str]]) -> Tensor:
+    first, *others = copies
+    for other in others:
+        for piece, same in zip(other, first, strict=True):
+            if not torch.equal(published[piece], published[same]):
+                raise ConversionError(f"{piece} is not equal to {same}: this model has one for all blocks")
+    pieces = [published[piece] for piece in first]
+    if any(piece.ndim != pieces[0].ndim or piece.shape[1:] != pieces[0].shape[1:] for piece in pieces):
+        raise ConversionError(f"{', '.join(first)} do not fit together")
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _channels_last(tensor: Tensor, patch_size: int) -> Tensor:
+    """Rows (C, p, p) to rows (p, p, C)."""
+    return tensor.unflatten(0, (-1, patch_size, patch_size)).movedim(0, 2).flatten(0, 2)
+
+
+def _channels_first(tensor: Tensor, patch_size: int) -> Tensor:
+    """Rows (p, p, C) to rows (C, p, p)."""
+    return tensor.unflatten(0, (patch_size, patch_size, -1)).movedim(2, 0).flatten(0, 2)
+
+
+def _output_channels(tensor: Tensor, rows: int, config: DiTConfig) -> tuple[Tensor, str | None]:
+    """The output layer's rows (C, p, p), without the variance's if this model has none."""
+    if tensor.shape[0] % config.patch_size**2:
+        return tensor, None  # refused for its shape
+    tensor = _channels_first(tensor, config.patch_size)
+    if tensor.shape[0] == 2 * rows and not config.learned_variance:
+        return tensor[:rows], "the learned variance's half of the output layer was dropped"
+    return tensor, None
+
+
+def _position_table(model: DiT) -> Tensor:
+    return sincos_table(model.config.dim, model.grid).to(torch.float32)
+
+
+def _check_position(published: dict[str, Tensor], model: DiT, layout: str) -> None:
+    name = _POSITION[layout]
+    if name not in published:
+        return
+    found, wanted = published[name].to(torch.float64), _position_table(model)[None].to(torch.float64)
+    if found.shape != wanted.shape:
+        shapes = f"{list(found.shape)} instead of {list(wanted.shape)}"
+        raise ConversionError(f"{name} is {shapes}: these weights are for images of another size")
+    difference = (found - wanted).abs().max().item()
+    if not difference <= 1e-6:
+        raise ConversionError(f"{name} differs by {difference:.2g} from the table that this model computes")
+
+
+def _layout_mismatch(published: dict[str, Tensor], layout: str) -> list[str]:
+    marks = {"dit": "x_embedder.proj.weight", "diffusers": "pos_embed.proj.weight", "safetensors": "patch_embed.weight"}
+    expected = "diffusers" if layout == "diffusers" else "dit"
+    if marks[expected] in published:
+        return []
+    other = next((name for name, mark in marks.items() if mark in published), None)
+    if other == "safetensors":
+        return ["is in this program's own layout already"]
+    if other:
+        return [f"is in the {other} layout (give --format {other})"]
+    return [f"is not in the {layout} layout: {marks[expected]} is missing"]
+
+
+def _size_mismatch(published: dict[str, Tensor], model: DiT, layout: str) -> str | None:
+    """Whose weights these are, if width, depth or patch are not the model's."""
+    names = {"diffusers": ("pos_embed.proj.weight", "transformer_blocks.")}
+    patch, prefix = names.get(layout, ("x_embedder.proj.weight", "blocks."))
+    if published[patch].ndim != 4:
+        return f"{patch} is {list(published[patch].shape)} instead of a convolution's [D, C, p, p]"
+    dim, _, _, patch_size = published[patch].shape
+    numbers = {int(name.split(".")[1]) for name in published if _is_block(name, prefix)}
+    found = (dim, len(numbers), patch_size)
+    wanted = (model.config.dim, model.config.num_layers, model.config.patch_size)
+    if found == wanted:
+        return None
+    return f"these are weights of {_size_name(*found)}; the configuration is {_size_name(*wanted)}"
+
+
+def _is_block(name: str, prefix: str) -> bool:
+    return name.startswith(prefix) and name.split(".")[1].isdecimal()
+
+
+def _size_name(dim: int, num_layers: int, patch_size: int) -> str:
+    size = f"dim {dim}, {num_layers} layers, patch {patch_size}"
+    for name, flavor in FLAVORS.items():
+        same_size = (flavor.dim, flavor.num_layers, flavor.patch_size) == (dim, num_layers, patch_size)
+        if same_size and all(getattr(flavor, key) == value for key, value in _FIXED.items()):
+            return f"{name} ({size})"
+    return f"no flavor's size ({size})"
+
+
+def _plain(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
