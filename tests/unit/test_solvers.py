@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.diffusion import philox
-from torchtitan.diffusion.guidance import drop_labels, guided_network, predictor
+from torchtitan.diffusion.guidance import Guidance, drop_labels, guided_network, predictor
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import RectifiedFlow
 from torchtitan.diffusion.solvers import SOLVERS, uniform_times
@@ -84,7 +84,7 @@ def test_sampled_deviation_is_the_data_s():
 def test_uniform_times_fall_from_one_to_zero():
     for steps in (1, 3, 50):
         times = uniform_times(steps)
-        assert times.dtype == torch.float32
+        assert times.dtype == torch.float64
         assert times.tolist() == pytest.approx([1 - k / steps for k in range(steps + 1)])
         assert times[0] == 1 and times[-1] == 0
 
@@ -137,7 +137,7 @@ def test_predictor_reads_the_guided_network_by_the_objective():
     x, _, classes = guidance_inputs()
     t = torch.tensor([0.2, 0.5, 0.8])
     objective = Objective(ObjectiveConfig(), seed=0)
-    x0, noise = predictor(objective, RecordingNetwork(), classes, NULL_CLASS, 2.0)(x, t)
+    x0, noise = predictor(objective, RecordingNetwork(), classes, NULL_CLASS, Guidance(2.0))(x, t)
     velocity = guided_network(RecordingNetwork(), NULL_CLASS, 2.0)(x, 1000 * t, classes)
     b = t.reshape(-1, 1, 1, 1)
     torch.testing.assert_close(noise - x0, velocity, rtol=1e-5, atol=1e-4)
@@ -152,7 +152,7 @@ def test_predictor_of_an_unconditional_network_never_guides():
         return x
 
     x, t, _ = guidance_inputs()
-    predictor(Objective(ObjectiveConfig(), seed=0), network, None, None, 3.0)(x, t)
+    predictor(Objective(ObjectiveConfig(), seed=0), network, None, None, Guidance(3.0))(x, t)
     assert calls == [(3, None)]
 
 

@@ -3,16 +3,32 @@
 Source: Ho and Salimans, "Classifier-free diffusion guidance", arXiv 2207.12598.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchtitan.diffusion import philox
 from torchtitan.diffusion.objective import Network, Objective
+from torchtitan.diffusion.solvers.contract import Predict
 
-# (x_t [B, ...], t [B]) -> estimates of x0 and of the noise, each of x_t's shape
-Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+@dataclass(frozen=True)
+class Guidance:
+    """How strongly, when and on which channels samples are guided.
+
+    Attributes:
+        scale: 1 is the plain conditional network, 0 the unconditional one.
+        interval: times (low, high), both within, of guidance; outside it the network is the plain conditional one.
+            Source: Kynkäänniemi et al., arXiv 2404.07724 (there in sigma = t / (1 - t)).
+        channels: "all" of the image, or the "first_three" as in the published samples of DiT (Peebles and Xie, arXiv
+            2212.09748); what is not guided, a learned variance always, is the conditional network's.
+    """
+
+    scale: float = 1.0
+    interval: tuple[float, float] = (0.0, 1.0)
+    channels: Literal["all", "first_three"] = "all"
 
 
 def drop_labels(labels: Tensor, null_class: int, probability: float, seed: int, indices: Tensor, attempt: int = 0):
@@ -21,26 +37,45 @@ def drop_labels(labels: Tensor, null_class: int, probability: float, seed: int, 
     return torch.where(dropped, null_class, labels)
 
 
-def guided_network(model: Network, null_class: int, guidance_scale: float) -> Network:
-    """A network whose output is u + guidance_scale (c - u), with c of the given class and u of the null class.
+def guided_network(model: Network, null_class: int, scale: float, channels: str = "all") -> Network:
+    """A network whose output is u + scale (c - u), with c of the given class and u of the null class.
 
-    Both come from one forward of twice the batch. guidance_scale = 1 is the plain conditional network (and one
-    forward of the batch itself), 0 the unconditional one.
+    Both come from one forward of twice the batch. scale = 1 is the plain conditional network (and one forward of the
+    batch itself), 0 the unconditional one. Channels that are not guided (see `Guidance`) are c's.
     """
-    if guidance_scale == 1.0:
+    if scale == 1.0:
         return model
 
     def guided(x: Tensor, time: Tensor, condition: Tensor | None) -> Tensor:
         classes = torch.cat((condition, torch.full_like(condition, null_class)))
         conditional, unconditional = model(torch.cat((x, x)), torch.cat((time, time)), classes).float().chunk(2)
-        return unconditional + guidance_scale * (conditional - unconditional)
+        count = min(x.shape[1], 3) if channels == "first_three" else x.shape[1]
+        c, u = conditional[:, :count], unconditional[:, :count]
+        return torch.cat((u + scale * (c - u), conditional[:, count:]), dim=1)
 
     return guided
 
 
 def predictor(
-    objective: Objective, model: Network, condition: Tensor | None, null_class: int | None, guidance_scale: float
+    objective: Objective, model: Network, condition: Tensor | None, null_class: int | None, guidance: Guidance
 ) -> Predict:
-    """What a solver integrates: the objective's reading of the (guided) network for fixed classes [B]."""
-    network = model if condition is None else guided_network(model, null_class, guidance_scale)
-    return lambda x_t, t: objective.predict(network, x_t, t, condition)
+    """What a solver integrates: the objective's reading of the (guided) network for fixed classes [B].
+
+    Args:
+        objective: what the network was trained for.
+        model: the network.
+        condition: classes [B], or None for an unconditional network, which is never guided.
+        null_class: the label for no class.
+        guidance: all times of one call must be equal, for they are within the interval together.
+    """
+    if condition is None:
+        return lambda x_t, t: objective.predict(model, x_t, t, None)
+    guided = guided_network(model, null_class, guidance.scale, guidance.channels)
+    low, high = guidance.interval
+    if guided is model or (low <= 0.0 and high >= 1.0):
+        return lambda x_t, t: objective.predict(guided, x_t, t, condition)
+
+    def predict(x_t: Tensor, t: Tensor):
+        return objective.predict(guided if low <= t[0].item() <= high else model, x_t, t, condition)
+
+    return predict

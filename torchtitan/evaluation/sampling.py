@@ -1,9 +1,10 @@
 """Images drawn from the model during and after training, every rank drawing its share."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from torchtitan.diffusion import philox
-from torchtitan.diffusion.guidance import predictor
+from torchtitan.diffusion.guidance import Guidance, predictor
 from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.solvers import SOLVERS, uniform_times
+from torchtitan.diffusion.paths import PATHS
+from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.mode import evaluating
 from torchtitan.settings import setting
@@ -25,12 +27,69 @@ class SamplingConfig:
 
     enable: bool = setting(True, "draw a grid of samples at intervals and at the end", trajectory=False)
     interval: int = setting(1000, "steps between grids", ge=1, applies={"enable": (True,)}, trajectory=False)
-    solver: Literal["euler", "heun"] = setting(
-        "euler", "integrator of the probability-flow equation", applies={"enable": (True,)}, trajectory=False
+    solver: Literal["euler", "heun", "euler_maruyama", "edm_heun", "ddim", "ddpm", "dpmpp_2m"] = setting(
+        "euler", "integrator from noise to image", applies={"enable": (True,)}, trajectory=False
     )
     num_steps: int = setting(50, "solver steps from noise to image", ge=1, applies={"enable": (True,)}, trajectory=False)
+    schedule: Literal["uniform", "edm", "ddpm"] = setting(
+        "uniform", "times of the steps: equally spaced in t, in sigma^(1/rho), or in DDPM indices (the default on"
+        " discrete paths)", applies={"enable": (True,)}, trajectory=False,
+    )
+    shift: float = setting(
+        1.0, "factor on sigma that moves the steps towards noise: 1 is none", gt=0,
+        applies={"enable": (True,), "schedule": ("uniform",)}, trajectory=False,
+    )
+    sigma_min: float = setting(
+        0.002, "lowest noise level before 0", gt=0, applies={"enable": (True,), "schedule": ("edm",)}, trajectory=False
+    )
+    sigma_max: float = setting(
+        80.0, "noise level of the first step", gt=0, applies={"enable": (True,), "schedule": ("edm",)},
+        trajectory=False,
+    )
+    rho: float = setting(
+        7.0, "larger values make the steps near data shorter", gt=0,
+        applies={"enable": (True,), "schedule": ("edm",)}, trajectory=False,
+    )
+    ddim_eta: float = setting(
+        0.0, "share of fresh noise: 0 is deterministic, 1 DDPM", ge=0, le=1,
+        applies={"enable": (True,), "solver": ("ddim",)}, trajectory=False,
+    )
+    ddpm_variance: Literal["small", "large", "learned"] = setting(
+        "small", "variance of a step: the posterior's, the forward process's, or the model's",
+        applies={"enable": (True,), "solver": ("ddpm",)}, trajectory=False,
+    )
+    churn: float = setting(
+        0.0, "noise added over all steps, EDM's S_churn: 0 is deterministic", ge=0,
+        applies={"enable": (True,), "solver": ("edm_heun",)}, trajectory=False,
+    )
+    churn_min: float = setting(
+        0.05, "lowest sigma of churn, S_min", ge=0, applies={"enable": (True,), "churn": ">0"}, trajectory=False
+    )
+    churn_max: float = setting(
+        50.0, "highest sigma of churn, S_max", ge=0, applies={"enable": (True,), "churn": ">0"}, trajectory=False
+    )
+    churn_noise: float = setting(
+        1.003, "deviation of the noise of churn, S_noise", gt=0, applies={"enable": (True,), "churn": ">0"},
+        trajectory=False,
+    )
+    diffusion: Literal["sigma", "sin_squared", "constant"] = setting(
+        "sigma", "squared diffusion w_t of the stochastic flow: t, sin^2(pi t), or 1",
+        applies={"enable": (True,), "solver": ("euler_maruyama",)}, trajectory=False,
+    )
+    diffusion_scale: float = setting(
+        1.0, "factor on the squared diffusion", ge=0, applies={"enable": (True,), "solver": ("euler_maruyama",)},
+        trajectory=False,
+    )
     guidance_scale: float = setting(
         2.0, "classifier-free guidance: 1 is none", ge=0, applies={"enable": (True,)}, trajectory=False
+    )
+    guidance_interval: list[float] = setting(
+        [0.0, 1.0], "lowest and highest t with guidance; the plain conditional model outside",
+        applies={"enable": (True,)}, trajectory=False,
+    )
+    guidance_channels: Literal["all", "first_three"] = setting(
+        "all", "channels with guidance; the plain conditional model's beyond", applies={"enable": (True,)},
+        trajectory=False,
     )
     classes: list[int] = setting(
         [], "classes of the grid, a row each; empty: the first ten", applies={"enable": (True,)}, trajectory=False
@@ -47,6 +106,80 @@ class SamplingConfig:
     batch_size: int = setting(
         256, "images drawn at a time on each rank", ge=1, applies={"enable": (True,)}, trajectory=False
     )
+
+    def method(self) -> dict[str, Any]:
+        """How images are drawn, as keyword arguments of `ImageSampler.draw`."""
+        return {
+            "solver": self.solver,
+            "num_steps": self.num_steps,
+            "guidance_scale": self.guidance_scale,
+            "guidance_interval": tuple(self.guidance_interval),
+            "guidance_channels": self.guidance_channels,
+            "schedule": self.schedule,
+            "solver_options": {option: getattr(self, key) for option, key in SOLVER_KEYS.get(self.solver, {}).items()},
+            "schedule_options": {option: getattr(self, option) for option in SCHEDULE_KEYS[self.schedule]},
+        }
+
+
+# solver -> its option -> the key of `[sampling]`
+SOLVER_KEYS = {
+    "ddim": {"eta": "ddim_eta"},
+    "ddpm": {"variance": "ddpm_variance"},
+    "edm_heun": {key: key for key in ("churn", "churn_min", "churn_max", "churn_noise")},
+    "euler_maruyama": {key: key for key in ("diffusion", "diffusion_scale")},
+}
+# schedule -> its options, keys of `[sampling]`
+SCHEDULE_KEYS = {"uniform": ("shift",), "edm": ("sigma_min", "sigma_max", "rho"), "ddpm": ()}
+
+
+def sampling_problems(config: SamplingConfig, path_name: str, learned_variance: bool) -> list[tuple[str, str]]:
+    """Why a model cannot be sampled in this way.
+
+    Args:
+        config: how it is to be sampled.
+        path_name: a key of PATHS, the path that it was trained on.
+        learned_variance: whether it has learned the variance of the reverse step.
+
+    Returns:
+        (key of `[sampling]`, what is wrong and what to do) of each problem.
+    """
+    path, found = PATHS[path_name](), []
+    if len(config.guidance_interval) != 2:
+        found.append(("guidance_interval", f"takes two times, has {len(config.guidance_interval)} (as [0.0, 1.0])"))
+    elif not 0.0 <= config.guidance_interval[0] <= config.guidance_interval[1] <= 1.0:
+        low, high = config.guidance_interval
+        reason = "runs backwards" if low > high else "leaves 0..1"
+        found.append(("guidance_interval", f"[{low:g}, {high:g}] {reason} (give the lower t first, both in 0..1)"))
+    indices = getattr(path, "num_indices", 0)
+    if config.schedule == "ddpm" and not indices:
+        found.append(("schedule", f"objective.path = {path_name} has no DDPM indices (use uniform or edm)"))
+    elif config.schedule == "ddpm" and config.num_steps > indices:
+        text = f"{config.num_steps} steps cannot be chosen from the {indices} indices of objective.path = {path_name}"
+        found.append(("num_steps", f"{text} (use at most {indices})"))
+    elif config.schedule != "ddpm" and path.discrete:
+        text = f"objective.path = {path_name} is trained at integer indices only (use ddpm)"
+        found.append(("schedule", text))
+    if config.schedule == "edm" and config.sigma_min >= config.sigma_max:
+        text = f"{config.sigma_min:g} is not below sampling.sigma_max = {config.sigma_max:g} (make it smaller)"
+        found.append(("sigma_min", text))
+    if config.solver == "euler_maruyama" and path_name != "rectified_flow":
+        text = f"euler_maruyama is for objective.path = rectified_flow, not {path_name} (use ddpm or edm_heun with churn)"
+        found.append(("solver", text))
+    if config.solver == "edm_heun" and config.schedule == "uniform" and path.t_max >= 1.0:
+        text = f"edm_heun starts from a finite sigma, objective.path = {path_name} from none (set sampling.schedule = edm)"
+        found.append(("solver", text))
+    if config.solver == "edm_heun" and config.churn > 0 and config.churn_min > config.churn_max:
+        text = f"{config.churn_min:g} is above sampling.churn_max = {config.churn_max:g} (make it smaller)"
+        found.append(("churn_min", text))
+    if config.solver == "ddpm" and config.ddpm_variance == "learned" and not learned_variance:
+        text = "the model has not learned the variance (use small or large, or train with model.learned_variance)"
+        found.append(("ddpm_variance", text))
+    return found
+
+
+def default_schedule(path_name: str) -> str:
+    """The schedule of a path when none is given: the trained indices of a discrete path, EDM's own, else uniform."""
+    return "ddpm" if PATHS[path_name]().discrete else "edm" if path_name == "edm" else "uniform"
 
 
 def grid_labels(classes: Sequence[int], num_classes: int, images_per_class: int) -> Tensor:
@@ -84,6 +217,11 @@ class ImageSampler:
         num_steps: int,
         guidance_scale: float,
         batch_size: int,
+        guidance_interval: tuple[float, float] = (0.0, 1.0),
+        guidance_channels: str = "all",
+        schedule: str = "uniform",
+        solver_options: dict[str, Any] | None = None,
+        schedule_options: dict[str, float] | None = None,
         first_number: int = 0,
         sharded: bool = False,
         purpose: str = "sampling",
@@ -98,6 +236,9 @@ class ImageSampler:
             num_steps: solver steps.
             guidance_scale: 1 for none.
             batch_size: images at a time on each rank.
+            guidance_interval, guidance_channels: as in `Guidance`.
+            schedule: a key of SCHEDULES.
+            solver_options, schedule_options: keyword arguments of the two; their defaults where not given.
             first_number: number of the first image; image i starts from noise of number first_number + i.
             sharded: whether the model's parameters are sharded.
             purpose: random stream of the starting noise.
@@ -110,9 +251,13 @@ class ImageSampler:
         share = math.ceil(len(labels) / ranks)
         # Every rank makes the same number of forwards, or a sharded model would wait for ever.
         mine = (torch.arange(share) + rank * share).clamp(max=len(labels) - 1)
+        path = self._objective.path
+        times = SCHEDULES[schedule](path, num_steps, **schedule_options or {})
+        solve = functools.partial(SOLVERS[solver], path=path, times=times, **solver_options or {})
+        guidance = Guidance(guidance_scale, guidance_interval, guidance_channels)
         with evaluating(self._model), compute_context(self._param_dtype, self._device, sharded):
             parts = [
-                self._draw_batch(labels[chunk], chunk + first_number, seed, purpose, solver, num_steps, guidance_scale)
+                self._draw_batch(labels[chunk], chunk + first_number, seed, purpose, solve, times[0], guidance)
                 for chunk in tqdm(mine.split(batch_size), unit="batch", disable=not progress)
             ]
         images = torch.cat(parts)
@@ -123,15 +268,16 @@ class ImageSampler:
         return images[: len(labels)].cpu()
 
     def _draw_batch(
-        self, labels: Tensor, numbers: Tensor, seed: int, purpose: str, solver: str, num_steps: int, scale: float
+        self, labels: Tensor, numbers: Tensor, seed: int, purpose: str, solve: Callable[..., Tensor], start: Tensor,
+        guidance: Guidance,
     ) -> Tensor:
         labels, numbers = labels.to(self._device), numbers.to(self._device)
         shape = self._model.image_shape
         noise = philox.normal(seed, purpose, numbers, shape)
         null_class = self._model.null_class
         condition = None if null_class is None else labels
-        predict = predictor(self._objective, self._model, condition, null_class, scale)
+        predict = predictor(self._objective, self._model, condition, null_class, guidance)
         # Step s of image n adds noise of its own number, apart from the starting noise of any other image.
         draw_noise = lambda step: philox.normal(seed, purpose, numbers + ((step + 1) << 40), shape)  # noqa: E731
-        times = uniform_times(num_steps, self._device)
-        return SOLVERS[solver](predict, self._objective.path, noise, times, draw_noise)
+        _, b = self._objective.path.coefficients(start)
+        return solve(predict=predict, x=b * noise, draw_noise=draw_noise)

@@ -1,0 +1,62 @@
+"""Solvers in t for flows: the probability-flow equation, and the stochastic one with the same marginals."""
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from torchtitan.diffusion.paths import Path
+from torchtitan.diffusion.solvers.contract import DrawNoise, Predict, Prediction, predict_at, steps
+
+# name -> squared diffusion w_t as a function of (t, b). Source: Ma et al., "SiT", arXiv 2401.08740, section 3.
+DIFFUSIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sigma": lambda t, b: b,
+    "sin_squared": lambda t, b: (math.pi * t).sin().square(),
+    "constant": lambda t, b: t.new_ones(()),
+}
+
+
+def euler(predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise: DrawNoise) -> Tensor:
+    """Euler's method for the probability-flow equation dx/dt = a'(t) x0 + b'(t) noise; first order."""
+    for _, now, then in steps(times):
+        x = x + (then - now) * _velocity(path, predict_at(predict, x, now), now)
+    return x
+
+
+def heun(predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise: DrawNoise) -> Tensor:
+    """Heun's method in t, two evaluations a step and second order; the last step is Euler's.
+
+    Source: Karras et al., "Elucidating the design space of diffusion-based generative models", algorithm 1.
+    """
+    for _, now, then in steps(times[:-1]):
+        slope = _velocity(path, predict_at(predict, x, now), now)
+        ahead = x + (then - now) * slope
+        x = x + (then - now) * 0.5 * (slope + _velocity(path, predict_at(predict, ahead, then), then))
+    return euler(predict, path, x, times[-2:], draw_noise)
+
+
+def euler_maruyama(
+    predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise: DrawNoise,
+    *, diffusion: str = "sigma", diffusion_scale: float = 1.0,
+) -> Tensor:
+    """Euler-Maruyama for the reverse-time equation with the flow's marginals; weakly of first order.
+
+    dx = (v - w_t s / 2) dt + sqrt(w_t) dW with dt < 0, the velocity v = a' x0 + b' noise and the score
+    s = -noise / b. Any w_t >= 0 keeps the marginals; diffusion_scale multiplies the one that `diffusion` names (0 is
+    `euler`). The last step adds no noise and follows v alone: on the rectified flow it returns the estimate of x0.
+
+    Source: Ma et al., "SiT", arXiv 2401.08740, eq. 4 (the equation) and section 3 (the choices of w_t).
+    """
+    squared_diffusion = DIFFUSIONS[diffusion]
+    for step, now, then in steps(times[:-1]):
+        _, b = path.coefficients(now)
+        w = diffusion_scale * squared_diffusion(now, b)
+        estimate = predict_at(predict, x, now)
+        drift = _velocity(path, estimate, now) + 0.5 * w / b * estimate.noise
+        x = x + (then - now) * drift + (w * (now - then)).sqrt() * draw_noise(step)
+    return euler(predict, path, x, times[-2:], draw_noise)
+
+
+def _velocity(path: Path, estimate: Prediction, t: Tensor) -> Tensor:
+    a_slope, b_slope = path.derivatives(t)
+    return a_slope * estimate.x0 + b_slope * estimate.noise

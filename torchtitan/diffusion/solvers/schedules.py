@@ -1,0 +1,59 @@
+"""Time schedules: which times [N + 1] a solver visits, falling to 0; float64 on the CPU."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torchtitan.diffusion.paths import Path
+
+
+def uniform_times(num_steps: int, t_max: float = 1.0, shift: float = 1.0) -> Tensor:
+    """num_steps + 1 equally spaced times from t_max to 0, moved towards noise by `shift`.
+
+    With u = t / t_max, the shift is u -> shift u / (1 + (shift - 1) u); 1 leaves the times, and on t_max = 1 it is
+    sigma -> shift sigma.
+
+    Source: Esser et al., "Scaling rectified flow transformers", arXiv 2403.03206, eq. 23.
+    """
+    u = torch.linspace(1.0, 0.0, num_steps + 1, dtype=torch.float64)
+    return t_max * (shift * u / (1.0 + (shift - 1.0) * u))
+
+
+def edm_times(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> Tensor:
+    """Times of num_steps noise levels from sigma_max to sigma_min, equally spaced in sigma^(1 / rho), and 0.
+
+    Source: Karras et al., "Elucidating the design space of diffusion-based generative models", eq. 5.
+    """
+    first, last = sigma_max ** (1.0 / rho), sigma_min ** (1.0 / rho)
+    sigma = torch.linspace(first, last, num_steps, dtype=torch.float64) ** rho
+    return torch.cat((sigma / (1.0 + sigma), sigma.new_zeros(1)))
+
+
+def respaced_indices(num_steps: int, total: int = 1000) -> Tensor:
+    """num_steps of the indices total - 1 .. 0, evenly spaced with both ends and rounded (half to even), falling.
+
+    A single step starts from total - 1.
+
+    Raises:
+        ValueError: num_steps is not in 1 .. total.
+
+    Source: Nichol and Dhariwal, "Improved denoising diffusion probabilistic models", arXiv 2102.09672, section 4.
+    """
+    if not 1 <= num_steps <= total:
+        raise ValueError(f"{num_steps} steps cannot be chosen from {total} noise levels (use 1 to {total})")
+    return torch.linspace(total - 1, 0, num_steps, dtype=torch.float64).round().to(torch.int64)
+
+
+def ddpm_times(num_steps: int, path: Path) -> Tensor:
+    """Times of evenly respaced indices of a DDPM path, and 0."""
+    times = path.index_to_t(respaced_indices(num_steps, path.num_indices)).to(torch.float64)
+    return torch.cat((times, times.new_zeros(1)))
+
+
+# name -> (path, number of steps, options) -> times [N + 1]
+SCHEDULES: dict[str, Callable[..., Tensor]] = {
+    "uniform": lambda path, num_steps, **options: uniform_times(num_steps, getattr(path, "t_max", 1.0), **options),
+    "edm": lambda path, num_steps, **options: edm_times(num_steps, **options),
+    "ddpm": lambda path, num_steps: ddpm_times(num_steps, path),
+}
