@@ -66,14 +66,18 @@ def unmet_condition(config: Any, section: str, field: dataclasses.Field) -> tupl
         None if it has one.
     """
     for condition, accepted in field.metadata.get("applies", {}).items():
-        of_section, key = condition.split(".") if "." in condition else (section, condition)
-        value = getattr(getattr(config, of_section), key)
-        if not (value > 0 if accepted == ">0" else value in accepted):
-            return f"{of_section}.{key}", value, accepted
-        of_field = getattr(config, of_section).__dataclass_fields__[key]
-        if further := unmet_condition(config, of_section, of_field):
-            return further
+        unmet = [_unmet(config, section, key, accepted) for key in condition.split(" or ")]
+        if all(unmet):
+            return unmet[0]
     return None
+
+
+def _unmet(config: Any, section: str, condition: str, accepted: tuple | str) -> tuple[str, Any, tuple | str] | None:
+    of_section, key = condition.split(".") if "." in condition else (section, condition)
+    value = getattr(getattr(config, of_section), key)
+    if not (value > 0 if accepted == ">0" else value in accepted):
+        return f"{of_section}.{key}", value, accepted
+    return unmet_condition(config, of_section, getattr(config, of_section).__dataclass_fields__[key])
 
 
 def _has_effect(config: Any, section: str, field: dataclasses.Field) -> bool:

@@ -127,7 +127,8 @@ def _default_text(default: Any) -> str:
 def _meaning(field: dataclasses.Field, section: str, indent: int) -> list[str]:
     conditions = []
     for key, accepted in field.metadata.get("applies", {}).items():
-        name = key if "." in key or not section else f"{section}.{key}"
+        alternatives = key.split(" or ")
+        name = " or ".join(each if "." in each or not section else f"{section}.{each}" for each in alternatives)
         values = "above 0" if accepted == ">0" else "= " + " or ".join(map(_default_text, accepted))
         conditions.append(f"{name} {values}")
     text = field.metadata.get("description", "") + (f"; only with {' and '.join(conditions)}" if conditions else "")

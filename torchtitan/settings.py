@@ -28,7 +28,7 @@ def setting(
         ge, gt, le, lt: bounds of a number (inclusive, exclusive, inclusive, exclusive).
         applies: other key -> the values of it under which this one has an effect, or ">0" for any positive
             number; given under another value, this key is refused instead of ignored. A key without a dot is
-            of the same section.
+            of the same section. "one or other" is met when either is.
         trajectory: whether a change of this key changes what a run learns, so that a checkpoint of another
             value must not be continued silently.
 

@@ -25,7 +25,7 @@ kind = "gaussian"
 shape = [1, 8, 8]
 [objective]
 timestep_sampler = "uniform"
-stratified = true
+spread = "stratified"
 [optimizer]
 lr = 3e-3
 beta2 = 0.99

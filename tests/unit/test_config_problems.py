@@ -86,7 +86,8 @@ BAD_FILES = [
     ('[job]\ndump_folder = "a\\u0000b"', r"job.dump_folder: must have printable characters only, is 'a\x00b'"),
     (
         '[objective]\ntimestep_sampler = "unifrom"',
-        "objective.timestep_sampler: must be one of uniform, logit_normal, is 'unifrom' (did you mean uniform?)",
+        "objective.timestep_sampler: must be one of uniform, logit_normal, lognormal_sigma, mode, cosmap,"
+        " is 'unifrom' (did you mean uniform?)",
     ),
     ('[metrics]\npeak_tflops = "x"', "metrics.peak_tflops: must be a number, or none, is 'x'"),
     ("[sampling]\nclasses = [1, 2.5]", "sampling.classes[1]: must be an integer, is 2.5"),

@@ -5,37 +5,83 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchtitan.diffusion import philox
-from torchtitan.diffusion.paths import PATHS, per_image
+from torchtitan.diffusion.learned_variance import BOUND_WEIGHT, log_variance, variational_bound
+from torchtitan.diffusion.paths import DDPM, PATHS, Path, per_image
 from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
 from torchtitan.diffusion.predictions import noise_error_weight, target, to_x0_and_noise
-from torchtitan.diffusion.timesteps import GlobalBatch, LogitNormal, TimestepSampler, Uniform
-from torchtitan.diffusion.weightings import WEIGHTINGS
+from torchtitan.diffusion.timestep_densities import (
+    CosMap,
+    Density,
+    LogitNormal,
+    Mode,
+    OnContinuousIndices,
+    OnDiscreteIndices,
+    Shifted,
+    SmoothDensity,
+    Uniform,
+    UniformIndex,
+)
+from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.weightings import prediction_weight
 from torchtitan.settings import setting
 
 # A diffusion network: (x [B, C, H, W], time [B], class [B] or None) -> [B, C, H, W]
 Network = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
+_EDM_IN_USE = {"prediction or preconditioning or weighting": ("edm",)}
+
+
 @dataclass(kw_only=True)
 class ObjectiveConfig:
     """`[objective]`: what the model is trained to predict, at which noise levels, and how errors are weighted."""
 
-    path: Literal["rectified_flow"] = setting("rectified_flow", "how data turns into noise: x_t = a(t) x0 + b(t) noise")
-    prediction: Literal["velocity"] = setting("velocity", "what the network's output stands for")
-    preconditioning: Literal["identity"] = setting("identity", "scaling of the network's input, output and time")
-    weighting: Literal["none"] = setting("none", "factor on the squared error as a function of the noise level")
-    timestep_sampler: Literal["uniform", "logit_normal"] = setting("logit_normal", "density of the training timesteps")
+    path: Literal[
+        "rectified_flow", "edm", "ddpm_linear", "ddpm_linear_continuous", "ddpm_cosine", "ddpm_cosine_continuous"
+    ] = setting("rectified_flow", "how data turns into noise: x_t = a(t) x0 + b(t) noise")
+    prediction: Literal["velocity", "v", "x0", "noise", "edm"] = setting(
+        "velocity", "what the network's output stands for; edm: F of EDM's preconditioning"
+    )
+    preconditioning: Literal["identity", "index", "edm"] = setting(
+        "identity", "scaling of the network's input, output and time; index: the DDPM's index is the time"
+    )
+    sigma_data: float = setting(0.5, "standard deviation of the data, for EDM", gt=0, applies=_EDM_IN_USE)
+    weighting: Literal[
+        "none", "min_snr", "soft_min_snr", "snr_plus_one", "truncated_snr", "edm", "p2"
+    ] = setting("none", "factor on the squared error as a function of the noise level, the same for every prediction")
+    snr_gamma: float = setting(
+        5.0, "signal-to-noise ratio above which the weight stops growing", gt=0,
+        applies={"weighting": ("min_snr", "soft_min_snr")},
+    )
+    p2_k: float = setting(1.0, "k of (k + snr)^-gamma", gt=0, applies={"weighting": ("p2",)})
+    p2_gamma: float = setting(1.0, "gamma of (k + snr)^-gamma", ge=0, applies={"weighting": ("p2",)})
+    timestep_sampler: Literal["uniform", "logit_normal", "lognormal_sigma", "mode", "cosmap"] = setting(
+        "logit_normal", "density of the training timesteps; uniform: over t, on a DDPM path over its indices"
+    )
     logit_mean: float = setting(0.0, "mean of logit(t)", applies={"timestep_sampler": ("logit_normal",)})
     logit_std: float = setting(
         1.0, "standard deviation of logit(t)", gt=0, applies={"timestep_sampler": ("logit_normal",)}
     )
-    stratified: bool = setting(False, "spread the timesteps of a global batch evenly over the density's quantiles")
+    p_mean: float = setting(-1.2, "mean of ln(sigma)", applies={"timestep_sampler": ("lognormal_sigma",)})
+    p_std: float = setting(
+        1.2, "standard deviation of ln(sigma)", gt=0, applies={"timestep_sampler": ("lognormal_sigma",)}
+    )
+    mode_scale: float = setting(
+        1.29, "weight of the middle; 0 is uniform", gt=-1, lt=1.75, applies={"timestep_sampler": ("mode",)}
+    )
+    shift: float = setting(
+        1.0, "factor on sigma at every timestep drawn: above 1 towards noise, for larger images", gt=0
+    )
+    spread: Literal["none", "stratified", "low_discrepancy"] = setting(
+        "none", "how evenly a global batch's timesteps cover the density: one per quantile interval; also equally spaced"
+    )
 
 
 @dataclass(frozen=True)
@@ -46,11 +92,13 @@ class Draw:
         t: timesteps [B] in [0, 1].
         noise: standard normal, float32, of the images' shape.
         importance: objective's density / sampling density at t, [B].
+        index: the DDPM index that t stands for, int64 [B]; None where the path has no integer indices.
     """
 
     t: Tensor
     noise: Tensor
     importance: Tensor
+    index: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +106,8 @@ class LossTerms:
     """The outcome of one microbatch, each float32 [B].
 
     Attributes:
-        loss: what is minimised; the training loss is its mean over the global batch.
+        loss: what is minimised, with the bound of a learned variance; its mean over the global batch is the
+            training loss.
         error: the plain mean squared error of the prediction, for loss by timestep; no gradient.
         t: the timesteps.
     """
@@ -74,20 +123,17 @@ class Objective:
     def __init__(self, config: ObjectiveConfig, seed: int) -> None:
         self.path = PATHS[config.path]()
         self.prediction = config.prediction
-        self.preconditioning = PRECONDITIONINGS[config.preconditioning]()
-        self.weighting = WEIGHTINGS[config.weighting]
-        density = (
-            LogitNormal(config.logit_mean, config.logit_std)
-            if config.timestep_sampler == "logit_normal"
-            else Uniform()
-        )
-        self.timestep_sampler = TimestepSampler(density, seed, config.stratified)
+        self.sigma_data = config.sigma_data
+        self.preconditioning = PRECONDITIONINGS[config.preconditioning](self.path, self.prediction, self.sigma_data)
+        self.weighting = partial(prediction_weight, config, self.path)
+        self.timestep_sampler = TimestepSampler(build_density(config, self.path), seed, config.spread)
         self.seed = seed
 
     def draw(self, shape: tuple[int, ...], batch: GlobalBatch, indices: Tensor) -> Draw:
         """Draw timesteps and noise for the samples `indices` [B] of a global batch; `shape` is one image's."""
         t, importance = self.timestep_sampler.sample(batch, indices)
-        return Draw(t, philox.normal(self.seed, "noise", indices, shape, batch.attempt), importance)
+        index = self.path.t_to_index(t) if self.path.discrete else None
+        return Draw(t, philox.normal(self.seed, "noise", indices, shape, batch.attempt), importance, index)
 
     def loss(self, model: Network, x0: Tensor, condition: Tensor | None, draw: Draw) -> LossTerms:
         """Per-sample training loss of a network.
@@ -100,18 +146,46 @@ class Objective:
         """
         a, b = (per_image(c, x0) for c in self.path.coefficients(draw.t))
         x_t = a * x0 + b * draw.noise
-        output = self._output(model, x_t, draw.t, condition)
-        wanted = target(self.prediction, x0, draw.noise, a, b)
+        output, interpolation = self._output(model, x_t, draw.t, condition)
+        wanted = target(self.prediction, x0, draw.noise, a, b, self.sigma_data)
         if output.shape != wanted.shape:  # it might broadcast
             raise ValueError(f"the model's output is {list(output.shape)}, the target {list(wanted.shape)}")
         error = (output - wanted).square().flatten(1).mean(1)  # [B]
         sigma = draw.t / (1.0 - draw.t).clamp_min(torch.finfo(torch.float32).tiny)
-        return LossTerms(draw.importance * self.weighting(sigma) * error, error.detach(), draw.t)
+        loss = self.weighting(sigma) * error
+        if interpolation is not None:
+            # The mean is trained by the weighted error alone.
+            x0_estimate, _ = to_x0_and_noise(self.prediction, output.detach(), x_t, a, b, self.sigma_data)
+            index = self.path.t_to_index(draw.t)
+            bound = variational_bound(self.path, x0, x_t, x0_estimate, interpolation, index)
+            loss = loss + BOUND_WEIGHT * self.path.num_indices * bound
+        return LossTerms(draw.importance * loss, error.detach(), draw.t)
 
     def predict(self, model: Network, x_t: Tensor, t: Tensor, condition: Tensor | None) -> tuple[Tensor, Tensor]:
         """Estimate the clean image and the noise at times t [B] in noisy images x_t [B, C, H, W]; float32."""
+        x0, noise, _ = self.predict_with_variance(model, x_t, t, condition)
+        return x0, noise
+
+    def predict_with_variance(
+        self, model: Network, x_t: Tensor, t: Tensor, condition: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Estimate the clean image, the noise, and ln of the variance of the DDPM's reverse step.
+
+        Args:
+            model: the network.
+            x_t: noisy images [B, C, H, W].
+            t: their times [B].
+            condition: class per image [B] or None.
+
+        Returns:
+            x0, noise and ln variance, float32 of x_t's shape; no variance (None) from a network that learns none.
+        """
         a, b = (per_image(c, x_t) for c in self.path.coefficients(t))
-        return to_x0_and_noise(self.prediction, self._output(model, x_t, t, condition), x_t, a, b)
+        output, interpolation = self._output(model, x_t, t, condition)
+        x0, noise = to_x0_and_noise(self.prediction, output, x_t, a, b, self.sigma_data)
+        if interpolation is None:
+            return x0, noise, None
+        return x0, noise, log_variance(self.path, interpolation, self.path.t_to_index(t))
 
     def effective_weight(self, log_sigma: Tensor) -> Tensor:
         """p(ln sigma) x weight, in the currency of the noise's squared error.
@@ -127,9 +201,36 @@ class Objective:
         sigma = torch.exp(log_sigma)
         a, _ = self.path.coefficients(torch.sigmoid(log_sigma))
         density = self.timestep_sampler.density.log_sigma_density(log_sigma)
-        return density * self.weighting(sigma) * noise_error_weight(self.prediction, sigma, a)
+        return density * self.weighting(sigma) * noise_error_weight(self.prediction, sigma, a, self.sigma_data)
 
-    def _output(self, model: Network, x_t: Tensor, t: Tensor, condition: Tensor | None) -> Tensor:
+    def _output(
+        self, model: Network, x_t: Tensor, t: Tensor, condition: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The prediction, and the interpolation of variances where the network has twice x_t's channels."""
         scaling = self.preconditioning.scaling(t)
         output = model(per_image(scaling.c_in, x_t) * x_t, scaling.c_noise, condition).to(torch.float32)
-        return per_image(scaling.c_skip, x_t) * x_t + per_image(scaling.c_out, x_t) * output
+        interpolation = None
+        if self.path.discrete and output.shape[1] == 2 * x_t.shape[1]:
+            output, interpolation = output.chunk(2, dim=1)
+        return per_image(scaling.c_skip, x_t) * x_t + per_image(scaling.c_out, x_t) * output, interpolation
+
+
+def build_density(config: ObjectiveConfig, path: Path) -> Density:
+    """The density of t that a configuration asks for, on this path.
+
+    Raises:
+        ValueError: the density lies outside the times of the path's indices.
+    """
+    indexed = isinstance(path, DDPM)
+    density: SmoothDensity = {
+        "uniform": lambda: UniformIndex(path) if indexed else Uniform(),
+        "logit_normal": lambda: LogitNormal(config.logit_mean, config.logit_std),
+        "lognormal_sigma": lambda: LogitNormal(config.p_mean, config.p_std),
+        "mode": lambda: Mode(config.mode_scale),
+        "cosmap": CosMap,
+    }[config.timestep_sampler]()
+    if config.shift != 1.0:
+        density = Shifted(density, config.shift)
+    if not indexed:
+        return density
+    return OnDiscreteIndices(density, path) if path.discrete else OnContinuousIndices(density, path)

@@ -3,11 +3,16 @@
 Source: Karras et al., "Elucidating the design space of diffusion-based generative models", eq. 7.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from torchtitan.diffusion.paths import DDPM, Path
+
+_SMALLEST_LOGIT_ARGUMENT = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,52 @@ class Identity:
     """The network sees x_t as it is and the time as 1000 t, the range that DiT's sinusoids were made for."""
 
     def scaling(self, t: Tensor) -> Scaling:
-        return Scaling(torch.ones_like(t), torch.zeros_like(t), torch.ones_like(t), 1000.0 * t)
+        return _plain(1000.0 * t)
 
 
-PRECONDITIONINGS: dict[str, type[Preconditioning]] = {
-    "identity": Identity,
+@dataclass(frozen=True)
+class Index:
+    """The network sees x_t as it is and the time as the DDPM's index, a whole number on a discrete path.
+
+    Source: Peebles and Xie, "Scalable diffusion models with transformers", arXiv 2212.09748.
+    """
+
+    path: DDPM
+
+    def scaling(self, t: Tensor) -> Scaling:
+        return _plain(self.path.t_to_index(t).to(t.dtype))
+
+
+@dataclass(frozen=True)
+class EDMScaling:
+    """Input and target of unit variance at every noise level, and the time as ln(sigma) / 4.
+
+    Written for x_t = a x0 + b noise of any path, that is for a times the x0 + sigma noise of the paper. The network
+    gives F: as the prediction edm it is the prediction, and for x0 the estimate is c_skip x_t + c_out F.
+
+    Source: Karras et al., arXiv 2206.00364, Table 1.
+    """
+
+    path: Path
+    prediction: str
+    sigma_data: float
+
+    def scaling(self, t: Tensor) -> Scaling:
+        a, b = self.path.coefficients(t)
+        norm = torch.sqrt(b**2 + (self.sigma_data * a) ** 2)
+        c_noise = 0.25 * torch.logit(t, eps=_SMALLEST_LOGIT_ARGUMENT)
+        if self.prediction == "edm":
+            return Scaling(1.0 / norm, torch.zeros_like(t), torch.ones_like(t), c_noise)
+        return Scaling(1.0 / norm, self.sigma_data**2 * a / norm**2, self.sigma_data * b / norm, c_noise)
+
+
+def _plain(time: Tensor) -> Scaling:
+    return Scaling(torch.ones_like(time), torch.zeros_like(time), torch.ones_like(time), time)
+
+
+# name -> preconditioning for (path, prediction, sigma_data)
+PRECONDITIONINGS: dict[str, Callable[[Path, str, float], Preconditioning]] = {
+    "identity": lambda path, prediction, sigma_data: Identity(),
+    "index": lambda path, prediction, sigma_data: Index(path),
+    "edm": EDMScaling,
 }

@@ -5,6 +5,7 @@ Every prediction type is a linear target y = p x0 + q noise. With x_t = a x0 + b
     x0 = (q x_t - b y) / D,    noise = (a y - p x_t) / D.
 
 D is 1 for the velocity of the rectified flow and for v on a variance-preserving path, -b for x0, a for noise.
+p and q are functions of (a, b, sigma_data), so one table serves every path.
 """
 
 from collections.abc import Callable
@@ -12,33 +13,48 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# name -> (p, q) as functions of (a, b)
-PREDICTIONS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    "x0": lambda a, b: (torch.ones_like(a), torch.zeros_like(a)),
-    "noise": lambda a, b: (torch.zeros_like(a), torch.ones_like(a)),
+
+def _edm_network_output(a: Tensor, b: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
+    """F of EDM's preconditioning, (sigma x0 / sigma_data - sigma_data noise) / sqrt(sigma^2 + sigma_data^2).
+
+    Its variance is 1 at every sigma for data of deviation sigma_data; at sigma_data = 1 it is -v of the
+    variance-preserving path. Source: Karras et al., arXiv 2206.00364, eq. 8, solved for F.
+    """
+    norm = torch.sqrt(b**2 + (sigma_data * a) ** 2)
+    return b / (sigma_data * norm), -sigma_data * a / norm
+
+
+# name -> (p, q) as functions of (a, b, sigma_data)
+PREDICTIONS: dict[str, Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]] = {
+    "x0": lambda a, b, _: (torch.ones_like(a), torch.zeros_like(a)),
+    "noise": lambda a, b, _: (torch.zeros_like(a), torch.ones_like(a)),
     # Salimans and Ho, "Progressive distillation", arXiv 2202.00512, appendix D.
-    "v": lambda a, b: (-b, a),
+    "v": lambda a, b, _: (-b, a),
     # Velocity of the rectified flow, noise - x0.
-    "velocity": lambda a, b: (-torch.ones_like(a), torch.ones_like(a)),
+    "velocity": lambda a, b, _: (-torch.ones_like(a), torch.ones_like(a)),
+    "edm": _edm_network_output,
 }
 
 
-def target(prediction: str, x0: Tensor, noise: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def target(prediction: str, x0: Tensor, noise: Tensor, a: Tensor, b: Tensor, sigma_data: float = 0.5) -> Tensor:
     """The tensor a network of this prediction type is trained to output.
 
     Args:
         prediction: a key of PREDICTIONS.
         x0, noise: clean images and the noise added, [B, ...].
         a, b: the path's coefficients, broadcastable to x0.
+        sigma_data: deviation of the data that the prediction edm is made for.
 
     Returns:
         y = p x0 + q noise, of x0's shape.
     """
-    p, q = PREDICTIONS[prediction](a, b)
+    p, q = PREDICTIONS[prediction](a, b, sigma_data)
     return p * x0 + q * noise
 
 
-def to_x0_and_noise(prediction: str, output: Tensor, x_t: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def to_x0_and_noise(
+    prediction: str, output: Tensor, x_t: Tensor, a: Tensor, b: Tensor, sigma_data: float = 0.5
+) -> tuple[Tensor, Tensor]:
     """Read a network's output as an estimate of the clean image and of the noise.
 
     Args:
@@ -47,16 +63,17 @@ def to_x0_and_noise(prediction: str, output: Tensor, x_t: Tensor, a: Tensor, b: 
         x_t: the noisy images it was given, of output's shape.
         a, b: the path's coefficients, broadcastable to output; D = a q - b p must not be 0 (x0-prediction at
             b = 0 and noise-prediction at a = 0 do not determine the other one).
+        sigma_data: deviation of the data that the prediction edm is made for.
 
     Returns:
         x0 and noise, of output's shape, with a x0 + b noise = x_t.
     """
-    p, q = PREDICTIONS[prediction](a, b)
+    p, q = PREDICTIONS[prediction](a, b, sigma_data)
     determinant = a * q - b * p
     return (q * x_t - b * output) / determinant, (a * output - p * x_t) / determinant
 
 
-def noise_error_weight(prediction: str, sigma: Tensor, a: Tensor) -> Tensor:
+def noise_error_weight(prediction: str, sigma: Tensor, a: Tensor, sigma_data: float = 0.5) -> Tensor:
     """Factor w with (squared error of y) = w x (squared error of the noise), for one and the same x_t.
 
     An error e in the noise is an error -(b/a) e in x0, hence (q - p sigma) e in y.
@@ -65,6 +82,7 @@ def noise_error_weight(prediction: str, sigma: Tensor, a: Tensor) -> Tensor:
         prediction: a key of PREDICTIONS.
         sigma: b / a, positive.
         a: the path's coefficient of x0 at that sigma, of sigma's shape.
+        sigma_data: deviation of the data that the prediction edm is made for.
     """
-    p, q = PREDICTIONS[prediction](a, a * sigma)
+    p, q = PREDICTIONS[prediction](a, a * sigma, sigma_data)
     return (q - p * sigma) ** 2

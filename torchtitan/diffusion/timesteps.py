@@ -1,51 +1,12 @@
-"""Which timesteps are trained: densities of t, and the sampler that draws from them."""
+"""Which timesteps are trained: one per sample, drawn from a density."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from torchtitan.diffusion import philox
-
-
-class Density(Protocol):
-    """A probability density of t on (0, 1)."""
-
-    def quantile(self, u: Tensor) -> Tensor:
-        """Inverse distribution function; u and the result are float64 in (0, 1)."""
-
-    def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
-        """Density of ln sigma = logit t at the given values."""
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """t ~ U(0, 1), which is ln sigma ~ Logistic(0, 1)."""
-
-    def quantile(self, u: Tensor) -> Tensor:
-        return u
-
-    def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
-        return torch.sigmoid(log_sigma) * torch.sigmoid(-log_sigma)
-
-
-@dataclass(frozen=True)
-class LogitNormal:
-    """logit t = ln sigma ~ N(mean, std^2). Source: Esser et al., arXiv 2403.03206, eq. 19.
-
-    The same density as EDM's ln sigma ~ N(P_mean, P_std^2) with mean = P_mean and std = P_std.
-    """
-
-    mean: float = 0.0
-    std: float = 1.0
-
-    def quantile(self, u: Tensor) -> Tensor:
-        return torch.sigmoid(self.mean + self.std * torch.special.ndtri(u))
-
-    def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
-        z = (log_sigma - self.mean) / self.std
-        return torch.exp(-0.5 * z**2) / (self.std * (2.0 * torch.pi) ** 0.5)
+from torchtitan.diffusion.timestep_densities import Density
 
 
 @dataclass(frozen=True)
@@ -60,15 +21,20 @@ class GlobalBatch:
 class TimestepSampler:
     """Draws one timestep per sample, as a function of the seed and the sample's number only.
 
-    With `stratified`, the global batch's samples fall into as many equal quantile intervals of the density, one
-    each, in a random order fixed by the seed: the mean over a batch then has less variance, and every single
-    draw still follows the density.
+    `spread` says how the draws of one global batch of B samples relate; every single one follows the density.
+
+    - none: independent.
+    - stratified: one in each of B equal quantile intervals of the density, at a place of its own in it.
+    - low_discrepancy: the same with one common place, the quantiles (u + i / B) mod 1 with one u for the batch.
+      Source: Kingma et al., "Variational diffusion models", arXiv 2107.00630, appendix I.1.
+
+    Which sample gets which interval is a random order fixed by the seed. A mean over a batch has less variance then.
     """
 
-    def __init__(self, density: Density, seed: int, stratified: bool = False) -> None:
+    def __init__(self, density: Density, seed: int, spread: str = "none") -> None:
         self.density = density
         self.seed = seed
-        self.stratified = stratified
+        self.spread = spread
 
     def sample(self, batch: GlobalBatch, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Draw timesteps.
@@ -80,11 +46,16 @@ class TimestepSampler:
         Returns:
             t float32 [B] in [0, 1] and importance weights float32 [B] (1: the density is the objective's own).
         """
-        u = philox.uniform(self.seed, "timestep", indices, batch.attempt)
-        if self.stratified:
-            u = (self._strata(batch, indices) + u) / batch.size
-        t = self.density.quantile(u).to(torch.float32)
+        t = self.density.quantile(self._quantiles(batch, indices)).to(torch.float32)
         return t, torch.ones_like(t)
+
+    def _quantiles(self, batch: GlobalBatch, indices: Tensor) -> Tensor:
+        if self.spread == "low_discrepancy":
+            offset = philox.uniform(self.seed, "timestep", torch.full_like(indices, batch.first_sample), batch.attempt)
+            # Never exactly 0, where a density without bounds has no quantile.
+            return ((offset + self._strata(batch, indices) / batch.size) % 1.0).clamp_min(2.0**-53)
+        u = philox.uniform(self.seed, "timestep", indices, batch.attempt)
+        return (self._strata(batch, indices) + u) / batch.size if self.spread == "stratified" else u
 
     def _strata(self, batch: GlobalBatch, indices: Tensor) -> Tensor:
         members = torch.arange(batch.first_sample, batch.first_sample + batch.size, device=indices.device)

@@ -1,0 +1,91 @@
+"""The variance of the reverse step as a second output of the network, trained by the variational bound.
+
+Source: Nichol and Dhariwal, "Improved denoising diffusion probabilistic models", arXiv 2102.09672, section 3.1.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from torchtitan.diffusion.paths import DDPM, per_image
+
+# L_hybrid = L_simple + 0.001 L_vlb, eq. 16.
+BOUND_WEIGHT = 1e-3
+# Images are thought of as 256 levels from -1 to 1.
+_HALF_LEVEL = 1.0 / 255.0
+_OUTERMOST_LEVEL = 0.999
+_SMALLEST_PROBABILITY = 1e-12
+
+
+def log_variance(path: DDPM, interpolation: Tensor, index: Tensor) -> Tensor:
+    """ln of the reverse step's variance, exp(v ln beta + (1 - v) ln posterior variance), eq. 15.
+
+    Args:
+        path: a discrete DDPM path.
+        interpolation: the network's second output, [B, ...]; -1 stands for v = 0, and 1 for v = 1.
+        index: integer indices [B].
+
+    Returns:
+        float32 of interpolation's shape. At index 0, where the posterior's variance is 0, that of index 1 is meant.
+    """
+    low, high = (per_image(values, interpolation) for values in _log_variance_range(path, index))
+    fraction = 0.5 * (interpolation + 1.0)
+    return fraction * high + (1.0 - fraction) * low
+
+
+def posterior_mean(path: DDPM, x0: Tensor, x_t: Tensor, index: Tensor) -> Tensor:
+    """Mean of q(x_(k-1) | x_k = x_t, x0) at integer indices k [B]. Source: Ho et al., arXiv 2006.11239, eq. 7."""
+    of_x0, of_x_t = (_at(values, index, x_t) for values in (path.posterior_x0, path.posterior_x_t))
+    return of_x0 * x0 + of_x_t * x_t
+
+
+def variational_bound(
+    path: DDPM, x0: Tensor, x_t: Tensor, x0_estimate: Tensor, interpolation: Tensor, index: Tensor
+) -> Tensor:
+    """The bound's term of one index, in bits per dimension: eq. 4 to 6.
+
+    At index 0 it is -log2 of the probability of x0's level under the reverse step, elsewhere the divergence of
+    the reverse step from the posterior. The bound itself is the sum over all T indices.
+
+    Args:
+        path: a discrete DDPM path.
+        x0, x_t: clean and noisy images, [B, ...].
+        x0_estimate: the network's estimate of x0; give it without gradient to train the variance alone.
+        interpolation: the network's second output, of x0's shape.
+        index: integer indices [B].
+
+    Returns:
+        mean over the dimensions, [B].
+    """
+    estimate = posterior_mean(path, x0_estimate, x_t, index)
+    log_estimated = log_variance(path, interpolation, index)
+    log_true, _ = (per_image(values, x0) for values in _log_variance_range(path, index))
+    distance = (posterior_mean(path, x0, x_t, index) - estimate) ** 2
+    divergence = 0.5 * (
+        log_estimated - log_true - 1.0 + torch.exp(log_true - log_estimated) + distance * torch.exp(-log_estimated)
+    )
+    nats = torch.where(per_image(index, x0) == 0, -_log_level_probability(x0, estimate, log_estimated), divergence)
+    return nats.flatten(1).mean(1) / math.log(2.0)
+
+
+def _log_level_probability(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
+    """ln of a Gaussian's mass on the level of width 2 / 255 around x; the outermost levels reach to infinity."""
+    inverse_deviation = torch.exp(-0.5 * log_variance)
+    above, below = (x - mean + _HALF_LEVEL) * inverse_deviation, (x - mean - _HALF_LEVEL) * inverse_deviation
+    # In the lower tail, where differences of small numbers stay exact: P(below < z < above) = P(-above < z < -below).
+    upper = x > mean
+    inner = torch.special.ndtr(torch.where(upper, -below, above)) - torch.special.ndtr(torch.where(upper, -above, below))
+    mass = torch.where(x < -_OUTERMOST_LEVEL, torch.special.ndtr(above), inner)
+    mass = torch.where(x > _OUTERMOST_LEVEL, torch.special.ndtr(-below), mass)
+    return torch.log(mass.clamp_min(_SMALLEST_PROBABILITY))
+
+
+def _log_variance_range(path: DDPM, index: Tensor) -> tuple[Tensor, Tensor]:
+    """ln of the smallest and the largest sensible variance at indices [B], each float32 [B]."""
+    smallest = torch.cat((path.posterior_variance[1:2], path.posterior_variance[1:]))
+    return tuple(values.log().to(torch.float32).to(index.device)[index] for values in (smallest, path.betas))
+
+
+def _at(values: Tensor, index: Tensor, images: Tensor) -> Tensor:
+    return per_image(values.to(torch.float32).to(index.device)[index], images)
