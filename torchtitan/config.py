@@ -72,6 +72,9 @@ class TrainingConfig:
         -1, "images per optimizer step; above ranks x local_batch_size, gradients accumulate; -1: ranks x local", ge=-1
     )
     max_norm: float = setting(1.0, "gradient norm above which gradients are scaled down; 0: no clipping", ge=0)
+    clip_value: float = setting(
+        0.0, "size above which an element of the gradient is cut down, after max_norm; 0: no cutting", ge=0
+    )
     mixed_precision_param: Literal["float32", "bfloat16"] = setting(
         "float32", "dtype of compute; weights, optimizer state and EMA are float32 always"
     )

@@ -268,12 +268,36 @@ def _packages(checked: Checked) -> Iterator[Problem]:
             yield Problem(f"metrics.{key}", text)
 
 
+def _parameter_groups(checked: Checked) -> Iterator[Problem]:
+    for index, group in enumerate(checked.optimizer.param_groups):
+        place = f"[{index}].pattern"
+        if not group.pattern:
+            yield Problem("optimizer.param_groups", "is missing (say which parameter names the group is for)", place)
+        try:
+            re.compile(group.pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            yield Problem("optimizer.param_groups", f"{shown(group.pattern)} is no regular expression: {error}", place)
+
+
+def _low_bit_optimizer(checked: Checked) -> Iterator[Problem]:
+    if checked.optimizer.name == "AdamW8bit":
+        if importlib.util.find_spec("torchao") is None:
+            text = "AdamW8bit needs the package torchao, which is not installed (pip install '.[lowbit]', or set AdamW)"
+            yield Problem("optimizer.name", text)
+        if _no_compiler():
+            text = "AdamW8bit is compiled: none of g++, clang++, $CXX is there (install g++, or set AdamW)"
+            yield Problem("optimizer.name", text)
+
+
 def _compiler(checked: Checked) -> Iterator[Problem]:
-    if checked.compile.enable and not torch.cuda.is_available():
-        candidates = [os.environ.get("CXX", "").split(" ")[0], "g++", "clang++"]
-        if not any(shutil.which(candidate) for candidate in candidates if candidate):
-            text = "the CPU needs a C++ compiler: none of g++, clang++, $CXX is there (install g++, or set it to false)"
-            yield Problem("compile.enable", text)
+    if checked.compile.enable and _no_compiler():
+        text = "the CPU needs a C++ compiler: none of g++, clang++, $CXX is there (install g++, or set it to false)"
+        yield Problem("compile.enable", text)
+
+
+def _no_compiler() -> bool:
+    candidates = [os.environ.get("CXX", "").split(" ")[0], "g++", "clang++"]
+    return not torch.cuda.is_available() and not any(shutil.which(name) for name in candidates if name)
 
 
 def _unsafe_as_folder(name: str) -> str:
@@ -299,5 +323,7 @@ CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
     _sampled_track,
     _judge,
     _guidance,
+    _parameter_groups,
+    _low_bit_optimizer,
     _compiler,
 ]

@@ -11,6 +11,7 @@ from torchtitan.config import JobConfig
 from torchtitan.trainer import Trainer, process_group
 from torchtitan.training.checkpoint import CheckpointError
 from torchtitan.training.faults import TrainingError
+from torchtitan.training.optimizer import OptimizerError
 from torchtitan.training.run_folder import RunFolder, RunFolderError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ def run(config: JobConfig) -> int:
     with process_group():
         try:
             trainer = Trainer(config)
-        except (RunFolderError, CheckpointError, DatasetError) as error:
+        except (RunFolderError, CheckpointError, DatasetError, OptimizerError) as error:
             if _first():
                 print(error, file=sys.stderr)
             return REFUSED

@@ -17,6 +17,7 @@ from torchtitan.distributed.agreement import StopRequest, from_first_rank
 from torchtitan.distributed.mesh import Layout, init_process_group, set_train_timeout
 from torchtitan.distributed.parallelize import (
     accumulate_locally,
+    clamp_gradients,
     clip_gradients,
     gradient_norm,
     named_parameters,
@@ -29,9 +30,9 @@ from torchtitan.training.checkpoint import Checkpointer, checkpoint_path, read_s
 from torchtitan.training.data_loading import TrainingData
 from torchtitan.training.ema import EMABank
 from torchtitan.training.faults import FiniteCheck
-from torchtitan.training.lr_scheduler import lr_factor, set_lr
+from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.metrics import LossWindow
-from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors
+from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors, set_lr
 from torchtitan.training.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Trainer:
         """Build the run, or resume it from its newest good checkpoint.
 
         Raises:
-            RunFolderError, CheckpointError, DatasetError: on every rank, before anything is overwritten.
+            RunFolderError, CheckpointError, DatasetError, OptimizerError: on every rank, before anything is overwritten.
         """
         self.config = config
         init_process_group(config.comm)
@@ -66,7 +67,7 @@ class Trainer:
             reduce_dtype=config.training.mixed_precision_reduce,
         )
         self.parameters = named_parameters(self.model)
-        self.optimizer = build_optimizer(self.parameters, config.optimizer)
+        self.optimizer = build_optimizer(self.parameters, config.optimizer, self.model.blocks())
         self.ema = EMABank(self.parameters, config.ema, config.training.global_batch_size)
         self.data = TrainingData(
             dataset,
@@ -129,6 +130,8 @@ class Trainer:
         norm = gradient_norm(parameters, self.layout)
         if config.training.max_norm > 0:
             clip_gradients(parameters, norm, config.training.max_norm)
+        if config.training.clip_value > 0:
+            clamp_gradients(parameters, config.training.clip_value)
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.step, config.training.steps)
         set_lr(self.optimizer, lr)
         self.finite.record(self.step, norm)

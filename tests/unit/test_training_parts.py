@@ -17,9 +17,9 @@ from torchtitan.distributed.agreement import StopRequest, from_first_rank
 from torchtitan.distributed.parallelize import clip_gradients, gradient_norm, sum_of_squares
 from torchtitan.training import metrics
 from torchtitan.training.faults import FiniteCheck, TrainingError
-from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor, set_lr
+from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor
 from torchtitan.training.metrics import LossWindow, Stopwatch, cut_metrics, tail_medians
-from torchtitan.training.optimizer import OptimizerConfig, build_optimizer, materialise_state, optimizer_tensors
+from torchtitan.training.optimizer import OptimizerConfig, build_optimizer, materialise_state, optimizer_tensors, set_lr
 
 
 def network(seed: int = 0) -> nn.Module:

@@ -134,3 +134,11 @@ def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, max_norm: float
     """Scale gradients in place so that their norm is at most max_norm; `norm` is what gradient_norm returned."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
     torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], scale)
+
+
+@torch.no_grad()
+def clamp_gradients(parameters: list[nn.Parameter], limit: float) -> None:
+    """Bring every element of the gradients into [-limit, limit], in place."""
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    torch._foreach_clamp_min_(gradients, -limit)
+    torch._foreach_clamp_max_(gradients, limit)

@@ -19,7 +19,7 @@ class EMATrackConfig:
 
     name: str = setting("ema", "name of the track, by which sampling and validation select it")
     kind: Literal["constant", "half_life", "power"] = setting(
-        "constant", "what its length is given as: a decay per step, a half-life in images, a share of the training so far"
+        "constant", "what gives its length: a decay per step, a half-life in images, a share of the training so far"
     )
     decay: float = setting(0.9999, "share of the average kept per step", ge=0, lt=1, applies={"kind": ("constant",)})
     warmup_power: float = setting(

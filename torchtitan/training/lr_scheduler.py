@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from torchtitan.settings import setting
 
 
@@ -14,10 +12,14 @@ class LRSchedulerConfig:
     """`[lr_scheduler]`"""
 
     warmup_steps: int = setting(0, "steps of linear warm-up from 0 to the peak", ge=0)
-    decay_type: Literal["constant", "linear", "cosine"] = setting("constant", "shape after warm-up")
+    decay_type: Literal["constant", "linear", "cosine", "inverse_sqrt"] = setting("constant", "shape after warm-up")
     min_lr_factor: float = setting(
         0.0, "learning rate at the end, as a fraction of the peak", ge=0, le=1,
         applies={"decay_type": ("linear", "cosine")},
+    )
+    reference_steps: int = setting(
+        10000, "steps at the peak, warm-up included, before it falls with the root of the steps done", ge=1,
+        applies={"decay_type": ("inverse_sqrt",)},
     )
 
 
@@ -31,8 +33,15 @@ def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int) -> float:
 
     Returns:
         step / warmup_steps during warm-up; then 1, or a line or half cosine that would reach min_lr_factor
-        one step after the last.
+        one step after the last. inverse_sqrt multiplies the warm-up by 1 / sqrt(max((step - 1) / reference_steps, 1))
+        and doesn't know the length of the run.
+
+    Source of inverse_sqrt: Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models",
+    eq. 67.
     """
+    if config.decay_type == "inverse_sqrt":
+        warmup = min(step / config.warmup_steps, 1.0) if config.warmup_steps else 1.0
+        return warmup / math.sqrt(max((step - 1) / config.reference_steps, 1.0))
     if step <= config.warmup_steps:
         return step / config.warmup_steps
     if config.decay_type == "constant":
@@ -40,9 +49,3 @@ def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int) -> float:
     progress = (step - 1 - config.warmup_steps) / (total_steps - config.warmup_steps)
     shape = 1.0 - progress if config.decay_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.min_lr_factor + (1.0 - config.min_lr_factor) * shape
-
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr

@@ -1,64 +1,222 @@
-"""The optimizer: one fused call per step, states ready from the start."""
+"""The optimizer: parameter groups by name, one update rule for each parameter, states ready from the start."""
 
+import difflib
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from torchtitan.distributed.parallelize import local
 from torchtitan.settings import setting
+from torchtitan.training.muon import Muon
+
+
+@dataclass(kw_only=True)
+class ParameterGroupConfig:
+    """One entry of `optimizer.param_groups`."""
+
+    pattern: str = setting("", "regular expression, found anywhere in a parameter's name; the first that fits counts")
+    lr_scale: float = setting(1.0, "learning rate of these parameters, as a multiple of the others'", ge=0)
+    weight_decay: float | None = setting(None, "decay of these parameters, vectors too; default: as the others", ge=0)
 
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
     """`[optimizer]`"""
 
-    name: Literal["AdamW"] = setting("AdamW", "update rule")
+    name: Literal["AdamW", "AdamW8bit", "Muon"] = setting(
+        "AdamW", "update rule; Muon is for the matrices of the blocks, AdamW8bit for large tensors, AdamW for the rest"
+    )
     lr: float = setting(1e-4, "peak learning rate", gt=0)
     beta1: float = setting(0.9, "decay of the first moment per step", ge=0, lt=1)
     beta2: float = setting(0.999, "decay of the second moment per step", ge=0, lt=1)
     eps: float = setting(1e-8, "added to the root of the second moment", gt=0)
-    weight_decay: float = setting(0.0, "decoupled decay of matrices; gains and biases have none", ge=0)
-
-
-def build_optimizer(parameters: dict[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the optimizer of named parameters; vectors (gains, biases) are not decayed."""
-    matrices = [p for p in parameters.values() if p.ndim > 1]
-    vectors = [p for p in parameters.values() if p.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
+    momentum: float = setting(
+        0.95, "decay of Muon's average gradient per step", ge=0, lt=1, applies={"name": ("Muon",)}
     )
+    weight_decay: float = setting(0.0, "decoupled decay of matrices; gains and biases have none", ge=0)
+    param_groups: list[ParameterGroupConfig] = setting([], "parameters with a learning rate or decay of their own")
 
 
-def materialise_state(optimizer: torch.optim.Optimizer) -> None:
+class OptimizerError(Exception):
+    """Parameter groups that do not fit the model; the message is one line."""
+
+
+class OptimizerSet:
+    """Several optimizers that step together, each with parameters of its own."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all; the dicts themselves."""
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """Parameter -> its state; the dicts themselves."""
+        return {parameter: state for optimizer in self._optimizers for parameter, state in optimizer.state.items()}
+
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, or set them to zero."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+def build_optimizer(
+    parameters: dict[str, nn.Parameter], config: OptimizerConfig, blocks: Iterable[nn.Module] = ()
+) -> OptimizerSet:
+    """Build the optimizer of named parameters; without a group of their own, vectors (gains, biases) are not decayed.
+
+    Args:
+        parameters: name -> parameter, plain or sharded.
+        config: update rule and groups.
+        blocks: modules whose matrices Muon takes.
+
+    Raises:
+        OptimizerError: a pattern of `param_groups` selects no parameter.
+    """
+    of_blocks = {parameter for block in blocks for parameter in block.parameters()}
+    groups: dict[str, dict[tuple, dict[str, Any]]] = {}
+    for name, (lr_scale, weight_decay) in _group_settings(parameters, config).items():
+        parameter = parameters[name]
+        rule = "AdamW"
+        if config.name == "Muon" and parameter in of_blocks and parameter.ndim == 2:
+            rule = "Muon"
+        elif config.name == "AdamW8bit" and _quantisable(parameter):
+            rule = "AdamW8bit"
+        new = {"params": [], "lr_scale": lr_scale, "weight_decay": weight_decay}
+        groups.setdefault(rule, {}).setdefault((lr_scale, weight_decay), new)["params"].append(parameter)
+    optimizers = [_RULES[rule](list(of_rule.values()), config) for rule, of_rule in groups.items()]
+    set_lr(together := OptimizerSet(optimizers), config.lr)
+    return together
+
+
+def set_lr(optimizer: OptimizerSet, lr: float) -> None:
+    """Set the learning rate of every parameter group to its multiple of `lr`."""
+    for group in optimizer.param_groups:
+        _set_rate(group, lr * group["lr_scale"])
+
+
+def materialise_state(optimizer: OptimizerSet) -> None:
     """Create the state that an optimizer otherwise makes in its first step, so that a checkpoint can fill it.
 
-    A step with zero gradients and zero learning rate: weights stay as they are, bit for bit.
+    A step with zero gradients and zero learning rate: weights stay as they are.
     """
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        _set_rate(group, 0.0)
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
     for state in optimizer.state.values():
-        for value in state.values():
-            value.zero_()
+        for key, value in state.items():
+            for _, part in _parts(key, value):
+                part.zero_()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        _set_rate(group, rate)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """State of the optimizer by parameter name, as `<name>.<state>`; the tensors themselves, not copies."""
+def optimizer_tensors(optimizer: OptimizerSet, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """State of the optimizer by parameter name, as `<name>.<state>`; the tensors themselves, not copies.
+
+    Quantised state is two tensors, its codes and their scales, so it is stored and restored without rounding.
+    """
+    states = optimizer.state
     return {
-        f"{name}.{key}": value for name, parameter in parameters.items() for key, value in optimizer.state[parameter].items()
+        f"{name}.{part_name}": part
+        for name, parameter in parameters.items()
+        for key, value in states.get(parameter, {}).items()
+        for part_name, part in _parts(key, value)
     }
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], Tensor):  # what a compiled step reads
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def _group_settings(parameters: dict[str, nn.Parameter], config: OptimizerConfig) -> dict[str, tuple[float, float]]:
+    """Name -> (multiple of the learning rate, decay), by the first pattern that fits."""
+    settings = {name: (1.0, config.weight_decay if p.ndim > 1 else 0.0) for name, p in parameters.items()}
+    free = set(parameters)
+    for index, group in enumerate(config.param_groups):
+        found = {name for name in parameters if re.search(group.pattern, name)}
+        if not found & free:
+            closest = ", ".join(difflib.get_close_matches(group.pattern, parameters, n=3, cutoff=0.0))
+            reason = "only parameters of earlier groups" if found else f"no parameter (closest: {closest})"
+            raise OptimizerError(f"optimizer.param_groups[{index}].pattern: {group.pattern!r} fits {reason}")
+        for name in found & free:
+            decay = settings[name][1] if group.weight_decay is None else group.weight_decay
+            settings[name] = (group.lr_scale, decay)
+        free -= found
+    return settings
+
+
+def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, block_size=_QUANTISED_BLOCK
+    )
+
+
+def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return Muon(groups, lr=config.lr, momentum=config.momentum)
+
+
+_RULES = {"AdamW": _adamw, "AdamW8bit": _adamw_8bit, "Muon": _muon}
+
+_QUANTISED_BLOCK = 256
+
+
+def _quantisable(parameter: nn.Parameter) -> bool:
+    """Whether every rank holds as many whole blocks, and enough of them that it is worth it."""
+    size = local(parameter.detach()).numel()
+    if isinstance(parameter, DTensor):
+        shards = parameter.device_mesh.size() // _replicas(parameter)
+        if parameter.shape[0] % shards:
+            return False
+    return size >= 16 * _QUANTISED_BLOCK and size % _QUANTISED_BLOCK == 0
+
+
+def _replicas(tensor: DTensor) -> int:
+    copies = 1
+    for dimension, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            copies *= tensor.device_mesh.size(dimension)
+    return copies
+
+
+def _parts(key: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The ordinary tensors, plain or sharded, that make up one entry of the state."""
+    held = local(value)
+    if not hasattr(held, "codes"):
+        yield key, value
+        return
+    for name, part in ((f"{key}.codes", held.codes), (f"{key}.scale", held.scale)):
+        if isinstance(value, DTensor):
+            # Blocks follow one another as rows do, so the scales are sharded as the parameter is.
+            rows = part.shape[0] * value.device_mesh.size() // _replicas(value)
+            shape = torch.Size((rows, *part.shape[1:]))
+            part = DTensor.from_local(
+                part, value.device_mesh, value.placements, run_check=False, shape=shape, stride=part.stride()
+            )
+        yield name, part
