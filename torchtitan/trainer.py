@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from torchtitan.distributed.parallelize import (
 from torchtitan.distributed.precision import compute_context
 from torchtitan.models import MODELS
 from torchtitan.reports import Reports
-from torchtitan.training.checkpoint import Checkpointer, checkpoint_path, read_state, read_tensors
+from torchtitan.training.checkpoint import Checkpointer, checkpoint_path, checkpoint_steps, read_state, read_tensors
 from torchtitan.training.data_loading import TrainingData
 from torchtitan.training.ema import EMABank
 from torchtitan.training.faults import FiniteCheck
@@ -34,6 +35,7 @@ from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.metrics import LossWindow
 from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors, set_lr
 from torchtitan.training.run_folder import RunFolder
+from torchtitan.training.weight_files import check_fits, fill
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +53,16 @@ class Trainer:
         init_process_group(config.comm)
         self.layout = layout = Layout(config.parallelism)
         self.folder = RunFolder(config)
+        self._check_initial_weights()
         from_first_rank(self.folder.open)
         torch.use_deterministic_algorithms(config.debug.deterministic)
 
         dataset = DATASETS[config.data.name](config.data, "train")
         self.info = DATASETS[config.data.name].info(config.data)
         self.objective = Objective(config.objective, config.debug.seed)
-        self.model = self._build_model()
+        self.checkpointer = Checkpointer(self.folder.checkpoints, config.checkpoint, layout.rank)
+        resumed_step = self.checkpointer.find() if config.checkpoint.enable else None
+        self.model = self._build_model(new=resumed_step is None)
         self.train_module = parallelize(
             self.model,
             layout,
@@ -84,10 +89,9 @@ class Trainer:
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
         self.window = LossWindow(self.bin_edges)
         self.finite = FiniteCheck()
-        self.checkpointer = Checkpointer(self.folder.checkpoints, config.checkpoint, layout.rank)
         self.step = 0
-        if config.checkpoint.enable:
-            self._resume()
+        if resumed_step is not None:
+            self._resume(resumed_step)
         self.reports = Reports(self)
 
     # ------------------------------------------------------------------ the loop
@@ -178,15 +182,26 @@ class Trainer:
 
     # ------------------------------------------------------------------ building
 
-    def _build_model(self) -> torch.nn.Module:
-        family = MODELS[self.config.model.name]
-        with torch.device("meta"):
-            model = family.build(self.config.model, self.info.image_shape, self.info.num_classes)
+    def _build_model(self, new: bool) -> torch.nn.Module:
+        model = self._model_on_meta()
         # Drawn whole on every rank, before sharding: the same weights on any layout.
         torch.manual_seed(self.config.debug.seed)
         model.to_empty(device=self.layout.device)
         model.init_weights()
+        if new and self.config.checkpoint.initial_weights:
+            fill(model, Path(self.config.checkpoint.initial_weights))
         return model.train()
+
+    def _model_on_meta(self) -> torch.nn.Module:
+        info = DATASETS[self.config.data.name].info(self.config.data)
+        with torch.device("meta"):
+            return MODELS[self.config.model.name].build(self.config.model, info.image_shape, info.num_classes)
+
+    def _check_initial_weights(self) -> None:
+        """Refuse weights that do not fit before the run's folder is made. Raises CheckpointError."""
+        path = self.config.checkpoint.initial_weights
+        if path and not checkpoint_steps(self.folder.checkpoints):
+            check_fits(Path(path), self._model_on_meta())
 
     def _bin_edges(self, bins: int) -> Tensor:
         quantiles = torch.arange(1, bins, dtype=torch.float64) / bins
@@ -235,10 +250,7 @@ class Trainer:
         with self.reports.excluded():
             self.checkpointer.save(self.step, self.tensors(), self.state())
 
-    def _resume(self) -> None:
-        step = self.checkpointer.find()
-        if step is None:
-            return
+    def _resume(self, step: int) -> None:
         checkpoint = checkpoint_path(self.folder.checkpoints, step)
         materialise_state(self.optimizer)
         read_tensors(checkpoint, self.tensors())

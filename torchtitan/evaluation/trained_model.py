@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import nn
 
 from data import DATASETS
@@ -22,10 +20,7 @@ from torchtitan.training.checkpoint import (
     read_tensors,
     verify,
 )
-
-
-class WeightsError(Exception):
-    """Weights that cannot be used; one line per problem."""
+from torchtitan.training.weight_files import WeightsError, fill
 
 
 @dataclass(frozen=True)
@@ -88,18 +83,7 @@ def load_weights(path: Path, config_file: Path, device: torch.device) -> Trained
     config = _config_of(config_file)
     info = DATASETS[config.data.name].info(config.data)
     model = _empty_model(config, info, device)
-    parameters = dict(model.named_parameters())
-    try:
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        problems = _mismatches({name: tuple(p.shape) for name, p in parameters.items()}, shapes)
-        if problems:
-            raise WeightsError("\n".join(f"{path}: {problem}" for problem in problems))
-        with torch.no_grad():
-            for name, tensor in load_file(path).items():
-                parameters[name].copy_(tensor)
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path}: is not a readable safetensors file: {error}") from error
+    fill(model, path)
     return TrainedModel(config, info, model, Objective(config.objective, config.debug.seed), path.stem)
 
 
@@ -134,26 +118,6 @@ def _empty_model(config: JobConfig, info: DatasetInfo, device: torch.device) -> 
     model.to_empty(device=device)
     model.init_buffers()
     return model.eval().requires_grad_(False)
-
-
-def _mismatches(wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> list[str]:
-    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    other = sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name])
-    problems = []
-    if missing:
-        problems.append(f"{len(missing)} tensors are missing: {_some(missing)}")
-    if extra:
-        problems.append(f"{len(extra)} tensors are not of this model: {_some(extra)}")
-    if other:
-        first = other[0]
-        problems.append(
-            f"{len(other)} tensors have another shape: {first} is {list(found[first])} instead of {list(wanted[first])}"
-        )
-    return problems
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 __all__ = ["ConfigError", "TrainedModel", "WeightsError", "load_run", "load_weights"]

@@ -50,6 +50,9 @@ class CheckpointConfig:
     load_step: int = setting(
         -1, "step to resume from; -1 is the newest good one", ge=-1, applies={"enable": (True,)}, trajectory=False
     )
+    initial_weights: str = setting(
+        "", "safetensors file, named as the model's parameters, that a run starts from; not read when it resumes"
+    )
 
 
 class CheckpointError(Exception):

@@ -1,0 +1,146 @@
+"""Files of weights: read without running what is in them, written whole or not at all."""
+
+import argparse
+import pickle
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from torchtitan.training.checkpoint import CheckpointError
+
+_NESTED = ("ema", "model", "state_dict")  # where training scripts put a state dict, the best weights first
+
+
+class WeightsError(CheckpointError):
+    """Weights that cannot be used; one line per problem."""
+
+
+def check_fits(path: Path, model: nn.Module) -> None:
+    """Read the header of a safetensors file and compare it with a model's parameters; the model may be on meta.
+
+    Raises:
+        WeightsError: not a safetensors file, or tensors are missing, superfluous or of another shape.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
+    problems = mismatches({name: tuple(p.shape) for name, p in model.named_parameters()}, found)
+    if problems:
+        raise WeightsError("\n".join(f"{path}: {problem}" for problem in problems))
+
+
+@torch.no_grad()
+def fill(model: nn.Module, path: Path) -> None:
+    """Give a model the weights of a safetensors file, named as its parameters. Raises WeightsError."""
+    check_fits(path, model)
+    parameters = dict(model.named_parameters())
+    try:
+        for name, tensor in load_file(path).items():
+            parameters[name].copy_(tensor)
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
+    """Read a state dict from safetensors or from a torch checkpoint; no code of the file is run.
+
+    Returns:
+        the tensors, and under which key of the file they were if they were nested.
+
+    Raises:
+        WeightsError: it is neither, or holds something else than tensors.
+    """
+    if not path.is_file():
+        raise WeightsError(f"{path}: no such file of weights")
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path), None
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from error
+    try:
+        # The usual training script puts its arguments beside the weights, as this plain record of values.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise WeightsError(f"{path}: holds more than tensors and may run code; it was not read") from error
+    except Exception as error:  # whatever a damaged archive makes torch.load raise
+        raise WeightsError(f"{path}: is not a readable torch checkpoint: {_first_line(error)}") from error
+    nested = None
+    if isinstance(content, dict):
+        nested = next((key for key in _NESTED if isinstance(content.get(key), dict)), None)
+    tensors = content[nested] if nested else content
+    if not isinstance(tensors, dict) or not tensors or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise WeightsError(f"{path}: holds no state dict (a dictionary of tensors, or one under {', '.join(_NESTED)})")
+    return dict(tensors), nested
+
+
+@contextmanager
+def written_whole(path: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield a temporary path beside `path` and give what was written there its name, if the block succeeds.
+
+    Raises:
+        WeightsError: there is something already and `overwrite` is false, or it cannot be written.
+    """
+    if path.exists() and not overwrite:
+        raise WeightsError(f"{path}: exists already (--overwrite replaces it)")
+    if path.name in ("", ".."):
+        raise WeightsError(f"{path}: names no file")
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        if path.is_dir() and temporary.is_dir():
+            others = {entry.name for entry in path.iterdir()} - {entry.name for entry in temporary.iterdir()}
+            if others:
+                raise WeightsError(f"{path}: holds other files ({min(others)}); it was not replaced")
+            old = path.with_name(f".{path.name}-replaced-{uuid.uuid4().hex[:8]}")
+            path.rename(old)
+            temporary.rename(path)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{path}: cannot be written: {_first_line(error)}") from error
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+def mismatches(wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> list[str]:
+    """What keeps tensors of the shapes `found` from being those `wanted`: one line per kind."""
+    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    other = sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name])
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} tensors are missing: {_some(missing)}")
+    if extra:
+        problems.append(f"{len(extra)} tensors are not of this model: {_some(extra)}")
+    if other:
+        first = other[0]
+        problems.append(
+            f"{len(other)} tensors have another shape: {first} is {list(found[first])} instead of {list(wanted[first])}"
+        )
+    return problems
+
+
+def _unreadable(path: Path, error: Exception) -> WeightsError:
+    return WeightsError(f"{path}: is not a readable safetensors file: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
