@@ -9,7 +9,7 @@ from torchtitan.diffusion.solvers.contract import DrawNoise, Predict, noise_rati
 def dpmpp_2m(predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise: DrawNoise) -> Tensor:
     """DPM-Solver++(2M): one evaluation a step, second order by reusing the last one.
 
-    x' = (b' / b) x + a' (1 - e^-h) D with h = ln(sigma / sigma'), D = (1 + w) x0 - w x0_before and w = h / (2 h_before).
+    x' = (b' / b) x + a' (1 - e^-h) D, h = ln(sigma / sigma') and D = (1 + w) x0 - w x0_before, w = h / (2 h_before).
     The first step, and one from or to an infinite log ratio (a = 0 at t = 1, b = 0 at t = 0), is of first order, which
     is DDIM's; deterministic.
 

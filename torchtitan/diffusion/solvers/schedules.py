@@ -53,7 +53,7 @@ def ddpm_times(num_steps: int, path: Path) -> Tensor:
 
 # name -> (path, number of steps, options) -> times [N + 1]
 SCHEDULES: dict[str, Callable[..., Tensor]] = {
-    "uniform": lambda path, num_steps, **options: uniform_times(num_steps, getattr(path, "t_max", 1.0), **options),
+    "uniform": lambda path, num_steps, **options: uniform_times(num_steps, path.t_max, **options),
     "edm": lambda path, num_steps, **options: edm_times(num_steps, **options),
     "ddpm": lambda path, num_steps: ddpm_times(num_steps, path),
 }
