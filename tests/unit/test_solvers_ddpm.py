@@ -121,7 +121,7 @@ def test_learned_variance_lies_between_small_and_large_and_must_be_there():
     ones = lambda step: torch.ones(1, 1, dtype=torch.float64)  # noqa: E731
 
     def spread(variance: str, fraction: float | None) -> float:
-        learned = None if fraction is None else torch.full((1, 1), fraction)
+        learned = None if fraction is None else torch.full((1, 1), fraction, dtype=torch.float64)
         last = lambda x, t: (x, torch.zeros_like(x), learned)  # noqa: E731
         return SOLVERS["ddpm"](last, path, 0 * ones(0), times, ones, variance=variance).item()
 
