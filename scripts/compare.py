@@ -1,0 +1,57 @@
+"""Compare runs on one page: scripts/compare.py RUN_FOLDER... [--output compare.html] [--open]
+
+The page is a single file without any connection to the network: tables, curves, loss by timestep, speed, sample grids
+and what differs between the configurations. Runs that differ in debug.seed only are averaged, with an interval.
+"""
+
+import argparse
+import sys
+import webbrowser
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from torchtitan.evaluation.compare_page import compare_page
+from torchtitan.evaluation.run_record import RunRecordError, read_runs
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    try:
+        runs = read_runs(arguments.runs)
+    except RunRecordError as error:
+        print(error, file=sys.stderr)
+        return 2
+    page = compare_page(runs, arguments.smoothing)
+    try:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        print(f"{arguments.output}: cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    print(f"{arguments.output}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {len(page.encode()) / 1e6:.1f} MB")
+    if arguments.open:
+        webbrowser.open(arguments.output.resolve().as_uri())
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("runs", metavar="RUN_FOLDER", type=Path, nargs="+", help="a run's folder, as outputs/digits")
+    add("--output", type=Path, default=Path("compare.html"), help="file to write (default: compare.html)")
+    add("--smoothing", type=not_negative, metavar="STEPS", help="steps that the running mean of training loss, gradient "
+        "norm and loss by timestep spans; 0: none (default: 3 %% of the longest run)")
+    add("--open", action="store_true", help="show the page in the browser")
+    return parser.parse_args()
+
+
+def not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, is {value}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""scripts/compare.py on small run folders written by hand."""
+
+import html.parser
+import json
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.launcher import ROOT
+
+CONFIG = """
+[job]
+name = "{name}"
+[objective]
+timestep_sampler = "uniform"
+[optimizer]
+lr = {lr}
+[training]
+steps = 100
+global_batch_size = 16
+[metrics]
+loss_bins = 2
+[debug]
+seed = {seed}
+"""
+
+
+def write_run(folder: Path, seed: int = 0, lr: float = 1e-3, every: int = 10, steps: int = 100) -> Path:
+    (folder / "samples").mkdir(parents=True)
+    (folder / "config.toml").write_text(CONFIG.format(name=folder.name.replace('"', ""), lr=lr, seed=seed))
+    points = []
+    for step in range(every, steps + 1, every):
+        loss = 3.0 / (1 + step / 20) + 0.013 * seed + 0.001 * (step * 7 % 11)
+        points.append({
+            "step": step, "loss_metrics/global_avg_loss": loss, "loss_by_bin/0": loss * 0.9, "loss_by_bin/1": loss * 1.1,
+            "grad_norm": loss / 2, "lr": lr, "throughput(img/s)": 1000.0 + step + seed, "memory/max_active(GiB)": 1.5,
+            "time_metrics/end_to_end(s)": 0.016, "time_metrics/data_loading(%)": 1.25, "n_images_seen": 16 * step,
+        })
+        if step % 50 == 0:
+            points.append({"step": step, "validation_metrics/loss": loss + 0.1, "validation_metrics/ema/loss": loss + 0.2})
+            Image.new("RGB", (20, 10), (step, 0, 0)).save(folder / "samples" / f"step-{step:08d}.png")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+    summary = {"status": "completed", "step": steps, "num_parameters": 1234567, "layout": "FSDP over 8", "device": "H200",
+               "sample_accuracy": 0.8125}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def compare(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "scripts/compare.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+class Page(html.parser.HTMLParser):
+    """A page read strictly: elements must close in order; keeps text, attributes and counts."""
+
+    EMPTY = ("meta", "input", "img")
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.cells: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+        assert not self.open
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attributes):
+        self.attributes += [(tag, name, value or "") for name, value in attributes]
+        if tag in ("td", "th"):
+            self.cells.append("")
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("style", "script"):
+            return
+        self.words.append(data)
+        if "td" in self.open or "th" in self.open:
+            self.cells[-1] += data
+
+    def values(self, tag: str, name: str) -> list[str]:
+        return [value for of_tag, of_name, value in self.attributes if (of_tag, of_name) == (tag, name)]
+
+    def assert_needs_no_network(self) -> None:
+        outside = [one for one in self.attributes if one[1] in ("src", "href", "srcset", "data", "action")
+                   and not one[2].startswith("data:image/png;base64,")]
+        assert not outside
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Two settings, the first with three seeds, one run logged at another interval, one killed and damaged."""
+    folder = tmp_path_factory.mktemp("compare")
+    runs = [write_run(folder / f"base-seed{seed}", seed) for seed in range(3)]
+    runs.append(write_run(folder / "high<b>&\"lr", lr=3e-3, every=4))
+    runs.append(write_run(folder / "killed", lr=5e-3, steps=60))
+    (runs[-1] / "summary.json").unlink()
+    with open(runs[-1] / "metrics.jsonl", "a") as file:
+        file.write('{"step": 65, "grad_no')
+    (runs[-1] / "samples" / "step-00000050.png").write_text("no picture")
+    output = folder / "new" / "folder" / "page.html"
+    result = compare(*runs, runs[0], "--output", output, "--smoothing", 25)
+    assert result.returncode == 0, result.stderr
+    return Page(output), runs, output
+
+
+def test_page_is_well_formed_and_needs_no_network(page):
+    parsed, _, output = page
+    parsed.assert_needs_no_network()
+    assert not re.search(r"https?:|url\(|@import|high<b>", output.read_text())
+    assert len(parsed.values("img", "src")) == 4 * 2 and "no grid at step 100" in parsed.text
+    assert "step-00000050.png cannot be read" in parsed.text
+
+
+def test_tables_hold_the_numbers_of_the_metrics(page):
+    parsed, runs, _ = page
+    tails = []
+    for run in runs:
+        lines = [line for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+        losses = [json.loads(line).get("loss_metrics/global_avg_loss") for line in lines]
+        losses = [loss for loss in losses if loss is not None]
+        tails.append(statistics.median(losses[len(losses) // 2 :]))
+        held_out = [json.loads(line) for line in lines if "validation" in line][-1]
+        for value in (tails[-1], held_out["validation_metrics/loss"], held_out["validation_metrics/ema/loss"]):
+            assert any(f"{value:.4g}" in cell for cell in parsed.cells), (run.name, value)
+    seeds = tails[:3]
+    half = 4.302653 * statistics.stdev(seeds) / 3**0.5
+    half_text = f"{half:.2g}"
+    assert f"{statistics.fmean(seeds):.{len(half_text) - 2}f} ± {half_text}" in parsed.cells
+    for text in ("1,234,567", "FSDP over 8", "H200", "0.8125", "1,600", "60 of 100", "0.003", "0, 1, 2"):
+        assert text in parsed.cells, text
+
+
+def test_page_says_what_was_done_and_what_is_missing(page):
+    parsed, _, _ = page
+    for text in (
+        "killed: 1 line of metrics.jsonl could not be read and left out", "no summary (running or killed)",
+        "base (3 seeds)", "Student's t over seeds", "Centred running mean over 25 steps", "t in 0.00–0.50",
+        "Held-out loss, EMA “ema”", "images seen", "steps", "Comparison of 5 runs",
+    ):
+        assert text in parsed.text, text
+    assert "differing keys" in parsed.cells and "optimizer.lr" in parsed.cells
+
+
+def test_curve_of_a_run_passes_through_its_points(tmp_path):
+    run = write_run(tmp_path / "alone")
+    assert compare(run, "--output", tmp_path / "page.html", "--smoothing", 0).returncode == 0
+    page = Page(tmp_path / "page.html")
+    page.assert_needs_no_network()
+    losses = [json.loads(line)["loss_metrics/global_avg_loss"] for line in (run / "metrics.jsonl").read_text().splitlines()
+              if "loss_by_bin" in line]
+    first = [tuple(map(float, point.split(","))) for point in page.values("polyline", "points")[0].split()]
+    assert len(first) == len(losses) == 10
+    heights = [y for _, y in first]
+    slope = (heights[-1] - heights[0]) / (losses[-1] - losses[0])
+    assert slope < 0  # SVG counts downwards
+    assert heights == pytest.approx([heights[0] + slope * (loss - losses[0]) for loss in losses], abs=0.15)
+    steps = [x - first[0][0] for x, _ in first]
+    assert steps == pytest.approx([steps[1] * i for i in range(10)], abs=0.6)
+    assert "Over seeds" not in page.text and "Not smoothed" in page.text
+
+
+def test_runs_with_next_to_nothing_make_a_page(tmp_path):
+    for name, content in {"config.toml": "[half", "metrics.jsonl": "", "summary.json": '{"status": "failed", "reason": "why"}'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text(content)
+    only_nan = tmp_path / "nan"
+    shutil.copytree(tmp_path / "metrics.jsonl", only_nan)
+    (only_nan / "metrics.jsonl").write_text('{"step": 1, "loss_metrics/global_avg_loss": NaN, "lr": 0.0}\n{"step": 2, "lr": 0}\n')
+    names = ["config.toml", "metrics.jsonl", "summary.json", "nan"]
+    result = compare(*(tmp_path / name for name in names), "--output", tmp_path / "page.html")
+    assert result.returncode == 0, result.stderr
+    page = Page(tmp_path / "page.html")
+    for text in ("nan: training loss not finite at 1 logged points", "nothing logged yet", "failed: why", "Not logged."):
+        assert text in page.text, text
+
+
+def test_folders_that_are_no_runs_are_named_in_one_line_each(tmp_path):
+    run = write_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    result = compare(run, tmp_path / "empty", tmp_path / "none", run / "config.toml", "--output", tmp_path / "page.html")
+    assert result.returncode == 2 and not (tmp_path / "page.html").exists()
+    lines = result.stderr.splitlines()
+    assert [line.split(": ")[1].split(" (")[0] for line in lines] == ["not a run's folder", "no such folder", "not a folder"]
+    result = compare(run, "--output", tmp_path / "empty")
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1 and "cannot be written" in result.stderr
+    assert compare(run, "--smoothing", "-1").returncode == 2

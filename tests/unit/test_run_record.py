@@ -1,0 +1,156 @@
+"""Reading runs: intervals against closed forms, grouping by seed, alignment of unequal steps, damaged files."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+
+from torchtitan.evaluation.run_record import (
+    TRAINING_LOSS,
+    RunRecord,
+    RunRecordError,
+    Series,
+    align,
+    differing_settings,
+    group_by_seed,
+    mean_interval,
+    parse_points,
+    percentile,
+    read_run,
+    read_runs,
+    t_quantile,
+    t_within,
+)
+
+
+def run(name: str, seed: int | None = 0, **settings) -> RunRecord:
+    config = {"job": {"name": name}, "optimizer": {"lr": 1e-3} | settings, "debug": {"seed": seed}}
+    return RunRecord(Path("/nowhere") / name, name, config)
+
+
+@pytest.mark.parametrize("probability", [0.6, 0.9, 0.975, 0.999])
+def test_t_quantile_equals_closed_forms(probability):
+    excess = 2 * probability - 1
+    assert t_quantile(probability, 1) == pytest.approx(math.tan(math.pi * excess / 2), rel=1e-9)
+    product = probability * (1 - probability)
+    assert t_quantile(probability, 2) == pytest.approx(excess * math.sqrt(0.5 / product), rel=1e-9)
+    alpha = math.sqrt(4 * product)
+    q = math.cos(math.acos(alpha) / 3) / alpha
+    assert t_quantile(probability, 4) == pytest.approx(2 * math.sqrt(q - 1), rel=1e-9)
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 5, 8, 29])
+def test_t_within_equals_the_integrated_density(degrees):
+    norm = math.gamma((degrees + 1) / 2) / math.sqrt(degrees * math.pi) / math.gamma(degrees / 2)
+    count, end = 4000, 1.7
+    density = [norm * (1 + (end * (i + 0.5) / count) ** 2 / degrees) ** (-(degrees + 1) / 2) for i in range(count)]
+    assert t_within(end, degrees) == pytest.approx(2 * sum(density) * end / count, abs=1e-7)
+
+
+def test_mean_interval_of_two_and_three_values():
+    two = mean_interval([1.0, 3.0])
+    assert (two.mean, two.count) == (2.0, 2)
+    assert two.half_width == pytest.approx(12.7062047)  # s / sqrt(n) = 1, t of one degree of freedom
+    three = mean_interval([1.0, 2.0, 3.0])
+    assert three.half_width == pytest.approx(4.30265273 / math.sqrt(3))
+    assert mean_interval([5.0]) == (5.0, None, 1)
+
+
+def test_percentile_and_tail():
+    assert [percentile([3.0, 1.0, 2.0], share) for share in (0, 0.25, 0.5, 1)] == [1.0, 1.5, 2.0, 3.0]
+    series = Series((1, 2, 3, 4, 5), (9.0, 8.0, 3.0, 1.0, 2.0))
+    assert series.tail() == (3.0, 1.0, 2.0) and series.tail_median() == 2.0 and series.lowest() == (1.0, 4)
+
+
+def test_running_mean_is_centred_and_shrinks_at_the_ends():
+    series = Series((10, 20, 30, 40, 50), (1.0, 4.0, 1.0, 7.0, 5.0))
+    assert series.smoothed(0) == series.smoothed(19) == series
+    assert series.smoothed(20).values == pytest.approx((1.0, 2.0, 4.0, 13 / 3, 5.0))
+    assert series.smoothed(40).values == pytest.approx((1.0, 2.0, 18 / 5, 13 / 3, 5.0))
+
+
+def test_series_of_unequal_steps_are_averaged_where_all_of_them_reach():
+    coarse, fine = Series((0, 10, 20), (0.0, 10.0, 40.0)), Series((5, 10, 15, 18), (1.0, 2.0, 3.0, 4.0))
+    means = {step: interval.mean for step, interval in align([coarse, fine, Series()])}
+    assert means == pytest.approx({5: (5 + 1) / 2, 10: (10 + 2) / 2, 15: (25 + 3) / 2, 18: (34 + 4) / 2})
+    assert align([Series((1, 2), (1.0, 1.0)), Series((3, 4), (1.0, 1.0))]) == []
+    assert align([]) == []
+
+
+def test_runs_that_differ_in_seed_and_name_only_are_one_group():
+    runs = [run("a-seed1", 1), run("b", 0, lr=2e-3), run("a-seed0", 0), run("c", 2, lr=1e-3, beta1=0.8)]
+    groups = group_by_seed(runs)
+    assert [[one.name for one in group.runs] for group in groups] == [["a-seed0", "a-seed1"], ["b"], ["c"]]
+    assert [group.name for group in groups] == ["a (2 seeds)", "b", "c"]
+
+
+def test_a_seed_that_is_repeated_and_runs_without_configuration_stand_alone():
+    runs = [run("x", 0), run("y", 1), run("z", 1), RunRecord(Path("/p"), "p"), RunRecord(Path("/q"), "q")]
+    assert [[one.name for one in group.runs] for group in group_by_seed(runs)] == [["x", "y"], ["z"], ["p"], ["q"]]
+
+
+def test_differing_settings():
+    differing, common = differing_settings([run("a", 0), run("b", 1, beta1=0.8), RunRecord(Path("/p"), "p")])
+    assert differing == ["job.name", "debug.seed", "optimizer.beta1"] and common == ["optimizer.lr"]
+
+
+def test_damaged_lines_are_counted_and_left_out():
+    good = '{"step": 2, "a": 1}'
+    text = "\n".join(
+        ['{"step": 5, "a": NaN}', good, "", "{", "[1]", '{"a": 3}', '{"step": "4"}', "\ufffd\0", "1" * 9, '{"step": 7, "a"']
+    )
+    points, damaged = parse_points(text)
+    assert [point["step"] for point in points] == [2, 5] and damaged == 7
+    record = RunRecord(Path("/p"), "p", points=points)
+    assert record.series("a") == Series((2,), (1.0,)) and record.not_finite("a") == 1
+
+
+def test_status_of_runs_with_and_without_a_fresh_summary():
+    points = [{"step": 10}, {"step": 20}]
+    assert RunRecord(Path("/p"), "p", points=points).status == "no summary (running or killed)"
+    assert RunRecord(Path("/p"), "p", points=points, summary={"status": "completed", "step": 20}).status == "completed"
+    resumed = RunRecord(Path("/p"), "p", points=points, summary={"status": "interrupted", "step": 10})
+    assert "went on" in resumed.status and resumed.last_step == 20
+
+
+def test_bin_edges_hold_equal_shares_of_the_timesteps():
+    def edges(bins: int, **objective) -> list[float] | None:
+        return RunRecord(Path("/p"), "p", {"objective": objective, "metrics": {"loss_bins": bins}}).bin_edges
+
+    assert edges(4, timestep_sampler="uniform") == pytest.approx([0, 0.25, 0.5, 0.75, 1])
+    logits = [-0.4 + 1.2 * statistics.NormalDist().inv_cdf(u) for u in (0.25, 0.5, 0.75)]
+    expected = [0, *(1 / (1 + math.exp(-logit)) for logit in logits), 1]
+    assert edges(4, timestep_sampler="logit_normal", logit_mean=-0.4, logit_std=1.2) == pytest.approx(expected)
+    assert edges(3, key_of_another_version=1) is None and edges("many") is None
+    assert RunRecord(Path("/p"), "p").bin_edges is None
+
+
+def test_a_folder_is_read_with_whatever_is_there(tmp_path):
+    with pytest.raises(RunRecordError, match="no such folder"):
+        read_run(tmp_path / "none")
+    with pytest.raises(RunRecordError, match="not a run's folder"):
+        read_run(tmp_path)
+    (tmp_path / "config.toml").write_text("[half")
+    (tmp_path / "summary.json").write_text("[]")
+    (tmp_path / "samples").mkdir()
+    for name in ("step-00000010.png", "step-x.png", "other.png"):
+        (tmp_path / "samples" / name).write_text("")
+    record = read_run(tmp_path)
+    assert [problem.split(" (")[0] for problem in record.problems] == [
+        "config.toml cannot be read", "summary.json cannot be read", "no metrics.jsonl"
+    ]
+    assert list(record.samples) == [10] and record.last_step == 0 and record.images_per_step is None
+
+
+def test_a_run_given_twice_counts_once_and_equal_names_are_told_apart(tmp_path):
+    for parent in ("first", "second"):
+        (tmp_path / parent / "run").mkdir(parents=True)
+        (tmp_path / parent / "run" / "metrics.jsonl").write_text(json.dumps({"step": 4, TRAINING_LOSS: 1, "n_images_seen": 64}))
+    first, second = tmp_path / "first" / "run", tmp_path / "second" / "run"
+    runs = read_runs([first, second, tmp_path / "second" / ".." / "first" / "run"])
+    assert [one.name for one in runs] == ["first/run", "second/run"] and runs[0].images_per_step == 16
+    with pytest.raises(RunRecordError) as caught:
+        read_runs([tmp_path, first, tmp_path / "none"])
+    assert len(str(caught.value).splitlines()) == 2
