@@ -120,7 +120,7 @@ def test_page_is_well_formed_and_needs_no_network(page):
     parsed, _, output = page
     parsed.assert_needs_no_network()
     assert not re.search(r"https?:|url\(|@import|high<b>", output.read_text())
-    assert len(parsed.values("img", "src")) == 4 * 2 and "no grid at step 100" in parsed.text
+    assert len(parsed.values("img", "src")) == 3 * 2 + 1 and "no grid at step 100" in parsed.text
     assert "step-00000050.png cannot be read" in parsed.text
 
 
