@@ -4,29 +4,38 @@ Under torchrun the images are divided among the ranks; they are the same on any 
 """
 
 import argparse
+import dataclasses
 import logging
 import os
 import sys
+import typing
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torchtitan.config import ConfigError
-from torchtitan.diffusion.solvers import SOLVERS
+from torchtitan.config_record import unmet_condition
+from torchtitan.config_schema import validate_section
 from torchtitan.distributed.mesh import CommConfig, compute_device, init_process_group
 from torchtitan.evaluation.pictures import image_grid, save_image
-from torchtitan.evaluation.sampling import ImageSampler, grid_labels
+from torchtitan.evaluation.sampling import ImageSampler, SamplingConfig, grid_labels, sampling_problems
 from torchtitan.evaluation.trained_model import TrainedModel, WeightsError, load_run, load_weights
 from torchtitan.training.checkpoint import CheckpointError
 
 FIRST = os.environ.get("RANK", "0") == "0"
+# Keys of `[sampling]` that say how an image is drawn; each is an option here too.
+METHOD_KEYS = [
+    "solver", "num_steps", "schedule", "shift", "sigma_min", "sigma_max", "rho", "ddim_eta", "ddpm_variance", "churn",
+    "churn_min", "churn_max", "churn_noise", "diffusion", "diffusion_scale", "guidance_scale", "guidance_interval",
+    "guidance_channels",
+]
 
 
 def main() -> int:
     arguments = parse_arguments()
     try:
         trained = open_model(arguments)
-        check(arguments, trained)
+        sampling = check(arguments, trained)
     except (ConfigError, CheckpointError, WeightsError) as error:
         if FIRST:
             print(error, file=sys.stderr)
@@ -34,7 +43,7 @@ def main() -> int:
     for warning in trained.warnings if FIRST else ():
         print(warning, file=sys.stderr)
     init_process_group(CommConfig())
-    draw(arguments, trained)
+    draw(arguments, trained, sampling)
     return 0
 
 
@@ -48,14 +57,28 @@ def parse_arguments() -> argparse.Namespace:
     add("--classes", type=int, nargs="+", help="classes, a row of the grid each (default: the run's)")
     add("--images-per-class", type=int, default=8)
     add("--seed", type=int, default=0, help="of the images' noise")
-    add("--solver", choices=SOLVERS, help="default: the run's")
-    add("--num-steps", type=int, help="solver steps (default: the run's)")
-    add("--guidance-scale", type=float, help="1 is none (default: the run's)")
+    hints = typing.get_type_hints(SamplingConfig)
+    for field in dataclasses.fields(SamplingConfig):
+        if field.name in METHOD_KEYS:
+            help_line = f"{field.metadata['description']} (default: the run's)"
+            add(option(field.name), help=help_line, **reader(hints[field.name]))
     add("--batch-size", type=int, default=256, help="images at a time on each rank")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of compute")
     add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, or beside the weights)")
     add("--files", action="store_true", help="one PNG per image besides the grid")
     return parser.parse_args()
+
+
+def option(key: str) -> str:
+    """The command-line option of a key of `[sampling]`."""
+    return "--" + key.replace("_", "-")
+
+
+def reader(hint: typing.Any) -> dict:
+    """How argparse reads a value of this type."""
+    if typing.get_origin(hint) is typing.Literal:
+        return {"choices": typing.get_args(hint)}
+    return {"type": float, "nargs": "+"} if hint == list[float] else {"type": hint}
 
 
 def open_model(arguments: argparse.Namespace) -> TrainedModel:
@@ -70,30 +93,48 @@ def open_model(arguments: argparse.Namespace) -> TrainedModel:
     return load_weights(arguments.source, arguments.config, compute_device())
 
 
-def check(arguments: argparse.Namespace, trained: TrainedModel) -> None:
-    """Fill in what was not given from the run, and refuse what cannot be drawn. Raises WeightsError."""
-    sampling, info = trained.config.sampling, trained.info
-    for name in ("solver", "num_steps", "guidance_scale", "classes"):
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, getattr(sampling, name))
-    for name in ("num_steps", "images_per_class", "batch_size"):
+def check(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfig:
+    """The run's way of sampling with what was given in its place. Raises WeightsError for what cannot be drawn."""
+    info = trained.info
+    if arguments.classes is None:
+        arguments.classes = trained.config.sampling.classes
+    for name in ("images_per_class", "batch_size"):
         if getattr(arguments, name) < 1:
-            raise WeightsError(f"--{name.replace('_', '-')}: must be at least 1, is {getattr(arguments, name)}")
+            raise WeightsError(f"{option(name)}: must be at least 1, is {getattr(arguments, name)}")
     if not 0 <= arguments.seed < 2**64:
         raise WeightsError(f"--seed: must be in 0..2^64 - 1, is {arguments.seed}")
     outside = [number for number in arguments.classes if not 0 <= number < max(info.num_classes, 1)]
     if outside:
         raise WeightsError(f"--classes: {outside[0]} is not in 0..{max(info.num_classes, 1) - 1}")
-    if arguments.guidance_scale != 1 and (not info.num_classes or trained.config.model.label_dropout == 0):
+    sampling = sampling_method(arguments, trained)
+    if sampling.guidance_scale != 1 and (not info.num_classes or trained.config.model.label_dropout == 0):
         raise WeightsError("--guidance-scale: the model was trained without a null class (leave it at 1)")
+    return sampling
 
 
-def draw(arguments: argparse.Namespace, trained: TrainedModel) -> None:
+def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfig:
+    """`[sampling]` of the run, with the options given here. Raises WeightsError."""
+    given = {key: getattr(arguments, key) for key in METHOD_KEYS if getattr(arguments, key) is not None}
+    defaults = dataclasses.replace(trained.config.sampling, enable=True)
+    sampling, refused = validate_section("sampling", defaults, given, lambda key: "")
+    problems = [(problem.key.removeprefix("sampling."), problem.text) for problem in refused]
+    config = dataclasses.replace(trained.config, sampling=sampling)
+    for field in dataclasses.fields(SamplingConfig):
+        if field.name in given and (unmet := unmet_condition(config, "sampling", field)):
+            problems.append((field.name, f"has no effect when {unmet[0]} = {unmet[1]} (leave it out)"))
+    problems += sampling_problems(
+        sampling, config.objective.path, getattr(config.model, "learned_variance", False)
+    )
+    if problems:
+        raise WeightsError("\n".join(f"{option(key)}: {text}" for key, text in problems))
+    return sampling
+
+
+def draw(arguments: argparse.Namespace, trained: TrainedModel, sampling: SamplingConfig) -> None:
     labels = grid_labels(arguments.classes, trained.info.num_classes, arguments.images_per_class)
     sampler = ImageSampler(trained.model, trained.objective, arguments.dtype, compute_device())
     images = sampler.draw(
-        labels, arguments.seed, solver=arguments.solver, num_steps=arguments.num_steps,
-        guidance_scale=arguments.guidance_scale, batch_size=arguments.batch_size, progress=FIRST,
+        labels, arguments.seed, **sampling.method(), batch_size=arguments.batch_size, progress=FIRST
     )
     if not FIRST:
         return

@@ -195,9 +195,8 @@ class Reports:
         trainer, config = self._trainer, self._config.sampling
         with trainer.ema.weights(config.ema_track, trainer.model):
             return self._sampler.draw(
-                labels, self._config.debug.seed, solver=config.solver, num_steps=config.num_steps,
-                guidance_scale=guidance_scale, batch_size=config.batch_size, sharded=trainer.layout.sharded,
-                purpose=purpose,
+                labels, self._config.debug.seed, **config.method() | {"guidance_scale": guidance_scale},
+                batch_size=config.batch_size, sharded=trainer.layout.sharded, purpose=purpose,
             )
 
     def _judge(self) -> None:

@@ -137,7 +137,7 @@ def test_predictor_reads_the_guided_network_by_the_objective():
     x, _, classes = guidance_inputs()
     t = torch.tensor([0.2, 0.5, 0.8])
     objective = Objective(ObjectiveConfig(), seed=0)
-    x0, noise = predictor(objective, RecordingNetwork(), classes, NULL_CLASS, Guidance(2.0))(x, t)
+    x0, noise, _ = predictor(objective, RecordingNetwork(), classes, NULL_CLASS, Guidance(2.0))(x, t)
     velocity = guided_network(RecordingNetwork(), NULL_CLASS, 2.0)(x, 1000 * t, classes)
     b = t.reshape(-1, 1, 1, 1)
     torch.testing.assert_close(noise - x0, velocity, rtol=1e-5, atol=1e-4)

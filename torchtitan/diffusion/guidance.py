@@ -69,13 +69,14 @@ def predictor(
         guidance: all times of one call must be equal, for they are within the interval together.
     """
     if condition is None:
-        return lambda x_t, t: objective.predict(model, x_t, t, None)
+        return lambda x_t, t: objective.predict_with_variance(model, x_t, t, None)
     guided = guided_network(model, null_class, guidance.scale, guidance.channels)
     low, high = guidance.interval
     if guided is model or (low <= 0.0 and high >= 1.0):
-        return lambda x_t, t: objective.predict(guided, x_t, t, condition)
+        return lambda x_t, t: objective.predict_with_variance(guided, x_t, t, condition)
 
     def predict(x_t: Tensor, t: Tensor):
-        return objective.predict(guided if low <= t[0].item() <= high else model, x_t, t, condition)
+        network = guided if low <= t[0].item() <= high else model
+        return objective.predict_with_variance(network, x_t, t, condition)
 
     return predict

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.diffusion import philox
-from torchtitan.diffusion.learned_variance import BOUND_WEIGHT, log_variance, variational_bound
+from torchtitan.diffusion.learned_variance import BOUND_WEIGHT, variational_bound
 from torchtitan.diffusion.paths import DDPM, PATHS, Path, per_image
 from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
 from torchtitan.diffusion.predictions import noise_error_weight, target, to_x0_and_noise
@@ -169,7 +169,7 @@ class Objective:
     def predict_with_variance(
         self, model: Network, x_t: Tensor, t: Tensor, condition: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Estimate the clean image, the noise, and ln of the variance of the DDPM's reverse step.
+        """Estimate the clean image, the noise, and where the variance of the DDPM's reverse step lies.
 
         Args:
             model: the network.
@@ -178,14 +178,13 @@ class Objective:
             condition: class per image [B] or None.
 
         Returns:
-            x0, noise and ln variance, float32 of x_t's shape; no variance (None) from a network that learns none.
+            x0, noise and the fraction of the way from the ln of the smallest variance (0) to that of the largest (1),
+            float32 of x_t's shape; no fraction (None) from a network that learns none.
         """
         a, b = (per_image(c, x_t) for c in self.path.coefficients(t))
         output, interpolation = self._output(model, x_t, t, condition)
         x0, noise = to_x0_and_noise(self.prediction, output, x_t, a, b, self.sigma_data)
-        if interpolation is None:
-            return x0, noise, None
-        return x0, noise, log_variance(self.path, interpolation, self.path.t_to_index(t))
+        return x0, noise, None if interpolation is None else 0.5 * (interpolation + 1.0)
 
     def effective_weight(self, log_sigma: Tensor) -> Tensor:
         """p(ln sigma) x weight, in the currency of the noise's squared error.

@@ -30,7 +30,9 @@ class SamplingConfig:
     solver: Literal["euler", "heun", "euler_maruyama", "edm_heun", "ddim", "ddpm", "dpmpp_2m"] = setting(
         "euler", "integrator from noise to image", applies={"enable": (True,)}, trajectory=False
     )
-    num_steps: int = setting(50, "solver steps from noise to image", ge=1, applies={"enable": (True,)}, trajectory=False)
+    num_steps: int = setting(
+        50, "solver steps from noise to image", ge=1, applies={"enable": (True,)}, trajectory=False
+    )
     schedule: Literal["uniform", "edm", "ddpm"] = setting(
         "uniform", "times of the steps: equally spaced in t, in sigma^(1/rho), or in DDPM indices (the default on"
         " discrete paths)", applies={"enable": (True,)}, trajectory=False,
@@ -143,7 +145,7 @@ def sampling_problems(config: SamplingConfig, path_name: str, learned_variance: 
     Returns:
         (key of `[sampling]`, what is wrong and what to do) of each problem.
     """
-    path, found = PATHS[path_name](), []
+    path, found, trained_on = PATHS[path_name](), [], f"objective.path = {path_name}"
     if len(config.guidance_interval) != 2:
         found.append(("guidance_interval", f"takes two times, has {len(config.guidance_interval)} (as [0.0, 1.0])"))
     elif not 0.0 <= config.guidance_interval[0] <= config.guidance_interval[1] <= 1.0:
@@ -152,21 +154,20 @@ def sampling_problems(config: SamplingConfig, path_name: str, learned_variance: 
         found.append(("guidance_interval", f"[{low:g}, {high:g}] {reason} (give the lower t first, both in 0..1)"))
     indices = getattr(path, "num_indices", 0)
     if config.schedule == "ddpm" and not indices:
-        found.append(("schedule", f"objective.path = {path_name} has no DDPM indices (use uniform or edm)"))
+        found.append(("schedule", f"{trained_on} has no DDPM indices (use uniform or edm)"))
     elif config.schedule == "ddpm" and config.num_steps > indices:
-        text = f"{config.num_steps} steps cannot be chosen from the {indices} indices of objective.path = {path_name}"
+        text = f"{config.num_steps} steps cannot be chosen from the {indices} indices of {trained_on}"
         found.append(("num_steps", f"{text} (use at most {indices})"))
     elif config.schedule != "ddpm" and path.discrete:
-        text = f"objective.path = {path_name} is trained at integer indices only (use ddpm)"
-        found.append(("schedule", text))
+        found.append(("schedule", f"{trained_on} is trained at integer indices only (use ddpm)"))
     if config.schedule == "edm" and config.sigma_min >= config.sigma_max:
         text = f"{config.sigma_min:g} is not below sampling.sigma_max = {config.sigma_max:g} (make it smaller)"
         found.append(("sigma_min", text))
     if config.solver == "euler_maruyama" and path_name != "rectified_flow":
-        text = f"euler_maruyama is for objective.path = rectified_flow, not {path_name} (use ddpm or edm_heun with churn)"
+        text = f"euler_maruyama is for rectified_flow, and {trained_on} (use ddpm, or edm_heun with churn)"
         found.append(("solver", text))
     if config.solver == "edm_heun" and config.schedule == "uniform" and path.t_max >= 1.0:
-        text = f"edm_heun starts from a finite sigma, objective.path = {path_name} from none (set sampling.schedule = edm)"
+        text = f"edm_heun needs a finite sigma to start from, and {trained_on} (use sampling.schedule = edm)"
         found.append(("solver", text))
     if config.solver == "edm_heun" and config.churn > 0 and config.churn_min > config.churn_max:
         text = f"{config.churn_min:g} is above sampling.churn_max = {config.churn_max:g} (make it smaller)"
