@@ -4,7 +4,6 @@ A check is a function of the configuration that yields problems; adding one is o
 No model and no process group is built here.
 """
 
-import dataclasses
 import importlib.util
 import os
 import re
@@ -18,7 +17,8 @@ from data import DATASETS
 from data.base import DatasetError, DatasetInfo
 from torchtitan.config_record import unmet_condition
 from torchtitan.config_schema import Problem, nearest, no_effect, shown, shown_name
-from torchtitan.evaluation.sampling import default_schedule, sampling_problems
+from torchtitan.diffusion.objective_checks import objective_problems
+from torchtitan.diffusion.paths import PATHS
 from torchtitan.models import MODELS
 
 
@@ -106,8 +106,6 @@ def resolve(checked: Checked, config: Any) -> None:
         config.model.label_dropout = 0.0
     if _cannot_guide(checked):
         config.sampling.guidance_scale = 1.0
-    if "sampling.schedule" not in checked.given:
-        config.sampling.schedule = default_schedule(config.objective.path)
 
 
 def _attempt(check: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Problem]:
@@ -197,9 +195,15 @@ def _model_fits_images(checked: Checked) -> Iterator[Problem]:
 
 
 def _learned_variance(checked: Checked) -> Iterator[Problem]:
-    if getattr(checked.whole("model"), "learned_variance", False) and checked.objective.path == "rectified_flow":
-        text = "objective.path = rectified_flow has no variance to learn (set it to false)"
+    path = checked.objective.path
+    if getattr(checked.whole("model"), "learned_variance", False) and not PATHS[path]().discrete:
+        text = f"objective.path = {path} has no integer steps, whose variance it would be (set it to false)"
         yield Problem("model.learned_variance", text)
+
+
+def _objective(checked: Checked) -> Iterator[Problem]:
+    for key, text in objective_problems(checked.whole("objective")):
+        yield Problem(key, text)
 
 
 def _label_dropout(checked: Checked) -> Iterator[Problem]:
@@ -217,21 +221,6 @@ def _guidance(checked: Checked) -> Iterator[Problem]:
         else:
             reason = "model.label_dropout = 0 trains no unconditional prediction"
         yield Problem("sampling.guidance_scale", f"{reason} to guide away from (remove it or set it to 1)")
-
-
-def _sampling_method(checked: Checked) -> Iterator[Problem]:
-    if not checked.sampling.enable:
-        return
-    sampling, path_name = checked.whole("sampling"), checked.objective.path
-    if "sampling.schedule" not in checked.given:
-        schedule = default_schedule(path_name)
-        sampling = dataclasses.replace(sampling, schedule=schedule)
-        if "sampling.shift" in checked.given and schedule != "uniform":
-            text = f"has no effect on the schedule of objective.path = {path_name}, {schedule} (remove it)"
-            yield Problem("sampling.shift", text)
-    learned_variance = getattr(checked.whole("model"), "learned_variance", False)
-    for key, text in sampling_problems(sampling, path_name, learned_variance):
-        yield Problem(f"sampling.{key}", text)
 
 
 def _cannot_guide(checked: Checked) -> bool:
@@ -332,6 +321,7 @@ CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
     _dataset_is_usable,
     _model_fits_images,
     _learned_variance,
+    _objective,
     _label_dropout,
     _warmup,
     _batch_sizes,
@@ -342,7 +332,6 @@ CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
     _sampled_track,
     _judge,
     _guidance,
-    _sampling_method,
     _parameter_groups,
     _low_bit_optimizer,
     _compiler,

@@ -132,8 +132,54 @@ BAD_FILES = [
     ),
     (
         "[model]\nlearned_variance = true",
-        "model.learned_variance: objective.path = rectified_flow has no variance to learn (set it to false)",
+        "model.learned_variance: objective.path = rectified_flow has no integer steps, whose variance it would be"
+        " (set it to false)",
     ),
+    (
+        "[model]\nlearned_variance = true\n[objective]\npath = 'ddpm_cosine_continuous'",
+        "model.learned_variance: objective.path = ddpm_cosine_continuous has no integer steps, whose variance it would"
+        " be (set it to false)",
+    ),
+    (
+        "[objective]\nprediction = 'noise'",
+        "objective.prediction: the noise does not determine x0 at t = 1, where objective.path = rectified_flow starts"
+        " to sample (use velocity, v, x0 or edm)",
+    ),
+    (
+        "[objective]\npath = 'edm'\npreconditioning = 'index'",
+        "objective.preconditioning: objective.path = edm has no DDPM indices (use identity or edm)",
+    ),
+    (
+        "[objective]\npreconditioning = 'edm'\nprediction = 'v'",
+        "objective.preconditioning: edm makes x0 of the network's output, not objective.prediction = v (use x0 or edm)",
+    ),
+    (
+        "[objective]\npath = 'ddpm_linear'\ntimestep_sampler = 'logit_normal'\nlogit_mean = 30.0",
+        "objective.timestep_sampler: the density has a mass of 0 on the path's indices: logit_normal lies beside"
+        " objective.path = ddpm_linear",
+    ),
+    (
+        "[objective]\ntimestep_sampler = 'uniform'\nprediction = 'x0'\nweighting = 'snr_plus_one'",
+        "objective.timestep_sampler: uniform draws so many timesteps near clean data that objective.weighting ="
+        " snr_plus_one on objective.prediction = x0 has an infinite mean loss (use logit_normal or another weighting)",
+    ),
+    (
+        "[objective]\npath = 'edm'\ntimestep_sampler = 'cosmap'\nprediction = 'v'",
+        "objective.timestep_sampler: cosmap draws so many timesteps near noise that objective.weighting ="
+        " none on objective.prediction = v has an infinite mean loss (use logit_normal or another weighting)",
+    ),
+    (
+        "[objective]\nsigma_data = 0.3",
+        "objective.sigma_data: has no effect when objective.prediction = velocity; remove it or set"
+        " objective.prediction = edm",
+    ),
+    (
+        "[objective]\nsnr_gamma = 5.0\nweighting = 'snr_plus_one'",
+        "objective.snr_gamma: has no effect when objective.weighting = snr_plus_one; remove it or set"
+        " objective.weighting = min_snr or soft_min_snr",
+    ),
+    ("[objective]\nmode_scale = 1.0\ntimestep_sampler = 'mode'\nshift = 0.0", "objective.shift: must be at least 0.01"
+     " and at most 100, is 0.0"),
     (
         UNLABELLED + "[model]\nlabel_dropout = 0.2",
         "model.label_dropout: data.name = synthetic has no classes to drop (remove it or set it to 0)",

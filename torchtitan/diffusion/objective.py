@@ -77,7 +77,7 @@ class ObjectiveConfig:
         1.29, "weight of the middle; 0 is uniform", gt=-1, lt=1.75, applies={"timestep_sampler": ("mode",)}
     )
     shift: float = setting(
-        1.0, "factor on sigma at every timestep drawn: above 1 towards noise, for larger images", gt=0
+        1.0, "factor on sigma at every timestep drawn: above 1 towards noise, for larger images", ge=0.01, le=100
     )
     spread: Literal["none", "stratified", "low_discrepancy"] = setting(
         "none", "how evenly a global batch's timesteps cover the density: one per quantile interval; also equally spaced"
@@ -148,8 +148,6 @@ class Objective:
         x_t = a * x0 + b * draw.noise
         output, interpolation = self._output(model, x_t, draw.t, condition)
         wanted = target(self.prediction, x0, draw.noise, a, b, self.sigma_data)
-        if output.shape != wanted.shape:  # it might broadcast
-            raise ValueError(f"the model's output is {list(output.shape)}, the target {list(wanted.shape)}")
         error = (output - wanted).square().flatten(1).mean(1)  # [B]
         sigma = draw.t / (1.0 - draw.t).clamp_min(torch.finfo(torch.float32).tiny)
         loss = self.weighting(sigma) * error
@@ -211,6 +209,8 @@ class Objective:
         interpolation = None
         if self.path.discrete and output.shape[1] == 2 * x_t.shape[1]:
             output, interpolation = output.chunk(2, dim=1)
+        if output.shape != x_t.shape:  # it might broadcast
+            raise ValueError(f"the model's output is {list(output.shape)}, the target {list(x_t.shape)}")
         return per_image(scaling.c_skip, x_t) * x_t + per_image(scaling.c_out, x_t) * output, interpolation
 
 
