@@ -40,8 +40,8 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("runs", metavar="RUN_FOLDER", type=Path, nargs="+", help="a run's folder, as outputs/digits")
     add("--output", type=Path, default=Path("compare.html"), help="file to write (default: compare.html)")
-    add("--smoothing", type=not_negative, metavar="STEPS", help="steps that the running mean of training loss, gradient "
-        "norm and loss by timestep spans; 0: none (default: 3 %% of the longest run)")
+    add("--smoothing", type=not_negative, metavar="STEPS", help="steps that the running mean of training "
+        "loss, gradient norm and loss by timestep spans; 0: none (default: 3 %% of the longest run)")
     add("--open", action="store_true", help="show the page in the browser")
     return parser.parse_args()
 

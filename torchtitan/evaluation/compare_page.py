@@ -10,6 +10,7 @@ from typing import Any
 
 from PIL import Image
 
+from torchtitan.evaluation.compare_lines import Tag, after_warm_up, group_lines, held_out, reach, series_of
 from torchtitan.evaluation.compare_style import SCRIPT, STYLE, group_rules
 from torchtitan.evaluation.run_record import (
     TRAINING_LOSS,
@@ -17,14 +18,12 @@ from torchtitan.evaluation.run_record import (
     RunGroup,
     RunRecord,
     Series,
-    align,
     differing_settings,
     group_by_seed,
     percentile,
 )
 from torchtitan.evaluation.svg_charts import (
     Bar,
-    Line,
     Markup,
     bar_chart,
     bin_chart,
@@ -79,7 +78,6 @@ class _Page:
     def __init__(self, runs: Sequence[RunRecord], smoothing: float | None) -> None:
         self.runs = runs
         self.groups = group_by_seed(runs)
-        self.number_of = {id(run): n for n, group in enumerate(self.groups) for run in group.runs}
         longest = max(run.last_step for run in runs)
         self.smoothing = round(0.03 * longest) if smoothing is None else smoothing
         smooth = any(run.series(TRAINING_LOSS) != run.series(TRAINING_LOSS).smoothed(self.smoothing) for run in runs)
@@ -99,8 +97,8 @@ class _Page:
             for n, group in enumerate(self.groups)
         ]
         axis = [
-            element("label", element("input", type="radio", name="axis", id=f"by-{name}", checked=name == "images"), " ",
-                    text)
+            element("label", element("input", type="radio", name="axis", id=f"by-{name}", checked=name == "images"),
+                    " ", text)
             for name, text in (("images", "images seen"), ("steps", "steps"))
         ]
         return element(
@@ -113,12 +111,13 @@ class _Page:
         if self.several_seeds:
             parts += [
                 element("h3", "Over seeds"),
-                element("p", "Mean over the seeds ± half of the 95 % interval (Student's t over seeds). A run alone has "
-                        "none. Training: median of the last half of the logged points; held-out: last measurement.",
+                element("p", "Mean over the seeds ± half of the 95 % interval (Student's t over seeds). A run alone "
+                        "has none. Training: median of the last half of the logged points; held-out: last measurement.",
                         class_="note"),
                 self._group_table(),
             ]
-        parts += [element("h3", "Results"), self._result_table(), element("h3", "What they ran on"), self._cost_table()]
+        parts += [element("h3", "Results"), self._result_table(), self._quality_table()]
+        parts += [element("h3", "What they ran on"), self._cost_table()]
         return element("section", element("h2", "Runs"), *parts, id="runs")
 
     def _notes(self) -> Markup | None:
@@ -148,8 +147,7 @@ class _Page:
             ("training loss", lambda run: run.series(TRAINING_LOSS).tail_median())
         ]
         for track in self.tracks:
-            columns.append((f"held-out, {_track(track)}", lambda run, track=track: _held_out(run, track).final()))
-        columns += [(_quality_name(key), lambda run, key=key: _number((run.summary or {}).get(key))) for key in self._quality_keys()]
+            columns.append((f"held-out, {_track(track)}", lambda run, track=track: held_out(run, track).final()))
         columns.append(("images/s", lambda run: run.series("throughput(img/s)").tail_median()))
         rows = []
         for n, group in enumerate(self.groups):
@@ -158,8 +156,7 @@ class _Page:
         return _table(["group", "runs", *(name for name, _ in columns)], rows)
 
     def _result_table(self) -> Markup:
-        quality = self._quality_keys()
-        heads = ["run", "seed", "status", "steps", "images seen", "training loss (median of last half)", "lowest logged"]
+        heads = ["run", "seed", "status", "steps", "images seen", "training loss (tail median)", "lowest logged"]
         for track in self.tracks:
             heads += [f"held-out, {_track(track)}", "its lowest"]
         rows = []
@@ -171,10 +168,9 @@ class _Page:
                 _value(loss.tail_median()), _lowest(loss),
             ]
             for track in self.tracks:
-                row += [_value(_held_out(run, track).final()), _lowest(_held_out(run, track))]
-            row += [_value(_number((run.summary or {}).get(key))) for key in quality]
+                row += [_value(held_out(run, track).final()), _lowest(held_out(run, track))]
             rows.append(row)
-        return _table([*heads, *map(_quality_name, quality)], rows)
+        return _table(heads, rows)
 
     def _cost_table(self) -> Markup:
         memory = [tag for tag in _COSTS if tag.startswith("memory/") and any(tag in run.tags for run in self.runs)]
@@ -194,12 +190,29 @@ class _Page:
             ])
         return _table(heads, rows)
 
-    def _quality_keys(self) -> list[str]:
-        keys = dict.fromkeys(key for run in self.runs for key in run.summary or {} if key.startswith("sample_"))
-        return [key for key in keys if any(_number((run.summary or {}).get(key)) is not None for run in self.runs)]
+    def _quality_table(self) -> Markup | None:
+        """Keys of the summaries that judge samples: one column a run, before a group's runs its mean."""
+        summaries = {id(run): run.summary or {} for run in self.runs}
+        keys = dict.fromkeys(key for one in summaries.values() for key in one if key.startswith("sample_"))
+        if not keys:
+            return None
+        heads, columns = ["sample quality"], []
+        for n, group in enumerate(self.groups):
+            values = {run.name: [_number(summaries[id(run)].get(key)) for key in keys] for run in group.runs}
+            if len(group.runs) > 1:
+                heads.append(_named(n, group.name))
+                columns.append([_interval_text(group.interval(row)) for row in zip(*values.values(), strict=True)])
+            for name, column in values.items():
+                heads.append(_named(n, name))
+                columns.append([_value(value) for value in column])
+        names = (key.removeprefix("sample_").replace("_", " ") for key in keys)
+        return _table(heads, list(zip(names, *columns, strict=True)))
+
+    def _number_of(self, run: RunRecord) -> int:
+        return next(n for n, group in enumerate(self.groups) if run in group.runs)
 
     def _run_name(self, run: RunRecord) -> Markup:
-        return _named(self.number_of[id(run)], run.name)
+        return _named(self._number_of(run), run.name)
 
     def _steps(self, run: RunRecord) -> str:
         planned = run.settings.get("training.steps")
@@ -212,12 +225,12 @@ class _Page:
         smoothed = f"Centred running mean over {self.smoothing:,} steps" if self.smoothing else "Not smoothed"
         behind = "; the logged points of single runs are faint behind" if self.smoothing else ""
         panels = [self._panel("Training loss", TRAINING_LOSS, "loss", f"{smoothed}{behind}.", self.smoothing, log=True)]
-        held_out = [value for run in self.runs for tag in run.held_out_tags().values() for value in run.series(tag).values]
+        measured = [y for run in self.runs for track in self.tracks for y in held_out(run, track).values]
         for track in self.tracks:
             panels.append(self._panel(
                 f"Held-out loss, {_track(track)}", lambda run, track=track: run.held_out_tags().get(track), "loss",
                 "Not smoothed; every point is one measurement. All held-out charts share one axis.",
-                log=True, y_values=held_out, marked=True,
+                log=True, y_values=measured, marked=True,
             ))
         panels.append(self._panel("Gradient norm", "grad_norm", "norm before clipping", f"{smoothed}{behind}.",
                                   self.smoothing, log=True))
@@ -225,8 +238,9 @@ class _Page:
         explained = None
         if self.several_seeds:
             explained = element(
-                "p", "Runs that differ in their seed only are one group: thick, the mean over the seeds, as far as all of "
-                "them reach; band, its 95 % interval (Student's t over seeds, at each point on its own); thin, the runs.",
+                "p", "Runs that differ in their seed only are one group: thick, the mean over the seeds, as far as all "
+                "of them reach; band, its 95 % interval (Student's t over seeds, at each point on its own); thin, "
+                "the runs.",
                 class_="note")
         present = [panel for panel in panels if panel]
         return element(
@@ -236,7 +250,7 @@ class _Page:
         )
 
     def _panel(
-        self, title: str, tag: str | Callable[[RunRecord], str | None], y_label: str, note: str | None,
+        self, title: str, tag: Tag, y_label: str, note: str | None,
         smoothing: float = 0, *, log: bool = False, y_values: Sequence[float] | None = None, marked: bool = False,
         small: bool = False,
     ) -> Markup | None:
@@ -245,18 +259,19 @@ class _Page:
         for axis, label in (("images", "images seen"), ("steps", "step")):
             lines = [
                 line for n, group in enumerate(self.groups)
-                for line in _group_lines(n, group, tag, smoothing, marked, axis == "images", faint_raw=not small)
+                for line in group_lines(n, group, tag, smoothing, marked, axis == "images", faint_raw=not small)
             ]
             if not lines:
-                if axis == "images" and any(_series(run, tag) for run in self.runs):
-                    charts.append(element("p", "Images seen are not known for these runs.", class_="missing over-images"))
+                if axis == "images" and any(series_of(run, tag) for run in self.runs):
+                    unknown = "Images seen are not known for these runs."
+                    charts.append(element("p", unknown, class_="missing over-images"))
                 continue
             values = y_values or [y for line in lines for _, y in line.points]
             logarithmic = log and spans_much(values)
             span = {"width": 270, "height": 170, "small": True} if small else {}
             chart = line_chart(
                 lines, x_label=label, y_label=y_label, log=logarithmic, x_values=(0, self._extent(axis == "images")),
-                y_values=_reach(values, lines, logarithmic), **span,
+                y_values=reach(values, lines, logarithmic), **span,
             )
             charts.append(element("div", chart, class_=f"over-{axis}"))
         if not charts:
@@ -298,9 +313,9 @@ class _Page:
         x_label = "timestep t (0 is clean data, 1 is noise)" if in_t else "bin (0 is next to the data)"
         values = [y for _, _, found in series for one in found for y in (one[2], *one[3])]
         note = (
-            "Plain squared error by timestep, median of the last half of the logged points. Bars are as wide as the bin. "
-            "Whiskers: of a group, the 95 % interval of the mean over its seeds; of a single run, the 10th to 90th "
-            "percentile of its logged points, which is not an interval of the mean."
+            "Plain squared error by timestep, median of the last half of the logged points. Bars are as wide as the "
+            "bin. Whiskers: of a group, the 95 % interval of the mean over its seeds; of a single run, the 10th to "
+            "90th percentile of its logged points, which is not an interval of the mean."
         )
         if not in_t:
             note += " Where the bins' edges lie is not known for all runs: bins of one number may be other timesteps."
@@ -315,8 +330,8 @@ class _Page:
             title = f"bin {number}"
             if same:
                 title = f"t in {edges[0][number]:.2f}–{edges[0][number + 1]:.2f}"
-            panel = self._panel(title, f"loss_by_bin/{number}", "squared error", None, self.smoothing, log=True, small=True)
-            small.append(panel)
+            tag = f"loss_by_bin/{number}"
+            small.append(self._panel(title, tag, "squared error", None, self.smoothing, log=True, small=True))
         smoothed = f"centred running mean over {self.smoothing:,} steps" if self.smoothing else "not smoothed"
         note = f"Each chart has its own vertical axis; {smoothed}."
         if not same:
@@ -329,16 +344,16 @@ class _Page:
     def costs(self) -> Markup:
         figures = []
         for tag, (title, unit) in _COSTS.items():
-            found = [_after_warm_up(run.series(tag)) for run in self.runs]
+            found = [after_warm_up(run.series(tag)) for run in self.runs]
             if not any(found):
                 continue
             bars = [
-                Bar(run.name, self.number_of[id(run)], statistics.median(one), percentile(one, 0.1), percentile(one, 0.9))
-                if one else Bar(run.name, self.number_of[id(run)], None)
-                for run, one in zip(self.runs, found, strict=True)
+                Bar(run.name, n, statistics.median(one), percentile(one, 0.1), percentile(one, 0.9))
+                if one else Bar(run.name, n, None)
+                for run, one, n in zip(self.runs, found, map(self._number_of, self.runs), strict=True)
             ]
             figures.append(element("figure", element("figcaption", element("b", title)), bar_chart(bars, unit=unit)))
-        note = "Bars: median over the logged points without the first (warm-up). Whiskers: 10th to 90th percentile of them."
+        note = "Bars: median over the logged points without the first (warm-up). Whiskers: 10th to 90th percentile."
         return element(
             "section", element("h2", "Speed and memory"), element("p", note, class_="note"),
             element("div", *figures, class_="panels") if figures else element("p", "Not logged.", class_="missing"),
@@ -381,10 +396,11 @@ class _Page:
         parts = []
         if keys:
             rows = [
-                [element("code", key), *(_settings([run.settings.get(key) for run in group.runs]) for _, group in known)]
+                [element("code", key)]
+                + [_settings([run.settings.get(key) for run in group.runs]) for _, group in known]
                 for key in keys
             ]
-            note = f"{MISSING}: the key has no effect in that run. Values of several runs stand in the order of their seeds."
+            note = f"{MISSING}: the key has no effect in that run. Values of several runs are in the order of seeds."
             heads = ["differing keys", *(_named(n, group.name) for n, group in known)]
             parts = [element("p", note, class_="note"), _table(heads, rows)]
         elif len(self.runs) > 1:
@@ -396,58 +412,6 @@ class _Page:
             _table(["key", "value"], rows),
         ))
         return element("section", heading, *parts, id="configuration")
-
-
-# ---------------------------------------------------------------------- series and lines
-
-
-def _series(run: RunRecord, tag: str | Callable[[RunRecord], str | None]) -> Series:
-    tag = tag(run) if callable(tag) else tag
-    return run.series(tag) if tag else Series()
-
-
-def _held_out(run: RunRecord, track: str) -> Series:
-    return _series(run, lambda run: run.held_out_tags().get(track))
-
-
-def _group_lines(
-    number: int, group: RunGroup, tag: str | Callable[[RunRecord], str | None], smoothing: float, marked: bool,
-    over_images: bool, faint_raw: bool,
-) -> list[Line]:
-    raw = [(run, one) for run in group.runs if (one := _series(run, tag)) and (run.images_per_step or not over_images)]
-    if not raw:
-        return []
-    scale = raw[0][0].images_per_step if over_images else 1  # one group, one batch size
-
-    def line(series: Series, name: str, **style: Any) -> Line:
-        points = [(step * scale, value) for step, value in zip(series.steps, series.values, strict=True)]
-        return Line(points, number, name, **style)
-
-    if len(raw) == 1:
-        run, series = raw[0]
-        lines = [line(series, f"{run.name}, as logged", faint=True)] if smoothing and faint_raw else []
-        return [*lines, line(series.smoothed(smoothing), run.name, marked=marked)]
-    smooth = [series.smoothed(smoothing) for _, series in raw]
-    lines = [line(series, run.name, faint=True, marked=marked) for (run, _), series in zip(raw, smooth, strict=True)]
-    mean = align(smooth)
-    if mean:
-        band = [(step * scale, one.mean - one.half_width, one.mean + one.half_width) for step, one in mean]
-        points = [(step * scale, one.mean) for step, one in mean]
-        lines.append(Line(points, number, f"{group.name}, mean", band=band, marked=marked))
-    return lines
-
-
-def _reach(values: Sequence[float], lines: Sequence[Line], log: bool) -> list[float]:
-    """What the vertical axis spans: all values, and of the bands as much as does not flatten the lines."""
-    low, high = min(values), max(values)
-    ends = [y for line in lines for _, *band in line.band for y in band] + [low, high]
-    room = 0.5 * (high - low)
-    least, most = (low / (high / low) ** 0.5, high * (high / low) ** 0.5) if log else (low - room, high + room)
-    return [max(min(ends), least), min(max(ends), most)]
-
-
-def _after_warm_up(series: Series) -> tuple[float, ...]:
-    return series.values[1:] if len(series) > 1 else series.values
 
 
 # ---------------------------------------------------------------------- pieces of HTML
@@ -494,10 +458,6 @@ def _data_uri(path: Path) -> str:
 
 def _track(track: str) -> str:
     return "trained weights" if track == "raw" else f"EMA “{track}”"
-
-
-def _quality_name(key: str) -> str:
-    return key.replace("_", " ")
 
 
 def _number(value: Any) -> float | None:

@@ -12,7 +12,8 @@ body { margin:0; background:var(--paper); color:var(--ink); font:15px/1.45 syste
 header { position:sticky; top:0; z-index:2; background:var(--paper); border-bottom:1px solid var(--line);
   padding:10px 24px; }
 main { max-width:1500px; margin:0 auto; padding:0 24px 48px; }
-h1 { font-size:20px; margin:0 0 6px; } h2 { font-size:19px; margin:36px 0 8px; } h3 { font-size:15px; margin:20px 0 6px; }
+h1 { font-size:20px; margin:0 0 6px; } h2 { font-size:19px; margin:36px 0 8px; }
+h3 { font-size:15px; margin:20px 0 6px; }
 .legend { display:flex; flex-wrap:wrap; gap:6px 10px; align-items:center; }
 .entry { font:inherit; color:inherit; background:var(--shade); border:1px solid var(--line); border-radius:6px;
   padding:2px 9px; cursor:pointer; }
@@ -21,6 +22,7 @@ h1 { font-size:20px; margin:0 0 6px; } h2 { font-size:19px; margin:36px 0 8px; }
 .note, figcaption small { color:var(--soft); font-size:13px; margin:4px 0 10px; max-width:110ch; }
 .notes { border-left:3px solid var(--c4); padding:4px 12px 4px 28px; margin:14px 0; background:var(--shade); }
 .missing { color:var(--soft); font-style:italic; }
+.scroll + .scroll { margin-top:14px; }
 .scroll { overflow-x:auto; width:fit-content; max-width:100%; border:1px solid var(--line); border-radius:6px; }
 table { border-collapse:collapse; font-size:13px; font-variant-numeric:tabular-nums; }
 th, td { padding:5px 10px; text-align:right; white-space:nowrap; border-bottom:1px solid var(--line); }

@@ -59,16 +59,20 @@ class Series:
         return self.values[right - 1] + share * (self.values[right] - self.values[right - 1])
 
     def smoothed(self, width: float) -> "Series":
-        """Centred running mean over the points within `width` steps; at the ends over as many as fit on both sides."""
+        """Centred running mean over the points within `width` steps.
+
+        At the start, where curves are steep, over as many as fit on both sides; at the end over those there are.
+        """
         if len(self) < 3:
             return self
         spacing = statistics.median(after - before for before, after in zip(self.steps, self.steps[1:]))
         half = int(width / 2 / spacing)
         sums = [0.0, *itertools.accumulate(self.values)]
         means = list(self.values)
-        for i in range(1, len(self) - 1) if half else ():
-            reach = min(half, i, len(self) - 1 - i)
-            means[i] = (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)
+        for i in range(1, len(self)) if half else ():
+            reach = min(half, i)
+            end = min(i + reach + 1, len(self))
+            means[i] = (sums[end] - sums[i - reach]) / (end - i + reach)
         return Series(self.steps, tuple(means))
 
 
@@ -80,7 +84,7 @@ class Interval(NamedTuple):
     count: int
 
 
-@dataclass
+@dataclass(eq=False)
 class RunRecord:
     """One run's folder as it was read.
 

@@ -168,7 +168,8 @@ def bar_chart(bars: Sequence[Bar], *, unit: str, width: int = 560) -> Markup:
         x = axis(value)
         drawn.append(element("path", d=f"M{x} 6V{height - bottom + 4}", class_="grid"))
         drawn.append(element("text", text, x=x, y=height - bottom + 18, text_anchor="middle"))
-    drawn.append(element("text", unit, x=(left + width - right) / 2, y=height - 5, text_anchor="middle", class_="label"))
+    centre = (left + width - right) / 2
+    drawn.append(element("text", unit, x=centre, y=height - 5, text_anchor="middle", class_="label"))
     for place, bar in enumerate(bars):
         middle = 6 + row * place + row / 2
         letters = 26
@@ -265,7 +266,8 @@ def _line(line: Line, x_axis: Axis, y_axis: Axis) -> Markup:
     style = "line faint" if line.faint else "line"
     parts.append(element("polyline", element("title", line.name), points=path, class_=style))
     if len(points) == 1 or (line.marked and len(points) <= 40):
-        parts += [element("circle", element("title", line.name), cx=x, cy=y, r=2 if line.faint else 3) for x, y in points]
+        radius = 2 if line.faint else 3
+        parts += [element("circle", element("title", line.name), cx=x, cy=y, r=radius) for x, y in points]
     return element("g", *parts, class_=group_class(line.group) + (" faint" if line.faint else ""))
 
 
