@@ -36,8 +36,7 @@ def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int) -> float:
         one step after the last. inverse_sqrt multiplies the warm-up by 1 / sqrt(max((step - 1) / reference_steps, 1))
         and doesn't know the length of the run.
 
-    Source of inverse_sqrt: Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models",
-    eq. 67.
+    Source of inverse_sqrt: Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models".
     """
     if config.decay_type == "inverse_sqrt":
         warmup = min(step / config.warmup_steps, 1.0) if config.warmup_steps else 1.0

@@ -1,0 +1,129 @@
+"""Averages and optimizers on sharded weights do what they do on whole ones, and resume bit for bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.cases import make_trainer, remove, shared_folder
+from tests.launcher import run_on_ranks
+
+HERE = "tests.distributed.test_ema_and_optimizers"
+TRACKS = (
+    '--ema.tracks=[{"name": "ema"}, {"name": "half", "kind": "half_life", "half_life": 100, "rampup_ratio": 0.5},'
+    ' {"name": "power", "kind": "power", "sigma_rel": 0.15}]'
+)
+MUON = ("--optimizer.name=Muon", "--optimizer.weight_decay=0.1")
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def walked_averages(shards: int) -> dict[str, list[float]]:
+    """Averages of weights that walk the same way on every layout; a few values of each tensor."""
+    folder = shared_folder()
+    trainer = make_trainer(folder, "walk", steps=10, replicas=1, shards=shards, accumulation=1, overrides=(TRACKS,))
+    generator = torch.Generator().manual_seed(5)
+    for step in range(1, 9):
+        for parameter in trainer.parameters.values():
+            moved = whole(parameter.detach()) + 0.1 * torch.randn(parameter.shape, generator=generator)
+            if isinstance(parameter, DTensor):
+                rows = moved.chunk(shards)
+                moved = rows[dist.get_rank()] if dist.get_rank() < len(rows) else moved[:0]
+                parameter.to_local().detach().copy_(moved)
+            else:
+                parameter.detach().copy_(moved)
+        trainer.ema.update(step)
+    found = {name: whole(tensor).flatten()[::37].tolist() for name, tensor in trainer.ema.tensors().items()}
+    trainer.close()
+    remove(folder)
+    return found
+
+
+def trained(cases: dict[str, dict]) -> dict[str, dict[str, list[float]]]:
+    """Loss, gradient norm and weights after a few steps of each case."""
+    folder = shared_folder()
+    found = {}
+    for name, case in cases.items():
+        trainer = make_trainer(folder, name, steps=10, accumulation=1, **case)
+        norms = []
+        for _ in range(10):
+            trainer.step += 1
+            norms.append(float(trainer.train_step()[0]))
+        loss = trainer.window.reduce()["loss_metrics/global_avg_loss"]
+        weights = torch.stack([whole(p.detach()).norm() for p in trainer.parameters.values()])
+        found[name] = {"loss": [loss], "norms": norms, "weights": weights.tolist()}
+        trainer.close()
+    remove(folder)
+    return found
+
+
+def differences_after_resume(cases: dict[str, dict]) -> dict[str, list[str]]:
+    """For each case, the tensors in which a resumed run differs from a straight one."""
+    folder = shared_folder()
+    found = {}
+    for name, case in cases.items():
+        trainers = []
+        for last in (4, 4):
+            trainer = make_trainer(folder, name, steps=10, accumulation=1, **case)
+            while trainer.step < last:
+                trainer.step += 1
+                trainer.train_step()
+                if trainer.step == 3 and not trainers:
+                    trainer.checkpointer.save(3, trainer.tensors(), trainer.state())
+            trainers.append(trainer)
+        straight, resumed = (trainer.tensors() for trainer in trainers)
+        assert straight.keys() == resumed.keys()
+        found[name] = [key for key in straight if not torch.equal(whole(straight[key]), whole(resumed[key]))]
+        found[name] += [] if any(ENDINGS[name] in key for key in straight) else [f"no {ENDINGS[name]}"]
+        for trainer in trainers:
+            trainer.close()
+    remove(folder)
+    return found
+
+
+ENDINGS = {"AdamW": ".exp_avg_sq", "Muon": ".momentum", "AdamW8bit": ".exp_avg.scale"}
+
+
+def test_sharded_averages_equal_those_of_one_process():
+    on_one = run_on_ranks(f"{HERE}:walked_averages", 1, {"shards": 1})[0]
+    on_four = run_on_ranks(f"{HERE}:walked_averages", 4, {"shards": 4})
+    assert len(on_one) > 90 and {name.split(".")[0] for name in on_one} == {"ema", "half", "power"}
+    for name, values in on_one.items():
+        for rank in on_four:
+            assert rank[name] == pytest.approx(values, rel=1e-6, abs=1e-7)
+
+
+def test_muon_on_shards_equals_muon_on_one_process():
+    overrides = (*MUON, '--optimizer.param_groups=[{"pattern": "attention", "lr_scale": 0.5}]')
+    on_one = run_on_ranks(
+        f"{HERE}:trained", 1, {"cases": {"one": {"replicas": 1, "shards": 1, "overrides": overrides}}}
+    )[0]["one"]
+    cases = {
+        "FSDP": {"replicas": 1, "shards": 2, "overrides": overrides},
+        "DDP": {"replicas": 2, "shards": 1, "overrides": overrides},
+    }
+    on_two = run_on_ranks(f"{HERE}:trained", 2, {"cases": cases})[0]
+    for layout, found in on_two.items():
+        for quantity, values in found.items():
+            assert values == pytest.approx(on_one[quantity], rel=1e-5), (layout, quantity)
+
+
+def test_sharded_runs_resume_bit_for_bit_with_every_optimizer():
+    names = ["AdamW", "Muon"]
+    try:
+        import torchao  # noqa: F401
+
+        names.append("AdamW8bit")
+    except ImportError:
+        pass
+    cases = {
+        name: {
+            "replicas": 1, "shards": 2,
+            "overrides": ("--checkpoint.enable=true", f"--optimizer.name={name}", "--optimizer.weight_decay=0.1"),
+        }
+        for name in names
+    }
+    for rank in run_on_ranks(f"{HERE}:differences_after_resume", 2, {"cases": cases}):
+        assert rank == {name: [] for name in names}

@@ -1,0 +1,261 @@
+"""Parameter groups, update rules, schedules and clipping against float64 and closed forms; resumes bit for bit."""
+
+import importlib.util
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.cases import make_trainer
+from torchtitan import config_checks
+from torchtitan.config import ConfigError, load_config
+from torchtitan.distributed.parallelize import clamp_gradients
+from torchtitan.run import REFUSED, run
+from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor
+from torchtitan.training.muon import orthogonalise
+from torchtitan.training.optimizer import (
+    OptimizerConfig,
+    OptimizerError,
+    ParameterGroupConfig,
+    build_optimizer,
+    optimizer_tensors,
+    set_lr,
+)
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+
+
+def gradients(model: nn.Module, seed: int = 2) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+# --- schedule and clipping
+
+
+def test_inverse_root_schedule_has_the_published_rates():
+    # In epochs, as published: warm-up over 200, the peak of 0.02 up to 400.
+    config = LRSchedulerConfig(warmup_steps=200, decay_type="inverse_sqrt", reference_steps=400)
+    wanted = {0: 1e-4, 99: 0.01, 199: 0.02, 400: 0.02, 800: 0.0141421, 1600: 0.01, 1999: 0.00894651}
+    for done, rate in wanted.items():
+        assert 0.02 * lr_factor(config, done + 1, 2000) == pytest.approx(rate, rel=5e-6)
+    assert lr_factor(config, 1601, 5000) == lr_factor(config, 1601, 2000)
+    long = LRSchedulerConfig(warmup_steps=100, decay_type="inverse_sqrt", reference_steps=25)
+    assert lr_factor(long, 51, 1000) == pytest.approx(0.51 / math.sqrt(2))
+    assert lr_factor(LRSchedulerConfig(decay_type="inverse_sqrt", reference_steps=9), 1, 100) == 1
+
+
+def test_clamping_cuts_elements_and_leaves_small_ones():
+    model = network()
+    gradients(model)
+    model[0].bias.grad = None
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    clamp_gradients(list(model.parameters()), 0.5)
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    for old, new in zip(before, after, strict=True):
+        small = old.abs() <= 0.5
+        assert torch.equal(new[small], old[small])
+        assert torch.equal(new[~small], 0.5 * old[~small].sign())
+    assert any((old.abs() > 0.5).any() for old in before)
+
+
+def test_elements_are_cut_after_the_norm(tmp_path):
+    options = {"steps": 1, "replicas": 1, "shards": 1, "accumulation": 1}
+    trainer = make_trainer(
+        str(tmp_path), "cut", **options,
+        overrides=("--lr_scheduler.warmup_steps=0", "--training.max_norm=0.5", "--training.clip_value=1e-3"),
+    )
+    seen = {}
+    step = trainer.optimizer.step
+
+    def watched():
+        seen.update({name: p.grad.clone() for name, p in trainer.parameters.items()})
+        step()
+
+    trainer.optimizer.step = watched
+    trainer.step = 1
+    norm, _ = trainer.train_step()
+    trainer.close()
+    largest = max(gradient.abs().max().item() for gradient in seen.values())
+    assert norm > 0.5 and largest == pytest.approx(1e-3)
+
+
+# --- parameter groups
+
+
+def test_groups_scale_rate_and_decay_and_the_first_that_fits_counts():
+    model = network()
+    groups = [
+        ParameterGroupConfig(pattern=r"^0\.weight$", lr_scale=0.5),
+        ParameterGroupConfig(pattern=r"^0\.", lr_scale=3.0, weight_decay=0.2),
+        ParameterGroupConfig(pattern="2", weight_decay=0.0),
+    ]
+    config = OptimizerConfig(lr=0.1, weight_decay=0.3, param_groups=groups)
+    optimizer = build_optimizer(dict(model.named_parameters()), config)
+    wanted = {  # name -> (multiple of the rate, decay)
+        "0.weight": (0.5, 0.3), "0.bias": (3.0, 0.2), "1.weight": (1, 0), "1.bias": (1, 0), "2.weight": (1, 0),
+        "2.bias": (1, 0),
+    }
+    before = {name: p.detach().double() for name, p in model.named_parameters()}
+    gradients(model)
+    set_lr(optimizer, 0.02)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        scale, decay = wanted[name]
+        gradient = parameter.grad.double()
+        moved = before[name] * (1 - 0.02 * scale * decay) - 0.02 * scale * gradient / (gradient.abs() + 1e-8)
+        torch.testing.assert_close(parameter.detach().double(), moved, rtol=1e-5, atol=1e-7)
+
+
+def test_a_pattern_without_parameters_is_refused_with_the_closest_names():
+    parameters = dict(network().named_parameters())
+
+    def refused(*patterns: str) -> str:
+        groups = [ParameterGroupConfig(pattern=pattern) for pattern in patterns]
+        with pytest.raises(OptimizerError) as caught:
+            build_optimizer(parameters, OptimizerConfig(param_groups=groups))
+        return str(caught.value)
+
+    line = refused("0", "2.wieght")
+    assert line.startswith("optimizer.param_groups[1].pattern: '2.wieght' fits no parameter (closest: 2.weight, ")
+    assert refused("0", "0.bias") == "optimizer.param_groups[1].pattern: '0.bias' fits only parameters of earlier groups"
+
+
+def test_a_run_with_such_a_pattern_ends_with_code_two_in_one_line(tmp_path, capsys):
+    config = load_config([
+        "--job.dump_folder", str(tmp_path), "--model.flavor=debug", "--data.name=synthetic", "--sampling.enable=false",
+        '--optimizer.param_groups=[{"pattern": "layer.0.attn"}]',
+    ], 1)
+    assert run(config) == REFUSED
+    assert capsys.readouterr().err.startswith("optimizer.param_groups[0].pattern: 'layer.0.attn' fits no parameter (")
+
+
+@pytest.mark.parametrize(("arguments", "line"), [
+    (['--optimizer.param_groups=[{"lr_scale": 2}]'],
+     "command line: --optimizer.param_groups[0].pattern: is missing (say which parameter names the group is for)"),
+    (['--optimizer.param_groups=[{"pattern": "a("}]'],
+     "command line: --optimizer.param_groups[0].pattern: 'a(' is no regular expression: "
+     "missing ), unterminated subpattern at position 1"),
+    (["--optimizer.momentum=0.9"],
+     "command line: --optimizer.momentum: has no effect when optimizer.name = AdamW; remove it or set "
+     "optimizer.name = Muon"),
+    (["--optimizer.name=AdamW8bit"],
+     "command line: --optimizer.name: AdamW8bit needs the package torchao, which is not installed "
+     "(pip install '.[lowbit]', or set AdamW)"),
+])
+def test_impossible_optimizers_are_refused(arguments, line, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(config_checks.importlib.util, "find_spec", lambda name: None if name == "torchao" else find(name))
+    monkeypatch.setattr(config_checks, "_no_compiler", lambda: False)
+    with pytest.raises(ConfigError) as caught:
+        load_config(arguments, 1)
+    assert caught.value.problems == [line]
+
+
+# --- Muon
+
+
+def polynomial(values: torch.Tensor) -> torch.Tensor:
+    """What five iterations make of singular values."""
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return values
+
+
+def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
+    """The same by a singular value decomposition in float64."""
+    u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    return u @ torch.diag(polynomial(s / s.square().sum().sqrt())) @ vh
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (5, 17), (40, 8), (1, 9)])
+def test_orthogonalising_keeps_the_singular_vectors_and_evens_the_values(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 1e-3
+    found = orthogonalise(matrix)
+    torch.testing.assert_close(found.double(), orthogonalised(matrix), rtol=0, atol=3e-5)
+    values = torch.linalg.svdvals(matrix.double())
+    large = values / values.square().sum().sqrt() > 0.01
+    assert large.any() and ((torch.linalg.svdvals(found)[: large.sum()] - 0.95).abs() < 0.3).all()
+
+
+def test_the_stated_range_of_singular_values_holds():
+    found = polynomial(torch.linspace(0.01, 1, 100_001, dtype=torch.float64))
+    assert 0.65 < found.min() and found.max() < 1.25
+
+
+def test_orthogonalising_nothing_is_nothing():
+    assert torch.equal(orthogonalise(torch.zeros(3, 4)), torch.zeros(3, 4))
+
+
+def test_muon_steps_equal_their_formula_and_the_rest_is_adamw():
+    model, twin = network(), network()
+    config = OptimizerConfig(name="Muon", lr=0.01, momentum=0.9, weight_decay=0.1)
+    optimizer = build_optimizer(dict(model.named_parameters()), config, blocks=[model[0], model[1]])
+    adamw = build_optimizer(dict(twin.named_parameters()), OptimizerConfig(lr=0.01, weight_decay=0.1))
+    weight, average = model[0].weight.detach().double(), torch.zeros(7, 5, dtype=torch.float64)
+    for step in (1, 2, 3):
+        for each, rule in ((model, optimizer), (twin, adamw)):
+            gradients(each, step)
+            rule.step()
+        gradient = model[0].weight.grad.double()
+        average = 0.9 * average + 0.1 * gradient
+        direction = orthogonalised(0.9 * average + 0.1 * gradient)
+        weight = (1 - 0.01 * 0.1) * weight - 0.01 * 0.2 * math.sqrt(7) * direction
+        torch.testing.assert_close(model[0].weight.detach().double(), weight, rtol=0, atol=3e-7)
+    for (name, found), wanted in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(found, wanted) == (name != "0.weight")
+
+
+# --- every optimizer in a run
+
+
+def steps(trainer, last: int) -> None:
+    while trainer.step < last:
+        trainer.step += 1
+        trainer.train_step()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "AdamW8bit"])
+def test_a_resumed_run_goes_on_bit_for_bit(name, tmp_path):
+    if name == "AdamW8bit":
+        pytest.importorskip("torchao")
+    overrides = (
+        "--checkpoint.enable=true", "--model.dim=32", f"--optimizer.name={name}", "--optimizer.weight_decay=0.1",
+    )
+    options = {"steps": 10, "replicas": 1, "shards": 1, "accumulation": 1, "overrides": overrides}
+    straight = make_trainer(str(tmp_path), "run", **options)
+    steps(straight, 3)
+    straight.checkpointer.save(3, straight.tensors(), straight.state())
+    steps(straight, 5)
+
+    resumed = make_trainer(str(tmp_path), "run", **options)
+    assert resumed.step == 3
+    steps(resumed, 5)
+    wanted, found = straight.tensors(), resumed.tensors()
+    assert wanted.keys() == found.keys()
+    assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == []
+    endings = {key.rsplit(".", 1)[1] for key in found if key.startswith("optimizer.")}
+    assert endings >= {"AdamW": {"exp_avg"}, "Muon": {"momentum"}, "AdamW8bit": {"codes", "scale"}}[name]
+    for trainer in (straight, resumed):
+        trainer.close()
+
+
+def test_eight_bit_state_stays_near_that_of_adamw():
+    pytest.importorskip("torchao")
+    models = {name: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3)) for name in ("AdamW", "AdamW8bit")}
+    models["AdamW8bit"].load_state_dict(models["AdamW"].state_dict())
+    for name, model in models.items():
+        optimizer = build_optimizer(dict(model.named_parameters()), OptimizerConfig(name=name, lr=1e-3))
+        for step in range(5):
+            gradients(model, step)
+            optimizer.step()
+        state = optimizer_tensors(optimizer, dict(model.named_parameters()))
+        assert ("0.weight.exp_avg.codes" in state) == (name == "AdamW8bit") and "1.weight.exp_avg" in state
+    moved = models["AdamW"][0].weight - models["AdamW8bit"][0].weight
+    assert 0 < moved.abs().max() < 1e-3
+    assert torch.equal(models["AdamW"][1].weight, models["AdamW8bit"][1].weight)
