@@ -4,6 +4,7 @@ A check is a function of the configuration that yields problems; adding one is o
 No model and no process group is built here.
 """
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -19,6 +20,7 @@ from torchtitan.config_record import unmet_condition
 from torchtitan.config_schema import Problem, nearest, no_effect, shown, shown_name
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
+from torchtitan.evaluation.sampling import default_schedule, sampling_problems
 from torchtitan.models import MODELS
 
 
@@ -106,6 +108,8 @@ def resolve(checked: Checked, config: Any) -> None:
         config.model.label_dropout = 0.0
     if _cannot_guide(checked):
         config.sampling.guidance_scale = 1.0
+    if "sampling.schedule" not in checked.given:
+        config.sampling.schedule = default_schedule(config.objective.path)
 
 
 def _attempt(check: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Problem]:
@@ -223,6 +227,21 @@ def _guidance(checked: Checked) -> Iterator[Problem]:
         yield Problem("sampling.guidance_scale", f"{reason} to guide away from (remove it or set it to 1)")
 
 
+def _sampling_method(checked: Checked) -> Iterator[Problem]:
+    if not checked.sampling.enable:
+        return
+    sampling, path_name = checked.whole("sampling"), checked.objective.path
+    if "sampling.schedule" not in checked.given:
+        schedule = default_schedule(path_name)
+        sampling = dataclasses.replace(sampling, schedule=schedule)
+        if "sampling.shift" in checked.given and schedule != "uniform":
+            text = f"has no effect on the schedule of objective.path = {path_name}, {schedule} (remove it)"
+            yield Problem("sampling.shift", text)
+    learned_variance = getattr(checked.whole("model"), "learned_variance", False)
+    for key, text in sampling_problems(sampling, path_name, learned_variance):
+        yield Problem(f"sampling.{key}", text)
+
+
 def _cannot_guide(checked: Checked) -> bool:
     return checked.dataset().num_classes == 0 or not getattr(checked.whole("model"), "label_dropout", 0)
 
@@ -332,6 +351,7 @@ CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
     _sampled_track,
     _judge,
     _guidance,
+    _sampling_method,
     _parameter_groups,
     _low_bit_optimizer,
     _compiler,
