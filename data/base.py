@@ -15,6 +15,25 @@ class DatasetError(Exception):
     """A dataset that cannot be used; the message is one line: what is wrong and what to do."""
 
 
+class UnreadableImage(DatasetError):
+    """One image that cannot be decoded: the next one takes its place, and the run goes on and reports it.
+
+    Attributes:
+        index: position in the split.
+        path: which file, or which part of one.
+        reason: what is wrong with it, one line.
+    """
+
+    def __init__(self, index: int, path: str, reason: str) -> None:
+        super().__init__(index, path, reason)  # an exception travels between processes by its arguments
+        self.index = index
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
 @dataclass(frozen=True)
 class DatasetInfo:
     """What a dataset holds, known without reading its images.
@@ -23,11 +42,13 @@ class DatasetInfo:
         image_shape: (channels, height, width) of every image.
         num_classes: labels are 0 .. num_classes - 1; 0 means that images have no label.
         class_names: one name per class, empty where there are none.
+        has_validation: whether the validation split has images.
     """
 
     image_shape: tuple[int, int, int]
     num_classes: int
     class_names: tuple[str, ...] = ()
+    has_validation: bool = True
 
 
 @dataclass(kw_only=True)
@@ -71,4 +92,8 @@ class Dataset(Protocol):
         Returns:
             images float32 [B, C, H, W] with values in about [-1, 1] (unit scale for latents),
             labels int64 [B] (all 0 where the dataset has no classes).
+
+        Raises:
+            UnreadableImage: one of them cannot be decoded, and another may take its place.
+            DatasetError: anything else, which ends the run.
         """

@@ -263,6 +263,12 @@ def _judge(checked: Checked) -> Iterator[Problem]:
         yield Problem("sampling.judge_images", f"data.name = {checked.data.name} has no judge (set it to 0)")
 
 
+def _held_out_images(checked: Checked) -> Iterator[Problem]:
+    if checked.validation.enable and not checked.dataset().has_validation:
+        text = f"data.name = {checked.data.name} holds out no images here (set it to false)"
+        yield Problem("validation.enable", text)
+
+
 def _ema_names(checked: Checked) -> Iterator[Problem]:
     names = [track.name for track in checked.ema.tracks]
     for index, name in enumerate(names):
@@ -350,6 +356,7 @@ CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
     _sampled_classes,
     _sampled_track,
     _judge,
+    _held_out_images,
     _guidance,
     _sampling_method,
     _parameter_groups,

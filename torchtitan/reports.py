@@ -16,6 +16,7 @@ from torchtitan.distributed.agreement import from_first_rank
 from torchtitan.evaluation.pictures import image_grid, save_animation
 from torchtitan.evaluation.sampling import ImageSampler, balanced_labels, grid_labels
 from torchtitan.evaluation.validation import validation_loss
+from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
 from torchtitan.training.data_loading import validation_batches
 from torchtitan.training.hardware import device_name, memory_metrics, peak_tflops, reset_peak_memory
 from torchtitan.training.metrics import METRICS_FILE, MetricsLog, Stopwatch, cut_metrics, tail_medians
@@ -87,6 +88,9 @@ class Reports:
         metrics = self._trainer.window.reduce() | {"grad_norm": float(norm), "lr": lr}
         metrics |= self._rates(step) | memory_metrics(self._device)
         metrics["n_images_seen"] = step * self._config.training.global_batch_size
+        num_corrupt = self._trainer.corrupt_images.count()
+        if num_corrupt:
+            metrics["data/corrupt_images"] = num_corrupt
         reset_peak_memory(self._device)
         if not self._first:
             return
@@ -111,7 +115,8 @@ class Reports:
             metrics = {}
             for track in ("none", *trainer.ema.tracks):
                 batches = validation_batches(
-                    dataset, trainer.info, count, config.batch_size, trainer.layout.rank, trainer.layout.world_size
+                    dataset, trainer.info, count, config.batch_size, trainer.layout.rank, trainer.layout.world_size,
+                    on_unreadable=trainer.corrupt_images.record,
                 )
                 with trainer.ema.weights(track, trainer.model):
                     losses = validation_loss(
@@ -155,6 +160,9 @@ class Reports:
         training_seconds = time.perf_counter() - self._started
         if status == "completed" and config.sampling.enable and config.sampling.judge_images:
             self._judge()
+        num_corrupt = trainer.corrupt_images.count()
+        if num_corrupt:
+            self._results["corrupt_images"] = num_corrupt
         if self._first:
             self._animate()
             summary = self._summary(status) | {"seconds_since_start": round(training_seconds, 1)}
@@ -271,6 +279,7 @@ class Reports:
             "animation": self._animation if self._animation.exists() else None,
             "metrics": folder.path / METRICS_FILE,
             "TensorBoard": folder.path / "tb" if self._config.metrics.enable_tensorboard else None,
+            "corrupt": folder.path / CORRUPT_IMAGES_FILE if "corrupt_images" in self._results else None,
             "checkpoints": folder.checkpoints if self._config.checkpoint.enable else None,
             "summary": folder.summary,
         }

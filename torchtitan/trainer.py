@@ -28,6 +28,7 @@ from torchtitan.distributed.precision import compute_context
 from torchtitan.models import MODELS
 from torchtitan.reports import Reports
 from torchtitan.training.checkpoint import Checkpointer, checkpoint_path, checkpoint_steps, read_state, read_tensors
+from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData
 from torchtitan.training.ema import EMABank
 from torchtitan.training.faults import FiniteCheck
@@ -74,6 +75,7 @@ class Trainer:
         self.parameters = named_parameters(self.model)
         self.optimizer = build_optimizer(self.parameters, config.optimizer, self.model.blocks())
         self.ema = EMABank(self.parameters, config.ema, config.training.global_batch_size)
+        self.corrupt_images = CorruptImages(self.folder.path)
         self.data = TrainingData(
             dataset,
             config.data,
@@ -85,6 +87,7 @@ class Trainer:
             rank=layout.rank,
             world_size=layout.world_size,
             pin_memory=layout.device.type == "cuda",
+            on_unreadable=self.corrupt_images.record,
         )
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
         self.window = LossWindow(self.bin_edges)
@@ -241,6 +244,7 @@ class Trainer:
         return {
             "step": self.step,
             "data": self.data.state_dict(),
+            "corrupt_images": self.corrupt_images.state_dict(),
             "timestep_sampler": self.objective.timestep_sampler.state_dict(),
             "loss_window": self.window.state_dict(),
         }
@@ -257,6 +261,7 @@ class Trainer:
         state = read_state(checkpoint)
         self.step = state["step"]
         self.data.load_state_dict(state["data"])
+        self.corrupt_images.load_state_dict(state.get("corrupt_images", {}))
         self.objective.timestep_sampler.load_state_dict(state["timestep_sampler"])
         self.window.load_state_dict(state["loss_window"])
 

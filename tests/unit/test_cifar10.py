@@ -1,4 +1,4 @@
-"""CIFAR-10 from each of its sources, and what is said about bad ones."""
+"""CIFAR-10 and CIFAR-100 from each of their sources, and what is said about bad ones."""
 
 import io
 import os
@@ -14,6 +14,7 @@ from pyarrow import parquet
 
 from data import DatasetError
 from data.cifar10 import Cifar10, Cifar10Config
+from data.cifar100 import Cifar100, Cifar100Config
 
 
 def random_images(count, seed=0):
@@ -97,6 +98,49 @@ def test_cifar10_from_python_batches(tmp_path, inside):
     train, held_out = open_both(tmp_path)
     assert_holds(train, *stored_train)
     assert_holds(held_out, *stored_test)
+
+
+def fine_labels(count):
+    return np.arange(count) * 7 % 100
+
+
+def test_cifar100_from_parquet_has_the_fine_labels(tmp_path):
+    pixels, coarse = random_images(30)
+    table = image_table(pixels, coarse).rename_columns(["img", "coarse_label"])
+    parquet.write_table(table.append_column("fine_label", pa.array(fine_labels(30))), tmp_path / "train-0.parquet")
+    config = Cifar100Config(path=str(tmp_path))
+    info = Cifar100.info(config)
+    assert info.num_classes == len(set(info.class_names)) == 100
+    assert (info.class_names[0], info.class_names[53], info.class_names[99]) == ("apple", "orange", "worm")
+    assert_holds(Cifar100(config, "train"), pixels[:27], fine_labels(30)[:27])
+    assert_holds(Cifar100(config, "validation"), pixels[27:], fine_labels(30)[27:])
+
+
+@pytest.mark.parametrize("inside", ["", "cifar-100-python"])
+def test_cifar100_from_python_batches(tmp_path, inside):
+    folder = tmp_path / inside
+    folder.mkdir(exist_ok=True)
+    for name, count in (("train", 20), ("test", 9)):
+        pixels, coarse = random_images(count, seed=count)
+        table = {b"data": pixels.reshape(count, 3072), b"coarse_labels": coarse.tolist()}
+        table[b"fine_labels"] = fine_labels(count).tolist()
+        (folder / name).write_bytes(pickle.dumps(table, protocol=2))
+    config = Cifar100Config(path=str(tmp_path))
+    assert Cifar100.info(config).image_shape == (3, 32, 32)
+    assert_holds(Cifar100(config, "train"), random_images(20, seed=20)[0], fine_labels(20))
+    assert_holds(Cifar100(config, "validation"), random_images(9, seed=9)[0], fine_labels(9))
+
+
+def test_the_two_editions_refuse_each_other_in_one_line(tmp_path):
+    write_parquet(tmp_path / "ten" / "train-0.parquet", *random_images(9))
+    write_batches(tmp_path / "batches")
+    for name, message in (("ten", "'fine_label', has img, label"), ("batches", "nor CIFAR-100's python batches")):
+        with pytest.raises(DatasetError, match=message):
+            Cifar100.info(Cifar100Config(path=str(tmp_path / name)))
+    (tmp_path / "cifar-100-python").mkdir()
+    (tmp_path / "cifar-100-python" / "train").touch()
+    with pytest.raises(DatasetError, match="lacks test: unpack the whole cifar-100-python.tar.gz"):
+        Cifar100.info(Cifar100Config(path=str(tmp_path)))
 
 
 def test_cifar10_reads_batches_as_python_2_wrote_them(tmp_path):

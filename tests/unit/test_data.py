@@ -297,17 +297,48 @@ def test_digits_without_scikit_learn_name_the_extra(monkeypatch):
         Digits.info(DigitsConfig())
 
 
+def write_cifar(folder, label_column):
+    file = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(file, "PNG")
+    rows = {"img": [{"bytes": file.getvalue(), "path": None}] * 30, label_column: list(range(10)) * 3}
+    parquet.write_table(pa.table(rows), folder / "train-0.parquet")
+
+
+def write_images(folder, count):
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.new("RGB", (64, 64), (number, 0, 0)).save(folder / f"{number}.JPEG")
+
+
+def write_tinyimagenet(folder):
+    write_images(folder / "train" / "n2" / "images", 2)
+    write_images(folder / "train" / "n1" / "images", 2)
+    write_images(folder / "val" / "images", 3)
+    (folder / "wnids.txt").write_text("n2\nn1\n")
+    (folder / "words.txt").write_text("n0\tthing\nn1\tfirst, one\nn2\tsecond, two\n")
+    rows = ((0, "n2"), (1, "n1"), (2, "n2"))
+    lines = "".join(f"{number}.JPEG\t{wnid}\t0\t0\t9\t9\n" for number, wnid in rows)
+    (folder / "val" / "val_annotations.txt").write_text(lines)
+
+
+WRITERS = {
+    "cifar10": lambda folder: write_cifar(folder, "label"),
+    "cifar100": lambda folder: write_cifar(folder, "fine_label"),
+    "image_folder": lambda folder: [write_images(folder / name, 40) for name in ("a", "b")],
+    "tinyimagenet": write_tinyimagenet,
+}
+
+
 @pytest.mark.parametrize("name", DATASETS)
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_every_dataset_keeps_the_contract(name, split, tmp_path):
     dataset_class = DATASETS[name]
     config = dataset_class.Config()
-    if name == "cifar10":
-        file = io.BytesIO()
-        Image.new("RGB", (32, 32)).save(file, "PNG")
-        rows = {"img": [{"bytes": file.getvalue(), "path": None}] * 30, "label": list(range(10)) * 3}
-        parquet.write_table(pa.table(rows), tmp_path / "train-0.parquet")
+    if hasattr(config, "path"):
+        WRITERS[name](tmp_path)
         config.path = str(tmp_path)
+    if name == "image_folder":
+        config.image_size = 8
     assert config.name == name
     info = dataset_class.info(config)
     dataset = dataset_class(config, split)
@@ -328,7 +359,9 @@ def documented_blocks(language):
 
 def test_the_documented_sections_are_valid():
     sections = [tomllib.loads(block)["data"] for block in documented_blocks("toml")]
-    assert [DATASETS[section["name"]].Config(**section).name for section in sections] == ["cifar10", "synthetic"]
+    assert [DATASETS[section["name"]].Config(**section).name for section in sections] == [
+        "cifar10", "image_folder", "tinyimagenet", "synthetic",
+    ]  # fmt: skip
 
 
 def test_the_documented_dataset_trains():

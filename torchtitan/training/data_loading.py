@@ -3,11 +3,14 @@
 What a run reads is a function of (seed, global sample number, attempt): sample s is image s mod N of the
 permutation of epoch s // N, mirrored or not by a draw of its own. Ranks, microbatches and loader processes only
 divide the numbers among themselves, so the one thing to store in a checkpoint is the next number.
+
+An image that cannot be decoded is replaced by the next in stored order that can, with its own label: a function of
+the image's index alone, so that all of the above holds for damaged data too.
 """
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +18,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.base import DataConfig, Dataset, DatasetError, DatasetInfo
+from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, UnreadableImage
 from torchtitan.diffusion import philox
+
+MAX_CORRUPT_SHARE = 0.2  # where the dataset's section has no key of that name
+SHARE_WINDOW = 1000  # samples of one rank over which that share is taken
+MAX_UNREADABLE_IN_A_ROW = 1000
+
+OnUnreadable = Callable[[Sequence[UnreadableImage]], None]
 
 
 class TrainingData:
@@ -42,13 +51,21 @@ class TrainingData:
         rank: int,
         world_size: int,
         pin_memory: bool = False,
+        on_unreadable: OnUnreadable | None = None,
     ) -> None:
-        """See `build_loader` for the arguments."""
+        """See `build_loader` for the other arguments.
+
+        Args:
+            on_unreadable: called with the unreadable images of each microbatch that has any, before it is
+                returned; the same image may come again.
+        """
         self.next_sample = 0
         self.attempt = 0
         self.data_seconds = 0.0
         self.microbatches_per_step = microbatches_per_step(global_batch_size, local_batch_size, world_size)
         self._global_batch_size = global_batch_size
+        self._on_unreadable = on_unreadable or (lambda found: None)
+        self._share = _CorruptShare(getattr(config, "max_corrupt_share", MAX_CORRUPT_SHARE), _name(dataset))
         self._loader_arguments = dict(
             dataset=dataset,
             config=config,
@@ -68,7 +85,7 @@ class TrainingData:
         """Return the next microbatch, as `build_loader` describes it.
 
         Raises:
-            DatasetError: an image could not be read.
+            DatasetError: an image could not be read, or too many could not be decoded.
             RuntimeError: the run's last sample has been delivered.
         """
         started = time.perf_counter()
@@ -80,6 +97,10 @@ class TrainingData:
         self.data_seconds += time.perf_counter() - started
         if batch is None:
             raise RuntimeError(f"all {self._loader_arguments['end_sample']} samples of the run have been read")
+        found, replaced = batch.pop("unreadable"), batch.pop("num_replaced")
+        if found:
+            self._on_unreadable(found)
+        self._share.add(replaced, len(batch["samples"]))
         self._microbatches_taken += 1
         if self._microbatches_taken == self.microbatches_per_step:
             self._microbatches_taken = 0
@@ -117,7 +138,7 @@ def build_loader(
     rank: int,
     world_size: int,
     pin_memory: bool = False,
-) -> Iterator[dict[str, Tensor]]:
+) -> Iterator[dict[str, Any]]:
     """Start reading a rank's microbatches, in order.
 
     The step that begins at sample n covers [n, n + global_batch_size). With b = local_batch_size and W =
@@ -137,8 +158,9 @@ def build_loader(
         pin_memory: place batches where a GPU copies from without waiting.
 
     Returns:
-        an iterator over {"images": float32 [b, C, H, W], "labels": int64 [b], "samples": int64 [b]}, whose
-        `close()` stops the loader processes.
+        an iterator over {"images": float32 [b, C, H, W], "labels": int64 [b], "samples": int64 [b],
+        "unreadable": the images that this microbatch met and could not decode, a list of UnreadableImage,
+        "num_replaced": how many of its samples others stand for}, whose `close()` stops the loader processes.
 
     Raises:
         DatasetError: an image could not be read, in this process or another (while iterating).
@@ -174,7 +196,13 @@ def microbatches_per_step(global_batch_size: int, local_batch_size: int, world_s
 
 
 def validation_batches(
-    dataset: Dataset, info: DatasetInfo, num_images: int, batch_size: int, rank: int, world_size: int
+    dataset: Dataset,
+    info: DatasetInfo,
+    num_images: int,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    on_unreadable: OnUnreadable | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """Read the first `num_images` held-out images, or all where there are fewer, divided among the ranks.
 
@@ -187,6 +215,8 @@ def validation_batches(
         num_images: held-out images over all ranks.
         batch_size: images at a time on each rank.
         rank, world_size: which part this process reads.
+        on_unreadable: called with the unreadable images of each batch that has any; the next in stored order take
+            their places.
 
     Yields:
         {"images": float32 [b, C, H, W], "labels": int64 [b], "indices": int64 [b], "weights": float32 [b], 1 or 0}.
@@ -197,11 +227,14 @@ def validation_batches(
     total = min(num_images, len(dataset))
     num_batches = -(-total // (batch_size * world_size))
     size = -(-total // max(num_batches * world_size, 1))  # the least padding for that number of batches
+    reader = _ReplacingReader(dataset, info)
     for number in range(num_batches):
         indices = (number * world_size + rank) * size + np.arange(size)
         held = indices < total
         indices = np.where(held, indices, 0)
-        images, labels = _read(dataset, info, indices)
+        images, labels, found, _ = reader.read(indices)
+        if found and on_unreadable:
+            on_unreadable(found)
         yield {
             "images": images,
             "labels": labels,
@@ -266,25 +299,85 @@ class _SampleReader:
     """
 
     def __init__(self, dataset: Dataset, info: DatasetInfo, seed: int, attempt: int, horizontal_flip: bool) -> None:
-        self._dataset = dataset
-        self._info = info
+        self._reader = _ReplacingReader(dataset, info)
         self._seed = seed
         self._attempt = attempt
         self._horizontal_flip = horizontal_flip
 
-    def __getitem__(self, microbatch: tuple[np.ndarray, np.ndarray]) -> dict[str, Tensor] | str:
+    def __getitem__(self, microbatch: tuple[np.ndarray, np.ndarray]) -> dict[str, Any] | str:
         samples, indices = torch.from_numpy(microbatch[0]), microbatch[1]
         try:
-            images, labels = _read(self._dataset, self._info, indices)
+            images, labels, found, num_replaced = self._reader.read(indices)
         except DatasetError as error:
             return str(error)
         if self._horizontal_flip:
             mirrored = philox.uniform(self._seed, "horizontal_flip", samples, self._attempt) < 0.5
             images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
-        return {"images": images, "labels": labels, "samples": samples}
+        return {
+            "images": images,
+            "labels": labels,
+            "samples": samples,
+            "unreadable": found,
+            "num_replaced": num_replaced,
+        }
 
 
-def _deliver(batches: Iterator[Any], dataset: Dataset) -> Iterator[dict[str, Tensor]]:
+class _ReplacingReader:
+    """Reads images by index; for one that cannot be decoded, the next in stored order that can."""
+
+    def __init__(self, dataset: Dataset, info: DatasetInfo) -> None:
+        self._dataset = dataset
+        self._info = info
+        self._unreadable: dict[int, UnreadableImage] = {}  # those met so far, so that each is tried once
+
+    def read(self, indices: np.ndarray) -> tuple[Tensor, Tensor, list[UnreadableImage], int]:
+        """Returns images, labels, every unreadable image in the way of these, how many of these were replaced."""
+        if not any(int(index) in self._unreadable for index in indices):
+            try:
+                return *_read(self._dataset, self._info, indices), [], 0
+            except UnreadableImage:
+                pass  # find out which, one by one
+        met: dict[int, UnreadableImage] = {}
+        pairs = [self._read_one(int(index), met) for index in indices]
+        images, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        return images, labels, list(met.values()), sum(int(index) in met for index in indices)
+
+    def _read_one(self, wanted: int, met: dict[int, UnreadableImage]) -> tuple[Tensor, Tensor]:
+        length = len(self._dataset)
+        for step in range(min(length, MAX_UNREADABLE_IN_A_ROW)):
+            index = (wanted + step) % length
+            if index not in self._unreadable:
+                try:
+                    return _read(self._dataset, self._info, np.array([index]))
+                except UnreadableImage as error:
+                    self._unreadable[index] = UnreadableImage(index, error.path, error.reason)
+            met[index] = self._unreadable[index]
+        raise DatasetError(
+            f"dataset {_name(self._dataset)}: {step + 1} images in a row cannot be decoded, the first is {met[wanted]}"
+        )
+
+
+class _CorruptShare:
+    """Ends a run that reads little else than replacements."""
+
+    def __init__(self, largest: float, name: str) -> None:
+        self._largest = largest
+        self._name = name
+        self._replaced = self._read = 0
+
+    def add(self, replaced: int, read: int) -> None:
+        self._replaced += replaced
+        self._read += read
+        if self._replaced > self._largest * SHARE_WINDOW:
+            raise DatasetError(
+                f"dataset {self._name}: {self._replaced} of the last {self._read} images read cannot be decoded; more "
+                f"than {self._largest:g} of {SHARE_WINDOW} end the run"
+            )
+        if self._read >= SHARE_WINDOW:
+            self._replaced = self._read = 0
+
+
+def _deliver(batches: Iterator[Any], dataset: Dataset) -> Iterator[dict[str, Any]]:
     try:
         while True:
             try:
@@ -306,6 +399,8 @@ def _read(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> tuple[Ten
     try:
         images, labels = dataset.fetch(indices)
         _check(images, labels, len(indices), info)
+    except UnreadableImage:
+        raise
     except Exception as error:
         index, cause = _first_failure(dataset, info, indices) or (None, error)
         place = f"images {indices[0]}, ..." if index is None else f"image {index}"

@@ -1,0 +1,209 @@
+"""Image files on disk: how they are listed, and how a file of any size and mode becomes a square of RGB pixels."""
+
+import io
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.base import DatasetError, UnreadableImage
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = frozenset((b"jpg", b"jpeg", b"png", b"webp", b"bmp", b"gif", b"tif", b"tiff", b"ppm", b"pgm"))
+ORIENTATION_TAG = 0x0112
+NUM_PROBES = 16
+
+
+@dataclass(frozen=True)
+class ImageList:
+    """Files and their classes as three arrays, so that a million of them cost little memory in any process.
+
+    Attributes:
+        folder: what the names are relative to.
+        names: names end to end, uint8.
+        offsets: where each begins, int64 [N + 1].
+        classes: class of each file in the order of the list's class folders, int32 [N].
+    """
+
+    folder: bytes
+    names: np.ndarray
+    offsets: np.ndarray
+    classes: np.ndarray
+
+    @staticmethod
+    def of(folder: bytes, names_by_class: list[list[bytes]]) -> "ImageList":
+        """Join the classes' names, in the order given."""
+        names = [name for class_names in names_by_class for name in class_names]
+        offsets = np.cumsum([0] + [len(name) for name in names], dtype=np.int64)
+        counts = [len(class_names) for class_names in names_by_class]
+        classes = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        return ImageList(folder, np.frombuffer(b"".join(names), np.uint8), offsets, classes)
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    def path(self, position: int) -> bytes:
+        name = self.names[self.offsets[position] : self.offsets[position + 1]].tobytes()
+        return os.path.join(self.folder, name)
+
+
+class SquareImages:
+    """Part of a list, read as squares; the reading side of the datasets of image files."""
+
+    def __init__(self, files: ImageList, positions: np.ndarray, labels: np.ndarray, image_size: int) -> None:
+        """
+        Args:
+            files: the list.
+            positions: which of them, int64 [N].
+            labels: one per position, int64 [N].
+            image_size: pixels of each side.
+        """
+        self._files = files
+        self._positions = positions
+        self._labels = labels
+        self._image_size = image_size
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def fetch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        images = np.empty((len(indices), self._image_size, self._image_size, 3), np.uint8)
+        for slot, index in enumerate(indices):
+            path = self._files.path(self._positions[index])
+            try:
+                images[slot] = read_square(path, self._image_size)
+            except Exception as error:  # a damaged file fails in any way
+                raise UnreadableImage(int(index), shown_path(path), _reason(error)) from error
+        pixels = torch.from_numpy(images).permute(0, 3, 1, 2)  # [B, 3, H, W]
+        return pixels.to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1, torch.from_numpy(
+            self._labels[indices]
+        )
+
+
+def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:
+    """List the files whose names end as images' do, in folders of any depth, sorted by name as bytes.
+
+    Names that begin with a dot are left out. Whatever has an image's ending is listed without a look at it.
+
+    Args:
+        folder: where to look.
+        prefix: put before each name.
+    """
+    found, pending = [], [(folder, prefix)]
+    while pending:
+        inside, before = pending.pop()
+        with os.scandir(inside) as entries:
+            for entry in entries:
+                name = entry.name
+                if name.startswith(b"."):
+                    continue
+                if name.rpartition(b".")[2].lower() in SUFFIXES:
+                    found.append(before + name)
+                elif entry.is_dir(follow_symlinks=False):  # a link may lead back to where it is
+                    pending.append((entry.path, before + name + b"/"))
+    return sorted(found)
+
+
+def list_folders(folder: bytes) -> list[bytes]:
+    """Names of the folders in a folder, sorted as bytes; links to folders count, names with a leading dot do not."""
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if not entry.name.startswith(b".") and entry.is_dir())
+
+
+def check_readable(files: ImageList, key: str) -> None:
+    """Decode a few images evenly spread over the list, until one succeeds.
+
+    Raises:
+        DatasetError: none does.
+    """
+    probes = np.unique(np.linspace(0, len(files) - 1, NUM_PROBES).astype(np.int64))
+    first = None
+    for position in probes:
+        path = files.path(position)
+        try:
+            read_square(path, 8)
+            return
+        except Exception as error:
+            first = first or f"{shown_path(path)}: {_reason(error)}"
+    raise DatasetError(f"{key}: none of {len(probes)} of its {len(files)} images can be read; the first is {first}")
+
+
+def read_square(path: bytes, image_size: int) -> np.ndarray:
+    """Read a file as pixels uint8 [image_size, image_size, 3]. Raises whatever the decoder does."""
+    from PIL import Image
+
+    with open(path, "rb") as file:
+        content = file.read()
+    if not content:
+        raise ValueError("the file is empty")
+    with Image.open(io.BytesIO(content)) as image:
+        return np.asarray(resize_and_crop(to_rgb(upright(image)), image_size))
+
+
+def upright(image: "Image") -> "Image":
+    """Turn or mirror as the EXIF orientation says; what is wrong in the EXIF data is no reason to lose the image."""
+    from PIL import ImageOps
+
+    image.load()  # a damaged image shall fail here, not below
+    try:
+        return ImageOps.exif_transpose(image) if image.getexif().get(ORIENTATION_TAG, 1) != 1 else image
+    except Exception:
+        return image
+
+
+def to_rgb(image: "Image") -> "Image":
+    """Convert any mode to RGB: what is transparent is laid on white, 16-bit grey is scaled to 8 bits."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        grey = np.asarray(image).astype(np.float64) / 257
+        return Image.fromarray(grey.round().clip(0, 255).astype(np.uint8)).convert("RGB")
+    if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
+        layer = image.convert("RGBA")
+        white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, layer).convert("RGB")
+    return image.convert("RGB")
+
+
+def resize_and_crop(image: "Image", image_size: int) -> "Image":
+    """Cut the centre square at a size, with the preprocessing of ADM.
+
+    Halve both sides with a box filter while the shorter is at least twice the target; resize with a bicubic
+    filter so that the shorter is the target; keep the middle of the longer.
+
+    Source: Dhariwal and Nichol, "Diffusion Models Beat GANs on Image Synthesis", the training data of its code.
+    """
+    from PIL.Image import Resampling
+
+    while min(image.size) >= 2 * image_size:
+        image = image.resize((image.width // 2, image.height // 2), Resampling.BOX)
+    scale = image_size / min(image.size)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), Resampling.BICUBIC)
+    left, top = (image.width - image_size) // 2, (image.height - image_size) // 2
+    return image.crop((left, top, left + image_size, top + image_size))
+
+
+def shown_path(path: bytes) -> str:
+    """A path as one printable line, whatever bytes it has."""
+    return path.decode("utf-8", "backslashreplace").replace("\n", "\\n")
+
+
+def shown_names(names: Iterable[bytes]) -> tuple[str, ...]:
+    """As `shown_path`, for many."""
+    return tuple(shown_path(name) for name in names)
+
+
+def _reason(error: Exception) -> str:
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):  # its own text shows where in memory the bytes were
+        return "not an image of a known format"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,475 @@
+"""Image files: formats and modes, the resize, folder layouts, and files that cannot be decoded."""
+
+import io
+import json
+import multiprocessing
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+
+from data import DatasetError, UnreadableImage
+from data.image_files import ImageList, list_images, read_square, resize_and_crop
+from data.image_folder import ImageFolder, ImageFolderConfig
+from data.tinyimagenet import TinyImageNet, TinyImageNetConfig
+from tests.launcher import run_on_ranks
+from tests.unit.test_data import write_tinyimagenet
+from torchtitan.training.corrupt_images import CorruptImages
+from torchtitan.training.data_loading import TrainingData, validation_batches
+
+
+def save(path, image, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, **options)
+
+
+def write_class(folder, names, colour=0):
+    for number, name in enumerate(names):
+        save(folder / name, Image.new("RGB", (16, 16), (10 * number, colour, 0)))
+
+
+def folder_of(tmp_path, classes=("a", "b"), count=10):
+    for number, name in enumerate(classes):
+        write_class(tmp_path / name, [f"{index:03}.png" for index in range(count)], 10 * number)
+    return tmp_path
+
+
+def config_of(path, **keys):
+    return ImageFolderConfig(**{"path": str(path), "image_size": 8, "horizontal_flip": False} | keys)
+
+
+def all_labels(dataset):
+    return dataset.fetch(np.arange(len(dataset)))[1].tolist()
+
+
+# --- pixels
+
+
+def box_half(size, count):
+    """Weights of a box filter from `size` samples to `count`: those whose centres lie in each output's interval."""
+    centres = (np.arange(size) + 0.5) * count / size
+    weights = np.array([(centres > i) & (centres <= i + 1) for i in range(count)], float)
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def bicubic(size, count):
+    """Weights of the cubic kernel with a = -1/2, widened where the image shrinks."""
+    stretch = max(size / count, 1.0)
+    middle = (np.arange(count) + 0.5) * size / count
+    x = np.abs((np.arange(size) + 0.5 - middle[:, None]) / stretch)
+    near, far = 1.5 * x**3 - 2.5 * x**2 + 1, -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2
+    weights = np.where(x < 1, near, np.where(x < 2, far, 0.0))
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def resample(pixels, filter_weights, height, width):
+    def rounded(values):
+        return np.floor(values.clip(0, 255) + 0.5)
+
+    across = rounded(np.einsum("ow,hwc->hoc", filter_weights(pixels.shape[1], width), pixels))
+    return rounded(np.einsum("oh,hwc->owc", filter_weights(pixels.shape[0], height), across))
+
+
+def square_by_hand(pixels, size):
+    pixels = pixels.astype(float)
+    while min(pixels.shape[:2]) >= 2 * size:
+        pixels = resample(pixels, box_half, pixels.shape[0] // 2, pixels.shape[1] // 2)
+    height, width = pixels.shape[:2]
+    if height < width:
+        height, width = size, int(np.rint(width * size / height))
+    else:
+        height, width = int(np.rint(height * size / width)), size
+    pixels = resample(pixels, bicubic, height, width)
+    top, left = (height - size) // 2, (width - size) // 2
+    return pixels[top : top + size, left : left + size]
+
+
+@pytest.mark.parametrize("width, height", [(150, 97), (33, 70), (16, 16), (5, 9), (64, 129), (31, 32), (1, 3)])
+def test_squares_equal_an_independent_box_and_bicubic_filter(width, height):
+    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+    square = np.asarray(resize_and_crop(Image.fromarray(pixels), 16)).astype(float)
+    assert square.shape == (16, 16, 3)
+    assert np.abs(square - square_by_hand(pixels, 16)).max() <= 1
+
+
+MODES = {
+    "L.png": (Image.new("L", (16, 16), 200), (200, 200, 200)),
+    "1.png": (Image.new("1", (16, 16), 1), (255, 255, 255)),
+    "I16.png": (Image.fromarray(np.full((16, 16), 200 * 257, np.uint16)), (200, 200, 200)),
+    "LA.png": (Image.new("LA", (16, 16), (100, 0)), (255, 255, 255)),
+    "RGBA.png": (Image.new("RGBA", (16, 16), (200, 0, 100, 51)), (244, 204, 224)),
+    "RGBA.webp": (Image.new("RGBA", (16, 16), (200, 0, 100, 255)), (200, 0, 100)),
+    "P.gif": (Image.new("RGB", (16, 16), (0, 0, 255)).convert("P"), (0, 0, 255)),
+    "CMYK.jpg": (Image.new("CMYK", (16, 16), (255, 0, 0, 0)), (0, 255, 255)),
+    "RGB.TIFF": (Image.new("RGB", (16, 16), (1, 2, 3)), (1, 2, 3)),
+    "RGB.Bmp": (Image.new("RGB", (16, 16), (1, 2, 3)), (1, 2, 3)),
+    "RGB.ppm": (Image.new("RGB", (16, 16), (1, 2, 3)), (1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_every_mode_becomes_rgb_and_transparency_white(tmp_path, name):
+    image, colour = MODES[name]
+    save(tmp_path / name, image, **{"lossless": True} if name.endswith("webp") else {})
+    assert list_images(bytes(tmp_path)) == [name.encode()]
+    square = read_square(bytes(tmp_path / name), 4)
+    assert np.abs(square.astype(int) - np.array(colour)).max() <= (3 if name.endswith("jpg") else 0)
+
+
+def test_a_transparent_colour_of_a_palette_becomes_white(tmp_path):
+    image = Image.new("P", (16, 16), 1)
+    image.putpalette([9, 9, 9, 200, 0, 0])
+    save(tmp_path / "p.png", image, transparency=1)
+    assert (read_square(bytes(tmp_path / "p.png"), 4) == 255).all()
+
+
+def test_exif_orientation_is_obeyed_and_broken_exif_ignored(tmp_path, monkeypatch):
+    image = Image.new("RGB", (16, 16), (0, 0, 0))
+    image.paste((255, 255, 255), (0, 0, 16, 8))  # white above
+    exif = Image.Exif()
+    exif[0x0112] = 6  # stored turned left: shown with what was above on the right
+    save(tmp_path / "turned.png", image, exif=exif)
+    save(tmp_path / "broken.jpg", image, exif=b"Exif\x00\x00MX\x00\x2a\xff\xff\xff\xff")
+    turned = read_square(bytes(tmp_path / "turned.png"), 16)
+    assert (turned[:, 8:] == 255).all() and (turned[:, :8] == 0).all()
+    assert read_square(bytes(tmp_path / "broken.jpg"), 16)[:6].min() > 240
+
+    def fail(image):
+        raise SyntaxError("not a TIFF header")
+
+    monkeypatch.setattr(Image.Image, "getexif", fail)
+    assert (read_square(bytes(tmp_path / "turned.png"), 16)[:8] == 255).all()
+
+
+# --- folders
+
+
+def test_classes_and_files_are_sorted_nested_files_found_and_others_left_out(tmp_path):
+    write_class(tmp_path / "b", ["z.png", "inner/deep/a.JPG"])
+    write_class(tmp_path / "B", ["1.jpeg"])
+    write_class(tmp_path / "a", [f"{index}.png" for index in range(2)])
+    write_class(tmp_path / ".hidden", ["x.png"])
+    (tmp_path / "a" / "notes.txt").write_text("no image")
+    (tmp_path / "a" / ".x.png").write_text("no image")
+    (tmp_path / "labels.csv").touch()
+    (tmp_path / "b" / "round").symlink_to(tmp_path / "b", target_is_directory=True)
+    config = config_of(tmp_path, validation_fraction=0.0)
+    info = ImageFolder.info(config)
+    assert info.class_names == ("B", "a", "b") and info.image_shape == (3, 8, 8) and not info.has_validation
+    assert all_labels(ImageFolder(config, "train")) == [0, 1, 1, 2, 2]
+    whole = config_of(tmp_path, class_folders=False, validation_fraction=0.0)
+    assert ImageFolder.info(whole).num_classes == 0
+    assert all_labels(ImageFolder(whole, "train")) == [0] * 5
+
+
+def test_the_list_finds_its_paths_again():
+    files = ImageList.of(b"/root", [[b"a/1.png", b"a/22.png"], [], [b"c/3.png"]])
+    assert [files.path(i) for i in range(3)] == [b"/root/a/1.png", b"/root/a/22.png", b"/root/c/3.png"]
+    assert files.classes.tolist() == [0, 0, 2]
+
+
+def test_the_last_images_of_each_class_are_held_out(tmp_path):
+    write_class(tmp_path / "a", [f"{i}.png" for i in range(7)])
+    write_class(tmp_path / "b", [f"{i}.png" for i in range(3)], 100)
+    write_class(tmp_path / "c", ["0.png"], 200)
+    config = config_of(tmp_path, validation_fraction=0.3)
+    train, held_out = ImageFolder(config, "train"), ImageFolder(config, "validation")
+
+    def contents(dataset):
+        images, labels = dataset.fetch(np.arange(len(dataset)))
+        reds = ((images[:, 0, 0, 0] + 1) * 127.5 / 10).round().int().tolist()
+        return list(zip(labels.tolist(), reds))
+
+    # floor(0.3 x 7) = 2, floor(0.3 x 10) = 3, floor(0.3 x 11) = 3 images in the first 1, 2, 3 classes.
+    assert contents(held_out) == [(0, 5), (0, 6), (1, 2)]
+    assert contents(train) == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1), (2, 0)]
+    assert ImageFolder.info(config).has_validation
+    assert not ImageFolder.info(config_of(tmp_path, validation_fraction=0.05)).has_validation
+    with pytest.raises(DatasetError, match="data.validation_fraction: 0.05 leaves no image for validation"):
+        ImageFolder(config_of(tmp_path, validation_fraction=0.05), "validation")
+
+
+def test_a_validation_folder_is_numbered_as_the_training_folder(tmp_path):
+    folder_of(tmp_path / "train", ("a", "b", "c"), 2)
+    folder_of(tmp_path / "val", ("b", "c"), 1)
+    config = config_of(tmp_path / "train", validation_path=str(tmp_path / "val"))
+    assert ImageFolder.info(config).has_validation
+    assert all_labels(ImageFolder(config, "train")) == [0, 0, 1, 1, 2, 2]
+    assert all_labels(ImageFolder(config, "validation")) == [1, 2]
+
+
+def test_a_classes_file_numbers_and_names_the_folders(tmp_path):
+    folder_of(tmp_path / "images", ("n1", "n3"), 1)
+    (tmp_path / "classes.txt").write_text("n3 big cat\nn2 dog\nn1\n")
+    config = config_of(tmp_path / "images", classes_file=str(tmp_path / "classes.txt"), validation_fraction=0.0)
+    assert ImageFolder.info(config).class_names == ("big cat", "dog", "n1")
+    assert all_labels(ImageFolder(config, "train")) == [2, 0]
+
+
+def flat(tmp_path):
+    write_class(tmp_path, ["0.png"])
+
+
+def one_class(tmp_path):
+    write_class(tmp_path / "train", ["0.png"])
+
+
+def empty_class(tmp_path):
+    folder_of(tmp_path)
+    (tmp_path / "c").mkdir()
+
+
+def unreadable(tmp_path):
+    for name in ("a/0.jpg", "b/0.jpg"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("text")
+
+
+def classes(text):
+    def write(tmp_path):
+        folder_of(tmp_path)
+        (tmp_path / "classes.txt").write_text(text)
+
+    return write
+
+
+def validation(name):
+    def write(tmp_path):
+        folder_of(tmp_path)
+        write_class(tmp_path / ".val" / name, ["0.png"])
+
+    return write
+
+
+BAD_FOLDERS = {
+    "empty": (lambda tmp_path: None, {}, "data.path: '{}' has no images in folders, one per class"),
+    "flat": (flat, {}, "data.path: '{}' has images, but not in folders, one per class"),
+    "one class": (one_class, {}, "data.path: '{}' has one class folder only, 'train' (give the folder whose"),
+    "empty class": (empty_class, {}, "data.path: 1 of the 3 class folders have no images, first {}/c"),
+    "unreadable": (
+        unreadable, {}, "data.path: none of 2 of its 2 images can be read; the first is {}/a/0.jpg: not an image of"
+    ),
+    "no images, unlabelled": (lambda tmp_path: None, {"class_folders": False}, "data.path: '{}' has no images in it"),
+    "no path": (folder_of, {"path": ""}, "data.path: not given; image_folder needs a folder of images"),
+    "path missing": (folder_of, {"path": "{}/none"}, "data.path: '{}/none' does not exist"),
+    "path a file": (folder_of, {"path": "{}/a/000.png"}, "data.path: '{}/a/000.png' is a file; give its folder"),
+    "no size": (folder_of, {"image_size": None}, "data.image_size: not given; image_folder needs the side"),
+    "classes file missing": (
+        folder_of, {"classes_file": "{}/none"}, "data.classes_file: {}/none: cannot be read: No such file or directory"
+    ),
+    "class not in file": (classes("a x\nc"), {"classes_file": "{}/classes.txt"}, "class folder 'b' is not in it"),
+    "class twice": (classes("a\nb\na"), {"classes_file": "{}/classes.txt"}, "line 3: 'a' is listed twice"),
+    "class empty": (classes("a\n\nb"), {"classes_file": "{}/classes.txt"}, "line 2 is empty"),
+    "validation missing": (
+        folder_of, {"validation_path": "{}/none"}, "data.validation_path: '{}/none' does not exist"
+    ),
+    "validation class unknown": (
+        validation("c"), {"validation_path": "{}/.val"}, "data.validation_path: class folder 'c' is not in '{}'"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_FOLDERS)
+def test_a_bad_folder_is_refused_in_one_line(tmp_path, case):
+    write, keys, message = BAD_FOLDERS[case]
+    write(tmp_path)
+    keys = {key: value.format(tmp_path) if isinstance(value, str) else value for key, value in keys.items()}
+    with pytest.raises(DatasetError, match=re.escape(message.format(tmp_path))) as caught:
+        ImageFolder.info(config_of(**{"path": tmp_path} | keys))
+    assert "\n" not in str(caught.value)
+
+
+# --- files that cannot be decoded
+
+CORRUPT = ("a/003.png", "a/004.png", "b/009.png", "b/010.jpg", "b/011.png")
+
+
+def truncated(kind):
+    file = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(file, kind)
+    return file.getvalue()[:-400]
+
+
+def damaged_folder(tmp_path):
+    """60 images of three classes, five of which cannot be decoded, each for another reason."""
+    folder_of(tmp_path, ("a", "b", "c"), 20)
+    (tmp_path / "a" / "003.png").write_bytes(b"")
+    (tmp_path / "a" / "004.png").write_bytes(truncated("PNG"))
+    (tmp_path / "b" / "009.png").write_text("text")
+    (tmp_path / "b" / "010.png").unlink()
+    (tmp_path / "b" / "010.jpg").write_bytes(truncated("JPEG"))
+    (tmp_path / "b" / "011.png").unlink()
+    (tmp_path / "b" / "011.png").mkdir()
+    return tmp_path
+
+
+def data_of(folder, rank, world_size, found, num_workers=0, **keys):
+    config = config_of(folder, num_workers=num_workers, validation_fraction=0.0, **keys)
+    return TrainingData(
+        ImageFolder(config, "train"), config, info=ImageFolder.info(config), seed=5, end_sample=240,
+        global_batch_size=12, local_batch_size=3, rank=rank, world_size=world_size, on_unreadable=found,
+    )  # fmt: skip
+
+
+def read(data, steps):
+    batches = [data.next_batch() for _ in range(steps * data.microbatches_per_step)]
+    assert set(batches[0]) == {"images", "labels", "samples"}
+    assert all(len(batch["images"]) == 3 for batch in batches)
+    data.close()
+    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+
+def read_on_a_rank(folder, num_workers, report):
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    corrupt = CorruptImages(Path(report))
+    data = data_of(folder, rank, ranks, corrupt.record, num_workers)
+    batch = read(data, steps=10)
+    images = (batch["images"][:, :, 0, 0] * 127.5).round().int().tolist()
+    return [batch["samples"].tolist(), batch["labels"].tolist(), images, corrupt.count(), corrupt.state_dict()]
+
+
+def test_ranks_and_workers_read_the_same_and_count_each_corrupt_file_once(tmp_path):
+    damaged_folder(tmp_path / "images")
+    runs = {}
+    for ranks, num_workers in ((1, 0), (1, 2), (2, 0), (2, 2)):
+        report = tmp_path / f"{ranks}{num_workers}"
+        report.mkdir()
+        arguments = {"folder": str(tmp_path / "images"), "num_workers": num_workers, "report": str(report)}
+        if ranks == 1:
+            results = [read_on_a_rank(**arguments)]
+        else:
+            results = run_on_ranks("tests.unit.test_image_folder:read_on_a_rank", ranks, arguments)
+        rows = sorted(row for result in results for row in zip(*result[:3], strict=True))
+        runs[ranks, num_workers] = json.dumps(rows)
+        assert [result[3] for result in results] == [5] * ranks
+        listed = [line.split("\t") for line in (report / "corrupt_images.txt").read_text().splitlines()]
+        assert sorted(path for path, _ in listed) == [str(tmp_path / "images" / name) for name in CORRUPT]
+        assert all(result[4] == dict(sorted(listed)) for result in results)
+    assert len(set(runs.values())) == 1
+    # Two epochs of 60: the next readable image stands in, over any number of bad ones, with its own label.
+    samples, labels, images = zip(*json.loads(runs[1, 0]), strict=True)
+    assert list(samples) == list(range(120))
+    reds_of_b = [round((image[0] + 127.5) / 10) for image, label in zip(images, labels, strict=True) if label == 1]
+    assert {number: reds_of_b.count(number) for number in (8, 9, 10, 11, 12, 13)} == {
+        8: 2, 9: 0, 10: 0, 11: 0, 12: 8, 13: 2,
+    }  # fmt: skip
+
+
+def test_the_reasons_are_one_line_and_name_the_file(tmp_path, caplog):
+    damaged_folder(tmp_path)
+    corrupt = CorruptImages(tmp_path)
+    read(data_of(tmp_path, 0, 1, corrupt.record), steps=10)
+    reasons = {path.removeprefix(f"{tmp_path}/"): reason for path, reason in corrupt.state_dict().items()}
+    assert reasons["a/003.png"] == "the file is empty"
+    assert reasons["b/009.png"] == "not an image of a known format"
+    assert reasons["b/011.png"] == "Is a directory"
+    assert "truncated" in reasons["b/010.jpg"] and "truncated" in reasons["a/004.png"]
+    assert len(caplog.messages) == 5 and not any("\n" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_resume_in_mid_epoch_reads_and_counts_as_the_straight_run(tmp_path, num_workers):
+    damaged_folder(tmp_path)
+    straight = read(data_of(tmp_path, 0, 1, lambda found: None), steps=10)
+    corrupt = CorruptImages(tmp_path)
+    before = data_of(tmp_path, 0, 1, corrupt.record, num_workers)
+    first = read(before, steps=2)  # 24 of 60 samples
+    state = json.loads(json.dumps([before.state_dict(), corrupt.state_dict()]))
+    assert 0 < len(state[1]) < 5
+    read(before, steps=3)  # lost to the interruption
+    resumed = CorruptImages(tmp_path)
+    resumed.load_state_dict(state[1])
+    after = data_of(tmp_path, 0, 1, resumed.record, num_workers)
+    after.load_state_dict(state[0])
+    second = read(after, steps=8)
+    assert torch.equal(torch.cat((first["images"], second["images"])), straight["images"])
+    assert torch.equal(torch.cat((first["labels"], second["labels"])), straight["labels"])
+    assert resumed.count() == 5 and len((tmp_path / "corrupt_images.txt").read_text().splitlines()) == 5
+
+
+def test_held_out_images_are_replaced_and_reported_too(tmp_path):
+    damaged_folder(tmp_path)
+    config = config_of(tmp_path, validation_fraction=0.0)
+    dataset, found = ImageFolder(config, "train"), []
+    batches = list(validation_batches(dataset, ImageFolder.info(config), 60, 16, 0, 1, found.extend))
+    images = torch.cat([batch["images"] for batch in batches])
+    assert sorted({error.path for error in found}) == [str(tmp_path / name) for name in CORRUPT]
+    assert {error.index for error in found} == {3, 4, 29, 30, 31}
+    assert torch.equal(images[3], images[5]) and torch.equal(images[29], images[32])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_with_nothing_readable_ends_the_run(tmp_path, num_workers):
+    known = set(multiprocessing.active_children())
+    folder_of(tmp_path)
+    data = data_of(tmp_path, 0, 1, lambda found: None, num_workers)
+    for path in tmp_path.glob("*/*"):
+        path.write_bytes(b"")
+    message = "^dataset image_folder: 20 images in a row cannot be decoded, the first is .*png: the file is empty$"
+    with pytest.raises(DatasetError, match=message):
+        data.next_batch()
+    data.close()
+    assert set(multiprocessing.active_children()) <= known
+
+
+def test_too_large_a_corrupt_share_ends_the_run_and_a_smaller_does_not(tmp_path):
+    damaged_folder(tmp_path)  # 5 of 60: 20 of 240 samples
+    read(data_of(tmp_path, 0, 1, lambda found: None, max_corrupt_share=0.02), steps=20)
+    data = data_of(tmp_path, 0, 1, lambda found: None, max_corrupt_share=0.019)
+    with pytest.raises(DatasetError, match="image_folder: 20 of the last 2.. images read cannot be decoded; more than"):
+        read(data, steps=20)
+
+
+def test_an_unreadable_image_travels_between_processes():
+    error = pickle.loads(pickle.dumps(UnreadableImage(3, "a.png", "broken")))
+    assert (error.index, error.path, error.reason, str(error)) == (3, "a.png", "broken", "a.png: broken")
+
+
+# --- Tiny ImageNet
+
+
+def test_tinyimagenet_numbers_names_and_splits(tmp_path):
+    write_tinyimagenet(tmp_path / "tiny-imagenet-200")
+    config = TinyImageNetConfig(path=str(tmp_path))
+    info = TinyImageNet.info(config)
+    assert info.class_names == ("first", "second") and info.image_shape == (3, 64, 64)
+    train, held_out = TinyImageNet(config, "train"), TinyImageNet(config, "validation")
+    assert all_labels(train) == [0, 0, 1, 1] and all_labels(held_out) == [1, 0, 1]
+    stored = [Image.open(tmp_path / "tiny-imagenet-200" / "val" / "images" / f"{i}.JPEG") for i in range(3)]
+    pixels = ((held_out.fetch(np.arange(3))[0] + 1) * 127.5).round().permute(0, 2, 3, 1)
+    np.testing.assert_array_equal(pixels, np.stack([np.asarray(image) for image in stored]))  # nothing resized
+
+
+TINY_PROBLEMS = {
+    "wnids.txt": (None, "data.path: '{}' has no wnids.txt"),
+    "words.txt": (None, "{}/words.txt: cannot be read: No such file or directory"),
+    "val/val_annotations.txt": ("0.JPEG\tn7\t0\n", "{}/val/val_annotations.txt: line 1: class 'n7' is not in wnids"),
+    "train/n1/images/0.JPEG": (None, "{}: train/n1/images has no images"),
+    "val/images": (None, "data.path: none of 3 of its 3 images can be read; the first is {}/val/images/0.JPEG: No"),
+}
+
+
+@pytest.mark.parametrize("name", TINY_PROBLEMS)
+def test_an_incomplete_tinyimagenet_is_refused_in_one_line(tmp_path, name):
+    write_tinyimagenet(tmp_path)
+    (tmp_path / "train/n1/images/1.JPEG").unlink()
+    text, message = TINY_PROBLEMS[name]
+    if text:
+        (tmp_path / name).write_text(text)
+    else:
+        (tmp_path / name).rename(tmp_path / "moved")
+    with pytest.raises(DatasetError, match=re.escape(message.format(tmp_path))) as caught:
+        TinyImageNet.info(TinyImageNetConfig(path=str(tmp_path)))
+    assert "\n" not in str(caught.value)
+
+
+def test_tinyimagenet_without_a_folder_is_refused(tmp_path):
+    for path, message in (("", "not given"), (tmp_path / "none", "is no folder")):
+        with pytest.raises(DatasetError, match=message):
+            TinyImageNet.info(TinyImageNetConfig(path=str(path)))

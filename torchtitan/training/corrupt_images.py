@@ -1,0 +1,64 @@
+"""Which images of a run could not be decoded: logged, counted over all ranks, and listed in the run's folder."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from data.base import UnreadableImage
+
+logger = logging.getLogger(__name__)
+
+CORRUPT_IMAGES_FILE = "corrupt_images.txt"
+
+
+class CorruptImages:
+    """Every file once, however often and on however many ranks it is met."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: the run's; the first rank writes `corrupt_images.txt` there, path and reason, tab between."""
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._path = folder / CORRUPT_IMAGES_FILE
+        self._writes = self._ranks == 1 or dist.get_rank() == 0
+        self._known: dict[str, str] = {}  # path -> reason; on all ranks the same but for what is in _unshared
+        self._unshared: dict[str, str] = {}
+        if self._writes:
+            self._path.unlink(missing_ok=True)  # of an attempt that ended before its first checkpoint
+
+    def record(self, found: Sequence[UnreadableImage]) -> None:
+        """Note what this rank met, and log what is new to it."""
+        new = {image.path: image.reason for image in found if image.path not in self._known}
+        for path, reason in new.items():
+            logger.warning(f"{path}: {reason}; another image takes its place")
+        self._unshared |= new
+        self._add(new)
+
+    def count(self) -> int:
+        """Number of files that all ranks together have met; collective."""
+        if self._ranks > 1:
+            waiting = torch.tensor([len(self._unshared)])
+            dist.all_reduce(waiting)
+            if waiting.item():
+                met_by_rank: list[dict[str, str]] = [{} for _ in range(self._ranks)]
+                dist.all_gather_object(met_by_rank, self._unshared)
+                for met in met_by_rank:
+                    self._add(met)
+        self._unshared = {}
+        return len(self._known)
+
+    def state_dict(self) -> dict[str, str]:
+        """Path -> reason, equal on all ranks; collective."""
+        self.count()
+        return dict(sorted(self._known.items()))
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        self._add(state)
+
+    def _add(self, found: dict[str, str]) -> None:
+        new = {path: reason for path, reason in found.items() if path not in self._known}
+        self._known |= new
+        if new and self._writes:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.writelines(f"{path}\t{reason}\n" for path, reason in new.items())
