@@ -1,0 +1,189 @@
+"""Guidance on an interval and on some channels, every solver through ImageSampler, and what is refused."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchtitan.diffusion import philox
+from torchtitan.diffusion.guidance import Guidance, guided_network, predictor
+from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.evaluation.sampling import ImageSampler, SamplingConfig, default_schedule, sampling_problems
+
+NULL_CLASS, SHAPE = 3, (4, 2, 2)
+DDPM = ObjectiveConfig(path="ddpm_linear", prediction="noise", preconditioning="index", timestep_sampler="uniform")
+OBJECTIVES = {
+    "rectified_flow": ObjectiveConfig(),
+    "edm": ObjectiveConfig(path="edm", prediction="edm", preconditioning="edm", timestep_sampler="lognormal_sigma"),
+    "ddpm_linear": DDPM,
+}
+
+
+class Toy(nn.Module):
+    """A smooth network of four channels, or eight with a learned variance, that counts the images it sees."""
+
+    def __init__(self, out_channels: int = 4) -> None:
+        super().__init__()
+        self.image_shape, self.null_class, self.out_channels = SHAPE, NULL_CLASS, out_channels
+        self.batches: list[int] = []
+
+    def forward(self, x: Tensor, time: Tensor, condition: Tensor | None) -> Tensor:
+        self.batches.append(len(x))
+        mixed = torch.cat((x, x.flip(1)), dim=1)[:, : self.out_channels]
+        shift = (0.2 * condition.to(x.dtype) + 0.1 * torch.sin(time)).reshape(-1, 1, 1, 1)
+        return torch.tanh(0.7 * mixed + shift * torch.arange(1, self.out_channels + 1).reshape(-1, 1, 1))
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    return philox.normal(0, "sampling", torch.arange(3), SHAPE), torch.tensor([0, 2, 1])
+
+
+@pytest.mark.parametrize(("channels", "guided_channels"), [("all", 4), ("first_three", 3)])
+@pytest.mark.parametrize("out_channels", [4, 8])
+def test_channels_without_guidance_are_the_conditional_ones(channels, guided_channels, out_channels):
+    x, classes = inputs()
+    model, time = Toy(out_channels), torch.full((3,), 0.4)
+    found = guided_network(model, NULL_CLASS, 2.5, channels)(x, time, classes)
+    conditional = model(x, time, classes)
+    unconditional = model(x, time, torch.full_like(classes, NULL_CLASS))
+    wanted = conditional.clone()
+    wanted[:, :guided_channels] = (2.5 * conditional - 1.5 * unconditional)[:, :guided_channels]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("t", "guided"), [(0.1, False), (0.25, True), (0.5, True), (0.75, True), (0.9, False)])
+def test_outside_the_interval_is_one_plain_call(t, guided):
+    x, classes = inputs()
+    time, objective = torch.full((3,), t), Objective(ObjectiveConfig(), seed=0)
+    model = Toy()
+    found = predictor(objective, model, classes, NULL_CLASS, Guidance(3.0, (0.25, 0.75)))(x, time)
+    assert model.batches == [6 if guided else 3]
+    whole = predictor(objective, model, classes, NULL_CLASS, Guidance(3.0 if guided else 1.0))(x, time)
+    assert torch.equal(found[0], whole[0]) and torch.equal(found[1], whole[1])
+
+
+def test_learned_variance_reaches_the_solver_as_a_fraction_of_the_conditional_output():
+    x, classes = inputs()
+    objective, model = Objective(DDPM, seed=0), Toy(8)
+    t = objective.path.index_to_t(torch.tensor([400, 400, 400])).float()
+    *_, fraction = predictor(objective, model, classes, NULL_CLASS, Guidance(3.0))(x, t)
+    output = model(x, torch.full((3,), 400.0), classes)[:, 4:]
+    torch.testing.assert_close(fraction, (output + 1) / 2, rtol=1e-5, atol=1e-6)
+    *_, nothing = predictor(objective, Toy(4), classes, NULL_CLASS, Guidance(3.0))(x, t)
+    assert nothing is None
+
+
+METHODS = [
+    ("rectified_flow", SamplingConfig(solver="euler", shift=3.0)),
+    ("rectified_flow", SamplingConfig(solver="euler_maruyama", diffusion="sin_squared", diffusion_scale=0.5)),
+    ("rectified_flow", SamplingConfig(solver="dpmpp_2m")),
+    ("rectified_flow", SamplingConfig(solver="ddpm")),
+    ("edm", SamplingConfig(solver="edm_heun", schedule="edm", churn=2.0)),
+    ("edm", SamplingConfig(solver="ddim", schedule="edm", ddim_eta=0.5)),
+    ("ddpm_linear", SamplingConfig(solver="ddpm", schedule="ddpm", ddpm_variance="learned")),
+    ("ddpm_linear", SamplingConfig(solver="ddpm", schedule="ddpm", ddpm_variance="large")),
+    ("ddpm_linear", SamplingConfig(solver="ddim", schedule="ddpm", guidance_channels="first_three")),
+    ("ddpm_linear", SamplingConfig(solver="heun", schedule="ddpm", guidance_interval=[0.2, 0.8])),
+]
+
+
+def draw(path_name: str, config: SamplingConfig, labels: Tensor, batch_size: int = 64, **options) -> Tensor:
+    sampler = ImageSampler(Toy(8 if path_name == "ddpm_linear" else 4), Objective(OBJECTIVES[path_name], 0), "float32",
+                           torch.device("cpu"))
+    return sampler.draw(labels, 5, **config.method() | {"num_steps": 6, "batch_size": batch_size} | options)
+
+
+@pytest.mark.parametrize(("path_name", "config"), METHODS, ids=lambda value: getattr(value, "solver", value))
+def test_an_image_is_the_same_in_every_batch(path_name, config):
+    assert sampling_problems(config, path_name, learned_variance=True) == []
+    labels = torch.arange(7) % 3
+    whole = draw(path_name, config, labels)
+    assert whole.dtype == torch.float32 and whole.isfinite().all()
+    for batch_size in (1, 3):
+        torch.testing.assert_close(draw(path_name, config, labels, batch_size), whole, rtol=1e-4, atol=1e-5)
+    later = draw(path_name, config, labels[4:], first_number=4)
+    torch.testing.assert_close(later, whole[4:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path_name", "one", "other"),
+    [
+        ("rectified_flow", {"shift": 1.0}, {"shift": 2.0}),
+        ("rectified_flow", {"guidance_interval": [0.0, 1.0]}, {"guidance_interval": [0.3, 0.7]}),
+        ("rectified_flow", {"guidance_channels": "all"}, {"guidance_channels": "first_three"}),
+        ("rectified_flow", {"solver": "euler_maruyama"}, {"solver": "euler_maruyama", "diffusion": "constant"}),
+        ("rectified_flow", {"solver": "euler_maruyama"}, {"solver": "euler_maruyama", "diffusion_scale": 0.1}),
+        ("edm", {"schedule": "edm"}, {"schedule": "edm", "rho": 3.0}),
+        ("edm", {"schedule": "edm"}, {"schedule": "edm", "sigma_max": 40.0}),
+        ("edm", {"schedule": "edm"}, {"schedule": "edm", "sigma_min": 0.1}),
+        ("edm", {"schedule": "edm", "solver": "edm_heun"}, {"schedule": "edm", "solver": "edm_heun", "churn": 1.0}),
+        (
+            "ddpm_linear",
+            {"schedule": "ddpm", "solver": "ddim"},
+            {"schedule": "ddpm", "solver": "ddim", "ddim_eta": 1.0},
+        ),
+        (
+            "ddpm_linear",
+            {"schedule": "ddpm", "solver": "ddpm"},
+            {"schedule": "ddpm", "solver": "ddpm", "ddpm_variance": "learned"},
+        ),
+    ],
+)
+def test_every_key_reaches_the_images(path_name, one, other):
+    labels = torch.tensor([2, 0])
+    images = [draw(path_name, SamplingConfig(**keys), labels) for keys in (one, other)]
+    assert (images[0] - images[1]).abs().max() > 1e-3
+
+
+def test_sampling_starts_at_the_path_s_last_noise_level():
+    seen = []
+
+    class Recorder(Toy):
+        def forward(self, x, time, condition):
+            seen.append(x)
+            return super().forward(x, time, condition)
+
+    objective = Objective(ObjectiveConfig(path="edm", prediction="x0", timestep_sampler="lognormal_sigma"), 0)
+    method = SamplingConfig(schedule="edm", guidance_scale=1.0).method()
+    ImageSampler(Recorder(), objective, "float32", torch.device("cpu")).draw(
+        torch.tensor([0, 1]), 5, **method, batch_size=2
+    )
+    noise = philox.normal(5, "sampling", torch.arange(2), SHAPE)
+    torch.testing.assert_close(seen[0], 80 * noise, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path_name", "keys", "line"),
+    [
+        ("rectified_flow", {"guidance_interval": [0.8, 0.2]},
+         "guidance_interval: [0.8, 0.2] runs backwards (give the lower t first, both in 0..1)"),
+        ("rectified_flow", {"guidance_interval": [0.2, 1.5]},
+         "guidance_interval: [0.2, 1.5] leaves 0..1 (give the lower t first, both in 0..1)"),
+        ("rectified_flow", {"guidance_interval": [0.2]}, "guidance_interval: takes two times, has 1 (as [0.0, 1.0])"),
+        ("rectified_flow", {"schedule": "ddpm"},
+         "schedule: objective.path = rectified_flow has no DDPM indices (use uniform or edm)"),
+        ("ddpm_cosine", {"schedule": "uniform"},
+         "schedule: objective.path = ddpm_cosine is trained at integer indices only (use ddpm)"),
+        ("ddpm_linear", {"schedule": "ddpm", "num_steps": 1001},
+         "num_steps: 1001 steps cannot be chosen from the 1000 indices of objective.path = ddpm_linear"
+         " (use at most 1000)"),
+        ("edm", {"schedule": "edm", "solver": "euler_maruyama"},
+         "solver: euler_maruyama is for rectified_flow, and objective.path = edm (use ddpm, or edm_heun with churn)"),
+        ("rectified_flow", {"solver": "edm_heun"},
+         "solver: edm_heun needs a finite sigma to start from, and objective.path = rectified_flow"
+         " (use sampling.schedule = edm)"),
+        ("edm", {"schedule": "edm", "sigma_min": 90.0},
+         "sigma_min: 90 is not below sampling.sigma_max = 80 (make it smaller)"),
+        ("edm", {"schedule": "edm", "solver": "edm_heun", "churn": 1.0, "churn_min": 60.0},
+         "churn_min: 60 is above sampling.churn_max = 50 (make it smaller)"),
+        ("ddpm_linear", {"schedule": "ddpm", "solver": "ddpm", "ddpm_variance": "learned"},
+         "ddpm_variance: the model has not learned the variance (use small or large, or train with"
+         " model.learned_variance)"),
+    ],
+)
+def test_impossible_methods_are_refused_in_one_line(path_name, keys, line):
+    assert [": ".join(found) for found in sampling_problems(SamplingConfig(**keys), path_name, False)] == [line]
+
+
+def test_schedules_follow_the_path():
+    found = [default_schedule(name) for name in ("rectified_flow", "edm", "ddpm_linear", "ddpm_cosine_continuous")]
+    assert found == ["uniform", "edm", "ddpm", "uniform"]
