@@ -191,7 +191,7 @@ class _Page:
         return _table(heads, rows)
 
     def _quality_table(self) -> Markup | None:
-        """Keys of the summaries that judge samples: one column a run, before a group's runs its mean."""
+        """Keys of the summaries that judge samples: one column a run that has them, before a group's runs its mean."""
         summaries = {id(run): run.summary or {} for run in self.runs}
         keys = dict.fromkeys(key for one in summaries.values() for key in one if key.startswith("sample_"))
         if not keys:
@@ -199,6 +199,8 @@ class _Page:
         heads, columns = ["sample quality"], []
         for n, group in enumerate(self.groups):
             values = {run.name: [_number(summaries[id(run)].get(key)) for key in keys] for run in group.runs}
+            if not any(value is not None for column in values.values() for value in column):
+                continue
             if len(group.runs) > 1:
                 heads.append(_named(n, group.name))
                 columns.append([_interval_text(group.interval(row)) for row in zip(*values.values(), strict=True)])
@@ -431,7 +433,7 @@ def _swatch(number: int) -> Markup:
 
 
 def _named(number: int, name: str) -> Markup:
-    return joined((_swatch(number), " ", name))
+    return element("span", _swatch(number), " ", name, class_="named")
 
 
 def _grid(run: RunRecord, step: int) -> Markup:

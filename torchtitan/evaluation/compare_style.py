@@ -21,6 +21,7 @@ h3 { font-size:15px; margin:20px 0 6px; }
 .axis-choice { margin-left:auto; color:var(--soft); } .axis-choice label { margin-left:8px; color:var(--ink); }
 .note, figcaption small { color:var(--soft); font-size:13px; margin:4px 0 10px; max-width:110ch; }
 .notes { border-left:3px solid var(--c4); padding:4px 12px 4px 28px; margin:14px 0; background:var(--shade); }
+.named { white-space:nowrap; }
 .missing { color:var(--soft); font-style:italic; }
 .scroll + .scroll { margin-top:14px; }
 .scroll { overflow-x:auto; width:fit-content; max-width:100%; border:1px solid var(--line); border-radius:6px; }

@@ -88,7 +88,7 @@ class Axis:
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
         """About `most` round values and how they are written."""
-        if self.log and self._high - self._low > 0.7:
+        if self.log and self._high - self._low > 1.1:
             per_decade = (1, 2, 5) if self._high - self._low < 2.2 else (1,)
             every = max(1, math.ceil((self._high - self._low) / most)) if per_decade == (1,) else 1
             exponents = range(math.floor(self._low), math.ceil(self._high) + 1)
