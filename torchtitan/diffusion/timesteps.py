@@ -53,7 +53,7 @@ class TimestepSampler:
         if self.spread == "low_discrepancy":
             offset = philox.uniform(self.seed, "timestep", torch.full_like(indices, batch.first_sample), batch.attempt)
             # Never exactly 0, where a density without bounds has no quantile.
-            return ((offset + self._strata(batch, indices) / batch.size) % 1.0).clamp_min(2.0**-53)
+            return ((offset + self._strata(batch, indices).to(torch.float64) / batch.size) % 1.0).clamp_min(2.0**-53)
         u = philox.uniform(self.seed, "timestep", indices, batch.attempt)
         return (self._strata(batch, indices) + u) / batch.size if self.spread == "stratified" else u
 
