@@ -2,6 +2,8 @@
 
 import importlib.util
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,7 +125,8 @@ def test_a_pattern_without_parameters_is_refused_with_the_closest_names():
 
     line = refused("0", "2.wieght")
     assert line.startswith("optimizer.param_groups[1].pattern: '2.wieght' fits no parameter (closest: 2.weight, ")
-    assert refused("0", "0.bias") == "optimizer.param_groups[1].pattern: '0.bias' fits only parameters of earlier groups"
+    line = refused("0", "0.bias")
+    assert line == "optimizer.param_groups[1].pattern: '0.bias' fits only parameters of earlier groups"
 
 
 def test_a_run_with_such_a_pattern_ends_with_code_two_in_one_line(tmp_path, capsys):
@@ -150,7 +153,11 @@ def test_a_run_with_such_a_pattern_ends_with_code_two_in_one_line(tmp_path, caps
 ])
 def test_impossible_optimizers_are_refused(arguments, line, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(config_checks.importlib.util, "find_spec", lambda name: None if name == "torchao" else find(name))
+
+    def hidden(name):
+        return None if name == "torchao" else find(name)
+
+    monkeypatch.setattr(config_checks.importlib.util, "find_spec", hidden)
     monkeypatch.setattr(config_checks, "_no_compiler", lambda: False)
     with pytest.raises(ConfigError) as caught:
         load_config(arguments, 1)
@@ -259,3 +266,13 @@ def test_eight_bit_state_stays_near_that_of_adamw():
     moved = models["AdamW"][0].weight - models["AdamW8bit"][0].weight
     assert 0 < moved.abs().max() < 1e-3
     assert torch.equal(models["AdamW"][1].weight, models["AdamW8bit"][1].weight)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_examples_of_the_documentation_load(number, tmp_path):
+    text = (Path(__file__).resolve().parents[2] / "docs" / "training_parts.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(examples) == 2
+    (tmp_path / "run.toml").write_text("[data]\nname = 'synthetic'\n" + examples[number])
+    config = load_config(["--job.config_file", str(tmp_path / "run.toml")], 1)
+    assert len(config.optimizer.param_groups if number else config.ema.tracks) == 2 + (not number)
