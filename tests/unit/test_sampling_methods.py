@@ -1,9 +1,17 @@
 """Guidance on an interval and on some channels, every solver through ImageSampler, and what is refused."""
 
+import dataclasses
+import importlib.util
+import re
+import shlex
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.launcher import ROOT
+from torchtitan.config import JobConfig
 from torchtitan.diffusion import philox
 from torchtitan.diffusion.guidance import Guidance, guided_network, predictor
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
@@ -187,3 +195,52 @@ def test_impossible_methods_are_refused_in_one_line(path_name, keys, line):
 def test_schedules_follow_the_path():
     found = [default_schedule(name) for name in ("rectified_flow", "edm", "ddpm_linear", "ddpm_cosine_continuous")]
     assert found == ["uniform", "edm", "ddpm", "uniform"]
+
+
+@pytest.fixture(scope="module")
+def script():
+    specification = importlib.util.spec_from_file_location("sample_script", ROOT / "scripts" / "sample.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def method_of(script, monkeypatch, arguments: list[str], path_name: str = "rectified_flow") -> SamplingConfig:
+    monkeypatch.setattr("sys.argv", ["sample.py", *arguments])
+    config = JobConfig()
+    config.objective.path = path_name
+    return script.sampling_method(script.parse_arguments(), SimpleNamespace(config=config))
+
+
+def test_commands_of_the_documentation_are_ways_to_sample(script, monkeypatch):
+    text = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
+    commands = [shlex.split(line) for line in re.findall(r"^    python scripts/sample.py (.*)$", text, re.MULTILINE)]
+    methods = [method_of(script, monkeypatch, command) for command in commands]
+    assert [method.solver for method in methods] == ["heun", "euler_maruyama", "edm_heun", "euler"]
+    assert methods[2].churn == 40 and methods[2].schedule == "edm"
+    assert (methods[3].guidance_scale, methods[3].guidance_interval) == (3.0, [0.2, 0.8])
+    for section, key in re.findall(r"`(sampling)\.([a-z_]+)", text):
+        assert hasattr(SamplingConfig(), key), f"{section}.{key}"
+
+
+def test_every_key_of_the_method_is_an_option(script):
+    method = SamplingConfig(solver="ddim").method()
+    others = {"enable", "interval", "classes", "images_per_class", "ema_track", "judge_images", "batch_size"}
+    assert {field.name for field in dataclasses.fields(SamplingConfig)} - others == set(script.METHOD_KEYS)
+    assert method["solver_options"] == {"eta": 0.0} and method["schedule_options"] == {"shift": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--guidance-interval 0.9 0.1",
+         "--guidance-interval: [0.9, 0.1] runs backwards (give the lower t first, both in 0..1)"),
+        ("--ddim-eta 0.5", "--ddim-eta: has no effect when sampling.solver = euler (leave it out)"),
+        ("--solver ddim --ddim-eta 2", "--ddim-eta: must be at least 0 and at most 1, is 2.0"),
+        ("--num-steps 0", "--num-steps: must be at least 1, is 0"),
+    ],
+)
+def test_options_that_cannot_be_drawn_are_refused(script, monkeypatch, arguments, line):
+    with pytest.raises(script.WeightsError) as refusal:
+        method_of(script, monkeypatch, ["run", *arguments.split()])
+    assert str(refusal.value) == line
