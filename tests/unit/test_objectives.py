@@ -3,13 +3,16 @@
 import dataclasses
 import itertools
 import math
+import re
 import typing
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
+from torchtitan.config import load_config
 from torchtitan.diffusion import philox
 from torchtitan.diffusion.learned_variance import log_variance, posterior_mean, variational_bound
 from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
@@ -36,6 +39,18 @@ def test_every_registered_name_is_a_choice():
     }
     for key, registry in registries.items():
         assert sorted(choices(key)) == sorted(registry), key
+
+
+def test_recipes_of_the_documentation_load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
+    recipes = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert len(recipes) == 4
+    for recipe in recipes:
+        Path("recipe.toml").write_text(recipe, encoding="utf-8")
+        load_config(["--job.config_file", "recipe.toml"], 1)
+    for key in ("path", "prediction", "preconditioning", "weighting", "timestep_sampler", "spread"):
+        assert all(f"`{name}`" in page or f'"{name}"' in page for name in choices(key)), key
 
 
 # --- DDPM paths

@@ -161,11 +161,11 @@ def test_low_discrepancy_quantiles_of_a_global_batch_are_equally_spaced(ranks):
         members = torch.arange(step * size, (step + 1) * size)
         u = torch.cat([sampler._quantiles(batch, part) for part in members.chunk(ranks)])
         ordered = u.sort().values
-        torch.testing.assert_close(ordered, ordered[0] + torch.arange(size, dtype=torch.float64) / size, rtol=0, atol=1e-14)
+        upper = torch.arange(1, size + 1, dtype=torch.float64) / size
+        torch.testing.assert_close(ordered, ordered[0] + upper - 1 / size, rtol=0, atol=1e-14)
         assert ordered[0] < 1 / size
         # Star discrepancy: no interval [0, x) is off by more than one draw.
-        expected = torch.arange(1, size + 1, dtype=torch.float64) / size
-        assert torch.maximum((expected - ordered).abs(), (expected - 1 / size - ordered).abs()).max() <= 1 / size + 1e-12
+        assert torch.maximum((upper - ordered).abs(), (upper - 1 / size - ordered).abs()).max() <= 1 / size + 1e-12
         offsets.append(ordered[0].item() * size)
         orders.append(u.argsort().tolist())
     assert stats.kstest(offsets, "uniform").pvalue > 1e-3 and orders[0] != orders[1]

@@ -74,10 +74,10 @@ def _log_level_probability(x: Tensor, mean: Tensor, log_variance: Tensor) -> Ten
     inverse_deviation = torch.exp(-0.5 * log_variance)
     above, below = (x - mean + _HALF_LEVEL) * inverse_deviation, (x - mean - _HALF_LEVEL) * inverse_deviation
     # In the lower tail, where differences of small numbers stay exact: P(below < z < above) = P(-above < z < -below).
-    upper = x > mean
-    inner = torch.special.ndtr(torch.where(upper, -below, above)) - torch.special.ndtr(torch.where(upper, -above, below))
-    mass = torch.where(x < -_OUTERMOST_LEVEL, torch.special.ndtr(above), inner)
-    mass = torch.where(x > _OUTERMOST_LEVEL, torch.special.ndtr(-below), mass)
+    upper, ndtr = x > mean, torch.special.ndtr
+    inner = ndtr(torch.where(upper, -below, above)) - ndtr(torch.where(upper, -above, below))
+    mass = torch.where(x < -_OUTERMOST_LEVEL, ndtr(above), inner)
+    mass = torch.where(x > _OUTERMOST_LEVEL, ndtr(-below), mass)
     return torch.log(mass.clamp_min(_SMALLEST_PROBABILITY))
 
 

@@ -80,7 +80,7 @@ class ObjectiveConfig:
         1.0, "factor on sigma at every timestep drawn: above 1 towards noise, for larger images", ge=0.01, le=100
     )
     spread: Literal["none", "stratified", "low_discrepancy"] = setting(
-        "none", "how evenly a global batch's timesteps cover the density: one per quantile interval; also equally spaced"
+        "none", "how a global batch's timesteps cover the density: each by itself, one per interval, equally spaced"
     )
 
 

@@ -36,7 +36,8 @@ def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
     try:
         objective = Objective(config, seed=0)
     except ValueError as problem:
-        yield "objective.timestep_sampler", f"{problem}: {config.timestep_sampler} lies beside objective.path = {config.path}"
+        text = f"{problem}: {config.timestep_sampler} lies beside objective.path = {config.path}"
+        yield "objective.timestep_sampler", text
         return
     if config.timestep_sampler in _HEAVY_TAILED and not isinstance(path, DDPM):
         if end := _end_without_mean(objective):
