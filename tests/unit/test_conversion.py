@@ -40,7 +40,7 @@ def build(config=PAPER, image_shape=IMAGE, classes=CLASSES) -> DiT:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
     return model.requires_grad_(False)
 
 

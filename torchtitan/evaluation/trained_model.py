@@ -56,7 +56,7 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
     Raises:
         WeightsError, ConfigError, CheckpointError.
     """
-    config = _config_of(folder / "config.toml")
+    config = read_config(folder / "config.toml")
     track = track or config.sampling.ema_track
     tracks = [entry.name for entry in config.ema.tracks]
     if track not in ("none", *tracks):
@@ -80,14 +80,14 @@ def load_weights(path: Path, config_file: Path, device: torch.device) -> Trained
         WeightsError: not a safetensors file, or tensors are missing, superfluous or of another shape.
         ConfigError: the configuration is refused.
     """
-    config = _config_of(config_file)
+    config = read_config(config_file)
     info = DATASETS[config.data.name].info(config.data)
     model = _empty_model(config, info, device)
     fill(model, path)
     return TrainedModel(config, info, model, Objective(config.objective, config.debug.seed), path.stem)
 
 
-def _config_of(path: Path) -> JobConfig:
+def read_config(path: Path) -> JobConfig:
     """The configuration as it was resolved, for as many processes as it then had."""
     try:
         degrees = tomllib.loads(path.read_text(encoding="utf-8")).get("parallelism", {})
@@ -120,4 +120,4 @@ def _empty_model(config: JobConfig, info: DatasetInfo, device: torch.device) -> 
     return model.eval().requires_grad_(False)
 
 
-__all__ = ["ConfigError", "TrainedModel", "WeightsError", "load_run", "load_weights"]
+__all__ = ["ConfigError", "TrainedModel", "WeightsError", "load_run", "load_weights", "read_config"]

@@ -4,6 +4,7 @@ import argparse
 import pickle
 import shutil
 import uuid
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,10 +69,11 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
             raise _unreadable(path, error) from error
     try:
         # The usual training script puts its arguments beside the weights, as this plain record of values.
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise WeightsError(f"{path}: holds more than tensors and may run code; it was not read") from error
+        raise WeightsError(f"{path}: holds more than tensors, or is damaged; nothing in it was run") from error
     except Exception as error:  # whatever a damaged archive makes torch.load raise
         raise WeightsError(f"{path}: is not a readable torch checkpoint: {_first_line(error)}") from error
     nested = None
@@ -83,6 +85,14 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
     return dict(tensors), nested
 
 
+def refuse_existing(path: Path, overwrite: bool) -> None:
+    """Raises WeightsError: there is something at `path` that must not be replaced, or it names no file."""
+    if path.name in ("", ".."):
+        raise WeightsError(f"{path}: names no file")
+    if (path.exists() or path.is_symlink()) and not overwrite:
+        raise WeightsError(f"{path}: exists already (--overwrite replaces it)")
+
+
 @contextmanager
 def written_whole(path: Path, overwrite: bool) -> Iterator[Path]:
     """Yield a temporary path beside `path` and give what was written there its name, if the block succeeds.
@@ -90,10 +100,7 @@ def written_whole(path: Path, overwrite: bool) -> Iterator[Path]:
     Raises:
         WeightsError: there is something already and `overwrite` is false, or it cannot be written.
     """
-    if path.exists() and not overwrite:
-        raise WeightsError(f"{path}: exists already (--overwrite replaces it)")
-    if path.name in ("", ".."):
-        raise WeightsError(f"{path}: names no file")
+    refuse_existing(path, overwrite)
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,306 @@
+"""Look after checkpoints: list, verify and compare them, and bring weights to and from published layouts.
+
+Exit codes: 0; 1: verify found damage, or diff a difference; 2: refused, nothing written.
+"""
+
+import argparse
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from data import DATASETS
+from data.base import DatasetError
+from torchtitan.config import ConfigError, JobConfig
+from torchtitan.evaluation.trained_model import load_run, read_config
+from torchtitan.models import MODELS
+from torchtitan.models.dit.conversion import (
+    LAYOUTS,
+    ConversionError,
+    diffusers_config,
+    diffusers_config_problems,
+    export_weights,
+    import_weights,
+)
+from torchtitan.models.dit.model import DiT
+from torchtitan.training.checkpoint import CheckpointError, checkpoint_path, checkpoint_steps, newest_good, verify
+from torchtitan.training.comparison import TensorSource, compare, ema_tracks, open_checkpoint, open_weights
+from torchtitan.training.weight_files import WeightsError, read_state_dict, refuse_existing, written_whole
+
+OWN = "safetensors"
+DIFFUSERS_FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
+# What the networks of a layout are given as time and asked for, where it is not the 1000 t of this program.
+CONVENTIONS = {
+    "dit": "DiT's code passes its index 0..999 as time and predicts noise",
+    "sit": "SiT's code passes its time in 0..1, 1 being data, and predicts data - noise",
+    "diffusers": "DiTPipeline passes its index 0..999 as time and predicts noise",
+}
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    arguments = parse_arguments(words)
+    try:
+        return arguments.command(arguments)
+    except (ConfigError, CheckpointError, DatasetError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def parse_arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("list", help="the checkpoints of a run")
+    command.set_defaults(command=list_checkpoints)
+    command.add_argument("run", type=Path, help="a run's folder")
+
+    command = commands.add_parser("verify", help="read every byte of checkpoints")
+    command.set_defaults(command=verify_checkpoints)
+    command.add_argument("paths", type=Path, nargs="+", metavar="RUN|CHECKPOINT")
+
+    command = commands.add_parser("diff", help="compare two checkpoints, or two files of weights")
+    command.set_defaults(command=show_differences)
+    for name in ("a", "b"):
+        command.add_argument(name, type=Path, metavar=name.upper(), help="checkpoint, run (its newest) or file")
+
+    command = commands.add_parser("export", help="write a run's weights to a file")
+    command.set_defaults(command=export)
+    command.add_argument("run", type=Path, help="a run's folder")
+    command.add_argument("--step", type=int, help="checkpoint of this step (default: the newest good one)")
+    command.add_argument("--ema", metavar="TRACK", help="EMA track, or 'none' (default: sampling.ema_track)")
+    command.add_argument("--format", choices=(OWN, *LAYOUTS), required=True)
+    command.add_argument("--approximate", action="store_true", help="although the layout's network computes another "
+                         "sinusoid of the timestep (model.timestep_frequencies)")
+    add_output(command, "file to write, or folder for diffusers")
+
+    command = commands.add_parser("import", help="turn published weights into a safetensors file of this program")
+    command.set_defaults(command=import_)
+    command.add_argument("file", type=Path, help=".safetensors or .pt file; for diffusers also its folder")
+    command.add_argument("--format", choices=LAYOUTS, required=True)
+    command.add_argument("--config", type=Path, required=True, help="configuration whose model they are for")
+    add_output(command, "file to write")
+    return parser.parse_args(words)
+
+
+def add_output(command: argparse.ArgumentParser, description: str) -> None:
+    command.add_argument("--output", type=Path, required=True, help=description)
+    command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    command.add_argument("--overwrite", action="store_true", help="replace what is there")
+
+
+# ---------------------------------------------------------------------- list, verify, diff
+
+
+def list_checkpoints(arguments: argparse.Namespace) -> int:
+    checkpoints = checkpoints_of(arguments.run)
+    print(f"{'step':>10}  {'size':>10}  {'date':16}  {'state':7}  EMA tracks")
+    for path in checkpoints:
+        problem = verify(path)
+        date = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+        size = readable(sum(file.stat().st_size for file in path.iterdir() if file.is_file()))
+        tracks = ", ".join(ema_tracks(open_checkpoint(path))) or "none" if problem is None else problem
+        print(f"{step_of(path):>10}  {size:>10}  {date:16}  {'damaged' if problem else 'good':7}  {tracks}")
+    return 0
+
+
+def verify_checkpoints(arguments: argparse.Namespace) -> int:
+    found = [path for given in arguments.paths for path in ([given] if is_checkpoint(given) else checkpoints_of(given))]
+    problems = {path: verify(path) for path in found}
+    for path, problem in problems.items():
+        print(f"{path}: {problem or 'good'}")
+    return 1 if any(problems.values()) else 0
+
+
+def show_differences(arguments: argparse.Namespace) -> int:
+    a, b = open_source(arguments.a), open_source(arguments.b)
+    result = compare(a, b)
+    for title, names in (("only in A", result.only_a), ("only in B", result.only_b)):
+        for name in names:
+            print(f"{title}: {name}")
+    for name in result.reshaped:
+        print(f"another shape or dtype: {name}: {described(a, name)} and {described(b, name)}")
+    for difference in result.different:
+        print(f"{difference.name}: max {difference.largest:.3g}, relative {difference.relative:.3g}")
+    for key in result.state_keys:
+        print(f"state.json: {key}")
+    if result.equal:
+        print(f"equal bit for bit: {result.num_equal} tensors")
+        return 0
+    largest = max((difference.largest for difference in result.different), default=0.0)
+    print(
+        f"not equal: {result.num_equal} tensors equal bit for bit, {len(result.different)} different "
+        f"(max {largest:.3g}), {len(result.reshaped)} of another shape or dtype, {len(result.only_a)} only in A, "
+        f"{len(result.only_b)} only in B"
+    )
+    return 1
+
+
+def open_source(path: Path) -> TensorSource:
+    if is_checkpoint(path):
+        return open_checkpoint(path)
+    if not path.is_dir():
+        return open_weights(path)
+    checkpoints_of(path)
+    step, skipped = newest_good(path / "checkpoint")
+    if step is None:
+        raise CheckpointError("\n".join(skipped))
+    return open_checkpoint(checkpoint_path(path / "checkpoint", step))
+
+
+def is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and path.resolve() in {
+        checkpoint_path(path.resolve().parent, step) for step in checkpoint_steps(path.resolve().parent)
+    }
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    if not run.is_dir():
+        raise CheckpointError(f"{run}: no such run folder or checkpoint")
+    steps = checkpoint_steps(run / "checkpoint")
+    if not steps:
+        raise CheckpointError(f"{run}: is no checkpoint and no run that holds one")
+    return [checkpoint_path(run / "checkpoint", step) for step in reversed(steps)]
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def described(source: TensorSource, name: str) -> str:
+    shape, dtype = source.shapes[name]
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+# ---------------------------------------------------------------------- export, import
+
+
+def export(arguments: argparse.Namespace) -> int:
+    refuse_existing(arguments.output, arguments.overwrite)
+    checkpoints_of(arguments.run)
+    trained = load_run(arguments.run, arguments.ema, arguments.step, torch.device("cpu"))
+    for warning in trained.warnings:
+        print(warning, file=sys.stderr)
+    model, config = trained.model, trained.config
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if arguments.format != OWN:
+        check_family(model, config)
+        check_frequencies(arguments, config)
+        try:
+            weights = export_weights(weights, model, arguments.format)
+        except ConversionError as error:
+            raise WeightsError(prefixed(arguments.run, error)) from error
+        print(f"note: {trained_for(config)}; {CONVENTIONS[arguments.format]}", file=sys.stderr)
+    weights = converted(weights, arguments.dtype)
+    metadata = {
+        "format": "pt",  # what loaders of safetensors look for
+        "layout": arguments.format,
+        "weights": f"{arguments.run.resolve().name}, {trained.label}",
+        "model": config.model.flavor,
+        "trained_for": trained_for(config),
+    }
+    with written_whole(arguments.output, arguments.overwrite) as path:
+        if arguments.format == "diffusers":
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(diffusers_config(model), indent=2) + "\n", encoding="utf-8")
+            path /= DIFFUSERS_FILES[0]
+        save_file(weights, path, metadata)
+    print(f"{arguments.output}: {trained.label}, {len(weights)} tensors, {arguments.format} layout")
+    return 0
+
+
+def import_(arguments: argparse.Namespace) -> int:
+    refuse_existing(arguments.output, arguments.overwrite)
+    if arguments.output.suffix != ".safetensors":
+        raise WeightsError(f"{arguments.output}: must end in .safetensors, which is what is written")
+    config = read_config(arguments.config)
+    info = DATASETS[config.data.name].info(config.data)
+    with torch.device("meta"):
+        model = MODELS[config.model.name].build(config.model, info.image_shape, info.num_classes)
+    check_family(model, config)
+    source, problems = published_file(arguments.file, model)
+    if problems:
+        raise WeightsError("\n".join(f"{arguments.file}: {problem}" for problem in problems))
+    published, nested = read_state_dict(source)
+    try:
+        weights, notes = import_weights(published, model, arguments.format)
+    except ConversionError as error:
+        raise WeightsError(prefixed(source, error)) from error
+    notes += [f"taken from {nested!r} of the file"] if nested else []
+    if (arguments.format == "diffusers") != (config.model.timestep_frequencies == "diffusers"):
+        notes.append(
+            f"model.timestep_frequencies = {config.model.timestep_frequencies}: not those of the {arguments.format} "
+            "network (right for weights that were trained as DiT and converted to diffusers)"
+        )
+    notes.append(CONVENTIONS[arguments.format])
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    with written_whole(arguments.output, arguments.overwrite) as path:
+        save_file(converted(weights, arguments.dtype), path, {"format": "pt", "layout": OWN, "weights": source.name})
+    print(f"{arguments.output}: {len(weights)} tensors")
+    return 0
+
+
+def check_family(model: nn.Module, config: JobConfig) -> None:
+    if not isinstance(model, DiT):
+        raise WeightsError(f"model.name = {config.model.name}: only models of the dit family have a published layout")
+
+
+def check_frequencies(arguments: argparse.Namespace, config: JobConfig) -> None:
+    wanted = "diffusers" if arguments.format == "diffusers" else "dit"
+    given = config.model.timestep_frequencies
+    if given != wanted and not arguments.approximate:
+        raise WeightsError(
+            f"{arguments.run}: model.timestep_frequencies = {given}: the {arguments.format} network computes others, "
+            f"which gives another output (train with {wanted}, or add --approximate)"
+        )
+
+
+def published_file(path: Path, model: DiT) -> tuple[Path, list[str]]:
+    """The file of weights, and what a diffusers folder's config.json says against the model."""
+    if not path.is_dir():
+        return path, []
+    source = next((path / name for name in DIFFUSERS_FILES if (path / name).is_file()), None)
+    if source is None:
+        return path, [f"holds no {' or '.join(DIFFUSERS_FILES)}"]
+    try:
+        document = json.loads((path / "config.json").read_bytes())
+        return source, diffusers_config_problems(document, model)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return source, ["config.json is missing or damaged"]
+
+
+def converted(weights: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """Weights in another dtype; a position table is no weight and stays as it is."""
+    return {
+        name: tensor.contiguous() if name == "pos_embed" else tensor.to(getattr(torch, dtype)).contiguous()
+        for name, tensor in weights.items()
+    }
+
+
+def trained_for(config: JobConfig) -> str:
+    objective = config.objective
+    return f"trained for {objective.prediction} on {objective.path} with {objective.preconditioning} preconditioning"
+
+
+def prefixed(path: Path, error: Exception) -> str:
+    return "\n".join(f"{path}: {line}" for line in str(error).splitlines())
+
+
+def readable(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.{0 if unit == 'B' else 1}f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
