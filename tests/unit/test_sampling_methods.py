@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.launcher import ROOT
-from torchtitan.config import JobConfig
+from torchtitan.config import ConfigError, JobConfig, load_config
+from torchtitan.config_record import dump_config
 from torchtitan.diffusion import philox
 from torchtitan.diffusion.guidance import Guidance, guided_network, predictor
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
@@ -244,3 +245,45 @@ def test_options_that_cannot_be_drawn_are_refused(script, monkeypatch, arguments
     with pytest.raises(script.WeightsError) as refusal:
         method_of(script, monkeypatch, ["run", *arguments.split()])
     assert str(refusal.value) == line
+
+
+SMALL_DDPM = '[data]\nname = "synthetic"\n[objective]\npath = "ddpm_linear"\nprediction = "noise"\n' + (
+    'preconditioning = "index"\ntimestep_sampler = "uniform"\n'
+)
+
+
+def load(folder, toml: str) -> JobConfig:
+    (folder / "run.toml").write_text(toml, encoding="utf-8")
+    return load_config(["--job.config_file", str(folder / "run.toml")], 1)
+
+
+def test_a_configuration_takes_the_schedule_of_its_path(tmp_path):
+    assert load(tmp_path, SMALL_DDPM).sampling.schedule == "ddpm"
+    assert load(tmp_path, '[data]\nname = "synthetic"').sampling.schedule == "uniform"
+    resolved = dump_config(load(tmp_path, SMALL_DDPM))
+    assert 'schedule = "ddpm"' in resolved and "shift" not in resolved.split("[sampling]")[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ("num_steps = 1001", "sampling.num_steps: 1001 steps cannot be chosen from the 1000 indices of"
+         " objective.path = ddpm_linear (use at most 1000)"),
+        ("shift = 2.0", "sampling.shift: has no effect on the schedule of objective.path = ddpm_linear, ddpm"
+         " (remove it)"),
+        ('solver = "ddpm"\nddpm_variance = "learned"', "sampling.ddpm_variance: the model has not learned the variance"
+         " (use small or large, or train with model.learned_variance)"),
+        ("guidance_interval = [0.6, 0.5]", "sampling.guidance_interval: [0.6, 0.5] runs backwards"
+         " (give the lower t first, both in 0..1)"),
+    ],
+)
+def test_a_configuration_that_cannot_be_sampled_is_refused(tmp_path, keys, line):
+    with pytest.raises(ConfigError) as refusal:
+        load(tmp_path, f"{SMALL_DDPM}[sampling]\n{keys}")
+    assert [problem.split("run.toml: ")[-1] for problem in refusal.value.problems] == [line]
+
+
+def test_a_model_that_learns_the_variance_can_use_it(tmp_path):
+    learns = SMALL_DDPM + "[model]\nlearned_variance = true\n"
+    config = load(tmp_path, learns + '[sampling]\nsolver = "ddpm"\nddpm_variance = "learned"')
+    assert config.sampling.method()["solver_options"] == {"variance": "learned"}
