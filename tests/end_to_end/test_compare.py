@@ -41,7 +41,8 @@ def write_run(folder: Path, seed: int = 0, lr: float = 1e-3, every: int = 10, st
         loss = 3.0 / (1 + step / 20) + 0.013 * seed + 0.001 * (step * 7 % 11)
         points.append({
             "step": step, "loss_metrics/global_avg_loss": loss, "loss_by_bin/0": loss * 0.9,
-            "loss_by_bin/1": loss * 1.1, "grad_norm": loss / 2, "lr": lr, "throughput(img/s)": 1000.0 + step + seed, "memory/max_active(GiB)": 1.5,
+            "loss_by_bin/1": loss * 1.1, "grad_norm": loss / 2, "lr": lr,
+            "throughput(img/s)": 1000.0 + step + seed, "memory/max_active(GiB)": 1.5,
             "time_metrics/end_to_end(s)": 0.016, "time_metrics/data_loading(%)": 1.25, "n_images_seen": 16 * step,
         })
         if step % 50 == 0:
@@ -51,7 +52,7 @@ def write_run(folder: Path, seed: int = 0, lr: float = 1e-3, every: int = 10, st
     (folder / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
     summary = {
         "status": "completed", "step": steps, "num_parameters": 1234567, "layout": "FSDP over 8", "device": "H200",
-        "sample_accuracy": 0.8125,
+        "sample_accuracy": 0.8125, "sample_distance": float("inf"),
     }
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
@@ -194,7 +195,9 @@ def test_runs_with_next_to_nothing_make_a_page(tmp_path):
 
 
 def test_folders_that_are_no_runs_are_named_in_one_line_each(tmp_path):
-    run = write_run(tmp_path / "run")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text("")
     (tmp_path / "empty").mkdir()
     bad = tmp_path / "empty", tmp_path / "none", run / "config.toml"
     result = compare(run, *bad, "--output", tmp_path / "page.html")
@@ -203,4 +206,12 @@ def test_folders_that_are_no_runs_are_named_in_one_line_each(tmp_path):
     assert problems == ["not a run's folder", "no such folder", "not a folder"]
     result = compare(run, "--output", tmp_path / "empty")
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1 and "cannot be written" in result.stderr
-    assert compare(run, "--smoothing", "-1").returncode == 2
+
+
+def test_documented_commands_are_accepted():
+    known = compare("--help").stdout
+    lines = (ROOT / "docs" / "comparing.md").read_text().splitlines()
+    commands = [line for line in lines if line.startswith("    ") and "scripts/compare.py" in line]
+    assert len(commands) >= 2
+    for option in re.findall(r"--[a-z]+", " ".join(commands)):
+        assert option in known, option

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -217,7 +218,7 @@ class _Page:
         return _named(self._number_of(run), run.name)
 
     def _steps(self, run: RunRecord) -> str:
-        planned = run.settings.get("training.steps")
+        planned = _number(run.settings.get("training.steps"))
         same = planned is None or planned == run.last_step
         return f"{run.last_step:,}" + ("" if same else f" of {planned:,}")
 
@@ -225,7 +226,8 @@ class _Page:
 
     def curves(self) -> Markup:
         smoothed = f"Centred running mean over {self.smoothing:,} steps" if self.smoothing else "Not smoothed"
-        behind = "; the logged points of single runs are faint behind" if self.smoothing else ""
+        alone = any(len(group.runs) == 1 for group in self.groups)
+        behind = "; the logged points of single runs are faint behind" if self.smoothing and alone else ""
         panels = [self._panel("Training loss", TRAINING_LOSS, "loss", f"{smoothed}{behind}.", self.smoothing, log=True)]
         measured = [y for run in self.runs for track in self.tracks for y in held_out(run, track).values]
         for track in self.tracks:
@@ -335,7 +337,7 @@ class _Page:
             tag = f"loss_by_bin/{number}"
             small.append(self._panel(title, tag, "squared error", None, self.smoothing, log=True, small=True))
         smoothed = f"centred running mean over {self.smoothing:,} steps" if self.smoothing else "not smoothed"
-        note = f"Each chart has its own vertical axis; {smoothed}."
+        note = f"Each chart has its own vertical axis, logarithmic where it spans a factor of five; {smoothed}."
         if not same:
             note += " Bins are numbered from the data to the noise; they are not the same timesteps in all runs."
         return element("section", heading, final, element("h3", "Over training"), element("p", note, class_="note"),
@@ -463,7 +465,7 @@ def _track(track: str) -> str:
 
 
 def _number(value: Any) -> float | None:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value else None
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) else None
 
 
 def _text(value: Any) -> str:

@@ -70,5 +70,5 @@ if (slider) slider.oninput = () => {
 
 
 def group_rules(groups: int) -> str:
-    """The rules by which the legend hides a group in the charts."""
-    return "".join(f".hide{n} main figure .g{n}:not(.swatch) {{ display:none; }} " for n in range(groups))
+    """The rules by which the legend hides a group in the curves and in the loss by timestep."""
+    return "".join(f".hide{n} :is(#curves, #bins) .g{n} {{ display:none; }} " for n in range(groups))
