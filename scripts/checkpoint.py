@@ -35,10 +35,10 @@ from torchtitan.training.weight_files import WeightsError, read_state_dict, refu
 
 OWN = "safetensors"
 DIFFUSERS_FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
-# What the networks of a layout are given as time and asked for, where it is not the 1000 t of this program.
+# What the code that belongs to a layout gives its network as time and reads from it: weights do not show it.
 CONVENTIONS = {
     "dit": "DiT's code passes its index 0..999 as time and predicts noise",
-    "sit": "SiT's code passes its time in 0..1, 1 being data, and predicts data - noise",
+    "sit": "SiT's code passes its time in 0..1, 1 being data, and predicts data - noise, as no objective here does",
     "diffusers": "DiTPipeline passes its index 0..999 as time and predicts noise",
 }
 
