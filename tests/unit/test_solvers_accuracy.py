@@ -65,7 +65,7 @@ def test_edm_heun_gives_the_golden_deviations(num_steps, deviation):
 
 
 def test_edm_heun_equals_the_written_out_algorithm_on_any_path():
-    num_steps, churn, low, high, inflate = 6, 3.0, 0.05, 50.0, 1.1
+    num_steps, churn, low, high, inflate = 6, 1.5, 0.05, 50.0, 1.1
     sigmas = [(80 ** (1 / 7) + i / (num_steps - 1) * (0.002 ** (1 / 7) - 80 ** (1 / 7))) ** 7 for i in range(num_steps)]
     fresh = [math.sin(7.0 * step + 1.0) for step in range(num_steps)]
     denoise = lambda y, sigma: DATA_STD**2 / (DATA_STD**2 + sigma**2) * y  # noqa: E731
