@@ -38,7 +38,7 @@ DIFFUSERS_FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_mod
 # What the code that belongs to a layout gives its network as time and reads from it: weights do not show it.
 CONVENTIONS = {
     "dit": "DiT's code passes its index 0..999 as time and predicts noise",
-    "sit": "SiT's code passes its time in 0..1, 1 being data, and predicts data - noise, as no objective here does",
+    "sit": "SiT's code passes its time in 0..1, 1 being data, and predicts data - noise: objective.preconditioning = sit",
     "diffusers": "DiTPipeline passes its index 0..999 as time and predicts noise",
 }
 

@@ -150,6 +150,11 @@ BAD_FILES = [
         "objective.preconditioning: objective.path = edm has no DDPM indices (use identity or edm)",
     ),
     (
+        '[objective]\nprediction = "v"\npreconditioning = "sit"',
+        "objective.preconditioning: sit is for the velocity of the rectified flow, not objective.prediction = v on"
+        " objective.path = rectified_flow (use identity)",
+    ),
+    (
         "[objective]\npreconditioning = 'edm'\nprediction = 'v'",
         "objective.preconditioning: edm makes x0 of the network's output, not objective.prediction = v (use x0 or edm)",
     ),

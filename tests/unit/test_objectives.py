@@ -212,6 +212,23 @@ def test_edm_preconditioning_equals_the_paper_s_on_the_unscaled_image(path):
         torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-12)
 
 
+def test_network_of_sit_is_read_in_its_own_convention():
+    """SiT counts time from noise to data and predicts data - noise; here it does so exactly, for Gaussian data."""
+    deviation = 0.7
+
+    def network(x, tau, condition):
+        tau = tau[:, None, None, None]
+        return (tau * deviation**2 - (1 - tau)) / (tau**2 * deviation**2 + (1 - tau) ** 2) * x
+
+    objective = Objective(ObjectiveConfig(preconditioning="sit"), seed=0)
+    x_t, t = torch.randn(5, 1, 2, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0.0, 0.2, 0.5, 0.9, 1.0])
+    x0, noise = objective.predict(network, x_t, t, None)
+    time = t[:, None, None, None]
+    variance = (1 - time) ** 2 * deviation**2 + time**2
+    torch.testing.assert_close(x0, (1 - time) * deviation**2 / variance * x_t, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(noise, time / variance * x_t, rtol=1e-5, atol=1e-6)
+
+
 def test_index_preconditioning_gives_whole_numbers_and_the_real_index():
     index = torch.arange(1000)
     for name in DISCRETE:

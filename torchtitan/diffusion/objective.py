@@ -49,8 +49,8 @@ class ObjectiveConfig:
     prediction: Literal["velocity", "v", "x0", "noise", "edm"] = setting(
         "velocity", "what the network's output stands for; edm: F of EDM's preconditioning"
     )
-    preconditioning: Literal["identity", "index", "edm"] = setting(
-        "identity", "scaling of the network's input, output and time; index: the DDPM's index is the time"
+    preconditioning: Literal["identity", "index", "sit", "edm"] = setting(
+        "identity", "scaling of the network's input, output and time; index: the DDPM's index is the time; sit: as SiT"
     )
     sigma_data: float = setting(0.5, "standard deviation of the data, for EDM", gt=0, applies=_EDM_IN_USE)
     weighting: Literal[

@@ -29,6 +29,11 @@ def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
     if config.preconditioning == "index" and not isinstance(path, DDPM):
         yield "objective.preconditioning", f"objective.path = {config.path} has no DDPM indices (use identity or edm)"
         return
+    if config.preconditioning == "sit" and (config.path, config.prediction) != ("rectified_flow", "velocity"):
+        yield "objective.preconditioning", (
+            f"sit is for the velocity of the rectified flow, not objective.prediction = {config.prediction} on"
+            f" objective.path = {config.path} (use identity)"
+        )
     if config.preconditioning == "edm" and config.prediction not in ("x0", "edm"):
         yield "objective.preconditioning", (
             f"edm makes x0 of the network's output, not objective.prediction = {config.prediction} (use x0 or edm)"

@@ -52,6 +52,17 @@ class Index:
         return _plain(self.path.t_to_index(t).to(t.dtype))
 
 
+class ReversedTime:
+    """The network sees 1 - t and gives the velocity towards data, x0 - noise: how published SiT weights are called.
+
+    Source: Ma et al., "SiT: exploring flow and diffusion-based generative models with scalable interpolant
+    transformers", arXiv 2401.08740; its code counts time from noise (0) to data (1).
+    """
+
+    def scaling(self, t: Tensor) -> Scaling:
+        return Scaling(torch.ones_like(t), torch.zeros_like(t), -torch.ones_like(t), 1.0 - t)
+
+
 @dataclass(frozen=True)
 class EDMScaling:
     """Input and target of unit variance at every noise level, and the time as ln(sigma) / 4.
@@ -83,5 +94,6 @@ def _plain(time: Tensor) -> Scaling:
 PRECONDITIONINGS: dict[str, Callable[[Path, str, float], Preconditioning]] = {
     "identity": lambda path, prediction, sigma_data: Identity(),
     "index": lambda path, prediction, sigma_data: Index(path),
+    "sit": lambda path, prediction, sigma_data: ReversedTime(),
     "edm": EDMScaling,
 }
