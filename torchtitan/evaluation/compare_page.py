@@ -2,23 +2,28 @@
 
 import base64
 import io
-import json
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
 from torchtitan.evaluation.compare_lines import Tag, after_warm_up, group_lines, held_out, reach, series_of
 from torchtitan.evaluation.compare_style import SCRIPT, STYLE, group_rules
+from torchtitan.evaluation.compare_text import (
+    as_number,
+    count_text,
+    interval_text,
+    lowest_text,
+    MISSING,
+    setting_text,
+    settings_text,
+    track_name,
+    value_text,
+)
 from torchtitan.evaluation.run_record import (
     TRAINING_LOSS,
-    Interval,
-    RunGroup,
     RunRecord,
-    Series,
     differing_settings,
     group_by_seed,
     percentile,
@@ -30,14 +35,10 @@ from torchtitan.evaluation.svg_charts import (
     bin_chart,
     element,
     group_class,
-    joined,
     line_chart,
-    short,
-    significant,
     spans_much,
 )
 
-MISSING = "–"
 MOST_GRIDS = 40  # steps of sample grids on the page, per run
 WIDEST_GRID = 800  # pixels; larger ones are made smaller
 
@@ -148,28 +149,28 @@ class _Page:
             ("training loss", lambda run: run.series(TRAINING_LOSS).tail_median())
         ]
         for track in self.tracks:
-            columns.append((f"held-out, {_track(track)}", lambda run, track=track: held_out(run, track).final()))
+            columns.append((f"held-out, {track_name(track)}", lambda run, track=track: held_out(run, track).final()))
         columns.append(("images/s", lambda run: run.series("throughput(img/s)").tail_median()))
         rows = []
         for n, group in enumerate(self.groups):
-            cells = [_interval_text(group.interval(map(value, group.runs))) for _, value in columns]
+            cells = [interval_text(group.interval(map(value, group.runs))) for _, value in columns]
             rows.append([_named(n, group.name), str(len(group.runs)), *cells])
         return _table(["group", "runs", *(name for name, _ in columns)], rows)
 
     def _result_table(self) -> Markup:
         heads = ["run", "seed", "status", "steps", "images seen", "training loss (tail median)", "lowest logged"]
         for track in self.tracks:
-            heads += [f"held-out, {_track(track)}", "its lowest"]
+            heads += [f"held-out, {track_name(track)}", "its lowest"]
         rows = []
         for run in self.runs:
             loss = run.series(TRAINING_LOSS)
             images = run.last_step * run.images_per_step if run.images_per_step else None
             row = [
-                self._run_name(run), _text(run.seed), run.status, self._steps(run), _count(images),
-                _value(loss.tail_median()), _lowest(loss),
+                self._run_name(run), setting_text(run.seed), run.status, self._steps(run), count_text(images),
+                value_text(loss.tail_median()), lowest_text(loss),
             ]
             for track in self.tracks:
-                row += [_value(held_out(run, track).final()), _lowest(held_out(run, track))]
+                row += [value_text(held_out(run, track).final()), lowest_text(held_out(run, track))]
             rows.append(row)
         return _table(heads, rows)
 
@@ -184,10 +185,10 @@ class _Page:
             tags = ("throughput(img/s)", "time_metrics/end_to_end(s)", "mfu(%)")
             peaks = [max(run.series(tag).values, default=None) for tag in memory]
             rows.append([
-                self._run_name(run), _text(summary.get("layout")), _text(summary.get("device")),
-                _count(_number(summary.get("num_parameters"))),
-                *(_value(run.series(tag).tail_median(), 3) for tag in tags), *(_value(peak, 3) for peak in peaks),
-                _text(versions.get("git_commit")), _text(versions.get("torch")),
+                self._run_name(run), setting_text(summary.get("layout")), setting_text(summary.get("device")),
+                count_text(as_number(summary.get("num_parameters"))),
+                *(value_text(run.series(tag).tail_median(), 3) for tag in tags), *(value_text(peak, 3) for peak in peaks),
+                setting_text(versions.get("git_commit")), setting_text(versions.get("torch")),
             ])
         return _table(heads, rows)
 
@@ -199,15 +200,15 @@ class _Page:
             return None
         heads, columns = ["sample quality"], []
         for n, group in enumerate(self.groups):
-            values = {run.name: [_number(summaries[id(run)].get(key)) for key in keys] for run in group.runs}
+            values = {run.name: [as_number(summaries[id(run)].get(key)) for key in keys] for run in group.runs}
             if not any(value is not None for column in values.values() for value in column):
                 continue
             if len(group.runs) > 1:
                 heads.append(_named(n, group.name))
-                columns.append([_interval_text(group.interval(row)) for row in zip(*values.values(), strict=True)])
+                columns.append([interval_text(group.interval(row)) for row in zip(*values.values(), strict=True)])
             for name, column in values.items():
                 heads.append(_named(n, name))
-                columns.append([_value(value) for value in column])
+                columns.append([value_text(value) for value in column])
         names = (key.removeprefix("sample_").replace("_", " ") for key in keys)
         return _table(heads, list(zip(names, *columns, strict=True)))
 
@@ -218,7 +219,7 @@ class _Page:
         return _named(self._number_of(run), run.name)
 
     def _steps(self, run: RunRecord) -> str:
-        planned = _number(run.settings.get("training.steps"))
+        planned = as_number(run.settings.get("training.steps"))
         same = planned is None or planned == run.last_step
         return f"{run.last_step:,}" + ("" if same else f" of {planned:,}")
 
@@ -232,7 +233,7 @@ class _Page:
         measured = [y for run in self.runs for track in self.tracks for y in held_out(run, track).values]
         for track in self.tracks:
             panels.append(self._panel(
-                f"Held-out loss, {_track(track)}", lambda run, track=track: run.held_out_tags().get(track), "loss",
+                f"Held-out loss, {track_name(track)}", lambda run, track=track: run.held_out_tags().get(track), "loss",
                 "Not smoothed; every point is one measurement. All held-out charts share one axis.",
                 log=True, y_values=measured, marked=True,
             ))
@@ -401,7 +402,7 @@ class _Page:
         if keys:
             rows = [
                 [element("code", key)]
-                + [_settings([run.settings.get(key) for run in group.runs]) for _, group in known]
+                + [settings_text([run.settings.get(key) for run in group.runs]) for _, group in known]
                 for key in keys
             ]
             note = f"{MISSING}: the key has no effect in that run. Values of several runs are in the order of seeds."
@@ -410,7 +411,7 @@ class _Page:
         elif len(self.runs) > 1:
             parts = [element("p", "The runs do not differ.", class_="note")]
         settings = known[0][1].runs[0].settings
-        rows = [[element("code", key), _settings([settings[key]])] for key in self.common]
+        rows = [[element("code", key), settings_text([settings[key]])] for key in self.common]
         parts.append(element(
             "details", element("summary", f"{len(rows)} keys in common" if len(self.runs) > 1 else f"{len(rows)} keys"),
             _table(["key", "value"], rows),
@@ -458,49 +459,3 @@ def _data_uri(path: Path) -> str:
             smaller.save(content, "PNG", optimize=True)
             content = content.getvalue()
     return "data:image/png;base64," + base64.b64encode(content).decode()
-
-
-def _track(track: str) -> str:
-    return "trained weights" if track == "raw" else f"EMA “{track}”"
-
-
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) else None
-
-
-def _text(value: Any) -> str:
-    return MISSING if value is None else str(value)
-
-
-def _settings(values: Sequence[Any]) -> str:
-    """The values of a key in the runs of a group, equal ones once."""
-    texts = [
-        MISSING if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
-        for value in values
-    ]
-    return ", ".join(dict.fromkeys(texts))
-
-
-def _value(value: float | None, digits: int = 4) -> str:
-    return MISSING if value is None else significant(value, digits)
-
-
-def _count(value: float | None) -> str:
-    if value is None:
-        return MISSING
-    return f"{value:,.0f}" if value < 1e7 else short(value)
-
-
-def _lowest(series: Series) -> str:
-    found = series.lowest()
-    return f"{significant(found[0])} at {found[1]:,}" if found else MISSING
-
-
-def _interval_text(interval: Interval | None) -> str:
-    if interval is None:
-        return MISSING
-    if not interval.half_width:
-        return significant(interval.mean)
-    half = significant(interval.half_width, 2)
-    decimals = len(half.partition(".")[2])
-    return f"{interval.mean:,.{decimals}f} ± {half}"
