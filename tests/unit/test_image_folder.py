@@ -168,8 +168,8 @@ def test_classes_and_files_are_sorted_nested_files_found_and_others_left_out(tmp
 
 
 def test_the_list_finds_its_paths_again():
-    files = ImageList.of(b"/root", [[b"a/1.png", b"a/22.png"], [], [b"c/3.png"]])
-    assert [files.path(i) for i in range(3)] == [b"/root/a/1.png", b"/root/a/22.png", b"/root/c/3.png"]
+    files = ImageList.of(b"/images", [[b"a/1.png", b"a/22.png"], [], [b"c/3.png"]])
+    assert [files.path(i) for i in range(3)] == [b"/images/a/1.png", b"/images/a/22.png", b"/images/c/3.png"]
     assert files.classes.tolist() == [0, 0, 2]
 
 
