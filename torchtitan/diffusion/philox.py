@@ -23,6 +23,7 @@ PURPOSES = {
     "sampling": 7,
     "validation": 8,
     "evaluation": 9,
+    "gns_projection": 11,
 }
 
 _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

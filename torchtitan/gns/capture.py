@@ -1,0 +1,315 @@
+"""Per-bin sums of the gradients of single samples, from the ordinary backward of mixed microbatches.
+
+Every parameter belongs to one part of the model, and every part is measured in its own way:
+
+    modulation  linears inside the blocks that see one vector per sample (adaLN): every step, exact within a microbatch
+    embedding   the other layers that see one vector per sample: every step, exact within a microbatch
+    patch       the narrow projections into and out of the token stream: every step, exact
+    token       linears over tokens, by sketches, and gains, exact: on measured steps
+
+On a measured step the sums over the samples of all ranks and microbatches are known for every part: exactly for patch
+and gains, through sketches for token, and for the first two through sketches for pairs from different microbatches and
+exactly for pairs of the same one. Between measured steps only pairs of the same microbatch count.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan.diffusion import philox
+from torchtitan.distributed.mesh import Layout
+from torchtitan.gns import taps
+from torchtitan.gns.second_moment import FactoredLayer, write_adam_factors
+from torchtitan.gns.taps import FREE, MEASURED, OFF, Scales, TapSwitch
+from torchtitan.models.base import DiffusionModel
+from torchtitan.models.converters import convert
+from torchtitan.models.dit.layers import RMSNorm
+
+PARTS = ("modulation", "embedding", "patch", "token")
+FREE_PARTS = PARTS[:3]
+GEOMETRIES = ("plain", "adam")
+
+_VECTOR_PARTS = PARTS[:2]
+_PATCH, _TOKEN = PARTS.index("patch"), PARTS.index("token")
+
+# Gradients of single samples of a narrow layer are kept whole up to this size; above, they are sketched.
+_WHOLE_GRADIENT_SIZE = 2**17
+
+
+class CannotMeasure(Exception):
+    """A model with parameters that no tap can measure; the message is one line."""
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What one step measured, float64, of the gradient of the per-sample loss; K bins, P parts, G geometries.
+
+    Attributes:
+        count: samples [K].
+        pairs: ordered pairs of samples in the free parts' products, own pairs not counted, [K, K].
+        squares: sums of squared norms [P, G, K]; NaN in parts that were not measured.
+        products: inner products of the bins' sums, own products included, [P, G, K, K]: within microbatches.
+        all_pairs, all_products: the same over the whole step [K, K] and [P, G, K, K]; None on a free step.
+    """
+
+    count: Tensor
+    pairs: Tensor
+    squares: Tensor
+    products: Tensor
+    all_pairs: Tensor | None = None
+    all_products: Tensor | None = None
+
+
+class GradientTaps:
+    """Taps on every layer of a model, and the sums of one step that they collect."""
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        *,
+        bin_edges: Tensor,
+        local_batch_size: int,
+        sketch_size: int,
+        seed: int,
+        adam: bool,
+        device: torch.device,
+    ) -> None:
+        """Put tapped layers in the place of the model's; before anything wraps the model.
+
+        Args:
+            model: an initialised model.
+            bin_edges: inner edges in t, rising, [K - 1]; bin k holds edges[k - 1] < t <= edges[k].
+            local_batch_size: samples per microbatch.
+            sketch_size: k, rows and columns of a sketch, at most 32.
+            seed: of the random projections.
+            adam: measure in Adam's geometry too.
+            device: of compute.
+
+        Raises:
+            CannotMeasure: a parameter belongs to no layer that can be tapped.
+        """
+        self.num_bins = len(bin_edges) + 1
+        self.geometries = GEOMETRIES if adam else GEOMETRIES[:1]
+        self._edges = bin_edges.to(device, torch.float32)
+        self._batch, self._size, self._seed, self._device = local_batch_size, sketch_size, seed, device
+        self._dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+        self._switch = TapSwitch(OFF, torch.zeros(local_batch_size, self.num_bins, device=device, dtype=self._dtype))
+        kinds = _tapped_layers(model)
+        _check_complete(model, kinds)
+        self._layers = convert(
+            model, lambda name, module: kinds[name][1](module, self._switch) if name in kinds else None
+        )
+        self._attach({name: kinds[name][0] for name in self._layers})
+        self._start()
+
+    # ------------------------------------------------------------------ a step, in the order of calls
+
+    def begin_step(self, step: int, measured: bool, optimizer_state: dict, beta2: float, layout: Layout) -> None:
+        """Prepare the projections of a measured step; collective when the parameters are sharded.
+
+        Args:
+            step: the step's number, of which the projections are a function.
+            measured: whether sketches are taken.
+            optimizer_state: parameter -> its state after the previous step.
+            beta2: decay of the second moment in it.
+            layout: where the model runs.
+        """
+        self._measured = measured
+        if not measured:
+            return
+        if len(self.geometries) > 1:
+            layers = [FactoredLayer(module, self._scales[name]) for name, module in self._layers.items()]
+            write_adam_factors(layers, optimizer_state, beta2, layout)
+        self._draw_projections(step)
+
+    def begin_microbatch(self, t: Tensor) -> None:
+        """Switch the taps on for samples at times t [B]; their places in the batch are those of t."""
+        bins = torch.bucketize(t, self._edges)
+        self._switch.one_hot.zero_().scatter_(1, bins[:, None], 1.0)
+        self._switch.mode = MEASURED if self._measured else FREE
+
+    def end_microbatch(self, samples_per_rank: int) -> None:
+        """Collect what the backward measured and switch the taps off.
+
+        Args:
+            samples_per_rank: over how many samples of this rank the loss is a mean (all its microbatches).
+        """
+        self._switch.mode = OFF
+        one_hot, scale = self._switch.one_hot, float(samples_per_rank)
+        counts = one_hot.sum(0).to(torch.float64)
+        self._count += counts
+        self._pairs += torch.outer(counts, counts) - torch.diag(counts)
+        for index, part in enumerate(_VECTOR_PARTS):
+            gram = _take(self._probes[part]) * scale**2  # [G, B, B]
+            products = (one_hot.T @ gram @ one_hot).to(torch.float64)  # [G, K, K]
+            self._squares[index] += (gram.diagonal(dim1=1, dim2=2) @ one_hot).to(torch.float64)
+            self._products[index] += products
+            if self._measured:
+                # Pairs of one microbatch are known exactly: these replace their sketches.
+                self._corrections[index] += products - self._collect(self._sketched[part], scale, products=True)
+        self._squares[_PATCH] += (_take(self._probes["patch"]) * scale**2 @ one_hot).to(torch.float64)
+        for name in self._whole["patch"]:
+            sums = _take(self._layers[name].sums) * scale  # [K, out, in + 1]
+            self._products[_PATCH] += self._whole_products(name, sums)
+            if self._measured:
+                self._sums[name] += sums
+        if self._measured:
+            self._squares[_TOKEN] += (_take(self._probes["token"]) * scale**2 @ one_hot).to(torch.float64)
+            self._collect(self._sketched["token"] + self._whole["token"], scale)
+
+    def end_step(self) -> StepSums:
+        """Sums over all ranks, the same on every rank; collective. Starts anew."""
+        parts = (self._count, self._pairs, self._squares, self._products, self._corrections)
+        packed = torch.cat([part.flatten() for part in parts])
+        parallel = dist.is_initialized() and dist.get_world_size() > 1
+        if parallel:
+            dist.all_reduce(packed)
+        sizes = [part.numel() for part in parts]
+        count, pairs, squares, products, corrections = (
+            part.view_as(like) for part, like in zip(packed.split(sizes), parts, strict=True)
+        )
+        all_pairs = all_products = None
+        products[_TOKEN] = torch.nan
+        if self._measured:
+            if parallel:
+                dist.all_reduce(self._flat)
+            all_pairs = torch.outer(count, count) - torch.diag(count)
+            all_products = corrections + self._products_of_sums()
+        else:
+            squares[_TOKEN] = torch.nan
+        self._start()
+        return StepSums(count, pairs, squares, products, all_pairs, all_products)
+
+    # ------------------------------------------------------------------ inside
+
+    def _start(self) -> None:
+        bins, geometries, parts = self.num_bins, len(self.geometries), len(PARTS)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=self._device)
+
+        self._measured = False
+        self._count, self._pairs = zeros(bins), zeros(bins, bins)
+        self._squares, self._products = zeros(parts, geometries, bins), zeros(parts, geometries, bins, bins)
+        self._corrections = zeros(parts, geometries, bins, bins)
+        self._flat.zero_()
+
+    def _attach(self, parts: dict[str, str]) -> None:
+        """Give every tapped layer its factors, projections and probes."""
+        self._parts, self._scales = parts, {}
+        geometries, bins, batch, size = len(self.geometries), self.num_bins, self._batch, self._size
+
+        def probe(*shape: int) -> Tensor:
+            return torch.zeros(shape, device=self._device, dtype=self._dtype, requires_grad=True)
+
+        self._probes = {
+            "modulation": probe(geometries, batch, batch),
+            "embedding": probe(geometries, batch, batch),
+            "patch": probe(geometries, batch),
+            "token": probe(geometries, batch),
+        }
+        self._sketched: dict[str, list[str]] = {part: [] for part in PARTS}
+        self._whole: dict[str, list[str]] = {part: [] for part in PARTS}
+        for name, layer in self._layers.items():
+            rows, columns = layer.weight.shape[0], layer.weight.shape[1] + 1 if layer.weight.ndim == 2 else 1
+            scales = Scales(*(torch.zeros(geometries, count, device=self._device, dtype=self._dtype) for count in (rows, columns)))
+            scales.rows[0], scales.columns[0] = 1.0, 1.0
+            self._scales[name] = scales
+            layer.rows, layer.columns = scales.rows, scales.columns
+            if isinstance(layer, taps.SmallLinear | taps.TappedNorm):
+                layer.sums = probe(bins, rows, columns)
+                self._whole[parts[name]].append(name)
+            else:
+                layer.left, layer.right = (
+                    torch.zeros(count, geometries * size, device=self._device, dtype=self._dtype)
+                    for count in (rows, columns)
+                )
+                layer.sums = probe(geometries, bins, size, size)
+                self._sketched[parts[name]].append(name)
+            vector = isinstance(layer, taps.VectorLinear | taps.TappedEmbedding)
+            setattr(layer, "gram" if vector else "squares", self._probes[parts[name]])
+        sizes = {name: layer.sums.numel() for name, layer in self._layers.items()}
+        self._flat = torch.zeros(sum(sizes.values()), device=self._device, dtype=self._dtype)
+        self._sums = {
+            name: part.view(self._layers[name].sums.shape)
+            for name, part in zip(sizes, self._flat.split(list(sizes.values())), strict=True)
+        }
+
+    def _draw_projections(self, step: int) -> None:
+        """Fresh signs for every row and column of every sketched layer: the bits of one word each."""
+        sketched = [(self._layers[name], self._scales[name]) for part in PARTS for name in self._sketched[part]]
+        sides = [
+            side for layer, scales in sketched for side in ((layer.left, scales.rows), (layer.right, scales.columns))
+        ]
+        counts = [len(projection) for projection, _ in sides]
+        blocks = -(-sum(counts) // 4)
+        indices = torch.arange(step * blocks, (step + 1) * blocks, device=self._device)
+        words = philox.random_words(self._seed, "gns_projection", indices, 4).flatten()[: sum(counts)]
+        bits = (words[:, None] >> torch.arange(self._size, device=self._device)) & 1  # [rows, k]
+        signs = ((2.0 * bits - 1.0) / math.sqrt(self._size)).to(self._dtype)
+        for (projection, factors), drawn in zip(sides, signs.split(counts), strict=True):
+            projection.copy_((drawn[:, None] * factors.T[..., None]).flatten(1))  # [rows, G, k] -> [rows, G k]
+
+    def _collect(self, names: list[str], scale: float, *, products: bool = False) -> Tensor | None:
+        """Add this microbatch's sums of some layers to the step's; their inner products [G, K, K] if wanted."""
+        total = torch.zeros_like(self._products[0]) if products else None
+        for name in names:
+            sums = _take(self._layers[name].sums) * scale
+            self._sums[name] += sums
+            if products:
+                total += _inner_products(sums)
+        return total
+
+    def _products_of_sums(self) -> Tensor:
+        """Inner products of all bins' sums over the step, [P, G, K, K]."""
+        found = torch.zeros_like(self._products)
+        for index, part in enumerate(PARTS):
+            for name in self._sketched[part]:
+                found[index] += _inner_products(self._sums[name])
+            for name in self._whole[part]:
+                found[index] += self._whole_products(name, self._sums[name])
+        return found
+
+    def _whole_products(self, name: str, sums: Tensor) -> Tensor:
+        scales = self._scales[name]
+        return _inner_products(sums * scales.rows[:, None, :, None] * scales.columns[:, None, None, :])
+
+
+def _inner_products(sums: Tensor) -> Tensor:
+    """[G, K, ...] -> [G, K, K], float64."""
+    flat = sums.flatten(2)
+    return (flat @ flat.mT).to(torch.float64)
+
+
+def _take(probe: Tensor) -> Tensor:
+    """What a probe received, once; zeros where no layer measured into it."""
+    found, probe.grad = probe.grad, None
+    return torch.zeros_like(probe) if found is None else found
+
+
+def _tapped_layers(model: DiffusionModel) -> dict[str, tuple[str, type[nn.Module]]]:
+    """Name of every layer with parameters -> part of the model and kind of tap."""
+    in_blocks = {module for block in model.blocks() for module in block.modules()}
+    roles = model.linear_roles()
+    found: dict[str, tuple[str, type[nn.Module]]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and roles[name] == "vector":
+            found[name] = ("modulation" if module in in_blocks else "embedding", taps.VectorLinear)
+        elif isinstance(module, nn.Linear):
+            whole = roles[name] == "small" and module.weight.numel() <= _WHOLE_GRADIENT_SIZE
+            found[name] = ("patch", taps.SmallLinear) if whole else ("token", taps.SketchedLinear)
+        elif isinstance(module, nn.Embedding):
+            found[name] = ("embedding", taps.TappedEmbedding)
+        elif isinstance(module, nn.LayerNorm | RMSNorm) and module.weight is not None:
+            found[name] = ("token", taps.TappedNorm)
+    return found
+
+
+def _check_complete(model: nn.Module, layers: dict[str, tuple]) -> None:
+    covered = {id(p) for name in layers for p in model.get_submodule(name).parameters(recurse=False)}
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in covered]
+    if missing:
+        raise CannotMeasure(f"gns.enable: no layer type that can be measured holds {missing[0]} (set it to false)")

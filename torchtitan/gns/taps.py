@@ -1,0 +1,272 @@
+"""Layers that measure the gradients of single samples while they compute the gradient of the batch.
+
+A tap stands behind a layer's output y. It hands y on unchanged and takes an extra input that is all zeros and of
+which nothing depends, a probe. In backward it returns the gradient of y unchanged, and as the "gradient" of the probe
+whatever is to be measured. So the measurement is an ordinary tensor of the autograd graph: it is compiled with the
+block, recomputed with it under activation checkpointing, and no hook and no graph break is needed. Probes are shared
+between layers whose measurements are summed: autograd adds them.
+
+For a sample i, a layer's input A_i and the gradient D_i of its output, both [T, channels], the gradient of the
+weight is D_i^T A_i, and with a bias D_i^T [A_i, 1]. Measured are, in every geometry g (a factor row_o col_i on the
+gradient's elements; the first geometry has factor 1):
+
+    vector    T = 1: inner products of all pairs of samples, (D D^T) * (A A^T + 1)
+    small     the gradients themselves, summed by timestep bin, and their squared norms
+    sketch    (D_i L)^T ([A_i, 1] R), L and R random signs / sqrt(k), summed by bin, and their squared norms:
+              inner products of sketches are unbiased for those of the gradients
+
+All in units of the gradient that backward is given, in float32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from torchtitan.models.dit.layers import RMSNorm
+
+OFF, FREE, MEASURED = 0, 1, 2
+
+
+@dataclass
+class TapSwitch:
+    """What all taps of a model share.
+
+    Attributes:
+        mode: OFF (layers are ordinary), FREE (what costs nearly nothing), MEASURED (sketches too).
+        one_hot: timestep bin of each sample of the microbatch, float32 [B, K].
+    """
+
+    mode: int
+    one_hot: Tensor
+
+
+@dataclass
+class Scales:
+    """The factors of all geometries on a layer's gradient, written in place before a step.
+
+    Attributes:
+        rows: [G, out]; of a table of vectors: one per vector; of a gain: one per channel.
+        columns: [G, in + 1], the last is the bias's; of a gain: [G, 1].
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+
+def _full(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _sketches(d_left: Tensor, a_right: Tensor, sketch_sums: Tensor) -> Tensor:
+    """Sketch of every sample, [G, B, k, k], from D L and [A, 1] R, each [B, T, G k]."""
+    geometries, size = sketch_sums.shape[0], sketch_sums.shape[-1]
+    left = d_left.unflatten(-1, (geometries, size)).permute(2, 0, 3, 1)  # [G, B, k, T]
+    right = a_right.unflatten(-1, (geometries, size)).permute(2, 0, 1, 3)  # [G, B, T, k]
+    return left @ right
+
+
+def _by_bin(one_hot: Tensor, per_sample: Tensor) -> Tensor:
+    """Sum [G, B, ...] over the samples of each bin, [G, K, ...]."""
+    summed = one_hot.T @ per_sample.flatten(2)
+    return summed.unflatten(-1, per_sample.shape[2:])
+
+
+class VectorTap(Function):
+    """For layers that see one vector per sample: y [B, out], x [B, in]."""
+
+    @staticmethod
+    def forward(ctx, y, x, gram, sums, one_hot, rows, columns, left, right, has_bias, measured):
+        ctx.save_for_backward(x, one_hot, rows, columns, left, right, sums)
+        ctx.has_bias, ctx.measured = has_bias, measured
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, one_hot, rows, columns, left, right, sums = ctx.saved_tensors
+        d, a = _full(dy), _full(x)
+        d_scaled, a_scaled = d * rows[:, None], a * columns[:, None, :-1]  # [G, B, out], [G, B, in]
+        inputs = a_scaled @ a_scaled.mT
+        if ctx.has_bias:
+            inputs = inputs + columns[:, -1:, None].square()
+        gram = (d_scaled @ d_scaled.mT) * inputs  # [G, B, B]
+        found = None
+        if ctx.measured:
+            a_right = a @ right[:-1]
+            if ctx.has_bias:
+                a_right = a_right + right[-1]
+            found = _by_bin(one_hot, _sketches((d @ left)[:, None], a_right[:, None], sums))
+        return dy, None, gram, found, None, None, None, None, None, None, None
+
+
+class EmbeddingTap(Function):
+    """For a table of vectors: y [B, D] is row ids [B] of it; its rows are the sketch's left side."""
+
+    @staticmethod
+    def forward(ctx, y, ids, gram, sums, one_hot, rows, columns, left, right, measured):
+        ctx.save_for_backward(ids, one_hot, rows, columns, left, right, sums)
+        ctx.measured = measured
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        ids, one_hot, rows, columns, left, right, sums = ctx.saved_tensors
+        d = _full(dy)
+        scaled = d * columns[:, None, :-1] * rows[:, ids, None]  # [G, B, D]
+        gram = (scaled @ scaled.mT) * (ids[:, None] == ids)
+        found = None
+        if ctx.measured:
+            found = _by_bin(one_hot, _sketches(left[ids][:, None], (d @ right[:-1])[:, None], sums))
+        return dy, None, gram, found, None, None, None, None, None, None
+
+
+class SketchTap(Function):
+    """For layers over tokens: y [B, T, out], x [B, T, in]."""
+
+    @staticmethod
+    def forward(ctx, y, x, squares, sums, one_hot, left, right, has_bias):
+        ctx.save_for_backward(x, one_hot, left, right, sums)
+        ctx.has_bias = has_bias
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, one_hot, left, right, sums = ctx.saved_tensors
+        # Products in the dtype of compute (signs are exact in it), what they are summed to in float32.
+        d_left = _full(dy @ left.to(dy.dtype))
+        a_right = _full(x @ right[:-1].to(x.dtype))
+        if ctx.has_bias:
+            a_right = a_right + right[-1]
+        sketches = _sketches(d_left, a_right, sums)  # [G, B, k, k]
+        return dy, None, sketches.square().sum((2, 3)), _by_bin(one_hot, sketches), None, None, None, None
+
+
+class SmallTap(Function):
+    """For narrow layers over tokens, whose gradients of single samples fit into memory: y [B, T, out], x [B, T, in]."""
+
+    @staticmethod
+    def forward(ctx, y, x, squares, sums, one_hot, rows, columns, has_bias):
+        ctx.save_for_backward(x, one_hot, rows, columns)
+        ctx.has_bias = has_bias
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, one_hot, rows, columns = ctx.saved_tensors
+        d = _full(dy).mT  # [B, out, T]
+        bias = d.sum(2, keepdim=True) if ctx.has_bias else torch.zeros_like(d[:, :, :1])
+        gradient = torch.cat((d @ _full(x), bias), dim=2)  # [B, out, in + 1]
+        squares = torch.einsum("boi,go,gi->gb", gradient.square(), rows.square(), columns.square())
+        return dy, None, squares, _by_bin(one_hot, gradient[None])[0], None, None, None, None
+
+
+class GainTap(Function):
+    """For a norm's learned gain: y = gain * normed, any shape [B, ..., channels]."""
+
+    @staticmethod
+    def forward(ctx, y, normed, squares, sums, one_hot, rows, columns):
+        ctx.save_for_backward(normed, one_hot, rows, columns)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        normed, one_hot, rows, columns = ctx.saved_tensors
+        gradient = (_full(dy) * _full(normed)).flatten(1, -2).sum(1)  # [B, channels]
+        squares = (gradient * (rows * columns)[:, None]).square().sum(2)  # [G, B]
+        return dy, None, squares, (one_hot.T @ gradient)[..., None], None, None, None
+
+
+class TappedLinear(nn.Linear):
+    """A linear with a tap behind it.
+
+    Whoever installs it gives it what its tap needs, float32 tensors on the device of compute, each under its name:
+    `rows` [G, out] and `columns` [G, in + 1] (see Scales), `left` [out, G k] and `right` [in + 1, G k] (projections
+    times these factors), and the probes, which require a gradient.
+    """
+
+    def __init__(self, linear: nn.Linear, switch: TapSwitch) -> None:
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.switch = switch
+
+
+class VectorLinear(TappedLinear):
+    """See VectorTap. `gram`: probe [G, B, B]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        if self.switch.mode == OFF:
+            return y
+        return VectorTap.apply(
+            y, x, self.gram, self.sums, self.switch.one_hot, self.rows, self.columns, self.left, self.right,
+            self.bias is not None, self.switch.mode == MEASURED,
+        )  # fmt: skip
+
+
+class SketchedLinear(TappedLinear):
+    """See SketchTap. `squares`: probe [G, B]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        if self.switch.mode != MEASURED:
+            return y
+        return SketchTap.apply(
+            y, x.to(y.dtype), self.squares, self.sums, self.switch.one_hot, self.left, self.right, self.bias is not None
+        )
+
+
+class SmallLinear(TappedLinear):
+    """See SmallTap. `squares`: probe [G, B]; `sums`: probe [K, out, in + 1]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        if self.switch.mode == OFF:
+            return y
+        return SmallTap.apply(
+            y, x, self.squares, self.sums, self.switch.one_hot, self.rows, self.columns, self.bias is not None
+        )
+
+
+class TappedEmbedding(nn.Embedding):
+    """A table of vectors with a tap behind it, see EmbeddingTap. `gram`: probe [G, B, B]."""
+
+    def __init__(self, table: nn.Embedding, switch: TapSwitch) -> None:
+        super().__init__(table.num_embeddings, table.embedding_dim, device="meta")
+        self.weight = table.weight
+        self.switch = switch
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = F.embedding(ids, self.weight)
+        if self.switch.mode == OFF:
+            return y
+        return EmbeddingTap.apply(
+            y, ids, self.gram, self.sums, self.switch.one_hot, self.rows, self.columns, self.left, self.right,
+            self.switch.mode == MEASURED,
+        )  # fmt: skip
+
+
+class TappedNorm(nn.Module):
+    """A norm with a learned gain and a tap behind it, see GainTap. `squares`: probe [G, B]; `sums`: probe [K, channels, 1]."""
+
+    def __init__(self, norm: nn.LayerNorm | RMSNorm, switch: TapSwitch) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.switch = switch
+        self.eps = norm.eps
+        self.shape = tuple(norm.weight.shape)
+        self.rms = isinstance(norm, RMSNorm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self._norm(x, self.weight)
+        if self.switch.mode != MEASURED:
+            return y
+        with torch.no_grad():
+            normed = self._norm(x, None)
+        return GainTap.apply(y, normed, self.squares, self.sums, self.switch.one_hot, self.rows, self.columns)
+
+    def _norm(self, x: Tensor, gain: Tensor | None) -> Tensor:
+        if self.rms:
+            return F.rms_norm(x, self.shape, None if gain is None else gain.to(x.dtype), self.eps)
+        return F.layer_norm(x, self.shape, gain, None, self.eps)
