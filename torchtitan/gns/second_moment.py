@@ -52,7 +52,7 @@ def write_adam_factors(
         layout: over whose shard axis the sums are added.
     """
     sizes = [layer.scales.rows.shape[1] + layer.scales.columns.shape[1] for layer in layers]
-    sums = torch.zeros(sum(sizes), device=layers[0].scales.rows.device)
+    sums = layers[0].scales.rows.new_zeros(sum(sizes))
     for layer, part in zip(layers, sums.split(sizes), strict=True):
         rows, columns = part.split([layer.scales.rows.shape[1], layer.scales.columns.shape[1]])
         _add_local_sums(layer.module, state, beta2, rows, columns, layout)
@@ -82,14 +82,14 @@ def _add_local_sums(
         v = v.dequantize() if hasattr(v, "codes") else v
         if v.numel() == 0:
             continue
-        v = v / (1.0 - beta2 ** moments["step"].to(v.device))
+        debias = 1.0 / (1.0 - beta2 ** moments["step"].to(v.device, v.dtype))
         first = _first_row(parameter, layout)
         of_rows = v if v.ndim == 1 else v.sum(1)
-        rows[first : first + len(of_rows)] += of_rows
+        rows[first : first + len(of_rows)] += of_rows * debias
         if v.ndim == 2:
-            columns[:-1] += v.sum(0)
+            columns[:-1] += v.sum(0) * debias
         else:  # a bias is the last column; a gain is a matrix of one column
-            columns[-1 if is_bias else 0] += v.sum()
+            columns[-1 if is_bias else 0] += v.sum() * debias
 
 
 def _first_row(parameter: nn.Parameter, layout: Layout) -> int:

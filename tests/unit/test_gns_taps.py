@@ -1,0 +1,237 @@
+"""What taps measure against one autograd call per sample."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from torchtitan.distributed.mesh import Layout, ParallelismConfig
+from torchtitan.distributed.parallelize import parallelize
+from torchtitan.gns.capture import PARTS, CannotMeasure, GradientTaps
+from torchtitan.models.dit.config import DiTConfig
+from torchtitan.models.dit.model import DiT
+
+BATCH, BINS, CLASSES, SHAPE, BETA2, ADAM_STEPS = 10, 3, 4, (2, 8, 8), 0.9, 8
+SMALL = {"dim": 32, "num_layers": 2, "num_heads": 2}
+PAPER = DiTConfig(**SMALL, mlp_hidden_dim=48, learned_variance=True)
+GAINS = DiTConfig(
+    **SMALL, mlp="swiglu", mlp_hidden_dim=40, norm="rmsnorm", norm_affine=True, qk_norm=True, position="rotary"
+)
+LAYERNORM_GAINS = DiTConfig(**SMALL, mlp_hidden_dim=48, norm_affine=True, final_modulation=False)
+CONFIGS = {"paper": PAPER, "gains": GAINS, "layernorm gains": LAYERNORM_GAINS}
+EDGES = torch.tensor([0.3, 0.6])
+
+
+def one_process() -> Layout:
+    return Layout(ParallelismConfig(data_parallel_replicate_degree=1, data_parallel_shard_degree=1))
+
+
+class Problem:
+    """A model with random weights, a batch with dropped labels, and every sample's own gradient."""
+
+    def __init__(self, config: DiTConfig, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.model = DiT(config, SHAPE, CLASSES).to(dtype)
+        self.model.init_weights()
+        for parameter in self.model.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        out_channels = self.model.out_channels
+        self.x, self.t = torch.randn(BATCH, *SHAPE, dtype=dtype), torch.rand(BATCH)
+        self.labels = torch.randint(0, CLASSES, (BATCH,))
+        self.labels[::3] = CLASSES  # dropped
+        self.weight = torch.rand(BATCH, dtype=dtype)
+        self.target = torch.randn(BATCH, out_channels, *SHAPE[1:], dtype=dtype)
+        self.one_hot = nn.functional.one_hot(torch.bucketize(self.t, EDGES), BINS).double()
+        self.gradients = self._per_sample()
+
+    def loss(self, chosen: slice = slice(None), parameters: dict | None = None) -> torch.Tensor:
+        """Per-sample losses."""
+        arguments = (self.x[chosen], 1000 * self.t[chosen].to(self.x.dtype), self.labels[chosen])
+        output = functional_call(self.model, parameters, arguments) if parameters else self.model(*arguments)
+        return self.weight[chosen] * (output - self.target[chosen]).square().flatten(1).mean(1)
+
+    def taps(self, adam: bool = True, batch: int = BATCH, size: int = 4) -> GradientTaps:
+        return GradientTaps(
+            self.model, bin_edges=EDGES, local_batch_size=batch, sketch_size=size, seed=1, adam=adam,
+            device=torch.device("cpu"),
+        )
+
+    def _per_sample(self) -> dict[str, torch.Tensor]:
+        """Name of a layer -> gradients of its weight with its bias as last column, float64 [B, out, in + 1]."""
+        parameters = dict(self.model.named_parameters())
+        found = {name: [] for name in parameters}
+        for i in range(BATCH):
+            for name, gradient in zip(
+                parameters, torch.autograd.grad(self.loss(slice(i, i + 1)).sum(), list(parameters.values())), strict=True
+            ):
+                found[name].append(gradient.double())
+        layers = {}
+        for name in parameters:
+            layer, _, kind = name.rpartition(".")
+            if kind == "weight":
+                weight = torch.stack(found[name])
+                if weight.ndim == 2:
+                    layers[layer] = weight[..., None]
+                    continue
+                bias = torch.stack(found[f"{layer}.bias"]) if f"{layer}.bias" in found else torch.zeros_like(weight[..., 0])
+                layers[layer] = torch.cat((weight, bias[..., None]), dim=2)
+        return layers
+
+
+def adam_state(model: nn.Module) -> dict:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, BETA2))
+    for _ in range(ADAM_STEPS):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    optimizer.zero_grad()
+    return optimizer.state
+
+
+def expected_factors(model: nn.Module, state: dict, name: str) -> torch.Tensor:
+    """1 / sqrt(v) of a layer from row and column sums of v, written anew: float64 [out, in + 1] or [out, 1]."""
+    module = model.get_submodule(name)
+    v = state[module.weight]["exp_avg_sq"].double() / (1 - BETA2**ADAM_STEPS)
+    if v.ndim == 1:
+        return v[:, None].rsqrt()
+    bias = getattr(module, "bias", None)
+    last = torch.zeros_like(v[:, 0]) if bias is None else state[bias]["exp_avg_sq"].double() / (1 - BETA2**ADAM_STEPS)
+    v = torch.cat((v, last[:, None]), dim=1)
+    factored = v.sum(1, keepdim=True) * v.sum(0, keepdim=True) / v.sum()
+    return torch.where(factored > 0, factored, torch.inf).rsqrt()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=str)
+def test_every_layer_measures_what_one_gradient_per_sample_gives(config, dtype, tolerance):
+    problem = Problem(config, dtype)
+    state = adam_state(problem.model)
+    taps = problem.taps()
+    taps.begin_step(7, True, state, BETA2, one_process())
+    taps.begin_microbatch(problem.t)
+    problem.loss().mean().backward()
+    sketch_sums = {name: layer.sums.grad.clone() for name, layer in taps._layers.items()}
+    taps.end_microbatch(BATCH)
+    sums = taps.end_step()
+
+    assert torch.equal(sums.count, problem.one_hot.sum(0))
+    free = {part: [torch.zeros(2, BINS, dtype=torch.float64), torch.zeros(2, BINS, BINS, dtype=torch.float64)] for part in PARTS}
+    for name, gradients in problem.gradients.items():
+        layer, part = taps._layers[name], taps._parts[name]
+        factors = [torch.ones_like(gradients[0]), expected_factors(problem.model, state, name)]
+        for index, factor in enumerate(factors):
+            scaled = gradients * factor
+            exact = scaled
+            if layer.sums.ndim == 4:  # what the projections, themselves tested below, make of it
+                size = layer.sums.shape[-1]
+                left = layer.left[:, index * size : (index + 1) * size].double()
+                right = layer.right[:, index * size : (index + 1) * size].double()
+                sketched = torch.einsum("or,boi,is->brs", left, gradients, right)
+                wanted = torch.einsum("bk,brs->krs", problem.one_hot, sketched)
+                assert close(sketch_sums[name][index] * BATCH, wanted, tolerance), name
+                exact = sketched if part == "token" else scaled
+            flat = exact.flatten(1)
+            free[part][0][index] += problem.one_hot.T @ flat.square().sum(1)
+            free[part][1][index] += problem.one_hot.T @ (flat @ flat.T) @ problem.one_hot
+    for index, part in enumerate(PARTS):
+        assert close(sums.squares[index], free[part][0], tolerance), part
+        # All pairs are of this one microbatch: what was sketched in the vector layers is replaced by what is exact.
+        assert close(sums.all_products[index], free[part][1], tolerance), part
+        if part != "token":
+            assert close(sums.products[index], free[part][1], tolerance), part
+    assert torch.equal(sums.all_pairs, sums.pairs)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> bool:
+    return (found.double() - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+def test_sketches_are_unbiased_and_fresh_on_every_step():
+    problem = Problem(PAPER, torch.float32)
+    taps, draws = problem.taps(adam=False), 300
+    found = []
+    for step in range(draws):
+        taps.begin_step(step, True, {}, BETA2, one_process())
+        taps.begin_microbatch(problem.t)
+        problem.loss().mean().backward()
+        taps.end_microbatch(BATCH)
+        sums = taps.end_step()
+        found.append(torch.cat((sums.squares[3, 0], sums.all_products[3, 0].flatten())))
+    flat = torch.cat([g.flatten(1) for name, g in problem.gradients.items() if taps._parts[name] == "token"], dim=1)
+    squares = problem.one_hot.T @ flat.square().sum(1)
+    products = problem.one_hot.T @ (flat @ flat.T) @ problem.one_hot
+    found, wanted = torch.stack(found), torch.cat((squares, products.flatten()))
+    error = (found.mean(0) - wanted) / (found.std(0) / draws**0.5)
+    assert error.abs().max() < 3.5, error
+    assert len(found[:, 0].unique()) == draws
+
+
+def test_gradients_are_bit_equal_with_and_without_taps():
+    plain, tapped = Problem(GAINS, torch.float32), Problem(GAINS, torch.float32)
+    plain.loss().mean().backward()
+    taps = tapped.taps()
+    for measured in (False, True):
+        tapped.model.zero_grad()
+        taps.begin_step(0, measured, {}, BETA2, one_process())
+        taps.begin_microbatch(tapped.t)
+        tapped.loss().mean().backward()
+        taps.end_microbatch(BATCH)
+        taps.end_step()
+        for (name, parameter), (other, found) in zip(
+            plain.model.named_parameters(), tapped.model.named_parameters(), strict=True
+        ):
+            assert name == other and torch.equal(parameter.grad, found.grad), name
+
+
+def test_microbatches_add_up_to_the_step():
+    whole, parts = Problem(PAPER, torch.float64), Problem(PAPER, torch.float64)
+    results = []
+    for problem, batch in ((whole, BATCH), (parts, BATCH // 2)):
+        taps = problem.taps(adam=False, batch=batch)
+        taps.begin_step(3, True, {}, BETA2, one_process())
+        for first in range(0, BATCH, batch):
+            chosen = slice(first, first + batch)
+            taps.begin_microbatch(problem.t[chosen])
+            (problem.loss(chosen).sum() / BATCH).backward()
+            taps.end_microbatch(BATCH)
+        results.append(taps.end_step())
+    one, two = results
+    assert torch.equal(one.count, two.count) and torch.equal(one.all_pairs, two.all_pairs)
+    assert close(two.squares, one.squares, 1e-12)
+    for part in ("patch", "token"):
+        index = PARTS.index(part)
+        assert close(two.all_products[index], one.all_products[index], 1e-12)
+    # Within microbatches fewer pairs are known, and their number is told.
+    assert two.pairs.sum() < one.pairs.sum() == two.all_pairs.sum()
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputed_blocks_measure_the_same(mode):
+    results = []
+    for checkpointing in ("none", mode):
+        problem = Problem(GAINS, torch.float32)
+        taps = problem.taps()
+        parallelize(problem.model, one_process(), checkpoint_mode=checkpointing)
+        taps.begin_step(1, True, {}, BETA2, one_process())
+        taps.begin_microbatch(problem.t)
+        problem.loss().mean().backward()
+        taps.end_microbatch(BATCH)
+        sums = taps.end_step()
+        results.append(torch.cat((sums.squares.flatten(), sums.all_products.flatten())))
+    assert torch.equal(*results)
+
+
+def test_taps_are_silent_outside_of_a_microbatch():
+    problem = Problem(PAPER, torch.float32)
+    taps = problem.taps()
+    problem.loss(slice(0, 3)).mean().backward()  # another batch size: nothing is measured
+    assert all(probe.grad is None for probe in taps._probes.values())
+    taps.begin_step(1, True, {}, BETA2, one_process())
+    assert not taps.end_step().count.any()
+
+
+def test_a_parameter_that_no_tap_covers_is_refused():
+    problem = Problem(PAPER, torch.float32)
+    problem.model.extra = nn.Parameter(torch.zeros(3))
+    with pytest.raises(CannotMeasure, match="extra"):
+        problem.taps()
