@@ -4,8 +4,8 @@ With g_b and g_B mean gradients of two independent batches of b and B samples, S
 
     S = (|g_b|^2 - |g_B|^2) / (1/b - 1/B),      |G|^2 = (B |g_B|^2 - b |g_b|) / (B - b),      noise scale = S / |G|^2
 
-The right |G|^2 has b |g_b|^2: the square was lost. And a batch is computed in sub-batches of 32 whose means are averaged
-with equal weight although the last one is short, so that a batch counts as `effective_size` samples, not as its own.
+The right |G|^2 has b |g_b|^2: the square was lost. And a batch is computed in sub-batches of 32 whose means are
+averaged with equal weight although the last one is short, so that it counts as `effective_size` samples, not as b or B.
 S is of one pair of batches, |G|^2 a mean over several pairs of which the negative draws are left out.
 
 Source: the repository Longzz0824/Critical-Multitask-Batch-Sizes-in-Diffusion-Models and its result tables.
@@ -21,8 +21,9 @@ from statistics import fmean, median
 
 SUB_BATCH = 32
 COLUMNS = (
-    "model", "true_portion", "diff_steps", "B", "b", "reps", "t_min", "t_max", "accumulate", "epoch", "verbose", "no_seed",
-    "no_warnings", "ckpt_dir", "vis_dir", "save_fig", "date", "gns_est", "g_norm", "b_true", "runtime", "user", "host",
+    "model", "true_portion", "diff_steps", "B", "b", "reps", "t_min", "t_max", "accumulate", "epoch", "verbose",
+    "no_seed", "no_warnings", "ckpt_dir", "vis_dir", "save_fig", "date", "gns_est", "g_norm", "b_true", "runtime",
+    "user", "host",
 )  # fmt: skip
 _NEEDED = ("model", "B", "b", "reps", "t_min", "t_max", "gns_est", "g_norm", "b_true")
 

@@ -13,9 +13,9 @@ from torchtitan.gns.published import SUB_BATCH, effective_size, published_estima
 class SyntheticGradients:
     """Gradients of single samples, N(G, (S / d) I) in d dimensions, so that the noise scale is S / |G|^2.
 
-    The defaults are fitted to the published tables' checkpoint at 40,000 steps, whole range of timesteps: the noise scale
-    is 10.5. The published formula, with sub-batches of 32 and two pairs of batches for |G|^2, has medians near 147, 12.4,
-    359 and 24.9 there for (b, B) = (50, 500), (50, 5000), (100, 1000) and (100, 10000).
+    The defaults are fitted to the published tables' checkpoint at 40,000 steps, whole range of timesteps: the noise
+    scale is 10.5. The published formula, with sub-batches of 32 and two pairs of batches for |G|^2, has medians near
+    147, 12.4, 359 and 24.9 there for (b, B) = (50, 500), (50, 5000), (100, 1000) and (100, 10000).
 
     The gradients of single samples are never drawn. The mean of n of them is N(G, S / (d n) I), and an equally weighted
     mean of sub-batches' means is the same with n its effective size, so one vector stands for a batch of any size.

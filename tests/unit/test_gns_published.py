@@ -1,0 +1,180 @@
+"""The published estimator shows its bias, the right one the truth, and the correction undoes the published errors."""
+
+import csv
+import math
+from statistics import median
+
+import pytest
+import torch
+
+from torchtitan.gns.offline import GroupNorms, noise_scale
+from torchtitan.gns.published import (
+    COLUMNS,
+    EstimateFailed,
+    PublishedRow,
+    TableError,
+    corrected,
+    corrected_table,
+    effective_size,
+    p1_shares,
+    published_estimate,
+    read_tables,
+    reported_table,
+    softmax_shares,
+    sub_batch_sizes,
+)
+from torchtitan.gns.synthetic import SyntheticGradients
+
+PROBLEM = SyntheticGradients()
+
+
+def test_effective_size_is_the_variance_of_an_equally_weighted_mean():
+    for batch in (1, 32, 50, 100, 500, 5000):
+        sizes = sub_batch_sizes(batch)
+        assert sum(sizes) == batch and max(sizes) <= 32
+        variance = sum((1 / len(sizes)) ** 2 / size for size in sizes)
+        assert effective_size(batch) == pytest.approx(1 / variance, rel=1e-12)
+    assert effective_size(100) == pytest.approx(46.545, abs=1e-3)
+    assert effective_size(96) == pytest.approx(96)
+
+
+@pytest.mark.parametrize(
+    ("b", "big_b", "published"), [(50, 500, 147), (50, 5000, 12.4), (100, 1000, 359), (100, 10000, 24.9)]
+)
+def test_published_formula_has_its_published_bias(b, big_b, published):
+    generator = torch.Generator().manual_seed(b * big_b)
+    draws = []
+    for _ in range(2000):
+        try:
+            signal, noise = PROBLEM.published(b, big_b, 2, generator)
+        except EstimateFailed:
+            continue  # as published: no row
+        draws.append(noise / signal)
+    assert len(draws) > 1900
+    assert median(draws) == pytest.approx(published, rel=0.1)
+
+
+def test_right_estimator_has_the_truth_within_its_interval():
+    """200 estimates of the problem in 16 blocks of 320 samples: covered 95 % of the time, and without bias."""
+    generator = torch.Generator().manual_seed(3)
+    covered, estimates = 0, []
+    sizes = torch.tensor(sub_batch_sizes(320))
+    for _ in range(200):
+        blocks = []
+        for _ in range(16):
+            means = PROBLEM.means(sizes, generator)
+            total = (means * sizes[:, None]).sum(0) / sizes.sum()
+            blocks.append(GroupNorms(sizes, means.square().sum(1), total.square().sum().item()))
+        found = noise_scale(blocks)
+        covered += found.lower <= PROBLEM.noise_scale <= found.upper and not found.unbounded
+        estimates.append(found.noise / found.signal)
+    assert 182 <= covered <= 198  # 95 % of 200 are 190; three standard deviations are 9
+    assert median(estimates) == pytest.approx(10.5, rel=0.02)
+
+
+def test_a_mean_of_samples_is_drawn_from_its_law():
+    """The vectors that stand for batches against means of single samples, drawn one by one."""
+    problem = SyntheticGradients(signal=0.5, noise=3.0, dimension=7)
+    generator = torch.Generator().manual_seed(1)
+    singles = problem.means(torch.ones(40 * 4000), generator).view(4000, 40, 7)
+    parts = [part.mean(1) for part in singles.split(32, dim=1)]  # 32 samples and 8
+    slow = (0.5 * (parts[0] + parts[1])).square().sum(1)
+    fast = problem.means(torch.full((4000,), effective_size(40)), generator).square().sum(1)
+    for power in (1, 2):
+        a, b = slow**power, fast**power
+        error = math.sqrt((a.var() + b.var()).item() / 4000)
+        assert abs(a.mean() - b.mean()).item() < 4 * error
+    assert slow.mean().item() == pytest.approx(0.5 + 3.0 / effective_size(40), rel=0.03)
+
+
+def expected_published(signal: float, noise: float, b: int, big_b: int) -> float:
+    """The published estimate where every square norm is its expectation."""
+    small, large = (signal + noise / effective_size(size) for size in (b, big_b))
+    signal_found, noise_found = published_estimate(b, big_b, (small, large), [(small, large)] * 2)
+    return noise_found / signal_found
+
+
+@pytest.mark.parametrize(
+    ("b", "big_b", "true_size"), [(50, 5000, 5000), (50, 500, 5000), (100, 10000, 5000), (25, 2500, 25000)]
+)
+@pytest.mark.parametrize(("signal", "noise"), [(0.0135, 0.14175), (1.07, 1.5), (0.05, 0.14)])
+def test_correction_inverts_both_errors(signal, noise, b, big_b, true_size):
+    gns = expected_published(signal, noise, b, big_b)
+    grad_norm = math.sqrt(signal + noise / effective_size(true_size))
+    found = corrected(gns, grad_norm, b, big_b, true_size)
+    assert found == pytest.approx((signal, noise), rel=1e-6)
+
+
+def test_published_estimator_fails_where_it_did():
+    with pytest.raises(EstimateFailed, match="not positive"):
+        published_estimate(50, 500, (0.01, 0.02), [(0.01, 0.02)])
+    with pytest.raises(EstimateFailed, match="all 2 draws"):
+        published_estimate(50, 500, (2e-4, 1e-4), [(2e-4, 1e-4)] * 2)
+    signal, _ = published_estimate(10, 100, (4.0, 1.0), [(4.0, 1.0), (4.0, 0.1)])
+    assert signal == pytest.approx((100 * 1.0 - 10 * 2.0) / 90)  # the second draw is negative and left out
+
+
+TRUTHS = {(40000, 0): (0.004, 0.15), (40000, 101): (0.02, 0.15), (50000, None): (0.0054, 0.09)}
+
+
+def write_table(path) -> dict:
+    """Rows of known (|G|^2, S), two of each cell with estimates a little apart; returns what is expected."""
+    rows, expected = [], {}
+    for (step, low), (signal, noise) in TRUTHS.items():
+        grad_norm = math.sqrt(signal + noise / effective_size(5000))
+        gns = expected_published(signal, noise, 50, 5000)
+        values = [gns * 0.9, gns, gns * 1.2]
+        expected[step, low] = sum(values) / 3
+        for value in values:
+            row = dict.fromkeys(COLUMNS, "")
+            row |= {"model": f"{step:07d}.pt", "true_portion": 0.1, "diff_steps": 1000, "B": 5000, "b": 50, "reps": 2,
+                    "gns_est": value, "g_norm": grad_norm, "b_true": 5000, "runtime": "0:04:30.500000"}  # fmt: skip
+            row |= {} if low is None else {"t_min": low, "t_max": low + 99}
+            rows.append(row)
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    return expected
+
+
+def test_tables_are_read_reported_and_corrected(tmp_path):
+    expected = write_table(tmp_path / "cells.csv")
+    (name, rows), *others = read_tables(tmp_path).items()
+    assert name == "cells" and not others and len(rows) == 9
+    first = rows[0]
+    assert isinstance(first, PublishedRow) and (first.b, first.big_b, first.reps, first.t_max) == (50, 5000, 2, 99)
+    assert first.seconds == 270.5 and first.true_portion == 0.1
+    assert reported_table(rows) == pytest.approx(expected)
+    found = corrected_table(rows)
+    assert found.keys() == TRUTHS.keys()
+    for cell, (signal, noise) in TRUTHS.items():
+        assert found[cell] == pytest.approx((noise / signal, signal, noise), rel=1e-6)  # the median row is exact
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a,b\n1,2\n", "has no column 'model'"),
+        (",".join(COLUMNS) + "\n", "has no rows"),
+        (",".join(COLUMNS) + "\n" + ",".join(["x"] * 23) + "\n", "line 2: model: 'x' names no step"),
+        (",".join(COLUMNS) + "\n0010000.pt,0.1\n", "line 2"),
+        ("\x00\x00", "no column"),
+    ],
+)
+def test_other_files_are_refused_in_one_line(tmp_path, content, message):
+    (tmp_path / "other.csv").write_text(content)
+    with pytest.raises(TableError, match=message) as caught:
+        read_tables(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_tables_is_refused(tmp_path):
+    with pytest.raises(TableError, match="no CSV file"):
+        read_tables(tmp_path)
+
+
+def test_published_allocations():
+    assert p1_shares([1.0, 3.0]) == pytest.approx([0.25, 0.75])
+    assert softmax_shares([183.0, 253.0, 29.0], 10) == pytest.approx([math.exp(-7), 1.0, math.exp(-22.4)], rel=2e-3)
+    assert sum(softmax_shares([1e6, 1.0], 1)) == 1.0  # without overflow
