@@ -1,0 +1,263 @@
+"""scripts/study.py on a run: every study, stopped and gone on with, and what cannot be studied refused in one line."""
+
+import csv
+import importlib.util
+import math
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.end_to_end.runs import Run
+from tests.launcher import ROOT
+from torchtitan.evaluation.studies import STUDIES
+from torchtitan.evaluation.studies.gns_critical_batch import neyman_shares, relative_variance
+from torchtitan.gns.published import COLUMNS
+
+SPEC = importlib.util.spec_from_file_location("study_tool", ROOT / "scripts" / "study.py")
+tool = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(tool)
+
+CONFIG = """
+[model]
+flavor = "DiT-S/2"
+dim = 16
+num_layers = 1
+num_heads = 2
+mlp_hidden_dim = 32
+[data]
+name = "digits"
+[training]
+steps = 4
+local_batch_size = 4
+global_batch_size = 4
+[lr_scheduler]
+warmup_steps = 0
+[[ema.tracks]]
+name = "slow"
+decay = 0.99
+warmup_power = 0
+[metrics]
+enable_tensorboard = false
+[checkpoint]
+interval = 2
+[sampling]
+enable = false
+"""
+TINY = ["--small", "4", "--large", "8", "--reps", "3"]
+PUBLISHED = ["--estimator", "published", "--small", "4", "--large", "40", "--reps", "2", "--true-portion", "0.03"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    config = tmp_path_factory.mktemp("studies") / "small.toml"
+    config.write_text(CONFIG)
+    trained = Run(config, "trained")
+    trained.finish()
+    return trained.folder
+
+
+@pytest.fixture
+def study(capsys):
+    """Run a study in this process; returns its exit code, output and errors."""
+
+    def run_study(*words) -> tuple[int, str, str]:
+        try:
+            code = tool.main([str(word) for word in words])
+        except SystemExit as stop:  # argparse
+            code = stop.code
+        output, error = capsys.readouterr()
+        assert "Traceback" not in output + error
+        return code, output, error
+
+    return run_study
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "results.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "cells", "pictures"),
+    [
+        ("gns_bins", ["--bins", 2, *TINY], 4, ["lines", "bars", "deltas"]),
+        ("gns_critical_batch", ["--edges", 0, 0.5, 1, *TINY, "--steps", 4], 3, ["training", "allocations"]),
+        ("gns_accuracy", ["--portions", 0.05, 0.1, "--reps", 4, "--steps", 2], 2, ["accuracy"]),
+        ("gns_hyperparameters", ["--small", 2, 4, "--factors", 2, "--reps", 2, "--repeats", 2, "--steps", 4], 4,
+         ["hyperparameters"]),
+    ],
+)  # fmt: skip
+def test_each_study_leaves_rows_pictures_and_a_summary(run, study, tmp_path, name, options, cells, pictures):
+    code, output, error = study(name, run, *options, "--output", tmp_path)
+    assert code == 0 and output == f"{tmp_path / 'summary.md'}\n"
+    rows = rows_of(tmp_path)
+    assert len(rows) == cells and set(rows[0]) >= set(COLUMNS)
+    assert len({row["gns_est"] for row in rows}) == cells
+    assert f"{cells} of {cells}" in error  # the progress bar
+    for row in rows:
+        assert (row["status"], row["estimator"], row["weights"]) == ("ok", "correct", "none")
+        assert float(row["noise"]) > 0 and row["user"] == row["host"] == "" and row["ckpt_dir"] == "checkpoint"
+        assert float(row["gns_est"]) == pytest.approx(float(row["noise"]) / float(row["signal"]), rel=1e-6)
+        assert row["unbounded"] == "True" or float(row["lower"]) <= float(row["gns_est"]) <= float(row["upper"])
+    summary = (tmp_path / "summary.md").read_text()
+    assert "live weights" in summary
+    for picture in pictures:
+        assert f"({picture}.png)" in summary
+        with Image.open(tmp_path / f"{picture}.png") as image:
+            assert len(set(image.convert("RGB").resize((90, 60)).get_flattened_data())) > 5
+
+
+def test_published_estimator_records_what_fails_and_goes_by_another_key(run, study, tmp_path):
+    options = ["gns_bins", run, "--bins", "4", "--steps", "4", "--output", tmp_path]
+    study(*options, *PUBLISHED)
+    rows = rows_of(tmp_path)
+    assert len(rows) == 4 and {row["b_true"] for row in rows} == {"45"}
+    for row in rows:
+        if row["status"] == "ok":
+            assert row["lower"] == row["upper"] == "" and float(row["signal"]) > 0 and float(row["g_norm"]) > 0
+        else:
+            assert row["status"] == "failed" and "the published estimator stops here" in row["reason"]
+    summary = (tmp_path / "summary.md").read_text()
+    assert "for comparison only" in summary
+    failed = [row for row in rows if row["status"] == "failed"]
+    assert summary.count("stops here") == len(failed) and ("Cells without an answer" in summary) == bool(failed)
+    study(*options, *TINY)
+    assert [row["estimator"] for row in rows_of(tmp_path)] == ["published"] * 4 + ["correct"] * 4
+
+
+def test_every_weight_track_is_measured_apart(run, study, tmp_path):
+    options = ["gns_bins", run, "--bins", "1", "--steps", "4", *TINY, "--output", tmp_path]
+    for track, words in (("none", "live weights"), ("slow", "EMA weights (slow)")):
+        study(*options, "--weights", track)
+        assert words in (tmp_path / "summary.md").read_text()
+    live, averaged = rows_of(tmp_path)
+    assert (live["weights"], averaged["weights"]) == ("none", "slow") and live["gns_est"] != averaged["gns_est"]
+
+
+def test_a_damaged_checkpoint_is_a_row_and_can_be_tried_again(run, study, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    manifest = copy / "checkpoint" / "step-00000002" / "manifest.json"
+    kept = manifest.read_text()
+    manifest.unlink()
+    options = ["gns_bins", copy, "--bins", "1", *TINY]
+    code, _, _ = study(*options)
+    results = copy / "studies" / "gns_bins"
+    assert code == 0 and [row["status"] for row in rows_of(results)] == ["failed", "ok"]
+    assert "manifest.json is missing" in rows_of(results)[0]["reason"]
+    manifest.write_text(kept)
+    study(*options)
+    assert len(rows_of(results)) == 2  # a failed cell is a finished one
+    study(*options, "--retry-failed")
+    assert [row["status"] for row in rows_of(results)] == ["failed", "ok", "ok"]
+    assert "Cells without" not in (results / "summary.md").read_text()
+
+
+def test_a_killed_study_goes_on_without_repeating_a_row(run, study, tmp_path):
+    options = ["gns_bins", run, "--bins", "6", "--small", "8", "--large", "64", "--reps", "3", "--output", tmp_path]
+    process = subprocess.Popen(
+        [sys.executable, "scripts/study.py", *map(str, options)], cwd=ROOT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )
+    results = tmp_path / "results.csv"
+    deadline = time.monotonic() + 60
+    while not (results.exists() and results.read_bytes().count(b"\n") >= 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    before = rows_of(tmp_path)
+    assert 2 <= len(before) < 12
+    with open(results, "a") as file:
+        file.write("step-00000004,0.1,,8")  # cut off in the middle of a row
+    code, _, _ = study(*options)
+    rows = rows_of(tmp_path)
+    assert code == 0 and len(rows) == 12 and rows[: len(before)] == before
+    assert len({(row["model"], row["t_min"]) for row in rows}) == 12
+    content = results.read_bytes()
+    study(*options)
+    assert results.read_bytes() == content  # nothing left to do
+
+
+def test_a_cell_is_the_same_number_whatever_else_is_measured(run, study, tmp_path):
+    wanted = {}
+    for name, edges in (("a", [0, 0.5, 1]), ("b", [0.5, 1])):
+        study("gns_bins", run, "--steps", "2", "--edges", *edges, *TINY, "--output", tmp_path / name)
+        wanted[name] = rows_of(tmp_path / name)[-1]["gns_est"]
+    assert wanted["a"] == wanted["b"]
+
+
+def test_published_tables_need_no_run(study, tmp_path):
+    from tests.unit.test_gns_published import write_table
+
+    (tmp_path / "tables").mkdir()
+    write_table(tmp_path / "tables" / "cells.csv")
+    code, output, _ = study("gns_published", tmp_path / "tables", "--output", tmp_path / "out")
+    assert code == 0 and output == f"{tmp_path / 'out' / 'summary.md'}\n"
+    summary = (tmp_path / "out" / "summary.md").read_text()
+    assert "| 40000 | 37.5 | 7.5 |" in summary  # 0.15 / 0.004 and 0.15 / 0.02
+    assert (tmp_path / "out" / "cells.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gns_bin", "."], "no such study (there are: gns_accuracy"),
+        (["gns_bins"], "required: RUN_FOLDER"),
+        (["gns_bins", "{empty}"], "is no run folder"),
+        (["gns_bins", "{run}", "--weights", "fast"], "there are: none, slow"),
+        (["gns_bins", "{run}", "--steps", "3"], "3 is no checkpoint of the run (there are: 2, 4)"),
+        (["gns_bins", "{run}", "--steps", "few"], "invalid int value"),
+        (["gns_bins", "{run}", "--small", "8", "--large", "8"], "less than B"),
+        (["gns_bins", "{run}", "--reps", "1"], "needs 2 at least"),
+        (["gns_bins", "{run}", "--edges", "0", "100", "--unit", "index"], "only a DDPM path has indices"),
+        (["gns_bins", "{run}", "--edges", "0.5", "0.2"], "is empty"),
+        (["gns_bins", "{run}", "--bins", "0"], "at least 1"),
+        (["gns_accuracy", "{run}", "--portions", "0"], "not positive"),
+        (["gns_accuracy", "{run}", "--portions", "0.001"], "too little for 16 blocks"),
+        (["gns_hyperparameters", "{run}", "--repeats", "0"], "at least 1"),
+        (["gns_bins", "{run}", "--output", "{file}"], "cannot be written"),
+        (["gns_published", "{empty}"], "holds no CSV file"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(run, study, tmp_path, words, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    places = {"run": run, "empty": tmp_path / "empty", "file": tmp_path / "file"}
+    code, output, error = study(*(word.format(**places) for word in words))
+    assert code == 2 and output == "" and message in error
+    assert error.count("\n") == 1
+
+
+def test_results_of_other_columns_are_not_touched(run, study, tmp_path):
+    (tmp_path / "results.csv").write_text("a,b\n1,2\n")
+    code, _, error = study("gns_bins", run, *TINY, "--output", tmp_path)
+    assert code == 2 and "has other columns" in error and error.count("\n") == 1
+    assert (tmp_path / "results.csv").read_text() == "a,b\n1,2\n"
+
+
+def test_the_list_of_studies_and_every_help(study):
+    code, output, _ = study("--help")
+    assert code == 0 and all(name in output for name in STUDIES)
+    for name in STUDIES:
+        code, output, _ = study(name, "--help")
+        assert code == 0 and "--output" in output
+
+
+def test_neyman_shares_minimise_the_variance():
+    masses, noises = [0.5, 0.3, 0.2], [1.0, 4.0, 25.0]
+    shares = neyman_shares(masses, noises)
+    assert shares == pytest.approx([0.5 / 2.1, 0.6 / 2.1, 1.0 / 2.1])
+    best = relative_variance(shares, masses, noises)
+    assert best == pytest.approx(2.1**2 / (0.5 + 1.2 + 5.0))
+    assert relative_variance(masses, masses, noises) == pytest.approx(1.0)
+    for place in range(3):
+        for change in (0.9, 1.1):
+            other = [share * (change if place == at else 1) for at, share in enumerate(shares)]
+            assert relative_variance([share / sum(other) for share in other], masses, noises) > best
+    assert relative_variance([1.0, 0.0, 0.0], masses, noises) == math.inf

@@ -1,0 +1,29 @@
+"""Studies of trained models, by the name that scripts/study.py takes; a new one is a module and a line here."""
+
+import importlib
+from typing import NamedTuple
+
+from torchtitan.evaluation.studies.frame import Study
+
+
+class StudyEntry(NamedTuple):
+    """Where a study is, and what it is in one line."""
+
+    module: str
+    description: str
+
+
+STUDIES: dict[str, StudyEntry] = {
+    "gns_accuracy": StudyEntry("gns_accuracy", "gradient noise scale against the share of the data it is measured on"),
+    "gns_hyperparameters": StudyEntry("gns_hyperparameters", "its spread and run time over a grid of (b, B, reps)"),
+    "gns_bins": StudyEntry("gns_bins", "gradient noise scale per timestep bin over the checkpoints of a training"),
+    "gns_critical_batch": StudyEntry(
+        "gns_critical_batch", "noise scale as an estimate of the critical batch size, and allocations to bins by it"
+    ),
+    "gns_published": StudyEntry("gns_published", "published tables of the noise scale, as reported and corrected"),
+}
+
+
+def load_study(name: str) -> Study:
+    """The study of this name, a key of STUDIES."""
+    return importlib.import_module(f"torchtitan.evaluation.studies.{STUDIES[name].module}")

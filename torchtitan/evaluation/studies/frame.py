@@ -1,0 +1,301 @@
+"""What all studies share: a run's checkpoints, cells that are measured once, and a table that survives a kill.
+
+A study is a grid of cells. Every finished cell is a row appended to results.csv, a failed one too (status and reason),
+so that a study that is started again goes on where it was.
+"""
+
+import argparse
+import csv
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tqdm import tqdm
+
+from data import DATASETS
+from data.base import Dataset, DatasetError, Split
+from torchtitan.config import ConfigError, JobConfig
+from torchtitan.distributed.mesh import compute_device
+from torchtitan.evaluation.trained_model import TrainedModel, WeightsError, load_run, read_config
+from torchtitan.gns.offline import GradientError
+from torchtitan.gns.published import EstimateFailed
+from torchtitan.training.checkpoint import CheckpointError, checkpoint_path, checkpoint_steps
+
+Row = dict[str, str]
+Cell = dict[str, Any]
+Advance = Callable[[int], None]
+
+# What ends a cell with a row that says so, not the study.
+CELL_FAILURES = (GradientError, EstimateFailed, DatasetError, CheckpointError, WeightsError, torch.OutOfMemoryError)
+
+
+class StudyError(Exception):
+    """A study that cannot be made as asked; the message is one line."""
+
+
+@dataclass
+class StudyRun:
+    """The run that a study is of, and how it was asked for.
+
+    Attributes:
+        folder: the run's folder.
+        config: its configuration.
+        steps: checkpoints to look at, rising.
+        track: EMA track, "none" for the trained (live) weights.
+        options: the study's own.
+        device: where models are put.
+    """
+
+    folder: Path
+    config: JobConfig
+    steps: list[int]
+    track: str
+    options: argparse.Namespace
+    device: torch.device
+    _opened: tuple[int, TrainedModel] | None = field(default=None, repr=False)
+    _datasets: dict[str, Dataset] = field(default_factory=dict, repr=False)
+
+    @property
+    def weights(self) -> str:
+        """What is measured, in words for tables and pictures."""
+        return "live weights" if self.track == "none" else f"EMA weights ({self.track})"
+
+    def model(self, step: int) -> TrainedModel:
+        """The model of a checkpoint; kept until another is asked for. Raises CheckpointError."""
+        if self._opened is None or self._opened[0] != step:
+            self._opened = None  # frees the memory first
+            self._opened = (step, load_run(self.folder, self.track, step, self.device))
+        return self._opened[1]
+
+    def dataset(self, split: Split) -> Dataset:
+        """One split of the run's dataset. Raises DatasetError."""
+        if split not in self._datasets:
+            self._datasets[split] = DATASETS[self.config.data.name](self.config.data, split)
+        return self._datasets[split]
+
+
+class Study(Protocol):
+    """A module that is a study.
+
+    Attributes:
+        COLUMNS: of results.csv, `status`, `reason`, `date` and `runtime` among them.
+        KEY: columns that a cell is known by.
+        UNIT: what `cost` counts, in the singular.
+    """
+
+    COLUMNS: Sequence[str]
+    KEY: Sequence[str]
+    UNIT: str
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add what only this study can be told."""
+
+    def cells(self, run: StudyRun) -> list[Cell]:
+        """Everything to be measured, in order; each with the columns of KEY. Raises StudyError for bad options."""
+
+    def cost(self, cell: Cell) -> int:
+        """How much work a cell is, in UNIT."""
+
+    def measure(self, run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
+        """Measure one cell: further columns of its row. Raises one of CELL_FAILURES where there is no answer."""
+
+    def report(self, run: StudyRun, rows: list[Row], folder: Path) -> str:
+        """Write the pictures of the rows of this grid, in its order; returns the text of summary.md."""
+
+
+class ResultTable:
+    """results.csv: rows by key, appended one at a time; of two rows with one key, the later counts."""
+
+    def __init__(self, path: Path, columns: Sequence[str], key: Sequence[str]) -> None:
+        """Read what is there. Raises StudyError where it is not such a table."""
+        self.path = path
+        self._columns = list(columns)
+        self._key = list(key)
+        self._rows: dict[tuple[str, ...], Row] = {}
+        if path.exists():
+            self._read()
+
+    def find(self, cell: Cell) -> Row | None:
+        """The row of a cell, if it has one."""
+        return self._rows.get(self._key_of(cell))
+
+    def add(self, cell: Cell) -> Row:
+        """Append a row, on the disk when this returns."""
+        row = {name: as_text(cell.get(name)) for name in self._columns}
+        buffer = io.StringIO(newline="")
+        writer = csv.DictWriter(buffer, self._columns, lineterminator="\n")
+        if not self.path.exists():
+            writer.writeheader()
+        writer.writerow(row)
+        with open(self.path, "a", encoding="utf-8", newline="") as file:
+            file.write(buffer.getvalue())
+            file.flush()
+            os.fsync(file.fileno())
+        self._rows[self._key_of(row)] = row
+        return row
+
+    def _read(self) -> None:
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:  # a kill in the middle of a row
+            with open(self.path, "r+b") as file:
+                file.truncate(len(whole))
+        if not whole:
+            self.path.unlink()
+            return
+        reader = csv.DictReader(io.StringIO(whole.decode("utf-8", errors="replace"), newline=""))
+        if reader.fieldnames != self._columns:
+            raise StudyError(f"{self.path}: has other columns than this study writes (move it away, or give --output)")
+        for row in reader:
+            self._rows[self._key_of(row)] = row
+
+    def _key_of(self, cell: Cell) -> tuple[str, ...]:
+        return tuple(as_text(cell.get(name)) for name in self._key)
+
+
+def as_text(value: Any) -> str:
+    """A value as it stands in the table; the same text for the same value, so that rows are found again."""
+    if value is None:
+        return ""
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
+def number(row: Row, name: str) -> float:
+    """A column's value; nan where it is empty."""
+    return float(row[name]) if row[name] else float("nan")
+
+
+# ---------------------------------------------------------------------- running
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Options of every study of a run."""
+    add = parser.add_argument
+    add("run", metavar="RUN_FOLDER", type=Path, help="a run's folder, as outputs/digits")
+    add("--weights", default="none", metavar="none|TRACK", help="none: the trained (live) weights; else an EMA track "
+        "(default: none)")
+    add("--steps", type=int, nargs="+", metavar="STEP", help="checkpoints to look at (default: all)")
+    add("--retry-failed", action="store_true", help="measure again the cells whose row says failed")
+    add("--output", type=Path, help="folder of the results (default: RUN_FOLDER/studies/NAME)")
+
+
+def open_run(arguments: argparse.Namespace) -> StudyRun:
+    """The run that the options name.
+
+    Raises:
+        StudyError, ConfigError: no such run, EMA track or checkpoint.
+    """
+    folder = arguments.run
+    if not (folder / "config.toml").is_file():
+        raise StudyError(f"{folder}: is no run folder (it has no config.toml)")
+    config = read_config(folder / "config.toml")
+    tracks = ["none", *(track.name for track in config.ema.tracks)]
+    if arguments.weights not in tracks:
+        raise StudyError(f"--weights: {arguments.weights!r} is no EMA track (there are: {', '.join(tracks)})")
+    there = sorted(checkpoint_steps(folder / "checkpoint"))
+    if not there:
+        raise StudyError(f"{folder / 'checkpoint'}: holds no checkpoint (train with checkpoint.enable = true)")
+    steps = sorted(set(arguments.steps)) if arguments.steps else there
+    for step in steps:
+        if step not in there:
+            raise StudyError(f"--steps: {step} is no checkpoint of the run (there are: {', '.join(map(str, there))})")
+    return StudyRun(folder, config, steps, arguments.weights, arguments, compute_device())
+
+
+def run_study(name: str, study: Study, run: StudyRun) -> Path:
+    """Measure what is not measured yet, then write pictures and summary.
+
+    Returns:
+        summary.md.
+
+    Raises:
+        StudyError: bad options, or a folder that cannot be written.
+    """
+    folder = run.options.output or run.folder / "studies" / name
+    cells = study.cells(run)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        table = ResultTable(folder / "results.csv", study.COLUMNS, study.KEY)
+        missing = [cell for cell in cells if _is_missing(table, cell, run.options.retry_failed)]
+        _measure(study, run, table, cells, missing)
+        rows = [row for cell in cells if (row := table.find(cell))]
+        summary = folder / "summary.md"
+        text = _header(name, run, rows) + study.report(run, rows, folder) + _failures(rows)
+        summary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StudyError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    return summary
+
+
+def _is_missing(table: ResultTable, cell: Cell, retry_failed: bool) -> bool:
+    row = table.find(cell)
+    return row is None or (retry_failed and row["status"] != "ok")
+
+
+def _measure(study: Study, run: StudyRun, table: ResultTable, cells: list[Cell], missing: list[Cell]) -> None:
+    total = sum(study.cost(cell) for cell in cells)
+    left = sum(study.cost(cell) for cell in missing)
+    # The time that is left is estimated from this process's own work: `initial` does not count in the rate.
+    progress = {"total": total, "initial": total - left, "unit": study.UNIT, "unit_scale": True, "file": sys.stderr}
+    with tqdm(**progress, mininterval=0.5) as bar:
+        for position, cell in enumerate(missing, len(cells) - len(missing) + 1):
+            bar.set_description(f"cell {position} of {len(cells)}")
+            begun, before = time.perf_counter(), bar.n
+            row = cell | {"status": "ok", "reason": "", "date": datetime.now().isoformat(" ", "seconds")}
+            try:
+                row |= study.measure(run, cell, bar.update)
+            except CELL_FAILURES as error:
+                row |= {"status": "failed", "reason": " ".join(str(error).split())[:300]}
+            bar.update(before + study.cost(cell) - bar.n)
+            table.add(row | {"runtime": str(timedelta(seconds=time.perf_counter() - begun))})
+
+
+def checkpoint_name(run: StudyRun, step: int) -> str:
+    """Name of a checkpoint's folder, as the tables have it."""
+    return checkpoint_path(run.folder / "checkpoint", step).name
+
+
+def step_of(row: Row) -> int:
+    """Training steps of the checkpoint of a row."""
+    return int(row["model"].removeprefix("step-"))
+
+
+def run_seconds(row: Row) -> float:
+    """Run time of a row, written h:mm:ss.µs (a long one: `1 day, 0:00:00`)."""
+    days, _, clock = row["runtime"].rpartition(", ")
+    hours, minutes, seconds = clock.split(":")
+    return 86400 * int(days.split()[0] if days else 0) + 3600 * int(hours) + 60 * int(minutes) + float(seconds)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, with an empty line behind it."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n\n"
+
+
+def _header(name: str, run: StudyRun, rows: list[Row]) -> str:
+    failed = sum(row["status"] != "ok" for row in rows)
+    return (
+        f"# {name}\n\nRun {run.folder.resolve().name}, {run.weights}, checkpoints at steps "
+        f"{', '.join(map(str, run.steps))}. {len(rows)} cells, {failed} of them without an answer; every cell is a row "
+        "of results.csv.\n\n"
+    )
+
+
+def _failures(rows: list[Row]) -> str:
+    failed = [row for row in rows if row["status"] != "ok"]
+    if not failed:
+        return ""
+    described = ([row.get("model", ""), row.get("t_min", ""), row["reason"]] for row in failed)
+    return "## Cells without an answer\n\n" + markdown_table(["checkpoint", "bin from", "reason"], described)
+
+
+__all__ = ["ConfigError", "StudyError", "StudyRun", "add_run_options", "open_run", "run_study"]
