@@ -1,0 +1,351 @@
+"""Estimates of the gradient noise scale from sums over samples.
+
+Of the gradients g_i of single samples in timestep bin b, G_b is the mean and Sigma_b the covariance. Wanted are the
+signal |G_b|^2, the noise tr Sigma_b, their quotient B_simple = tr Sigma_b / |G_b|^2, which is the batch size at which
+the noise of a batch's mean gradient is as large as the signal, and the inner products M_bc = G_b . G_c.
+
+Everything here is a quotient of sums, so sums are what is added up over ranks and steps; a mean of quotients would be
+biased, and has no mean at all where the signal is weak. Signals are kept with their sign: an unbiased estimate of a
+small |G_b|^2 is often negative, and leaving those out would make the rest too large.
+
+Source: McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv 1812.06162, appendix A.1, extended to
+groups of unequal sizes.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PairSums:
+    """Sums over the samples of one step, or of several, from which every estimate follows; float64, K bins.
+
+    A group is a set of samples all of whose inner products are known: all of a step's where sums of gradients (or of
+    sketches of them) were reduced over the ranks, else those of one rank's microbatch. Groups of different steps must
+    not be joined, since the weights have moved in between.
+
+    Attributes:
+        count: samples, [K].
+        squares: sum over samples of |g_i|^2, [K].
+        products: sum over groups of <sum of g_i in bin b, sum of g_j in bin c>, [K, K]; a sample's product with itself
+            is included on the diagonal.
+        pairs: ordered pairs i != j in `products`, [K, K]: sum over groups of n_b n_c, of n_b (n_b - 1) on the diagonal.
+    """
+
+    count: Tensor
+    squares: Tensor
+    products: Tensor
+    pairs: Tensor
+
+    @classmethod
+    def zeros(cls, num_bins: int) -> Self:
+        """No samples."""
+        vector, matrix = (num_bins,), (num_bins, num_bins)
+        return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in (vector, vector, matrix, matrix)))
+
+    @classmethod
+    def of_group(cls, count: Tensor, squares: Tensor, products: Tensor) -> Self:
+        """Sums of one group, whose pairs follow from its counts [K]."""
+        count, squares, products = (tensor.to(torch.float64) for tensor in (count, squares, products))
+        return cls(count, squares, products, torch.outer(count, count) - count.diag())
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(
+            self.count + other.count,
+            self.squares + other.squares,
+            self.products + other.products,
+            self.pairs + other.pairs,
+        )
+
+    def rescaled(self, factor: Tensor) -> Self:
+        """The sums if the gradients of bin b were multiplied by factor[b], as by a loss weight; factor [K]."""
+        products = self.products * torch.outer(factor, factor)
+        return type(self)(self.count, self.squares * factor**2, products, self.pairs)
+
+    def combined(self, bin_of: Tensor, num_bins: int) -> Self:
+        """The sums if bin b were part of bin `bin_of[b]` of fewer, larger bins.
+
+        All bins in one make the sums of the whole objective, of which samples are drawn as they were here.
+
+        Args:
+            bin_of: new bin of each bin, int64 [K], 0 <= bin_of < num_bins.
+            num_bins: number of new bins.
+        """
+        belongs = torch.zeros(num_bins, len(self.count), dtype=torch.float64, device=self.count.device)
+        belongs[bin_of, torch.arange(len(bin_of))] = 1.0
+        return type(self)(
+            belongs @ self.count,
+            belongs @ self.squares,
+            belongs @ self.products @ belongs.T,
+            belongs @ self.pairs @ belongs.T,
+        )
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same on another device."""
+        return type(self)(*(t.to(device) for t in (self.count, self.squares, self.products, self.pairs)))
+
+    def is_finite(self) -> bool:
+        """Whether every sum is a finite number."""
+        return all(bool(t.isfinite().all()) for t in (self.count, self.squares, self.products, self.pairs))
+
+
+# ---------------------------------------------------------------------- estimates per bin
+
+
+def signal(sums: PairSums) -> Tensor:
+    """Unbiased |G_b|^2 [K]: mean inner product of two different samples. May be negative; NaN without pairs."""
+    return _quotient(sums.products.diagonal() - sums.squares, sums.pairs.diagonal())
+
+
+def second_moment(sums: PairSums) -> Tensor:
+    """Unbiased E|g|^2 = |G_b|^2 + tr Sigma_b, [K]; NaN without samples."""
+    return _quotient(sums.squares, sums.count)
+
+
+def noise(sums: PairSums) -> Tensor:
+    """Unbiased tr Sigma_b [K], E|g|^2 less |G_b|^2; NaN without pairs.
+
+    Where a step spreads its timesteps evenly over the bin instead of drawing them independently, let D be the part of
+    tr Sigma_b that the spreading takes out of the mean gradient: tr Cov(mean of N) = (tr Sigma_b - D) / N. Two samples
+    are then less alike than independent ones, so the signal is low by D / (N - 1), this is high by as much, and exceeds
+    the tr Sigma_b - D that acts on the mean by D N / (N - 1). D is at most the variance of E[g | t] within the bin.
+    """
+    return second_moment(sums) - signal(sums)
+
+
+def b_simple(sums: PairSums) -> Tensor:
+    """Noise scale tr Sigma_b / |G_b|^2 in samples, [K]; negative where the signal is. Says little without an interval."""
+    return noise(sums) / signal(sums)
+
+
+def cross_products(sums: PairSums) -> Tensor:
+    """Unbiased M_bc = G_b . G_c, [K, K]; the signal on the diagonal; NaN where no pair was seen."""
+    others = _quotient(sums.products, sums.pairs)
+    return torch.where(torch.eye(len(sums.count), dtype=torch.bool, device=others.device), signal(sums).diag(), others)
+
+
+def cosines(matrix: Tensor, diagonal_stderr: Tensor, least_errors: float = 2.0) -> Tensor:
+    """Cosines between the bins' mean gradients, corrected for noise: M_bc / sqrt(M_bb M_cc).
+
+    The cosine of two measured mean gradients is smaller than that of the true ones by about
+    sqrt((1 + B_b / N_b) (1 + B_c / N_c)), with B the noise scales and N the samples.
+
+    Args:
+        matrix: estimates of M, [K, K].
+        diagonal_stderr: standard errors of its diagonal, [K].
+        least_errors: standard errors that a diagonal entry must exceed.
+
+    Returns:
+        [K, K]; NaN, no statement, where either diagonal entry is not that far above 0. May exceed 1 by its error.
+    """
+    diagonal = matrix.diagonal()
+    norms = torch.where(diagonal > least_errors * diagonal_stderr, diagonal, torch.nan).sqrt()
+    return matrix / torch.outer(norms, norms)
+
+
+def cosine_stderr(matrix: Tensor, matrix_stderr: Tensor) -> Tensor:
+    """Upper bound of the standard errors of `cosines`, [K, K], linearised, whatever the correlations of M's entries.
+
+    The standard errors of the three entries' shares are added, not their squares, since M_bc and M_bb come from the
+    same samples. 0 on the diagonal, where the cosine is 1 by definition.
+
+    Args:
+        matrix: estimates of M, [K, K].
+        matrix_stderr: their standard errors, [K, K].
+    """
+    diagonal = matrix.diagonal()
+    norms = diagonal.sqrt()
+    relative = 0.5 * matrix_stderr.diagonal() / diagonal
+    scale = torch.outer(norms, norms)
+    bound = matrix_stderr / scale + (matrix / scale).abs() * (relative[:, None] + relative[None, :])
+    return bound - bound.diag().diag()
+
+
+def _quotient(numerator: Tensor, weight: Tensor) -> Tensor:
+    return torch.where(weight > 0, numerator / weight, torch.nan)  # without pairs a numerator is 0 only up to rounding
+
+
+# ---------------------------------------------------------------------- the whole objective
+
+
+@dataclass(frozen=True)
+class WholeObjective:
+    """Noise scale of the objective that all bins make up together; scalars.
+
+    Attributes:
+        signal: |G|^2 of G = sum_b pi_b G_b, sum_bc pi_b pi_c M_bc; may be negative.
+        within: noise within the bins, sum_b pi_b tr Sigma_b.
+        between: noise of which bin a sample is in, sum_b pi_b |G_b|^2 - |G|^2.
+        noise: what acts on a batch's mean gradient: within + between, or within alone where batches are stratified.
+        b_simple: noise / signal; not an average of the bins' own.
+    """
+
+    signal: Tensor
+    within: Tensor
+    between: Tensor
+    noise: Tensor
+    b_simple: Tensor
+
+
+def whole_objective(sums: PairSums, mass: Tensor, stratified: bool) -> WholeObjective:
+    """Put the bins together.
+
+    Batches whose shares of the bins are fixed have no noise between bins. Where they are stratified more finely, the
+    noise within a bin is smaller too, by D_b, and this estimate of it is conservative: see `noise`.
+
+    Args:
+        sums: of gradients weighted as in the objective (`PairSums.rescaled`).
+        mass: probability pi_b of each bin in the objective, [K], summing to 1; how often it was sampled is irrelevant.
+        stratified: whether every batch has its share of each bin, as with low_discrepancy or stratified timesteps.
+
+    Raises:
+        ValueError: the masses do not sum to 1.
+    """
+    if not torch.isclose(mass.sum(), mass.new_ones(()), rtol=0.0, atol=1e-6):
+        raise ValueError(f"the bins' masses sum to {mass.sum().item():g}, not to 1")
+    matrix = cross_products(sums)
+    total = _weighted_sum(torch.outer(mass, mass), matrix)
+    within = _weighted_sum(mass, noise(sums))
+    between = _weighted_sum(mass, matrix.diagonal()) - total
+    acting = within if stratified else within + between
+    return WholeObjective(total, within, between, acting, acting / total)
+
+
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    return torch.where(weights == 0, 0.0, weights * values).sum()  # an unknown value of weight 0 does no harm
+
+
+# ---------------------------------------------------------------------- norms of groups' mean gradients
+
+
+def group_estimate(sizes: Tensor, square_norms: Tensor, mean_square_norm: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Signal and noise from the mean gradients h_j of m groups of n_j samples of one bin, N in all, and their mean g:
+
+        tr Sigma = (sum_j n_j |h_j|^2 - N |g|^2) / (m - 1),     |G|^2 = |g|^2 - tr Sigma / N
+
+    Unbiased for any sizes that do not depend on the gradients. With equal sizes it is McCandlish et al.'s; with groups
+    of one sample it is `signal` and `noise` of PairSums.
+
+    Args:
+        sizes: n_j, [..., m]; an empty group (0) drops out, whatever its norm.
+        square_norms: |h_j|^2, [..., m].
+        mean_square_norm: |g|^2 of g = sum_j n_j h_j / N, [...].
+
+    Returns:
+        |G|^2 and tr Sigma, float64 [...]; NaN with fewer than two groups.
+    """
+    total, groups, scatter, mean_square_norm = _group_scatter(sizes, square_norms, mean_square_norm)
+    estimate = torch.where(groups >= 2, scatter / (groups - 1), torch.nan)
+    return mean_square_norm - estimate / total, estimate
+
+
+def _group_scatter(sizes: Tensor, square_norms: Tensor, mean_square_norm: Tensor | float) -> tuple[Tensor, ...]:
+    sizes = torch.as_tensor(sizes).to(torch.float64)
+    square_norms = torch.as_tensor(square_norms).to(torch.float64)
+    mean_square_norm = torch.as_tensor(mean_square_norm, dtype=torch.float64, device=sizes.device)
+    total, groups = sizes.sum(-1), (sizes > 0).sum(-1)
+    within = torch.where(sizes > 0, sizes * square_norms, 0.0).sum(-1)
+    return total, groups, within - total * mean_square_norm, mean_square_norm
+
+
+@dataclass(frozen=True)
+class RatioMoments:
+    """Sums over steps of (numerator, weight) of m ratios, and of their products: the ratios and how far off they are.
+
+    Attributes:
+        first: sum over steps of lambda v, [..., m, 2]; lambda is 1, or what is left of the step after decay.
+        second: sum over steps of lambda^2 v v^T, [..., m, 2, m, 2].
+    """
+
+    first: Tensor
+    second: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor) -> Self:
+        """One step's numerators and weights, [..., m, 2]."""
+        return cls(values, torch.einsum("...ia,...jb->...iajb", values, values))
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.first + other.first, self.second + other.second)
+
+    def decayed(self, factor: Tensor) -> Self:
+        """With every step so far worth `factor` [...] of what it was."""
+        return type(self)(self.first * factor[..., None, None], self.second * (factor**2)[..., None, None, None, None])
+
+    @property
+    def ratios(self) -> Tensor:
+        """[..., m]; NaN where nothing was weighed."""
+        return _quotient(self.first[..., 0], self.first[..., 1])
+
+    @property
+    def steps(self) -> Tensor:
+        """Equally weighted steps that the last ratio is worth, (sum of weights)^2 / sum of their squares, [...]."""
+        steps = self.first[..., -1, 1] ** 2 / self.second[..., -1, 1, -1, 1]
+        return torch.where(self.first[..., -1, 1] > 0, steps, 0.0)
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariance of the ratios, [..., m, m], from how much the steps differ; infinite variances below two steps.
+
+        A step changes a ratio R = sum x / sum w by (x - R w) / sum w to first order. The sum of these products is
+        multiplied by n / (n - 1), n the effective steps, which makes it unbiased for steps of equal weights; under
+        exponential decay it stays low by about 0.7 / n.
+        """
+        weight = self.first[..., 1]
+        influence = torch.stack([1.0 / weight, -self.ratios / weight], dim=-1)  # [..., m, 2]
+        covariance = torch.einsum("...ia,...iajb,...jb->...ij", influence, self.second, influence)
+        steps = self.steps[..., None, None]
+        enough = (steps >= 2.0 - 1e-9) & covariance.isfinite()
+        diagonal = torch.eye(covariance.shape[-1], dtype=torch.bool, device=covariance.device)
+        unknown = torch.where(diagonal, torch.inf, 0.0).to(covariance)
+        corrected = covariance * steps / (steps - 1.0)
+        corrected = torch.where(diagonal, corrected.clamp_min(0.0), corrected)  # rounding can leave -1e-30
+        return torch.where(enough, corrected, unknown)
+
+
+@dataclass(frozen=True)
+class GroupSums:
+    """`group_estimate` pooled over steps: numerators and denominators of noise and signal, each summed.
+
+    A step counts m - 1 in the noise and N^2 (m - 1) / m in the signal, which is the inverse of its variance where noise
+    dominates, and the number of pairs where groups are of one sample. A step of fewer than two groups adds nothing.
+    """
+
+    moments: RatioMoments  # ratios (noise, signal)
+
+    @classmethod
+    def zeros(cls) -> Self:
+        """No steps."""
+        return cls(RatioMoments.of(torch.zeros(2, 2, dtype=torch.float64)))
+
+    @classmethod
+    def of_step(cls, sizes: Tensor, square_norms: Tensor, mean_square_norm: Tensor | float) -> Self:
+        """One step's groups; arguments as in `group_estimate`."""
+        total, groups, scatter, mean_square_norm = _group_scatter(sizes, square_norms, mean_square_norm)
+        if groups < 2:
+            return cls.zeros()
+        degrees, pairs = groups - 1.0, total**2 * (groups - 1.0) / groups
+        signal_numerator = pairs * (mean_square_norm - scatter / (degrees * total))
+        values = torch.stack([torch.stack([scatter, degrees]), torch.stack([signal_numerator, pairs])])
+        return cls(RatioMoments.of(values))
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.moments + other.moments)
+
+    @property
+    def noise(self) -> Tensor:
+        """tr Sigma; NaN without a step of two groups."""
+        return self.moments.ratios[0]
+
+    @property
+    def signal(self) -> Tensor:
+        """|G|^2; may be negative, NaN without a step of two groups."""
+        return self.moments.ratios[1]
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariance of (noise, signal), [2, 2]; infinite variances below two effective steps."""
+        return self.moments.covariance
