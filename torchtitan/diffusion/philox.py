@@ -23,6 +23,7 @@ PURPOSES = {
     "sampling": 7,
     "validation": 8,
     "evaluation": 9,
+    "bin_order": 10,
     "gns_projection": 11,
 }
 
