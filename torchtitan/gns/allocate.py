@@ -1,0 +1,416 @@
+"""How many samples each timestep bin should get, what that would save, and whether the measurement can tell.
+
+The objective is fixed: sum over K bins of pi_b E[weighted loss in bin b], with pi_b the bin's mass in the objective's
+own density. Drawing a share q_b of the samples from bin b, with importance weights pi_b / q_b, leaves the mean gradient
+as it is and changes its variance. S_b = tr Sigma_b and |G_b|^2 are noise and signal of gradients of single samples'
+weighted losses, before importance weights. Within a bin, timesteps follow the objective's own density throughout, so a
+density of another shape within its bins counts here by its shares only.
+
+Less variance is not less loss: it matters where the batch is below the noise scale.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+# Names of samplers, and what changing to each means.
+NEYMAN = "neyman"
+STRATIFIED = "stratified"
+FROM_WEIGHT = "from_weight"
+CHANGES = {
+    NEYMAN: "drawing t in proportion to the measured noise, with importance weights,",
+    STRATIFIED: "stratified timesteps",
+    FROM_WEIGHT: "drawing t from the weight instead of multiplying by it",
+    "loss_second_moment": "drawing t in proportion to the root mean square loss, with importance weights,",
+    "mean_loss": "drawing t in proportion to the mean loss, with importance weights,",
+    "uniform": "drawing t uniformly, with importance weights,",
+    "logit_normal": "drawing t from a logit-normal density, with importance weights,",
+}
+
+_DRAWS = 1000  # of the bootstrap
+_WORTHWHILE = 1.02  # times fewer samples; below it a certain gain is not worth a change
+_UNCERTAIN = 1.1  # times fewer samples that an interval must allow for, to be called too wide
+
+
+class BinNoise(Protocol):
+    """What was measured in K bins: `BinEstimates` is one such."""
+
+    noise: Tensor  # S_b, [K]; may be negative, NaN where nothing is known
+    noise_stderr: Tensor  # [K]
+    signal: Tensor  # |G_b|^2, [K]; likewise
+    signal_stderr: Tensor  # [K]
+    matrix: Tensor  # G_b . G_c, [K, K]
+    matrix_stderr: Tensor  # [K, K]
+
+
+class PredictedRatio(NamedTuple):
+    """Gradient variance of a sampler of t over that of the present one, with its confidence interval.
+
+    Equal to the samples that it needs for the same variance, over those that the present one needs. Where nothing can
+    be said, the ratio is NaN and the interval (0, inf).
+    """
+
+    name: str
+    ratio: float
+    lower: float
+    upper: float
+
+
+# ---------------------------------------------------------------------- shares of samplers
+
+
+def neyman_shares(mass: Tensor, noise: Tensor, signal: Tensor | None = None, floor: float = 0.1) -> Tensor:
+    """Shares of the samples with the least gradient variance, mixed with `floor` of the objective's own masses.
+
+    Proportional to pi_b sqrt(S_b) where every batch holds fixed counts of each bin (stratified timesteps), and to
+    pi_b sqrt(S_b + |G_b|^2) where timesteps are drawn independently. Importance weights are at most 1 / floor.
+
+    A bin without a usable value (negative, NaN, infinite) keeps its own mass, and the others share what is left. All
+    bins keep theirs if no value is usable, or if all are 0.
+
+    Args:
+        mass: pi_b, [K], summing to 1.
+        noise: S_b, [..., K].
+        signal: |G_b|^2, [..., K], for independent draws; None for stratified ones.
+        floor: 0 < floor <= 1.
+
+    Returns:
+        q_b, float64 [..., K], summing to 1; 0 only where the mass is.
+
+    Raises:
+        ValueError: the masses are negative or do not sum to 1, or floor is out of range.
+
+    Source: Neyman, "On the two different aspects of the representative method", J. R. Statist. Soc. 97, 1934.
+    """
+    mass = _checked_mass(mass)
+    if not 0.0 < floor <= 1.0:
+        raise ValueError(f"floor is {floor:g}, must be above 0 and at most 1")
+    moment = noise.to(mass) if signal is None else noise.to(mass) + signal.to(mass)
+    usable = moment.isfinite() & (moment >= 0)
+    wanted = mass * torch.where(usable, moment, 0.0).sqrt()
+    total, free = wanted.sum(-1, keepdim=True), (mass * usable).sum(-1, keepdim=True)
+    best = torch.where(usable & (total > 0), free * wanted / total, mass)
+    return floor * mass + (1.0 - floor) * best
+
+
+def weight_shares(mass: Tensor, mean_multiplier: Tensor) -> Tensor:
+    """Shares of the density that holds the loss multiplier: pi_b x its mean in the bin, normalised; float64 [K].
+
+    Such a sampler divides the multiplier out again, so that every sample counts the same.
+
+    Raises:
+        ValueError: a multiplier is negative or not finite, or all are 0.
+    """
+    mass = _checked_mass(mass)
+    product = mass * mean_multiplier.to(mass)
+    if not (product.isfinite().all() and (product >= 0).all() and product.sum() > 0):
+        raise ValueError(f"loss multipliers {mean_multiplier.tolist()}: must be finite, none negative, and not all 0")
+    return product / product.sum()
+
+
+def loss_second_moment_shares(mass: Tensor, mean_square_loss: Tensor, floor: float = 0.1) -> Tensor:
+    """Shares in proportion to pi_b sqrt(E[L^2]) of the weighted losses L of single samples; otherwise `neyman_shares`.
+
+    Source: Nichol and Dhariwal, "Improved denoising diffusion probabilistic models", arXiv 2102.09672, eq. 18.
+    """
+    return neyman_shares(mass, mean_square_loss, floor=floor)
+
+
+def mean_loss_shares(mass: Tensor, mean_loss: Tensor, floor: float = 0.1) -> Tensor:
+    """`loss_second_moment_shares` where only the mean of the weighted loss is known, which is taken for its root mean
+    square: right if the losses' relative spread is the same in every bin.
+    """
+    return neyman_shares(mass, torch.where(mean_loss >= 0, mean_loss, torch.nan).square(), floor=floor)
+
+
+def _checked_mass(mass: Tensor) -> Tensor:
+    mass = mass.detach().to("cpu", torch.float64)
+    if not (mass.numel() and (mass >= 0).all() and abs(mass.sum().item() - 1.0) <= 1e-6):
+        raise ValueError(f"the bins' masses {mass.tolist()} must not be negative and must sum to 1")
+    return mass
+
+
+# ---------------------------------------------------------------------- variances
+
+
+def gradient_variance(
+    mass: Tensor,
+    shares: Tensor,
+    noise: Tensor,
+    signal: Tensor | None = None,
+    whole_signal: Tensor | float = 0.0,
+    *,
+    stratified: bool,
+) -> Tensor:
+    """Variance of the mean gradient, times the number of samples in the mean; float64 [...].
+
+        stratified:   sum_b pi_b^2 S_b / q_b
+        independent:  sum_b pi_b^2 (S_b + |G_b|^2) / q_b - |G|^2
+
+    Args:
+        mass: pi_b, [K].
+        shares: q_b, [..., K].
+        noise, signal: S_b and |G_b|^2, [..., K]; the signal is needed for independent draws.
+        whole_signal: |G|^2 of G = sum_b pi_b G_b, [...].
+        stratified: whether every batch holds its shares of the bins exactly.
+
+    Returns:
+        the variance; infinite where a bin of noise gets no samples.
+
+    Raises:
+        ValueError: independent draws without a signal.
+    """
+    mass = _checked_mass(mass)
+    if stratified:
+        moment, subtracted = noise.to(mass), 0.0
+    elif signal is None:
+        raise ValueError("the gradient variance of independent draws needs the bins' signal")
+    else:
+        moment, subtracted = noise.to(mass) + signal.to(mass), whole_signal
+    known_zero = (mass == 0) | (moment == 0)
+    terms = torch.where(known_zero, 0.0, mass**2 * moment / shares.to(mass))
+    return terms.sum(-1) - subtracted
+
+
+def predicted_ratios(
+    mass: Tensor,
+    measured: BinNoise,
+    others: Mapping[str, Tensor] | None = None,
+    *,
+    stratified: bool,
+    present: Tensor | None = None,
+    floor: float = 0.1,
+    confidence: float = 0.95,
+) -> list[PredictedRatio]:
+    """Gradient variance of other samplers of t over that of the present one.
+
+    Shares chosen by the measured noise look better by that measurement than they are. So the intervals are a parametric
+    bootstrap of the whole procedure: the measured values are taken for the truth, measurements with normal errors are
+    made up, shares are chosen by each, and what these shares promise is compared with what they are worth. The ratio
+    returned has the median of that error removed. The errors of noise and signal are taken as independent. The work
+    is bounded and the seed fixed: equal arguments give equal results.
+
+    Args:
+        mass: pi_b, [K].
+        measured: noise and signal with standard errors, of gradients without importance weights.
+        others: samplers' shares by name, [K] each, which do not depend on the measurement.
+        stratified: whether the present sampler gives every batch its shares of the bins.
+        present: shares of the present sampler, [K]; None: the masses.
+        floor: of the Neyman shares.
+        confidence: of each interval by itself.
+
+    Returns:
+        "neyman"; "stratified", the present shares with fixed counts, unless they are so; then the others in order.
+    """
+    mass = _checked_mass(mass)
+    present = mass if present is None else present.to(mass)
+    truth = _Moments.of(mass, measured)
+    fakes = truth.perturbed(mass, measured)
+
+    def neyman(moments: _Moments) -> Tensor:
+        return neyman_shares(mass, moments.noise, None if stratified else moments.signal, floor)
+
+    # Of each sampler: its shares by what was measured, those by what was made up, and whether counts are fixed.
+    samplers: dict[str, tuple[Tensor, Tensor, bool]] = {NEYMAN: (neyman(truth), neyman(fakes), stratified)}
+    if not stratified:
+        samplers[STRATIFIED] = (present, present, True)
+    for name, shares in (others or {}).items():
+        samplers[name] = (shares.to(mass), shares.to(mass), stratified)
+
+    def log_ratio(shares: Tensor, fixed_counts: bool, moments: _Moments) -> Tensor:
+        new = moments.variance(mass, shares, fixed_counts)
+        old = moments.variance(mass, present, stratified)
+        return torch.where((new > 0) & (old > 0), new.log() - old.log(), torch.nan)
+
+    results = []
+    for name, (shares, fake_shares, fixed_counts) in samplers.items():
+        promised = log_ratio(shares, fixed_counts, truth).item()
+        errors = log_ratio(fake_shares, fixed_counts, truth) - log_ratio(fake_shares, fixed_counts, fakes)
+        results.append(_with_interval(name, promised, errors, confidence))
+    return results
+
+
+class _Moments(NamedTuple):
+    noise: Tensor  # [..., K]
+    signal: Tensor  # [..., K]
+    whole_signal: Tensor  # [...]
+
+    @classmethod
+    def of(cls, mass: Tensor, measured: BinNoise) -> "_Moments":
+        matrix = measured.matrix.to(mass)
+        return cls(measured.noise.to(mass), measured.signal.to(mass), _by_pairs(mass, matrix).sum())
+
+    def perturbed(self, mass: Tensor, measured: BinNoise) -> "_Moments":
+        """Made-up measurements of these, [D, K]."""
+        generator = torch.Generator().manual_seed(0)
+        normal = torch.randn(_DRAWS, 2 * len(mass) + 1, generator=generator, dtype=torch.float64)
+        for_noise, for_signal, for_whole = normal.split((len(mass), len(mass), 1), dim=1)
+        share = _by_pairs(mass, measured.matrix_stderr.to(mass))
+        whole_stderr = (2.0 * share.square().sum() - share.diagonal().square().sum()).sqrt()  # M_bc and M_cb are one
+        return _Moments(
+            self.noise + measured.noise_stderr.to(mass) * for_noise,
+            self.signal + measured.signal_stderr.to(mass) * for_signal,
+            self.whole_signal + whole_stderr * for_whole.squeeze(1),
+        )
+
+    def variance(self, mass: Tensor, shares: Tensor, stratified: bool) -> Tensor:
+        return gradient_variance(mass, shares, self.noise, self.signal, self.whole_signal, stratified=stratified)
+
+
+def _by_pairs(mass: Tensor, matrix: Tensor) -> Tensor:
+    weights = torch.outer(mass, mass)
+    return torch.where(weights == 0, 0.0, weights * matrix)  # an unknown value of weight 0 does no harm
+
+
+def _with_interval(name: str, promised: float, errors: Tensor, confidence: float) -> PredictedRatio:
+    tail = 0.5 * (1.0 - confidence)
+    valid = errors[errors.isfinite()]
+    if not math.isfinite(promised) or len(valid) < (1.0 - tail) * len(errors):
+        return PredictedRatio(name, math.nan, 0.0, math.inf)
+    places = torch.tensor([tail, 0.5, 1.0 - tail], dtype=torch.float64)
+    lower, ratio, upper = torch.exp(promised + torch.quantile(valid, places)).tolist()
+    return PredictedRatio(name, ratio, lower, upper)
+
+
+# ---------------------------------------------------------------------- advice
+
+
+def advice(ratios: Iterable[PredictedRatio]) -> str:
+    """One line: which sampler of t would save samples, that none would, or that there are too few samples to tell.
+
+    A change is recommended only where its interval excludes a ratio of 1 and it saves more than 2 %; a loss multiplier
+    that wastes samples comes first, since nothing has to be measured to leave it out.
+    """
+    ratios = {ratio.name: ratio for ratio in ratios}
+    better = {name: r for name, r in ratios.items() if r.upper < 1.0 and r.ratio < 1.0 / _WORTHWHILE}
+    if FROM_WEIGHT in better:
+        text = f"the loss multiplier wastes samples: {_saving(better[FROM_WEIGHT])}"
+        if NEYMAN in better and better[NEYMAN].upper < better[FROM_WEIGHT].lower:
+            text += f"; {_saving(better[NEYMAN])}"
+        return text
+    if better:
+        return _saving(min(better.values(), key=lambda r: r.ratio))
+    widest = min(ratios.values(), key=lambda r: r.lower, default=None)
+    if widest is None or math.isnan(widest.ratio):
+        return "too few samples to tell whether another sampler of t would save any"
+    if widest.upper >= 1.0 and widest.lower < 1.0 / _UNCERTAIN:
+        return f"too few samples to tell: {_change(widest.name)} might need {_times_fewer(widest)} fewer samples"
+    best = min(ratios.values(), key=lambda r: r.ratio)
+    return f"nothing to be gained from another sampler of t: at best {_times_fewer(best)} fewer samples"
+
+
+def batch_advice(b_simple: float, lower: float, upper: float, global_batch_size: int) -> str:
+    """One line: whether a batch is below, near or above the noise scale.
+
+    Near is within a factor of 2 of the estimate, or within the interval.
+
+    Args:
+        b_simple, lower, upper: noise scale of the whole objective with its confidence interval, in samples; an infinite
+            upper end means that only the lower one is known.
+        global_batch_size: in samples.
+
+    The noise scale stands in for the critical batch size, which can be far larger.
+
+    Source: McCandlish et al., arXiv 1812.06162, eq. 2.7: a batch of B makes 1 / (1 + B_simple / B) of the largest
+    progress of one step.
+    """
+    batch = f"global batch size {global_batch_size:,}"
+    if math.isnan(lower) or math.isnan(upper) or lower <= 0 and math.isinf(upper):
+        return f"{batch}: too few samples for an estimate of the noise scale"
+    if math.isinf(upper):
+        scale = f"the noise scale, by estimate more than {_samples(lower)} samples"
+        if global_batch_size < lower:
+            return f"{batch} is below {scale}: a larger one would need nearly proportionally fewer steps"
+        return f"{batch}: too few samples to tell whether it is below {scale}"
+    scale = f"the noise scale, estimate {_samples(b_simple)} [{_samples(lower)}, {_samples(upper)}] samples"
+    if lower <= global_batch_size <= upper or 0.5 <= global_batch_size / b_simple <= 2.0:
+        return f"{batch} is near {scale}: a balance of steps against samples"
+    if global_batch_size < lower:
+        return f"{batch} is below {scale}: a larger one would need nearly proportionally fewer steps"
+    return f"{batch} is above {scale}: a larger one would save few steps, a smaller one many samples"
+
+
+def _change(name: str) -> str:
+    return CHANGES.get(name, f"drawing t by {name}")
+
+
+def _saving(ratio: PredictedRatio) -> str:
+    return f"{_change(ratio.name)} would give the same gradient variance with {_times_fewer(ratio)} fewer samples"
+
+
+def _times_fewer(ratio: PredictedRatio) -> str:
+    saved, least, most = (1.0 / value if value > 0 else math.inf for value in (ratio.ratio, ratio.upper, ratio.lower))
+    digits = 1 if least >= 1.15 else 2
+    return f"{saved:.{digits}f}x [{least:.{digits}f}, {most:.{digits}f}]"
+
+
+def _samples(number: float) -> str:
+    return f"{float(f'{number:.2g}'):,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+# ---------------------------------------------------------------------- when to change
+
+
+class SharesSchedule:
+    """Decides when the shares of a run change: rarely, late enough, and for a gain only.
+
+    A change is considered after `warmup` samples, and then every `interval` steps. It is made if the Neyman shares by
+    the newest measurement would need `least_gain` times fewer samples than the shares in use, and certainly fewer (the
+    interval excludes 1). Call `update` after a step, and use its answer from the next step on: shares must not depend
+    on the samples that they draw.
+    """
+
+    def __init__(
+        self, mass: Tensor, *, warmup: int, interval: int, least_gain: float = 1.05, floor: float = 0.1
+    ) -> None:
+        """
+        Args:
+            mass: pi_b, [K]: the shares to begin with.
+            warmup: samples of the run before the first change, >= 0.
+            interval: steps from one consideration to the next, >= 1.
+            least_gain: times fewer samples that a change must promise, >= 1.
+            floor: see `neyman_shares`.
+        """
+        if warmup < 0 or interval < 1 or least_gain < 1.0:
+            raise ValueError(
+                f"warmup {warmup}, interval {interval}, least_gain {least_gain:g}: must be at least 0, 1 and 1"
+            )
+        self._mass = _checked_mass(mass)
+        self._warmup, self._interval, self._least_gain, self._floor = warmup, interval, least_gain, floor
+        self.shares = self._mass.tolist()
+        self.considered_at: int | None = None  # step
+
+    def update(self, step: int, samples: int, measured: BinNoise, *, stratified: bool) -> list[float] | None:
+        """New shares, to be used from step + 1 on, or None: they stay as they are.
+
+        Args:
+            step: the one just made.
+            samples: of the run so far.
+            measured: of gradients without importance weights, equal on all ranks.
+            stratified: as in `predicted_ratios`.
+        """
+        if samples < self._warmup:
+            return None
+        if self.considered_at is not None and step - self.considered_at < self._interval:
+            return None
+        self.considered_at = step
+        present = torch.tensor(self.shares, dtype=torch.float64)
+        gain = predicted_ratios(self._mass, measured, stratified=stratified, present=present, floor=self._floor)[0]
+        if not (gain.upper < 1.0 and gain.ratio <= 1.0 / self._least_gain):
+            return None
+        signal = None if stratified else measured.signal
+        self.shares = neyman_shares(self._mass, measured.noise, signal, self._floor).tolist()
+        return list(self.shares)
+
+    def state_dict(self) -> dict:
+        """Plain numbers, which JSON holds exactly."""
+        return {"shares": list(self.shares), "considered_at": self.considered_at}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from a state. Raises ValueError: it is of another number of bins."""
+        if len(state["shares"]) != len(self._mass):
+            raise ValueError(f"the state is of {len(state['shares'])} timestep bins, these are {len(self._mass)}")
+        self.shares, self.considered_at = list(state["shares"]), state["considered_at"]
