@@ -215,3 +215,34 @@ def test_means_over_bins_are_integrals():
     ends = torch.tensor([0.0, 0.2, 0.5, 1.0]).double()
     expected = -((1 - ends) ** 3).diff() / (3 * ends.diff())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class Nudged:
+    """A density whose quantiles are rounded otherwise, as on another device."""
+
+    def __init__(self, density, factor: float) -> None:
+        self.density, self.factor = density, factor
+
+    def quantile(self, u: torch.Tensor) -> torch.Tensor:
+        return self.density.quantile(u) * self.factor
+
+
+@pytest.mark.parametrize("name", ["uniform x1 on ddpm_linear", "mode x1 on ddpm_cosine", "cosmap x1 on ddpm_linear"])
+def test_quantiles_at_the_ends_of_a_share_stay_in_their_bin(name):
+    path = PATHS[name.split()[-1]]()
+    edges = path.index_to_t(torch.tensor([99.0, 300.5, 500.0, 620.5, 800.0, 900.5])).float()
+    allocated = AllocatedTimesteps(DENSITIES[name], seed=11, edges=edges)
+    generator, size = torch.Generator().manual_seed(12), 12
+    batch, expected = (GlobalBatch(0, size), torch.arange(size)), torch.arange(7).repeat_interleave(2)[1:-1]
+    for _ in range(100):
+        shares = torch.rand(7, generator=generator, dtype=torch.float64) + 0.01
+        allocated.set_shares(shares / shares.sum())
+        ends = allocated.shares.cumsum(0)[:-1]
+        u = torch.stack((ends, torch.nextafter(ends, torch.ones(6).double())), dim=1).flatten()
+        allocated._quantiles = lambda batch, indices, u=u: u
+        for factor in (1.0, 1 - 2e-7, 1 + 2e-7):
+            allocated.density = Nudged(DENSITIES[name], factor)
+            t, _ = allocated.sample(*batch)
+            assert torch.equal(torch.bucketize(t, edges), expected)
+            if factor == 1.0:
+                assert torch.equal(path.index_to_t(path.t_to_index(t)).float(), t)
