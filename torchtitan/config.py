@@ -24,6 +24,7 @@ from torchtitan.distributed.compile import CompileConfig
 from torchtitan.distributed.mesh import CommConfig, ParallelismConfig
 from torchtitan.evaluation.sampling import SamplingConfig
 from torchtitan.evaluation.validation import ValidationConfig
+from torchtitan.gns.monitor import GNSConfig
 from torchtitan.models import MODELS
 from torchtitan.settings import setting
 from torchtitan.training.checkpoint import CheckpointConfig
@@ -108,6 +109,7 @@ class JobConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
+    gns: GNSConfig = field(default_factory=GNSConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -18,9 +18,11 @@ from data import DATASETS
 from data.base import DatasetError, DatasetInfo
 from torchtitan.config_record import unmet_condition
 from torchtitan.config_schema import Problem, nearest, no_effect, shown, shown_name
+from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.evaluation.sampling import default_schedule, sampling_problems
+from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
 
 
@@ -210,6 +212,22 @@ def _objective(checked: Checked) -> Iterator[Problem]:
         yield Problem(key, text)
 
 
+def _gns(checked: Checked) -> Iterator[Problem]:
+    if not checked.gns.enable:
+        return
+    objective, training, ranks = checked.whole("objective"), checked.training, checked.world_size
+    if any(objective_problems(objective)) or any(_batch_sizes(checked)):
+        return  # they cannot be built
+    local, batch = training.local_batch_size, training.global_batch_size
+    local, batch = (batch // ranks if local == -1 else local), (ranks * local if batch == -1 else batch)
+    found = gns_problems(
+        checked.whole("gns"), Objective(objective, seed=0), checked.given,
+        global_batch_size=batch, microbatches=batch // (ranks * local), ranks=ranks,
+    )  # fmt: skip
+    for key, text in found:
+        yield Problem(f"gns.{key}", text)
+
+
 def _label_dropout(checked: Checked) -> Iterator[Problem]:
     explicit = "model.label_dropout" in checked.given and checked.model.label_dropout > 0
     if explicit and checked.dataset().num_classes == 0:
@@ -347,6 +365,7 @@ CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
     _model_fits_images,
     _learned_variance,
     _objective,
+    _gns,
     _label_dropout,
     _warmup,
     _batch_sizes,

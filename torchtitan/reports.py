@@ -4,6 +4,7 @@ import logging
 import sys
 import time
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,8 @@ from torchtitan.distributed.agreement import from_first_rank
 from torchtitan.evaluation.pictures import image_grid, save_animation
 from torchtitan.evaluation.sampling import ImageSampler, balanced_labels, grid_labels
 from torchtitan.evaluation.validation import validation_loss
+from torchtitan.gns.monitor import GNS_FOLDER
+from torchtitan.gns.pictures import PICTURE_FILE, read_points
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
 from torchtitan.training.data_loading import validation_batches
 from torchtitan.training.hardware import device_name, memory_metrics, peak_tflops, reset_peak_memory
@@ -105,6 +108,20 @@ class Reports:
                 f"step {step:>6}/{self._config.training.steps}  loss {loss:.4f}  grad_norm {float(norm):.3f}  "
                 f"{rate:.1f} img/s{mfu}  ETA {_duration(eta)}"
             )
+
+    def log_gns(self) -> None:
+        """Write the estimates of the gradient noise scale, and its picture now and then; the first rank alone has work."""
+        trainer, config = self._trainer, self._config.gns
+        if not self._first:
+            return
+        with self.excluded():
+            self._log.write(trainer.step, trainer.gns.metrics())
+            last = trainer.step == self._config.training.steps
+            if last or trainer.step % config.picture_interval < config.log_interval:
+                points = read_points(trainer.folder.path / METRICS_FILE)
+                picture = trainer.gns.draw(points, self._config.training.global_batch_size)
+                if picture and last:
+                    self._log.write_image(trainer.step, "gns", picture)
 
     def validate(self) -> None:
         """Measure the held-out loss with the trained and with every averaged weight; collective."""
@@ -235,6 +252,10 @@ class Reports:
     def _animation(self):
         return self._trainer.folder.samples / "training.gif"
 
+    @property
+    def _noise_scale(self) -> Path:
+        return self._trainer.folder.path / GNS_FOLDER / PICTURE_FILE
+
     def _summary(self, status: str) -> dict[str, Any]:
         trainer = self._trainer
         metrics = trainer.folder.path / METRICS_FILE
@@ -276,6 +297,7 @@ class Reports:
         grids = sorted(folder.samples.glob("step-*.png"))
         places = {
             "sample grid": grids[-1] if grids else None,
+            "noise scale": self._noise_scale if self._noise_scale.exists() else None,
             "animation": self._animation if self._animation.exists() else None,
             "metrics": folder.path / METRICS_FILE,
             "TensorBoard": folder.path / "tb" if self._config.metrics.enable_tensorboard else None,
@@ -285,6 +307,9 @@ class Reports:
         }
         lines += [f"  {name:<12} {path}" for name, path in places.items() if path]
         lines += _verdict(self._results)
+        if self._trainer.gns:
+            advice = self._trainer.gns.advice(self._config.training.global_batch_size)
+            lines += ["gradient noise:", *(f"  {line}" for line in advice)] if advice else []
         self._say("\n".join(lines))
 
     def _say(self, text: str) -> None:

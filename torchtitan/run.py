@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from data.base import DatasetError
 from torchtitan.config import JobConfig
+from torchtitan.gns.capture import CannotMeasure
 from torchtitan.trainer import Trainer, process_group
 from torchtitan.training.checkpoint import CheckpointError
 from torchtitan.training.faults import TrainingError
@@ -34,7 +35,7 @@ def run(config: JobConfig) -> int:
     with process_group():
         try:
             trainer = Trainer(config)
-        except (RunFolderError, CheckpointError, DatasetError, OptimizerError) as error:
+        except (RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure) as error:
             if _first():
                 print(error, file=sys.stderr)
             return REFUSED

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from data import DATASETS
 from torchtitan.config import JobConfig
+from torchtitan.diffusion.allocated import AllocatedTimesteps
+from torchtitan.diffusion.bin_pure import BinPureTimesteps
 from torchtitan.diffusion.guidance import drop_labels
 from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.timesteps import GlobalBatch
+from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
 from torchtitan.distributed.agreement import StopRequest, from_first_rank
 from torchtitan.distributed.mesh import Layout, init_process_group, set_train_timeout
 from torchtitan.distributed.parallelize import (
@@ -25,11 +27,14 @@ from torchtitan.distributed.parallelize import (
     parallelize,
 )
 from torchtitan.distributed.precision import compute_context
+from torchtitan.gns.capture import GradientTaps
+from torchtitan.gns.monitor import GNSMonitor, inner_edges
+from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.models import MODELS
 from torchtitan.reports import Reports
 from torchtitan.training.checkpoint import Checkpointer, checkpoint_path, checkpoint_steps, read_state, read_tensors
 from torchtitan.training.corrupt_images import CorruptImages
-from torchtitan.training.data_loading import TrainingData
+from torchtitan.training.data_loading import TrainingData, microbatches_per_step
 from torchtitan.training.ema import EMABank
 from torchtitan.training.faults import FiniteCheck
 from torchtitan.training.lr_scheduler import lr_factor
@@ -64,6 +69,11 @@ class Trainer:
         self.checkpointer = Checkpointer(self.folder.checkpoints, config.checkpoint, layout.rank)
         resumed_step = self.checkpointer.find() if config.checkpoint.enable else None
         self.model = self._build_model(new=resumed_step is None)
+        edges = taps = None
+        if config.gns.enable:
+            edges = inner_edges(config.gns, self.objective.timestep_sampler.density, self.objective.path)
+            self.objective.timestep_sampler = self._timestep_sampler(edges)
+            taps = self._build_taps(edges) if config.gns.single_pass else None
         self.train_module = parallelize(
             self.model,
             layout,
@@ -89,6 +99,7 @@ class Trainer:
             pin_memory=layout.device.type == "cuda",
             on_unreadable=self.corrupt_images.record,
         )
+        self.gns = self._build_gns(edges, taps) if config.gns.enable else None
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
         self.window = LossWindow(self.bin_edges)
         self.finite = FiniteCheck()
@@ -113,6 +124,8 @@ class Trainer:
                 norm, lr = self.train_step()
                 if self.step == 1 or self.step % self.config.metrics.log_freq == 0 or self._last_step:
                     self.reports.log(norm, lr)
+                if self.gns and self._due(self.config.gns.log_interval):
+                    self.reports.log_gns()
                 self.reports.advance()
                 if self.config.validation.enable and self._due(self.config.validation.interval):
                     self.reports.validate()
@@ -122,6 +135,8 @@ class Trainer:
                 if self.config.checkpoint.enable and (signal_number or self._due(self.config.checkpoint.interval)):
                     self._save()
         self.finite.raise_if_broken()
+        if self.gns:
+            self.gns.flush()
         self.reports.finish("interrupted" if signal_number else "completed")
         return 128 + signal_number if signal_number else 0
 
@@ -130,10 +145,14 @@ class Trainer:
         config = self.config
         samples = GlobalBatch(self.data.next_sample, config.training.global_batch_size, self.data.attempt)
         microbatches = self.data.microbatches_per_step
+        if self.gns:
+            self.gns.begin_step(self.step, self.optimizer.state, config.optimizer.beta2)
         for number in range(microbatches):
             batch = self.data.next_batch()
-            self._forward_backward(batch, samples, microbatches, last=number == microbatches - 1)
+            self._forward_backward(batch, samples, number, microbatches)
         parameters = list(self.parameters.values())
+        if self.gns:
+            self.gns.end_step(parameters, config.training.global_batch_size // self.layout.world_size, microbatches)
         norm = gradient_norm(parameters, self.layout)
         if config.training.max_norm > 0:
             clip_gradients(parameters, norm, config.training.max_norm)
@@ -149,18 +168,23 @@ class Trainer:
             set_train_timeout(config.comm, self.layout)
         return norm, lr
 
-    def _forward_backward(self, batch: dict[str, Tensor], samples: GlobalBatch, microbatches: int, last: bool) -> None:
+    def _forward_backward(self, batch: dict[str, Tensor], samples: GlobalBatch, number: int, microbatches: int) -> None:
         device = self.layout.device
         images, indices, labels = (
             batch[key].to(device, non_blocking=True) for key in ("images", "samples", "labels")
         )
         draw = self.objective.draw(tuple(images.shape[1:]), samples, indices)
         condition = self._condition(labels, indices, samples.attempt)
-        with accumulate_locally(self.train_module, last=last):
+        if self.gns:
+            self.gns.begin_microbatch(draw.t)
+        reduce_now = number == microbatches - 1 or (self.gns is not None and self.gns.separate_microbatches)
+        with accumulate_locally(self.train_module, last=reduce_now):
             with self._compute_context():
                 terms = self.objective.loss(self.train_module, images, condition, draw)
             # The mean over the global batch: ranks are averaged by the reduction, microbatches here.
             (terms.loss.mean() / microbatches).backward()
+        if self.gns:
+            self.gns.end_microbatch(terms.loss, microbatches, list(self.parameters.values()), samples, number)
         self.window.add(terms)
 
     def _condition(self, labels: Tensor, indices: Tensor, attempt: int) -> Tensor | None:
@@ -195,6 +219,43 @@ class Trainer:
             fill(model, Path(self.config.checkpoint.initial_weights))
         return model.train()
 
+    def _build_taps(self, edges: Tensor) -> GradientTaps:
+        return GradientTaps(
+            self.model,
+            bin_edges=edges,
+            local_batch_size=self.config.training.local_batch_size,
+            sketch_size=self.config.gns.sketch_size,
+            seed=self.config.debug.seed,
+            adam=self.config.optimizer.name != "Muon",
+            device=self.layout.device,
+        )
+
+    def _build_gns(self, edges: Tensor, taps: GradientTaps | None) -> GNSMonitor:
+        config, ranks = self.config.gns, None
+        if config.rank_gradients:
+            ranks = RankMonitor(
+                self.train_module,
+                self.layout,
+                microbatches=self.data.microbatches_per_step,
+                num_bins=len(edges) + 1 if config.bin_pure_microbatches else None,
+                half_life=config.half_life * (1 if config.bin_pure_microbatches else len(edges) + 1),
+            )
+        return GNSMonitor(
+            config, objective=self.objective, edges=edges, taps=taps, ranks=ranks, layout=self.layout,
+            folder=self.folder.path,
+        )  # fmt: skip
+
+    def _timestep_sampler(self, edges: Tensor) -> TimestepSampler:
+        config, training = self.config, self.config.training
+        ordinary = self.objective.timestep_sampler
+        arguments = (ordinary.density, config.debug.seed, ordinary.spread)
+        if config.gns.bin_pure_microbatches:
+            parts = microbatches_per_step(
+                training.global_batch_size, training.local_batch_size, self.layout.world_size
+            )
+            return BinPureTimesteps(*arguments, edges=edges, microbatches_per_step=parts)
+        return AllocatedTimesteps(*arguments, edges=edges) if config.gns.allocate_timesteps else ordinary
+
     def _model_on_meta(self) -> torch.nn.Module:
         info = DATASETS[self.config.data.name].info(self.config.data)
         with torch.device("meta"):
@@ -227,6 +288,8 @@ class Trainer:
         with self._compute_context():
             self.objective.loss(self.train_module, images, condition, draw).loss.mean().backward()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.gns:
+            self.gns.forget()
 
     # ------------------------------------------------------------------ state
 
@@ -247,11 +310,14 @@ class Trainer:
             "corrupt_images": self.corrupt_images.state_dict(),
             "timestep_sampler": self.objective.timestep_sampler.state_dict(),
             "loss_window": self.window.state_dict(),
+            "gns": self.gns.state_dict() if self.gns else {},
         }
 
     def _save(self) -> None:
         self.finite.raise_if_broken()
         with self.reports.excluded():
+            if self.gns:
+                self.gns.flush()
             self.checkpointer.save(self.step, self.tensors(), self.state())
 
     def _resume(self, step: int) -> None:
@@ -264,6 +330,8 @@ class Trainer:
         self.corrupt_images.load_state_dict(state.get("corrupt_images", {}))
         self.objective.timestep_sampler.load_state_dict(state["timestep_sampler"])
         self.window.load_state_dict(state["loss_window"])
+        if self.gns:
+            self.gns.load_state_dict(state.get("gns", {}), self.step)
 
     def close(self) -> None:
         """Stop the loader's workers and close the sinks."""

@@ -111,7 +111,7 @@ def test_every_layer_measures_what_one_gradient_per_sample_gives(config, dtype, 
     taps.begin_microbatch(problem.t)
     problem.loss().mean().backward()
     sketch_sums = {name: layer.sums.grad.clone() for name, layer in taps._layers.items()}
-    taps.end_microbatch(BATCH)
+    taps.end_microbatch(BATCH, torch.zeros(len(taps._switch.one_hot)))
     sums = taps.end_step()
 
     assert torch.equal(sums.count, problem.one_hot.sum(0))
@@ -154,7 +154,7 @@ def test_sketches_are_unbiased_and_fresh_on_every_step():
         taps.begin_step(step, True, {}, BETA2, one_process())
         taps.begin_microbatch(problem.t)
         problem.loss().mean().backward()
-        taps.end_microbatch(BATCH)
+        taps.end_microbatch(BATCH, torch.zeros(len(taps._switch.one_hot)))
         sums = taps.end_step()
         found.append(torch.cat((sums.squares[3, 0], sums.all_products[3, 0].flatten())))
     flat = torch.cat([g.flatten(1) for name, g in problem.gradients.items() if taps._parts[name] == "token"], dim=1)
@@ -175,7 +175,7 @@ def test_gradients_are_bit_equal_with_and_without_taps():
         taps.begin_step(0, measured, {}, BETA2, one_process())
         taps.begin_microbatch(tapped.t)
         tapped.loss().mean().backward()
-        taps.end_microbatch(BATCH)
+        taps.end_microbatch(BATCH, torch.zeros(len(taps._switch.one_hot)))
         taps.end_step()
         for (name, parameter), (other, found) in zip(
             plain.model.named_parameters(), tapped.model.named_parameters(), strict=True
@@ -193,7 +193,7 @@ def test_microbatches_add_up_to_the_step():
             chosen = slice(first, first + batch)
             taps.begin_microbatch(problem.t[chosen])
             (problem.loss(chosen).sum() / BATCH).backward()
-            taps.end_microbatch(BATCH)
+            taps.end_microbatch(BATCH, torch.zeros(len(taps._switch.one_hot)))
         results.append(taps.end_step())
     one, two = results
     assert torch.equal(one.count, two.count) and torch.equal(one.all_pairs, two.all_pairs)
@@ -215,7 +215,7 @@ def test_recomputed_blocks_measure_the_same(mode):
         taps.begin_step(1, True, {}, BETA2, one_process())
         taps.begin_microbatch(problem.t)
         problem.loss().mean().backward()
-        taps.end_microbatch(BATCH)
+        taps.end_microbatch(BATCH, torch.zeros(len(taps._switch.one_hot)))
         sums = taps.end_step()
         results.append(torch.cat((sums.squares.flatten(), sums.all_products.flatten())))
     assert torch.equal(*results)

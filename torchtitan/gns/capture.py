@@ -49,18 +49,48 @@ class StepSums:
 
     Attributes:
         count: samples [K].
+        square_losses: sums of squared per-sample losses [K].
         pairs: ordered pairs of samples in the free parts' products, own pairs not counted, [K, K].
         squares: sums of squared norms [P, G, K]; NaN in parts that were not measured.
         products: inner products of the bins' sums, own products included, [P, G, K, K]: within microbatches.
-        all_pairs, all_products: the same over the whole step [K, K] and [P, G, K, K]; None on a free step.
+        all_pairs: ordered pairs of the whole step [K, K]; None on a free step, like the two below.
+        sketched: inner products over the whole step, of sketches where the part has any, [P, G, K, K].
+        corrections: exact minus sketched products of the pairs of one microbatch, [P, G, K, K].
+
+    count, square_losses, squares, all_pairs and sketched are the same on any layout; the others depend on how a step is cut into
+    microbatches.
     """
 
     count: Tensor
+    square_losses: Tensor
     pairs: Tensor
     squares: Tensor
     products: Tensor
     all_pairs: Tensor | None = None
-    all_products: Tensor | None = None
+    sketched: Tensor | None = None
+    corrections: Tensor | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether the token part was measured."""
+        return self.sketched is not None
+
+    @property
+    def all_products(self) -> Tensor:
+        """Inner products over the whole step [P, G, K, K]: the best known of every pair. Of a measured step."""
+        return self.sketched + self.corrections
+
+    def rescaled(self, factor: Tensor) -> "StepSums":
+        """The sums if the losses of bin b were multiplied by factor[b], [K]."""
+        matrix = torch.outer(factor, factor)
+
+        def product(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values * matrix
+
+        return StepSums(
+            self.count, self.square_losses * factor**2, self.pairs, self.squares * factor**2, product(self.products),
+            self.all_pairs, product(self.sketched), product(self.corrections),
+        )  # fmt: skip
 
 
 class GradientTaps:
@@ -131,16 +161,18 @@ class GradientTaps:
         self._switch.one_hot.zero_().scatter_(1, bins[:, None], 1.0)
         self._switch.mode = MEASURED if self._measured else FREE
 
-    def end_microbatch(self, samples_per_rank: int) -> None:
+    def end_microbatch(self, samples_per_rank: int, loss: Tensor) -> None:
         """Collect what the backward measured and switch the taps off.
 
         Args:
             samples_per_rank: over how many samples of this rank the loss is a mean (all its microbatches).
+            loss: per-sample losses [B].
         """
         self._switch.mode = OFF
         one_hot, scale = self._switch.one_hot, float(samples_per_rank)
         counts = one_hot.sum(0).to(torch.float64)
         self._count += counts
+        self._square_losses += loss.detach().to(torch.float64).square() @ one_hot.to(torch.float64)
         self._pairs += torch.outer(counts, counts) - torch.diag(counts)
         for index, part in enumerate(_VECTOR_PARTS):
             gram = _take(self._probes[part]) * scale**2  # [G, B, B]
@@ -162,26 +194,25 @@ class GradientTaps:
 
     def end_step(self) -> StepSums:
         """Sums over all ranks, the same on every rank; collective. Starts anew."""
-        parts = (self._count, self._pairs, self._squares, self._products, self._corrections)
+        parts = (self._count, self._square_losses, self._pairs, self._squares, self._products, self._corrections)
         packed = torch.cat([part.flatten() for part in parts])
         parallel = dist.is_initialized() and dist.get_world_size() > 1
         if parallel:
             dist.all_reduce(packed)
         sizes = [part.numel() for part in parts]
-        count, pairs, squares, products, corrections = (
+        count, square_losses, pairs, squares, products, corrections = (
             part.view_as(like) for part, like in zip(packed.split(sizes), parts, strict=True)
         )
-        all_pairs = all_products = None
+        of_all_pairs = ()
         products[_TOKEN] = torch.nan
         if self._measured:
             if parallel:
                 dist.all_reduce(self._flat)
-            all_pairs = torch.outer(count, count) - torch.diag(count)
-            all_products = corrections + self._products_of_sums()
+            of_all_pairs = (torch.outer(count, count) - torch.diag(count), self._products_of_sums(), corrections)
         else:
             squares[_TOKEN] = torch.nan
         self._start()
-        return StepSums(count, pairs, squares, products, all_pairs, all_products)
+        return StepSums(count, square_losses, pairs, squares, products, *of_all_pairs)
 
     # ------------------------------------------------------------------ inside
 
@@ -192,7 +223,7 @@ class GradientTaps:
             return torch.zeros(shape, dtype=torch.float64, device=self._device)
 
         self._measured = False
-        self._count, self._pairs = zeros(bins), zeros(bins, bins)
+        self._count, self._square_losses, self._pairs = zeros(bins), zeros(bins), zeros(bins, bins)
         self._squares, self._products = zeros(parts, geometries, bins), zeros(parts, geometries, bins, bins)
         self._corrections = zeros(parts, geometries, bins, bins)
         self._flat.zero_()

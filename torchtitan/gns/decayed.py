@@ -1,5 +1,6 @@
 """Sums of many steps, the older ones counting less, and what they say with confidence intervals."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -50,20 +51,26 @@ class DecayedSums:
     bins (b, c) by the geometric mean of the two. A bin that a step leaves out stays as it is, and how the batch is
     spread over steps makes no difference to what older samples are worth.
 
+    Early in training gradients change by orders of magnitude, most of all in Adam's geometry. With `ramp`, the half-life
+    is at most that share of the samples seen so far, so that the first steps do not outweigh the later ones for long.
+
     `skipped` counts steps left out because a sum was not finite.
     """
 
-    def __init__(self, num_bins: int, half_life: float) -> None:
+    def __init__(self, num_bins: int, half_life: float, ramp: float = math.inf) -> None:
         """
         Args:
             num_bins: K.
             half_life: in samples of a bin, > 0; infinity: nothing decays.
+            ramp: > 0; the half-life is at most this times the samples of the bin seen before; infinity: no limit.
         """
         if not half_life > 0:
             raise ValueError(f"half_life is {half_life:g} samples, must be positive")
         self.num_bins = num_bins
         self.half_life = half_life
+        self.ramp = ramp
         self.skipped = 0
+        self._seen = torch.zeros(num_bins, dtype=torch.float64)  # samples of each bin, none forgotten
         # Ratios (|g|^2 per sample, signal per pair) of each bin; one ratio of each pair of bins.
         self._bins = RatioMoments.of(torch.zeros(num_bins, 2, 2, dtype=torch.float64))
         self._pairs = RatioMoments.of(torch.zeros(num_bins, num_bins, 1, 2, dtype=torch.float64))
@@ -80,7 +87,9 @@ class DecayedSums:
         per_bin = torch.stack([sums.squares, sums.count, numerator, pairs], dim=-1).unflatten(-1, (2, 2))
         per_pair = torch.stack([numerators, sums.pairs], dim=-1).unsqueeze(-2)  # [K, K, 1, 2]
 
-        kept = 0.5 ** (sums.count / self.half_life)
+        half_life = self.half_life if math.isinf(self.ramp) else (self.ramp * self._seen).clamp(max=self.half_life)
+        kept = torch.where(sums.count > 0, 0.5 ** (sums.count / half_life), 1.0)
+        self._seen = self._seen + sums.count
         self._bins = self._bins.decayed(kept) + RatioMoments.of(per_bin)
         self._pairs = self._pairs.decayed(torch.outer(kept, kept).sqrt()) + RatioMoments.of(per_pair)
         self._fourth_powers = self._fourth_powers * kept**4 + pairs**4
@@ -148,7 +157,7 @@ class DecayedSums:
         self.skipped = state["skipped"]
         self._bins = RatioMoments(loaded["bins_first"], loaded["bins_second"])
         self._pairs = RatioMoments(loaded["pairs_first"], loaded["pairs_second"])
-        self._fourth_powers = loaded["fourth_powers"]
+        self._fourth_powers, self._seen = loaded["fourth_powers"], loaded["seen"]
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
@@ -157,4 +166,5 @@ class DecayedSums:
             "pairs_first": self._pairs.first,
             "pairs_second": self._pairs.second,
             "fourth_powers": self._fourth_powers,
+            "seen": self._seen,
         }

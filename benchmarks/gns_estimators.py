@@ -1,0 +1,270 @@
+"""How near the online estimates of the gradient noise scale come to exact ones: python benchmarks/gns_estimators.py
+
+Small DiTs are trained on real images, and at three ages, with weights frozen, the same samples are measured twice: by
+the taps of a training step, every step a measured one with fresh projections, and exactly, by one gradient per sample.
+Reported are errors of ln B_simple over the timestep bins, as root mean squares, of
+
+    sketch      the whole model on measured steps
+    composite   the free parts of every step, its constants learned on the steps before
+    modulation  adaLN alone, with its bias: the geometric mean of the ratio to the exact value
+
+in the plain geometry and in Adam's (row and column factors of the second moment, on both sides), and how far these
+factors are from Adam's own second moment element by element. The reference is the exact estimate on *other* samples,
+with its interval: it says what sampling alone is worth. Writes benchmarks/results/gns_estimators.json.
+
+Arguments: --steps 32 measured steps, --data digits synthetic_path..., see --help.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+
+from torchtitan.config import load_config
+from torchtitan.diffusion.timesteps import GlobalBatch
+from torchtitan.gns.capture import FREE_PARTS, PARTS, StepSums
+from torchtitan.gns.composite import Composite
+from torchtitan.gns.decayed import DecayedSums
+from torchtitan.gns.statistics import PairSums
+from torchtitan.trainer import Trainer
+from torchtitan.training.run_folder import versions
+
+CONFIG = """
+[model]
+flavor = "debug"
+dim = 128
+num_layers = 4
+mlp_hidden_dim = 344
+[optimizer]
+lr = 5e-4
+[lr_scheduler]
+warmup_steps = 50
+[objective]
+timestep_sampler = "uniform"
+[training]
+steps = 100000
+local_batch_size = {batch}
+[metrics]
+log_freq = 200
+enable_tensorboard = false
+[checkpoint]
+enable = false
+[sampling]
+enable = false
+[gns]
+enable = true
+interval = 1
+{data}
+"""
+DATA = {
+    "digits": '[data]\nname = "digits"\n',
+    "cifar10": '[data]\nname = "cifar10"\npath = "{cifar10}"\n',
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cifar10", help="folder of CIFAR-10; without it digits alone are measured")
+    parser.add_argument("--ages", type=int, nargs="+", default=[200, 1000, 2000], help="steps trained before each look")
+    parser.add_argument("--steps", type=int, default=32, help="measured steps at each look")
+    parser.add_argument("--batch", type=int, default=256, help="samples of a measured step")
+    parser.add_argument("--sketch-size", type=int, default=8)
+    arguments = parser.parse_args()
+    rows = []
+    for name, data in DATA.items():
+        if name == "cifar10" and not arguments.cifar10:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            config = Path(folder) / f"{name}.toml"
+            config.write_text(CONFIG.format(batch=arguments.batch, data=data.format(cifar10=arguments.cifar10)))
+            options = [
+                "--job.config_file", str(config), "--job.dump_folder", folder,
+                "--gns.sketch_size", str(arguments.sketch_size), *(["--model.patch_size", "4"] if name == "cifar10" else []),
+            ]  # fmt: skip
+            trainer = Trainer(load_config(options, 1))
+            rows += [
+                {"data": name, "age": age, **row}
+                for age in arguments.ages
+                for row in look(trainer, age, arguments.steps)
+            ]
+            trainer.close()
+        print_table([row for row in rows if row["data"] == name])
+    result = {
+        "model": "DiT of 128 channels, 4 blocks", "batch": arguments.batch, "measured_steps": arguments.steps,
+        "sketch_size": arguments.sketch_size, "rows": rows, "date": date.today().isoformat(), "versions": versions(),
+    }
+    path = ROOT / "benchmarks" / "results" / "gns_estimators.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {path.relative_to(ROOT)}")
+
+
+def look(trainer: Trainer, age: int, steps: int) -> list[dict]:
+    """Train to an age, then measure with frozen weights; a row per geometry."""
+    while trainer.step < age:
+        trainer.step += 1
+        trainer.train_step()
+    num_bins, geometries = trainer.gns.pool.num_bins, trainer.gns.pool.geometries
+    keys = ("sketch", "composite", "modulation", "exact", "elementwise", "reference")
+    pools = {(g, key): DecayedSums(num_bins, math.inf) for g in geometries for key in keys}
+    composites = [Composite(num_bins, index, math.inf) for index in range(len(geometries))]
+    first = 10_000_000 * age  # samples that training never sees
+    for number in tqdm(range(2 * steps), desc=f"age {age}", leave=False):
+        sums, weights = _measure(trainer, first, number), None
+        exact = _exact(trainer, first, number)
+        for index, geometry in enumerate(geometries):
+            if number >= steps:  # other samples
+                pools[geometry, "reference"].add(exact[geometry])
+                continue
+            if number:
+                pools[geometry, "composite"].add(composites[index].sums(sums))
+                # From the second step on, so that all rows of the table are of the same samples.
+                pools[geometry, "exact"].add(exact[geometry])
+                pools[geometry, "sketch"].add(_whole(sums, index, range(len(PARTS))))
+                pools[geometry, "modulation"].add(_whole(sums, index, [PARTS.index("modulation")]))
+                if geometry == "adam":
+                    pools[geometry, "elementwise"].add(exact["elementwise"])
+            composites[index].calibrate(sums)
+    return [_row(geometry, {key: pools[geometry, key] for key in keys}) for geometry in geometries]
+
+
+def _measure(trainer: Trainer, first: int, number: int) -> StepSums:
+    from torchtitan.gns.pool import to_host
+
+    x0, condition, draw = _samples(trainer, first, number)
+    taps = trainer.gns._taps
+    taps.begin_step(first + number, True, trainer.optimizer.state, trainer.config.optimizer.beta2, trainer.layout)
+    taps.begin_microbatch(draw.t)
+    trainer.objective.loss(trainer.model, x0, condition, draw).loss.mean().backward()
+    taps.end_microbatch(len(x0), torch.zeros(len(x0)))
+    trainer.optimizer.zero_grad(set_to_none=True)
+    return to_host(taps.end_step())
+
+
+def _samples(trainer: Trainer, first: int, number: int):
+    batch = trainer.config.training.local_batch_size
+    samples = torch.arange(batch) + first + number * batch
+    from data import DATASETS
+
+    if not hasattr(trainer, "_dataset_of_look"):
+        trainer._dataset_of_look = DATASETS[trainer.config.data.name](trainer.config.data, "train")
+    images, labels = trainer._dataset_of_look.fetch((samples % len(trainer._dataset_of_look)).numpy())
+    where = GlobalBatch(first + number * batch, batch)
+    draw = trainer.objective.draw(tuple(images.shape[1:]), where, samples)
+    return images, trainer._condition(labels, samples, 0), draw
+
+
+def _exact(trainer: Trainer, first: int, number: int) -> dict[str, PairSums]:
+    """Sums of a step from one gradient per sample, in every geometry and with Adam's own second moment."""
+    x0, condition, draw = _samples(trainer, first, number)
+    parameters = {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
+    objective, model = trainer.objective, trainer.model
+
+    def loss(weights, x, label, t, noise, importance):
+        from torchtitan.diffusion.objective import Draw
+
+        def network(x_t, time, classes):
+            return functional_call(model, weights, (x_t, time, classes))
+
+        one = Draw(t[None], noise[None], importance[None])
+        return objective.loss(network, x[None], label[None], one).loss.sum()
+
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no batching rule
+        per_sample = vmap(grad(loss), in_dims=(None, 0, 0, 0, 0, 0), chunk_size=64)(
+            parameters, x0, condition, draw.t, draw.noise, draw.importance
+        )
+    bins = torch.bucketize(draw.t, trainer.gns._taps._edges)
+    one_hot = torch.nn.functional.one_hot(bins, trainer.gns.pool.num_bins).double()
+    factors = {"plain": None, "adam": _factored(trainer), "elementwise": _elementwise(trainer)}
+    found = {}
+    for kind, of in factors.items():
+        squares, products = 0.0, 0.0
+        for name, gradient in per_sample.items():
+            flat = (gradient if of is None else gradient * of[name]).flatten(1)
+            squares = squares + one_hot.T @ flat.square().sum(1).double()
+            sums = (one_hot.float().T @ flat).double()
+            products = products + sums @ sums.T
+        found[kind] = PairSums.of_group(one_hot.sum(0), squares, products)
+    return found
+
+
+def _elementwise(trainer: Trainer) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in trainer.model.named_parameters():
+        state = trainer.optimizer.state[parameter]
+        v = state["exp_avg_sq"] / (1 - trainer.config.optimizer.beta2 ** state["step"])
+        found[name] = 1.0 / (v.sqrt() + trainer.config.optimizer.eps)
+    return found
+
+
+def _factored(trainer: Trainer) -> dict[str, Tensor]:
+    found = {}
+    for name, scales in trainer.gns._taps._scales.items():
+        rows, columns = scales.rows[-1], scales.columns[-1]
+        weight = trainer.model.get_submodule(name).weight
+        found[f"{name}.weight"] = rows[:, None] * columns[None, :-1] if weight.ndim == 2 else rows * columns
+        found[f"{name}.bias"] = rows * columns[-1]
+    return found
+
+
+def _whole(sums: StepSums, index: int, parts) -> PairSums:
+    parts = list(parts)
+    return PairSums(
+        sums.count, sums.squares[parts, index].sum(0), sums.all_products[parts, index].sum(0), sums.all_pairs
+    )
+
+
+def _row(geometry: str, pools: dict[str, DecayedSums]) -> dict:
+    found = {key: pool.estimate() for key, pool in pools.items()}
+    exact = found["exact"].b_simple
+    known = exact > 0
+    row = {"geometry": geometry, "exact": exact.tolist(), "bins_known": int(known.sum())}
+    for key in ("sketch", "composite", "modulation", "reference"):
+        value = found[key].b_simple
+        row[key] = value.tolist()
+        row[f"{key}_rms"] = _rms(value[known] / exact[known])
+        row[f"{key}_spearman"] = _spearman(value[known], exact[known])
+    ratio = (found["modulation"].b_simple / exact)[known]
+    row["modulation_ratio"] = ratio.clamp_min(1e-3).log().mean().exp().item()
+    row["exact_lower"], row["exact_upper"] = found["exact"].lower.tolist(), found["exact"].upper.tolist()
+    row["reference_lower"], row["reference_upper"] = found["reference"].lower.tolist(), found["reference"].upper.tolist()
+    inside = (found["sketch"].b_simple >= found["reference"].lower) & (found["sketch"].b_simple <= found["reference"].upper)
+    row["sketch_inside_reference_interval"] = int(inside.sum())
+    if geometry == "adam":
+        row["elementwise"] = found["elementwise"].b_simple.tolist()
+        row["factored_rms"] = _rms(exact[known] / found["elementwise"].b_simple[known])
+    return row
+
+
+def _rms(ratio: Tensor) -> float:
+    return ratio.clamp_min(1e-3).log().square().mean().sqrt().item()
+
+
+def _spearman(a: Tensor, b: Tensor) -> float:
+    ranks = torch.stack((a.argsort().argsort(), b.argsort().argsort())).double()
+    return torch.corrcoef(ranks)[0, 1].item()
+
+
+def print_table(rows: list[dict]) -> None:
+    print(f"{'data':<9}{'age':>6} {'geometry':<9}{'exact B, lowest .. highest':>28}{'sketch':>9}{'composite':>11}{'(rank)':>8}"
+          f"{'adaLN':>9}{'ratio':>7}{'other samples':>15}{'v factored':>12}")
+    for row in rows:
+        print(f"{row['data']:<9}{row['age']:>6} {row['geometry']:<9}{min(row['exact']):>18.1f} .. {max(row['exact']):<6.1f}"
+              f"{100 * row['sketch_rms']:>8.1f}%{100 * row['composite_rms']:>10.1f}%{row['composite_spearman']:>8.2f}"
+              f"{100 * row['modulation_rms']:>8.1f}%{row['modulation_ratio']:>7.2f}{100 * row['reference_rms']:>14.1f}%"
+              f"{100 * row.get('factored_rms', math.nan):>11.1f}%")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""`[gns]` sections that could not give a number, or not a right one."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.paths import DDPM
+from torchtitan.gns.monitor import GNSConfig, inner_edges
+
+# Fewer samples of a bin in a step hold hardly a pair, and only pairs say anything of the mean gradient.
+_LEAST_PER_BIN = 2
+
+
+def gns_problems(
+    config: GNSConfig, objective: Objective, given: set[str], *, global_batch_size: int, microbatches: int, ranks: int
+) -> Iterator[tuple[str, str]]:
+    """Find what makes a measurement impossible or wrong.
+
+    Args:
+        config: the section.
+        objective: whose timesteps are binned.
+        given: the dotted keys that were set.
+        global_batch_size: samples per step.
+        microbatches: of each rank in a step.
+        ranks: number of processes.
+
+    Returns:
+        pairs of a key of the section and the reason.
+    """
+    yield from _rank_problems(config, objective, microbatches, ranks)
+    if not config.single_pass and not config.rank_gradients:
+        yield "single_pass", "without it and without gns.rank_gradients nothing is measured (set gns.enable to false)"
+    if config.allocate_timesteps and config.bin_pure_microbatches:
+        yield "allocate_timesteps", "microbatches of one bin each leave nothing to allocate (set one of the two to false)"
+    if config.bin_unit == "index" and not isinstance(objective.path, DDPM):
+        yield "bin_unit", "index is for DDPM paths, whose times have one (use t or sigma)"
+        return
+    if "gns.bin_unit" in given and not config.bin_edges:
+        yield "bin_unit", "has no effect without gns.bin_edges (remove it)"
+    if "gns.num_bins" in given and config.bin_edges:
+        yield "num_bins", "has no effect beside gns.bin_edges (remove one of them)"
+    if any(math.isnan(edge) for edge in config.bin_edges):
+        yield "bin_edges", "holds a number that is none"
+        return
+    density = objective.timestep_sampler.density
+    try:
+        edges = inner_edges(config, density, objective.path)
+    except ValueError as problem:
+        yield "bin_edges", str(problem)
+        return
+    # The quantiles of a fine grid: a bin that none of them meets has hardly any mass.
+    drawn = density.quantile((torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000)
+    counts = torch.bincount(torch.bucketize(drawn.to(torch.float32), edges.to(torch.float32)), minlength=len(edges) + 1)
+    if (empty := (counts == 0).nonzero().flatten().tolist()):
+        key = "bin_edges" if config.bin_edges else "num_bins"
+        yield key, f"no training timestep falls into bin {empty[0]} of {len(counts)} (use fewer or wider bins)"
+    if global_batch_size < _LEAST_PER_BIN * len(counts):
+        yield ("bin_edges" if config.bin_edges else "num_bins"), (
+            f"{len(counts)} bins share {global_batch_size} images a step: a bin needs {_LEAST_PER_BIN} or more, for"
+            f" only pairs tell signal from noise (use {max(global_batch_size // _LEAST_PER_BIN, 1)} bins or fewer)"
+        )
+
+
+def _rank_problems(
+    config: GNSConfig, objective: Objective, microbatches: int, ranks: int
+) -> Iterator[tuple[str, str]]:
+    if not config.rank_gradients:
+        return
+    spread = objective.timestep_sampler.spread
+    if spread != "none":
+        yield "rank_gradients", (
+            f"objective.spread = {spread} makes the ranks' timesteps depend on each other, so their gradients differ less"
+            " than independent ones (set objective.spread to none, or rank_gradients to false)"
+        )
+    if ranks == 1 and config.bin_pure_microbatches:
+        yield "bin_pure_microbatches", "one process has no second gradient of the same bin to compare (use 2 or more)"
+    elif ranks == 1 and microbatches == 1:
+        yield "rank_gradients", (
+            "one process with one microbatch a step has no two gradients to compare (use more processes, or a"
+            " training.global_batch_size above training.local_batch_size)"
+        )

@@ -1,0 +1,336 @@
+"""The gradient noise scale of every timestep bin while a model trains: the part that the trainer calls."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.diffusion.allocated import AllocatedTimesteps, bin_masses, bin_means
+from torchtitan.diffusion.bin_pure import BinPureTimesteps
+from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.paths import Path as NoisePath
+from torchtitan.diffusion.timestep_densities import Density, LogitNormal, Uniform
+from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
+from torchtitan.distributed.mesh import Layout
+from torchtitan.gns.allocate import (
+    FROM_WEIGHT,
+    PredictedRatio,
+    SharesSchedule,
+    advice,
+    batch_advice,
+    loss_second_moment_shares,
+    predicted_ratios,
+    weight_shares,
+)
+from torchtitan.gns.capture import GradientTaps, StepSums
+from torchtitan.gns.decayed import BinEstimates
+from torchtitan.gns.pictures import PICTURE_FILE, draw_noise_scale
+from torchtitan.gns.pool import ESTIMATORS, Pool, to_host
+from torchtitan.gns.rank_monitor import RankMonitor
+from torchtitan.gns.raw_sums import RawSums
+from torchtitan.settings import setting
+
+GNS_FOLDER = "gns"
+
+_ON = {"enable": (True,)}
+
+
+@dataclass(kw_only=True)
+class GNSConfig:
+    """`[gns]`: gradient noise scale per timestep bin, measured while training."""
+
+    enable: bool = setting(False, "measure the gradient noise scale of every timestep bin", trajectory=False)
+    interval: int = setting(
+        8, "steps from one measured step, with sketches of all layers, to the next", ge=1, applies=_ON, trajectory=False
+    )
+    sketch_size: int = setting(
+        8, "rows and columns of a layer's random sketch: less error of its own for more time", ge=2, le=32, applies=_ON,
+        trajectory=False,
+    )
+    num_bins: int = setting(
+        10, "timestep bins of equal training mass, unless bin_edges says otherwise", ge=1, le=64, applies=_ON,
+        trajectory=False,
+    )
+    bin_edges: list[float] = setting(
+        [], "all edges of the bins, rising: from 0 to 1 in t, to inf in sigma, to the number of indices in index",
+        applies=_ON, trajectory=False,
+    )
+    bin_unit: Literal["t", "sigma", "index"] = setting(
+        "t", "what bin_edges are given in; index: of a DDPM path", applies=_ON, trajectory=False
+    )
+    half_life: float = setting(
+        4096.0, "samples of a bin after which a measurement counts half", gt=0, applies=_ON, trajectory=False
+    )
+    log_interval: int = setting(50, "steps between logged estimates", ge=1, applies=_ON, trajectory=False)
+    picture_interval: int = setting(
+        500, "steps between drawings of <run>/gns/noise_scale.png; also at the last step", ge=1, applies=_ON,
+        trajectory=False,
+    )
+    single_pass: bool = setting(
+        True, "estimate per bin from one ordinary backward, by taps on the layers", applies=_ON, trajectory=False
+    )
+    rank_gradients: bool = setting(
+        False, "compare each rank's gradient (or each microbatch's, in a single process) with the reduced one",
+        applies=_ON, trajectory=False,
+    )
+    bin_pure_microbatches: bool = setting(
+        False, "one timestep bin per microbatch, on all ranks, each reduced by itself: rank gradients tell bins apart",
+        applies={"rank_gradients": (True,)},
+    )
+    allocate_timesteps: bool = setting(
+        False, "draw timesteps in proportion to each bin's measured noise; importance weights keep the objective",
+        applies={"single_pass": (True,)},
+    )
+    allocation_warmup: int = setting(
+        20_000, "images before the first change of the allocation", ge=0, applies={"allocate_timesteps": (True,)}
+    )
+    allocation_interval: int = setting(
+        100, "steps from one change of the allocation to the next, at least", ge=1,
+        applies={"allocate_timesteps": (True,)},
+    )
+
+
+def inner_edges(config: GNSConfig, density: Density, path: NoisePath) -> Tensor:
+    """Inner edges of the timestep bins in t, rising, float64 [K - 1].
+
+    Raises:
+        ValueError: edges that are not rising, do not cover the whole range, or enclose no training timestep.
+    """
+    if not config.bin_edges:
+        return density.quantile(torch.arange(1, config.num_bins, dtype=torch.float64) / config.num_bins)
+    edges = torch.tensor(config.bin_edges, dtype=torch.float64)
+    if len(edges) < 2 or not (edges.diff() > 0).all():
+        raise ValueError("must rise from one edge to the next, two edges at least")
+    end = {"t": 1.0, "sigma": math.inf}.get(config.bin_unit, float(getattr(path, "num_indices", 0)))
+    if edges[0] != 0 or edges[-1] != end:
+        raise ValueError(f"must begin at 0 and end at {end:g}, or samples fall into no bin")
+    inner = edges[1:-1]
+    if config.bin_unit == "sigma":
+        return inner / (1.0 + inner)
+    if config.bin_unit == "index":
+        return path.index_to_t(inner - 0.5 if path.discrete else inner)
+    return inner
+
+
+class GNSMonitor:
+    """Measures, pools, logs and stores; its state is part of the checkpoint."""
+
+    def __init__(
+        self,
+        config: GNSConfig,
+        *,
+        objective: Objective,
+        edges: Tensor,
+        taps: GradientTaps | None,
+        ranks: RankMonitor | None,
+        layout: Layout,
+        folder: Path,
+    ) -> None:
+        """
+        Args:
+            config: the `[gns]` section.
+            objective: whose gradients are measured, with the timestep sampler in use.
+            edges: inner edges of the bins in t.
+            taps: on the model, for the single-pass estimators.
+            ranks: on the reduction, for the estimator from ranks.
+            layout: where the run goes.
+            folder: the run's folder.
+        """
+        self._config, self._objective, self._edges = config, objective, edges
+        self._taps, self._ranks, self._layout, self._folder = taps, ranks, layout, folder / GNS_FOLDER
+        self._mass = bin_masses(objective.timestep_sampler.density, edges)
+        self.pool = Pool(taps.num_bins, len(taps.geometries), config.half_life) if taps else None
+        self._raw = RawSums(self._folder, edges, len(taps.geometries)) if taps and layout.rank == 0 else None
+        self._pending: list[tuple[int, StepSums]] = []
+        self._step, self._samples = 0, 0
+        self._schedule = None
+        if config.allocate_timesteps:
+            self._schedule = SharesSchedule(
+                self._mass, warmup=config.allocation_warmup, interval=config.allocation_interval
+            )
+
+    @property
+    def separate_microbatches(self) -> bool:
+        """Whether every microbatch's gradient is reduced by itself."""
+        return self._ranks is not None and self._ranks.separate
+
+    # ------------------------------------------------------------------ a step, in the order of calls
+
+    def forget(self) -> None:
+        """After a backward that is thrown away: what it sent through the reduction does not count."""
+        if self._ranks:
+            self._ranks.forget()
+
+    def begin_step(self, step: int, optimizer_state: dict[nn.Parameter, dict], beta2: float) -> None:
+        """Before the first microbatch; collective on a measured step."""
+        self._step = step
+        if self._taps:
+            self._taps.begin_step(step, step % self._config.interval == 0, optimizer_state, beta2, self._layout)
+
+    def begin_microbatch(self, t: Tensor) -> None:
+        """Before the forward of samples at times t [B]."""
+        if self._taps:
+            self._taps.begin_microbatch(t)
+
+    def end_microbatch(
+        self, loss: Tensor, microbatches: int, parameters: Sequence[nn.Parameter], samples: GlobalBatch, number: int
+    ) -> None:
+        """After the backward of a microbatch; collective where microbatches are reduced by themselves.
+
+        Args:
+            loss: per-sample losses [B], whose mean over `microbatches` backward was given.
+            microbatches: of each rank in this step.
+            parameters: of the model.
+            samples: the global batch.
+            number: of this microbatch in the step.
+        """
+        if self._taps:
+            self._taps.end_microbatch(len(loss) * microbatches, loss)
+        if self._ranks:
+            sampler, k, importance = self._objective.timestep_sampler, 0, 1.0
+            if isinstance(sampler, BinPureTimesteps):
+                k = sampler.bin_of_microbatch(samples, number)
+                importance = float(bin_importance(sampler)[k])
+            self._ranks.end_microbatch(parameters, len(loss), k, importance)
+
+    def end_step(self, parameters: Sequence[nn.Parameter], samples_per_rank: int, microbatches: int) -> None:
+        """After the last microbatch, before clipping; collective. The device is waited for on measured steps only."""
+        if self._ranks:
+            of_group = samples_per_rank // microbatches if self.separate_microbatches else samples_per_rank
+            self._ranks.end_step(parameters, of_group)
+        if self._taps:
+            importance = bin_importance(self._objective.timestep_sampler)
+            sums = self._taps.end_step()
+            if importance is not None:  # what is measured is the objective, however its timesteps are drawn
+                sums = sums.rescaled((1.0 / importance).to(sums.count.device))
+            self._pending.append((self._step, sums))
+        self._samples += samples_per_rank * self._layout.world_size
+        if self._step % self._config.interval == 0:
+            self.settle()
+            self._allocate()
+
+    def _allocate(self) -> None:
+        if self._schedule:
+            shares = self._schedule.update(
+                self._step, self._samples, self._headline("composite"), stratified=self._stratified
+            )
+            if shares is not None:
+                self._objective.timestep_sampler.set_shares(shares)
+
+    # ------------------------------------------------------------------ what came of it
+
+    def settle(self) -> None:
+        """Bring all measurements to the host and pool them; waits for the device."""
+        for step, sums in self._pending:
+            found = to_host(sums)
+            self.pool.add(found)
+            if self._raw:
+                self._raw.add(step, found)
+        self._pending = []
+        if self._ranks:
+            self._ranks.settle()
+
+    def metrics(self) -> dict[str, float]:
+        """Estimates by tag, `gns/<geometry>/<estimator>/<bin or all>/<quantity>`; what is not known is left out."""
+        self.settle()
+        found = self._ranks.metrics() if self._ranks else {}
+        if self.separate_microbatches:
+            found["gns/reductions_per_step"] = float(self._ranks.microbatches)
+        for geometry in self.pool.geometries if self.pool else ():
+            for estimator in ESTIMATORS:
+                prefix = f"gns/{geometry}/{estimator}"
+                found |= _tags(f"{prefix}/{{}}", self.pool.by_bin(geometry, estimator))
+                found |= _tags(f"{prefix}/all", self.pool.whole(geometry, estimator))
+            parts = self.pool.parts_of_whole(geometry, self._mass, self._stratified)
+            found |= {f"gns/{geometry}/sketch/all/{name}": value for name, value in parts.items() if math.isfinite(value)}
+        if self._schedule:
+            shares = self._objective.timestep_sampler.shares.tolist()
+            found |= {f"gns/shares/{k}": share for k, share in enumerate(shares)}
+        return found
+
+    def advice(self, global_batch_size: int) -> list[str]:
+        """What the measurement says of the batch and of the timestep sampler, a line each; nothing without taps."""
+        if not self.pool:
+            return []
+        self.settle()
+        whole = self.pool.whole(self.pool.geometries[-1], "sketch")
+        batch = batch_advice(whole.b_simple.item(), whole.lower.item(), whole.upper.item(), global_batch_size)
+        return [batch, advice(self.predicted_ratios())]
+
+    def predicted_ratios(self) -> list[PredictedRatio]:
+        """Gradient variance of other timestep samplers over the present one's, for the same objective."""
+        density, others = self._objective.timestep_sampler.density, {}
+        multiplier = bin_means(density, self._edges, lambda t: self._objective.weighting(t / (1.0 - t)))
+        if multiplier.max() > 1.01 * multiplier.min():
+            others[FROM_WEIGHT] = weight_shares(self._mass, multiplier)
+        others["loss_second_moment"] = loss_second_moment_shares(self._mass, self.pool.mean_square_loss())
+        for name, density in (("uniform", Uniform()), ("logit_normal", LogitNormal())):
+            masses = bin_masses(density, self._edges)
+            if (masses / self._mass - 1.0).abs().max() > 0.01:
+                others[name] = masses
+        importance = bin_importance(self._objective.timestep_sampler)
+        present = None if importance is None else self._mass / importance
+        return predicted_ratios(
+            self._mass, self._headline("composite"), others, stratified=self._stratified, present=present
+        )
+
+    def draw(self, points: Sequence[dict], global_batch_size: int) -> Path | None:
+        """Draw the picture of the run so far from its logged points; None where there is nothing to draw."""
+        if not self.pool:
+            return None
+        self.settle()
+        self._folder.mkdir(exist_ok=True)
+        estimates = {geometry: self.pool.by_bin(geometry, "sketch") for geometry in reversed(self.pool.geometries)}
+        draw_noise_scale(self._folder / PICTURE_FILE, points, self._edges, estimates, global_batch_size)
+        return self._folder / PICTURE_FILE
+
+    def flush(self) -> None:
+        """Write the raw sums of all steps so far."""
+        self.settle()
+        if self._raw:
+            self._raw.flush()
+
+    def state_dict(self) -> dict:
+        self.settle()
+        parts = {"pool": self.pool, "ranks": self._ranks, "schedule": self._schedule}
+        return {"samples": self._samples} | {name: part.state_dict() for name, part in parts.items() if part}
+
+    def load_state_dict(self, state: dict, step: int) -> None:
+        """Go on after a step; what the state lacks is measured anew from there."""
+        self._samples = state.get("samples", 0)
+        for name, part in {"pool": self.pool, "ranks": self._ranks, "schedule": self._schedule}.items():
+            if part and name in state:
+                part.load_state_dict(state[name])
+        if self._raw:
+            self._raw.cut(step)
+
+    @property
+    def _stratified(self) -> bool:
+        return self._objective.timestep_sampler.spread != "none"
+
+    def _headline(self, estimator: str) -> BinEstimates:
+        """In Adam's geometry where it is measured: the one that updates are made in."""
+        return self.pool.by_bin(self.pool.geometries[-1], estimator)
+
+
+def bin_importance(sampler: TimestepSampler) -> Tensor | None:
+    """Importance weight that all samples of a bin carry, float64 [K]; None: none carries any."""
+    if isinstance(sampler, AllocatedTimesteps):
+        return torch.where(sampler.shares > 0, sampler.masses / sampler.shares, 1.0)
+    if isinstance(sampler, BinPureTimesteps):
+        return sampler.masses * len(sampler.masses)
+    return None
+
+
+def _tags(pattern: str, estimates) -> dict[str, float]:
+    quantities = ("signal", "noise", "b_simple", "lower", "upper", "samples")
+    return {
+        f"{pattern.format(index)}/{quantity}": value
+        for quantity in quantities
+        for index, value in enumerate(getattr(estimates, quantity).tolist())
+        if math.isfinite(value)
+    }

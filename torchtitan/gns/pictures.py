@@ -1,0 +1,151 @@
+"""The picture of a run's gradient noise scale: by timestep bin, over training, and how bins agree or conflict."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchtitan.gns.decayed import BinEstimates
+from torchtitan.gns.statistics import cosines
+
+PICTURE_FILE = "noise_scale.png"
+
+_NAMES = {"adam": "Adam's geometry", "plain": "plain geometry"}
+
+
+def draw_noise_scale(
+    path: Path, points: Sequence[dict], edges: Tensor, estimates: dict[str, BinEstimates], batch_size: int
+) -> None:
+    """Draw a row of four panels for each geometry and write them as one PNG.
+
+    Args:
+        path: file to write.
+        points: logged points in the order of their steps, with the tags of GNSMonitor.metrics.
+        edges: inner edges of the K bins in t.
+        estimates: geometry -> estimates of the bins on measured steps at the end, the headline first.
+        batch_size: samples per step, drawn for comparison.
+    """
+    # Without pyplot: nothing is shown and no global state is touched.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(19, 4.6 * len(estimates)), layout="constrained")
+    rows = figure.subplots(len(estimates), 4, squeeze=False)
+    bounds = [0.0, *edges.tolist(), 1.0]
+    for axes, (geometry, found) in zip(rows, estimates.items(), strict=True):
+        name = _NAMES[geometry]
+        _draw_bins(axes[0], bounds, found, _last(points, geometry, len(bounds) - 1), batch_size)
+        axes[0].set_title(f"{name}: each bin at the end")
+        _draw_lines(axes[1], points, geometry, bounds, batch_size)
+        _draw_map(axes[2], figure, points, geometry, bounds)
+        _draw_cosines(axes[3], figure, found, bounds)
+    temporary = path.with_suffix(".tmp")
+    figure.savefig(temporary, format="png", dpi=80)
+    temporary.replace(path)
+
+
+def read_points(metrics: Path) -> list[dict]:
+    """The logged points of a run that hold noise scales."""
+    points = []
+    with open(metrics, encoding="utf-8") as lines:
+        for line in lines:
+            if '"gns/' in line:
+                points.append(json.loads(line))
+    return points
+
+
+def _draw_bins(axes, bounds: list[float], found: BinEstimates, composite: list, batch_size: int) -> None:
+    middles = [0.5 * (low + high) for low, high in zip(bounds, bounds[1:], strict=False)]
+    for middle, low, high, value, lower, upper in zip(
+        middles, bounds, bounds[1:], found.b_simple.tolist(), found.lower.tolist(), found.upper.tolist(), strict=False
+    ):
+        if math.isfinite(upper):
+            axes.plot([low, high], [value, value], color="C0", lw=2)
+            axes.plot([middle, middle], [max(lower, 1e-1), upper], color="C0", lw=1)
+        elif lower > 0:  # greater than, how much greater is not known
+            axes.annotate(
+                "", (middle, 3 * lower), (middle, lower), arrowprops={"arrowstyle": "->", "color": "C0"}
+            )
+            axes.plot([low, high], [lower, lower], color="C0", lw=1, ls=":")
+    known = [(m, c) for m, c in zip(middles, composite, strict=True) if c is not None and c > 0]
+    if known:
+        axes.plot(*zip(*known, strict=True), "o", ms=4, color="C1", label="composite, every step")
+    axes.plot([], [], color="C0", label="sketch, 95 % interval (arrow: more than)")
+    axes.axhline(batch_size, color="0.5", ls="--", lw=1, label=f"global batch, {batch_size}")
+    axes.set(yscale="log", xlabel="timestep t (0: clean data, 1: noise)", ylabel="B_simple [samples]")
+    axes.legend(fontsize=7, loc="lower center")
+
+
+def _draw_lines(axes, points: Sequence[dict], geometry: str, bounds: list[float], batch_size: int) -> None:
+    colours = _colours(len(bounds) - 1)
+    for k, colour in enumerate(colours):
+        series = _series(points, geometry, "composite", k)
+        if not series:
+            continue
+        steps, values, lower, upper = zip(*series, strict=True)
+        axes.plot(steps, values, color=colour, lw=1.3, label=f"t {bounds[k]:.2f} to {bounds[k + 1]:.2f}")
+        axes.fill_between(steps, lower, upper, color=colour, alpha=0.15, lw=0)
+    axes.axhline(batch_size, color="0.5", ls="--", lw=1)
+    axes.set(yscale="log", xlabel="step", ylabel="B_simple [samples]")
+    axes.set_title("over training (composite, 95 % bands)")
+    if axes.lines[:-1]:
+        axes.legend(fontsize=7, ncols=2)
+
+
+def _draw_map(axes, figure, points: Sequence[dict], geometry: str, bounds: list[float]) -> None:
+    from matplotlib.colors import LogNorm
+
+    prefix = f"gns/{geometry}/composite"
+    steps = [point["step"] for point in points]
+    grid = [[point.get(f"{prefix}/{k}/b_simple", math.nan) for point in points] for k in range(len(bounds) - 1)]
+    values = torch.tensor(grid, dtype=torch.float64)
+    values[values <= 0] = math.nan
+    axes.set(xlabel="step", ylabel="timestep t")
+    axes.set_title("over training (grey: not known)")
+    axes.set_facecolor("0.8")
+    known = values[values.isfinite()]
+    if len(steps) > 1 and len(known):
+        borders = [steps[0] - (steps[1] - steps[0]), *steps]
+        norm = LogNorm(known.min().item(), max(known.max().item(), 1.01 * known.min().item()))
+        mesh = axes.pcolormesh(borders, bounds, values.numpy(), norm=norm, cmap="viridis")
+        figure.colorbar(mesh, ax=axes, label="B_simple [samples]")
+
+
+def _draw_cosines(axes, figure, found: BinEstimates, bounds: list[float]) -> None:
+    diagonal = found.matrix_stderr.diagonal()
+    values = cosines(found.matrix, diagonal).clamp(-1, 1)
+    axes.set_facecolor("0.8")
+    mesh = axes.imshow(values.numpy(), vmin=-1, vmax=1, cmap="RdBu", origin="lower")
+    figure.colorbar(mesh, ax=axes, label="cosine of mean gradients, noise taken out")
+    labels = [f"{low:.2f}" for low in bounds[:-1]]
+    axes.set_xticks(range(len(labels)), labels, fontsize=7, rotation=60)
+    axes.set_yticks(range(len(labels)), labels, fontsize=7)
+    for row in range(len(labels)):
+        for column in range(len(labels)):
+            value = values[row, column].item()
+            if math.isfinite(value):
+                colour = "white" if abs(value) > 0.6 else "black"
+                axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=6, color=colour)
+    axes.set(xlabel="bin from t", ylabel="bin from t")
+    axes.set_title("agreement of bins (grey: too little signal)")
+
+
+def _series(points: Sequence[dict], geometry: str, estimator: str, k: int) -> list[tuple[float, ...]]:
+    """(step, value, lower, upper) where the noise scale is known."""
+    prefix = f"gns/{geometry}/{estimator}/{k}"
+    wanted = [f"{prefix}/{name}" for name in ("b_simple", "lower", "upper")]
+    found = [(point["step"], *(point[tag] for tag in wanted)) for point in points if all(tag in point for tag in wanted)]
+    return [(step, value, max(lower, 0.1), upper) for step, value, lower, upper in found if value > 0]
+
+
+def _last(points: Sequence[dict], geometry: str, bins: int) -> list[float | None]:
+    last = points[-1] if points else {}
+    return [last.get(f"gns/{geometry}/composite/{k}/b_simple") for k in range(bins)]
+
+
+def _colours(count: int) -> list:
+    from matplotlib import colormaps
+
+    return [colormaps["turbo"](0.05 + 0.9 * k / max(count - 1, 1)) for k in range(count)]

@@ -1,0 +1,124 @@
+"""Noise scales from the sums of many steps: which estimators there are, and what each is fed."""
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from torchtitan.gns.capture import FREE_PARTS, GEOMETRIES, PARTS, StepSums
+from torchtitan.gns.composite import Composite
+from torchtitan.gns.decayed import BinEstimates, DecayedSums
+from torchtitan.gns.statistics import PairSums, whole_objective
+
+# sketch: the whole model on measured steps, pairs of the whole step
+# composite: the whole model on every step, pairs within microbatches, the token part scaled from the modulation part
+# modulation: adaLN alone on every step, pairs within microbatches
+ESTIMATORS = ("sketch", "composite", "modulation")
+
+_MODULATION = PARTS.index("modulation")
+
+
+# The half-life is at most this share of the samples seen, see DecayedSums.
+_RAMP = 0.25
+
+
+class Pool:
+    """Decayed sums of every geometry and estimator, by bin and over all bins; on the host, in float64.
+
+    The steps from one measured step to the next are one entry of all sums: the mean gradient swings from step to step,
+    and intervals take entries as independent.
+    """
+
+    def __init__(self, num_bins: int, num_geometries: int, half_life: float) -> None:
+        """`half_life`: samples of a bin after which a step counts half."""
+        self.num_bins = num_bins
+        self.geometries = GEOMETRIES[:num_geometries]
+        self._half_life = half_life
+        self._losses = torch.zeros(2, num_bins, dtype=torch.float64)  # samples, sum of squared losses
+        self._composites = [Composite(num_bins, index, half_life, _RAMP) for index in range(num_geometries)]
+        keys = [(geometry, estimator) for geometry in self.geometries for estimator in ESTIMATORS]
+        self._by_bin = {key: DecayedSums(num_bins, half_life, _RAMP) for key in keys}
+        self._whole = {key: DecayedSums(1, half_life * num_bins, _RAMP) for key in keys}
+        self._entry = {key: PairSums.zeros(num_bins) for key in keys}
+
+    def add(self, sums: StepSums) -> None:
+        """Count one step."""
+        if sums.square_losses.isfinite().all():
+            self._losses = self._losses * 0.5 ** (sums.count / self._half_life)
+            self._losses += torch.stack((sums.count, sums.square_losses))
+        for index, geometry in enumerate(self.geometries):
+            if not sums.squares[: len(FREE_PARTS), index].any():
+                continue  # no second moment yet
+            if sums.measured:
+                self._composites[index].calibrate(sums)
+                squares, products = sums.squares[:, index].sum(0), sums.all_products[:, index].sum(0)
+                self._enter((geometry, "sketch"), PairSums(sums.count, squares, products, sums.all_pairs))
+            composite = self._composites[index].sums(sums)
+            if composite.is_finite():
+                self._enter((geometry, "composite"), composite)
+            squares, products = sums.squares[_MODULATION, index], sums.products[_MODULATION, index]
+            self._enter((geometry, "modulation"), PairSums(sums.count, squares, products, sums.pairs))
+        if sums.measured:
+            self._close_entry()
+
+    def _enter(self, key: tuple[str, str], sums: PairSums) -> None:
+        if sums.is_finite():
+            self._entry[key] = self._entry[key] + sums
+
+    def _close_entry(self) -> None:
+        as_one = torch.zeros(self.num_bins, dtype=torch.int64)
+        for key, sums in self._entry.items():
+            if sums.count.any():
+                self._by_bin[key].add(sums)
+                self._whole[key].add(sums.combined(as_one, 1))
+                self._entry[key] = PairSums.zeros(self.num_bins)
+
+    def by_bin(self, geometry: str, estimator: str) -> BinEstimates:
+        """Estimates of every bin."""
+        return self._by_bin[geometry, estimator].estimate()
+
+    def whole(self, geometry: str, estimator: str) -> BinEstimates:
+        """Estimates of the objective as a whole, as of one bin."""
+        return self._whole[geometry, estimator].estimate()
+
+    def parts_of_whole(self, geometry: str, mass: Tensor, stratified: bool) -> dict[str, float]:
+        """Noise of the objective split into within and between bins, from measured steps; see `whole_objective`."""
+        whole = whole_objective(self._by_bin[geometry, "sketch"].sums(), mass, stratified)
+        return {"noise_within": whole.within.item(), "noise_between": whole.between.item()}
+
+    def mean_square_loss(self) -> Tensor:
+        """E[L^2] of each bin [K]; NaN without samples."""
+        return self._losses[1] / self._losses[0]
+
+    def state_dict(self) -> dict:
+        def named(values: dict) -> dict:
+            return {"/".join(key): value for key, value in values.items()}
+
+        entries = {key: [tensor.tolist() for tensor in vars(sums).values()] for key, sums in self._entry.items()}
+        return {
+            "num_bins": self.num_bins,
+            "losses": self._losses.tolist(),
+            "composites": [composite.state_dict() for composite in self._composites],
+            "by_bin": named({key: sums.state_dict() for key, sums in self._by_bin.items()}),
+            "whole": named({key: sums.state_dict() for key, sums in self._whole.items()}),
+            "entry": named(entries),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on from a state; one of other bins or geometries is dropped."""
+        keys = {"/".join(key): key for key in self._by_bin}
+        if state["num_bins"] != self.num_bins or set(state["by_bin"]) != set(keys):
+            return
+        self._losses = torch.tensor(state["losses"], dtype=torch.float64)
+        for composite, found in zip(self._composites, state["composites"], strict=True):
+            composite.load_state_dict(found)
+        for name, key in keys.items():
+            self._by_bin[key].load_state_dict(state["by_bin"][name])
+            self._whole[key].load_state_dict(state["whole"][name])
+            self._entry[key] = PairSums(*(torch.tensor(values, dtype=torch.float64) for values in state["entry"][name]))
+
+
+def to_host(sums: StepSums) -> StepSums:
+    """The same sums in the host's memory; waits for the device."""
+    values = (getattr(sums, field.name) for field in fields(StepSums))
+    return StepSums(*(None if value is None else value.to("cpu", torch.float64) for value in values))
