@@ -56,7 +56,7 @@ class GNSConfig:
         trajectory=False,
     )
     bin_edges: list[float] = setting(
-        [], "all edges of the bins, rising: from 0 to 1 in t, to inf in sigma, to the number of indices in index",
+        [], "edges of the bins, rising from 0: to 1 in t, to the number of indices in index; in sigma the last bin is open",
         applies=_ON, trajectory=False,
     )
     bin_unit: Literal["t", "sigma", "index"] = setting(
@@ -105,12 +105,14 @@ def inner_edges(config: GNSConfig, density: Density, path: NoisePath) -> Tensor:
     edges = torch.tensor(config.bin_edges, dtype=torch.float64)
     if len(edges) < 2 or not (edges.diff() > 0).all():
         raise ValueError("must rise from one edge to the next, two edges at least")
-    end = {"t": 1.0, "sigma": math.inf}.get(config.bin_unit, float(getattr(path, "num_indices", 0)))
+    if config.bin_unit == "sigma":
+        if edges[0] != 0:
+            raise ValueError("must begin at 0, or samples fall into no bin")
+        return edges[1:] / (1.0 + edges[1:])
+    end = 1.0 if config.bin_unit == "t" else float(path.num_indices)
     if edges[0] != 0 or edges[-1] != end:
         raise ValueError(f"must begin at 0 and end at {end:g}, or samples fall into no bin")
     inner = edges[1:-1]
-    if config.bin_unit == "sigma":
-        return inner / (1.0 + inner)
     if config.bin_unit == "index":
         return path.index_to_t(inner - 0.5 if path.discrete else inner)
     return inner
