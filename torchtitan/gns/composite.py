@@ -1,8 +1,13 @@
-"""The whole model's sums on steps without sketches: what is measured every step stands in for what is not.
+"""The whole model's noise scale from few steps with sketches and many without: a regression estimate.
 
-On measured steps the ratios between the token part (the blocks' linears over tokens) and the modulation part are
-learned, of the second moment bin by bin, of the signal for all bins in common; on every step the modulation part times
-these ratios takes the place of the token part.
+On every step the free parts of the model are measured, and the modulation part times a ratio learned on measured steps
+stands in for the token part: a proxy F of the whole model W. On measured steps W itself is known. With bars for pooled
+means,
+
+    W_all ~ W_measured + (F_all - F_measured),
+
+which is unbiased bin by bin whatever the ratio is, since the correction has mean zero; the ratio decides how much of
+the sampling error it takes away. Source: double sampling with regression, Cochran, "Sampling techniques", chapter 12.
 """
 
 import math
@@ -11,59 +16,123 @@ import torch
 from torch import Tensor
 
 from torchtitan.gns.capture import FREE_PARTS, PARTS, StepSums
-from torchtitan.gns.statistics import PairSums
+from torchtitan.gns.decayed import BinEstimates, estimates_of_ratios, kept_share
+from torchtitan.gns.statistics import PairSums, RatioMoments
 
 _MODULATION, _TOKEN = PARTS.index("modulation"), PARTS.index("token")
 
+# Of the six ratios (second moment and signal of W measured, F measured, F all): those of the estimate.
+_SECOND_MOMENT, _SIGNAL = torch.eye(6, dtype=torch.float64).view(3, 2, 6).permute(1, 0, 2)
+_COMBINATION = torch.stack([rows[0] - rows[1] + rows[2] for rows in (_SECOND_MOMENT, _SIGNAL)])  # [2, 6]
+
 
 class Composite:
-    """Ratios of token to modulation of one geometry, pooled over measured steps with a decay per sample."""
+    """Pools the steps of one geometry; older ones count less, as in DecayedSums."""
 
     def __init__(self, num_bins: int, geometry: int, half_life: float, ramp: float = math.inf) -> None:
-        """`half_life`: samples of a bin after which a step counts half; it and `ramp` are as in DecayedSums."""
-        self._geometry, self._half_life, self._ramp = geometry, half_life, ramp
+        """
+        Args:
+            num_bins: K.
+            geometry: index of GEOMETRIES.
+            half_life, ramp: see DecayedSums.
+        """
+        self.num_bins, self._geometry, self._half_life, self._ramp = num_bins, geometry, half_life, ramp
         self._seen = torch.zeros(num_bins, dtype=torch.float64)
-        # Rows: samples, pairs, and of both parts the squares and the pairs' products.
-        self._sums = torch.zeros(6, num_bins, dtype=torch.float64)
+        # Samples, pairs, and of token and modulation part the squares and the pairs' products.
+        self._parts = torch.zeros(6, num_bins, dtype=torch.float64)
+        self._ratios = RatioMoments.of(torch.zeros(num_bins, 6, 2, dtype=torch.float64))
+        self._fourth_powers = torch.zeros(num_bins, dtype=torch.float64)
+        self._all = PairSums.zeros(num_bins)  # F since the last measured step
 
-    def calibrate(self, sums: StepSums) -> None:
-        """Learn from a measured step."""
+    def add(self, sums: StepSums) -> None:
+        """Count one step."""
+        if sums.measured:
+            self._learn_ratios(sums)
+        proxy = self._proxy(sums)
+        if not proxy.is_finite():
+            return
+        self._all = self._all + proxy
+        if sums.measured:
+            self._close_entry(sums, proxy)
+
+    def estimate(self) -> BinEstimates:
+        """Of every bin; without the matrix of inner products between bins."""
+        covariance = torch.einsum("ri,kij,sj->krs", _COMBINATION, _finite(self._ratios.covariance), _COMBINATION)
+        unknown = torch.tensor([[torch.inf, 0.0], [0.0, torch.inf]], dtype=torch.float64)
+        enough = (self._ratios.steps >= 2.0)[:, None, None]
+        return estimates_of_ratios(
+            self._ratios.ratios @ _COMBINATION.T,
+            torch.where(enough, covariance, unknown),
+            samples=self._ratios.first[:, 4, 1],
+            steps=self._ratios.steps,
+            degrees=_degrees_of_freedom(self._ratios.second[:, 1, 1, 1, 1], self._fourth_powers),
+        )
+
+    def _proxy(self, sums: StepSums) -> PairSums:
+        of_squares, of_signal = self.token_to_modulation()
+        squares = sums.squares[: len(FREE_PARTS), self._geometry].sum(0)
+        products = sums.products[: len(FREE_PARTS), self._geometry].sum(0)
+        own = sums.squares[_MODULATION, self._geometry]
+        pairs = sums.products[_MODULATION, self._geometry] - own.diag()
+        return PairSums(
+            sums.count, squares + of_squares * own, products + of_signal * pairs + (of_squares * own).diag(), sums.pairs
+        )
+
+    def token_to_modulation(self) -> tuple[Tensor, Tensor]:
+        """Ratio of the token to the modulation part: of the second moment [K], of the signal; NaN before any is known."""
+        count, pairs, token_squares, token_products, squares, products = self._parts
+        # A bin's weight is the inverse of its second moment, so that no bin's scale decides.
+        weight = torch.where(pairs > 0, count / ((token_squares + squares) * pairs), 0.0)
+        # The signal's ratio only sets how much is gained, and is not negative but by the error of a few samples.
+        return token_squares / squares, ((weight * token_products).sum() / (weight * products).sum()).clamp(0.0, 100.0)
+
+    def _learn_ratios(self, sums: StepSums) -> None:
         of_parts = []
         for part in (_TOKEN, _MODULATION):
             squares = sums.squares[part, self._geometry]
             of_parts += [squares, sums.all_products[part, self._geometry].diagonal() - squares]
         found = torch.stack((sums.count, sums.all_pairs.diagonal(), *of_parts))
         if found.isfinite().all():
-            half_life = (self._ramp * self._seen).nan_to_num(math.inf).clamp(max=self._half_life)
-            kept = torch.where(sums.count > 0, 0.5 ** (sums.count / half_life), 1.0)
-            self._sums = self._sums * kept + found
-            self._seen = self._seen + sums.count
+            self._parts = self._parts * kept_share(sums.count, self._seen, self._half_life, self._ramp) + found
 
-    def ratios(self) -> tuple[Tensor, Tensor]:
-        """Token / modulation of the second moment [K] and of the signal (scalar); NaN before there are any."""
-        count, pairs, token_squares, token_products, squares, products = self._sums
-        # A bin's weight is the inverse of its second moment, so that no bin's scale decides.
-        weight = torch.where(pairs > 0, count / ((token_squares + squares) * pairs), 0.0)
-        return token_squares / squares, (weight * token_products).sum() / (weight * products).sum()
-
-    def sums(self, sums: StepSums) -> PairSums:
-        """The whole model's sums of a step, from its pairs within microbatches."""
-        of_squares, of_signal = self.ratios()
-        squares = sums.squares[: len(FREE_PARTS), self._geometry].sum(0)
-        products = sums.products[: len(FREE_PARTS), self._geometry].sum(0)
-        modulation_squares = sums.squares[_MODULATION, self._geometry]
-        modulation = sums.products[_MODULATION, self._geometry]
-        own = torch.diag(modulation_squares)
-        return PairSums(
-            sums.count,
-            squares + of_squares * modulation_squares,
-            products + of_signal * (modulation - own) + torch.diag(of_squares * modulation_squares),
-            sums.pairs,
-        )
+    def _close_entry(self, sums: StepSums, proxy: PairSums) -> None:
+        squares, products = sums.squares[:, self._geometry].sum(0), sums.all_products[:, self._geometry].sum(0)
+        whole = PairSums(sums.count, squares, products, sums.all_pairs)
+        values = torch.stack([_pairs_of_ratios(part) for part in (whole, proxy, self._all)], dim=1)  # [K, 3, 2, 2]
+        # The kept share is the same for all six ratios: that of the measured step's samples.
+        kept = kept_share(sums.count, self._seen, self._half_life, self._ramp)
+        self._ratios = self._ratios.decayed(kept) + RatioMoments.of(values.flatten(1, 2))
+        self._fourth_powers = self._fourth_powers * kept**4 + sums.all_pairs.diagonal() ** 4
+        self._seen = self._seen + sums.count
+        self._all = PairSums.zeros(self.num_bins)
 
     def state_dict(self) -> dict[str, list]:
-        return {"sums": self._sums.tolist(), "seen": self._seen.tolist()}
+        """Plain lists of numbers, which JSON holds exactly."""
+        return {name: tensor.tolist() for name, tensor in self._tensors().items()}
 
     def load_state_dict(self, state: dict[str, list]) -> None:
-        self._sums = torch.tensor(state["sums"], dtype=torch.float64)
-        self._seen = torch.tensor(state["seen"], dtype=torch.float64)
+        """Go on from a state of as many bins."""
+        found = {name: torch.tensor(state[name], dtype=torch.float64) for name in self._tensors()}
+        self._seen, self._parts, self._fourth_powers = found["seen"], found["parts"], found["fourth_powers"]
+        self._ratios = RatioMoments(found["ratios_first"], found["ratios_second"])
+        self._all = PairSums(*(found[name] for name in ("count", "squares", "products", "pairs")))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            "seen": self._seen, "parts": self._parts, "fourth_powers": self._fourth_powers,
+            "ratios_first": self._ratios.first, "ratios_second": self._ratios.second, **vars(self._all),
+        }  # fmt: skip
+
+
+def _pairs_of_ratios(sums: PairSums) -> Tensor:
+    """(numerator, weight) of the second moment and of the signal, [K, 2, 2]."""
+    signal = torch.stack((sums.products.diagonal() - sums.squares, sums.pairs.diagonal()), dim=-1)
+    return torch.stack((torch.stack((sums.squares, sums.count), dim=-1), signal), dim=-2)
+
+
+def _finite(covariance: Tensor) -> Tensor:
+    return torch.where(covariance.isfinite(), covariance, 0.0)
+
+
+def _degrees_of_freedom(squares: Tensor, fourth_powers: Tensor) -> Tensor:
+    return torch.where(squares > 0, squares**2 / fourth_powers, 0.0) - 1.0

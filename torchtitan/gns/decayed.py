@@ -87,8 +87,7 @@ class DecayedSums:
         per_bin = torch.stack([sums.squares, sums.count, numerator, pairs], dim=-1).unflatten(-1, (2, 2))
         per_pair = torch.stack([numerators, sums.pairs], dim=-1).unsqueeze(-2)  # [K, K, 1, 2]
 
-        half_life = self.half_life if math.isinf(self.ramp) else (self.ramp * self._seen).clamp(max=self.half_life)
-        kept = torch.where(sums.count > 0, 0.5 ** (sums.count / half_life), 1.0)
+        kept = kept_share(sums.count, self._seen, self.half_life, self.ramp)
         self._seen = self._seen + sums.count
         self._bins = self._bins.decayed(kept) + RatioMoments.of(per_bin)
         self._pairs = self._pairs.decayed(torch.outer(kept, kept).sqrt()) + RatioMoments.of(per_pair)
@@ -111,25 +110,15 @@ class DecayedSums:
         Args:
             confidence: of each bin's interval by itself.
         """
-        second_moment, signal = self._bins.ratios.unbind(-1)
-        covariance = self._bins.covariance
-        var_moment, var_signal, joint = covariance[:, 0, 0], covariance[:, 1, 1], covariance[:, 0, 1]
-        quantile = student_quantile(0.5 + 0.5 * confidence, self._degrees_of_freedom())
-        lower, upper, unbounded = fieller(second_moment, signal, var_moment, var_signal, joint, quantile)
-        noise = second_moment - signal
-        return BinEstimates(
-            signal=signal,
-            noise=noise,
-            b_simple=noise / signal,
-            lower=(lower - 1.0).clamp_min(0.0),
-            upper=(upper - 1.0).clamp_min(0.0),
-            unbounded=unbounded,
+        return estimates_of_ratios(
+            self._bins.ratios,
+            self._bins.covariance,
             samples=self._bins.first[:, 0, 1],
             steps=self._bins.steps,
-            signal_stderr=var_signal.sqrt(),
-            noise_stderr=(var_moment + var_signal - 2.0 * joint).clamp_min(0.0).sqrt(),
+            degrees=self._degrees_of_freedom(),
             matrix=self._pairs.ratios[..., 0],
             matrix_stderr=self._pairs.covariance[..., 0, 0].sqrt(),
+            confidence=confidence,
         )
 
     def _degrees_of_freedom(self) -> Tensor:
@@ -168,3 +157,54 @@ class DecayedSums:
             "fourth_powers": self._fourth_powers,
             "seen": self._seen,
         }
+
+
+def kept_share(count: Tensor, seen: Tensor, half_life: float, ramp: float) -> Tensor:
+    """What older samples of each bin are worth after `count` further ones; arguments as in DecayedSums, [K] each."""
+    limit = torch.full_like(seen, half_life) if math.isinf(ramp) else (ramp * seen).clamp(max=half_life)
+    return torch.where(count > 0, 0.5 ** (count / limit), 1.0)
+
+
+def estimates_of_ratios(
+    ratios: Tensor,
+    covariance: Tensor,
+    *,
+    samples: Tensor,
+    steps: Tensor,
+    degrees: Tensor,
+    matrix: Tensor | None = None,
+    matrix_stderr: Tensor | None = None,
+    confidence: float = 0.95,
+) -> BinEstimates:
+    """Noise scales of the second moment E|g|^2 and the signal |G_b|^2, with Fieller's intervals.
+
+    Args:
+        ratios: (second moment, signal) of each bin, [K, 2].
+        covariance: of the two, [K, 2, 2].
+        samples, steps: what they rest on, [K].
+        degrees: of freedom of the variances, [K].
+        matrix, matrix_stderr: of inner products between bins, [K, K]; NaN and infinite where not given.
+        confidence: of each interval by itself.
+    """
+    second_moment, signal = ratios.unbind(-1)
+    var_moment, var_signal, joint = covariance[:, 0, 0], covariance[:, 1, 1], covariance[:, 0, 1]
+    quantile = student_quantile(0.5 + 0.5 * confidence, degrees)
+    lower, upper, unbounded = fieller(second_moment, signal, var_moment, var_signal, joint, quantile)
+    noise = second_moment - signal
+    if matrix is None:
+        matrix = torch.full((len(signal), len(signal)), torch.nan, dtype=torch.float64)
+        matrix_stderr = torch.full_like(matrix, torch.inf)
+    return BinEstimates(
+        signal=signal,
+        noise=noise,
+        b_simple=noise / signal,
+        lower=(lower - 1.0).clamp_min(0.0),
+        upper=(upper - 1.0).clamp_min(0.0),
+        unbounded=unbounded,
+        samples=samples,
+        steps=steps,
+        signal_stderr=var_signal.sqrt(),
+        noise_stderr=(var_moment + var_signal - 2.0 * joint).clamp_min(0.0).sqrt(),
+        matrix=matrix,
+        matrix_stderr=matrix_stderr,
+    )

@@ -217,9 +217,7 @@ class GNSMonitor:
 
     def _allocate(self) -> None:
         if self._schedule:
-            shares = self._schedule.update(
-                self._step, self._samples, self._headline("composite"), stratified=self._stratified
-            )
+            shares = self._schedule.update(self._step, self._samples, self._headline(), stratified=self._stratified)
             if shares is not None:
                 self._objective.timestep_sampler.set_shares(shares)
 
@@ -246,7 +244,8 @@ class GNSMonitor:
             for estimator in ESTIMATORS:
                 prefix = f"gns/{geometry}/{estimator}"
                 found |= _tags(f"{prefix}/{{}}", self.pool.by_bin(geometry, estimator))
-                found |= _tags(f"{prefix}/all", self.pool.whole(geometry, estimator))
+                if estimator != "composite":
+                    found |= _tags(f"{prefix}/all", self.pool.whole(geometry, estimator))
             parts = self.pool.parts_of_whole(geometry, self._mass, self._stratified)
             found |= {f"gns/{geometry}/sketch/all/{name}": value for name, value in parts.items() if math.isfinite(value)}
         if self._schedule:
@@ -277,7 +276,7 @@ class GNSMonitor:
         importance = bin_importance(self._objective.timestep_sampler)
         present = None if importance is None else self._mass / importance
         return predicted_ratios(
-            self._mass, self._headline("composite"), others, stratified=self._stratified, present=present
+            self._mass, self._headline(), others, stratified=self._stratified, present=present
         )
 
     def draw(self, points: Sequence[dict], global_batch_size: int) -> Path | None:
@@ -314,9 +313,9 @@ class GNSMonitor:
     def _stratified(self) -> bool:
         return self._objective.timestep_sampler.spread != "none"
 
-    def _headline(self, estimator: str) -> BinEstimates:
+    def _headline(self) -> BinEstimates:
         """In Adam's geometry where it is measured: the one that updates are made in."""
-        return self.pool.by_bin(self.pool.geometries[-1], estimator)
+        return self.pool.by_bin(self.pool.geometries[-1], "sketch")
 
 
 def bin_importance(sampler: TimestepSampler) -> Tensor | None:

@@ -11,7 +11,7 @@ from torchtitan.gns.decayed import BinEstimates, DecayedSums
 from torchtitan.gns.statistics import PairSums, whole_objective
 
 # sketch: the whole model on measured steps, pairs of the whole step
-# composite: the whole model on every step, pairs within microbatches, the token part scaled from the modulation part
+# composite: the whole model, from measured steps and what the free parts say on all others, see torchtitan.gns.composite
 # modulation: adaLN alone on every step, pairs within microbatches
 ESTIMATORS = ("sketch", "composite", "modulation")
 
@@ -36,7 +36,7 @@ class Pool:
         self._half_life = half_life
         self._losses = torch.zeros(2, num_bins, dtype=torch.float64)  # samples, sum of squared losses
         self._composites = [Composite(num_bins, index, half_life, _RAMP) for index in range(num_geometries)]
-        keys = [(geometry, estimator) for geometry in self.geometries for estimator in ESTIMATORS]
+        keys = [(geometry, estimator) for geometry in self.geometries for estimator in ("sketch", "modulation")]
         self._by_bin = {key: DecayedSums(num_bins, half_life, _RAMP) for key in keys}
         self._whole = {key: DecayedSums(1, half_life * num_bins, _RAMP) for key in keys}
         self._entry = {key: PairSums.zeros(num_bins) for key in keys}
@@ -50,12 +50,9 @@ class Pool:
             if not sums.squares[: len(FREE_PARTS), index].any():
                 continue  # no second moment yet
             if sums.measured:
-                self._composites[index].calibrate(sums)
                 squares, products = sums.squares[:, index].sum(0), sums.all_products[:, index].sum(0)
                 self._enter((geometry, "sketch"), PairSums(sums.count, squares, products, sums.all_pairs))
-            composite = self._composites[index].sums(sums)
-            if composite.is_finite():
-                self._enter((geometry, "composite"), composite)
+            self._composites[index].add(sums)
             squares, products = sums.squares[_MODULATION, index], sums.products[_MODULATION, index]
             self._enter((geometry, "modulation"), PairSums(sums.count, squares, products, sums.pairs))
         if sums.measured:
@@ -75,10 +72,12 @@ class Pool:
 
     def by_bin(self, geometry: str, estimator: str) -> BinEstimates:
         """Estimates of every bin."""
+        if estimator == "composite":
+            return self._composites[self.geometries.index(geometry)].estimate()
         return self._by_bin[geometry, estimator].estimate()
 
     def whole(self, geometry: str, estimator: str) -> BinEstimates:
-        """Estimates of the objective as a whole, as of one bin."""
+        """Estimates of the objective as a whole, as of one bin: of the sketch or the modulation."""
         return self._whole[geometry, estimator].estimate()
 
     def parts_of_whole(self, geometry: str, mass: Tensor, stratified: bool) -> dict[str, float]:
