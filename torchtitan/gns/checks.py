@@ -1,6 +1,5 @@
 """`[gns]` sections that could not give a number, or not a right one."""
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -41,9 +40,6 @@ def gns_problems(
         yield "bin_unit", "has no effect without gns.bin_edges (remove it)"
     if "gns.num_bins" in given and config.bin_edges:
         yield "num_bins", "has no effect beside gns.bin_edges (remove one of them)"
-    if any(math.isnan(edge) for edge in config.bin_edges):
-        yield "bin_edges", "holds a number that is none"
-        return
     density = objective.timestep_sampler.density
     try:
         edges = inner_edges(config, density, objective.path)
@@ -56,7 +52,7 @@ def gns_problems(
     if (empty := (counts == 0).nonzero().flatten().tolist()):
         key = "bin_edges" if config.bin_edges else "num_bins"
         yield key, f"no training timestep falls into bin {empty[0]} of {len(counts)} (use fewer or wider bins)"
-    if global_batch_size < _LEAST_PER_BIN * len(counts):
+    if config.single_pass and global_batch_size < _LEAST_PER_BIN * len(counts):
         yield ("bin_edges" if config.bin_edges else "num_bins"), (
             f"{len(counts)} bins share {global_batch_size} images a step: a bin needs {_LEAST_PER_BIN} or more, for"
             f" only pairs tell signal from noise (use {max(global_batch_size // _LEAST_PER_BIN, 1)} bins or fewer)"

@@ -1,0 +1,106 @@
+"""`[gns]` sections that could not give a number, or not a right one, are refused in one line that names the key."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan.config import ConfigError, load_config
+
+DDPM = '[objective]\npath = "ddpm_linear"\nprediction = "noise"\ntimestep_sampler = "uniform"\n'
+NARROW = '[objective]\ntimestep_sampler = "logit_normal"\nlogit_std = 0.1\n'
+STRATIFIED = '[objective]\nspread = "stratified"\n'
+
+# Objective, lines of [gns], processes, and how the refusal begins.
+REFUSED = {
+    "nothing to measure by": (
+        "", "single_pass = false", 1, "gns.single_pass: without it and without gns.rank_gradients nothing is measured"
+    ),
+    "ranks, stratified": (
+        STRATIFIED, "rank_gradients = true", 2,
+        "gns.rank_gradients: objective.spread = stratified makes the ranks' timesteps depend on each other",
+    ),
+    "bin-pure, stratified": (
+        STRATIFIED, "rank_gradients = true\nbin_pure_microbatches = true", 2, "gns.rank_gradients: objective.spread"
+    ),
+    "bin-pure alone": (
+        "", "rank_gradients = true\nbin_pure_microbatches = true", 1, "gns.bin_pure_microbatches: one process has no"
+    ),
+    "one microbatch alone": (
+        "", "rank_gradients = true", 1, "gns.rank_gradients: one process with one microbatch a step has no two gradients"
+    ),
+    "allocated and bin-pure": (
+        "", "rank_gradients = true\nbin_pure_microbatches = true\nallocate_timesteps = true", 2,
+        "gns.allocate_timesteps: microbatches of one bin each leave nothing to allocate",
+    ),
+    "index of what has none": (
+        "", 'bin_unit = "index"\nbin_edges = [0, 500, 1000]', 1, "gns.bin_unit: index is for DDPM paths"
+    ),
+    "unit of no edges": ("", 'bin_unit = "sigma"', 1, "gns.bin_unit: has no effect without gns.bin_edges"),
+    "two numbers of bins": (
+        "", "num_bins = 2\nbin_edges = [0.0, 0.5, 1.0]", 1, "gns.num_bins: has no effect beside gns.bin_edges"
+    ),
+    "one edge": ("", "bin_edges = [0.5]", 1, "gns.bin_edges: must rise"),
+    "equal edges": ("", "bin_edges = [0.0, 0.5, 0.5, 1.0]", 1, "gns.bin_edges: must rise"),
+    "falling edges": ("", "bin_edges = [0.0, 0.6, 0.5, 1.0]", 1, "gns.bin_edges: must rise"),
+    "late begin": ("", "bin_edges = [0.1, 0.5, 1.0]", 1, "gns.bin_edges: must begin at 0 and end at 1,"),
+    "early end": ("", "bin_edges = [0.0, 0.5, 0.9]", 1, "gns.bin_edges: must begin at 0 and end at 1,"),
+    "late begin in sigma": ("", 'bin_edges = [0.1, 1.0]\nbin_unit = "sigma"', 1, "gns.bin_edges: must begin at 0"),
+    "early end in index": (
+        DDPM, 'bin_edges = [0, 500, 999]\nbin_unit = "index"', 1, "gns.bin_edges: must begin at 0 and end at 1000,"
+    ),
+    "empty bin": (NARROW, "bin_edges = [0.0, 0.01, 0.5, 1.0]", 1, "gns.bin_edges: no training timestep falls into bin 0 of 3"),
+    "more bins than images allow": (
+        "", "num_bins = 9", 1, "gns.num_bins: 9 bins share 16 images a step: a bin needs 2 or more"
+    ),
+    "more edges than images allow": (
+        "", "bin_edges = [0.0, 0.2, 0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 1.0]", 1, "gns.bin_edges: 9 bins share 16 images"
+    ),
+    "no bins": ("", "num_bins = 0", 1, "gns.num_bins: must be at least 1"),
+    "sketch too large": ("", "sketch_size = 33", 1, "gns.sketch_size: must be at least 2 and at most 32"),
+    "no half-life": ("", "half_life = 0", 1, "gns.half_life: must be above 0"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def load(objective: str, section: str, ranks: int):
+    bins = "" if "num_bins" in section or "bin_edges" in section else "num_bins = 4\n"
+    training = f"[training]\nglobal_batch_size = 16\nlocal_batch_size = {16 // ranks}\n"
+    layout = f"[parallelism]\ndata_parallel_replicate_degree = {ranks}\ndata_parallel_shard_degree = 1\n"
+    text = f'[data]\nname = "digits"\n{objective}{training}{layout}[gns]\nenable = true\n{bins}{section}\n'
+    Path("run.toml").write_text(text)
+    return load_config(["--job.config_file", "run.toml"], ranks)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_section_is_refused_in_one_line_that_names_the_key(name):
+    objective, section, ranks, words = REFUSED[name]
+    with pytest.raises(ConfigError) as caught:
+        load(objective, section, ranks)
+    problem, = caught.value.problems
+    assert words in problem and "\n" not in problem
+
+
+@pytest.mark.parametrize("edge", ["nan", "inf"])
+def test_edge_that_is_no_number_is_refused(edge):
+    with pytest.raises(ConfigError, match=rf"gns\.bin_edges\[1\]: must be a finite number, is {edge}"):
+        load("", f"bin_edges = [0.0, {edge}, 1.0]", 1)
+
+
+@pytest.mark.parametrize(
+    ("objective", "section", "ranks"),
+    [
+        ("", "num_bins = 8", 1),
+        (DDPM, 'bin_edges = [0, 100, 1000]\nbin_unit = "index"', 1),
+        ("", 'bin_edges = [0, 0.5, 1.0]\nbin_unit = "sigma"', 1),
+        (STRATIFIED, "allocate_timesteps = true", 2),
+        # Without pairs of samples the number of bins is no matter of the batch.
+        ("", "rank_gradients = true\nsingle_pass = false\nnum_bins = 16", 2),
+        ("", "rank_gradients = true\nbin_pure_microbatches = true", 2),
+    ],
+)
+def test_what_can_be_measured_is_accepted(objective, section, ranks):
+    assert load(objective, section, ranks).gns.enable

@@ -1,0 +1,297 @@
+"""What becomes of the sums of many steps: pooled, estimated from, kept in checkpoints and on disk."""
+
+import json
+import math
+from dataclasses import fields, replace
+from functools import reduce
+from operator import add
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.gns.capture import PARTS, StepSums
+from torchtitan.gns.composite import Composite
+from torchtitan.gns.monitor import GNSConfig, inner_edges
+from torchtitan.gns.pool import ESTIMATORS, Pool
+from torchtitan.gns.raw_sums import RawSums, raw_files, read_edges, read_sums
+from torchtitan.gns.statistics import PairSums, b_simple, noise, signal
+
+BINS, GEOMETRIES = 3, 2
+MODULATION, TOKEN = PARTS.index("modulation"), PARTS.index("token")
+
+
+def made_up(
+    step: int, *, measured: bool, ratio: float | None = None, adam: bool = True, scale: Tensor | None = None
+) -> StepSums:
+    """Sums of 24 made-up samples with a common mean in one microbatch, so that sketches and products are the same.
+
+    Args:
+        step: seed.
+        measured: with the token part.
+        ratio: the token part's gradients are the modulation part's times this; None: they are their own.
+        adam: with factors in the second geometry.
+        scale: gradients and losses of each bin are multiplied by it, [K].
+    """
+    generator = torch.Generator().manual_seed(step)
+    bins = torch.arange(24) % BINS
+    factor = torch.ones(BINS) if scale is None else scale
+    gradients = torch.randn(len(PARTS), GEOMETRIES, 24, 5, generator=generator, dtype=torch.float64)
+    gradients += torch.arange(1, 6).double()[:, None].expand(5, 5).diagonal() / 3
+    if ratio is not None:
+        gradients[TOKEN] = ratio * gradients[MODULATION]
+    if not adam:
+        gradients[:, 1] = 0.0
+    gradients *= factor[bins][:, None]
+    one_hot = torch.nn.functional.one_hot(bins, BINS).double()
+    sums = one_hot.T @ gradients  # [P, G, K, 5]
+    count, squares, products = one_hot.sum(0), gradients.square().sum(-1) @ one_hot, sums @ sums.mT
+    pairs = torch.outer(count, count) - count.diag()
+    losses = torch.rand(24, generator=generator, dtype=torch.float64) * factor[bins]
+    found = StepSums(count, losses.square() @ one_hot, pairs, squares, products)
+    if measured:
+        return replace(found, all_pairs=pairs, sketched=0.75 * products, corrections=0.25 * products)
+    found.squares[TOKEN] = found.products[TOKEN] = torch.nan
+    return found
+
+
+def of_geometry(sums: StepSums, geometry: int) -> PairSums:
+    return PairSums(sums.count, sums.squares[:, geometry].sum(0), sums.products[:, geometry].sum(0), sums.pairs)
+
+
+def filled(steps: int = 11, *, every: int = 3, adam_from: int = 1) -> Pool:
+    pool = Pool(BINS, GEOMETRIES, half_life=100.0)
+    for step in range(1, steps + 1):
+        pool.add(made_up(step, measured=step % every == 0, adam=step >= adam_from))
+    return pool
+
+
+def same(found: object, wanted: object) -> bool:
+    """Bit for bit, what is no number being equal to itself."""
+    return all(
+        torch.equal(getattr(found, field.name).nan_to_num(7.7), getattr(wanted, field.name).nan_to_num(7.7))
+        for field in fields(wanted)
+    )
+
+
+# ---------------------------------------------------------------------- composite
+
+
+@pytest.mark.parametrize("geometry", [0, 1])
+def test_composite_recovers_the_ratio_of_token_to_modulation(geometry):
+    composite = Composite(BINS, geometry, half_life=100.0)
+    for step in range(1, 7):
+        composite.add(made_up(step, measured=step % 3 == 0, ratio=1.5))
+    of_squares, of_signal = composite.token_to_modulation()
+    assert torch.allclose(of_squares, torch.full((BINS,), 2.25, dtype=torch.float64), rtol=1e-12)
+    assert of_signal.item() == pytest.approx(2.25, rel=1e-12)
+
+
+def test_composite_equals_sketch_where_the_token_part_is_a_multiple_of_the_modulation():
+    pool = Pool(BINS, GEOMETRIES, half_life=100.0)
+    for step in range(1, 13):
+        pool.add(made_up(step, measured=True, ratio=1.5))
+    for geometry in pool.geometries:
+        sketch, composite = (pool.by_bin(geometry, estimator) for estimator in ("sketch", "composite"))
+        for name in ("signal", "noise", "b_simple", "lower", "upper", "signal_stderr", "noise_stderr"):
+            assert torch.allclose(getattr(composite, name), getattr(sketch, name), rtol=1e-9), name
+        assert torch.equal(composite.unbounded, sketch.unbounded)
+
+
+def test_composite_counts_the_steps_between_exactly_where_the_token_part_is_a_multiple_of_the_modulation():
+    """The proxy is then the whole model, and the estimate that of all steps since the first measured one."""
+    composite, everything = Composite(BINS, 0, half_life=math.inf), []
+    for step in range(1, 10):
+        measured = step % 3 == 0
+        composite.add(made_up(step, measured=measured, ratio=1.5))
+        if step >= 3:  # before, no ratio is known
+            everything.append(of_geometry(made_up(step, measured=True, ratio=1.5), 0))
+    found, total = composite.estimate(), reduce(add, everything)
+    assert torch.allclose(found.signal, signal(total), rtol=1e-9)
+    assert torch.allclose(found.noise, noise(total), rtol=1e-9)
+    assert torch.allclose(found.b_simple, b_simple(total), rtol=1e-9)
+
+
+# ---------------------------------------------------------------------- pool
+
+
+def test_an_entry_is_the_plain_sum_of_its_steps():
+    pool, steps = Pool(BINS, GEOMETRIES, half_life=100.0), [made_up(step, measured=step == 3) for step in (1, 2, 3)]
+    for sums in steps:
+        pool.add(sums)
+    for index, geometry in enumerate(pool.geometries):
+        sketch = of_geometry(steps[2], index)
+        assert torch.allclose(pool.by_bin(geometry, "sketch").b_simple, b_simple(sketch), rtol=1e-12)
+        entries = [
+            PairSums(sums.count, sums.squares[MODULATION, index], sums.products[MODULATION, index], sums.pairs)
+            for sums in steps
+        ]
+        modulation = reduce(add, entries)
+        assert torch.allclose(pool.by_bin(geometry, "modulation").b_simple, b_simple(modulation), rtol=1e-12)
+        whole = sketch.combined(torch.zeros(BINS, dtype=torch.int64), 1)
+        assert torch.allclose(pool.whole(geometry, "sketch").b_simple, b_simple(whole), rtol=1e-12)
+
+
+@pytest.mark.parametrize("cut", [6, 7, 8])  # step 6 and 9 are measured, so 7 and 8 end in the middle of an entry
+def test_state_through_json_goes_on_bit_for_bit_also_in_the_middle_of_an_entry(cut):
+    straight = filled(14)
+    first = filled(cut)
+    resumed = Pool(BINS, GEOMETRIES, half_life=100.0)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert resumed.state_dict() == first.state_dict()
+    for step in range(cut + 1, 15):
+        resumed.add(made_up(step, measured=step % 3 == 0))
+    assert resumed.state_dict() == straight.state_dict()
+    for geometry in straight.geometries:
+        for estimator in ESTIMATORS:
+            assert same(resumed.by_bin(geometry, estimator), straight.by_bin(geometry, estimator))
+            if estimator != "composite":
+                assert same(resumed.whole(geometry, estimator), straight.whole(geometry, estimator))
+    assert torch.equal(resumed.mean_square_loss(), straight.mean_square_loss())
+
+
+def test_an_entry_that_is_not_complete_is_part_of_the_state():
+    middle, begun_anew = filled(8), filled(6)
+    for name in ("plain/modulation", "adam/modulation"):
+        assert middle.state_dict()["entry"][name] != begun_anew.state_dict()["entry"][name]
+    assert middle.state_dict()["composites"][0]["count"] == [16.0] * BINS
+
+
+@pytest.mark.parametrize("other", [Pool(BINS + 1, GEOMETRIES, 100.0), Pool(BINS, 1, 100.0)])
+def test_state_of_other_bins_or_geometries_is_dropped(other):
+    fresh = other.state_dict()
+    other.load_state_dict(json.loads(json.dumps(filled().state_dict())))
+    assert other.state_dict() == fresh
+
+
+def test_adam_is_absent_before_its_first_factors():
+    pool = filled(8, adam_from=9)
+    plain, adam = (pool.by_bin(geometry, "modulation") for geometry in ("plain", "adam"))
+    assert plain.b_simple.isfinite().all() and (plain.samples > 0).all()
+    for estimator in ESTIMATORS:
+        assert not pool.by_bin("adam", estimator).b_simple.isfinite().any()
+    assert (adam.samples == 0).all()
+    # Those of step 6 come too late for the entry of steps 4 to 6, but not its own samples.
+    later = filled(6, adam_from=6)
+    assert later.by_bin("adam", "sketch").b_simple.isfinite().all()
+    assert later.by_bin("adam", "modulation").samples.tolist() == [8.0] * BINS
+
+
+def test_step_that_is_not_finite_leaves_the_pool_as_it_was():
+    pool = filled(5)
+    before = pool.state_dict()
+    broken = made_up(6, measured=False)
+    for tensor in (broken.squares, broken.products, broken.square_losses):
+        tensor[:] = torch.nan
+    pool.add(broken)
+    assert pool.state_dict() == before
+
+
+# ---------------------------------------------------------------------- sums of a step
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_rescaled_sums_are_those_of_rescaled_losses(measured):
+    factor = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
+    found = made_up(1, measured=measured).rescaled(factor)
+    wanted = made_up(1, measured=measured, scale=factor)
+    for field in fields(StepSums):
+        value, right = getattr(found, field.name), getattr(wanted, field.name)
+        assert (value is None) == (right is None)
+        if right is not None:
+            assert torch.allclose(value, right, rtol=1e-12, atol=0.0, equal_nan=True), field.name
+
+
+EDGES = torch.tensor([0.1, 1 / 3], dtype=torch.float64)
+
+
+def written(folder, last: int, flush_at: tuple[int, ...]) -> RawSums:
+    raw = RawSums(folder, EDGES, GEOMETRIES)
+    for step in range(1, last + 1):
+        raw.add(step, made_up(step, measured=step % 3 == 0))
+        if step in flush_at:
+            raw.flush()
+    return raw
+
+
+def assert_rows(folder, steps: list[int]) -> None:
+    rows = list(read_sums(folder))
+    assert [step for step, _ in rows] == steps
+    for step, sums in rows:
+        wanted = made_up(step, measured=step % 3 == 0)
+        for field in fields(StepSums):
+            value, right = getattr(sums, field.name), getattr(wanted, field.name)
+            assert value is right is None or torch.equal(value.nan_to_num(7.7), right.nan_to_num(7.7)), (step, field.name)
+
+
+def test_raw_sums_come_back_bit_for_bit(tmp_path):
+    written(tmp_path / "gns", 7, (4, 7)).flush()
+    assert [path.name for path in raw_files(tmp_path / "gns")] == [
+        "raw-00000001-00000004.parquet", "raw-00000005-00000007.parquet",
+    ]  # fmt: skip
+    assert torch.equal(read_edges(tmp_path / "gns"), EDGES)
+    assert_rows(tmp_path / "gns", [1, 2, 3, 4, 5, 6, 7])
+
+
+@pytest.mark.parametrize(("last", "names"), [(7, ["1-4", "5-7"]), (6, ["1-4", "5-6"]), (4, ["1-4"]), (2, ["1-2"]), (0, [])])
+def test_raw_sums_after_a_step_are_cut_and_written_anew(tmp_path, last, names):
+    written(tmp_path, 7, (4, 7))
+    again = RawSums(tmp_path, EDGES, GEOMETRIES)
+    again.cut(last)
+    files = [[int(number) for number in path.stem.split("-")[1:]] for path in raw_files(tmp_path)]
+    assert [f"{first}-{end}" for first, end in files] == names
+    assert_rows(tmp_path, list(range(1, last + 1)))
+    for step in range(last + 1, 9):
+        again.add(step, made_up(step, measured=step % 3 == 0))
+    again.flush()
+    assert_rows(tmp_path, list(range(1, 9)))
+    assert torch.equal(read_edges(tmp_path), EDGES) and not list(tmp_path.glob("*.tmp"))
+
+
+# ---------------------------------------------------------------------- edges
+
+
+def edges_of(objective: dict | None = None, **config) -> list[float]:
+    built = Objective(ObjectiveConfig(**(objective or {})), seed=0)
+    return inner_edges(GNSConfig(**config), built.timestep_sampler.density, built.path).tolist()
+
+
+def test_bins_without_edges_are_of_equal_mass():
+    assert edges_of({"timestep_sampler": "uniform"}, num_bins=4) == pytest.approx([0.25, 0.5, 0.75])
+    quartile = 1 / (1 + math.exp(0.6744897501960817))  # of the logistic of a standard normal
+    assert edges_of(num_bins=4) == pytest.approx([quartile, 0.5, 1 - quartile], rel=1e-6)
+    assert edges_of(num_bins=1) == []
+
+
+def test_edges_in_t_and_in_sigma():
+    assert edges_of(bin_edges=[0.0, 0.2, 0.7, 1.0]) == [0.2, 0.7]
+    # t = sigma / (1 + sigma); the last bin, of sigma above 9, is open.
+    assert edges_of(bin_edges=[0.0, 0.25, 1.0, 9.0], bin_unit="sigma") == pytest.approx([0.2, 0.5, 0.9])
+
+
+@pytest.mark.parametrize("path", ["ddpm_linear", "ddpm_linear_continuous"])
+def test_edges_in_index_are_the_first_index_of_their_bin(path):
+    objective = {"path": path, "prediction": "noise", "timestep_sampler": "uniform"}
+    edges = torch.tensor(edges_of(objective, bin_edges=[0, 100, 500, 1000], bin_unit="index"), dtype=torch.float64)
+    ddpm = Objective(ObjectiveConfig(**objective), seed=0).path
+    indices = torch.tensor([0, 99, 100, 101, 499, 500, 999] if ddpm.discrete else [0, 99.9, 100.1, 499.9, 500.1, 998.9])
+    bins = torch.bucketize(ddpm.index_to_t(indices).to(torch.float32), edges.to(torch.float32))
+    assert bins.tolist() == [sum(index >= edge for edge in (100, 500)) for index in indices.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"bin_edges": [0.5]}, "two edges at least"),
+        ({"bin_edges": [0.0, 0.5, 0.5, 1.0]}, "must rise"),
+        ({"bin_edges": [0.0, 0.7, 0.5, 1.0]}, "must rise"),
+        ({"bin_edges": [0.1, 0.5, 1.0]}, "must begin at 0 and end at 1,"),
+        ({"bin_edges": [0.0, 0.5, 0.9]}, "must begin at 0 and end at 1,"),
+        ({"bin_edges": [0.1, 1.0], "bin_unit": "sigma"}, "must begin at 0"),
+        ({"bin_edges": [0, 500, 999], "bin_unit": "index"}, "must begin at 0 and end at 1000,"),
+    ],
+)
+def test_edges_that_do_not_cover_all_timesteps_are_refused(config, words):
+    with pytest.raises(ValueError, match=words):
+        edges_of({"path": "ddpm_linear", "prediction": "noise", "timestep_sampler": "uniform"}, **config)
