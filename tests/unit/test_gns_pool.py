@@ -99,6 +99,16 @@ def test_composite_equals_sketch_where_the_token_part_is_a_multiple_of_the_modul
         assert torch.equal(composite.unbounded, sketch.unbounded)
 
 
+def test_composite_equals_sketch_where_every_step_is_measured_whatever_the_ratio():
+    pool = Pool(BINS, GEOMETRIES, half_life=100.0)
+    for step in range(1, 9):
+        pool.add(made_up(step, measured=True))
+    for geometry in pool.geometries:
+        sketch, composite = (pool.by_bin(geometry, estimator) for estimator in ("sketch", "composite"))
+        for name in ("signal", "noise", "b_simple", "lower", "upper"):
+            assert torch.allclose(getattr(composite, name), getattr(sketch, name), rtol=1e-9), name
+
+
 def test_composite_counts_the_steps_between_exactly_where_the_token_part_is_a_multiple_of_the_modulation():
     """The proxy is then the whole model, and the estimate that of all steps since the first measured one."""
     composite, everything = Composite(BINS, 0, half_life=math.inf), []

@@ -1,0 +1,180 @@
+"""A run that measures its gradient noise: it trains as before, survives being killed, and leaves what it should."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.end_to_end.gns_runs import CHECKPOINT_INTERVAL, GNS, MEASURED_EVERY, STEPS
+from tests.end_to_end.runs import Run, checkpoint_tensors, write_config
+from tests.launcher import run_on_ranks
+from torchtitan.gns.raw_sums import raw_files, read_sums
+
+LAYOUTS = {1: {"replicas": 1, "shards": 1}, 2: {"replicas": 2, "shards": 1}}
+RANKS = ["--gns.rank_gradients", "true"]
+# Muon is measured in the plain geometry, where a few steps already tell the bins apart; an objective that hardly counts
+# small timesteps makes them so unequal that the shares change before the first checkpoint.
+ALLOCATE = [
+    "--gns.allocate_timesteps", "true", "--gns.allocation_warmup", "320", "--gns.allocation_interval", "3",
+    "--gns.num_bins", "2", "--optimizer.name", "Muon", "--objective.timestep_sampler", "uniform", "--objective.spread", "stratified",
+    "--objective.weighting", "p2", "--objective.p2_gamma", "3", "--training.global_batch_size", "64",
+]  # fmt: skip
+
+
+def runs_of(ranks: int) -> dict[str, dict]:
+    """Runs that are done straight, and once more killed and resumed."""
+    layout = LAYOUTS[ranks]
+    # In one process rank gradients are microbatches', of which there must be two.
+    return {
+        "measured": layout | {"accumulation": 4 // ranks, "overrides": [*GNS, *RANKS]},
+        "allocated": layout | {
+            "accumulation": 1, "overrides": [*GNS, *ALLOCATE, "--training.local_batch_size", str(64 // ranks)],
+        },
+    }  # fmt: skip
+
+
+def unmeasured_of(ranks: int) -> dict[str, dict]:
+    """The same trainings with and without measurement: as a single process, and sharded."""
+    if ranks == 1:
+        return {"off": LAYOUTS[1] | {"accumulation": 4, "overrides": []}}
+    sharded = {"replicas": 1, "shards": 2, "accumulation": 1}
+    return {"off": sharded | {"overrides": []}, "on": sharded | {"overrides": [*GNS, *RANKS]}}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def folder(request, tmp_path_factory) -> Path:
+    """Of every run of one number of processes, all completed; those called `killed ...` at the second attempt."""
+    ranks = request.param
+    path = tmp_path_factory.mktemp(f"gns{ranks}")
+    killed = [{"name": f"killed {name}", **run} for name, run in runs_of(ranks).items()]
+    with pytest.raises(AssertionError, match="exit code -9"):
+        run_on_ranks("tests.end_to_end.gns_runs:abandon", ranks, {"folder": str(path), "runs": killed})
+    for run in killed:
+        checkpoints = [found.name for found in (path / run["name"] / "checkpoint").iterdir()]
+        assert checkpoints == [f"step-{CHECKPOINT_INTERVAL:08d}"] and not (path / run["name"] / "summary.json").exists()
+    straight = [{"name": name, **run} for name, run in (runs_of(ranks) | unmeasured_of(ranks)).items()]
+    run_on_ranks("tests.end_to_end.gns_runs:complete", ranks, {"folder": str(path), "runs": straight + killed})
+    return path
+
+
+def points(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def noise_points(run: Path) -> list[dict]:
+    """Step and noise tags of every point that has any."""
+    found = [
+        {tag: value for tag, value in point.items() if tag == "step" or tag.startswith("gns/")} for point in points(run)
+    ]
+    return [point for point in found if len(point) > 1]
+
+
+def curve(run: Path) -> list[tuple]:
+    found = [point for point in points(run) if "grad_norm" in point]
+    return [(point["step"], point["loss_metrics/global_avg_loss"], point["grad_norm"]) for point in found]
+
+
+def raw_rows(run: Path) -> list[dict]:
+    """Sums as bytes, so that what is no number equals itself."""
+    return [
+        {"step": step}
+        | {name: None if value is None else value.numpy().tobytes() for name, value in vars(sums).items()}
+        for step, sums in read_sums(run / "gns")
+    ]
+
+
+def last_checkpoint(run: Path) -> Path:
+    return run / "checkpoint" / f"step-{STEPS:08d}"
+
+
+def same_tensors(run: Path, other: Path, without: str = "none") -> bool:
+    found, wanted = (
+        {
+            name: tensor for name, tensor in checkpoint_tensors(last_checkpoint(path)).items()
+            if name.split(".")[0] != without
+        }
+        for path in (run, other)
+    )  # fmt: skip
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("name", ["measured", "allocated"])
+def test_killed_between_measured_steps_and_resumed_run_equals_straight_run_bit_for_bit(folder, name):
+    assert CHECKPOINT_INTERVAL % MEASURED_EVERY and STEPS % MEASURED_EVERY
+    straight, killed = folder / name, folder / f"killed {name}"
+    assert curve(killed) == curve(straight)
+    assert same_tensors(killed, straight)
+    assert len(raw_files(killed / "gns")) > 1
+    rows, wanted = raw_rows(killed), raw_rows(straight)
+    assert [row["step"] for row in wanted] == list(range(1, STEPS + 1))
+    different = [
+        (row["step"], key) for row, right in zip(rows, wanted, strict=True) for key in right if row[key] != right[key]
+    ]
+    assert different == []
+    assert noise_points(killed) == noise_points(straight)
+    state, wanted_state = (json.loads((last_checkpoint(run) / "state.json").read_text()) for run in (killed, straight))
+    assert state["gns"] and state == wanted_state
+
+
+def test_allocation_changes_the_shares_on_both_sides_of_the_kill(folder):
+    shares = {point["step"]: point["gns/shares/0"] for point in noise_points(folder / "killed allocated")}
+    assert shares[1] == pytest.approx(0.5)
+    assert 0.05 < shares[CHECKPOINT_INTERVAL] < 0.4
+    sampler = json.loads((last_checkpoint(folder / "killed allocated") / "state.json").read_text())["timestep_sampler"]
+    assert sampler["shares"][0] == shares[STEPS]
+
+
+def test_measuring_does_not_change_training(folder):
+    on = folder / "on" if (folder / "on").exists() else folder / "measured"
+    assert noise_points(on) and not noise_points(folder / "off")
+    assert curve(on) == curve(folder / "off")
+    assert same_tensors(on, folder / "off", without="gns")
+
+
+def test_tags_name_geometry_estimator_and_bin(folder):
+    quantities = {"signal", "noise", "b_simple", "lower", "upper", "samples"}
+    tags = {tag for point in noise_points(folder / "measured") for tag in point if tag != "step"}
+    for geometry in ("plain", "adam"):
+        for estimator in ("sketch", "composite", "modulation"):
+            for k in range(4):
+                prefix = f"gns/{geometry}/{estimator}/{k}/"
+                found = {tag.removeprefix(prefix) for tag in tags if tag.startswith(prefix)}
+                # An interval without an end has no upper one to log.
+                assert quantities - {"upper"} <= found <= quantities, prefix
+    tags.discard("gns/reductions_per_step")
+    assert all(re.fullmatch(r"gns/(plain|adam)/(sketch|composite|modulation|ranks)/(\d|all)/\w+", tag) for tag in tags)
+    assert {tag.split("/")[1] for tag in noise_points(folder / "allocated")[-1] if tag != "step"} == {"plain", "shares"}
+    whole = noise_points(folder / "measured")[-1]
+    assert whole["gns/plain/sketch/all/noise"] > 0 and whole["gns/plain/ranks/all/noise"] > 0
+
+
+def test_picture_is_drawn_and_the_advice_is_printed_at_the_end(tmp_path):
+    arguments = ["--training.steps", "9", "--sampling.enable", "false", "--checkpoint.enable", "false"]
+    run = Run(write_config(tmp_path), "drawn", *GNS, *arguments)
+    output = run.finish()[0]
+    picture = run.folder / "gns" / "noise_scale.png"
+    assert f"noise scale  {picture}" in output
+    with Image.open(picture) as image:
+        assert image.format == "PNG" and image.width > 1000 and image.height > 400
+        assert len(image.convert("L").getcolors()) > 50
+    lines = output.split("gradient noise:\n")[1].splitlines()
+    assert lines[0].startswith("  global batch size 16")
+    assert lines[1].startswith("  ") and re.search("nothing to be gained|fewer samples|too few|cannot be told", lines[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gns.num_bins", "9"], "gns.num_bins: 9 bins share 16 images a step"),
+        (["--gns.bin_edges", "[0.0, 0.6, 0.5, 1.0]"], "gns.bin_edges: must rise"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_written(tmp_path, arguments, words):
+    run = Run(write_config(tmp_path), "refused", "--gns.enable", "true", *arguments)
+    codes, outputs = run.wait()
+    assert codes == [2] and not run.folder.exists()
+    line, = outputs[0].splitlines()
+    assert words in line
