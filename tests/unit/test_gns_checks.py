@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.config import ConfigError, load_config
+from torchtitan.config_record import dump_config
 
 DDPM = '[objective]\npath = "ddpm_linear"\nprediction = "noise"\ntimestep_sampler = "uniform"\n'
 NARROW = '[objective]\ntimestep_sampler = "logit_normal"\nlogit_std = 0.1\n'
@@ -104,3 +105,10 @@ def test_edge_that_is_no_number_is_refused(edge):
 )
 def test_what_can_be_measured_is_accepted(objective, section, ranks):
     assert load(objective, section, ranks).gns.enable
+
+
+@pytest.mark.parametrize("section", ["num_bins = 4", "bin_edges = [0, 1, 9]\nbin_unit = 'sigma'", "bin_edges = [0, 0.5, 1]"])
+def test_recorded_configuration_is_accepted_again(section):
+    config = load("", section, 1)
+    Path("recorded.toml").write_text(dump_config(config))
+    assert load_config(["--job.config_file", "recorded.toml"], 1).gns == config.gns

@@ -36,9 +36,10 @@ def gns_problems(
     if config.bin_unit == "index" and not isinstance(objective.path, DDPM):
         yield "bin_unit", "index is for DDPM paths, whose times have one (use t or sigma)"
         return
-    if "gns.bin_unit" in given and not config.bin_edges:
+    # A run's recorded configuration gives every key, so that defaults must pass.
+    if "gns.bin_unit" in given and config.bin_unit != GNSConfig.bin_unit and not config.bin_edges:
         yield "bin_unit", "has no effect without gns.bin_edges (remove it)"
-    if "gns.num_bins" in given and config.bin_edges:
+    if "gns.num_bins" in given and config.num_bins != GNSConfig.num_bins and config.bin_edges:
         yield "num_bins", "has no effect beside gns.bin_edges (remove one of them)"
     density = objective.timestep_sampler.density
     try:
