@@ -299,6 +299,7 @@ class Trainer:
             "model": {name: parameter.detach() for name, parameter in self.parameters.items()},
             "optimizer": optimizer_tensors(self.optimizer, self.parameters),
             "ema": self.ema.tensors(),
+            "gns": self.gns.tensors() if self.gns else {},
         }
         return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
@@ -323,8 +324,10 @@ class Trainer:
     def _resume(self, step: int) -> None:
         checkpoint = checkpoint_path(self.folder.checkpoints, step)
         materialise_state(self.optimizer)
-        read_tensors(checkpoint, self.tensors())
-        state = read_state(checkpoint)
+        state, tensors = read_state(checkpoint), self.tensors()
+        if self.gns and not self.gns.fits(state.get("gns", {})):
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("gns.")}
+        read_tensors(checkpoint, tensors)
         self.step = state["step"]
         self.data.load_state_dict(state["data"])
         self.corrupt_images.load_state_dict(state.get("corrupt_images", {}))

@@ -214,6 +214,15 @@ class GradientTaps:
         self._start()
         return StepSums(count, square_losses, pairs, squares, products, *of_all_pairs)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Adam's factors of every layer by name, the tensors themselves: of the last measured step, used until the next."""
+        if len(self.geometries) == 1:
+            return {}
+        return {
+            f"{name}.{side}": getattr(scales, side)[-1]
+            for name, scales in self._scales.items() for side in ("rows", "columns")
+        }  # fmt: skip
+
     # ------------------------------------------------------------------ inside
 
     def _start(self) -> None:

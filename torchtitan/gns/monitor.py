@@ -295,10 +295,20 @@ class GNSMonitor:
         if self._raw:
             self._raw.flush()
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the state by name, equal on all ranks."""
+        return self._taps.tensors() if self._taps else {}
+
     def state_dict(self) -> dict:
+        """Everything else of the state, and the tensors' sizes."""
         self.settle()
         parts = {"pool": self.pool, "ranks": self._ranks, "schedule": self._schedule}
-        return {"samples": self._samples} | {name: part.state_dict() for name, part in parts.items() if part}
+        sizes = {name: len(tensor) for name, tensor in self.tensors().items()}
+        return {"samples": self._samples, "sizes": sizes} | {name: part.state_dict() for name, part in parts.items() if part}
+
+    def fits(self, state: dict) -> bool:
+        """Whether the tensors of a state are as many and as large as these."""
+        return state.get("sizes") == {name: len(tensor) for name, tensor in self.tensors().items()}
 
     def load_state_dict(self, state: dict, step: int) -> None:
         """Go on after a step; what the state lacks is measured anew from there."""
