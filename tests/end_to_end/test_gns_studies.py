@@ -2,7 +2,6 @@
 
 import csv
 import importlib.util
-import math
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from PIL import Image
 from tests.end_to_end.runs import Run
 from tests.launcher import ROOT
 from torchtitan.evaluation.studies import STUDIES
-from torchtitan.evaluation.studies.gns_critical_batch import neyman_shares, relative_variance
 from torchtitan.gns.published import COLUMNS
 
 SPEC = importlib.util.spec_from_file_location("study_tool", ROOT / "scripts" / "study.py")
@@ -247,17 +245,3 @@ def test_the_list_of_studies_and_every_help(study):
     for name in STUDIES:
         code, output, _ = study(name, "--help")
         assert code == 0 and "--output" in output
-
-
-def test_neyman_shares_minimise_the_variance():
-    masses, noises = [0.5, 0.3, 0.2], [1.0, 4.0, 25.0]
-    shares = neyman_shares(masses, noises)
-    assert shares == pytest.approx([0.5 / 2.1, 0.6 / 2.1, 1.0 / 2.1])
-    best = relative_variance(shares, masses, noises)
-    assert best == pytest.approx(2.1**2 / (0.5 + 1.2 + 5.0))
-    assert relative_variance(masses, masses, noises) == pytest.approx(1.0)
-    for place in range(3):
-        for change in (0.9, 1.1):
-            other = [share * (change if place == at else 1) for at, share in enumerate(shares)]
-            assert relative_variance([share / sum(other) for share in other], masses, noises) > best
-    assert relative_variance([1.0, 0.0, 0.0], masses, noises) == math.inf

@@ -5,9 +5,9 @@ published allocations ("p1", "softmax") divide a batch in proportion to noise sc
 the variance of the gradient is Neyman's: shares in proportion to mass x sqrt(S) of each bin.
 """
 
-import math
-from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from torchtitan.evaluation.studies import gns_bins, gns_cells, gns_plots
 from torchtitan.evaluation.studies.frame import Cell, Row, StudyRun, markdown_table, number, step_of
@@ -22,6 +22,7 @@ from torchtitan.evaluation.studies.gns_cells import (
     is_unbounded,
     measure,
 )
+from torchtitan.gns.allocate import gradient_variance, neyman_shares
 from torchtitan.gns.published import SOFTMAX_TEMPERATURES, p1_shares, softmax_shares
 
 __all__ = ["COLUMNS", "KEY", "UNIT", "add_options", "cells", "cost", "measure", "report"]
@@ -29,26 +30,13 @@ __all__ = ["COLUMNS", "KEY", "UNIT", "add_options", "cells", "cost", "measure", 
 add_options = gns_bins.add_options
 TITLE = "Estimate of the critical batch size"
 
+_NO_FLOOR = 1e-12  # these shares are only compared
+
 
 def cells(run: StudyRun) -> list[Cell]:
     setting, portion = gns_cells.setting(run.options), run.options.true_portion
     bins = [*gns_cells.bins(run), WHOLE_BIN]
     return [gns_cells.make_cell(run, step, where, *setting, portion) for step in run.steps for where in bins]
-
-
-def neyman_shares(masses: Sequence[float], noises: Sequence[float]) -> list[float]:
-    """Shares of a batch that minimise the variance of a stratified gradient: in proportion to mass x sqrt(S)."""
-    weights = [mass * math.sqrt(max(noise, 0.0)) for mass, noise in zip(masses, noises, strict=True)]
-    return [weight / sum(weights) for weight in weights]
-
-
-def relative_variance(shares: Sequence[float], masses: Sequence[float], noises: Sequence[float]) -> float:
-    """Variance of a stratified, reweighted gradient with these shares, relative to shares equal to the masses."""
-    total = 0.0
-    for share, mass, noise in zip(shares, masses, noises, strict=True):
-        if mass * noise:
-            total += mass**2 * noise / share if share > 0 else math.inf
-    return total / sum(mass * noise for mass, noise in zip(masses, noises, strict=True))
 
 
 def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
@@ -94,12 +82,19 @@ def _allocations(binned: list[Row], step: int) -> dict[str, tuple[list[float], f
     masses, noises = [number(row, "mass") for row in rows], [number(row, "noise") for row in rows]
     if sum(noises) <= 0 or min(noises) < 0:
         return {}
-    shares = {"Neyman": neyman_shares(masses, noises)}
+    mass, noise = (torch.tensor(values, dtype=torch.float64) for values in (masses, noises))
+    shares = {"Neyman": neyman_shares(mass, noise, floor=_NO_FLOOR).tolist()}
     scales = [number(row, "gns_est") for row in rows]
     if min(scales) > 0 and not any(is_unbounded(row) for row in rows):
         shares["p1"] = p1_shares(scales)
         shares |= {f"softmax {heat}": softmax_shares(scales, heat) for heat in SOFTMAX_TEMPERATURES}
-    return {name: (found, relative_variance(found, masses, noises)) for name, found in shares.items()}
+    present = gradient_variance(mass, mass, noise, stratified=True)
+
+    def relative(found: list[float]) -> float:
+        variance = gradient_variance(mass, torch.tensor(found, dtype=torch.float64), noise, stratified=True)
+        return (variance / present).item()
+
+    return {name: (found, relative(found)) for name, found in shares.items()}
 
 
 def _training_picture(run: StudyRun, whole: list[Row], binned: list[Row], path: Path) -> str:
