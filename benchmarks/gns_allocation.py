@@ -1,0 +1,354 @@
+"""Whether choosing timesteps by measured noise saves what is predicted: python benchmarks/gns_allocation.py
+
+A small DiT is trained on digits; then its weights are frozen, and for each loss and spread of the timesteps
+
+    predicted   noise and signal of 10 bins are measured by the taps of ordinary training steps; the Neyman shares and
+                the gradient variance that they promise, over that of the present sampler, follow from these alone
+    finer bins  what the same samples promise for the same shares when they are told apart by 30 bins
+    realised    on other samples, batches are drawn with either sampler, importance weights on, and the variance of the
+                batches' mean gradients is measured directly, without bins, taps or sketches
+
+in the plain geometry and in Adam's (row and column factors of the second moment), in which variance is |update|^2. The
+losses are the rectified flow's velocity error, and the same error times (1 - t)^2, which is the error of the noise.
+
+Also realised are stratified timesteps against independent ones, and shares in proportion to the multiplier. "shift" is
+|mean gradient less the present sampler's|^2 / |mean gradient|^2, without bias: 0 where the objective is the same one.
+Images are drawn with replacement, so that samples are independent. All intervals are of 95 %, by the jackknife over
+groups of batches where realised; 16 such comparisons with the prediction miss 0.8 times on average if all is right.
+
+Stratified timesteps also take out of the mean gradient what it varies with t within a bin. Ten bins do not see that:
+they promise too little of stratifying, and too much of other shares to whom stratifies already, where the mean gradient
+changes fast with t. Finer bins tell how much of a difference between prediction and realisation is due to it.
+
+Writes benchmarks/results/gns_allocation.json.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Hashable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data import DATASETS
+from torchtitan.config import load_config
+from torchtitan.diffusion.allocated import AllocatedTimesteps, bin_masses, bin_means
+from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
+from torchtitan.gns.allocate import FROM_WEIGHT, NEYMAN, STRATIFIED, neyman_shares, predicted_ratios, weight_shares
+from torchtitan.gns.capture import GEOMETRIES
+from torchtitan.gns.decayed import BinEstimates, DecayedSums
+from torchtitan.gns.intervals import student_quantile
+from torchtitan.gns.monitor import inner_edges
+from torchtitan.gns.pool import to_host
+from torchtitan.gns.statistics import PairSums
+from torchtitan.trainer import Trainer
+from torchtitan.training.run_folder import versions
+
+CONFIG = """
+[model]
+flavor = "debug"
+dim = {dim}
+num_layers = {num_layers}
+mlp_hidden_dim = {mlp_hidden_dim}
+[data]
+name = "digits"
+[optimizer]
+lr = 1e-3
+[lr_scheduler]
+warmup_steps = 50
+[objective]
+timestep_sampler = "uniform"
+{loss}
+[training]
+steps = 100000
+local_batch_size = {batch}
+[metrics]
+enable_tensorboard = false
+[checkpoint]
+enable = false
+[sampling]
+enable = false
+[gns]
+enable = true
+interval = 100000
+bin_edges = {bin_edges}
+"""
+LOSSES = {
+    "velocity": "",
+    "noise": 'weighting = "p2"\np2_gamma = 0.0',  # the noise's error counts 1, the velocity's (1 - t)^2
+}
+FLOOR = 0.1
+PRESENT = "present"
+NUM_BINS, PARTS_OF_BIN = 10, 3
+SHARES_OF_TEN = "shares of ten bins"
+FINE_EDGES = torch.linspace(0.0, 1.0, 1 + NUM_BINS * PARTS_OF_BIN).tolist()
+# Samples that training never sees.
+FIRST_MEASURED, FIRST_REALISED = 10_000_000, 20_000_000
+
+
+class Ratio(NamedTuple):
+    """A ratio with its 95 % interval."""
+
+    value: float
+    lower: float
+    upper: float
+
+    def holds(self, value: float) -> bool:
+        """Whether the interval holds a value."""
+        return self.lower <= value <= self.upper
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dim", type=int, default=96)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--age", type=int, default=500, help="steps trained before weights are frozen")
+    parser.add_argument("--batch", type=int, default=64, help="samples of a batch")
+    parser.add_argument("--steps", type=int, default=160, help="measured steps")
+    parser.add_argument("--groups", type=int, default=24, help="groups of --group-size batches, per sampler")
+    parser.add_argument("--group-size", type=int, default=8)
+    arguments = parser.parse_args()
+    started, rows = time.process_time(), []
+    for loss in LOSSES:
+        with tempfile.TemporaryDirectory() as folder:
+            sizes = {"dim": arguments.dim, "num_layers": arguments.layers, "batch": arguments.batch}
+            trainer = build(Path(folder), loss, **sizes, bin_edges=FINE_EDGES)
+            while trainer.step < arguments.age:
+                trainer.step += 1
+                trainer.train_step()
+            rows += [
+                {"loss": loss, **row}
+                for row in look(trainer, arguments.steps, arguments.groups, arguments.group_size)
+            ]
+            trainer.close()
+    print_table(rows)
+    inside, finer_inside = (sum(row[key] for row in rows) for key in ("inside", "finer_inside"))
+    print(f"of {len(rows)} realised intervals {inside} hold the prediction, {finer_inside} that by finer bins")
+    result = {
+        "data": "digits", "settings": vars(arguments), "floor": FLOOR, "losses": LOSSES, "rows": rows,
+        "cpu_seconds": round(time.process_time() - started), "date": date.today().isoformat(), "versions": versions(),
+    }  # fmt: skip
+    path = ROOT / "benchmarks" / "results" / "gns_allocation.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {path.relative_to(ROOT)}")
+
+
+def build(
+    folder: Path, loss: str, *, dim: int, num_layers: int, batch: int, bin_edges: Sequence[float]
+) -> Trainer:
+    """A trainer with taps on every layer."""
+    config = folder / "allocation.toml"
+    sizes = {"dim": dim, "num_layers": num_layers, "mlp_hidden_dim": 8 * round(dim / 3)}
+    config.write_text(CONFIG.format(loss=LOSSES[loss], batch=batch, bin_edges=list(bin_edges), **sizes))
+    return Trainer(load_config(["--job.config_file", str(config), "--job.dump_folder", str(folder)], 1))
+
+
+def look(trainer: Trainer, steps: int, groups: int, group_size: int) -> list[dict]:
+    """Prediction and realisation with frozen weights: a row per spread, geometry and change of the sampler."""
+    ordinary = trainer.objective.timestep_sampler
+    fine_edges = inner_edges(trainer.config.gns, ordinary.density, trainer.objective.path)
+    edges, fine_mass = fine_edges[PARTS_OF_BIN - 1 :: PARTS_OF_BIN], bin_masses(ordinary.density, fine_edges)
+    mass = bin_masses(ordinary.density, edges)
+    multiplier = bin_means(ordinary.density, edges, lambda t: trainer.objective.weighting(t / (1.0 - t)))
+    others = {FROM_WEIGHT: weight_shares(mass, multiplier)} if multiplier.max() > 1.01 * multiplier.min() else {}
+    draws, samplers, predictions = FrozenDraws(trainer), {}, {}
+    for spread in ("none", "stratified"):
+        samplers[spread, PRESENT] = present = TimestepSampler(ordinary.density, trainer.config.debug.seed, spread)
+        samplers |= {(spread, name): allocated(present, edges, shares) for name, shares in others.items()}
+        measured, stratified = measure(trainer, draws, present, steps, PARTS_OF_BIN), spread != "none"
+        for geometry in GEOMETRIES:
+            fine, coarse = measured[geometry]
+            shares = neyman_shares(mass, coarse.noise, None if stratified else coarse.signal, FLOOR)
+            samplers[spread, f"{NEYMAN} {geometry}"] = allocated(present, edges, shares)
+            on_fine = {
+                name: (chosen / mass).repeat_interleave(PARTS_OF_BIN) * fine_mass
+                for name, chosen in {SHARES_OF_TEN: shares, **others}.items()
+            }
+            by_fine = predicted_ratios(fine_mass, fine, on_fine, stratified=stratified, floor=FLOOR)
+            finer = {ratio.name: Ratio(*ratio[1:]) for ratio in by_fine}
+            finer[NEYMAN] = finer[SHARES_OF_TEN]
+            for ratio in predicted_ratios(mass, coarse, others, stratified=stratified, floor=FLOOR):
+                predictions[spread, geometry, ratio.name] = Ratio(*ratio[1:]), finer[ratio.name]
+    realised = realise(trainer, draws, samplers, groups, group_size)
+    rows = []
+    for (spread, geometry, change), (predicted, finer) in predictions.items():
+        old, new = (spread, PRESENT), (spread, f"{NEYMAN} {geometry}" if change == NEYMAN else change)
+        if change == STRATIFIED:
+            new = (STRATIFIED, PRESENT)
+        ratio, (shift, shift_stderr) = realised.ratio(new, old, geometry), realised.shift(new, old)
+        rows.append({
+            "spread": spread, "geometry": geometry, "change": change, "predicted": predicted, "by_finer_bins": finer,
+            "realised": ratio, "inside": ratio.holds(predicted.value), "finer_inside": ratio.holds(finer.value),
+            "excludes_1": not ratio.holds(1.0), "shift": shift, "shift_stderr": shift_stderr,
+            "shares": getattr(samplers[new], "shares", mass).tolist(),
+        })  # fmt: skip
+    return rows
+
+
+def allocated(present: TimestepSampler, edges: Tensor, shares: Tensor) -> AllocatedTimesteps:
+    """The present sampler with other shares of the bins."""
+    sampler = AllocatedTimesteps(present.density, present.seed, present.spread, edges=edges)
+    sampler.set_shares(shares)
+    return sampler
+
+
+# ---------------------------------------------------------------------- predicted
+
+
+def measure(
+    trainer: Trainer, draws: "FrozenDraws", sampler: TimestepSampler, steps: int, parts_of_bin: int = 1
+) -> dict[str, tuple[BinEstimates, BinEstimates]]:
+    """What the taps' sketches say of every geometry: by the trainer's bins, and by bins of several of these each."""
+    taps, batch = trainer.gns._taps, trainer.config.training.local_batch_size
+    bin_of = torch.arange(taps.num_bins) // parts_of_bin
+    num_bins = int(bin_of[-1]) + 1
+    pools = {g: (DecayedSums(taps.num_bins, math.inf), DecayedSums(num_bins, math.inf)) for g in GEOMETRIES}
+    for number in tqdm(range(steps), desc="measured steps", leave=False):
+        taps.begin_step(number, True, trainer.optimizer.state, trainer.config.optimizer.beta2, trainer.layout)
+        loss = draws.loss(sampler, FIRST_MEASURED + number * batch, before_forward=taps.begin_microbatch)
+        loss.mean().backward()
+        taps.end_microbatch(batch, loss)
+        trainer.optimizer.zero_grad(set_to_none=True)
+        found = to_host(taps.end_step())
+        for index, geometry in enumerate(GEOMETRIES):
+            squares, products = found.squares[:, index].sum(0), found.all_products[:, index].sum(0)
+            sums = PairSums(found.count, squares, products, found.all_pairs)
+            for pool, of_bins in zip(pools[geometry], (sums, sums.combined(bin_of, num_bins)), strict=True):
+                pool.add(of_bins)
+    return {geometry: tuple(pool.estimate() for pool in both) for geometry, both in pools.items()}
+
+
+class FrozenDraws:
+    """Batches of a trainer's data, drawn with replacement: a function of the sampler and the first sample's number."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._dataset = DATASETS[trainer.config.data.name](trainer.config.data, "train")
+
+    def loss(self, sampler: TimestepSampler, first: int, before_forward: Callable[[Tensor], None] | None = None) -> Tensor:
+        """Losses [B] of samples first .. first + B - 1; `before_forward` is told their times."""
+        trainer = self._trainer
+        numbers = first + torch.arange(trainer.config.training.local_batch_size)
+        chosen = torch.randint(len(self._dataset), numbers.shape, generator=torch.Generator().manual_seed(first))
+        images, labels = self._dataset.fetch(chosen.numpy())
+        trainer.objective.timestep_sampler = sampler
+        draw = trainer.objective.draw(tuple(images.shape[1:]), GlobalBatch(first, len(numbers)), numbers)
+        if before_forward:
+            before_forward(draw.t)
+        return trainer.objective.loss(trainer.model, images, trainer._condition(labels, numbers, 0), draw).loss
+
+
+# ---------------------------------------------------------------------- realised
+
+
+class Realised:
+    """Gradient variances of samplers, by groups of batches that all samplers share but for their timesteps."""
+
+    def __init__(self, groups: int) -> None:
+        self._groups = groups
+        self._variances: dict[tuple, list[float]] = {}
+        self._means: dict[Hashable, Tensor] = {}  # [groups, P] each
+
+    def add(self, sampler: Hashable, group: int, gradients: Tensor, factors: dict[str, Tensor]) -> None:
+        """Count one group's mean gradients [M, P]; `factors` [P] of every geometry."""
+        for geometry, factor in factors.items():
+            centred = (gradients - gradients.mean(0)) * factor
+            variance = centred.square().sum(1).double().sum().item() / (len(gradients) - 1)
+            self._variances.setdefault((sampler, geometry), []).append(variance)
+        if sampler not in self._means:
+            self._means[sampler] = gradients.new_empty(self._groups, gradients.shape[1])
+        self._means[sampler][group] = gradients.mean(0)
+
+    def ratio(self, new: Hashable, old: Hashable, geometry: str) -> Ratio:
+        """Variance of one sampler's batches over that of another's."""
+        variances = torch.tensor([self._variances[sampler, geometry] for sampler in (new, old)], dtype=torch.float64)
+        sums = variances.sum(1, keepdim=True)
+        without = (sums - variances).log()  # each group left out
+        value = math.log(sums[0] / sums[1])
+        reach = _quantile(variances.shape[1]) * _jackknife_stderr(without[0] - without[1])
+        return Ratio(*(math.exp(value + sign * reach) for sign in (0, -1, 1)))
+
+    def shift(self, new: Hashable, old: Hashable) -> tuple[float, float]:
+        """|G_new - G_old|^2 / |G_old|^2 without bias, of the mean gradients, and its standard error."""
+        between, signal = _pairs(self._means[new] - self._means[old]), _pairs(self._means[old])
+        return (between[0] / signal[0]).item(), _jackknife_stderr(between[1:] / signal[1:])
+
+
+def realise(
+    trainer: Trainer, draws: FrozenDraws, samplers: dict[Hashable, TimestepSampler], groups: int, group_size: int
+) -> Realised:
+    """Mean gradients of groups x group_size batches of every sampler."""
+    parameters = list(trainer.model.parameters())
+    factors = geometry_factors(trainer)
+    found, batch = Realised(groups), trainer.config.training.local_batch_size
+    for group in tqdm(range(groups), desc="groups of batches", leave=False):
+        for name, sampler in samplers.items():
+            gradients = []
+            for number in range(group * group_size, (group + 1) * group_size):
+                loss = draws.loss(sampler, FIRST_REALISED + number * batch)
+                gradient = torch.autograd.grad(loss.mean(), parameters)
+                gradients.append(torch.cat([part.flatten() for part in gradient]))
+            found.add(name, group, torch.stack(gradients), factors)
+    return found
+
+
+def geometry_factors(trainer: Trainer) -> dict[str, Tensor]:
+    """Factors of every geometry on the flat gradient, [P]: those of the last measured step."""
+    found = {geometry: [] for geometry in GEOMETRIES}
+    for name, parameter in trainer.model.named_parameters():
+        layer, _, kind = name.rpartition(".")
+        scales = trainer.gns._taps._scales[layer]
+        for index, geometry in enumerate(GEOMETRIES):
+            rows, columns = scales.rows[index], scales.columns[index]
+            if kind == "bias":
+                factor = rows * columns[-1]
+            else:
+                factor = rows[:, None] * columns[None, :-1] if parameter.ndim == 2 else rows * columns
+            found[geometry].append(factor.flatten())
+    return {geometry: torch.cat(parts) for geometry, parts in found.items()}
+
+
+def _pairs(vectors: Tensor) -> Tensor:
+    """Mean inner product of two different of the vectors [N, P]: of all, then with each left out; float64 [N + 1]."""
+    gram = (vectors @ vectors.T).double().fill_diagonal_(0.0)
+    count = len(gram)
+    all_pairs, own = gram.sum(), gram.sum(1)
+    return torch.cat(((all_pairs / (count * (count - 1)))[None], (all_pairs - 2 * own) / ((count - 1) * (count - 2))))
+
+
+def _jackknife_stderr(without: Tensor) -> float:
+    count = len(without)
+    return ((count - 1) / count * (without - without.mean()).square().sum()).sqrt().item()
+
+
+def _quantile(groups: int) -> float:
+    return student_quantile(0.975, torch.tensor(groups - 1.0, dtype=torch.float64)).item()
+
+
+def print_table(rows: Sequence[dict]) -> None:
+    print(f"{'loss':<9}{'spread':<11}{'geometry':<9}{'change':<12}{'predicted':>21}{'by finer bins':>22}{'realised':>22}"
+          f"{'holds them':>12}{'not 1':>7}{'shift':>17}")
+    for row in rows:
+        predicted, finer, realised = (
+            f"{row[key].value:.3f} [{row[key].lower:.3f}, {row[key].upper:.3f}]"
+            for key in ("predicted", "by_finer_bins", "realised")
+        )
+        holds = " ".join("yes" if row[key] else "NO" for key in ("inside", "finer_inside"))
+        print(f"{row['loss']:<9}{row['spread']:<11}{row['geometry']:<9}{row['change']:<12}"
+              f"{predicted:>21}{finer:>22}{realised:>22}{holds:>12}{'yes' if row['excludes_1'] else 'no':>7}"
+              f"{100 * row['shift']:>8.2f} +- {100 * row['shift_stderr']:.2f}%")
+
+
+if __name__ == "__main__":
+    main()
