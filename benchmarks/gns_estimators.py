@@ -39,6 +39,7 @@ from torchtitan.diffusion.timesteps import GlobalBatch
 from torchtitan.gns.capture import PARTS, StepSums
 from torchtitan.gns.composite import Composite
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
+from torchtitan.gns.monitor import GNSConfig
 from torchtitan.gns.pool import to_host
 from torchtitan.gns.statistics import PairSums
 from torchtitan.trainer import Trainer
@@ -85,7 +86,7 @@ def main() -> None:
     parser.add_argument("--ages", type=int, nargs="+", default=[150, 500, 1500], help="steps trained before each look")
     parser.add_argument("--steps", type=int, default=64, help="steps of a look, at frozen weights")
     parser.add_argument("--batch", type=int, default=256, help="samples of a measured step")
-    parser.add_argument("--sketch-size", type=int, default=8)
+    parser.add_argument("--sketch-size", type=int, default=GNSConfig().sketch_size)
     arguments = parser.parse_args()
     rows = []
     for name, data in DATA.items():
@@ -106,6 +107,11 @@ def main() -> None:
             ]
             trainer.close()
         print_table([row for row in rows if row["data"] == name])
+        write(rows, arguments)
+
+
+def write(rows: list[dict], arguments: argparse.Namespace) -> None:
+    """Keep what there is so far."""
     result = {
         "model": "DiT of 128 channels, 4 blocks", "batch": arguments.batch, "steps": arguments.steps,
         "sketch_size": arguments.sketch_size, "rows": rows, "date": date.today().isoformat(), "versions": versions(),

@@ -48,7 +48,7 @@ class GNSConfig:
         8, "steps from one measured step, with sketches of all layers, to the next", ge=1, applies=_ON, trajectory=False
     )
     sketch_size: int = setting(
-        8, "rows and columns of a layer's random sketch: less error of its own for more time", ge=2, le=32, applies=_ON,
+        16, "rows and columns of a layer's random sketch: less error of its own for more time", ge=2, le=32, applies=_ON,
         trajectory=False,
     )
     num_bins: int = setting(

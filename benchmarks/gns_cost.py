@@ -1,0 +1,125 @@
+"""What measuring the gradient noise scale costs: python benchmarks/gns_cost.py [--flavors DiT-S/2 DiT-B/2] [--rounds N]
+
+Train steps of one trainer on 3x32x32 images (256 tokens), in turns: without measurement, with the free tier, with a
+measured step (sketches of every layer, Adam's factors, pooling), in an order drawn anew in every round, each as a ratio
+to the round's step without. The default setting measures one step in eight. Peak memory is that of a process of its
+own, with measurement at the default setting and without, logging included. Adds to benchmarks/results/gns_cost.json.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+from benchmarks.trainer_overhead import CLASSES, SHAPE, median_interval, timed
+from torchtitan.config import load_config
+from torchtitan.gns.monitor import GNSConfig
+from torchtitan.trainer import Trainer
+from torchtitan.training.hardware import device_name, peak_resident_gib
+from torchtitan.training.run_folder import versions
+
+ARMS = ("off", "free", "measured")
+DEFAULT_INTERVAL = GNSConfig().interval
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flavors", nargs="+", default=["DiT-S/2", "DiT-B/2"])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--memory-of", choices=("on", "off"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.memory_of:
+        print(peak_memory(arguments.flavors[0], arguments.batch, arguments.memory_of == "on"))
+        return
+    path = ROOT / "benchmarks" / "results" / "gns_cost.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for flavor in arguments.flavors:
+        results[flavor] = measure(flavor, arguments.batch, arguments.rounds)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        print(flavor, json.dumps(results[flavor], indent=1))
+
+
+def measure(flavor: str, batch: int, rounds: int) -> dict:
+    """Costs of one flavor as ratios to a step without measurement, medians with 95 % intervals."""
+    times = in_turns(build_trainer(flavor, batch, True), rounds)
+    result = {"batch": batch, "rounds": rounds, "step_seconds": statistics.median(off for off, _, _ in times)}
+    amortised = []
+    for off, free, measured in times:
+        amortised.append(((DEFAULT_INTERVAL - 1) * free + measured) / DEFAULT_INTERVAL / off)
+    ratios = {
+        "free": [free / off for off, free, _ in times],
+        "measured": [measured / off for off, _, measured in times],
+        f"default_1_in_{DEFAULT_INTERVAL}": amortised,
+    }
+    for name, values in ratios.items():
+        result[name] = statistics.median(values)
+        result[f"{name}_95_percent"] = list(median_interval(values))
+    memory = {kind: memory_in_own_process(flavor, batch, kind) for kind in ("on", "off")}
+    return result | {
+        "memory_GiB": memory["on"], "memory_without_GiB": memory["off"], "memory_ratio": memory["on"] / memory["off"],
+        "threads": torch.get_num_threads(), "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "date": date.today().isoformat(), "versions": versions(),
+    }  # fmt: skip
+
+
+def build_trainer(flavor: str, batch: int, enable: bool) -> Trainer:
+    options = {
+        "--job.dump_folder": tempfile.mkdtemp(), "--model.flavor": flavor, "--data.name": "synthetic",
+        "--data.kind": "noise", "--data.shape": json.dumps(SHAPE), "--data.num_classes": str(CLASSES),
+        "--training.local_batch_size": str(batch), "--training.steps": "1000000", "--checkpoint.enable": "false",
+        "--sampling.enable": "false", "--gns.enable": str(enable).lower(),
+        # Fewer bins than by default: a bin needs two samples of a batch.
+        **({"--gns.num_bins": str(min(10, batch // 2))} if enable else {}),
+    }  # fmt: skip
+    return Trainer(load_config([word for option in options.items() for word in option], 1))
+
+
+def in_turns(trainer: Trainer, rounds: int) -> list[tuple[float, ...]]:
+    """Seconds of a step of each arm, round by round, after three rounds of warm-up."""
+    monitor, order, found = trainer.gns, random.Random(0), []
+
+    def step(arm: str) -> None:
+        trainer.step += 1
+        trainer.gns = None if arm == "off" else monitor
+        monitor._config.interval = 1 if arm == "measured" else 1_000_000_000
+        trainer.train_step()
+        if arm == "free":
+            monitor.settle()  # the host's part, which is otherwise left to the next measured step
+
+    for _ in range(rounds + 3):
+        seconds = {}
+        for arm in order.sample(ARMS, len(ARMS)):
+            seconds[arm] = timed(lambda arm=arm: step(arm), trainer.layout.device)
+        found.append(tuple(seconds[arm] for arm in ARMS))
+    return found[3:]
+
+
+def peak_memory(flavor: str, batch: int, enable: bool) -> float:
+    """Peak GiB of this process (of the device on CUDA) after twenty steps."""
+    trainer = build_trainer(flavor, batch, enable)
+    for _ in range(2 * DEFAULT_INTERVAL + 4):
+        trainer.step += 1
+        trainer.train_step()
+    if trainer.layout.device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return peak_resident_gib()
+
+
+def memory_in_own_process(flavor: str, batch: int, kind: str) -> float:
+    command = [sys.executable, __file__, "--memory-of", kind, "--flavors", flavor, "--batch", str(batch)]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()
