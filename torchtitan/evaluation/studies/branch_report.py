@@ -23,7 +23,7 @@ from torchtitan.evaluation.studies.frame import Row, markdown_table, number
 from torchtitan.gns.capture import GEOMETRIES
 from torchtitan.training.metrics import METRICS_FILE
 
-WEIGHTS = {"ema/": "averaged over the branch", "": "trained"}
+WEIGHTS = {"ema/": "weights averaged over the branch", "": "trained weights"}
 DECIDING = "ema/"  # the last step's noise does not decide
 WHOLE = "loss"
 
@@ -108,7 +108,7 @@ def critical_text(finding: Finding) -> str:
     if critical.relation == "unknown":
         return "unknown: no branch of the smallest batch, or none beside it"
     if critical.relation == "unresolved":
-        return f"no answer: the branches took off {100 * finding.learned:.2g} % only"
+        return f"no answer: branches learned {100 * finding.learned:.2g} %, no more than the tolerance"
     return str(critical.value) if critical.relation == "equal" else f"{critical.relation} {critical.value}"
 
 
@@ -143,7 +143,7 @@ def _text(
         text += f"Batch {whole.critical.larger} is within the tolerance again: chance, or a rough landscape.\n\n"
     text += "## Held-out loss above the smallest batch's, in %\n\n"
     text += markdown_table(
-        ["batch", "factor", "steps", "learning rate", *(f"{words} weights" for words in WEIGHTS.values())],
+        ["batch", "factor", "steps", "learning rate", *WEIGHTS.values()],
         (
             [str(plan.batch_size), f"{plan.factor:g}", str(plan.steps), f"{plan.lr:.3g}"]
             + [_excess_text(findings[weights + WHOLE].found[place], options.tolerance) for weights in WEIGHTS]
@@ -153,10 +153,10 @@ def _text(
     text += (
         f"At {test.samples} samples of every branch, {test.seeds} seeds, paired by seed; ± is half of a 95 % interval "
         f"by Student's t, each by itself. Within: the interval ends at or below the tolerance of "
-        f"{100 * options.tolerance:g} %; beyond: it begins above it. The critical batch size is the largest up to which every mean is within the "
-        "tolerance; its interval is from the largest batch up to which all are within, to the first that is beyond, "
-        "itself excluded. Only the batch sizes listed were tried, and the smallest is what others are compared with: "
-        "whether it is itself too large, this test cannot say.\n\n"
+        f"{100 * options.tolerance:g} %; beyond: it begins above it. The critical batch size is the largest up to "
+        "which every mean is within the tolerance; its interval is from the largest batch up to which all are within, "
+        "to the first that is beyond, itself excluded. Only the batch sizes listed were tried, and the smallest is "
+        "what others are compared with: whether it is itself too large, this test cannot say.\n\n"
     )
     text += _learned_text(test, findings) + _scales_text(whole.critical, scales)
     text += "## By timestep bin\n\n" + _bins_table(test, findings)
@@ -166,7 +166,7 @@ def _text(
 
 def _learned_text(test: BranchTest, findings: dict[str, Finding]) -> str:
     learned = {words: findings[weights + WHOLE].learned for weights, words in WEIGHTS.items()}
-    parts = [f"{100 * share:.2f} % ({words} weights)" for words, share in learned.items()]
+    parts = [f"{100 * share:.2f} % ({words})" for words, share in learned.items()]
     return (
         f"The untouched checkpoint's loss is above the smallest batch's by {' and '.join(parts)}: what there was to "
         "lose. Where that is no more than the tolerance, any batch size would pass, and there is no answer (more "
@@ -210,14 +210,14 @@ def _method(test: BranchTest) -> str:
         "## How\n\n"
         f"Branches from checkpoint {test.checkpoint.name} (batch {test.config.training.global_batch_size}) with its "
         f"weights and optimizer state; learning rate {options.lr:.3g} at factor 1, rule {options.lr_rule}, "
-        f"{options.schedule} over the branch, no warm-up; {options.nproc} processes, the run's microbatch, accumulation "
-        "for the rest. A branch's seed draws the order of images, timesteps and noise, none of them the run's own; the "
-        "same seed reads the same samples at every batch size. Losses are on the same held-out (image, timestep, noise) "
-        f"triples, {options.held_out} or a few more, so the intervals are of training, not of the choice of held-out "
+        f"{options.schedule} over the branch, no warm-up; {options.nproc} processes, the run's microbatch, "
+        "accumulation for the rest. A branch's seed draws the order of images, timesteps and noise, none of them the "
+        "run's own; the same seed reads the same samples at every batch size. Losses are on the same held-out (image, "
+        f"timestep, noise) triples, {options.held_out} or a few more, so the intervals are of training, not of the choice of held-out "
         "images. Averaged weights: a power-function average of relative width 0.1, of the branch alone.\n\n"
     )
     if allocated:
-        text += "The run allocated its timesteps by measured noise; the branches draw them from the training density.\n\n"
+        text += "The run allocated its timesteps by measured noise; branches draw them from the training density.\n\n"
     return text
 
 
@@ -255,7 +255,7 @@ def _draw(test: BranchTest, findings: dict[str, Finding], scales: list[NoiseScal
     figure, axes = gns_plots.new_figure(title, 1, 2, (13, 5.2))
     left, right = axes[0]
     for weights, color, shift in ((DECIDING, "crimson", 1.0), ("", "0.6", 1.06)):
-        _draw_excess(left, findings[weights + WHOLE].found, color, f"{WEIGHTS[weights]} weights", shift, bars=True)
+        _draw_excess(left, findings[weights + WHOLE].found, color, WEIGHTS[weights], shift, bars=True)
     for scale, color in zip(scales, ("tab:blue", "tab:green"), strict=False):
         if math.isfinite(scale.value):
             label = f"noise scale, {scale.geometry}: estimate"
@@ -265,7 +265,7 @@ def _draw(test: BranchTest, findings: dict[str, Finding], scales: list[NoiseScal
     for k, color in enumerate(gns_plots.bin_colors(bins)):
         of_bin = findings[f"{DECIDING}loss_by_bin/{k}"].found
         _draw_excess(right, of_bin, color, f"bin {k}", 1.0 + 0.01 * (k - 0.5 * (bins - 1)), bars=bins <= 5)
-    for axis, words in ((left, "all timesteps"), (right, "by timestep bin, averaged weights")):
+    for axis, words in ((left, "all timesteps"), (right, "by timestep bin, weights averaged over the branch")):
         _finish(axis, test, words)
     gns_plots.legend_outside(right, "clean to noise")
     left.legend(fontsize=8, loc="upper left")
@@ -286,8 +286,8 @@ def _draw_excess(axis: Axes, found: list[Excess], color, label: str, shift: floa
             axis.vlines(x, 100 * excess.lower, 100 * excess.upper, color=color, linewidth=1.3)
     for excess in found:
         if excess.mean == math.inf:
-            axis.text(excess.batch_size, 0.97, "diverged", transform=axis.get_xaxis_transform(), rotation=90, fontsize=8,
-                      color=color, ha="center", va="top")  # fmt: skip
+            place = {"transform": axis.get_xaxis_transform(), "rotation": 90, "ha": "center", "va": "top"}
+            axis.text(excess.batch_size, 0.97, "diverged", fontsize=8, color=color, **place)
 
 
 def _finish(axis: Axes, test: BranchTest, words: str) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.config import JobConfig, dump_config, load_config
+from torchtitan.distributed.agreement import StopRequest
 from torchtitan.distributed.mesh import ParallelismConfig
 from torchtitan.evaluation.studies.frame import StudyError
 from torchtitan.training.checkpoint import CheckpointConfig, Checkpointer, checkpoint_path, checkpoint_steps
@@ -247,19 +248,27 @@ def train_branch(branch: Path, processes: int, lock: int, progress: Callable[[in
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
     if processes > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
-    with open(branch / "train.log", "ab") as log:
+    # Requests to stop are noted, not raised: one that came while the process starts would leave it behind.
+    with StopRequest() as stop, open(branch / "train.log", "ab") as log:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[lock],
             start_new_session=True,  # a Ctrl-C is passed on below, once
         )  # fmt: skip
         try:
+            passed_on = False
             while process.poll() is None:
+                if stop.poll() and not passed_on:
+                    process.send_signal(signal.SIGTERM)
+                    passed_on = True
                 progress(_samples_seen(branch))
                 time.sleep(_POLL_SECONDS)
-        except KeyboardInterrupt:
-            process.send_signal(signal.SIGTERM)
+        except BaseException:  # a second request to stop, or this process failed
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
+        stopped = stop.poll()
+    if stopped:
+        raise KeyboardInterrupt
     if process.returncode:
         raise _failure(branch, process.returncode)
 
