@@ -41,6 +41,8 @@ def test_shipped_configurations_train_when_made_small(cifar10, tmp_path):
         arguments[name] = ["--job.config_file", str(ROOT / "train_configs" / name), "--job.dump_folder", str(tmp_path), *SMALL]
         if 'name = "cifar10"' in text:
             arguments[name] += ["--data.path", str(cifar10), "--data.num_workers", "0"]
+        if "[gns]" in text:
+            arguments[name] += ["--gns.num_bins", "2", "--gns.interval", "2"]
         if "[validation]" in text:
             arguments[name] += ["--validation.num_images", "4"]
     run_on_ranks("tests.end_to_end.test_presets:train_all", 1, {"arguments": list(arguments.values())})
