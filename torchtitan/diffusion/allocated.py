@@ -39,7 +39,7 @@ class AllocatedTimesteps(TimestepSampler):
         """
         super().__init__(density, seed, spread)
         self.edges = _checked_edges(edges)
-        self._below, self._first, self._last = _bin_quantiles(density, self.edges)
+        self._below, self._first, self._last = bin_quantiles(density, self.edges)
         self.masses = _masses(self._below)
         self._use(self.masses)
 
@@ -119,7 +119,7 @@ def bin_masses(density: Density, edges: Tensor) -> Tensor:
     Raises:
         ValueError: the edges fall.
     """
-    return _masses(_bin_quantiles(density, _checked_edges(edges))[0])
+    return _masses(bin_quantiles(density, _checked_edges(edges))[0])
 
 
 def bin_means(density: Density, edges: Tensor, function: Callable[[Tensor], Tensor], points: int = 1024) -> Tensor:
@@ -131,7 +131,7 @@ def bin_means(density: Density, edges: Tensor, function: Callable[[Tensor], Tens
         function: of timesteps, float32 [N] to [N]; a loss multiplier, for one.
         points: quantiles per bin, at the middles of equal parts.
     """
-    below, first, last = _bin_quantiles(density, _checked_edges(edges))
+    below, first, last = bin_quantiles(density, _checked_edges(edges))
     masses = _masses(below)
     middles = (torch.arange(points, dtype=torch.float64) + 0.5) / points
     v = below[:-1, None] + masses[:, None] * middles
@@ -151,11 +151,16 @@ def _masses(below: Tensor) -> Tensor:
     return below.diff()
 
 
-def _bin_quantiles(density: Density, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def bin_quantiles(density: Density, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mass below each bin and below the end, [K + 1]; first and last quantile whose t is in each bin, [K]; float64.
 
-    By halving: `low` is the last quantile whose t, as float32, is at most the edge, and `high` the next one.
+    From quantiles alone, so that t, where it moves in steps, is told apart as it will be once it is sampled.
+
+    Args:
+        density: of t.
+        edges: inner edges in t, float32, rising, [K - 1].
     """
+    # By halving: `low` is the last quantile whose t is at most the edge, and `high` the next one.
     low, high = (torch.full(edges.shape, end, dtype=torch.float64) for end in (0.0, 1.0))
     for _ in range(_BISECTIONS):
         middle = 0.5 * (low + high)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.diffusion import philox
+from torchtitan.diffusion.allocated import bin_quantiles
 from torchtitan.diffusion.timestep_densities import Density
 from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
 
@@ -47,11 +48,8 @@ class BinPureTimesteps(TimestepSampler):
         super().__init__(density, seed, spread)
         self.edges = edges.to("cpu", torch.float32)
         self._microbatches = microbatches_per_step
-        last, first = _quantiles_around(density, self.edges)
-        zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-        self._below = torch.cat((zero, last))  # [K], mass below the bin
-        self._first, self._last = torch.cat((zero, first)), torch.cat((last, one - 2.0**-53))  # [K], in the bin
-        self.masses = torch.cat((last, one)) - self._below
+        below, self._first, self._last = bin_quantiles(density, self.edges)
+        self._below, self.masses = below[:-1], below.diff()
         if (self.edges.diff() <= 0).any() or (self.masses < _SMALLEST_MASS).any():
             masses = [f"{mass:.2g}" for mass in self.masses.tolist()]
             raise ValueError(f"bins with edges {self.edges.tolist()} hold {masses} of the timesteps: each needs some")
@@ -81,17 +79,3 @@ class BinPureTimesteps(TimestepSampler):
         # The attempt is left out: bins go on in turn where a step is repeated.
         order = philox.uniform(self.seed, "bin_order", members.flatten()).view(-1, bins).argsort(dim=1)
         return order.gather(1, (number % bins)[:, None]).squeeze(1)
-
-
-def _quantiles_around(density: Density, edges: Tensor) -> tuple[Tensor, Tensor]:
-    """The last u whose t, as float32, is at most the edge, and the first whose t is above; float64 [K - 1] each.
-
-    By halving and from quantiles alone: t is then told apart as it will be once it is sampled, also where t moves
-    in steps, as an index's does.
-    """
-    low, high = (torch.full(edges.shape, end, dtype=torch.float64) for end in (0.0, 1.0))
-    for _ in range(64):
-        middle = 0.5 * (low + high)
-        above = density.quantile(middle).to(torch.float32) > edges
-        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
-    return low, high
