@@ -15,7 +15,7 @@ STEPS = 2
 
 # Clipped to next to nothing: what is measured is the gradient before that.
 RANKS = (
-    "--gns.enable", "true", "--gns.rank_gradients", "true", "--gns.single_pass", "false", "--gns.interval", "1",
+    "--gns.enable", "true", "--gns.rank_gradients", "true", "--gns.single_pass", "false",
     "--lr_scheduler.warmup_steps", "0", "--training.max_norm", "1e-4",
 )  # fmt: skip
 

@@ -74,7 +74,8 @@ def test_variances_of_the_published_tables():
         return (new / gradient_variance(TEN, TEN, PUBLISHED_NOISE, stratified=True)).item()
 
     assert ratio(neyman_shares(TEN, PUBLISHED_NOISE, floor=1e-12)) == pytest.approx(0.64, abs=0.005)
-    assert ratio(PUBLISHED_SCALE.sqrt() / PUBLISHED_SCALE.sqrt().sum()) == pytest.approx(0.71, abs=0.01)
+    assert ratio(PUBLISHED_SCALE.sqrt() / PUBLISHED_SCALE.sqrt().sum()) == pytest.approx(0.71, abs=0.005)
+    # p1 gives least to the bins of scales printed as 0.3 and 0.4, whose missing digits are worth more than this bound.
     assert ratio(p1_shares(PUBLISHED_SCALE.tolist())) == pytest.approx(2.5, abs=0.1)
     assert ratio(softmax_shares(PUBLISHED_SCALE.tolist(), 10)) > 1e3
 

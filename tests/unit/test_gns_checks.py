@@ -16,6 +16,12 @@ REFUSED = {
     "nothing to measure by": (
         "", "single_pass = false", 1, "gns.single_pass: without it and without gns.rank_gradients nothing is measured"
     ),
+    "bins of nothing": (
+        "", "rank_gradients = true\nsingle_pass = false\nnum_bins = 4", 2, "gns.num_bins: has no effect when gns.single_pass"
+    ),
+    "sketches of nothing": (
+        "", "rank_gradients = true\nsingle_pass = false\nsketch_size = 4", 2, "gns.sketch_size: has no effect when"
+    ),
     "ranks, stratified": (
         STRATIFIED, "rank_gradients = true", 2,
         "gns.rank_gradients: objective.spread = stratified makes the ranks' timesteps depend on each other",
@@ -68,7 +74,8 @@ def in_empty_folder(tmp_path, monkeypatch):
 
 
 def load(objective: str, section: str, ranks: int):
-    bins = "" if "num_bins" in section or "bin_edges" in section else "num_bins = 4\n"
+    unbinned = any(words in section for words in ("num_bins", "bin_edges", "single_pass = false"))
+    bins = "" if unbinned else "num_bins = 4\n"
     training = f"[training]\nglobal_batch_size = 16\nlocal_batch_size = {16 // ranks}\n"
     layout = f"[parallelism]\ndata_parallel_replicate_degree = {ranks}\ndata_parallel_shard_degree = 1\n"
     text = f'[data]\nname = "digits"\n{objective}{training}{layout}[gns]\nenable = true\n{bins}{section}\n'
@@ -99,7 +106,7 @@ def test_edge_that_is_no_number_is_refused(edge):
         ("", 'bin_edges = [0, 0.5, 1.0]\nbin_unit = "sigma"', 1),
         (STRATIFIED, "allocate_timesteps = true", 2),
         # Without pairs of samples the number of bins is no matter of the batch.
-        ("", "rank_gradients = true\nsingle_pass = false\nnum_bins = 16", 2),
+        ("", "rank_gradients = true\nsingle_pass = false", 2),
         ("", "rank_gradients = true\nbin_pure_microbatches = true", 2),
     ],
 )

@@ -37,6 +37,8 @@ from torchtitan.settings import setting
 GNS_FOLDER = "gns"
 
 _ON = {"enable": (True,)}
+_TAPPED = {"single_pass": (True,)}
+_BINNED = {"single_pass or bin_pure_microbatches": (True,)}
 
 
 @dataclass(kw_only=True)
@@ -45,29 +47,29 @@ class GNSConfig:
 
     enable: bool = setting(False, "measure the gradient noise scale of every timestep bin", trajectory=False)
     interval: int = setting(
-        8, "steps from one measured step, with sketches of all layers, to the next", ge=1, applies=_ON, trajectory=False
+        8, "steps from one measured step, with sketches of all layers, to the next", ge=1, applies=_TAPPED, trajectory=False
     )
     sketch_size: int = setting(
-        16, "rows and columns of a layer's random sketch: less error of its own for more time", ge=2, le=32, applies=_ON,
+        16, "rows and columns of a layer's random sketch: less error of its own for more time", ge=2, le=32, applies=_TAPPED,
         trajectory=False,
     )
     num_bins: int = setting(
-        10, "timestep bins of equal training mass, unless bin_edges says otherwise", ge=1, le=64, applies=_ON,
+        10, "timestep bins of equal training mass, unless bin_edges says otherwise", ge=1, le=64, applies=_BINNED,
         trajectory=False,
     )
     bin_edges: list[float] = setting(
         [], "edges of the bins, rising from 0: to 1 in t, to the number of indices in index; in sigma the last bin is open",
-        applies=_ON, trajectory=False,
+        applies=_BINNED, trajectory=False,
     )
     bin_unit: Literal["t", "sigma", "index"] = setting(
-        "t", "what bin_edges are given in; index: of a DDPM path", applies=_ON, trajectory=False
+        "t", "what bin_edges are given in; index: of a DDPM path", applies=_BINNED, trajectory=False
     )
     half_life: float = setting(
         4096.0, "samples of a bin after which a measurement counts half", gt=0, applies=_ON, trajectory=False
     )
     log_interval: int = setting(50, "steps between logged estimates", ge=1, applies=_ON, trajectory=False)
     picture_interval: int = setting(
-        500, "steps between drawings of <run>/gns/noise_scale.png; also at the last step", ge=1, applies=_ON,
+        500, "steps between drawings of <run>/gns/noise_scale.png; also at the last step", ge=1, applies=_TAPPED,
         trajectory=False,
     )
     single_pass: bool = setting(
@@ -83,7 +85,7 @@ class GNSConfig:
     )
     allocate_timesteps: bool = setting(
         False, "draw timesteps in proportion to each bin's measured noise; importance weights keep the objective",
-        applies={"single_pass": (True,)},
+        applies=_TAPPED,
     )
     allocation_warmup: int = setting(
         20_000, "images before the first change of the allocation", ge=0, applies={"allocate_timesteps": (True,)}
