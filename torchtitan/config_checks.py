@@ -226,6 +226,9 @@ def _gns(checked: Checked) -> Iterator[Problem]:
     )  # fmt: skip
     for key, text in found:
         yield Problem(f"gns.{key}", text)
+    if checked.gns.grow_batch and checked.optimizer.name == "Muon":
+        text = "the square-root rule by which the learning rate grows is Adam's (set it to false, or optimizer.name to AdamW)"
+        yield Problem("gns.grow_batch", text)
 
 
 def _label_dropout(checked: Checked) -> Iterator[Problem]:

@@ -64,12 +64,12 @@ class Reports:
             )
             self._introduce()
         self._bar = tqdm(
-            total=self._config.training.steps, initial=trainer.step, unit="step", dynamic_ncols=True, smoothing=0.05,
+            total=self._config.training.steps, initial=trainer.progress, unit="step", dynamic_ncols=True, smoothing=0.05,
             disable=not (self._first and sys.stderr.isatty()),
         )
         self._started = time.perf_counter()
         self._watch = Stopwatch()
-        self._step_of_last_lap = trainer.step
+        self._step_of_last_lap, self._images_of_last_lap = trainer.step, trainer.data.next_sample
         self._waited_at_last_lap = 0.0
 
     def excluded(self) -> AbstractContextManager:
@@ -77,8 +77,8 @@ class Reports:
         return self._watch.excluded()
 
     def advance(self) -> None:
-        """One step of the progress bar."""
-        self._bar.update()
+        """One step of the progress bar; as many as its batch is times the first one."""
+        self._bar.update(self._trainer.progress - self._bar.n)
 
     def log(self, norm: Tensor, lr: float) -> None:
         """Write one point of metrics; collective.
@@ -90,7 +90,9 @@ class Reports:
         step = self._trainer.step
         metrics = self._trainer.window.reduce() | {"grad_norm": float(norm), "lr": lr}
         metrics |= self._rates(step) | memory_metrics(self._device)
-        metrics["n_images_seen"] = step * self._config.training.global_batch_size
+        metrics["n_images_seen"] = self._trainer.data.next_sample
+        if self._config.gns.grow_batch:
+            metrics["global_batch_size"] = self._trainer.batch_size
         num_corrupt = self._trainer.corrupt_images.count()
         if num_corrupt:
             metrics["data/corrupt_images"] = num_corrupt
@@ -101,12 +103,14 @@ class Reports:
         loss, rate = metrics["loss_metrics/global_avg_loss"], metrics["throughput(img/s)"]
         self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} img/s")
         if self._bar.disable:
-            steps_left = self._config.training.steps - step
-            eta = steps_left * metrics["time_metrics/end_to_end(s)"]
+            training, progress, batch = self._config.training, self._trainer.progress, self._trainer.batch_size
+            eta = (training.steps - progress) * training.global_batch_size / rate
             mfu = f"  mfu {metrics['mfu(%)']:.1f} %" if "mfu(%)" in metrics else ""
+            done = f"step {step:>6}/{training.steps}"
+            if self._config.gns.grow_batch:
+                done = f"step {step:>6} ({progress / training.steps:.1%} done, batch {batch})"
             logger.info(
-                f"step {step:>6}/{self._config.training.steps}  loss {loss:.4f}  grad_norm {float(norm):.3f}  "
-                f"{rate:.1f} img/s{mfu}  ETA {_duration(eta)}"
+                f"{done}  loss {loss:.4f}  grad_norm {float(norm):.3f}  {rate:.1f} img/s{mfu}  ETA {_duration(eta)}"
             )
 
     def log_gns(self) -> None:
@@ -116,10 +120,10 @@ class Reports:
             return
         with self.excluded():
             self._log.write(trainer.step, trainer.gns.metrics())
-            last = trainer.step == self._config.training.steps
+            last = trainer.last_step
             if last or trainer.step % config.picture_interval < config.log_interval:
                 points = read_points(trainer.folder.path / METRICS_FILE)
-                picture = trainer.gns.draw(points, self._config.training.global_batch_size)
+                picture = trainer.gns.draw(points, self._trainer.batch_size)
                 if picture and last:
                     self._log.write_image(trainer.step, "gns", picture)
 
@@ -200,8 +204,9 @@ class Reports:
 
     def _rates(self, step: int) -> dict[str, float]:
         steps, seconds = step - self._step_of_last_lap, self._watch.lap()
-        self._step_of_last_lap = step
-        images = steps * self._config.training.global_batch_size / seconds
+        seen = self._trainer.data.next_sample
+        images = (seen - self._images_of_last_lap) / seconds
+        self._step_of_last_lap, self._images_of_last_lap = step, seen
         tflops = images * self._flops_per_image / self._trainer.layout.world_size / 1e12
         waited = self._trainer.data.data_seconds - self._waited_at_last_lap
         self._waited_at_last_lap += waited
@@ -262,7 +267,8 @@ class Reports:
         return {
             "status": status,
             "step": trainer.step,
-            "n_images_seen": trainer.step * self._config.training.global_batch_size,
+            **({"progress": trainer.progress} if self._config.gns.grow_batch else {}),
+            "n_images_seen": trainer.data.next_sample,
             "layout": trainer.layout.describe(),
             "device": device_name(self._device),
             "num_parameters": self._num_parameters(),
@@ -308,7 +314,7 @@ class Reports:
         lines += [f"  {name:<12} {path}" for name, path in places.items() if path]
         lines += _verdict(self._results)
         if self._trainer.gns:
-            advice = self._trainer.gns.advice(self._config.training.global_batch_size)
+            advice = self._trainer.gns.advice(self._trainer.batch_size)
             lines += ["gradient noise:", *(f"  {line}" for line in advice)] if advice else []
         self._say("\n".join(lines))
 

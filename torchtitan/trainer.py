@@ -27,6 +27,7 @@ from torchtitan.distributed.parallelize import (
     parallelize,
 )
 from torchtitan.distributed.precision import compute_context
+from torchtitan.gns.batch_schedule import lr_multiple
 from torchtitan.gns.capture import GradientTaps
 from torchtitan.gns.monitor import GNSMonitor, inner_edges
 from torchtitan.gns.rank_monitor import RankMonitor
@@ -104,6 +105,8 @@ class Trainer:
         self.window = LossWindow(self.bin_edges)
         self.finite = FiniteCheck()
         self.step = 0
+        self.progress = 0  # in steps of training.global_batch_size: ahead of `step` once the batch has grown
+        self.batch_size = config.training.global_batch_size  # of the step just made
         if resumed_step is not None:
             self._resume(resumed_step)
         self.reports = Reports(self)
@@ -119,10 +122,10 @@ class Trainer:
         self._settle_gradient_buckets()
         signal_number = 0
         with StopRequest() as stop:
-            while self.step < self.config.training.steps and not signal_number:
+            while not (self.last_step or signal_number):
                 self.step += 1
                 norm, lr = self.train_step()
-                if self.step == 1 or self.step % self.config.metrics.log_freq == 0 or self._last_step:
+                if self.step == 1 or self.step % self.config.metrics.log_freq == 0 or self.last_step:
                     self.reports.log(norm, lr)
                 if self.gns and self._due(self.config.gns.log_interval):
                     self.reports.log_gns()
@@ -143,8 +146,10 @@ class Trainer:
     def train_step(self) -> tuple[Tensor, float]:
         """One optimizer step; returns the gradient norm before clipping and the learning rate."""
         config = self.config
-        samples = GlobalBatch(self.data.next_sample, config.training.global_batch_size, self.data.attempt)
-        microbatches = self.data.microbatches_per_step
+        factor = self.batch_factor
+        self.batch_size = factor * config.training.global_batch_size
+        samples = GlobalBatch(self.data.next_sample, self.batch_size, self.data.attempt)
+        microbatches = factor * self.data.microbatches_per_step
         if self.gns:
             self.gns.begin_step(self.step, self.optimizer.state, config.optimizer.beta2)
         for number in range(microbatches):
@@ -152,18 +157,20 @@ class Trainer:
             self._forward_backward(batch, samples, number, microbatches)
         parameters = list(self.parameters.values())
         if self.gns:
-            self.gns.end_step(parameters, config.training.global_batch_size // self.layout.world_size, microbatches)
+            self.gns.end_step(parameters, self.batch_size // self.layout.world_size, microbatches)
         norm = gradient_norm(parameters, self.layout)
         if config.training.max_norm > 0:
             clip_gradients(parameters, norm, config.training.max_norm)
         if config.training.clip_value > 0:
             clamp_gradients(parameters, config.training.clip_value)
-        lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.step, config.training.steps)
+        lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.progress + 1, config.training.steps)
+        lr *= lr_multiple(factor)
         set_lr(self.optimizer, lr)
         self.finite.record(self.step, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.ema.update(self.step)
+        self.progress += factor
+        self.ema.update(self.progress, factor)
         if self.step == 1:
             set_train_timeout(config.comm, self.layout)
         return norm, lr
@@ -201,11 +208,18 @@ class Trainer:
         )
 
     @property
-    def _last_step(self) -> bool:
-        return self.step == self.config.training.steps
+    def batch_factor(self) -> int:
+        """Times training.global_batch_size in the next step: more than 1 where the batch has grown."""
+        wanted = self.gns.batch_factor if self.gns else 1
+        return min(wanted, self.config.training.steps - self.progress)
+
+    @property
+    def last_step(self) -> bool:
+        """Whether the run's last step has been made."""
+        return self.progress >= self.config.training.steps
 
     def _due(self, interval: int) -> bool:
-        return self.step % interval == 0 or self._last_step
+        return self.step % interval == 0 or self.last_step
 
     # ------------------------------------------------------------------ building
 
@@ -242,7 +256,7 @@ class Trainer:
             )
         return GNSMonitor(
             config, objective=self.objective, edges=edges, taps=taps, ranks=ranks, layout=self.layout,
-            folder=self.folder.path,
+            folder=self.folder.path, global_batch_size=self.config.training.global_batch_size,
         )  # fmt: skip
 
     def _timestep_sampler(self, edges: Tensor) -> TimestepSampler:
@@ -307,6 +321,7 @@ class Trainer:
         """Everything else of the run's state, equal on all ranks; called by all ranks."""
         return {
             "step": self.step,
+            "progress": self.progress,
             "data": self.data.state_dict(),
             "corrupt_images": self.corrupt_images.state_dict(),
             "timestep_sampler": self.objective.timestep_sampler.state_dict(),
@@ -329,12 +344,19 @@ class Trainer:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("gns.")}
         read_tensors(checkpoint, tensors)
         self.step = state["step"]
-        self.data.load_state_dict(state["data"])
+        self.progress = state.get("progress", self.step)
+        images_left = (self.config.training.steps - self.progress) * self.config.training.global_batch_size
+        self.data.load_state_dict(state["data"], images_left)
         self.corrupt_images.load_state_dict(state.get("corrupt_images", {}))
-        self.objective.timestep_sampler.load_state_dict(state["timestep_sampler"])
+        gns_state = dict(state.get("gns", {}))
+        try:
+            self.objective.timestep_sampler.load_state_dict(state["timestep_sampler"])
+        except ValueError as other:  # allocation was turned off, or its bins changed
+            logger.warning(f"the allocation of timesteps in {checkpoint} is not gone on with: {other}")
+            gns_state.pop("schedule", None)
         self.window.load_state_dict(state["loss_window"])
         if self.gns:
-            self.gns.load_state_dict(state.get("gns", {}), self.step)
+            self.gns.load_state_dict(gns_state, self.step)
 
     def close(self) -> None:
         """Stop the loader's workers and close the sinks."""

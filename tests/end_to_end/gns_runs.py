@@ -39,7 +39,7 @@ def abandon(folder: str, runs: list[dict]) -> None:
     left = []
     for run in runs:
         trainer = _trainer(folder, **run)
-        _leave_after(trainer, ABANDONED_AT)
+        _leave_after(trainer, run.get("abandoned_at", ABANDONED_AT))
         try:
             trainer.train()
         except Abandoned:
@@ -51,8 +51,10 @@ def abandon(folder: str, runs: list[dict]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _trainer(folder: str, name: str, overrides: list[str], **layout) -> Trainer:
-    return make_trainer(folder, name, steps=STEPS, overrides=(*SAVED, *overrides), **layout)
+def _trainer(
+    folder: str, name: str, overrides: list[str], steps: int = STEPS, abandoned_at: int = 0, **layout
+) -> Trainer:
+    return make_trainer(folder, name, steps=steps, overrides=(*SAVED, *overrides), **layout)
 
 
 def _leave_after(trainer: Trainer, step: int) -> None:

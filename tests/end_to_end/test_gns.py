@@ -1,6 +1,7 @@
 """A run that measures its gradient noise: it trains as before, survives being killed, and leaves what it should."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -12,8 +13,11 @@ from tests.end_to_end.gns_runs import CHECKPOINT_INTERVAL, GNS, MEASURED_EVERY, 
 from tests.end_to_end.runs import Run, checkpoint_tensors, write_config
 from tests.launcher import run_on_ranks
 from torchtitan.gns.raw_sums import raw_files, read_sums
+from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor
 
+GROWN_SAVED = 60  # step of the checkpoint of the run whose batch grows
 LAYOUTS = {1: {"replicas": 1, "shards": 1}, 2: {"replicas": 2, "shards": 1}}
+SCHEDULE = LRSchedulerConfig(warmup_steps=5, decay_type="cosine")  # of every run
 RANKS = ["--gns.rank_gradients", "true"]
 # Muon is measured in the plain geometry, where a few steps already tell the bins apart; an objective that hardly counts
 # small timesteps makes them so unequal that the shares change before the first checkpoint.
@@ -30,6 +34,13 @@ def runs_of(ranks: int) -> dict[str, dict]:
     # In one process rank gradients are microbatches', of which there must be two.
     return {
         "measured": layout | {"accumulation": 4 // ranks, "overrides": [*GNS, *RANKS]},
+        # A batch of 4 is below the noise scale, which 100 images tell.
+        "grown": layout | {"accumulation": 1, "steps": 200, "abandoned_at": GROWN_SAVED + 2, "overrides": [
+            *GNS, "--gns.grow_batch", "true", "--gns.growth_warmup", "0", "--gns.growth_interval", "6",
+            "--gns.num_bins", "2", "--gns.interval", "1", "--gns.half_life", "100000",
+            "--training.global_batch_size", "4", "--training.local_batch_size", str(4 // ranks),
+            "--checkpoint.interval", str(GROWN_SAVED),
+        ]},
         "allocated": layout | {
             "accumulation": 1, "overrides": [*GNS, *ALLOCATE, "--training.local_batch_size", str(64 // ranks)],
         },
@@ -54,7 +65,8 @@ def folder(request, tmp_path_factory) -> Path:
         run_on_ranks("tests.end_to_end.gns_runs:abandon", ranks, {"folder": str(path), "runs": killed})
     for run in killed:
         checkpoints = [found.name for found in (path / run["name"] / "checkpoint").iterdir()]
-        assert checkpoints == [f"step-{CHECKPOINT_INTERVAL:08d}"] and not (path / run["name"] / "summary.json").exists()
+        saved = GROWN_SAVED if "abandoned_at" in run else CHECKPOINT_INTERVAL
+        assert checkpoints == [f"step-{saved:08d}"] and not (path / run["name"] / "summary.json").exists()
     straight = [{"name": name, **run} for name, run in (runs_of(ranks) | unmeasured_of(ranks)).items()]
     run_on_ranks("tests.end_to_end.gns_runs:complete", ranks, {"folder": str(path), "runs": straight + killed})
     return path
@@ -87,7 +99,7 @@ def raw_rows(run: Path) -> list[dict]:
 
 
 def last_checkpoint(run: Path) -> Path:
-    return run / "checkpoint" / f"step-{STEPS:08d}"
+    return max((run / "checkpoint").iterdir())
 
 
 def same_tensors(run: Path, other: Path, without: str = "none") -> bool:
@@ -101,7 +113,7 @@ def same_tensors(run: Path, other: Path, without: str = "none") -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("name", ["measured", "allocated"])
+@pytest.mark.parametrize("name", ["measured", "allocated", "grown"])
 def test_killed_between_measured_steps_and_resumed_run_equals_straight_run_bit_for_bit(folder, name):
     assert CHECKPOINT_INTERVAL % MEASURED_EVERY and STEPS % MEASURED_EVERY
     straight, killed = folder / name, folder / f"killed {name}"
@@ -109,7 +121,7 @@ def test_killed_between_measured_steps_and_resumed_run_equals_straight_run_bit_f
     assert same_tensors(killed, straight)
     assert len(raw_files(killed / "gns")) > 1
     rows, wanted = raw_rows(killed), raw_rows(straight)
-    assert [row["step"] for row in wanted] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in wanted] == list(range(1, int(last_checkpoint(straight).name[-8:]) + 1))
     different = [
         (row["step"], key) for row, right in zip(rows, wanted, strict=True) for key in right if row[key] != right[key]
     ]
@@ -117,6 +129,19 @@ def test_killed_between_measured_steps_and_resumed_run_equals_straight_run_bit_f
     assert noise_points(killed) == noise_points(straight)
     state, wanted_state = (json.loads((last_checkpoint(run) / "state.json").read_text()) for run in (killed, straight))
     assert state["gns"] and state == wanted_state
+
+
+def test_batch_grows_on_both_sides_of_the_kill_and_the_images_stay_as_many(folder):
+    logged = [point for point in points(folder / "killed grown") if "grad_norm" in point]
+    sizes = [point["global_batch_size"] for point in logged]
+    assert sizes[0] == 4 and 4 < sizes[GROWN_SAVED - 1] < max(sizes) and sizes[:-1] == sorted(sizes[:-1])
+    assert [point["n_images_seen"] for point in logged] == [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    assert sum(sizes) == 800
+    done = [sum(sizes[:n]) / 4 for n in range(len(sizes))]  # in steps of the first batch
+    rates = [lr_factor(SCHEDULE, int(n) + 1, 200) * 3e-3 * math.sqrt(size / 4) for n, size in zip(done, sizes, strict=True)]
+    assert [point["lr"] for point in logged] == pytest.approx(rates, rel=1e-12)
+    summary = json.loads((folder / "killed grown" / "summary.json").read_text())
+    assert (summary["step"], summary["progress"], summary["n_images_seen"]) == (len(sizes), 200, 800)
 
 
 def test_allocation_changes_the_shares_on_both_sides_of_the_kill(folder):

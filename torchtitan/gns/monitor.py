@@ -26,6 +26,7 @@ from torchtitan.gns.allocate import (
     predicted_ratios,
     weight_shares,
 )
+from torchtitan.gns.batch_schedule import BatchSchedule
 from torchtitan.gns.capture import GradientTaps, StepSums
 from torchtitan.gns.decayed import BinEstimates
 from torchtitan.gns.pictures import PICTURE_FILE, draw_noise_scale
@@ -94,6 +95,18 @@ class GNSConfig:
         100, "steps from one change of the allocation to the next, at least", ge=1,
         applies={"allocate_timesteps": (True,)},
     )
+    grow_batch: bool = setting(
+        False, "let the global batch grow to the measured noise scale by accumulating more; training.steps counts as if it"
+        " stayed, and Adam's learning rate grows with its square root", applies=_TAPPED,
+    )
+    growth_limit: int = setting(
+        8, "largest batch, as a multiple of training.global_batch_size", ge=2, applies={"grow_batch": (True,)}
+    )
+    growth_warmup: int = setting(20_000, "images before the batch first grows", ge=0, applies={"grow_batch": (True,)})
+    growth_interval: int = setting(
+        100, "steps from one growth of the batch to the next, at least; each doubles it at most", ge=1,
+        applies={"grow_batch": (True,)},
+    )
 
 
 def inner_edges(config: GNSConfig, density: Density, path: NoisePath) -> Tensor:
@@ -133,6 +146,7 @@ class GNSMonitor:
         ranks: RankMonitor | None,
         layout: Layout,
         folder: Path,
+        global_batch_size: int,
     ) -> None:
         """
         Args:
@@ -143,6 +157,7 @@ class GNSMonitor:
             ranks: on the reduction, for the estimator from ranks.
             layout: where the run goes.
             folder: the run's folder.
+            global_batch_size: before it grows, in samples.
         """
         self._config, self._objective, self._edges = config, objective, edges
         self._taps, self._ranks, self._layout, self._folder = taps, ranks, layout, folder / GNS_FOLDER
@@ -156,6 +171,16 @@ class GNSMonitor:
             self._schedule = SharesSchedule(
                 self._mass, warmup=config.allocation_warmup, interval=config.allocation_interval
             )
+        self._batch = None
+        if config.grow_batch:
+            self._batch = BatchSchedule(
+                global_batch_size, limit=config.growth_limit, warmup=config.growth_warmup, interval=config.growth_interval
+            )
+
+    @property
+    def batch_factor(self) -> int:
+        """Times the first global batch size that the next step should have."""
+        return self._batch.factor if self._batch else 1
 
     @property
     def separate_microbatches(self) -> bool:
@@ -216,6 +241,8 @@ class GNSMonitor:
         if self._step % self._config.interval == 0:
             self.settle()
             self._allocate()
+            if self._batch:
+                self._batch.update(self._step, self._samples, self._whole(self.pool.geometries[-1], "sketch").lower.item())
 
     def _allocate(self) -> None:
         if self._schedule:
@@ -247,7 +274,7 @@ class GNSMonitor:
                 prefix = f"gns/{geometry}/{estimator}"
                 found |= _tags(f"{prefix}/{{}}", self.pool.by_bin(geometry, estimator))
                 if estimator != "composite":
-                    found |= _tags(f"{prefix}/all", self.pool.whole(geometry, estimator))
+                    found |= _tags(f"{prefix}/all", self._whole(geometry, estimator))
             parts = self.pool.parts_of_whole(geometry, self._mass, self._stratified)
             found |= {f"gns/{geometry}/sketch/all/{name}": value for name, value in parts.items() if math.isfinite(value)}
         if self._schedule:
@@ -260,7 +287,7 @@ class GNSMonitor:
         if not self.pool:
             return []
         self.settle()
-        whole = self.pool.whole(self.pool.geometries[-1], "sketch")
+        whole = self._whole(self.pool.geometries[-1], "sketch")
         batch = batch_advice(whole.b_simple.item(), whole.lower.item(), whole.upper.item(), global_batch_size)
         return [batch, advice(self.predicted_ratios())]
 
@@ -304,9 +331,8 @@ class GNSMonitor:
     def state_dict(self) -> dict:
         """Everything else of the state, and the tensors' sizes."""
         self.settle()
-        parts = {"pool": self.pool, "ranks": self._ranks, "schedule": self._schedule}
         sizes = {name: len(tensor) for name, tensor in self.tensors().items()}
-        return {"samples": self._samples, "sizes": sizes} | {name: part.state_dict() for name, part in parts.items() if part}
+        return {"samples": self._samples, "sizes": sizes} | {name: part.state_dict() for name, part in self._parts.items() if part}
 
     def fits(self, state: dict) -> bool:
         """Whether the tensors of a state are as many and as large as these."""
@@ -315,15 +341,23 @@ class GNSMonitor:
     def load_state_dict(self, state: dict, step: int) -> None:
         """Go on after a step; what the state lacks is measured anew from there."""
         self._samples = state.get("samples", 0)
-        for name, part in {"pool": self.pool, "ranks": self._ranks, "schedule": self._schedule}.items():
+        for name, part in self._parts.items():
             if part and name in state:
                 part.load_state_dict(state[name])
         if self._raw:
             self._raw.cut(step)
 
     @property
+    def _parts(self) -> dict[str, Pool | RankMonitor | SharesSchedule | BatchSchedule | None]:
+        return {"pool": self.pool, "ranks": self._ranks, "schedule": self._schedule, "batch": self._batch}
+
+    @property
     def _stratified(self) -> bool:
         return self._objective.timestep_sampler.spread != "none"
+
+    def _whole(self, geometry: str, estimator: str) -> BinEstimates:
+        as_drawn = not (self._stratified or self._config.allocate_timesteps or self._config.bin_pure_microbatches)
+        return self.pool.whole(geometry, estimator, None if as_drawn else self._mass, self._stratified)
 
     def _headline(self) -> BinEstimates:
         """In Adam's geometry where it is measured: the one that updates are made in."""

@@ -1,6 +1,6 @@
 """Noise scales from the sums of many steps: which estimators there are, and what each is fed."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -76,9 +76,27 @@ class Pool:
             return self._composites[self.geometries.index(geometry)].estimate()
         return self._by_bin[geometry, estimator].estimate()
 
-    def whole(self, geometry: str, estimator: str) -> BinEstimates:
-        """Estimates of the objective as a whole, as of one bin: of the sketch or the modulation."""
-        return self._whole[geometry, estimator].estimate()
+    def whole(self, geometry: str, estimator: str, mass: Tensor | None = None, stratified: bool = False) -> BinEstimates:
+        """Estimates of the objective as a whole, as of one bin: of the sketch or the modulation.
+
+        Without `mass` samples are taken as independent draws of the objective's timesteps. With it the bins are put
+        together by `whole_objective`, which knows of stratified batches and of shares that are not the masses; the
+        interval keeps the relative width that it has without, since what differs are not the samples.
+
+        Args:
+            geometry, estimator: which.
+            mass: probability of each bin in the objective, [K].
+            stratified: whether every batch has its share of each bin.
+        """
+        found = self._whole[geometry, estimator].estimate()
+        if mass is None:
+            return found
+        parts = whole_objective(self._by_bin[geometry, estimator].sums(), mass, stratified)
+        ratio = parts.b_simple / found.b_simple
+        return replace(
+            found, signal=parts.signal[None], noise=parts.noise[None], b_simple=parts.b_simple[None],
+            lower=found.lower * ratio, upper=found.upper * ratio,
+        )  # fmt: skip
 
     def parts_of_whole(self, geometry: str, mass: Tensor, stratified: bool) -> dict[str, float]:
         """Noise of the objective split into within and between bins, from measured steps; see `whole_objective`."""

@@ -81,7 +81,7 @@ class RankMonitor:
             scale = (self.microbatches / importance) ** 2
             self._note(k, samples, self._ranks.take() * scale, large * scale)
         else:
-            self._small.append(square_norm(parameters, self._layout) * self.microbatches**2)
+            self._small.append(square_norm(parameters, self._layout))
         self._aside.add(parameters)
 
     def end_step(self, parameters: Sequence[nn.Parameter], samples: int) -> None:
@@ -97,7 +97,8 @@ class RankMonitor:
             return
         large = square_norm(parameters, self._layout)
         if self._ranks is None:
-            self._pending.append((0, samples, torch.stack(self._small), large))
+            # A microbatch's loss is divided by their number.
+            self._pending.append((0, samples, torch.stack(self._small) * len(self._small) ** 2, large))
             self._small = []
         else:
             self._note(0, samples, self._ranks.take(), large)

@@ -33,7 +33,7 @@ class TrainingData:
 
     Attributes:
         next_sample: global number of the first sample of the next optimizer step; advances by
-            `global_batch_size` with the last microbatch of a step.
+            `global_batch_size` after as many microbatches as make it up. A step may be several of these.
         attempt: which order and which flips; another number after a rollback.
         data_seconds: time spent waiting in `next_batch` so far.
     """
@@ -108,13 +108,20 @@ class TrainingData:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Within a step, the state is that of the step's beginning."""
+        """Between steps: where the next one begins."""
         return {"next_sample": self.next_sample, "attempt": self.attempt}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a state, of a run on any number of ranks and loader processes."""
+    def load_state_dict(self, state: dict[str, int], samples_left: int | None = None) -> None:
+        """Go on from a state, of a run on any number of ranks and loader processes.
+
+        Args:
+            state: what `state_dict` returned.
+            samples_left: of the run from there; None: as many as to the end it was made with.
+        """
         self.close()
         self.next_sample, self.attempt = int(state["next_sample"]), int(state["attempt"])
+        if samples_left is not None:
+            self._loader_arguments["end_sample"] = self.next_sample + samples_left
 
     def close(self) -> None:
         """Stop the loader processes; `next_batch` starts them again at the next step's first sample."""

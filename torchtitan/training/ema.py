@@ -46,19 +46,20 @@ class EMAConfig:
     tracks: list[EMATrackConfig] = setting([EMATrackConfig()], "averages to keep, each sharded like the weights")
 
 
-def kept_share(track: EMATrackConfig, step: int, images_per_step: int) -> float:
+def kept_share(track: EMATrackConfig, step: int, images_per_step: int, factor: int = 1) -> float:
     """Share of the average kept in one update.
 
     Args:
         track: the average's settings.
-        step: optimizer steps done; 1 in the first update.
+        step: optimizer steps done; 1 in the first update. A step of a batch that has grown counts as `factor` of them.
         images_per_step: global batch size.
+        factor: times that many images are in this step.
 
     Returns:
         a number in [0, 1]. The first update of a power-function average, and of a half-life with ramp-up, keeps
         nothing: the average is then the weights.
     """
-    return _KINDS[track.kind](track, step, images_per_step)
+    return _KINDS[track.kind](track, step, images_per_step, factor)
 
 
 def power_exponent(sigma_rel: float) -> float:
@@ -92,11 +93,11 @@ class EMABank:
         }
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Move every track towards the weights after optimizer step `step` (1 is the first)."""
+    def update(self, step: int, factor: int = 1) -> None:
+        """Move every track towards the weights after an optimizer step; see `kept_share` for the arguments."""
         weights = [local(parameter.detach()) for parameter in self._parameters.values()]
         for name, averages in self.tracks.items():
-            kept = kept_share(self._configs[name], step, self._images_per_step)
+            kept = kept_share(self._configs[name], step, self._images_per_step, factor)
             torch._foreach_lerp_([local(average) for average in averages.values()], weights, 1.0 - kept)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -123,21 +124,21 @@ class EMABank:
         release_unsharded(model)
 
 
-def _constant(track: EMATrackConfig, step: int, images_per_step: int) -> float:
+def _constant(track: EMATrackConfig, step: int, images_per_step: int, factor: int) -> float:
     if track.warmup_power == 0:
-        return track.decay
-    return min(track.decay, 1.0 - (1.0 + step) ** -track.warmup_power)
+        return track.decay**factor
+    return min(track.decay, 1.0 - (1.0 + step) ** -track.warmup_power) ** factor
 
 
-def _half_life(track: EMATrackConfig, step: int, images_per_step: int) -> float:
+def _half_life(track: EMATrackConfig, step: int, images_per_step: int, factor: int) -> float:
     half_life = track.half_life
     if track.rampup_ratio > 0:
-        half_life = min(half_life, track.rampup_ratio * (step - 1) * images_per_step)
-    return 0.5 ** (images_per_step / half_life) if half_life > 0 else 0.0
+        half_life = min(half_life, track.rampup_ratio * (step - factor) * images_per_step)
+    return 0.5 ** (factor * images_per_step / half_life) if half_life > 0 else 0.0
 
 
-def _power(track: EMATrackConfig, step: int, images_per_step: int) -> float:
-    return (1.0 - 1.0 / step) ** (power_exponent(track.sigma_rel) + 1.0)
+def _power(track: EMATrackConfig, step: int, images_per_step: int, factor: int) -> float:
+    return (1.0 - factor / step) ** (power_exponent(track.sigma_rel) + 1.0)
 
 
 _KINDS = {"constant": _constant, "half_life": _half_life, "power": _power}

@@ -77,7 +77,8 @@ class RunFolder:
         """Whether the summary says that a run of as many steps was completed."""
         try:
             summary = json.loads(self.summary.read_bytes())
-            return summary["status"] == "completed" and summary["step"] >= self._config.training.steps
+            done = summary.get("progress", summary["step"])  # steps of a batch that grew count as several
+            return summary["status"] == "completed" and done >= self._config.training.steps
         except (OSError, ValueError, KeyError, TypeError):
             return False
 

@@ -42,7 +42,14 @@ from torchtitan.evaluation.studies.branch_training import (
 from torchtitan.evaluation.studies.frame import ResultTable, Row, StudyError
 from torchtitan.evaluation.trained_model import WeightsError, load_run, read_config
 from torchtitan.evaluation.validation import validation_loss
-from torchtitan.training.checkpoint import CheckpointError, checkpoint_path, checkpoint_steps, newest_good, verify
+from torchtitan.training.checkpoint import (
+    CheckpointError,
+    checkpoint_path,
+    checkpoint_steps,
+    newest_good,
+    read_state,
+    verify,
+)
 from torchtitan.training.data_loading import validation_batches
 from torchtitan.training.run_folder import RunFolder
 
@@ -139,7 +146,7 @@ def open_test(options: argparse.Namespace) -> BranchTest:
         raise StudyError("--factors: there is nothing to compare with one batch size (give two or more)")
     config = read_config(run / "config.toml")
     step = _choose_step(run, options.step)
-    options.lr = options.lr if options.lr is not None else run_lr(config, step)
+    options.lr = options.lr if options.lr is not None else run_lr(config, _progress(run, step))
     if not options.lr > 0:
         raise StudyError(f"--lr: the run's rate is {options.lr:g} at step {step} (choose another step, or give --lr)")
     plans, samples = plan_batches(config, options.factors, options.lr_rule, options.lr, options.samples, options.nproc)
@@ -221,6 +228,14 @@ def _run_locked(test: BranchTest, lock: int) -> list[Row]:
     for plan in test.plans:
         rows += [table.find({"batch_size": plan.batch_size, "seed": seed}) for seed in range(test.seeds)]
     return [row for row in rows if row]
+
+
+def _progress(run: Path, step: int) -> int:
+    """Steps of the run's first batch size up to a checkpoint; one that is damaged is refused elsewhere."""
+    try:
+        return read_state(checkpoint_path(run / "checkpoint", step)).get("progress", step)
+    except (OSError, ValueError):
+        return step
 
 
 def _hold_to_settings(test: BranchTest) -> None:

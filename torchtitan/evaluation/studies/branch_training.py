@@ -67,9 +67,9 @@ class BatchPlan:
     lr: float
 
 
-def run_lr(config: JobConfig, step: int) -> float:
-    """Learning rate of a run at a step."""
-    return config.optimizer.lr * lr_factor(config.lr_scheduler, max(step, 1), config.training.steps)
+def run_lr(config: JobConfig, progress: int) -> float:
+    """Learning rate of a run with the batch size that it began with, after so many steps of that size."""
+    return config.optimizer.lr * lr_factor(config.lr_scheduler, max(progress, 1), config.training.steps)
 
 
 def plan_batches(

@@ -1,0 +1,171 @@
+"""The batch that grows with the noise scale: when, how far, and that nothing else of a step changes."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.distributed.cases import make_trainer
+from torchtitan.config import ConfigError, load_config
+from torchtitan.gns.batch_schedule import BatchSchedule, lr_multiple
+from torchtitan.gns.capture import StepSums
+from torchtitan.gns.pool import Pool
+from torchtitan.training.ema import EMATrackConfig, kept_share
+
+GROW = (
+    "--gns.enable", "true", "--gns.num_bins", "2", "--gns.sketch_size", "2", "--gns.interval", "2", "--gns.grow_batch", "true",
+    "--gns.growth_warmup", "0", "--gns.growth_interval", "1", "--gns.growth_limit", "4",
+)  # fmt: skip
+
+
+def factors(schedule: BatchSchedule, lowers: list[float], samples: int = 10**6) -> list[int]:
+    found = []
+    for step, lower in enumerate(lowers, start=1):
+        schedule.update(step, samples, lower)
+        found.append(schedule.factor)
+    return found
+
+
+def test_grows_to_the_lower_end_of_the_interval_by_doubling_at_most():
+    schedule = BatchSchedule(64, limit=6, warmup=0, interval=1)
+    lowers = [63.0, 127.9, 128.0, 1000.0, 1000.0, 10.0, math.nan]
+    assert factors(schedule, lowers) == [1, 1, 2, 4, 6, 6, 6]
+    assert factors(BatchSchedule(64, limit=8, warmup=0, interval=1), [64 * 3.5, 64 * 3.5, 64 * 3.5]) == [2, 3, 3]
+
+
+def test_an_unknown_noise_scale_leaves_the_batch_as_it_is():
+    assert factors(BatchSchedule(64, limit=8, warmup=0, interval=1), [math.nan, -math.inf, 0.0, math.inf]) == [1, 1, 1, 1]
+
+
+def test_waits_for_warmup_and_interval():
+    schedule = BatchSchedule(10, limit=64, warmup=1000, interval=5)
+    schedule.update(1, 999, 1e9)
+    assert schedule.factor == 1
+    found = []
+    for step in range(2, 14):
+        schedule.update(step, 1000, 1e9)
+        found.append(schedule.factor)
+    assert found == [2, 2, 2, 2, 2, 4, 4, 4, 4, 4, 8, 8]
+
+
+def test_state_goes_on_and_obeys_a_lower_limit():
+    schedule = BatchSchedule(10, limit=64, warmup=0, interval=5)
+    factors(schedule, [1e9] * 11)
+    assert schedule.factor == 8
+    resumed = BatchSchedule(10, limit=64, warmup=0, interval=5)
+    resumed.load_state_dict(schedule.state_dict())
+    for step in range(12, 18):
+        schedule.update(step, 10**6, 1e9)
+        resumed.update(step, 10**6, 1e9)
+        assert resumed.state_dict() == schedule.state_dict()
+    lowered = BatchSchedule(10, limit=3, warmup=0, interval=5)
+    lowered.load_state_dict(schedule.state_dict())
+    assert lowered.factor == 3
+
+
+@pytest.mark.parametrize(
+    "track",
+    [
+        EMATrackConfig(kind="constant", decay=0.99, warmup_power=0.0),
+        EMATrackConfig(kind="half_life", half_life=1000.0, rampup_ratio=0.0),
+        EMATrackConfig(kind="power", sigma_rel=0.1),
+    ],
+    ids=lambda track: track.kind,
+)
+def test_a_step_of_a_batch_n_times_as_large_keeps_what_n_steps_keep(track):
+    one_by_one = math.prod(kept_share(track, step, 16) for step in (11, 12, 13))
+    assert kept_share(track, 13, 16, 3) == pytest.approx(one_by_one, rel=1e-12)
+
+
+def _one_step(folder, name: str, factor: int, **arguments) -> tuple:
+    trainer = make_trainer(str(folder), name, steps=20, replicas=1, shards=1, **arguments)
+    if trainer.gns:
+        trainer.gns._batch.factor = factor
+    trainer.step = 1
+    norm, lr = trainer.train_step()
+    weights = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
+    ema = trainer.ema.tensors()
+    numbers = trainer.progress, trainer.batch_size, trainer.data.next_sample
+    trainer.close()
+    return norm, lr, weights, ema, numbers
+
+
+@pytest.mark.parametrize("spread", ["none", "stratified"])
+def test_a_step_of_the_grown_batch_is_a_step_of_that_batch_at_the_root_of_the_rate(tmp_path, spread):
+    fixed = ("--objective.spread", spread, "--lr_scheduler.warmup_steps", "0")
+    grown = _one_step(tmp_path, "grown", 3, accumulation=1, overrides=(*GROW, *fixed))
+    plain = _one_step(
+        tmp_path, "plain", 1, accumulation=1,
+        overrides=(*fixed, "--training.global_batch_size", "48", "--optimizer.lr", str(3e-3 * math.sqrt(3))),
+    )
+    assert torch.equal(grown[0], plain[0])
+    assert grown[1] == pytest.approx(plain[1], rel=1e-12)
+    for name, weight in plain[2].items():
+        torch.testing.assert_close(grown[2][name], weight, rtol=0, atol=1e-8)
+    assert grown[4] == (3, 48, 48) and plain[4] == (1, 48, 48)
+
+
+def test_the_run_ends_after_the_images_that_it_was_to_see(tmp_path, monkeypatch):
+    trainer = make_trainer(str(tmp_path), "run", steps=20, replicas=1, shards=1, accumulation=2, overrides=(*GROW, "--gns.log_interval", "100"))
+    trainer.reports.log_gns = lambda: None
+    certain = SimpleNamespace(b_simple=torch.tensor([1e9]), lower=torch.tensor([1e9]), upper=torch.tensor([1e9]))
+    monkeypatch.setattr(Pool, "whole", lambda *_: certain)
+    trainer.gns.draw = lambda points, global_batch_size: None
+    sizes, advance = [], trainer.reports.advance
+    trainer.reports.advance = lambda: (sizes.append(trainer.batch_size), advance())
+    assert trainer.train() == 0
+    # Measured on every second step; the last one has what is left.
+    assert sizes == [16, 16, 32, 32, 64, 64, 64, 32]
+    assert (trainer.step, trainer.progress, trainer.data.next_sample) == (8, 20, 320)
+    assert trainer.folder.is_finished()
+    trainer.close()
+
+
+def test_noise_between_bins_does_not_count_where_batches_are_stratified():
+    generator = torch.Generator().manual_seed(0)
+    means = torch.tensor([[3.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
+    pool = Pool(2, 1, 1e9)
+    for _ in range(2000):
+        g = means[:, None] + torch.randn(2, 8, 2, generator=generator, dtype=torch.float64)
+        sums, count = g.sum(1), torch.full((2,), 8.0, dtype=torch.float64)
+        squares, products = g.square().sum((1, 2)), sums @ sums.T
+        pairs = torch.outer(count, count) - count.diag()
+        parts = torch.zeros(4, 1, 2, dtype=torch.float64), torch.zeros(4, 1, 2, 2, dtype=torch.float64)
+        parts[0][0, 0], parts[1][0, 0] = squares, products
+        none = torch.zeros(4, 1, 2, 2, dtype=torch.float64)
+        pool.add(StepSums(count, squares, pairs, *parts, pairs, parts[1], none))
+    mass = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    # |G|^2 = 4.5; noise 2 within the bins, and 4.5 between them.
+    independent, stratified = (pool.whole("plain", "sketch", mass, stratified) for stratified in (False, True))
+    assert stratified.signal.item() == pytest.approx(4.5, rel=0.03)
+    assert independent.b_simple.item() == pytest.approx(6.5 / 4.5, rel=0.05)
+    assert stratified.b_simple.item() == pytest.approx(2.0 / 4.5, rel=0.05)
+    for found in (independent, stratified):
+        assert 0.8 * found.b_simple < found.lower < found.b_simple < found.upper < 1.25 * found.b_simple
+    # Taken as independent draws, half of whose pairs would be of one bin, the signal comes out too small.
+    assert pool.whole("plain", "sketch").signal.item() == pytest.approx((112 * 9) / 240, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gns.rank_gradients", "true", "--gns.bin_pure_microbatches", "true"], "gns.grow_batch: the rotation"),
+        (["--optimizer.name", "Muon"], "gns.grow_batch: the square-root rule"),
+        (["--gns.single_pass", "false", "--gns.rank_gradients", "true"], "gns.grow_batch"),
+        (["--gns.growth_limit", "1"], "gns.growth_limit"),
+    ],
+)
+def test_what_cannot_grow_is_refused(arguments, words):
+    with pytest.raises(ConfigError) as refused:
+        load_config([*GROW, "--training.global_batch_size", "64", *arguments], 1)
+    assert any(words in line for line in refused.value.problems)
+
+
+def test_growth_keys_without_growth_are_refused():
+    with pytest.raises(ConfigError, match="gns.growth_limit"):
+        load_config(["--gns.enable", "true", "--gns.growth_limit", "4"], 1)
+
+
+def test_rate_grows_with_the_square_root():
+    assert [lr_multiple(factor) for factor in (1, 4, 9)] == [1.0, 2.0, 3.0]
