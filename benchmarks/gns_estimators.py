@@ -4,11 +4,11 @@ Small DiTs are trained on real images, and at three ages, with weights frozen, t
 the taps of a training step with fresh projections every time, and exactly, by one gradient per sample. Reported are
 errors of ln B_simple over the timestep bins, as root mean squares, of
 
-    sketch      the whole model, all steps measured: the first half of the steps against the exact value of these
-    composite   every fourth step measured, free parts on all: against the exact value of all steps
-    adaLN       the modulation part alone on the first half: its error, and its bias, the geometric mean of the ratio
-    other half  the exact value of the first half against that of the other: what sampling alone is worth; and in how
-                many bins the sketch of the first half lies in the 95 % interval of the other half
+    sketch      the whole model, N measured steps one after another, against the exact value of these steps
+    composite   4 N steps, every fourth one measured, free parts on all: against the exact value of all of them
+    adaLN       the modulation part alone on the first N steps: its error, and its bias, the geometric mean of the ratio
+    other       the exact value of the first N steps against that of all later ones: what sampling alone is worth; and
+                in how many bins the sketch lies in the 95 % interval of the later ones
 
 in the plain geometry and in Adam's (row and column factors of the second moment, on both sides); `v factored` is how
 far exact values with these factors are from those with Adam's second moment element by element. Writes
@@ -84,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cifar10", help="folder of CIFAR-10; without it digits alone are measured")
     parser.add_argument("--ages", type=int, nargs="+", default=[150, 500, 1500], help="steps trained before each look")
-    parser.add_argument("--steps", type=int, default=64, help="steps of a look, at frozen weights")
+    parser.add_argument("--measured", type=int, default=32, help="N: measured steps of a look, at frozen weights")
     parser.add_argument("--batch", type=int, default=256, help="samples of a measured step")
     parser.add_argument("--sketch-size", type=int, default=GNSConfig().sketch_size)
     arguments = parser.parse_args()
@@ -103,7 +103,7 @@ def main() -> None:
             rows += [
                 {"data": name, "age": age, **row}
                 for age in arguments.ages
-                for row in look(trainer, age, arguments.steps)
+                for row in look(trainer, age, arguments.measured)
             ]
             trainer.close()
         print_table([row for row in rows if row["data"] == name])
@@ -113,7 +113,7 @@ def main() -> None:
 def write(rows: list[dict], arguments: argparse.Namespace) -> None:
     """Keep what there is so far."""
     result = {
-        "model": "DiT of 128 channels, 4 blocks", "batch": arguments.batch, "steps": arguments.steps,
+        "model": "DiT of 128 channels, 4 blocks", "batch": arguments.batch, "measured_steps": arguments.measured,
         "sketch_size": arguments.sketch_size, "rows": rows, "date": date.today().isoformat(), "versions": versions(),
     }
     path = ROOT / "benchmarks" / "results" / "gns_estimators.json"
@@ -121,23 +121,23 @@ def write(rows: list[dict], arguments: argparse.Namespace) -> None:
     print(f"wrote {path.relative_to(ROOT)}")
 
 
-def look(trainer: Trainer, age: int, steps: int) -> list[dict]:
+def look(trainer: Trainer, age: int, measured: int) -> list[dict]:
     """Train to an age, then measure with frozen weights; a row per geometry."""
     while trainer.step < age:
         trainer.step += 1
         trainer.train_step()
     num_bins, geometries = trainer.gns.pool.num_bins, trainer.gns.pool.geometries
-    keys = ("sketch", "modulation", "exact", "all exact", "elementwise", "other half")
+    keys = ("sketch", "modulation", "exact", "all exact", "elementwise", "other")
     pools = {(g, key): DecayedSums(num_bins, math.inf) for g in geometries for key in keys}
     composites = [Composite(num_bins, index, math.inf) for index in range(len(geometries))]
     first = 10_000_000 * age  # samples that training never sees
-    for number in tqdm(range(steps), desc=f"age {age}", leave=False):
+    for number in tqdm(range(MEASURED_EVERY * measured), desc=f"age {age}", leave=False):
         sums, exact = _measure(trainer, first, number), _exact(trainer, first, number)
         for index, geometry in enumerate(geometries):
             composites[index].add(sums if number % MEASURED_EVERY == MEASURED_EVERY - 1 else _without_sketches(sums))
             pools[geometry, "all exact"].add(exact[geometry])
-            if number >= steps // 2:
-                pools[geometry, "other half"].add(exact[geometry])
+            if number >= measured:
+                pools[geometry, "other"].add(exact[geometry])
                 continue
             pools[geometry, "exact"].add(exact[geometry])
             pools[geometry, "sketch"].add(_whole(sums, index, range(len(PARTS))))
@@ -239,7 +239,7 @@ def _whole(sums: StepSums, index: int, parts) -> PairSums:
 
 def _row(geometry: str, found: dict[str, BinEstimates]) -> dict:
     row = {"geometry": geometry} | {key: estimates.b_simple.tolist() for key, estimates in found.items()}
-    pairs = {"sketch": "exact", "modulation": "exact", "composite": "all exact", "other half": "exact"}
+    pairs = {"sketch": "exact", "modulation": "exact", "composite": "all exact", "other": "exact"}
     for key, truth in pairs.items():
         value, wanted = found[key].b_simple, found[truth].b_simple
         known = (wanted > 0) & (value > 0)
@@ -248,7 +248,7 @@ def _row(geometry: str, found: dict[str, BinEstimates]) -> dict:
         row[f"{key}_bins"] = int(known.sum())
     ratio = found["modulation"].b_simple / found["exact"].b_simple
     row["modulation_ratio"] = ratio[ratio > 0].log().mean().exp().item()
-    other, sketch = found["other half"], found["sketch"].b_simple
+    other, sketch = found["other"], found["sketch"].b_simple
     row["other_lower"], row["other_upper"] = other.lower.tolist(), other.upper.tolist()
     row["sketch_inside_other_interval"] = int(((sketch >= other.lower) & (sketch <= other.upper)).sum())
     if geometry == "adam":
@@ -267,12 +267,12 @@ def _spearman(a: Tensor, b: Tensor) -> float:
 
 def print_table(rows: list[dict]) -> None:
     print(f"{'data':<8}{'age':>6} {'geometry':<9}{'exact B':>17}{'sketch':>8}{'composite':>11}{'rank':>6}{'adaLN':>8}{'ratio':>7}"
-          f"{'other half':>12}{'inside':>8}{'v factored':>12}")
+          f"{'other':>8}{'inside':>8}{'v factored':>12}")
     for row in rows:
         span = f"{min(row['exact']):.1f} .. {max(row['exact']):.1f}"
         print(f"{row['data']:<8}{row['age']:>6} {row['geometry']:<9}{span:>17}{row['sketch_rms']:>8.1%}"
               f"{row['composite_rms']:>11.1%}{row['composite_spearman']:>6.2f}{row['modulation_rms']:>8.1%}"
-              f"{row['modulation_ratio']:>7.2f}{row['other half_rms']:>12.1%}{row['sketch_inside_other_interval']:>8}"
+              f"{row['modulation_ratio']:>7.2f}{row['other_rms']:>8.1%}{row['sketch_inside_other_interval']:>8}"
               f"{row.get('factored_rms', math.nan):>12.1%}")
 
 
