@@ -3,7 +3,6 @@
 import logging
 import sys
 
-import torch
 import torch.distributed as dist
 
 from data.base import DatasetError
@@ -11,7 +10,7 @@ from torchtitan.config import JobConfig
 from torchtitan.gns.capture import CannotMeasure
 from torchtitan.trainer import Trainer, process_group
 from torchtitan.training.checkpoint import CheckpointError
-from torchtitan.training.faults import TrainingError
+from torchtitan.training.faults import TrainingError, is_out_of_memory
 from torchtitan.training.optimizer import OptimizerError
 from torchtitan.training.run_folder import RunFolder, RunFolderError
 
@@ -39,22 +38,32 @@ def run(config: JobConfig) -> int:
             if _first():
                 print(error, file=sys.stderr)
             return REFUSED
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.error(f"building the run: {_out_of_memory(error)}")
+            return FAILED
         try:
             return trainer.train()
         except TrainingError as error:
             return _fail(trainer, "failed", str(error))
         except (CheckpointError, DatasetError) as error:
             return _fail(trainer, "failed", f"step {trainer.step}: {error}")
-        except torch.OutOfMemoryError as error:
-            advice = "a smaller training.local_batch_size or activation_checkpoint.mode = \"full\" needs less"
-            return _fail(trainer, "oom", f"step {trainer.step}: out of memory ({advice}): {str(error).splitlines()[0]}")
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                return _fail(trainer, "oom", f"step {trainer.step}: {_out_of_memory(error)}")
             trainer.reports.fail("failed", f"step {trainer.step}: {error}")
             if "DataLoader worker" not in str(error):  # a killed loader may be noticed anywhere in the step
                 raise
             return _fail(trainer, "failed", f"step {trainer.step}: {' '.join(str(error).split())}")
         finally:
             trainer.close()
+
+
+def _out_of_memory(error: BaseException) -> str:
+    advice = "a smaller training.local_batch_size or activation_checkpoint.mode = \"full\" needs less"
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"out of memory ({advice}): {said}"
 
 
 def _fail(trainer: Trainer, status: str, reason: str) -> int:

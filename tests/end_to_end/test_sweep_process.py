@@ -1,0 +1,138 @@
+"""How a run in fresh processes ended, told from real ones."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launcher import ROOT
+from torchtitan.sweep.process import Stopped, run_processes
+
+CONFIG = """
+[model]
+flavor = "debug"
+[data]
+name = "synthetic"
+kind = "constant"
+shape = [4, 16, 16]
+[training]
+steps = 2
+local_batch_size = 2
+[lr_scheduler]
+warmup_steps = 0
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+[checkpoint]
+enable = false
+[sampling]
+enable = false
+[validation]
+enable = false
+"""
+# Given to every rank through sitecustomize: what makes one rank fail alone.
+FAILING_RANK = """
+import os, sys
+if os.environ.get("RANK", "0") == "1" and "train.py" in " ".join(sys.orig_argv):
+    import torch.optim
+    step = torch.optim.AdamW.step
+    def failing(*args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+    torch.optim.AdamW.step = failing
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    config = tmp_path / "small.toml"
+    config.write_text(CONFIG)
+
+    def started(*overrides: str, **options):
+        arguments = ["--job.config_file", str(config), "--job.dump_folder", str(tmp_path), "--job.name", "run"]
+        options = {"timeout_s": 120, "environment": {"OMP_NUM_THREADS": "1"}} | options
+        return run_processes([*arguments, *overrides], log=tmp_path / "run.log", **options)
+
+    return started
+
+
+def test_a_finished_run_is_ok(start, tmp_path):
+    outcome = start()
+    assert (outcome.status, outcome.reason, outcome.exit_code) == ("ok", "", 0), (tmp_path / "run.log").read_text()
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA limits memory on Linux only")
+def test_an_allocation_beyond_the_limit_is_out_of_memory(start, tmp_path):
+    outcome = start("--training.local_batch_size", "2048", memory_limit_gib=1.5)
+    assert outcome.status == "oom" and "can't allocate memory" in outcome.reason, outcome
+    assert "\n" not in outcome.reason
+    assert '"status": "oom"' in (tmp_path / "run" / "summary.json").read_text()
+
+
+def test_a_rank_that_is_out_of_memory_alone_ends_the_group(start, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(FAILING_RANK)
+    outcome = start(processes=2, environment={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}, timeout_s=100)
+    assert outcome.status == "oom" and "allocate memory" in outcome.reason, outcome
+    assert outcome.seconds < 90
+
+
+def test_a_crash_is_told_from_a_refusal_and_from_a_stale_summary(start, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text('{"status": "oom", "reason": "of an earlier attempt"}')
+    refused = start("--training.local_batch_size", "0")
+    assert refused.status == "refused" and "training.local_batch_size" in refused.reason
+
+    failed = start("--optimizer.lr", "1e38", "--training.max_norm", "0", "--training.steps", "20")
+    assert failed.status == "failed" and "gradient norm" in failed.reason, failed
+
+
+def test_a_run_that_takes_too_long_leaves_no_process(start, tmp_path):
+    outcome = start("--training.steps", "1000000", processes=2, timeout_s=7)
+    assert outcome.status == "timeout" and "7 s" in outcome.reason
+    assert outcome.seconds < 30
+    assert _processes_of(tmp_path) == []
+
+
+def test_a_stopped_run_leaves_no_process(start, tmp_path):
+    stop = threading.Event()
+    threading.Timer(4, stop.set).start()
+    with pytest.raises(Stopped):
+        start("--training.steps", "1000000", stop=stop)
+    assert _processes_of(tmp_path) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_nothing_outlives_a_caller_that_was_killed(start, tmp_path):
+    guard = [sys.executable, str(ROOT / "torchtitan" / "sweep" / "guard.py"), "0"]
+    child = "import subprocess, sys; subprocess.run(['sleep', sys.argv[1]], start_new_session=True)"
+    caller = f"import subprocess, time; p = subprocess.Popen({guard + [sys.executable, '-c', child, '4711.5']!r}, "
+    caller += "stdin=subprocess.PIPE, start_new_session=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", caller])
+    _wait_until(lambda: any("sleep\0" + "4711.5" in line for line in _command_lines()))
+    process.kill()
+    process.wait()
+    _wait_until(lambda: not any("4711.5" in line for line in _command_lines()))
+
+
+def _wait_until(condition, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _command_lines() -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_text())
+        except OSError:
+            pass
+    return found
+
+
+def _processes_of(folder: Path) -> list[str]:
+    return [line for line in _command_lines() if str(folder) in line and "train.py" in line]

@@ -1,0 +1,46 @@
+"""How the end of a run is told from exit code, output and summary; real processes are in tests/end_to_end."""
+
+import pytest
+
+from torchtitan.sweep.process import classify
+
+LOST = "[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:28872."
+
+
+def torchrun(*codes: int, output: str = "", killed: tuple[int, ...] = ()) -> str:
+    """Output of ranks and torchrun's report as torch 2.13 writes it; the first code is the root cause's."""
+    place = "1121 18:27:59.9 6939 torch/distributed/elastic/multiprocessing/api.py:1028]"
+    lines = ["12:00:00 run: debug, 230,384 parameters", output]
+    lines += [f"W{place} Sending process 101 closing signal SIGTERM"]
+    lines += [f"W{place} Unable to shutdown process {pid} via SIGTERM, forcefully exiting via SIGKILL" for pid in killed]
+    lines += [f"E{place} failed (exitcode: {codes[0]}) local_rank: 0 (pid: 100) of binary: python"]
+    lines += ["Traceback (most recent call last):", "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "]
+    lines += [f"[{rank}]:\n  exitcode  : {code} (pid: {100 + rank}) " for rank, code in enumerate(codes)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "log", "summary", "status", "words"),
+    [
+        (0, "", {}, "ok", ""),
+        (1, "", {"status": "oom", "reason": "step 3: out of memory"}, "oom", "step 3"),
+        (1, torchrun(1, 1, output=f"{LOST}\n[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried"),
+         {"status": "failed", "reason": "step 2: Connection closed by peer"}, "oom", "CUDA out of memory"),
+        (1, torchrun(-9, 1, output=LOST), {"status": "failed", "reason": LOST}, "oom", "SIGKILL"),
+        (137, "", {}, "oom", "SIGKILL"),
+        # A rank that hung after another one's error, so that torchrun killed it, is no sign of missing memory.
+        (1, torchrun(1, -9, output="[rank0]: ValueError: odd", killed=(101,)), {}, "failed", "1: ValueError: odd"),
+        (1, torchrun(1, 1, output=f"{LOST}\n[rank1]: KeyError: 'lost'"),
+         {"status": "failed", "reason": "step 2: Connection closed by peer"}, "failed", "KeyError: 'lost'"),
+        (1, torchrun(1, 1), {"status": "failed", "reason": "step 9: gradient norm is nan"}, "failed", "gradient norm"),
+        (1, torchrun(2, 2, output="run: holds a run of another configuration\n  optimizer.lr: 1 -> 2"), {}, "refused",
+         "run: holds a run of another configuration; optimizer.lr: 1 -> 2"),
+        (2, "data.path: nowhere\n", {}, "refused", "data.path: nowhere"),
+        (143, "12:00:00 interrupted\n", {}, "failed", "exit code 143"),
+        (1, "", {}, "failed", "no output"),
+    ],
+)  # fmt: skip
+def test_classification(exit_code, log, summary, status, words):
+    found, reason = classify(exit_code, log, summary)
+    assert found == status and words in reason, reason
+    assert "\n" not in reason

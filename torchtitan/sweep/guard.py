@@ -1,0 +1,111 @@
+"""Run a command so that nothing of it outlives the process that asked for it.
+
+    python guard.py MEMORY_LIMIT_BYTES COMMAND...     (limit 0: none)
+
+Standard input is a lifeline: at its end, because it was closed or because the other side was killed, the command and
+all its descendants are killed, those in sessions of their own too, as torchrun's workers are. Whatever the command
+leaves behind when it ends is killed as well. Exit code: the command's, 128 + signal if a signal ended it.
+
+This file imports the standard library only: it is started for every run.
+"""
+
+import ctypes
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+_POLL_SECONDS = 0.05
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def main(words: list[str]) -> int:
+    limit, command = int(words[0]), words[1:]
+    _adopt_orphans()
+    if limit:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        while (code := process.poll()) is None:
+            readable, _, _ = select.select([0], [], [], _POLL_SECONDS)
+            if readable and not os.read(0, 1024):
+                code = -signal.SIGKILL
+                break
+    finally:
+        kill_descendants(os.getpid())
+    return code if code >= 0 else 128 - code
+
+
+def kill_descendants(root: int) -> None:
+    """Kill all processes below `root`, again and again until none is left that is not dead."""
+    while found := _descendants(root):
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        _bury()
+
+
+def _bury() -> None:
+    """Take note of dead children, so that they vanish from the table of processes."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _adopt_orphans() -> None:
+    """On Linux, become the parent of descendants whose parent dies, so that they can be found."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _descendants(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for pid, parent in _processes():
+        children.setdefault(parent, []).append(pid)
+    found, waiting = [], [root]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found
+
+
+def _processes() -> list[tuple[int, int]]:
+    """(pid, pid of the parent) of every process that is not dead."""
+    if sys.platform != "linux":
+        table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True).stdout
+        entries = [line.split() for line in table.splitlines()]
+        # `ps` itself is among them, and gone.
+        return [(int(pid), int(parent)) for pid, parent, state in entries if state[0] != "Z" and _exists(int(pid))]
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, *_ = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if state not in "ZX":
+            found.append((int(path.parent.name), int(parent)))
+    return found
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
