@@ -82,16 +82,17 @@ DATA = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cifar10", help="folder of CIFAR-10; without it digits alone are measured")
+    parser.add_argument("--data", nargs="+", choices=DATA, default=["digits"], help="others' results are kept")
+    parser.add_argument("--cifar10", help="folder of CIFAR-10")
     parser.add_argument("--ages", type=int, nargs="+", default=[150, 500, 1500], help="steps trained before each look")
     parser.add_argument("--measured", type=int, default=32, help="N: measured steps of a look, at frozen weights")
     parser.add_argument("--batch", type=int, default=256, help="samples of a measured step")
     parser.add_argument("--sketch-size", type=int, default=GNSConfig().sketch_size)
     arguments = parser.parse_args()
-    rows = []
-    for name, data in DATA.items():
+    for name in arguments.data:
         if name == "cifar10" and not arguments.cifar10:
-            continue
+            parser.error("--data cifar10 needs --cifar10 FOLDER")
+        data = DATA[name]
         with tempfile.TemporaryDirectory() as folder:
             config = Path(folder) / f"{name}.toml"
             config.write_text(CONFIG.format(batch=arguments.batch, data=data.format(cifar10=arguments.cifar10)))
@@ -100,24 +101,25 @@ def main() -> None:
                 "--gns.sketch_size", str(arguments.sketch_size), *(["--model.patch_size", "8"] if name == "cifar10" else []),
             ]  # fmt: skip
             trainer = Trainer(load_config(options, 1))
-            rows += [
+            rows = [
                 {"data": name, "age": age, **row}
                 for age in arguments.ages
                 for row in look(trainer, age, arguments.measured)
             ]
             trainer.close()
-        print_table([row for row in rows if row["data"] == name])
-        write(rows, arguments)
+        print_table(rows)
+        write(name, rows, arguments)
 
 
-def write(rows: list[dict], arguments: argparse.Namespace) -> None:
-    """Keep what there is so far."""
-    result = {
+def write(data: str, rows: list[dict], arguments: argparse.Namespace) -> None:
+    """Put the results of one data set beside those of others."""
+    path = ROOT / "benchmarks" / "results" / "gns_estimators.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results[data] = {
         "model": "DiT of 128 channels, 4 blocks", "batch": arguments.batch, "measured_steps": arguments.measured,
         "sketch_size": arguments.sketch_size, "rows": rows, "date": date.today().isoformat(), "versions": versions(),
     }
-    path = ROOT / "benchmarks" / "results" / "gns_estimators.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(json.dumps(results, indent=1) + "\n")
     print(f"wrote {path.relative_to(ROOT)}")
 
 

@@ -14,7 +14,7 @@ STEPS, CHECKPOINT_INTERVAL, ABANDONED_AT = 25, 16, 20
 MEASURED_EVERY = 3
 
 GNS = (
-    "--gns.enable", "true", "--gns.num_bins", "4", "--gns.interval", str(MEASURED_EVERY), "--gns.sketch_size", "4",
+    "--gns.enable", "true", "--gns.num_bins", "4", "--gns.interval", str(MEASURED_EVERY), "--gns.sketch_size", "2",
     "--gns.log_interval", "1",
 )  # fmt: skip
 SAVED = ("--checkpoint.enable", "true", "--checkpoint.interval", str(CHECKPOINT_INTERVAL), "--checkpoint.keep_latest_k", "0")

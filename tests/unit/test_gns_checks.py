@@ -63,7 +63,7 @@ REFUSED = {
         "", "bin_edges = [0.0, 0.2, 0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 1.0]", 1, "gns.bin_edges: 9 bins share 16 images"
     ),
     "no bins": ("", "num_bins = 0", 1, "gns.num_bins: must be at least 1"),
-    "sketch too large": ("", "sketch_size = 33", 1, "gns.sketch_size: must be at least 2 and at most 32"),
+    "sketch too large": ("", "sketch_size = 33", 1, "gns.sketch_size: must be at least 1 and at most 32"),
     "no half-life": ("", "half_life = 0", 1, "gns.half_life: must be above 0"),
 }  # fmt: skip
 

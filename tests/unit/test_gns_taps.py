@@ -50,7 +50,7 @@ class Problem:
         output = functional_call(self.model, parameters, arguments) if parameters else self.model(*arguments)
         return self.weight[chosen] * (output - self.target[chosen]).square().flatten(1).mean(1)
 
-    def taps(self, adam: bool = True, batch: int = BATCH, size: int = 4) -> GradientTaps:
+    def taps(self, adam: bool = True, batch: int = BATCH, size: int = 2) -> GradientTaps:
         return GradientTaps(
             self.model, bin_edges=EDGES, local_batch_size=batch, sketch_size=size, seed=1, adam=adam,
             device=torch.device("cpu"),
@@ -123,9 +123,10 @@ def test_every_layer_measures_what_one_gradient_per_sample_gives(config, dtype, 
             scaled = gradients * factor
             exact = scaled
             if layer.sums.ndim == 4:  # what the projections, themselves tested below, make of it
-                size = layer.sums.shape[-1]
-                left = layer.left[:, index * size : (index + 1) * size].double()
-                right = layer.right[:, index * size : (index + 1) * size].double()
+                rows, columns = layer.sums.shape[2:]
+                assert rows == 8 * columns
+                left = layer.left[:, index * rows : (index + 1) * rows].double()
+                right = layer.right[:, index * columns : (index + 1) * columns].double()
                 sketched = torch.einsum("or,boi,is->brs", left, gradients, right)
                 wanted = torch.einsum("bk,brs->krs", problem.one_hot, sketched)
                 assert close(sketch_sums[name][index] * BATCH, wanted, tolerance), name
@@ -164,6 +165,23 @@ def test_sketches_are_unbiased_and_fresh_on_every_step():
     error = (found.mean(0) - wanted) / (found.std(0) / draws**0.5)
     assert error.abs().max() < 3.5, error
     assert len(found[:, 0].unique()) == draws
+
+
+def test_projections_are_signs_of_which_none_is_another_one():
+    taps = Problem(PAPER, torch.float32).taps(adam=False, size=5)  # 40 rows: more than the bits of a word
+    taps.begin_step(3, True, {}, BETA2, one_process())
+    lines = []
+    for part in PARTS:
+        for name in taps._sketched[part]:
+            layer = taps._layers[name]
+            for projection, size in ((layer.left, 40), (layer.right, 5)):
+                torch.testing.assert_close(projection.abs(), torch.full_like(projection, size**-0.5), rtol=1e-6, atol=0)
+            lines.append(layer.left.sign())
+    signs = torch.cat(lines)
+    assert len(signs.unique(dim=0)) == len(signs)
+    # Independent columns: their inner products are sums of as many signs as there are lines.
+    products = (signs.T @ signs - len(signs) * torch.eye(40)) / len(signs) ** 0.5
+    assert products.abs().max() < 5.0 and signs.mean(0).abs().max() < 5.0 / len(signs) ** 0.5
 
 
 def test_gradients_are_bit_equal_with_and_without_taps():

@@ -35,6 +35,11 @@ GEOMETRIES = ("plain", "adam")
 _VECTOR_PARTS = PARTS[:2]
 _PATCH, _TOKEN = PARTS.index("patch"), PARTS.index("token")
 
+# A sketch has more rows than columns: columns cost the time, and at this ratio more rows hardly lessen the error.
+_ROWS_PER_COLUMN = 8
+
+_WORD_BITS = 32
+
 # Gradients of single samples of a narrow layer are kept whole up to this size; above, they are sketched.
 _WHOLE_GRADIENT_SIZE = 2**17
 
@@ -113,7 +118,7 @@ class GradientTaps:
             model: an initialised model.
             bin_edges: inner edges in t, rising, [K - 1]; bin k holds edges[k - 1] < t <= edges[k].
             local_batch_size: samples per microbatch.
-            sketch_size: k, rows and columns of a sketch, at most 32.
+            sketch_size: k, columns of a sketch; it has 8 k rows.
             seed: of the random projections.
             adam: measure in Adam's geometry too.
             device: of compute.
@@ -124,7 +129,8 @@ class GradientTaps:
         self.num_bins = len(bin_edges) + 1
         self.geometries = GEOMETRIES if adam else GEOMETRIES[:1]
         self._edges = bin_edges.to(device, torch.float32)
-        self._batch, self._size, self._seed, self._device = local_batch_size, sketch_size, seed, device
+        self._batch, self._seed, self._device = local_batch_size, seed, device
+        self._sketch_shape = (_ROWS_PER_COLUMN * sketch_size, sketch_size)
         self._dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         self._switch = TapSwitch(OFF, torch.zeros(local_batch_size, self.num_bins, device=device, dtype=self._dtype))
         kinds = _tapped_layers(model)
@@ -240,7 +246,7 @@ class GradientTaps:
     def _attach(self, parts: dict[str, str]) -> None:
         """Give every tapped layer its factors, projections and probes."""
         self._parts, self._scales = parts, {}
-        geometries, bins, batch, size = len(self.geometries), self.num_bins, self._batch, self._size
+        geometries, bins, batch = len(self.geometries), self.num_bins, self._batch
 
         def probe(*shape: int) -> Tensor:
             return torch.zeros(shape, device=self._device, dtype=self._dtype, requires_grad=True)
@@ -265,9 +271,9 @@ class GradientTaps:
             else:
                 layer.left, layer.right = (
                     torch.zeros(count, geometries * size, device=self._device, dtype=self._dtype)
-                    for count in (rows, columns)
+                    for count, size in zip((rows, columns), self._sketch_shape, strict=True)
                 )
-                layer.sums = probe(geometries, bins, size, size)
+                layer.sums = probe(geometries, bins, *self._sketch_shape)
                 self._sketched[parts[name]].append(name)
             vector = isinstance(layer, taps.VectorLinear | taps.TappedEmbedding)
             setattr(layer, "gram" if vector else "squares", self._probes[parts[name]])
@@ -279,19 +285,24 @@ class GradientTaps:
         }
 
     def _draw_projections(self, step: int) -> None:
-        """Fresh signs for every row and column of every sketched layer: the bits of one word each."""
+        """Fresh signs for every row and column of every sketched layer: the bits of random words."""
         sketched = [(self._layers[name], self._scales[name]) for part in PARTS for name in self._sketched[part]]
         sides = [
             side for layer, scales in sketched for side in ((layer.left, scales.rows), (layer.right, scales.columns))
         ]
-        counts = [len(projection) for projection, _ in sides]
+        sizes = [projection.shape[1] // len(self.geometries) for projection, _ in sides]
+        words_per_line = [-(-size // _WORD_BITS) for size in sizes]
+        counts = [len(projection) * words for (projection, _), words in zip(sides, words_per_line, strict=True)]
         blocks = -(-sum(counts) // 4)
         indices = torch.arange(step * blocks, (step + 1) * blocks, device=self._device)
         words = philox.random_words(self._seed, "gns_projection", indices, 4).flatten()[: sum(counts)]
-        bits = (words[:, None] >> torch.arange(self._size, device=self._device)) & 1  # [rows, k]
-        signs = ((2.0 * bits - 1.0) / math.sqrt(self._size)).to(self._dtype)
-        for (projection, factors), drawn in zip(sides, signs.split(counts), strict=True):
-            projection.copy_((drawn[:, None] * factors.T[..., None]).flatten(1))  # [rows, G, k] -> [rows, G k]
+        shifts = torch.arange(_WORD_BITS, device=self._device)
+        for (projection, factors), size, per_line, drawn in zip(
+            sides, sizes, words_per_line, words.split(counts), strict=True
+        ):
+            bits = ((drawn.view(-1, per_line, 1) >> shifts[:size]) & 1).flatten(1)[:, :size]
+            signs = ((2.0 * bits - 1.0) / math.sqrt(size)).to(self._dtype)
+            projection.copy_((signs[:, None] * factors.T[..., None]).flatten(1))  # [rows, G, size] -> [rows, G size]
 
     def _collect(self, names: list[str], scale: float, *, products: bool = False) -> Tensor | None:
         """Add this microbatch's sums of some layers to the step's; their inner products [G, K, K] if wanted."""

@@ -51,7 +51,8 @@ class GNSConfig:
         8, "steps from one measured step, with sketches of all layers, to the next", ge=1, applies=_TAPPED, trajectory=False
     )
     sketch_size: int = setting(
-        16, "rows and columns of a layer's random sketch: less error of its own for more time", ge=2, le=32, applies=_TAPPED,
+        8, "columns of a layer's random sketch, which has 8 times as many rows: less error of its own for more time",
+        ge=1, le=32, applies=_TAPPED,
         trajectory=False,
     )
     num_bins: int = setting(

@@ -12,8 +12,8 @@ gradient's elements; the first geometry has factor 1):
 
     vector    T = 1: inner products of all pairs of samples, (D D^T) * (A A^T + 1)
     small     the gradients themselves, summed by timestep bin, and their squared norms
-    sketch    (D_i L)^T ([A_i, 1] R), L and R random signs / sqrt(k), summed by bin, and their squared norms:
-              inner products of sketches are unbiased for those of the gradients
+    sketch    L^T D_i^T [A_i, 1] R, L and R random signs over the roots of their m and k columns, summed by bin, and
+              their squared norms: inner products of sketches are unbiased for those of the gradients
 
 All in units of the gradient that backward is given, in float32.
 """
@@ -60,12 +60,10 @@ def _full(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _sketches(d_left: Tensor, a_right: Tensor, sketch_sums: Tensor) -> Tensor:
-    """Sketch of every sample, [G, B, k, k], from D L and [A, 1] R, each [B, T, G k]."""
-    geometries, size = sketch_sums.shape[0], sketch_sums.shape[-1]
-    left = d_left.unflatten(-1, (geometries, size)).permute(2, 0, 3, 1)  # [G, B, k, T]
-    right = a_right.unflatten(-1, (geometries, size)).permute(2, 0, 1, 3)  # [G, B, T, k]
-    return left @ right
+def _outer(left: Tensor, right: Tensor, sums: Tensor) -> Tensor:
+    """Sketch [G, B, m, k] of every rank-one gradient, from its sides [B, G m] and [B, G k]."""
+    left, right = (side.unflatten(-1, (len(sums), -1)) for side in (left, right))
+    return torch.einsum("bgm,bgk->gbmk", left, right)
 
 
 def _by_bin(one_hot: Tensor, per_sample: Tensor) -> Tensor:
@@ -97,7 +95,7 @@ class VectorTap(Function):
             a_right = a @ right[:-1]
             if ctx.has_bias:
                 a_right = a_right + right[-1]
-            found = _by_bin(one_hot, _sketches((d @ left)[:, None], a_right[:, None], sums))
+            found = _by_bin(one_hot, _outer(d @ left, a_right, sums))
         return dy, None, gram, found, None, None, None, None, None, None, None
 
 
@@ -118,7 +116,7 @@ class EmbeddingTap(Function):
         gram = (scaled @ scaled.mT) * (ids[:, None] == ids)
         found = None
         if ctx.measured:
-            found = _by_bin(one_hot, _sketches(left[ids][:, None], (d @ right[:-1])[:, None], sums))
+            found = _by_bin(one_hot, _outer(left[ids], d @ right[:-1], sums))
         return dy, None, gram, found, None, None, None, None, None, None
 
 
@@ -134,12 +132,12 @@ class SketchTap(Function):
     @staticmethod
     def backward(ctx, dy):
         x, one_hot, left, right, sums = ctx.saved_tensors
-        # Products in the dtype of compute (signs are exact in it), what they are summed to in float32.
-        d_left = _full(dy @ left.to(dy.dtype))
-        a_right = _full(x @ right[:-1].to(x.dtype))
+        # What is as large as the layer's own products is multiplied in the dtype of compute, and summed in float32.
+        a_right = x @ right[:-1].to(x.dtype)  # [B, T, G k]
         if ctx.has_bias:
-            a_right = a_right + right[-1]
-        sketches = _sketches(d_left, a_right, sums)  # [G, B, k, k]
+            a_right = a_right + right[-1].to(x.dtype)
+        one_sided = _full(dy.mT @ a_right).unflatten(-1, (len(sums), -1)).permute(2, 0, 1, 3)  # [G, B, out, k]
+        sketches = left.unflatten(-1, (len(sums), 1, -1)).permute(1, 2, 3, 0) @ one_sided  # [G, B, m, k]
         return dy, None, sketches.square().sum((2, 3)), _by_bin(one_hot, sketches), None, None, None, None
 
 
@@ -182,8 +180,8 @@ class TappedLinear(nn.Linear):
     """A linear with a tap behind it.
 
     Whoever installs it gives it what its tap needs, float32 tensors on the device of compute, each under its name:
-    `rows` [G, out] and `columns` [G, in + 1] (see Scales), `left` [out, G k] and `right` [in + 1, G k] (projections
-    times these factors), and the probes, which require a gradient.
+    `rows` [G, out] and `columns` [G, in + 1] (see Scales), `left` [out, G m] and `right` [in + 1, G k] (projections
+    times these factors), and the probes, which require a gradient: `sums` [G, K, m, k] where sketches are taken.
     """
 
     def __init__(self, linear: nn.Linear, switch: TapSwitch) -> None:
