@@ -44,11 +44,11 @@ class Layout:
             None in a single process.
     """
 
-    def __init__(self, parallelism: ParallelismConfig) -> None:
-        """Describe the current process group, or a single process if there is none."""
+    def __init__(self, parallelism: ParallelismConfig, device: torch.device | None = None) -> None:
+        """Describe the current process group, or a single process if there is none; default device: compute_device."""
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.device = compute_device()
+        self.device = device or compute_device()
         self.replicas = parallelism.data_parallel_replicate_degree
         self.shards = parallelism.data_parallel_shard_degree
         if self.replicas * self.shards != self.world_size:

@@ -90,16 +90,19 @@ def build_optimizer(
     groups: dict[str, dict[tuple, dict[str, Any]]] = {}
     for name, (lr_scale, weight_decay) in _group_settings(parameters, config).items():
         parameter = parameters[name]
-        rule = "AdamW"
-        if config.name == "Muon" and parameter in of_blocks and parameter.ndim == 2:
-            rule = "Muon"
-        elif config.name == "AdamW8bit" and _quantisable(parameter):
-            rule = "AdamW8bit"
+        rule = update_rule(parameter, config, parameter in of_blocks)
         new = {"params": [], "lr_scale": lr_scale, "weight_decay": weight_decay}
         groups.setdefault(rule, {}).setdefault((lr_scale, weight_decay), new)["params"].append(parameter)
     optimizers = [_RULES[rule](list(of_rule.values()), config) for rule, of_rule in groups.items()]
     set_lr(together := OptimizerSet(optimizers), config.lr)
     return together
+
+
+def update_rule(parameter: nn.Parameter, config: OptimizerConfig, in_block: bool) -> str:
+    """"AdamW", "AdamW8bit" or "Muon": what updates this parameter, plain or sharded; in_block: it is of a block."""
+    if config.name == "Muon" and in_block and parameter.ndim == 2:
+        return "Muon"
+    return "AdamW8bit" if config.name == "AdamW8bit" and _quantisable(parameter) else "AdamW"
 
 
 def set_lr(optimizer: OptimizerSet, lr: float) -> None:
@@ -174,7 +177,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.
     from torchao.optim import AdamW8bit
 
     return AdamW8bit(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, block_size=_QUANTISED_BLOCK
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, block_size=QUANTISED_BLOCK
     )
 
 
@@ -184,7 +187,7 @@ def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.
 
 _RULES = {"AdamW": _adamw, "AdamW8bit": _adamw_8bit, "Muon": _muon}
 
-_QUANTISED_BLOCK = 256
+QUANTISED_BLOCK = 256
 
 
 def _quantisable(parameter: nn.Parameter) -> bool:
@@ -194,7 +197,7 @@ def _quantisable(parameter: nn.Parameter) -> bool:
         shards = parameter.device_mesh.size() // _replicas(parameter)
         if parameter.shape[0] % shards:
             return False
-    return size >= 16 * _QUANTISED_BLOCK and size % _QUANTISED_BLOCK == 0
+    return size >= 16 * QUANTISED_BLOCK and size % QUANTISED_BLOCK == 0
 
 
 def _replicas(tensor: DTensor) -> int:

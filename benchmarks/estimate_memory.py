@@ -1,0 +1,131 @@
+"""Estimated against measured memory of a training step: python benchmarks/estimate_memory.py [--batch B]
+
+Three models in three layouts, each in real processes on the CPU. Measured is the sum of all tensors that the CPU
+allocator has handed out and not taken back, at its highest in the third step of rank 0: the profiler's record of every
+allocation from before the model was built. Writes benchmarks/results/estimate_memory.json.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.config import load_config
+from torchtitan.estimate.memory import estimate_memory
+from torchtitan.trainer import Trainer, process_group
+from torchtitan.training.hardware import device_name
+from torchtitan.training.run_folder import versions
+
+MODELS = {
+    "debug": ["--model.flavor", "debug"],
+    "digits": ["--model.flavor", "digits", "--activation_checkpoint.mode", "selective"],
+    "DiT-S/2": ["--model.flavor", "DiT-S/2"],
+}
+LAYOUTS = {"one process": (1, 1), "DDP x 2": (2, 1), "FSDP x 2": (1, 2)}
+IMAGES = ["--data.name", "synthetic", "--data.kind", "noise", "--data.shape", "[4, 32, 32]"]
+_STEPS_BEFORE = 2  # buckets are rebuilt in the first, the optimizer's state is made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=16, help="images per rank (default: 16)")
+    parser.add_argument("--measure", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure is not None:
+        _measure_here(arguments.measure)
+    rows = []
+    for model, layout in ((model, layout) for model in MODELS for layout in LAYOUTS):
+        replicas, shards = LAYOUTS[layout]
+        words = [*MODELS[model], *IMAGES, "--training.local_batch_size", str(arguments.batch), *degrees(replicas, shards)]
+        estimated = estimate_memory(load_config(words, replicas * shards), replicas * shards).total
+        measured = _measure(words, replicas * shards)
+        rows.append({
+            "model": model, "layout": layout, "estimated_bytes": estimated, "measured_bytes": measured,
+            "error": estimated / measured - 1.0,
+        })  # fmt: skip
+        print(f"{model:10} {layout:12} {estimated / 2**20:9.2f} MiB estimated {measured / 2**20:9.2f} measured "
+              f"{100 * rows[-1]['error']:+6.2f} %", flush=True)
+    result = {
+        "batch": arguments.batch, "images": "4 x 32 x 32", "rows": rows, "device": device_name(torch.device("cpu")),
+        "date": date.today().isoformat(), "versions": versions(),
+    }  # fmt: skip
+    path = ROOT / "benchmarks" / "results" / "estimate_memory.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def degrees(replicas: int, shards: int) -> list[str]:
+    """Command line of a layout."""
+    return [
+        "--parallelism.data_parallel_replicate_degree", str(replicas),
+        "--parallelism.data_parallel_shard_degree", str(shards),
+    ]  # fmt: skip
+
+
+def measured_peak(words: list[str], world_size: int) -> int:
+    """Train three steps in this process and return the peak of the third, in bytes.
+
+    Args:
+        words: command line of a configuration.
+        world_size: processes of the run.
+
+    Returns:
+        highest sum of tensors alive, the optimizer's state and everything else of the trainer included.
+    """
+    config = load_config([*words, "--checkpoint.enable", "false", "--sampling.enable", "false",
+                          "--metrics.enable_tensorboard", "false"], world_size)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        trainer = Trainer(config)
+        for _ in range(_STEPS_BEFORE):
+            trainer.train_step()
+        with torch.profiler.record_function("measured step"):
+            trainer.train_step()
+    trainer.close()
+    events = profile.profiler.kineto_results.events()
+    step = next(event for event in events if event.name() == "measured step")
+    return _highest(events, step.start_ns(), step.end_ns())
+
+
+def _highest(events: list, start: int, end: int) -> int:
+    changes = sorted(((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"))
+    held = highest = 0
+    for time, change in changes:
+        held += change
+        if start <= time <= end:
+            highest = max(highest, held)
+    return highest
+
+
+def _measure(words: list[str], processes: int) -> int:
+    command = [str(Path(__file__).resolve()), "--measure", *words]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    launched = [sys.executable, *(launcher if processes > 1 else []), *command]
+    done = subprocess.run(launched, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return next(json.loads(line)["bytes"] for line in done.stdout.splitlines() if line.startswith('{"bytes"'))
+
+
+def _measure_here(words: list[str]) -> None:
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    folder = tempfile.mkdtemp()
+    with process_group():
+        words = [*words, "--job.dump_folder", f"{folder}/{os.environ.get('RANK', 0)}"]
+        peak = measured_peak(words, world_size)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(json.dumps({"bytes": peak}))
+    sys.stdout.flush()
+    os._exit(0)  # a gloo thread may abort the interpreter while it shuts down
+
+
+if __name__ == "__main__":
+    main()

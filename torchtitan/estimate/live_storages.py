@@ -1,0 +1,88 @@
+"""Count the bytes of tensors that are alive, operation by operation, without any memory behind them."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PARAMETERS, GRADIENTS, ACTIVATIONS, COMMUNICATION = "parameters", "gradients", "activations", "communication"
+
+_COLLECTIVES = ("fsdp", "c10d")
+
+
+class LiveStorages(TorchDispatchMode):
+    """Inside a FakeTensorMode: the bytes alive after every operation, by category, and their peak in each window.
+
+    A storage counts once, however many tensors view it, with the bytes it has at that moment: FSDP2 empties and
+    refills the storage of gathered parameters. Its category is given by `hold`; without it, what a collective or a
+    copy around one touches is COMMUNICATION, its reduced output GRADIENTS, and everything else ACTIVATIONS. Memory
+    that a kernel takes and returns within one operation is not seen.
+
+    Attributes:
+        windows: window -> category -> bytes, when the sum over categories was highest in that window.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.windows: dict[Any, Counter] = {}
+        self._live: dict[int, tuple[weakref.ref, str]] = {}
+        self._window: Any = None
+
+    def open_window(self, key: Any) -> None:
+        """From here on peaks count for the window `key`, until the next call."""
+        self._window = key
+        self._sample()
+
+    def hold(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Count these tensors, plain or sharded, in a category."""
+        for tensor in tensors:
+            self._see(tensor.to_local() if isinstance(tensor, DTensor) else tensor, category)
+
+    def now(self) -> Counter:
+        """Bytes alive, by category."""
+        sums: Counter = Counter()
+        for key, (reference, category) in list(self._live.items()):
+            storage = reference()
+            if storage is None:
+                del self._live[key]
+            else:
+                sums[category] += storage.nbytes()
+        return sums
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back as operations on the shards
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace in _COLLECTIVES:
+            for tensor in _tensors((args, kwargs, result)):
+                self._see(tensor, COMMUNICATION, keep=(PARAMETERS, GRADIENTS))
+            if "reduce_scatter" in func.name():
+                self._see(args[0], GRADIENTS)
+        else:
+            for tensor in _tensors(result):
+                self._see(tensor, ACTIVATIONS, keep=(PARAMETERS, GRADIENTS, COMMUNICATION))
+        self._sample()
+        return result
+
+    def _see(self, tensor: Tensor, category: str, keep: tuple[str, ...] = ()) -> None:
+        storage = tensor.untyped_storage()
+        known = self._live.get(id(storage))
+        if known is not None and known[0]() is storage and known[1] in keep:
+            return
+        self._live[id(storage)] = (weakref.ref(storage), category)
+
+    def _sample(self) -> None:
+        sums = self.now()
+        if sums.total() >= self.windows.setdefault(self._window, Counter()).total():
+            self.windows[self._window] = sums
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and type(leaf) is not torch.Tensor]

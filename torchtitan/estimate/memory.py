@@ -1,0 +1,130 @@
+"""Memory that each rank of a run needs, without running it."""
+
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from data import DATASETS
+from torchtitan.config import JobConfig
+from torchtitan.estimate.live_storages import ACTIVATIONS, COMMUNICATION, GRADIENTS, PARAMETERS
+from torchtitan.estimate.simulation import SimulatedStep, Window, simulate_step
+from torchtitan.models import MODELS
+from torchtitan.models.base import DiffusionModel
+
+# The first two blocks and the last two have windows of their own: prefetching reaches no further.
+_ALIGNED = 2
+_DEPTHS = (2 * _ALIGNED, 2 * _ALIGNED + 1)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on the fullest rank, of tensors alone: no allocator's gaps, no CUDA context, no libraries' workspace.
+
+    The first six are the parts at the step's highest moment and sum to `total`. Gradients need not all be there then,
+    nor activations in the optimizer's step.
+
+    Attributes:
+        parameters: weights, or this rank's shards, float32, and the model's fixed tables.
+        gradients: gradients, or their shards, float32; DDP's buckets, which are there from start to end.
+        optimizer: state of the optimizer.
+        ema: all averages of the weights.
+        activations: the batch, what the forward keeps for the backward (under activation checkpointing less of it), and
+            the temporaries of that moment. Eager: compiled blocks usually keep less.
+        communication: gathered parameters and the buffers of collectives (FSDP2, HSDP); none with DDP, whose buckets
+            are the gradients.
+        phase: "forward", "backward" or "optimizer": where the highest moment lies.
+        all_gradients: gradients when all of them are there.
+        start_up: while the whole model is drawn on every rank, before it is sharded.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    ema: int
+    activations: int
+    communication: int
+    phase: str
+    all_gradients: int
+    start_up: int
+
+    @property
+    def total(self) -> int:
+        """Peak of a training step."""
+        return sum(getattr(self, part) for part in PARTS)
+
+    @property
+    def needed(self) -> int:
+        """Peak of the run: of a step, or of the start."""
+        return max(self.total, self.start_up)
+
+
+PARTS = (PARAMETERS, GRADIENTS, "optimizer", "ema", ACTIVATIONS, COMMUNICATION)
+
+
+def estimate_memory(config: JobConfig, world_size: int) -> MemoryEstimate:
+    """Estimate the memory of each rank.
+
+    The real model, sharding, activation checkpointing and objective make one step on fake tensors of the real batch,
+    and every storage is counted at every operation. Blocks are alike, so the peak of the step around a given block,
+    counted from the first or from the last, is linear in their number: two shallow models give that of a deep one.
+    Measurement of the gradient noise scale, sampling and validation are not part of the step.
+
+    Args:
+        config: a resolved configuration (`load_config`) of that many processes.
+        world_size: number of processes of the run.
+
+    Returns:
+        bytes on the fullest rank; see MemoryEstimate.
+
+    Raises:
+        RuntimeError: this process belongs to a process group.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of a view, which nothing here changes in place
+        step = _of_full_depth(config, world_size)
+    window, peak = max(step.windows.items(), key=lambda entry: entry[1].total())
+    return MemoryEstimate(
+        parameters=peak[PARAMETERS],
+        gradients=peak[GRADIENTS],
+        optimizer=step.held["optimizer"],
+        ema=step.held["ema"],
+        activations=peak[ACTIVATIONS],
+        communication=peak[COMMUNICATION],
+        phase=window[1],
+        all_gradients=step.held[GRADIENTS],
+        start_up=sum(tensor.nbytes for tensor in model_on_meta(config).parameters()),
+    )
+
+
+def model_on_meta(config: JobConfig) -> DiffusionModel:
+    """The configured model, whole and without values."""
+    info = DATASETS[config.data.name].info(config.data)
+    with torch.device("meta"):
+        return MODELS[config.model.name].build(config.model, info.image_shape, info.num_classes)
+
+
+def _of_full_depth(config: JobConfig, world_size: int) -> SimulatedStep:
+    depth = getattr(config.model, "num_layers", 0)
+    if depth <= _DEPTHS[-1]:
+        return simulate_step(config, world_size)
+    shallow, deeper = (simulate_step(config, world_size, num_layers) for num_layers in _DEPTHS)
+    blocks = depth - _DEPTHS[0]
+    windows = {
+        key: _extrapolate(peak, deeper.windows[_place(key, _DEPTHS[1])], blocks)
+        for key, peak in shallow.windows.items()
+    }
+    return SimulatedStep(_extrapolate(shallow.held, deeper.held, blocks), windows)
+
+
+def _place(window: Window, depth: int) -> Window:
+    """The window of a deeper model that lies as far from the first or the last block as this one of the shallow."""
+    microbatch, phase, block = window
+    return microbatch, phase, block if block < _ALIGNED else block + depth - _DEPTHS[0]
+
+
+def _extrapolate(shallow: Counter, deeper: Counter, blocks: int) -> Counter:
+    return Counter({part: shallow[part] + blocks * (deeper[part] - shallow[part]) for part in shallow | deeper})
+
+

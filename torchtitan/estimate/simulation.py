@@ -1,0 +1,201 @@
+"""One training step without memory: the real model, sharding and objective on fake tensors, measured by window."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from data import DATASETS
+from torchtitan.config import JobConfig
+from torchtitan.diffusion.objective import Draw, Objective
+from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
+from torchtitan.distributed.mesh import Layout
+from torchtitan.distributed.parallelize import accumulate_locally, local, parallelize
+from torchtitan.distributed.precision import compute_context
+from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
+from torchtitan.models import MODELS
+from torchtitan.models.base import DiffusionModel
+from torchtitan.training.data_loading import microbatches_per_step
+from torchtitan.training.muon import orthogonalise
+from torchtitan.training.optimizer import QUANTISED_BLOCK, OptimizerConfig, update_rule
+
+Window = tuple[int, str, int]
+
+_QUANTILE_TABLE = 256  # values that 8 bits stand for, float32, a table for each of the two moments
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """What rank 0 holds, in bytes. No rank holds more: rank 0 has a row of every unevenly sharded parameter.
+
+    Attributes:
+        held: "parameters" (with the model's tables), "gradients", "optimizer" and "ema", each when it is all there.
+        windows: (microbatch, phase, block) -> category -> bytes at the window's highest point, optimizer and EMA
+            not counted. Phases are "forward" (block -1: before the first), "backward" (from the gradient of that
+            block's output on; block num_layers: from the loss) and "optimizer".
+    """
+
+    held: Counter
+    windows: dict[Window, Counter]
+
+
+def simulate_step(config: JobConfig, world_size: int, num_layers: int | None = None) -> SimulatedStep:
+    """Make one eager step as rank 0 of `world_size` processes on fake tensors; seconds for a few blocks.
+
+    Args:
+        config: a resolved configuration of that many processes.
+        world_size: number of processes of the run.
+        num_layers: blocks of the model in the place of the configuration's; None: as configured.
+
+    Raises:
+        RuntimeError: this process belongs to a process group already.
+    """
+    model_config = config.model if num_layers is None else dataclasses.replace(config.model, num_layers=num_layers)
+    info = DATASETS[config.data.name].info(config.data)
+    objective = Objective(config.objective, config.debug.seed)
+    with _fake_process_group(world_size):
+        layout = Layout(config.parallelism, torch.device("cpu"))
+        with FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live:
+            model = MODELS[config.model.name].build(model_config, info.image_shape, info.num_classes).train()
+            return _Step(model, layout, config, objective, live).simulate()
+
+
+class _Step:
+    def __init__(
+        self, model: DiffusionModel, layout: Layout, config: JobConfig, objective: Objective, live: LiveStorages
+    ) -> None:
+        self.model, self.layout, self.config, self.objective, self.live = model, layout, config, objective, live
+        self.microbatch = 0
+
+    def simulate(self) -> SimulatedStep:
+        live, config = self.live, self.config
+        self._parallelize()
+        self.parameters = list(self.model.parameters())
+        live.hold([*self.parameters, *self.model.buffers()], PARAMETERS)
+        held = Counter({PARAMETERS: live.now()[PARAMETERS], "optimizer": self._optimizer_bytes()})
+        held["ema"] = len(config.ema.tracks) * sum(_bytes(local(p.detach())) for p in self.parameters)
+        self._take_gradients()
+        self._mark_blocks()
+        training = config.training
+        microbatches = microbatches_per_step(
+            training.global_batch_size, training.local_batch_size, self.layout.world_size
+        )
+        simulated = min(microbatches, 2)  # a third is like the second
+        for self.microbatch in range(simulated):
+            self._forward_backward(last=self.microbatch == simulated - 1)
+        live.hold([p.grad for p in self.parameters if p.grad is not None], GRADIENTS)
+        live.open_window((0, "optimizer", 0))
+        held[GRADIENTS] = live.now()[GRADIENTS]
+        if config.optimizer.name == "Muon":
+            self._orthogonalise_largest()
+        live.windows.pop(None)
+        return SimulatedStep(held, live.windows)
+
+    def _parallelize(self) -> None:
+        checkpoint_mode, training = self.config.activation_checkpoint.mode, self.config.training
+        if self.layout.sharded:
+            parallelize(
+                self.model, self.layout, checkpoint_mode=checkpoint_mode,
+                param_dtype=training.mixed_precision_param, reduce_dtype=training.mixed_precision_reduce,
+            )  # fmt: skip
+        else:
+            checkpoint_blocks(self.model, list(self.model.blocks()), checkpoint_mode)
+
+    def _take_gradients(self) -> None:
+        """Count gradients as such; with copies of the model, move them into buckets.
+
+        DistributedDataParallel cannot run without memory. With gradient_as_bucket_view it holds room for every
+        gradient from the start; in the last microbatch each gradient, once complete, is copied there and let go.
+        """
+        if self.layout.sharded:
+            return
+        buckets = {}
+        if self.layout.world_size > 1:
+            buckets = {p: torch.empty_like(p, requires_grad=False) for p in self.parameters}
+            self.live.hold(buckets.values(), GRADIENTS)
+
+        def take(parameter: nn.Parameter) -> None:
+            if buckets and self.last:
+                parameter.grad = buckets[parameter].copy_(parameter.grad)
+            else:
+                self.live.hold([parameter.grad], GRADIENTS)
+
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(take)
+
+    def _mark_blocks(self) -> None:
+        blocks = list(self.model.blocks())
+
+        def mark(phase: str, block: int) -> None:
+            self.live.open_window((self.microbatch, phase, block))
+
+        def mark_backward(block: int, output: Tensor) -> None:
+            output.register_hook(lambda _: mark("backward", block))
+
+        for number, block in enumerate(blocks):
+            block.register_forward_pre_hook(lambda *_, number=number: mark("forward", number))
+            block.register_forward_hook(lambda _, inputs, output, number=number: mark_backward(number, output))
+
+    def _forward_backward(self, last: bool) -> None:
+        """What the trainer does with one microbatch, on values that do not exist."""
+        self.last = last
+        config, live = self.config, self.live
+        live.open_window((self.microbatch, "forward", -1))
+        batch, shape = config.training.local_batch_size, self.model.image_shape
+        images, noise = torch.empty(batch, *shape), torch.empty(batch, *shape)
+        t, importance = torch.empty(batch), torch.empty(batch)
+        index = torch.empty(batch, dtype=torch.int64) if self.objective.path.discrete else None
+        condition = None if self.model.null_class is None else torch.empty(batch, dtype=torch.int64)
+        with accumulate_locally(self.model, last=last):
+            with compute_context(config.training.mixed_precision_param, self.layout.device, self.layout.sharded):
+                terms = self.objective.loss(self.model, images, condition, Draw(t, noise, importance, index))
+            live.open_window((self.microbatch, "backward", len(self.model.blocks())))
+            terms.loss.mean().backward()
+
+    def _optimizer_bytes(self) -> int:
+        of_blocks = {parameter for block in self.model.blocks() for parameter in block.parameters()}
+        return sum(_state_bytes(p, self.config.optimizer, p in of_blocks) for p in self.parameters)
+
+    def _orthogonalise_largest(self) -> None:
+        """The one step of an optimizer that takes more than a few rows beside its state."""
+        matrices = [p for block in self.model.blocks() for p in block.parameters() if p.ndim == 2]
+        largest = max(matrices, key=lambda p: p.numel())
+        ahead = local(largest.detach()).clone()
+        whole = torch.empty(largest.shape)
+        self.live.hold([ahead, whole], ACTIVATIONS)
+        orthogonalise(whole)
+
+
+def _state_bytes(parameter: nn.Parameter, config: OptimizerConfig, in_block: bool) -> int:
+    part = local(parameter.detach())
+    rule = update_rule(parameter, config, in_block)
+    if rule == "Muon":
+        return 4 * part.numel()
+    if rule == "AdamW8bit":  # codes and, a block, one scale
+        return 2 * (part.numel() + 4 * part.numel() // QUANTISED_BLOCK + 4 * _QUANTILE_TABLE)
+    return 8 * part.numel() + 4  # with the number of steps
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@contextmanager
+def _fake_process_group(world_size: int) -> Iterator[None]:
+    if dist.is_initialized():
+        raise RuntimeError("the estimate simulates ranks and cannot run inside a process group")
+    if world_size == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
