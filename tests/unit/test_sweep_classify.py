@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchtitan.sweep.process import classify
+from torchtitan.sweep.process import _environment, classify
 
 LOST = "[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:28872."
 
@@ -12,9 +12,10 @@ def torchrun(*codes: int, output: str = "", killed: tuple[int, ...] = ()) -> str
     place = "1121 18:27:59.9 6939 torch/distributed/elastic/multiprocessing/api.py:1028]"
     lines = ["12:00:00 run: debug, 230,384 parameters", output]
     lines += [f"W{place} Sending process 101 closing signal SIGTERM"]
-    lines += [f"W{place} Unable to shutdown process {pid} via SIGTERM, forcefully exiting via SIGKILL" for pid in killed]
+    for pid in killed:
+        lines += [f"W{place} Unable to shutdown process {pid} via SIGTERM, forcefully exiting via SIGKILL"]
     lines += [f"E{place} failed (exitcode: {codes[0]}) local_rank: 0 (pid: 100) of binary: python"]
-    lines += ["Traceback (most recent call last):", "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "]
+    lines += ["Traceback (most recent call last):", "torch.distributed.elastic.errors.ChildFailedError: "]
     lines += [f"[{rank}]:\n  exitcode  : {code} (pid: {100 + rank}) " for rank, code in enumerate(codes)]
     return "\n".join(lines)
 
@@ -44,3 +45,13 @@ def test_classification(exit_code, log, summary, status, words):
     found, reason = classify(exit_code, log, summary)
     assert found == status and words in reason, reason
     assert "\n" not in reason
+
+
+@pytest.mark.parametrize(("outside", "inside"), [(None, "1,2"), ("4,5,6,7", "5,6")])
+def test_devices_are_numbered_among_the_visible_ones(monkeypatch, outside, inside):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if outside:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", outside)
+    monkeypatch.setenv("RANK", "3")  # a sweep started by a launcher must not hand its rank on
+    found = _environment(2, {}, [1, 2])
+    assert found["CUDA_VISIBLE_DEVICES"] == inside and "RANK" not in found

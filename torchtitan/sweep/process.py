@@ -59,7 +59,7 @@ def run_processes(
     memory_limit_gib: float | None = None,
     devices: list[int] | None = None,
     stop: threading.Event | None = None,
-    oom_grace_s: float = 15.0,
+    oom_grace_s: float = 30.0,
 ) -> Outcome:
     """Run train.py in processes of its own until all of them have ended.
 
@@ -72,7 +72,7 @@ def run_processes(
         log: file for the output of all processes, written anew.
         environment: variables to set besides the present ones.
         memory_limit_gib: of each process's data (RLIMIT_DATA), so that allocating more on the CPU fails; Linux.
-        devices: numbers of the CUDA devices to use.
+        devices: numbers of the CUDA devices to use, among those that this process sees.
         stop: set from another thread, ends the run.
         oom_grace_s: seconds that the other ranks have to end by themselves once one is out of memory.
 
@@ -152,7 +152,9 @@ def _environment(processes: int, extra: dict[str, str], devices: list[int] | Non
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
     environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
     if devices is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        names = [visible[number] for number in devices] if visible else map(str, devices)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
     return environment | extra
 
 

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-
 # What allocators and the libraries that call them say when memory has run out. On the CPU torch raises a plain
 # RuntimeError, and C++ code a bad_alloc.
 OUT_OF_MEMORY_WORDS = (

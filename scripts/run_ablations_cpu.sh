@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# The ablation grid at a size for two laptop cores: scripts/run_ablations_cpu.sh [FOLDER]
+# FOLDER: of the results, outputs/ablations_cpu by default. Started again, it goes on where it was.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+folder=${1:-$root/outputs/ablations_cpu}
+[[ $folder == /* ]] || folder=$PWD/$folder
+set_up digits
+cd "$root"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec "$venv/bin/python" scripts/sweep.py train_configs/sweeps/cpu.toml --output "$folder"

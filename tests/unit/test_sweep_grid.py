@@ -1,0 +1,193 @@
+"""A sweep's file becomes cells; what makes no sense is refused in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.launcher import ROOT
+from torchtitan.config import ConfigError, load_config
+from torchtitan.sweep.cells import check_cells, run_arguments
+from torchtitan.sweep.grid import SweepError, read_sweep
+from torchtitan.sweep.record import SweepFolder
+
+SWEEP = """
+processes = 8
+hsdp_shard = 4
+[fixed]
+model.flavor = "debug"
+data.name = "synthetic"
+training.steps = 4
+lr_scheduler.warmup_steps = 0
+[axes]
+training.local_batch_size = [4, 1, 2]
+layout = ["ddp", "fsdp", "hsdp"]
+dtype = ["bfloat16", "float32"]
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "grid.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_grid_is_the_product_of_the_axes_with_rising_batches(tmp_path):
+    sweep = read_sweep(write(tmp_path, SWEEP))
+    assert sweep.settings.name == "grid" and len(sweep.cells) == 18
+    assert len({cell.id for cell in sweep.cells}) == 18
+    assert [cell.axes["training.local_batch_size"] for cell in sweep.cells] == [1, 2, 4] * 6
+    assert [cell.axes["layout"] for cell in sweep.cells[::6]] == ["ddp", "fsdp", "hsdp"]
+    assert sweep.cells[0].id == "batch=1_layout=ddp_dtype=bfloat16"
+
+
+@pytest.mark.parametrize(("layout", "degrees"), [("ddp", (8, 1)), ("fsdp", (1, 8)), ("hsdp", (2, 4))])
+def test_layouts_become_degrees(tmp_path, layout, degrees):
+    sweep = read_sweep(write(tmp_path, SWEEP))
+    cell = next(cell for cell in sweep.cells if cell.axes["layout"] == layout and cell.axes["dtype"] == "float32")
+    config = load_config(run_arguments(cell, 2, tmp_path, None), cell.processes)
+    found = config.parallelism
+    assert (found.data_parallel_replicate_degree, found.data_parallel_shard_degree) == degrees
+    assert config.training.mixed_precision_param == "float32" and config.debug.seed == 2
+    assert config.job.name == f"{cell.id}_r2" and Path(config.job.dump_folder) == tmp_path
+    assert not (config.checkpoint.enable or config.sampling.enable)
+
+
+def test_excluded_points_are_left_out(tmp_path):
+    first = '[[exclude]]\nlayout = ["ddp", "fsdp"]\ntraining.local_batch_size = 4\n'
+    text = SWEEP + first + '[[exclude]]\ndtype = "float32"\n'
+    cells = read_sweep(write(tmp_path, text)).cells
+    points = {(cell.axes["layout"], cell.axes["training.local_batch_size"]) for cell in cells}
+    assert points == {(layout, batch) for layout in ("ddp", "fsdp", "hsdp") for batch in (1, 2)} | {("hsdp", 4)}
+    assert len(cells) == len(points)
+
+
+def test_processes_can_be_an_axis(tmp_path):
+    text = SWEEP.replace("processes = 8", "").replace('"hsdp"', "").replace("[axes]", "[axes]\nprocesses = [2, 4]")
+    sweep = read_sweep(write(tmp_path, text))
+    assert {(cell.axes["processes"], cell.processes) for cell in sweep.cells} == {(2, 2), (4, 4)}
+    assert check_cells(sweep, sweep.cells, tmp_path) == {}
+
+
+def test_base_is_relative_to_the_file_and_its_seed_counts(tmp_path):
+    (tmp_path / "base.toml").write_text('[model]\nflavor = "debug"\n[debug]\nseed = 40\n[data]\nname = "synthetic"\n')
+    sweep = read_sweep(write(tmp_path, 'base = "base.toml"\n[axes]\noptimizer.lr = [1e-3]\n'))
+    config = load_config(run_arguments(sweep.cells[0], 2, tmp_path, sweep.base), 1)
+    assert config.model.flavor == "debug" and config.debug.seed == 42 and config.optimizer.lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("[axes]", "[axes]\ntraining.local_batchsize = [1]", "did you mean --training.local_batch_size"),
+        ("[4, 1, 2]", "[4, 0, 2]", "training.local_batch_size: must be at least 1"),
+        ('["bfloat16", "float32"]', '["bf16"]', "axes.dtype: must be of float32, bfloat16, float8"),
+        ('["bfloat16", "float32"]', "[]", "axes.dtype: must be a list of one or more values"),
+        ("[4, 1, 2]", "[4, 1, 4]", "has a value twice"),
+        ("[axes]", "[[exclude]]\nlayout = ['ddp', 'fsdp', 'hsdp']\n[axes]", "the grid is empty"),
+        ("[axes]", "[[exclude]]\nlayout = 'tp'\n[axes]", "exclude.layout: 'tp' is not in the axis"),
+        ("[axes]", "[[exclude]]\nac = 'none'\n[axes]", "exclude.ac: is no axis"),
+        ("hsdp_shard = 4", "hsdp_shard = 8", "hsdp needs a multiple of hsdp_shard = 8 processes"),
+        ("[fixed]", "[fixed]\nparallelism.data_parallel_shard_degree = 1", "which is set a second time"),
+        ("processes = 8", "proceses = 8", "did you mean processes?"),
+        ("processes = 8", "processes = 8\nrepeats = 0", "repeats: must be at least 1"),
+        ("processes = 8", "processes = 8\nwarmup_steps = 4", "warmup_steps: 4 leaves none of training.steps = 4"),
+        ("processes = 8", "processes = 8\nbase = 'no.toml'", "no.toml: no such file"),
+        ("processes = 8", "processes = = 8", "TOML syntax"),
+        ("[fixed]", "[fixed]\ndebug.seed = 'one'", "debug.seed: must be an integer"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(tmp_path, old, new, words):
+    path = write(tmp_path, SWEEP.replace(old, new))
+    with pytest.raises(SweepError) as caught:
+        sweep = read_sweep(path)
+        check_cells(sweep, sweep.cells, tmp_path)
+    assert words.replace("'", '"') in str(caught.value).replace("'", '"') and "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_float8_is_refused_cell_by_cell_where_it_cannot_be_had(tmp_path, monkeypatch):
+    sweep = read_sweep(write(tmp_path, SWEEP.replace('"float32"]', '"float8"]')))
+
+    def without_float8(arguments, world_size):
+        if "--float8.enable=true" in arguments:
+            raise ConfigError(["command line: --float8.enable: unknown key"])
+        return load_config(arguments, world_size)
+
+    monkeypatch.setattr("torchtitan.sweep.cells.load_config", without_float8)
+    refused = check_cells(sweep, sweep.cells, tmp_path)
+    assert set(refused) == {cell.id for cell in sweep.cells if cell.axes["dtype"] == "float8"} and len(refused) == 9
+    assert set(refused.values()) == {"command line: --float8.enable: unknown key"}
+
+
+def test_a_folder_is_of_one_sweep(tmp_path):
+    folder = SweepFolder(tmp_path / "results")
+    first = read_sweep(write(tmp_path, SWEEP))
+    with folder.held(first):
+        folder.add({"cell": "a", "repeat": 0, "status": "oom"})
+        with pytest.raises(SweepError, match="a sweep is at work there"), SweepFolder(folder.path).held(first):
+            pass
+    folder.check(read_sweep(write(tmp_path, "# again\nrepeats = 2\n" + SWEEP)))
+    with pytest.raises(SweepError, match=r"sweep.toml: axes.training.local_batch_size: \[4, 1, 2\] -> \[4, 1\]"):
+        folder.check(read_sweep(write(tmp_path, SWEEP.replace("[4, 1, 2]", "[4, 1]"))))
+    (folder.path / "sweep.toml").unlink()
+    with pytest.raises(SweepError, match="has finished runs, but no sweep.toml"):
+        folder.check(first)
+
+
+def test_a_folder_is_of_one_base(tmp_path):
+    folder, base = SweepFolder(tmp_path / "results"), tmp_path / "base.toml"
+    base.write_text("[metrics]\nlog_freq = 2\n")
+    path = write(tmp_path, 'base = "base.toml"\n' + SWEEP)
+    with folder.held(read_sweep(path)):
+        assert folder.base.read_text() == base.read_text()
+    base.write_text("[metrics]\nlog_freq = 3\n")
+    with pytest.raises(SweepError, match="base.toml: metrics.log_freq: 2 -> 3"):
+        folder.check(read_sweep(path))
+
+
+def test_a_torn_last_line_does_not_count_and_a_damaged_one_is_named(tmp_path):
+    folder, sweep = SweepFolder(tmp_path / "results"), read_sweep(write(tmp_path, SWEEP))
+    row = {"cell": "a", "repeat": 0, "status": "ok"}
+    with folder.held(sweep):
+        folder.add(row)
+    state = folder.path / "sweep.jsonl"
+    whole = state.read_bytes()
+    state.write_bytes(whole + b'{"cell": "b", "rep')
+    assert folder.rows() == {("a", 0): row}
+    with folder.held(sweep):
+        folder.add(row | {"repeat": 1})
+    assert set(folder.rows()) == {("a", 0), ("a", 1)}
+    state.write_bytes(whole + b"{}\n" + whole)
+    with pytest.raises(SweepError, match="sweep.jsonl: line 2 is damaged"):
+        folder.rows()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train_configs" / "sweeps").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_grids_that_come_with_the_program_are_valid(path, tmp_path):
+    sweep = read_sweep(path)
+    one_each = list({cell.arm(sweep.settings.order): cell for cell in sweep.cells}.values())
+    refused = check_cells(sweep, one_each, tmp_path)
+    assert all("dtype=float8" in cell for cell in refused)
+    published = {"dit_0.5B": 252, "dit_7B": 396, "cpu": 24}
+    assert sum(cell.axes["dtype"] == "bfloat16" for cell in sweep.cells) == published[path.stem]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.toml"], "nowhere.toml: no such file (give a sweep's TOML file)"),
+        (["train_configs/sweeps/cpu.toml", "--jobs", "0"], "--jobs: must be at least 1"),
+        (["train_configs/sweeps/cpu.toml", "--only", "layout"], "must be AXIS=VALUE"),
+        (["train_configs/sweeps/cpu.toml", "--only", "layout=tp"], "there are: ddp, fsdp, hsdp"),
+    ],
+)
+def test_command_line(arguments, words, tmp_path, capsys):
+    from scripts.sweep import main
+
+    try:
+        code = main([*arguments, "--output", str(tmp_path / "out")])
+    except SystemExit as exit_:
+        code = exit_.code
+    output = capsys.readouterr()
+    assert code == 2 and words in output.err and output.err.count("\n") == 1, output.err
+    assert output.out == "" and not (tmp_path / "out").exists()

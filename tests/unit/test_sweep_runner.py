@@ -1,0 +1,164 @@
+"""Which runs a sweep makes, in what order, and what it writes down; the processes are stood in for."""
+
+import json
+import threading
+
+import pytest
+
+import torchtitan.sweep.runner as runner
+from torchtitan.sweep.grid import SweepError, read_sweep
+from torchtitan.sweep.process import Outcome, Stopped
+from torchtitan.sweep.record import SweepFolder
+from torchtitan.sweep.runner import plan_sweep, run_sweep
+from torchtitan.sweep.table import sweep_table
+
+SWEEP = """
+repeats = 2
+[fixed]
+model.flavor = "debug"
+data.name = "synthetic"
+training.steps = 8
+lr_scheduler.warmup_steps = 0
+[axes]
+training.local_batch_size = [1, 2, 4]
+activation_checkpoint.mode = ["none", "full"]
+"""
+
+
+class Processes:
+    """In place of run_processes: out of memory from a batch of 2 on without checkpointing."""
+
+    def __init__(self):
+        self.started, self.fail_at, self.stop_after = [], "", None
+
+    def __call__(self, arguments, *, stop, **options):
+        given = dict(argument[2:].split("=", 1) for argument in arguments)
+        if self.stop_after is not None and len(self.started) >= self.stop_after:
+            raise KeyboardInterrupt
+        self.started.append(given["job.name"])
+        if given["job.name"] == self.fail_at:
+            return Outcome("failed", "step 2: it broke", 1.0, 1)
+        if given["activation_checkpoint.mode"] == "none" and int(given["training.local_batch_size"]) >= 2:
+            return Outcome("oom", "step 1: CUDA out of memory", 2.0, 1)
+        return Outcome("ok", "", 3.0, 0)
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    stand_in = Processes()
+    monkeypatch.setattr(runner, "run_processes", stand_in)
+    return stand_in
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    path = tmp_path / "grid.toml"
+    path.write_text(SWEEP)
+    return read_sweep(path)
+
+
+def run(sweep, tmp_path, jobs=1, **options):
+    folder = SweepFolder(tmp_path / "results")
+    plan = plan_sweep(sweep, folder, **options)
+    run_sweep(sweep, folder, plan, jobs)
+    return [json.loads(line) for line in (folder.path / "sweep.jsonl").read_text().splitlines()]
+
+
+def test_larger_batches_are_skipped_after_out_of_memory(sweep, tmp_path, processes):
+    rows = run(sweep, tmp_path)
+    status = {row["name"]: row["status"] for row in rows}
+    assert status == {
+        f"batch={batch}_ac={mode}_r{repeat}": "ok" if mode == "full" else {1: "ok", 2: "oom", 4: "skipped"}[batch]
+        for batch in (1, 2, 4) for mode in ("none", "full") for repeat in (0, 1)
+    }
+    assert len(processes.started) == 10 and processes.started[:2] == ["batch=1_ac=none_r0", "batch=2_ac=none_r0"]
+    assert all(name.endswith("_r0") for name in processes.started[:5])  # the whole grid before any repeat
+    skipped = next(row for row in rows if row["status"] == "skipped")
+    assert skipped["reason"] == "training.local_batch_size = 2 is out of memory already"
+    assert list(skipped) == "cell name axes repeat status reason seconds run processes started".split()
+    assert skipped["axes"] == {"training.local_batch_size": 4, "activation_checkpoint.mode": "none"}
+
+
+def test_a_stopped_sweep_goes_on_and_repeats_nothing(sweep, tmp_path, processes):
+    processes.stop_after = 3
+    with pytest.raises(KeyboardInterrupt):
+        run(sweep, tmp_path)
+    processes.stop_after = 6
+    with pytest.raises(KeyboardInterrupt):
+        run(sweep, tmp_path)
+    processes.stop_after = None
+    rows = run(sweep, tmp_path)
+    assert len(rows) == 12 and len({(row["cell"], row["repeat"]) for row in rows}) == 12
+    assert len(processes.started) == len(set(processes.started)) == 10
+    run(sweep, tmp_path)
+    assert len(processes.started) == 10
+
+
+def test_failures_are_kept_and_retried_on_request_only(sweep, tmp_path, processes):
+    processes.fail_at = "batch=1_ac=full_r0"
+    rows = run(sweep, tmp_path)
+    assert [row["reason"] for row in rows if row["status"] == "failed"] == ["step 2: it broke"]
+    assert len(rows) == 12
+    processes.fail_at = ""
+    assert len(run(sweep, tmp_path)) == 12
+    rows = run(sweep, tmp_path, retry_failed=True)
+    assert len(rows) == 13 and rows[-1]["name"] == "batch=1_ac=full_r0" and rows[-1]["status"] == "ok"
+
+
+def test_only_some_cells(sweep, tmp_path, processes):
+    run(sweep, tmp_path, only={"activation_checkpoint.mode": ["full"], "training.local_batch_size": ["1", "4"]})
+    assert processes.started == [f"batch={batch}_ac=full_r{repeat}" for repeat in (0, 1) for batch in (1, 4)]
+    with pytest.raises(SweepError, match="--only layout: is no axis"):
+        plan_sweep(sweep, SweepFolder(tmp_path / "results"), only={"layout": ["ddp"]})
+
+
+def test_jobs_run_side_by_side_and_an_interrupt_reaches_all(sweep, tmp_path, monkeypatch):
+    meeting = threading.Barrier(3)
+
+    def together(arguments, *, stop, **options):
+        meeting.wait(10)  # breaks unless three are at work at once
+        if any("ac=full" in argument for argument in arguments):
+            raise KeyboardInterrupt
+        assert stop.wait(10)
+        raise Stopped
+
+    monkeypatch.setattr(runner, "run_processes", together)
+    with pytest.raises(KeyboardInterrupt):
+        run(sweep, tmp_path, jobs=3, only={"training.local_batch_size": ["1", "2"]})
+    assert not (tmp_path / "results" / "sweep.jsonl").exists()
+
+
+def test_devices_are_handed_out_and_taken_back(sweep, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runner.torch.cuda, "device_count", lambda: 2)
+    in_use, seen, lock = set(), [], threading.Lock()
+
+    def on_devices(arguments, *, devices, **options):
+        with lock:
+            assert len(devices) == 1 and not in_use & set(devices)
+            in_use.update(devices)
+            seen.extend(devices)
+        threading.Event().wait(0.01)
+        with lock:
+            in_use.difference_update(devices)
+        return Outcome("ok", "", 0.01, 0)
+
+    monkeypatch.setattr(runner, "run_processes", on_devices)
+    run(sweep, tmp_path, jobs=2)
+    assert len(seen) == 12 and set(seen) == {0, 1}
+    with pytest.raises(SweepError, match="1 processes x 3 jobs need more than the 2 CUDA devices"):
+        run(sweep, tmp_path, jobs=3)
+
+
+def test_table_leaves_out_the_warm_up(tmp_path):
+    (tmp_path / "a").mkdir()
+    points = [{"step": step, "throughput(img/s)": rate, "memory/max_resident(GiB)": step / 8}
+              for step, rate in ((1, 1), (2, 2), (4, 3), (6, 70), (8, 90), (10, 80))]  # fmt: skip
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+    rows = [{"name": "a", "run": "a", "status": "ok", "reason": ""},
+            {"name": "b", "run": "b", "status": "oom", "reason": "out of memory"}]  # fmt: skip
+    header, first, second = sweep_table(rows, tmp_path, warmup_steps=4).splitlines()
+    assert header.split() == ["run", "status", "img/s", "GiB", "reason"]
+    # The median of 70, 90, 80: the point at step 4 is the mean of steps 3 and 4.
+    assert first.split() == ["a", "ok", "80.00", "1.25"]
+    assert second.split() == ["b", "oom", "-", "-", "out", "of", "memory"]
