@@ -111,7 +111,7 @@ class RunRecord:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Dotted key -> value of the configuration."""
-        return dict(_flat(self.config))
+        return dict(flattened(self.config))
 
     @property
     def seed(self) -> int | None:
@@ -381,6 +381,15 @@ def percentile(values: Sequence[float], fraction: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
+def flattened(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Dotted key and value of everything in tables of tables."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
 def differing_settings(runs: Sequence[RunRecord]) -> tuple[list[str], list[str]]:
     """Split the configurations' keys.
 
@@ -392,14 +401,6 @@ def differing_settings(runs: Sequence[RunRecord]) -> tuple[list[str], list[str]]
     keys = list(dict.fromkeys(key for settings in known for key in settings))
     common = [key for key in keys if all(key in one and one[key] == known[0][key] for one in known)]
     return [key for key in keys if key not in set(common)], common
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _is_finite(value: Any) -> bool:

@@ -1,0 +1,62 @@
+"""What a folder of runs says about speed and memory: optimization_analysis.py FOLDER... [--out DIR]
+
+Reads every run below the folders, those of sweeps with the sweep's record of what failed, and writes to
+FOLDER/analysis: runs.csv and runs.parquet (a row per run), cells.csv (repeats joined), analysis.md (findings and
+tables), pictures, and report.html with all of it.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchtitan.analysis.collect import NoRuns
+from torchtitan.analysis.findings import headlines
+from torchtitan.analysis.report import analyse, write_report
+
+
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(words: list[str] | None = None) -> int:
+    arguments = parse_arguments(words)
+    folder = arguments.out or arguments.folders[0] / "analysis"
+    try:
+        results = analyse(arguments.folders, arguments.warmup_steps, progress=True)
+        title = f"Analysis of {', '.join(path.resolve().name for path in arguments.folders)}"
+        files = write_report(results, folder, title)
+    except NoRuns as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{folder}: cannot be written: {error.strerror or error} (give another --out)", file=sys.stderr)
+        return 2
+    for remark in results.remarks:
+        print(remark, file=sys.stderr)
+    print("\n".join(headlines(results)))
+    print(f"{folder}: {len(files)} files, report.html has all of them")
+    return 0
+
+
+def parse_arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="optimization_analysis.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("folders", metavar="FOLDER", type=Path, nargs="+", help="a sweep's folder, or any above run folders, as "
+        "outputs; several are analysed together")
+    add("--out", type=Path, metavar="DIR", help="folder of the results (default: analysis in the first FOLDER)")
+    add("--warmup-steps", type=not_negative, metavar="N", help="steps left out at the start of every run (default: "
+        "what its sweep says, else a tenth of its steps)")
+    return parser.parse_args(words)
+
+
+def not_negative(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more, is {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

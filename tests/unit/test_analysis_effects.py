@@ -1,0 +1,224 @@
+import json
+import math
+import statistics
+
+import pytest
+
+from tests import analysis_outputs as planted
+from torchtitan.analysis.cells import join_repeats, missing_arms, missing_batches
+from torchtitan.analysis.collect import Run
+from torchtitan.analysis.effects import effect_of, interactions, pareto, scaling
+from torchtitan.analysis.measures import Estimate
+from torchtitan.analysis.report import analyse, write_report
+
+T_OF_2, T_OF_3 = 4.302652729911275, 3.182446305284263  # 0.975 quantiles of Student's t, from tables
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return analyse([planted.write_sweep(tmp_path_factory.mktemp("outputs"))])
+
+
+def effect(results, switch, before, after, at="equal batch"):
+    wanted = switch, before, after, at
+    return next(one for one in results.effects if (one.switch, one.before, one.after, one.at) == wanted)
+
+
+def cell_of(results, planned):
+    return next(
+        cell for cell in results.cells
+        if (cell.axes["patch"], cell.axes["layout"], cell.axes["ac"], cell.axes["compile"], cell.axes["local_batch"])
+        == (planned.patch, planned.layout, planned.ac, str(planned.compiled).lower(), planned.batch)
+    )
+
+
+def covers(ratio, truth):
+    return ratio.lower <= truth <= ratio.upper
+
+
+def test_planted_effects_lie_in_their_intervals(results):
+    # Compiling counts for less under selective checkpointing: the mean over pairs is that of both kinds of pairs.
+    compiling = effect(results, "compile", "false", "true")
+    slower = sum(before.axes["ac"] == "selective" for before, _ in compiling.pairs) / len(compiling.pairs)
+    truth = planted.COMPILE * planted.COMPILED_SELECTIVE**slower
+    assert covers(compiling.ratios["images_per_second"], truth)
+    assert covers(compiling.ratios["mfu_percent"], truth)
+    assert covers(compiling.ratios["memory_gib"], 1.0)
+
+    selective = effect(results, "ac", "none", "selective")
+    compiled = sum(before.axes["compile"] == "true" for before, _ in selective.pairs) / len(selective.pairs)
+    truth = planted.SELECTIVE * planted.COMPILED_SELECTIVE**compiled
+    assert covers(selective.ratios["images_per_second"], truth)
+    assert selective.ratios["memory_gib"].value == pytest.approx(planted.SELECTIVE_MEMORY, abs=1e-4)
+
+    for layout in ("fsdp", "hsdp"):
+        sharding = effect(results, "layout", "ddp", layout)
+        assert covers(sharding.ratios["images_per_second"], planted.LAYOUT_SPEED[layout])
+        assert sharding.ratios["memory_gib"].value == pytest.approx(planted.LAYOUT_MEMORY[layout], abs=1e-4)
+    assert covers(effect(results, "patch", 2, 4).ratios["images_per_second"], planted.PATCH_SPEED[4])
+
+
+def test_pairs_at_equal_batch_are_equal_in_everything_else(results):
+    for one in results.effects:
+        for before, after in one.pairs:
+            differing = {name for name in before.axes if before.axes[name] != after.axes[name]}
+            allowed = {one.switch} | ({"mesh"} if one.switch == "layout" else set())
+            if one.at == "best batch":
+                allowed |= {"local_batch", "global_batch"}
+            assert one.switch in differing <= allowed
+
+
+def test_best_batch_takes_each_arm_at_its_own(results):
+    # DDP at patch 2 without checkpointing runs out of memory at 64, with it at 128.
+    pair = next(
+        (before, after) for before, after in effect(results, "ac", "none", "selective", "best batch").pairs
+        if (before.axes["layout"], before.axes["patch"], before.axes["compile"]) == ("ddp", 2, "true")
+    )
+    assert [cell.axes["local_batch"] for cell in pair] == [32, 64]
+
+
+def test_cells_without_partner_are_counted_by_its_status(results):
+    alone = effect(results, "ac", "none", "selective").alone
+    # Patch 2 DDP at 64 (eager and compiled) ran with checkpointing only; the arm that is missing has four batches.
+    assert alone == {"oom": 2, "none": 4, "timeout": 1}
+
+
+def test_planted_interaction_is_found_and_no_other(results):
+    clear = {}
+    for one in results.interactions:
+        ratio = one.ratios["images_per_second"]
+        if one.first[0] == "compile" and one.second[0] == "ac":
+            assert covers(ratio, planted.COMPILED_SELECTIVE)
+        clear[one.first[0], one.second[0]] = abs(ratio.value - 1) > 0.01
+    assert [names for names, found in clear.items() if found] == [("compile", "ac")]
+
+
+def test_outcomes_of_the_sweep_are_kept(results):
+    status = {(run.name.split(",repeat")[0], run.repeat): run.status for run in results.runs}
+    assert status[planted.FAILED.cell, 0] == "failed" and status[planted.FAILED.cell, 1] == "ok"
+    assert status[planted.TIMED_OUT.cell, 2] == "timeout"
+    assert status[planted.DAMAGED.cell, 0] == "damaged" and status[planted.DAMAGED.cell, 1] == "ok"
+    assert status[planted.Planned(2, "ddp", "none", False, 64).cell, 0] == "oom"
+    skipped = cell_of(results, planted.Planned(2, "ddp", "none", False, 128))
+    assert (skipped.status, skipped.axes["global_batch"], skipped.axes["device"]) == ("skipped", 512, "NVIDIA H200")
+    assert skipped.axes["mesh"] == "4x1"
+    assert cell_of(results, planted.FAILED).not_ok == "1 failed"
+    assert cell_of(results, planted.SINGLE).single and not cell_of(results, planted.FAILED).single
+    assert [line for line in results.remarks if planted.DAMAGED.cell in line and "cannot be read" in line]
+
+
+def test_an_arm_that_never_ran_is_named(results):
+    patch, layout, ac, compiled = planted.MISSING_ARM
+    (missing,) = missing_arms(results.cells)
+    wanted = {"patch": patch, "layout": layout, "ac": ac, "compile": str(compiled).lower()}
+    assert wanted.items() <= missing.values.items()
+    assert missing_batches(results.cells) == []  # above an out-of-memory batch nothing is missing
+
+
+# ---------------------------------------------------------------------- small cases by hand
+
+
+def run(images, memory=10.0, repeat=0, status="ok", **axes) -> Run:
+    named = {"model": "m", "patch": 2, "local_batch": 8, "global_batch": 8, "layout": "ddp", "mesh": None,
+             "world_size": 1, "ac": "none", "compile": "false", "dtype": "bfloat16", "device": "d"}
+    values = {"images_per_second": images, "memory_gib": memory} if status == "ok" else {}
+    measures = {name: Estimate(value, value * 0.99, value * 1.01, 9, 0.96) for name, value in values.items()}
+    return Run(f"r{repeat}", None, named | axes, repeat, status, measures=measures)
+
+
+def test_repeats_are_joined_with_students_interval():
+    (cell,) = join_repeats([run(images, repeat=n) for n, images in enumerate((98.0, 100.0, 105.0))])
+    half = T_OF_2 * statistics.stdev((98, 100, 105)) / math.sqrt(3)
+    found = cell.measures["images_per_second"]
+    assert (found.value, found.lower, found.upper) == pytest.approx((101.0, 101 - half, 101 + half), rel=1e-9)
+
+
+def test_one_repeat_keeps_the_interval_of_its_points():
+    (cell,) = join_repeats([run(100.0), run(0, repeat=1, status="failed")])
+    assert cell.single and cell.measures["images_per_second"].lower == 99.0
+
+
+def test_geometric_mean_and_interval_of_ratios():
+    ratios = (1.2, 1.3, 1.35, 1.4)
+    runs = [run(100.0 * batch, local_batch=batch) for batch in range(1, 5)]
+    runs += [run(100.0 * n * ratio, local_batch=n, compile="true") for n, ratio in enumerate(ratios, 1)]
+    found = effect_of(join_repeats(runs), "compile", "false", "true", "equal batch").ratios["images_per_second"]
+    logs = [math.log(ratio) for ratio in ratios]
+    half = T_OF_3 * statistics.stdev(logs) / 2
+    mean = statistics.fmean(logs)
+    expected = math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+    assert (found.value, found.lower, found.upper) == pytest.approx(expected, rel=1e-9)
+
+
+def test_one_pair_has_the_interval_of_its_cells():
+    cells = join_repeats([run(100.0), run(130.0, compile="true")])
+    found = effect_of(cells, "compile", "false", "true", "equal batch").ratios["images_per_second"]
+    width = math.hypot(*[math.log(1.01 / 0.99) / 2] * 2)
+    assert (found.pairs, found.upper) == (1, pytest.approx(1.3 * math.exp(width)))
+
+
+def test_different_batches_make_no_pair_at_equal_batch():
+    cells = join_repeats([run(100.0, local_batch=8), run(130.0, local_batch=16, compile="true")])
+    assert effect_of(cells, "compile", "false", "true", "equal batch").pairs == ()
+    assert len(effect_of(cells, "compile", "false", "true", "best batch").pairs) == 1
+
+
+def test_unknown_values_are_no_arm():
+    cells = join_repeats([run(100.0), run(130.0, compile=None), run(1.0, compile="true", status="oom")])
+    found = effect_of(cells, "compile", "false", "true", "equal batch")
+    assert (found.pairs, found.alone) == ((), {"oom": 1})
+
+
+def test_no_measured_cell_makes_no_trouble():
+    cells = join_repeats([run(0, status="oom"), run(0, compile="true", status="failed")])
+    assert pareto(cells) == [] and scaling(cells) == [] and interactions(cells) == []
+
+
+def test_efficiency_is_against_the_fewest_ranks(tmp_path):
+    truth = {1: 1.0, 2: 0.98, 4: 0.95, 8: 0.9}
+    results = analyse([planted.write_scaling(tmp_path, truth)])
+    curves = {curve.axes["layout"]: curve for curve in results.curves}
+    assert [curve.kind for curve in results.curves] == ["weak", "weak"]
+    assert [point.ranks for point in curves["fsdp"].points] == [1, 2, 4, 8]  # from one process on
+    for point in curves["ddp"].points[1:]:
+        assert point.efficiency.lower <= truth[point.ranks] <= point.efficiency.upper
+        assert point.efficiency.value == pytest.approx(truth[point.ranks], abs=0.01)
+
+
+def test_front_holds_what_nothing_beats():
+    numbers = ((10, 100), (12, 90), (15, 150), (15, 140), (20, 150), (30, 200))
+    cells = join_repeats([run(images, memory, local_batch=n) for n, (memory, images) in enumerate(numbers, 1)])
+    front = [(cell.value("memory_gib"), cell.value("images_per_second")) for cell in pareto(cells)]
+    assert front == [(10, 100), (15, 150), (30, 200)]
+
+
+def test_a_sweep_without_any_result_is_reported(tmp_path):
+    rows = [
+        {"cell": f"batch={batch}", "name": f"batch={batch}", "axes": {"training.local_batch_size": batch}, "repeat": 0,
+         "status": status, "reason": "why", "run": None, "processes": 2}
+        for batch, status in ((8, "refused"), (16, "oom"), ("many", "failed"))
+    ]
+    (tmp_path / "sweep.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"cut')
+    results = analyse([tmp_path])
+    assert [cell.status for cell in results.cells] == ["failed", "refused", "oom"]
+    assert any("1 of its lines could not be read" in line for line in results.remarks)
+    write_report(results, tmp_path / "analysis", "nothing")
+    assert "| batch=16 | oom | why |" in (tmp_path / "analysis" / "analysis.md").read_text()
+    assert not list((tmp_path / "analysis").glob("*.png"))
+
+
+def test_a_run_without_a_sweep_keeps_what_its_summary_says(tmp_path):
+    planned = planted.Planned(2, "ddp", "none", False, 8)
+    for name in ("good", "killed", "oom", "short", "lost"):
+        planted.write_points(tmp_path / name, planned.config, 100.0, 10.0, 0)
+    (tmp_path / "killed" / "summary.json").unlink()
+    planted.write_summary(tmp_path / "oom", "oom", "step 3: out of memory")
+    first = (tmp_path / "short" / "metrics.jsonl").read_text().splitlines()[0]
+    (tmp_path / "short" / "metrics.jsonl").write_text(first + "\n")
+    (tmp_path / "lost" / "metrics.jsonl").unlink()
+    runs = {run.name: run for run in analyse([tmp_path]).runs}
+    assert {name: run.status for name, run in runs.items()} == {
+        "good": "ok", "killed": "unfinished", "oom": "oom", "short": "short", "lost": "damaged",
+    }
+    assert runs["good"].warmup_steps == 6  # a tenth of its steps
+    assert (runs["oom"].reason, runs["lost"].reason) == ("step 3: out of memory", "no metrics.jsonl")

@@ -1,0 +1,145 @@
+import itertools
+import json
+import statistics
+
+import pytest
+
+from torchtitan.analysis.axes import add_further_axes, axes_of, complete_from_siblings, value_label, values_in_order
+from torchtitan.analysis.measures import after_warm_up, measure_run, median_interval
+from torchtitan.analysis.picture_style import spread
+from torchtitan.evaluation.run_record import Series, read_run
+
+
+def brute_force_coverage(n: int, low: int, high: int) -> float:
+    """P(x_(low) <= median <= x_(high)): every way in which n values fall below or above it, ranks from 1."""
+    inside = sum(low <= sum(below) < high for below in itertools.product((0, 1), repeat=n))
+    return inside / 2**n
+
+
+@pytest.mark.parametrize("n", range(2, 15))
+def test_interval_of_the_median_is_the_narrowest_pair_of_order_statistics_that_covers(n):
+    values = [float(value * value) for value in range(1, n + 1)]
+    found = median_interval(values[::-1])
+    low, high = values.index(found.lower) + 1, values.index(found.upper) + 1
+    assert found.value == statistics.median(values)
+    assert high == n + 1 - low
+    assert found.coverage == pytest.approx(brute_force_coverage(n, low, high), abs=1e-12)
+    if n >= 6:
+        assert found.coverage >= 0.95
+        assert low + 1 > n // 2 or brute_force_coverage(n, low + 1, high - 1) < 0.95
+    else:
+        assert (low, high) == (1, n)
+
+
+def test_one_point_has_no_interval():
+    assert median_interval([3.0]).lower is None
+    assert median_interval([3.0]).coverage is None
+
+
+def test_a_point_counts_if_its_window_begins_after_the_warm_up():
+    series = Series((1, 10, 20, 30), (1.0, 2.0, 3.0, 4.0))
+    assert after_warm_up(series, 0) == [1.0, 2.0, 3.0, 4.0]
+    assert after_warm_up(series, 1) == [2.0, 3.0, 4.0]
+    assert after_warm_up(series, 9) == [3.0, 4.0]
+    assert after_warm_up(series, 10) == [3.0, 4.0]
+    assert after_warm_up(series, 11) == [4.0]
+    assert after_warm_up(series, 21) == []
+
+
+def test_a_run_is_measured_by_its_tags(tmp_path):
+    points = [
+        {"step": step, "throughput(img/s)": 10.0 * step, "memory/max_reserved(GiB)": 5.0, "memory/max_active(GiB)": 4.0}
+        for step in range(1, 8)
+    ]
+    points[3]["throughput(img/s)"] = float("nan")
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, points)))
+    found = measure_run(read_run(tmp_path), warmup_steps=2)
+    assert found["images_per_second"].value == 55.0  # of 30, 50, 60, 70
+    assert found["images_per_second"].count == 4
+    assert (found["memory_gib"].value, found["memory_active_gib"].value) == (5.0, 4.0)
+    assert "mfu_percent" not in found
+
+
+def settings(**changes) -> dict:
+    return {
+        "model.flavor": "DiT-L/2", "model.patch_size": 4, "training.local_batch_size": 8,
+        "training.global_batch_size": 64, "parallelism.data_parallel_replicate_degree": 2,
+        "parallelism.data_parallel_shard_degree": 4, "activation_checkpoint.mode": "none", "compile.enable": True,
+        "training.mixed_precision_param": "bfloat16",
+    } | {key.replace("__", "."): value for key, value in changes.items()}
+
+
+def test_axes_of_a_configuration():
+    axes = axes_of(settings())
+    assert axes == {
+        "model": "DiT-L", "patch": 4, "local_batch": 8, "global_batch": 64, "layout": "hsdp", "mesh": "2x4",
+        "world_size": 8, "ac": "none", "compile": "true", "dtype": "bfloat16", "device": None,
+    }
+    assert axes_of(settings(float8__enable=True))["dtype"] == "float8"
+    degrees = "parallelism__data_parallel_{}_degree"
+    for replicas, shards, layout in ((8, 1, "ddp"), (1, 8, "fsdp"), (1, 1, "single")):
+        changed = {degrees.format("replicate"): replicas, degrees.format("shard"): shards}
+        assert axes_of(settings(**changed))["layout"] == layout
+
+
+def test_axes_of_a_cell_that_never_started_come_from_its_siblings():
+    siblings = [axes_of(settings()) | {"device": "H200"}, axes_of(settings(compile__enable=False)) | {"device": "H200"}]
+    cell = axes_of({"layout": "hsdp", "compile.enable": False, "training.local_batch_size": 16}, processes=8)
+    complete_from_siblings(cell, siblings)
+    assert cell == axes_of(settings(compile__enable=False)) | {
+        "device": "H200", "local_batch": 16, "global_batch": 128,
+    }
+
+
+def test_what_siblings_do_not_agree_on_stays_unknown():
+    siblings = [axes_of(settings()), axes_of(settings(compile__enable=False))]
+    cell = axes_of({"layout": "hsdp", "training.local_batch_size": 16}, processes=8)
+    complete_from_siblings(cell, siblings)
+    assert cell["compile"] is None and value_label("compile", None) == "compile unknown"
+
+
+def test_other_differing_keys_become_axes():
+    every = [settings(optimizer__name=name, metrics__log_freq=freq) for name, freq in (("AdamW", 1), ("Muon", 2))]
+    runs = [(axes_of(one), one) for one in every]
+    assert add_further_axes(runs) == ["optimizer.name"]
+    assert [axes["optimizer.name"] for axes, _ in runs] == ["AdamW", "Muon"]
+
+
+def test_keys_that_the_model_decides_are_no_axes():
+    every = [
+        settings(model__flavor=flavor, model__dim=dim, optimizer__lr=lr)
+        for flavor, dim, lr in (("DiT-S/2", 384, 1e-4), ("DiT-L/2", 1024, 2e-4))
+    ]
+    assert add_further_axes([(axes_of(one), one) for one in every]) == []
+
+
+def test_options_of_a_switch_are_part_of_its_value():
+    every = [
+        settings(), settings(activation_checkpoint__mode="selective", activation_checkpoint__every=2),
+        settings(activation_checkpoint__mode="selective", activation_checkpoint__every=4),
+    ]
+    runs = [(axes_of(one), one) for one in every]
+    assert add_further_axes(runs) == []
+    assert [axes["ac"] for axes, _ in runs] == ["none", "selective (every=2)", "selective (every=4)"]
+
+
+def test_two_meshes_of_one_size_are_two_layouts():
+    key = "parallelism.data_parallel_{}_degree"
+    every = [settings() | {key.format("replicate"): n, key.format("shard"): 8 // n} for n in (2, 4)]
+    runs = [(axes_of(one), one) for one in every]
+    add_further_axes(runs)
+    assert [axes["layout"] for axes, _ in runs] == ["hsdp 2x4", "hsdp 4x2"]
+
+
+def test_values_stand_in_the_order_in_which_they_are_compared():
+    values = ["full", None, "selective (every=2)", "none"]
+    assert values_in_order("ac", values) == ["none", "selective (every=2)", "full"]
+    assert values_in_order("patch", [8, 2, 4]) == [2, 4, 8]
+
+
+def test_labels_keep_their_distance_and_stay_within_the_panel():
+    places = spread([0.5, 0.5, 0.52, 0.99], gap=0.1)
+    assert all(later - before >= 0.1 - 1e-12 for before, later in itertools.pairwise(sorted(places)))
+    assert 0 <= min(places) and max(places) <= 1
+    assert statistics.fmean(places[:3]) == pytest.approx(0.5066666, abs=1e-6)  # no more moved than needed
+    assert spread([0.2, 0.8], gap=0.1) == [0.2, 0.8]

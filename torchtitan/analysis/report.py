@@ -1,0 +1,72 @@
+"""From folders of runs to tables, pictures and a page."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan.analysis.batch_pictures import draw_over_batch
+from torchtitan.analysis.cells import join_repeats
+from torchtitan.analysis.collect import collect
+from torchtitan.analysis.effect_pictures import draw_effects, draw_interactions, draw_pareto, draw_scaling
+from torchtitan.analysis.effects import all_effects, interactions, scaling
+from torchtitan.analysis.findings import Results, markdown
+from torchtitan.analysis.page import report_page
+from torchtitan.analysis.tables import cell_rows, run_rows, write_csv, write_parquet
+
+
+def analyse(folders: Sequence[Path], warmup_steps: int | None = None, progress: bool = False) -> Results:
+    """Read the runs below folders and compare them.
+
+    Args:
+        folders: each a run's folder, or one above run folders and sweeps.
+        warmup_steps: left out at the start of every run; default: what its sweep says, else a tenth of its steps.
+        progress: whether to show it.
+
+    Raises:
+        NoRuns: a folder is not there, or no run is below any.
+    """
+    runs, remarks = collect(folders, warmup_steps, progress)
+    cells = join_repeats(runs)
+    return Results(runs, cells, all_effects(cells), interactions(cells), scaling(cells), remarks)
+
+
+def write_report(results: Results, folder: Path, title: str) -> list[Path]:
+    """Write runs.csv, runs.parquet, cells.csv, the pictures, analysis.md and report.html.
+
+    Files of these names are replaced, and no other file is touched.
+
+    Args:
+        folder: where to; made if it is not there.
+        title: of the page.
+
+    Returns:
+        the files written.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = run_rows(results.runs)
+    write_csv(rows, folder / "runs.csv")
+    write_parquet(rows, folder / "runs.parquet")
+    write_csv(cell_rows(results.cells), folder / "cells.csv")
+    pictures = draw_all(results, folder)
+    text = markdown(results, [(name, path.name) for name, path in pictures])
+    (folder / "analysis.md").write_text(text, encoding="utf-8")
+    (folder / "report.html").write_text(report_page(results, pictures, title), encoding="utf-8")
+    written = ["runs.csv", "runs.parquet", "cells.csv", "analysis.md", "report.html"]
+    return [*(folder / name for name in written), *(path for _, path in pictures)]
+
+
+def draw_all(results: Results, folder: Path) -> list[tuple[str, Path]]:
+    """Draw every picture that there is something for; returns title and file of each."""
+    pictures = draw_over_batch(results.cells, folder)
+    if results.effects:
+        pictures.append(("Effect of each switch", draw_effects(results.effects, folder / "effects.png")))
+    if results.interactions:
+        path = draw_interactions(results.interactions, folder / "interactions.png")
+        pictures.append(("Interaction of switches", path))
+    if results.curves:
+        pictures.append(("Scaling over ranks", draw_scaling(results.curves, folder / "scaling.png")))
+    if path := draw_pareto(results.cells, folder / "pareto.png"):
+        pictures.append(("Memory against throughput", path))
+    return pictures

@@ -1,0 +1,101 @@
+"""Tidy tables: one row per run, one per cell, as CSV and parquet."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchtitan.analysis.axes import NAMED_AXES, Axes
+from torchtitan.analysis.cells import Cell
+from torchtitan.analysis.collect import Run
+from torchtitan.analysis.measures import IMAGES, METRICS, Estimate
+
+Row = dict[str, Any]
+
+_WHOLE = {"patch", "local_batch", "global_batch", "world_size", "repeat", "points", "warmup_steps", "runs", "ok_runs"}
+_NUMBERS = {name for metric in METRICS for name in (metric.name, f"{metric.name}_lower", f"{metric.name}_upper")}
+_NUMBERS |= {"interval_coverage"}
+
+
+def run_rows(runs: Sequence[Run]) -> list[Row]:
+    """One row per run: axes, repeat, status, medians with the ends of their intervals, device and versions."""
+    names = _axis_names([run.axes for run in runs])
+    rows = []
+    for run in runs:
+        images = run.measures.get(IMAGES.name)
+        rows.append({
+            "name": run.name, **{name: run.axes.get(name) for name in names}, "repeat": run.repeat,
+            "status": run.status, "reason": run.reason, "points": run.points, "warmup_steps": run.warmup_steps,
+            **_columns(run.measures), "interval_coverage": images.coverage if images else None,
+            "torch": run.versions.get("torch"), "git_commit": run.versions.get("git_commit"),
+            "source": run.source or None, "notes": "; ".join(run.notes) or None,
+        })
+    return rows
+
+
+def cell_rows(cells: Sequence[Cell]) -> list[Row]:
+    """One row per cell: repeats joined; `single` where there is one ok repeat alone."""
+    names = _axis_names([cell.axes for cell in cells])
+    return [
+        {
+            **{name: cell.axes.get(name) for name in names}, "status": cell.status, "reason": cell.reason,
+            "runs": len(cell.runs), "ok_runs": len(cell.good_runs), "not_ok": cell.not_ok,
+            "single": cell.single, **_columns(cell.measures),
+        }
+        for cell in cells
+    ]
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """Floats with all their digits, nothing for None, true and false in small letters."""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(rows[0])
+        writer.writerows([_csv_text(value) for value in row.values()] for row in rows)
+
+
+def write_parquet(rows: Sequence[Row], path: Path) -> None:
+    """The same columns with types: int64, float64, bool, else string."""
+    columns = {name: pa.array([_typed(name, row[name]) for row in rows], _type(name)) for name in rows[0]}
+    pq.write_table(pa.table(columns), path)
+
+
+def _columns(measures: dict[str, Estimate]) -> Row:
+    columns: Row = {}
+    for metric in METRICS:
+        estimate = measures.get(metric.name)
+        columns[metric.name] = estimate.value if estimate else None
+        columns[f"{metric.name}_lower"] = estimate.lower if estimate else None
+        columns[f"{metric.name}_upper"] = estimate.upper if estimate else None
+    return columns
+
+
+def _axis_names(all_axes: Sequence[Axes]) -> list[str]:
+    return list(dict.fromkeys((*NAMED_AXES, *(name for axes in all_axes for name in axes))))
+
+
+def _csv_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, float) else " ".join(str(value).split())
+
+
+def _type(name: str) -> pa.DataType:
+    if name == "single":
+        return pa.bool_()
+    if name in _WHOLE:
+        return pa.int64()
+    return pa.float64() if name in _NUMBERS else pa.string()
+
+
+def _typed(name: str, value: Any) -> Any:
+    if value is None or name == "single":
+        return value
+    if name in _WHOLE:
+        return value if isinstance(value, int) else None
+    return float(value) if name in _NUMBERS else str(value)
