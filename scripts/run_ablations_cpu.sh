@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The ablation grid at a size for two laptop cores: scripts/run_ablations_cpu.sh [FOLDER]
+# The ablation grid at a size for two laptop cores, and its report: scripts/run_ablations_cpu.sh [FOLDER]
 # FOLDER: of the results, outputs/ablations_cpu by default. Started again, it goes on where it was.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -8,4 +8,5 @@ folder=${1:-$root/outputs/ablations_cpu}
 set_up digits
 cd "$root"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$venv/bin/python" scripts/sweep.py train_configs/sweeps/cpu.toml --output "$folder"
+"$venv/bin/python" scripts/sweep.py train_configs/sweeps/cpu.toml --output "$folder"
+exec "$venv/bin/python" optimization_analysis.py "$folder"

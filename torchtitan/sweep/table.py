@@ -1,4 +1,4 @@
-"""The plain table that closes a sweep."""
+"""The plain table that closes a sweep; intervals and plots are optimization_analysis.py's."""
 
 import statistics
 from pathlib import Path
