@@ -26,12 +26,14 @@ from torchtitan.evaluation.sampling import SamplingConfig
 from torchtitan.evaluation.validation import ValidationConfig
 from torchtitan.gns.monitor import GNSConfig
 from torchtitan.models import MODELS
+from torchtitan.models.float8 import Float8Config
 from torchtitan.settings import setting
 from torchtitan.training.checkpoint import CheckpointConfig
 from torchtitan.training.ema import EMAConfig
 from torchtitan.training.lr_scheduler import LRSchedulerConfig
 from torchtitan.training.metrics import MetricsConfig
 from torchtitan.training.optimizer import OptimizerConfig
+from torchtitan.training.profiling import ProfilingConfig
 
 __all__ = [
     "ConfigError",
@@ -108,12 +110,14 @@ class JobConfig:
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    float8: Float8Config = field(default_factory=Float8Config)
     ema: EMAConfig = field(default_factory=EMAConfig)
     gns: GNSConfig = field(default_factory=GNSConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 

@@ -24,6 +24,8 @@ from torchtitan.diffusion.paths import PATHS
 from torchtitan.evaluation.sampling import default_schedule, sampling_problems
 from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
+from torchtitan.models.float8 import float8_problems
+from torchtitan.training.profiling import profiling_problems
 
 
 class Unknown(Exception):
@@ -349,6 +351,20 @@ def _compiler(checked: Checked) -> Iterator[Problem]:
         yield Problem("compile.enable", text)
 
 
+def _float8(checked: Checked) -> Iterator[Problem]:
+    if not checked.float8.enable:
+        return
+    single_pass_taps = checked.gns.enable and checked.gns.single_pass
+    found = float8_problems(checked.whole("float8"), checked.training.mixed_precision_param, single_pass_taps)
+    for key, text in found:
+        yield Problem(key, text)
+
+
+def _profiling(checked: Checked) -> Iterator[Problem]:
+    for key, text in profiling_problems(checked.whole("profiling"), checked.training.steps):
+        yield Problem(f"profiling.{key}", text)
+
+
 def _no_compiler() -> bool:
     candidates = [os.environ.get("CXX", "").split(" ")[0], "g++", "clang++"]
     return not torch.cuda.is_available() and not any(shutil.which(name) for name in candidates if name)
@@ -384,4 +400,6 @@ CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
     _parameter_groups,
     _low_bit_optimizer,
     _compiler,
+    _float8,
+    _profiling,
 ]

@@ -3,12 +3,14 @@
 import logging
 import sys
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from tqdm import tqdm
 
 from data import DATASETS
@@ -72,9 +74,22 @@ class Reports:
         self._step_of_last_lap, self._images_of_last_lap = trainer.step, trainer.data.next_sample
         self._waited_at_last_lap = 0.0
 
-    def excluded(self) -> AbstractContextManager:
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
         """What runs inside is not training time."""
-        return self._watch.excluded()
+        with self._watch.excluded(), record_function("report"):
+            yield
+
+    @contextmanager
+    def excluded_step(self) -> Iterator[None]:
+        """The train step inside counts in no rate: neither its time nor its images."""
+        data = self._trainer.data
+        images, waited = data.next_sample, data.data_seconds
+        with self._watch.excluded():
+            yield
+        self._step_of_last_lap += 1
+        self._images_of_last_lap += data.next_sample - images
+        self._waited_at_last_lap += data.data_seconds - waited
 
     def advance(self) -> None:
         """One step of the progress bar; as many as its batch is times the first one."""
@@ -100,17 +115,19 @@ class Reports:
         if not self._first:
             return
         self._log.write(step, metrics)
-        loss, rate = metrics["loss_metrics/global_avg_loss"], metrics["throughput(img/s)"]
-        self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} img/s")
+        loss, rate = metrics["loss_metrics/global_avg_loss"], metrics.get("throughput(img/s)")
+        self._bar.set_postfix_str(f"loss {loss:.4f}" + (f", {rate:.0f} img/s" if rate else ""))
         if self._bar.disable:
             training, progress, batch = self._config.training, self._trainer.progress, self._trainer.batch_size
-            eta = (training.steps - progress) * training.global_batch_size / rate
+            left = (training.steps - progress) * training.global_batch_size
+            speed = f"{rate:.1f} img/s" if rate else "traced"
+            eta = f"  ETA {_duration(left / rate)}" if rate else ""
             mfu = f"  mfu {metrics['mfu(%)']:.1f} %" if "mfu(%)" in metrics else ""
             done = f"step {step:>6}/{training.steps}"
             if self._config.gns.grow_batch:
                 done = f"step {step:>6} ({progress / training.steps:.1%} done, batch {batch})"
             logger.info(
-                f"{done}  loss {loss:.4f}  grad_norm {float(norm):.3f}  {rate:.1f} img/s{mfu}  ETA {_duration(eta)}"
+                f"{done}  loss {loss:.4f}  grad_norm {float(norm):.3f}  {speed}{mfu}{eta}"
             )
 
     def log_gns(self) -> None:
@@ -204,6 +221,8 @@ class Reports:
 
     def _rates(self, step: int) -> dict[str, float]:
         steps, seconds = step - self._step_of_last_lap, self._watch.lap()
+        if steps == 0:  # all of them traced
+            return {}
         seen = self._trainer.data.next_sample
         images = (seen - self._images_of_last_lap) / seconds
         self._step_of_last_lap, self._images_of_last_lap = step, seen

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from data.base import DatasetError
 from torchtitan.config import JobConfig
 from torchtitan.gns.capture import CannotMeasure
+from torchtitan.models.float8 import Float8Error
 from torchtitan.trainer import Trainer, process_group
 from torchtitan.training.checkpoint import CheckpointError
 from torchtitan.training.faults import TrainingError, is_out_of_memory
@@ -34,7 +35,7 @@ def run(config: JobConfig) -> int:
     with process_group():
         try:
             trainer = Trainer(config)
-        except (RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure) as error:
+        except (RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure, Float8Error) as error:
             if _first():
                 print(error, file=sys.stderr)
             return REFUSED
@@ -51,6 +52,7 @@ def run(config: JobConfig) -> int:
             return _fail(trainer, "failed", f"step {trainer.step}: {error}")
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
+                trainer.profiler.out_of_memory(trainer.step)
                 return _fail(trainer, "oom", f"step {trainer.step}: {_out_of_memory(error)}")
             trainer.reports.fail("failed", f"step {trainer.step}: {error}")
             if "DataLoader worker" not in str(error):  # a killed loader may be noticed anywhere in the step

@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from data import DATASETS
 from torchtitan.config import JobConfig
@@ -32,6 +33,7 @@ from torchtitan.gns.capture import GradientTaps
 from torchtitan.gns.monitor import GNSMonitor, inner_edges
 from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.models import MODELS
+from torchtitan.models.float8 import check_convertible, convert_to_float8
 from torchtitan.reports import Reports
 from torchtitan.training.checkpoint import Checkpointer, checkpoint_path, checkpoint_steps, read_state, read_tensors
 from torchtitan.training.corrupt_images import CorruptImages
@@ -41,6 +43,7 @@ from torchtitan.training.faults import FiniteCheck
 from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.metrics import LossWindow
 from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors, set_lr
+from torchtitan.training.profiling import Profiler
 from torchtitan.training.run_folder import RunFolder
 from torchtitan.training.weight_files import check_fits, fill
 
@@ -54,13 +57,16 @@ class Trainer:
         """Build the run, or resume it from its newest good checkpoint.
 
         Raises:
-            RunFolderError, CheckpointError, DatasetError, OptimizerError: on every rank, before anything is overwritten.
+            RunFolderError, CheckpointError, DatasetError, OptimizerError, Float8Error: on every rank, before anything
+                is overwritten.
         """
         self.config = config
         init_process_group(config.comm)
         self.layout = layout = Layout(config.parallelism)
         self.folder = RunFolder(config)
         self._check_initial_weights()
+        if config.float8.enable:
+            check_convertible(self._model_on_meta(), config.float8, config.training.local_batch_size)
         from_first_rank(self.folder.open)
         torch.use_deterministic_algorithms(config.debug.deterministic)
 
@@ -75,6 +81,8 @@ class Trainer:
             edges = inner_edges(config.gns, self.objective.timestep_sampler.density, self.objective.path)
             self.objective.timestep_sampler = self._timestep_sampler(edges)
             taps = self._build_taps(edges) if config.gns.single_pass else None
+        if config.float8.enable:
+            convert_to_float8(self.model, config.float8)
         self.train_module = parallelize(
             self.model,
             layout,
@@ -110,6 +118,7 @@ class Trainer:
         if resumed_step is not None:
             self._resume(resumed_step)
         self.reports = Reports(self)
+        self.profiler = Profiler(config.profiling, self.folder.path, layout, self.reports.excluded)
 
     # ------------------------------------------------------------------ the loop
 
@@ -124,12 +133,10 @@ class Trainer:
         with StopRequest() as stop:
             while not (self.last_step or signal_number):
                 self.step += 1
-                norm, lr = self.train_step()
-                if self.step == 1 or self.step % self.config.metrics.log_freq == 0 or self.last_step:
-                    self.reports.log(norm, lr)
-                if self.gns and self._due(self.config.gns.log_interval):
-                    self.reports.log_gns()
-                self.reports.advance()
+                with self.profiler.step(self.step) as traced:
+                    with self.reports.excluded_step() if traced else nullcontext():
+                        norm, lr = self.train_step()
+                    self._report(norm, lr)
                 if self.config.validation.enable and self._due(self.config.validation.interval):
                     self.reports.validate()
                 if self.config.sampling.enable and self._due(self.config.sampling.interval):
@@ -143,6 +150,14 @@ class Trainer:
         self.reports.finish("interrupted" if signal_number else "completed")
         return 128 + signal_number if signal_number else 0
 
+    def _report(self, norm: Tensor, lr: float) -> None:
+        with record_function("report"):
+            if self.step == 1 or self.step % self.config.metrics.log_freq == 0 or self.last_step:
+                self.reports.log(norm, lr)
+            if self.gns and self._due(self.config.gns.log_interval):
+                self.reports.log_gns()
+            self.reports.advance()
+
     def train_step(self) -> tuple[Tensor, float]:
         """One optimizer step; returns the gradient norm before clipping and the learning rate."""
         config = self.config
@@ -153,46 +168,61 @@ class Trainer:
         if self.gns:
             self.gns.begin_step(self.step, self.optimizer.state, config.optimizer.beta2)
         for number in range(microbatches):
-            batch = self.data.next_batch()
+            with record_function("data"):
+                batch = self._to_device(self.data.next_batch())
             self._forward_backward(batch, samples, number, microbatches)
-        parameters = list(self.parameters.values())
-        if self.gns:
-            self.gns.end_step(parameters, self.batch_size // self.layout.world_size, microbatches)
-        norm = gradient_norm(parameters, self.layout)
-        if config.training.max_norm > 0:
-            clip_gradients(parameters, norm, config.training.max_norm)
-        if config.training.clip_value > 0:
-            clamp_gradients(parameters, config.training.clip_value)
+        with record_function("gradients"):
+            norm = self._treat_gradients(microbatches)
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.progress + 1, config.training.steps)
         lr *= lr_multiple(factor)
         set_lr(self.optimizer, lr)
         self.finite.record(self.step, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with record_function("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         self.progress += factor
-        self.ema.update(self.progress, factor)
+        with record_function("ema"):
+            self.ema.update(self.progress, factor)
         if self.step == 1:
             set_train_timeout(config.comm, self.layout)
         return norm, lr
 
-    def _forward_backward(self, batch: dict[str, Tensor], samples: GlobalBatch, number: int, microbatches: int) -> None:
+    def _to_device(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         device = self.layout.device
-        images, indices, labels = (
-            batch[key].to(device, non_blocking=True) for key in ("images", "samples", "labels")
-        )
-        draw = self.objective.draw(tuple(images.shape[1:]), samples, indices)
-        condition = self._condition(labels, indices, samples.attempt)
-        if self.gns:
-            self.gns.begin_microbatch(draw.t)
+        return tuple(batch[key].to(device, non_blocking=True) for key in ("images", "samples", "labels"))
+
+    def _forward_backward(
+        self, batch: tuple[Tensor, Tensor, Tensor], samples: GlobalBatch, number: int, microbatches: int
+    ) -> None:
+        images, indices, labels = batch
         reduce_now = number == microbatches - 1 or (self.gns is not None and self.gns.separate_microbatches)
         with accumulate_locally(self.train_module, last=reduce_now):
-            with self._compute_context():
-                terms = self.objective.loss(self.train_module, images, condition, draw)
-            # The mean over the global batch: ranks are averaged by the reduction, microbatches here.
-            (terms.loss.mean() / microbatches).backward()
+            with record_function("forward"):
+                draw = self.objective.draw(tuple(images.shape[1:]), samples, indices)
+                condition = self._condition(labels, indices, samples.attempt)
+                if self.gns:
+                    self.gns.begin_microbatch(draw.t)
+                with self._compute_context():
+                    terms = self.objective.loss(self.train_module, images, condition, draw)
+            with record_function("backward"):
+                # The mean over the global batch: ranks are averaged by the reduction, microbatches here.
+                (terms.loss.mean() / microbatches).backward()
+        with record_function("gradients"):
+            if self.gns:
+                self.gns.end_microbatch(terms.loss, microbatches, list(self.parameters.values()), samples, number)
+            self.window.add(terms)
+
+    def _treat_gradients(self, microbatches: int) -> Tensor:
+        """Measure the step's gradients, then clip them; returns their norm before that."""
+        training, parameters = self.config.training, list(self.parameters.values())
         if self.gns:
-            self.gns.end_microbatch(terms.loss, microbatches, list(self.parameters.values()), samples, number)
-        self.window.add(terms)
+            self.gns.end_step(parameters, self.batch_size // self.layout.world_size, microbatches)
+        norm = gradient_norm(parameters, self.layout)
+        if training.max_norm > 0:
+            clip_gradients(parameters, norm, training.max_norm)
+        if training.clip_value > 0:
+            clamp_gradients(parameters, training.clip_value)
+        return norm
 
     def _condition(self, labels: Tensor, indices: Tensor, attempt: int) -> Tensor | None:
         null_class = self.model.null_class
@@ -359,7 +389,8 @@ class Trainer:
             self.gns.load_state_dict(gns_state, self.step)
 
     def close(self) -> None:
-        """Stop the loader's workers and close the sinks."""
+        """Stop the profiler and the loader's workers, and close the sinks."""
+        self.profiler.close()
         self.data.close()
         self.reports.close()
 

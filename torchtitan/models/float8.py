@@ -1,0 +1,140 @@
+"""Linears over tokens with float8 matrix products, by torchao: dynamic scales, weights kept as they are.
+
+Converted are the linears over tokens inside the blocks. Those that see one vector per sample (adaLN, embedders) have
+too few rows to gain anything, and the projections into and out of the token stream are narrow and the most sensitive.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.models.base import DiffusionModel
+from torchtitan.models.converters import convert
+from torchtitan.settings import setting
+
+# The matrix products of the hardware take multiples of this in every dimension but the first.
+_MULTIPLE = 16
+_LEAST_CAPABILITY = (8, 9)
+
+
+@dataclass(kw_only=True)
+class Float8Config:
+    """`[float8]`"""
+
+    enable: bool = setting(False, "compute the blocks' linears over tokens in float8 (needs torchao)")
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = setting(
+        "tensorwise", "one scale per tensor (fastest); one per row; per row, with the weights' gradients in high precision",
+        applies={"enable": (True,)},
+    )
+    emulate: bool = setting(
+        False, "round to float8 but multiply in high precision: slow, for any device", applies={"enable": (True,)}
+    )
+    filter_fqns: list[str] = setting(
+        [], "linears whose name contains one of these are not converted, such as \"attention.out\"",
+        applies={"enable": (True,)},
+    )
+    min_features: int = setting(
+        0, "linears with fewer input or output features are not converted", ge=0, applies={"enable": (True,)}
+    )
+
+
+class Float8Error(Exception):
+    """A model that cannot be converted as asked; the message is one line."""
+
+
+def float8_problems(config: Float8Config, param_dtype: str, single_pass_taps: bool) -> Iterator[tuple[str, str]]:
+    """Find what rules out float8 on this device and beside the other sections.
+
+    Args:
+        config: the section, enabled.
+        param_dtype: training.mixed_precision_param.
+        single_pass_taps: whether the gradients of single samples are tapped at the linears (gns.single_pass).
+
+    Returns:
+        pairs of a dotted key and the reason.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        yield "float8.enable", "needs the package torchao, which is not installed (pip install '.[lowbit]', or set it to false)"
+    if single_pass_taps:
+        yield "float8.enable", (
+            "the single-pass noise estimate replaces the same linears by ones that tap exact gradients (set gns.single_pass"
+            " to false with gns.rank_gradients, or one of the two sections' enable to false)"
+        )
+    if config.emulate:
+        return
+    if not torch.cuda.is_available():
+        yield "float8.enable", "the CPU has no float8 matrix products (set float8.emulate to true, or float8.enable to false)"
+    elif (capability := torch.cuda.get_device_capability()) < _LEAST_CAPABILITY:
+        name, found = torch.cuda.get_device_name(), ".".join(map(str, capability))
+        yield "float8.enable", (
+            f"{name} (compute capability {found}) has no float8 matrix products, which begin with 8.9"
+            " (set float8.emulate to true, or float8.enable to false)"
+        )
+    elif param_dtype != "bfloat16":
+        yield "float8.enable", "its products come out as bfloat16 (set training.mixed_precision_param to bfloat16)"
+
+
+def check_convertible(model: DiffusionModel, config: Float8Config, local_batch_size: int) -> None:
+    """Raise Float8Error where nothing would be converted, or where a batch has a shape that cannot be multiplied.
+
+    Args:
+        model: on any device, not converted yet.
+        config: the section, enabled.
+        local_batch_size: images in one forward.
+    """
+    if not _names(model, config):
+        raise Float8Error(
+            "float8.enable: no linear over tokens is left to convert: features must be multiples of 16, at least"
+            f" float8.min_features = {config.min_features}, and no name in float8.filter_fqns (widen one of them)"
+        )
+    rows = local_batch_size * model.tokens_per_image(model.image_shape)
+    if rows % _MULTIPLE and not config.emulate:
+        raise Float8Error(
+            f"training.local_batch_size: {local_batch_size} images are {rows} tokens, and float8 needs a multiple of"
+            f" {_MULTIPLE} (change it, or model.patch_size)"
+        )
+
+
+def convert_to_float8(model: DiffusionModel, config: Float8Config) -> list[str]:
+    """Replace the linears over tokens by float8 ones that hold the same parameters; in place.
+
+    Args:
+        model: an initialised model, before checkpointing, compilation and sharding.
+        config: the section, enabled.
+
+    Returns:
+        the names of what was converted.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    recipe = replace(Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate)
+    wanted = _names(model, config)
+
+    def to_float8(name: str, module: nn.Module) -> nn.Module | None:
+        if name not in wanted:
+            return None
+        converted = convert_to_float8_training(module, config=recipe)
+        converted.register_forward_pre_hook(_cast_as_autocast_would)
+        return converted
+
+    return list(convert(model, to_float8))
+
+
+def _names(model: DiffusionModel, config: Float8Config) -> set[str]:
+    def fits(name: str) -> bool:
+        linear = model.get_submodule(name)
+        sizes = (linear.in_features, linear.out_features)
+        return min(sizes) >= config.min_features and all(size % _MULTIPLE == 0 for size in sizes)
+
+    tokens = (name for name, role in model.linear_roles().items() if role == "token")
+    return {name for name in tokens if fits(name) and not any(part in name for part in config.filter_fqns)}
+
+
+def _cast_as_autocast_would(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    # torchao looks at CUDA's autocast alone, so that on the CPU forward and backward would differ in dtype.
+    (x,) = inputs
+    return (x.to(torch.get_autocast_dtype(x.device.type)),) if torch.is_autocast_enabled(x.device.type) else (x,)
