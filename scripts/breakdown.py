@@ -1,8 +1,9 @@
 """Where the time of a training step goes: scripts/breakdown.py RUN_FOLDER|TRACE [options].
 
-The shares of attention, matrix products, pointwise operations and norms, communication, data, optimizer and EMA, per phase
-of the step, and the ten longest kernels or operations. Of a run's folder the newest trace is read, and the page is
-written to RUN_FOLDER/profile/breakdown.md and .json; of a trace file it is printed only, unless --output names a folder.
+The shares of attention, matrix products, pointwise operations and norms, communication, data, optimizer and EMA, per
+phase of the step, and the ten longest kernels or operations. Of a run's folder the newest trace is read, and the page
+is written to RUN_FOLDER/profile/breakdown.md and .json; of a trace file it is printed only, unless --output names a
+folder.
 """
 
 import argparse
@@ -46,7 +47,8 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
         prog="breakdown.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("source", metavar="RUN_FOLDER|TRACE", type=Path, help="a run's folder, as outputs/digits, or a trace file of torch.profiler")
+    add("source", metavar="RUN_FOLDER|TRACE", type=Path, help="a run's folder, as outputs/digits, or a file that "
+        "torch.profiler has exported")
     add("--step", type=int, help="of a run folder: last step of the trace (default: the newest)")
     add("--rank", type=int, help="of a run folder: whose trace (default: 0)")
     add("--output", type=Path, metavar="FOLDER", help="where breakdown.md and breakdown.json are written")

@@ -27,7 +27,7 @@ class Float8Config:
 
     enable: bool = setting(False, "compute the blocks' linears over tokens in float8 (needs torchao)")
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = setting(
-        "tensorwise", "one scale per tensor (fastest); one per row; per row, with the weights' gradients in high precision",
+        "tensorwise", "scale per tensor (fastest); per row; per row, with the weights' gradients in high precision",
         applies={"enable": (True,)},
     )
     emulate: bool = setting(
@@ -58,16 +58,18 @@ def float8_problems(config: Float8Config, param_dtype: str, single_pass_taps: bo
         pairs of a dotted key and the reason.
     """
     if importlib.util.find_spec("torchao") is None:
-        yield "float8.enable", "needs the package torchao, which is not installed (pip install '.[lowbit]', or set it to false)"
+        text = "needs the package torchao, which is not installed (pip install '.[lowbit]', or set it to false)"
+        yield "float8.enable", text
     if single_pass_taps:
         yield "float8.enable", (
-            "the single-pass noise estimate replaces the same linears by ones that tap exact gradients (set gns.single_pass"
-            " to false with gns.rank_gradients, or one of the two sections' enable to false)"
+            "the single-pass noise estimate replaces the same linears by ones that tap exact gradients (set"
+            " gns.single_pass to false with gns.rank_gradients, or one of the two sections' enable to false)"
         )
     if config.emulate:
         return
     if not torch.cuda.is_available():
-        yield "float8.enable", "the CPU has no float8 matrix products (set float8.emulate to true, or float8.enable to false)"
+        text = "the CPU has no float8 matrix products (set float8.emulate to true, or float8.enable to false)"
+        yield "float8.enable", text
     elif (capability := torch.cuda.get_device_capability()) < _LEAST_CAPABILITY:
         name, found = torch.cuda.get_device_name(), ".".join(map(str, capability))
         yield "float8.enable", (

@@ -1,10 +1,10 @@
 """Where the time of traced steps went, on one page: by kind of work, by phase of the step, by kernel or operation.
 
 Every instant of the steps is counted once, so that the shares add up to 100 %. On a GPU it belongs to a kernel that
-computes, else to one that communicates, else to nobody (idle; to data while the train loop waits for data). On the CPU it
-belongs to the innermost operation of the train loop's thread, else to a collective that another thread runs meanwhile,
-else to nobody (Python between operations). So communication counts as far as nothing hides it; what computation
-hides is told beside.
+computes, else to one that communicates, else to nobody (idle; to data while the train loop waits for data). On the CPU
+it belongs to the innermost operation of the train loop's thread, else to a collective that another thread runs
+meanwhile, else to nobody (Python between operations). So communication counts as far as nothing hides it; what
+computation hides is told beside.
 """
 
 import json
@@ -27,9 +27,13 @@ TOP = 10
 _KIND_OF_PHASE = {"data": DATA, "optimizer": OPTIMIZER, "ema": EMA}
 
 # Patterns of names of operations and of kernels; of one name, the first that matches decides.
-_COMMUNICATES = re.compile(r"nccl|^gloo:|^c10d|^FSDP::|^fsdp::|torch(::|\.)distributed|AllReduce|AllGather|ReduceScatter", re.I)
+_COMMUNICATES = re.compile(
+    r"nccl|^gloo:|^c10d|^FSDP::|torch(::|\.)distributed|AllReduce|AllGather|ReduceScatter", re.I
+)
 _PATTERNS = {
-    ATTENTION: re.compile(r"scaled_dot_product|(^|::)_?(flash|efficient)_attention|flash_(fwd|bwd)|fmha|sdpa|flash::|_attn_", re.I),
+    ATTENTION: re.compile(
+        r"scaled_dot_product|(^|::)_?(flash|efficient)_attention|flash_(fwd|bwd)|fmha|sdpa|flash::|_attn_", re.I
+    ),
     PRODUCTS: re.compile(
         r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul|_scaled_mm|_int_mm|convolution\w*|_convolution)$|^mkl(dnn)?::_\w*linear"
         r"|gemm|nvjet|cutlass|xmma|cublas|splitKreduce|triton_tem|implicit_convolve",
@@ -42,7 +46,10 @@ _PATTERNS = {
     ),
 }
 # An operation that is neither: its own time is the price of Python and of autograd.
-_OVERHEAD = re.compile(r"^autograd::|Backward\d*$|^torch::autograd|^Torch-Compiled Region|^CompiledFunction$|^Optimizer\.|^enumerate\(|^DistributedDataParallel\.")
+_OVERHEAD = re.compile(
+    r"^autograd::|Backward\d*$|^torch::autograd|^Torch-Compiled Region|^CompiledFunction$|^Optimizer\.|^enumerate\("
+    r"|^DistributedDataParallel\."
+)
 # FSDP2 names its ranges after the layer, the compiler its graphs by a hash: one operation all the same.
 _SAME_OPERATION = re.compile(r"^(?:## Call )?(FSDP::\w+|CompiledFxGraph) .*")
 
@@ -172,16 +179,18 @@ def as_text(found: Breakdown) -> str:
     kinds = [(labels.get(kind, kind), *numbers(found.of_kind(kind))) for kind in KINDS]
     phases = [(phase, *numbers(found.of_phase(phase))) for phase in (*PHASES, OUTSIDE)]
     top = [
-        (_shortened(name), kind, f"{calls / found.num_steps:g}", *numbers(time)) for name, kind, calls, time in found.top
+        (_shortened(name), kind, f"{calls / found.num_steps:g}", *numbers(time))
+        for name, kind, calls, time in found.top
     ]
     total = ("total", *numbers(found.total))
+    longest = "longest kernels" if found.cuda else "longest operations"
     steps = "1 step" if found.num_steps == 1 else f"{found.num_steps} steps"
     return "\n".join((
         f"# Where the time goes: {found.trace}, {steps}, {work}\n",
         _table(("kind", "ms per step", "share"), [*kinds, total]),
         f"Communication hidden behind computation: {_ms(found, found.hidden_communication):.2f} ms per step more.\n",
         _table(("phase", "ms per step", "share"), [*phases, total]),
-        _table(("longest " + ("kernels" if found.cuda else "operations"), "kind", "calls per step", "ms per step", "share"), top),
+        _table((longest, "kind", "calls per step", "ms per step", "share"), top),
     ))
 
 
@@ -197,6 +206,8 @@ def _kind(span: Span) -> str:
     *outer, innermost = span.names
     if innermost in PHASES or _OVERHEAD.search(innermost):
         return IDLE
+    if re.match(r"triton_(?!tem)", innermost):  # named after all that is fused around attention and products, too
+        return POINTWISE
     # The kernel knows best; then the outermost operation that is known: a softmax inside attention is attention.
     for name in (innermost, *outer) if "::" not in innermost else span.names:
         for kind in (ATTENTION, PRODUCTS):
@@ -268,8 +279,9 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     number = [all(row[column][:1].isdigit() for row in rows) for column in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
-        cells = (cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(row, widths, number, strict=True))
-        return "| " + " | ".join(cells) + " |"
+        columns = zip(row, widths, number, strict=True)
+        return "| " + " | ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns) + " |"
 
-    rule = "|" + "|".join("-" * (width + 1) + (":" if right else "-") for width, right in zip(widths, number, strict=True)) + "|"
+    dashes = ("-" * (width + 1) + (":" if right else "-") for width, right in zip(widths, number, strict=True))
+    rule = "|" + "|".join(dashes) + "|"
     return "\n".join((line(header), rule, *map(line, rows))) + "\n"

@@ -46,7 +46,8 @@ class ProfilingConfig:
         applies={"enable_profiling": (True,)}, trajectory=False,
     )
     record_shapes: bool = setting(
-        False, "shapes of every operation's inputs in the traces", applies={"enable_profiling": (True,)}, trajectory=False
+        False, "shapes of every operation's inputs in the traces", applies={"enable_profiling": (True,)},
+        trajectory=False,
     )
     with_stack: bool = setting(
         False, "Python stacks in the traces: slow and large", applies={"enable_profiling": (True,)}, trajectory=False
@@ -80,8 +81,9 @@ def profiling_problems(config: ProfilingConfig, steps: int) -> Iterator[tuple[st
         elif config.profile_freq > steps:
             yield "profile_freq", f"no step would be traced, for training.steps = {steps} (set it to {steps} or less)"
     if config.enable_memory_snapshot and not torch.cuda.is_available():
-        text = "a snapshot is of CUDA's allocator; the CPU's keeps no record (set it to false; memory/max_resident is logged)"
-        yield "enable_memory_snapshot", text
+        yield "enable_memory_snapshot", (
+            "a snapshot is of CUDA's allocator; the CPU's keeps no record (set it to false; memory/max_resident is logged)"
+        )
 
 
 class Profiler:
@@ -112,9 +114,9 @@ class Profiler:
     @contextmanager
     def step(self, step: int) -> Iterator[bool]:
         """Surround a step of the loop; gives whether the profiler is on in it, so that its time means nothing."""
-        traced = self._in_window(step)
-        if traced and self._profile is None:
-            self._start(step)
+        if self._config.enable_profiling and step % self._config.profile_freq == self._first_of_window:
+            self._start()
+        traced = self._profile is not None
         yield traced
         if traced:
             with self._excluded():
@@ -138,22 +140,19 @@ class Profiler:
         if self._config.enable_memory_snapshot:
             torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _in_window(self, step: int) -> bool:
+    @property
+    def _first_of_window(self) -> int:
+        # A run that resumes after it leaves this window out: without a warm-up its trace would be distorted.
         config = self._config
-        if not config.enable_profiling:
-            return False
-        return (step - 1) % config.profile_freq >= config.profile_freq - config.profiler_warmup - config.profiler_active
+        return (config.profile_freq - config.profiler_warmup - config.profiler_active + 1) % config.profile_freq
 
-    def _start(self, step: int) -> None:
+    def _start(self) -> None:
         config, cuda = self._config, self._layout.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize()  # the work of the steps before counts in their time
-        # A resumed run may begin in the middle of a window.
-        left = config.profile_freq - (step - 1) % config.profile_freq
-        active = min(config.profiler_active, left)
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
-            schedule=schedule(wait=0, warmup=left - active, active=active, repeat=1),
+            schedule=schedule(wait=0, warmup=config.profiler_warmup, active=config.profiler_active, repeat=1),
             record_shapes=config.record_shapes,
             with_stack=config.with_stack,
         )
