@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Train: scripts/train.sh [CONFIG] [--section.key value ...]   (CONFIG: train_configs/digits.toml)
 #   NGPU=4 scripts/train.sh ...   that many processes
+#   --autotune                    find training.local_batch_size first; takes the options of
+#                                 scripts/autotune_batch_size.py, as --goal fastest --headroom 0.2
 #   --setup-only                  stop after setting up .venv
 # Other paths than CONFIG's are relative to the repository.
 set -euo pipefail
@@ -13,23 +15,45 @@ if [ $# -gt 0 ] && [[ $1 != --* ]]; then
     shift
 fi
 arguments=()
-for argument in "$@"; do
-    if [ "$argument" = --setup-only ]; then
-        set_up digits
-        exit 0
-    fi
-    arguments+=("$argument")
+autotune=
+search=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --setup-only)
+            set_up digits
+            exit 0
+            ;;
+        --autotune) autotune=1 ;;
+        --goal | --multiple-of | --max | --headroom | --memory | --timeout)
+            search+=("$1" ${2+"$2"})
+            [ $# -lt 2 ] || shift
+            ;;
+        --goal=* | --multiple-of=* | --max=* | --headroom=* | --memory=* | --timeout=* | --fresh) search+=("$1") ;;
+        *) arguments+=("$1") ;;
+    esac
+    shift
 done
+if [ -z "$autotune" ] && [ ${#search[@]} -gt 0 ]; then
+    echo "train.sh: ${search[0]%%=*} is an option of --autotune (add --autotune)" >&2
+    exit 2
+fi
 
 set_up digits
 cd "$root"
 [[ $config != "$root"/* ]] || config=${config#"$root"/}
 export NGPU=${NGPU:-1}
+if [ "$NGPU" != 1 ]; then
+    cores=$("$venv/bin/python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores / NGPU > 0 ? cores / NGPU : 1))}
+fi
+if [ -n "$autotune" ]; then
+    batch_size=$("$venv/bin/python" scripts/autotune_batch_size.py "$config" --processes "$NGPU" \
+        ${search[@]+"${search[@]}"} ${arguments[@]+"${arguments[@]}"})
+    arguments+=(--training.local_batch_size "$batch_size")
+fi
 "$venv/bin/python" train.py --check-only --job.config_file "$config" ${arguments[@]+"${arguments[@]}"}
 if [ "$NGPU" = 1 ]; then
     exec "$venv/bin/python" train.py --job.config_file "$config" ${arguments[@]+"${arguments[@]}"}
 fi
-cores=$("$venv/bin/python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores / NGPU > 0 ? cores / NGPU : 1))}
 exec "$venv/bin/python" -m torch.distributed.run --standalone --nproc_per_node "$NGPU" \
     train.py --job.config_file "$config" ${arguments[@]+"${arguments[@]}"}

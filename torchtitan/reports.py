@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from data import DATASETS
 from torchtitan.config_record import effective
-from torchtitan.distributed.agreement import from_first_rank
+from torchtitan.distributed.agreement import from_first_rank, highest_over_ranks
 from torchtitan.evaluation.pictures import image_grid, save_animation
 from torchtitan.evaluation.sampling import ImageSampler, balanced_labels, grid_labels
 from torchtitan.evaluation.validation import validation_loss
@@ -22,7 +22,14 @@ from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE, read_points
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
 from torchtitan.training.data_loading import validation_batches
-from torchtitan.training.hardware import device_name, memory_metrics, peak_tflops, reset_peak_memory
+from torchtitan.training.hardware import (
+    ALLOCATOR_RETRIES,
+    PEAK_MEMORY,
+    device_name,
+    memory_metrics,
+    peak_tflops,
+    reset_peak_memory,
+)
 from torchtitan.training.metrics import METRICS_FILE, MetricsLog, Stopwatch, cut_metrics, tail_medians
 from torchtitan.training.run_folder import versions
 
@@ -57,6 +64,8 @@ class Reports:
             trainer.model, trainer.objective, self._config.training.mixed_precision_param, self._device
         )
         self._results: dict[str, Any] = {}
+        self._peak_memory: float = 0.0  # GiB, of this rank, up to the last logged point
+        self._allocator_retries: float = 0
         self._log: MetricsLog | None = None
         if self._first:
             cut_metrics(trainer.folder.path / METRICS_FILE, trainer.step)
@@ -101,7 +110,7 @@ class Reports:
         """
         step = self._trainer.step
         metrics = self._trainer.window.reduce() | {"grad_norm": float(norm), "lr": lr}
-        metrics |= self._rates(step) | memory_metrics(self._device)
+        metrics |= self._rates(step) | self._memory()
         metrics["n_images_seen"] = self._trainer.data.next_sample
         if self._config.gns.grow_batch:
             metrics["global_batch_size"] = self._trainer.batch_size
@@ -198,6 +207,7 @@ class Reports:
         num_corrupt = trainer.corrupt_images.count()
         if num_corrupt:
             self._results["corrupt_images"] = num_corrupt
+        self._results |= self._memory_over_ranks()
         if self._first:
             self._animate()
             summary = self._summary(status) | {"seconds_since_start": round(training_seconds, 1)}
@@ -236,6 +246,17 @@ class Reports:
         if self._peak_tflops:
             rates["mfu(%)"] = 100.0 * tflops / self._peak_tflops
         return rates
+
+    def _memory(self) -> dict[str, float]:
+        metrics = memory_metrics(self._device)
+        self._peak_memory = max(self._peak_memory, metrics[PEAK_MEMORY[self._device.type]])
+        self._allocator_retries = metrics.get(ALLOCATOR_RETRIES, 0)
+        return metrics
+
+    def _memory_over_ranks(self) -> dict[str, float]:
+        """What the rank that needs most needed up to the last logged point; collective."""
+        peak, retries = highest_over_ranks(self._peak_memory, self._allocator_retries)
+        return {"peak_memory_GiB": round(peak, 6), "num_alloc_retries": int(retries)}
 
     def _draw(self, labels: Tensor, guidance_scale: float, purpose: str) -> Tensor:
         trainer, config = self._trainer, self._config.sampling

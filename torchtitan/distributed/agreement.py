@@ -28,6 +28,14 @@ def from_first_rank(function: Callable[..., Any], *args: Any) -> Any:
     return box[0]
 
 
+def highest_over_ranks(*values: float) -> list[float]:
+    """The maximum of each value over all ranks; collective."""
+    highest = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    return highest.tolist()
+
+
 class StopRequest:
     """A signal to any rank stops all ranks after the same step.
 

@@ -19,6 +19,10 @@ PEAK_TFLOPS_BF16 = {
     "B300": 2500.0,
 }
 
+# The tag of memory_metrics, by type of device, that says what a process took from the device.
+PEAK_MEMORY = {"cuda": "memory/max_reserved(GiB)", "cpu": "memory/max_resident(GiB)"}
+ALLOCATOR_RETRIES = "memory/num_alloc_retries"
+
 
 def device_name(device: torch.device) -> str:
     """The maker's name of a device, or the processor architecture and number of threads for the CPU."""
@@ -45,11 +49,11 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
         stats = torch.cuda.memory_stats(device)
         return {
             "memory/max_active(GiB)": stats["active_bytes.all.peak"] / 2**30,
-            "memory/max_reserved(GiB)": stats["reserved_bytes.all.peak"] / 2**30,
-            "memory/num_alloc_retries": stats["num_alloc_retries"],
+            PEAK_MEMORY["cuda"]: stats["reserved_bytes.all.peak"] / 2**30,
+            ALLOCATOR_RETRIES: stats["num_alloc_retries"],
             "memory/num_ooms": stats["num_ooms"],
         }
-    return {"memory/max_resident(GiB)": peak_resident_gib()}
+    return {PEAK_MEMORY["cpu"]: peak_resident_gib()}
 
 
 def peak_resident_gib() -> float:
