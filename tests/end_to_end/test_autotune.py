@@ -20,7 +20,7 @@ shape = [4, 32, 32]
 """
 CANDIDATES = [48, 96, 144]
 
-# Given to every rank as sitecustomize: in its first optimizer step rank 1 alone fails, or has no memory left from there.
+# Given to all ranks as sitecustomize: in its first optimizer step rank 1 alone fails, or has no more memory from there.
 OF_RANK_1 = """
 import os, resource, sys
 if os.environ.get("RANK") == "1" and any("train.py" in word for word in sys.orig_argv):

@@ -77,8 +77,8 @@ class ProbeFailed(Exception):
 def probe_config(config: JobConfig, goal: Goal, processes: int, folder: Path) -> tuple[JobConfig, list[str]]:
     """Make the short run that stands for a configuration.
 
-    It takes the same steps, without checkpoints, samples, validation, traces and event files. Where memory alone is asked for,
-    two microbatches a step stand for any number of them: the second finds the accumulated gradients in place.
+    It takes the same steps, without checkpoints, samples, validation, traces and event files. Where memory alone is asked
+    for, two microbatches a step stand for any number of them: the second finds the accumulated gradients in place.
 
     Args:
         config: with the batch size to try, resolved.
