@@ -92,6 +92,8 @@ def test_base_is_relative_to_the_file_and_its_seed_counts(tmp_path):
         ("processes = 8", "processes = 8\nrepeats = 0", "repeats: must be at least 1"),
         ("processes = 8", "processes = 8\nwarmup_steps = 4", "warmup_steps: 4 leaves none of training.steps = 4"),
         ("processes = 8", "processes = 8\nbase = 'no.toml'", "no.toml: no such file"),
+        ("processes = 8", "processes = 8\nautotune = true", "training.local_batch_size: is searched"),
+        ("processes = 8", "processes = 8\nautotune_goal = 'fastest'", "no effect while autotune is false"),
         ("processes = 8", "processes = = 8", "TOML syntax"),
         ("[fixed]", "[fixed]\ndebug.seed = 'one'", "debug.seed: must be an integer"),
     ],
@@ -168,7 +170,7 @@ def test_the_grids_that_come_with_the_program_are_valid(path, tmp_path):
     one_each = list({cell.arm(sweep.settings.order): cell for cell in sweep.cells}.values())
     refused = check_cells(sweep, one_each, tmp_path)
     assert all("dtype=float8" in cell for cell in refused)
-    published = {"dit_0.5B": 252, "dit_7B": 396, "cpu": 24}
+    published = {"dit_0.5B": 252, "dit_7B": 396, "dit_7B_autotune": 36, "cpu": 24}
     assert sum(cell.axes["dtype"] == "bfloat16" for cell in sweep.cells) == published[path.stem]
 
 

@@ -2,10 +2,13 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 import torchtitan.sweep.runner as runner
+import torchtitan.sweep.tuned_batch as tuned_batch
+from torchtitan.sweep.autotune import NothingFits
 from torchtitan.sweep.grid import SweepError, read_sweep
 from torchtitan.sweep.process import Outcome, Stopped
 from torchtitan.sweep.record import SweepFolder
@@ -162,3 +165,30 @@ def test_table_leaves_out_the_warm_up(tmp_path):
     # The median of 70, 90, 80: the point at step 4 is the mean of steps 3 and 4.
     assert first.split() == ["a", "ok", "80.00", "1.25"]
     assert second.split() == ["b", "oom", "-", "-", "out", "of", "memory"]
+
+
+def test_a_searched_batch_size_is_trained_and_recorded(tmp_path, monkeypatch):
+    path = tmp_path / "grid.toml"
+    table = SWEEP.replace("repeats = 2", "autotune = true\nautotune_goal = 'fastest'\nautotune_memory_gib = 2.0")
+    path.write_text(table.replace("training.local_batch_size = [1, 2, 4]\n", ""))
+    asked, trained = [], []
+
+    def search(arguments, processes, *, goal, memory_gib, cache, multiple_of, **options):
+        assert (processes, goal, memory_gib, multiple_of) == (1, "fastest", 2.0, 1)
+        assert cache == tmp_path / "results" / "autotune"
+        assert not any("local_batch_size" in argument for argument in arguments)
+        asked.append(arguments)
+        if "--activation_checkpoint.mode=none" in arguments:
+            raise NothingFits("batch 1 does not fit in 2 GiB")
+        return SimpleNamespace(batch_size=24)
+
+    def train(arguments, **options):
+        trained.append(arguments)
+        return Outcome("ok", "", 1.0, 0)
+
+    monkeypatch.setattr(tuned_batch, "autotune", search)
+    monkeypatch.setattr(runner, "run_processes", train)
+    none, full = run(read_sweep(path), tmp_path)
+    assert (none["status"], none["reason"]) == ("oom", "batch 1 does not fit in 2 GiB")
+    assert full["axes"] == {"activation_checkpoint.mode": "full", "training.local_batch_size": 24}
+    assert full["cell"] == "ac=full" and trained == [[*asked[1], "--training.local_batch_size=24"]]

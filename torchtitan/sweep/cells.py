@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtitan.config import ConfigError, load_config
 from torchtitan.config_sources import read_toml
-from torchtitan.sweep.grid import Cell, Sweep, SweepError
+from torchtitan.sweep.grid import BATCH_KEY, Cell, Sweep, SweepError
 
 SEED_KEY = "debug.seed"
 
@@ -44,6 +44,8 @@ def check_cells(sweep: Sweep, cells: list[Cell], folder: Path) -> dict[str, str]
     refused = {}
     for cell in cells:
         arguments = run_arguments(cell, 0, folder, sweep.base)
+        if sweep.settings.autotune:
+            arguments.append(f"--{BATCH_KEY}={sweep.settings.autotune_multiple_of}")
         try:
             config = load_config(arguments, cell.processes)
         except ConfigError as error:

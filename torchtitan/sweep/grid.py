@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan.config_schema import nearest, shown, validate_section
 from torchtitan.config_sources import read_toml, shown_file
@@ -51,6 +51,14 @@ class SweepSettings:
     order: str = setting(BATCH_KEY, "axis of rising memory: beyond a value that is out of memory, cells are skipped")
     hsdp_shard: int = setting(2, "shard degree of layout hsdp", ge=2)
     memory_limit_gib: float | None = setting(None, "memory of a process on the CPU, in GiB; Linux only", gt=0)
+    autotune: bool = setting(False, "search the batch size of every cell instead of having it as an axis")
+    autotune_goal: Literal["largest", "fastest"] = setting(
+        "largest", "largest that fits, or fastest", applies={"autotune": (True,)}
+    )
+    autotune_multiple_of: int = setting(1, "of which the batch size is a multiple", ge=1, applies={"autotune": (True,)})
+    autotune_memory_gib: float | None = setting(
+        None, "memory of a process, in GiB; needed on the CPU", gt=0, applies={"autotune": (True,)}
+    )
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,8 @@ def read_sweep(path: Path) -> Sweep:
         raise _error(path, f"base: {base}: no such file (it is relative to the sweep's file)")
     for problem in read_toml(str(base))[1] if base is not None else []:
         raise _error(path, f"base: {problem}")
+    if not settings.autotune and (given := [key for key in plain if key.startswith("autotune_")]):
+        raise _error(path, f"{given[0]}: has no effect while autotune is false (remove it, or set autotune = true)")
     table = plain | {name: _flat_table(path, name, document.get(name, {})) for name in ("fixed", "axes")}
     table["exclude"] = _excludes(path, document.get("exclude", []), table["axes"])
     sweep = Sweep(path, path.read_text(encoding="utf-8-sig"), table, settings, base)
@@ -175,6 +185,8 @@ def _check_axes(sweep: Sweep) -> None:
         raise _error(path, f"order: {shown(settings.order)} is no axis (there are: {', '.join(axes)})")
     if settings.order in axes and not _are_numbers(axes[settings.order]):
         raise _error(path, f"order: the values of axis {settings.order} are no numbers")
+    if settings.autotune and (BATCH_KEY in axes or BATCH_KEY in fixed):
+        raise _error(path, f"{BATCH_KEY}: is searched where autotune = true (remove one)")
     if settings.repeats > 1 and "debug.seed" in axes:
         raise _error(path, "axes.debug.seed: repeats > 1 choose seeds already (remove one)")
 

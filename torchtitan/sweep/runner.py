@@ -12,9 +12,10 @@ import torch
 from tqdm import tqdm
 
 from torchtitan.sweep.cells import check_cells, run_arguments, run_name
-from torchtitan.sweep.grid import Cell, Sweep, SweepError
+from torchtitan.sweep.grid import BATCH_KEY, Cell, Sweep, SweepError
 from torchtitan.sweep.process import Outcome, Stopped, run_processes
 from torchtitan.sweep.record import Row, SweepFolder
+from torchtitan.sweep.tuned_batch import tuned_batch_size
 
 RETRIED = ("failed", "timeout", "refused")
 
@@ -165,7 +166,7 @@ class _Workers:
 
     def _settle(self, task: Task) -> None:
         started = datetime.now().astimezone().isoformat(timespec="seconds")
-        seconds = 0.0
+        axes, seconds = task.cell.axes, 0.0
         if reason := self._plan.refused.get(task.cell.id):
             status = "refused"
         elif reason := self._out_of_memory_below(task.cell):
@@ -173,15 +174,15 @@ class _Workers:
         else:
             devices = self._acquire(task.cell.processes)
             try:
-                outcome = self._run(task, devices)
+                outcome, tuned = self._run(task, devices)
             finally:
                 self._release(devices)
-            status, reason, seconds = outcome.status, outcome.reason, outcome.seconds
+            axes, status, reason, seconds = axes | tuned, outcome.status, outcome.reason, outcome.seconds
         name = run_name(task.cell, task.repeat)
         row = {
-            "cell": task.cell.id, "name": name, "axes": task.cell.axes, "repeat": task.repeat,
-            "status": status, "reason": reason, "seconds": round(seconds, 2), "run": name,
-            "processes": task.cell.processes, "started": started,
+            "cell": task.cell.id, "name": name, "axes": axes, "repeat": task.repeat, "status": status,
+            "reason": reason, "seconds": round(seconds, 2), "run": name, "processes": task.cell.processes,
+            "started": started,
         }  # fmt: skip
         with self._lock:
             self._folder.add(row)
@@ -189,14 +190,25 @@ class _Workers:
             self._bar.update()
             tqdm.write(f"{status:<8}{seconds:7.1f} s  {name}  {reason}".rstrip(), file=sys.stderr)
 
-    def _run(self, task: Task, devices: list[int] | None) -> Outcome:
+    def _run(self, task: Task, devices: list[int] | None) -> tuple[Outcome, dict[str, Any]]:
+        """How a run ended, and the axes that were chosen for it."""
         settings, processes = self._sweep.settings, task.cell.processes
         arguments = run_arguments(task.cell, task.repeat, self._folder.path, self._folder.base)
-        return run_processes(
+        tuned: dict[str, Any] = {}
+        if settings.autotune:
+            found = tuned_batch_size(
+                arguments, processes, settings, cache=self._folder.path / "autotune", devices=devices, stop=self._stop
+            )
+            if isinstance(found, Outcome):
+                return found, tuned
+            tuned = {BATCH_KEY: found}
+            arguments = [*arguments, f"--{BATCH_KEY}={found}"]
+        outcome = run_processes(
             arguments, processes=processes, timeout_s=settings.timeout_s, environment=self._environment(processes),
             log=self._folder.path / "logs" / f"{run_name(task.cell, task.repeat)}.log",
             memory_limit_gib=settings.memory_limit_gib, devices=devices, stop=self._stop,
         )  # fmt: skip
+        return outcome, tuned
 
     def _environment(self, processes: int) -> dict[str, str]:
         if "OMP_NUM_THREADS" in os.environ:
