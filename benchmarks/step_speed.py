@@ -1,0 +1,178 @@
+"""A train step of this DiT against diffusers' `DiTTransformer2DModel`: python benchmarks/step_speed.py [--flavors ...]
+
+The same sizes, images of 3x32x32 (256 tokens), labels, loss, precision and optimizer (fused AdamW); only the model
+differs. Eager and compiled (ours block by block, as the trainer does; diffusers' as a whole), interleaved in one
+process, which goes first drawn at random, ratio pair by pair. Peak memory is that of a process of its own. With
+--profile the share of a step's time by kind of operation is kept too. Adds to benchmarks/results/step_speed.json.
+Needs diffusers.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+from torch import nn
+
+from benchmarks.trainer_overhead import CLASSES, SHAPE, interleaved, median_interval
+from torchtitan.distributed.compile import compile_blocks
+from torchtitan.models import MODELS
+from torchtitan.training.hardware import device_name, peak_resident_gib
+from torchtitan.training.run_folder import versions
+
+RESULTS = ROOT / "benchmarks" / "results" / "step_speed.json"
+
+# Fragments of operators' names, the first that fits counts.
+KINDS = {
+    "attention": ("scaled_dot_product", "flash_attention"),
+    "matrix products": ("addmm", "aten::mm", "bmm", "mkldnn", "linear"),
+    "optimizer": ("adam",),
+    "normalisation": ("layer_norm", "rms_norm"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flavors", nargs="+", default=["DiT-S/2", "DiT-B/2"])
+    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--memory-of", choices=("ours", "diffusers"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.memory_of:
+        print(peak_memory(arguments.memory_of, arguments.flavors[0], arguments.modes[0], arguments.batch, device))
+        return
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for flavor in arguments.flavors:
+        for mode in arguments.modes:
+            results[f"{flavor}, {mode}"] = found = measure(flavor, mode, arguments, device)
+            print(flavor, mode, json.dumps(found, indent=1))
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measure(flavor: str, mode: str, arguments: argparse.Namespace, device: torch.device) -> dict:
+    """Ratios of our step to diffusers', below 1 where ours is faster or smaller."""
+    models = {kind: build(kind, flavor, mode, device) for kind in ("ours", "diffusers")}
+    ours, theirs = (train_step(model, arguments.batch, device) for model in models.values())
+    times = interleaved(ours, theirs, arguments.pairs, device)
+    ratios = [one / other for one, other in times]
+    memory = {kind: memory_in_own_process(kind, flavor, mode, arguments.batch) for kind in models}
+    sizes = {kind: sum(parameter.numel() for parameter in model.parameters()) for kind, model in models.items()}
+    found = {
+        "batch": arguments.batch, "pairs": arguments.pairs,
+        "our_seconds": statistics.median(one for one, _ in times),
+        "diffusers_seconds": statistics.median(other for _, other in times),
+        "time_ratio": statistics.median(ratios), "time_ratio_95_percent": list(median_interval(ratios)),
+        "our_peak_GiB": memory["ours"], "diffusers_peak_GiB": memory["diffusers"],
+        "our_parameters": sizes["ours"], "diffusers_parameters": sizes["diffusers"],
+    }  # fmt: skip
+    if arguments.profile:
+        found["our_shares"], found["diffusers_shares"] = shares(ours), shares(theirs)
+    return found | {
+        "threads": torch.get_num_threads(), "device": device_name(device), "date": date.today().isoformat(),
+        "versions": versions() | {"diffusers": version("diffusers")},
+    }  # fmt: skip
+
+
+def build(kind: str, flavor: str, mode: str, device: torch.device) -> nn.Module:
+    """Either model as `model(x [B, C, H, W], t [B], classes [B])`, its prediction of as many channels."""
+    torch.manual_seed(0)
+    family = MODELS["dit"]
+    if kind == "ours":
+        model = family.build(family.flavors[flavor], SHAPE, CLASSES).to(device)
+        model.init_weights()
+        if mode == "compiled":
+            compile_blocks(model.blocks())
+        return model
+    from diffusers import DiTTransformer2DModel
+
+    sizes = family.flavors[flavor]
+    model = Transposed(
+        DiTTransformer2DModel(
+            num_attention_heads=sizes.num_heads, attention_head_dim=sizes.dim // sizes.num_heads, in_channels=SHAPE[0],
+            out_channels=SHAPE[0], num_layers=sizes.num_layers, sample_size=SHAPE[1], patch_size=sizes.patch_size,
+            num_embeds_ada_norm=CLASSES, norm_type="ada_norm_zero", activation_fn="gelu-approximate",
+            norm_elementwise_affine=False,
+        )
+    ).to(device)  # fmt: skip
+    if mode == "compiled":
+        model.compile()
+    return model
+
+
+class Transposed(nn.Module):
+    """diffusers' model, called as ours is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, t, classes):
+        return self.model(x, timestep=t, class_labels=classes, return_dict=False)[0]
+
+
+def train_step(model: nn.Module, batch: int, device: torch.device) -> Callable[[], None]:
+    """Forward, backward and fused AdamW on random images."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    generator = torch.Generator().manual_seed(1)
+
+    def step() -> None:
+        x0, noise = (torch.randn(batch, *SHAPE, generator=generator).to(device) for _ in range(2))
+        t = torch.rand(batch, generator=generator).to(device)
+        classes = torch.randint(CLASSES, (batch,), generator=generator).to(device)
+        mix = t[:, None, None, None]
+        output = model((1 - mix) * x0 + mix * noise, 999 * t, classes)
+        torch.nn.functional.mse_loss(output, noise - x0).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def shares(step: Callable[[], None]) -> dict[str, float]:
+    """Share of the operators' own time in three steps, by kind."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    on_device = torch.cuda.is_available()
+    if on_device:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(3):
+            step()
+    found: dict[str, float] = defaultdict(float)
+    for event in profiler.key_averages():
+        spent = event.self_device_time_total if on_device else event.self_cpu_time_total
+        name = event.key.lower()
+        kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
+        found[kind] += spent
+    total = sum(found.values())
+    return {kind: round(spent / total, 4) for kind, spent in sorted(found.items(), key=lambda item: -item[1])}
+
+
+def peak_memory(kind: str, flavor: str, mode: str, batch: int, device: torch.device) -> float:
+    """Peak GiB of this process (of the device on CUDA) after four steps."""
+    step = train_step(build(kind, flavor, mode, device), batch, device)
+    for _ in range(4):
+        step()
+    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else peak_resident_gib()
+
+
+def memory_in_own_process(kind: str, flavor: str, mode: str, batch: int) -> float:
+    command = [sys.executable, __file__, "--memory-of", kind, "--flavors", flavor, "--modes", mode, "--batch", str(batch)]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()
