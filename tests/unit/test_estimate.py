@@ -1,0 +1,168 @@
+"""The estimate of a run against numbers known from elsewhere."""
+
+import importlib.util
+import json
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.launcher import ROOT
+from torchtitan.config import load_config
+from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
+from torchtitan.estimate.memory import estimate_memory, model_on_meta
+from torchtitan.estimate.roofline import communication_bytes
+from torchtitan.estimate.simulation import simulate_step
+from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors
+
+SEVEN_B = [
+    "--model.flavor", "TorchDiTan-7B", "--data.name", "synthetic", "--data.shape", "[16, 64, 64]",
+    "--data.num_classes", "1000", "--training.local_batch_size", "1", "--training.mixed_precision_param", "bfloat16",
+]  # fmt: skip
+
+
+def config_of(*words: str, ranks: int = 1, flavor: str = "debug"):
+    return load_config(["--model.flavor", flavor, "--training.local_batch_size", "8", *words], ranks)
+
+
+def test_storages_of_a_small_network_are_those_counted_by_hand():
+    with FakeTensorMode(), LiveStorages() as live:
+        weight = torch.empty(10, 10, requires_grad=True)
+        live.hold([weight], PARAMETERS)
+        live.open_window("forward")
+        x = torch.empty(5, 10)
+        loss = (x @ weight).exp().view(-1).sum()  # kept: x, exp's output, the sum; x @ weight is let go
+        assert live.now() == {PARAMETERS: 400, ACTIVATIONS: 200 + 200 + 4}
+        live.open_window("backward")
+        loss.backward()
+        live.hold([weight.grad], GRADIENTS)
+        del loss
+        assert live.now() == {PARAMETERS: 400, ACTIVATIONS: 200, GRADIENTS: 400}
+    assert live.windows["forward"].total() == 400 + 3 * 200  # exp's input and output at once
+    # At the product that makes the weight's gradient: x, the gradient of x @ weight, exp's output or not, the loss.
+    assert 400 + 200 + 200 + 400 <= live.windows["backward"].total() <= 400 + 3 * 200 + 400 + 8
+
+
+def test_two_shallow_models_give_the_peak_of_a_deep_one_exactly():
+    for words, ranks in (
+        (["--activation_checkpoint.mode", "selective"], 4),
+        (["--parallelism.data_parallel_replicate_degree", "2"], 4),
+        (["--training.global_batch_size", "32", "--parallelism.data_parallel_replicate_degree", "2"], 2),
+        (["--activation_checkpoint.mode", "full", "--training.mixed_precision_param", "bfloat16"], 1),
+    ):
+        config = config_of("--model.num_layers", "9", *words, ranks=ranks)
+        whole = simulate_step(config, ranks)
+        found = estimate_memory(config, ranks)
+        assert found.total == whole.held["optimizer"] + whole.held["ema"] + max(
+            peak.total() for peak in whole.windows.values()
+        )
+        assert found.all_gradients == whole.held[GRADIENTS]
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 64])
+def test_shards_are_rows_rounded_up(ranks):
+    config = config_of(ranks=ranks)
+    model = model_on_meta(config)
+    tables = sum(buffer.nbytes for buffer in model.buffers())
+    rows = sum(4 * math.ceil(p.shape[0] / ranks) * (p.numel() // p.shape[0]) for p in model.parameters())
+    found = estimate_memory(config, ranks)
+    assert found.parameters == rows + tables
+    assert found.all_gradients == found.ema == rows
+    assert found.start_up == 4 * model.num_parameters()
+
+
+def test_ddp_adds_the_gradients_that_are_not_there_yet():
+    alone = estimate_memory(config_of(), 1)
+    copies = estimate_memory(config_of("--parallelism.data_parallel_replicate_degree", "2", ranks=2), 2)
+    assert alone.gradients < 0.1 * alone.all_gradients
+    assert copies.gradients == copies.all_gradients == alone.all_gradients
+    assert copies.total == alone.total - alone.gradients + alone.all_gradients
+
+
+def test_reduced_shards_are_gradients():
+    step = simulate_step(config_of(ranks=2), 2)
+    assert step.windows[0, "backward", 0][GRADIENTS] > 0.5 * step.held[GRADIENTS]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_optimizer_bytes_are_those_of_the_real_state(name):
+    config = config_of("--optimizer.name", name)
+    model = model_on_meta(config).to_empty(device="cpu")
+    parameters = dict(model.named_parameters())
+    optimizer = build_optimizer(parameters, config.optimizer, model.blocks())
+    materialise_state(optimizer)
+    state = optimizer_tensors(optimizer, parameters).values()
+    assert estimate_memory(config, 1).optimizer == sum(tensor.nbytes for tensor in state)
+
+
+def test_flops_are_those_of_the_counter():
+    model = model_on_meta(config_of(flavor="DiT-S/2"))
+    batch = 2
+    condition = torch.zeros(batch, dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        out = model(torch.empty(batch, *model.image_shape, device="meta"), torch.empty(batch, device="meta"), condition)
+        out.sum().backward()
+    assert batch * model.flops_per_image(model.image_shape) == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_checkpointing_keeps_less():
+    kept = [
+        estimate_memory(config_of("--model.num_layers", "12", "--activation_checkpoint.mode", mode), 1).activations
+        for mode in ("none", "selective", "full")
+    ]
+    assert kept[0] > 1.2 * kept[1] > 2 * kept[2]
+
+
+def test_bytes_sent_are_those_of_ring_collectives():
+    fsdp = config_of("--training.mixed_precision_param", "bfloat16", ranks=4)
+    assert communication_bytes(fsdp, 1000) == {"shard": 0.75 * 1000 * (2 + 2 + 4), "replicate": 0.0}
+    ddp = config_of("--parallelism.data_parallel_replicate_degree", "4", ranks=4)
+    assert communication_bytes(ddp, 1000) == {"shard": 0.0, "replicate": 2 * 0.75 * 4000}
+    hsdp = config_of("--parallelism.data_parallel_replicate_degree", "2", "--training.global_batch_size", "64", ranks=4)
+    assert communication_bytes(hsdp, 1000) == {"shard": 0.5 * 1000 * (2 * 2 * 4 + 4), "replicate": 2 * 0.5 * 2000}
+
+
+def run_script(*words: str) -> int:
+    spec = importlib.util.spec_from_file_location("estimate_script", ROOT / "scripts" / "estimate.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script.main(list(words))
+
+
+def test_command_estimates_seven_billion_parameters(tmp_path, capsys):
+    path = tmp_path / "seven_b.toml"
+    path.write_text("")
+    assert run_script(str(path), "--world-size", "64", "--device", "H200", "--json", *SEVEN_B) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_parameters"] == 7_128_547_904
+    assert found["flops_per_image"] == pytest.approx(3.118e13, rel=1e-3)
+    memory = found["memory"]
+    assert memory["total"] == sum(
+        memory[part] for part in ("parameters", "gradients", "optimizer", "ema", "activations", "communication")
+    )
+    assert memory["optimizer"] == pytest.approx(8 * found["num_parameters"] / 64, rel=2e-3)
+    time = found["time"]
+    assert time["images_per_second"] == pytest.approx(64 / time["step"])
+    assert time["device_hours"] == pytest.approx(64 * time["hours"])
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--device", "H2"], "is none of H200, H100"),
+        (["--device", "CPU", "--memory", "8"], "needs --tflops"),
+        (["--device", "H200", "--memory", "8"], "is for --device CPU"),
+        (["--device", "H200", "--compute", "1.5"], "at most 1"),
+        (["--device", "H200", "--model.flavour", "debug"], "did you mean"),
+    ],
+)
+def test_bad_words_are_refused_in_one_line(words, message, capsys):
+    try:
+        code = run_script(str(ROOT / "train_configs" / "digits.toml"), "--world-size", "2", *words)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

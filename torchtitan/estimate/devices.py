@@ -1,0 +1,39 @@
+"""What devices can do, as their makers state it."""
+
+from dataclasses import dataclass
+
+from torchtitan.training.hardware import PEAK_TFLOPS_BF16
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator in a node of several.
+
+    Attributes:
+        name: key of DEVICES, or "CPU" for numbers of the user's own.
+        memory_gib: memory that a process can see.
+        tflops_bf16, tflops_float32: dense peaks of matrix products; float32 without TF32, as torch multiplies.
+        memory_gb_per_s: bandwidth of the memory.
+        node_gb_per_s: of the links within a node, per device and direction.
+        network_gb_per_s: of the network between nodes, per device and direction.
+        per_node: devices of a node.
+    """
+
+    name: str
+    memory_gib: float
+    tflops_bf16: float
+    tflops_float32: float
+    memory_gb_per_s: float
+    node_gb_per_s: float
+    network_gb_per_s: float
+    per_node: int = 8
+
+
+# Sources: NVIDIA's data sheets of A100, H100 and H200 (SXM); DGX A100 (8 network ports of 200 Gb/s) and DGX H100, H200
+# (8 of 400 Gb/s). Memory is what CUDA reports of 40, 80 and 141 GB. NVLink: half of both directions.
+DEVICES = {
+    "H200": Device("H200", 139.8, PEAK_TFLOPS_BF16["H200"], 67.0, 4800.0, 450.0, 50.0),
+    "H100": Device("H100", 79.1, PEAK_TFLOPS_BF16["H100"], 67.0, 3350.0, 450.0, 50.0),
+    "A100-80": Device("A100-80", 79.1, PEAK_TFLOPS_BF16["A100"], 19.5, 2039.0, 300.0, 25.0),
+    "A100-40": Device("A100-40", 39.4, PEAK_TFLOPS_BF16["A100"], 19.5, 1555.0, 300.0, 25.0),
+}

@@ -1,0 +1,114 @@
+"""How long a training step takes at stated efficiencies."""
+
+from dataclasses import dataclass
+
+from torchtitan.config import JobConfig
+from torchtitan.estimate.devices import Device
+from torchtitan.estimate.memory import MemoryEstimate
+from torchtitan.models.base import DiffusionModel
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of a device's peaks that a step reaches, each in (0, 1].
+
+    Attributes:
+        compute: of the peak of matrix products, over forward and backward; well-tuned transformers reach 0.4 to 0.5 in
+            bfloat16.
+        memory: of the memory's bandwidth, in the optimizer and the averages.
+        link: of the links' bandwidth, in collectives.
+        overlap: share of communication that can hide behind compute; the rest is exposed always.
+    """
+
+    compute: float = 0.45
+    memory: float = 0.8
+    link: float = 0.8
+    overlap: float = 0.9
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step, and what follows.
+
+    Attributes:
+        compute: forward, backward and recomputation of all microbatches.
+        communication: all collectives, hidden or not.
+        optimizer: reading and writing weights, state and averages.
+        step: max(compute, overlap x communication) + (1 - overlap) x communication + optimizer.
+        images_per_second: of all ranks.
+        mfu: training FLOPs (recomputation not counted) / step / peak, a share.
+        hours, device_hours: of the whole run; sampling, validation and checkpoints not counted.
+    """
+
+    compute: float
+    communication: float
+    optimizer: float
+    step: float
+    images_per_second: float
+    mfu: float
+    hours: float
+    device_hours: float
+
+
+def estimate_step_time(
+    config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, device: Device, efficiency: Efficiency
+) -> StepTime:
+    """Roofline of a step: compute = FLOPs / (peak x efficiency), communication = bytes / (link x efficiency).
+
+    Args:
+        config: a resolved configuration.
+        model: it, on any device.
+        memory: of `estimate_memory`.
+        device: what it runs on.
+        efficiency: shares of the peaks.
+    """
+    layout, training = config.parallelism, config.training
+    world_size = layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree
+    peak = 1e12 * (device.tflops_bf16 if training.mixed_precision_param == "bfloat16" else device.tflops_float32)
+    images = training.global_batch_size / world_size  # of each rank
+    flops = images * model.flops_per_image(model.image_shape)
+    # A whole forward again; the products, which selective mode keeps, are all that is counted here.
+    repeated = 1 / 3 if config.activation_checkpoint.mode == "full" else 0.0
+    compute = (1 + repeated) * flops / (peak * efficiency.compute)
+    communication = _communication_seconds(config, model.num_parameters(), device) / efficiency.link
+    # Gradients are read; everything else is read and written.
+    moved = 2 * (memory.parameters + memory.optimizer + memory.ema) + memory.all_gradients
+    optimizer = moved / (1e9 * device.memory_gb_per_s * efficiency.memory)
+    step = max(compute, efficiency.overlap * communication) + (1 - efficiency.overlap) * communication + optimizer
+    hours = step * training.steps / 3600
+    return StepTime(
+        compute, communication, optimizer, step, training.global_batch_size / step, flops / (step * peak), hours,
+        world_size * hours,
+    )  # fmt: skip
+
+
+def communication_bytes(config: JobConfig, num_parameters: int) -> dict[str, float]:
+    """Bytes that each rank sends in one step, by group: "shard" and "replicate".
+
+    Ring collectives over n ranks send (n - 1) / n of the whole for a gather or a reduce-scatter, twice that for an
+    all-reduce. FSDP2 gathers the weights in the dtype of compute in every forward and every backward, and reduces
+    float32 gradients once a step; HSDP then sums the shards over the copies, DDP the whole gradient.
+    """
+    layout, training = config.parallelism, config.training
+    replicas, shards = layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree
+    microbatches = training.global_batch_size // (training.local_batch_size * replicas * shards)
+    gathers = 2 * microbatches * _DTYPE_BYTES[training.mixed_precision_param]
+    return {
+        "shard": (shards - 1) / shards * num_parameters * (gathers + 4) if shards > 1 else 0.0,
+        "replicate": 2 * (replicas - 1) / replicas * 4 * num_parameters / shards,
+    }
+
+
+def _communication_seconds(config: JobConfig, num_parameters: int, device: Device) -> float:
+    layout = config.parallelism
+    shards = layout.data_parallel_shard_degree
+    sent = communication_bytes(config, num_parameters)
+    # Ranks that share a copy are neighbours; copies of one shard are `shards` ranks apart.
+    reach = {"shard": shards, "replicate": shards * layout.data_parallel_replicate_degree}
+    links = {
+        group: device.node_gb_per_s if ranks <= device.per_node else device.network_gb_per_s
+        for group, ranks in reach.items()
+    }
+    return sum(count / (1e9 * links[group]) for group, count in sent.items() if count)
