@@ -12,11 +12,7 @@ from pathlib import Path
 from torchtitan.analysis.collect import NoRuns
 from torchtitan.analysis.findings import headlines
 from torchtitan.analysis.report import analyse, write_report
-
-
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")
+from torchtitan.command_line import OneLineParser
 
 
 def main(words: list[str] | None = None) -> int:

@@ -13,17 +13,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torchtitan.command_line import OneLineParser
 from torchtitan.config import ConfigError
 from torchtitan.config_sources import read_command_line
 from torchtitan.sweep.autotune import GOALS, MAX_BATCH_SIZE, NothingFits, autotune
 from torchtitan.sweep.autotune_candidates import AutotuneRefused
 from torchtitan.sweep.autotune_probe import ProbeFailed
 from torchtitan.sweep.autotune_record import RecordError
-
-
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(words: list[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.base import DatasetError
+from torchtitan.command_line import OneLineParser
 from torchtitan.config import ConfigError
 from torchtitan.evaluation.studies.branch_report import report
 from torchtitan.evaluation.studies.branch_test import open_test, run_test
@@ -22,11 +23,6 @@ from torchtitan.evaluation.studies.branch_training import LR_RULES, SCHEDULES
 from torchtitan.evaluation.studies.frame import StudyError
 from torchtitan.evaluation.trained_model import WeightsError
 from torchtitan.training.checkpoint import CheckpointError
-
-
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(words: list[str] | None = None) -> int:

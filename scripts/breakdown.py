@@ -12,13 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torchtitan.command_line import OneLineParser
 from torchtitan.training.breakdown import write_breakdown
 from torchtitan.training.trace import PROFILE_FOLDER, TraceError, find_trace
-
-
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(words: list[str] | None = None) -> int:

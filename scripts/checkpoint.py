@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from data import DATASETS
 from data.base import DatasetError
+from torchtitan.command_line import OneLineParser
 from torchtitan.config import ConfigError, JobConfig
 from torchtitan.evaluation.trained_model import load_run, read_config
 from torchtitan.models import MODELS
@@ -54,7 +55,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("list", help="the checkpoints of a run")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torchtitan.command_line import OneLineParser
 from torchtitan.config import ConfigError
 from torchtitan.config_record import unmet_condition
 from torchtitan.config_schema import validate_section
@@ -48,7 +49,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("source", type=Path, help="a run's folder, or a safetensors file of weights")
     add("--config", type=Path, help="the weights' configuration (for a safetensors file)")

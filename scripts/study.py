@@ -4,21 +4,16 @@ Results lie in RUN_FOLDER/studies/NAME: results.csv, pictures and summary.md. A 
 was.
 """
 
-import argparse
 import logging
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torchtitan.command_line import OneLineParser
 from torchtitan.config import ConfigError
 from torchtitan.evaluation.studies import STUDIES, load_study
 from torchtitan.evaluation.studies.frame import StudyError, add_run_options, open_run, run_study
-
-
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(words: list[str] | None = None) -> int:

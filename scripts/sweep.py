@@ -12,16 +12,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torchtitan.command_line import OneLineParser
 from torchtitan.sweep.cells import run_name
 from torchtitan.sweep.grid import SweepError, read_sweep
 from torchtitan.sweep.record import SweepFolder
 from torchtitan.sweep.runner import SweepPlan, plan_sweep, run_sweep
 from torchtitan.sweep.table import sweep_table
-
-
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(words: list[str] | None = None) -> int:
