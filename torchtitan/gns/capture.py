@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.diffusion import philox
@@ -296,13 +297,15 @@ class GradientTaps:
         blocks = -(-sum(counts) // 4)
         indices = torch.arange(step * blocks, (step + 1) * blocks, device=self._device)
         words = philox.random_words(self._seed, "gns_projection", indices, 4).flatten()[: sum(counts)]
-        shifts = torch.arange(_WORD_BITS, device=self._device)
+        # Looked up byte by byte, which takes a third of the time of shifting bits.
+        byte_signs = 2.0 * ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).to(self._device, self._dtype) - 1.0
+        signs_of_words = F.embedding(words.to(torch.int32).view(torch.uint8).int(), byte_signs).view(-1, _WORD_BITS)
         for (projection, factors), size, per_line, drawn in zip(
-            sides, sizes, words_per_line, words.split(counts), strict=True
+            sides, sizes, words_per_line, signs_of_words.split(counts), strict=True
         ):
-            bits = ((drawn.view(-1, per_line, 1) >> shifts[:size]) & 1).flatten(1)[:, :size]
-            signs = ((2.0 * bits - 1.0) / math.sqrt(size)).to(self._dtype)
-            projection.copy_((signs[:, None] * factors.T[..., None]).flatten(1))  # [rows, G, size] -> [rows, G size]
+            signs = drawn.reshape(-1, per_line * _WORD_BITS)[:, :size]
+            scaled = factors.T[..., None] / math.sqrt(size)  # [rows, G, 1]
+            torch.mul(signs[:, None], scaled, out=projection.view(len(signs), -1, size))
 
     def _collect(self, names: list[str], scale: float, *, products: bool = False) -> Tensor | None:
         """Add this microbatch's sums of some layers to the step's; their inner products [G, K, K] if wanted."""

@@ -136,8 +136,11 @@ class SketchTap(Function):
         a_right = x @ right[:-1].to(x.dtype)  # [B, T, G k]
         if ctx.has_bias:
             a_right = a_right + right[-1].to(x.dtype)
-        one_sided = _full(dy.mT @ a_right).unflatten(-1, (len(sums), -1)).permute(2, 0, 1, 3)  # [G, B, out, k]
-        sketches = left.unflatten(-1, (len(sums), 1, -1)).permute(1, 2, 3, 0) @ one_sided  # [G, B, m, k]
+        geometries, columns = len(sums), sums.shape[-1]
+        one_sided = _full(a_right.mT @ dy).unflatten(1, (geometries, -1)).transpose(0, 1)  # [G, B, k, out]
+        # One product per geometry: many narrow ones take ten times as long.
+        sketches = one_sided.flatten(1, 2) @ left.unflatten(-1, (geometries, -1)).transpose(0, 1)  # [G, B k, m]
+        sketches = sketches.unflatten(1, (-1, columns)).mT  # [G, B, m, k]
         return dy, None, sketches.square().sum((2, 3)), _by_bin(one_hot, sketches), None, None, None, None
 
 
