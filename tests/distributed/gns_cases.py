@@ -9,7 +9,7 @@ from tests.distributed.cases import make_trainer, remove, shared_folder
 from torchtitan.gns.raw_sums import read_sums
 
 GNS = (
-    "--gns.enable", "true", "--gns.num_bins", "4", "--gns.interval", "2", "--gns.sketch_size", "2",
+    "--gns.enable", "true", "--gns.num_bins", "4", "--gns.interval", "2", "--gns.sketch_size", "4",
     "--optimizer.lr", "1e-3",
 )  # fmt: skip
 

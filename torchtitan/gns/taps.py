@@ -132,12 +132,11 @@ class SketchTap(Function):
     @staticmethod
     def backward(ctx, dy):
         x, one_hot, left, right, sums = ctx.saved_tensors
-        # What is as large as the layer's own products is multiplied in the dtype of compute, and summed in float32.
-        a_right = x @ right[:-1].to(x.dtype)  # [B, T, G k]
+        a_right = _full(x @ right[:-1].to(x.dtype))  # [B, T, G k]; signs are exact in any dtype
         if ctx.has_bias:
-            a_right = a_right + right[-1].to(x.dtype)
+            a_right = a_right + right[-1]
         geometries, columns = len(sums), sums.shape[-1]
-        one_sided = _full(a_right.mT @ dy).unflatten(1, (geometries, -1)).transpose(0, 1)  # [G, B, k, out]
+        one_sided = (a_right.mT @ _full(dy)).unflatten(1, (geometries, -1)).transpose(0, 1)  # [G, B, k, out]
         # One product per geometry: many narrow ones take ten times as long.
         sketches = one_sided.flatten(1, 2) @ left.unflatten(-1, (geometries, -1)).transpose(0, 1)  # [G, B k, m]
         sketches = sketches.unflatten(1, (-1, columns)).mT  # [G, B, m, k]
