@@ -111,9 +111,7 @@ class Reports:
         step = self._trainer.step
         metrics = self._trainer.window.reduce() | {"grad_norm": float(norm), "lr": lr}
         metrics |= self._rates(step) | self._memory()
-        metrics["n_images_seen"] = self._trainer.data.next_sample
-        if self._config.gns.grow_batch:
-            metrics["global_batch_size"] = self._trainer.batch_size
+        metrics |= {"n_images_seen": self._trainer.data.next_sample, "global_batch_size": self._trainer.batch_size}
         num_corrupt = self._trainer.corrupt_images.count()
         if num_corrupt:
             metrics["data/corrupt_images"] = num_corrupt
