@@ -39,7 +39,7 @@ def abandon(folder: str, runs: list[dict]) -> None:
     left = []
     for run in runs:
         trainer = _trainer(folder, **run)
-        _leave_after(trainer, run.get("abandoned_at", ABANDONED_AT))
+        _leave_after(trainer, ABANDONED_AT)
         try:
             trainer.train()
         except Abandoned:
@@ -51,10 +51,13 @@ def abandon(folder: str, runs: list[dict]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _trainer(
-    folder: str, name: str, overrides: list[str], steps: int = STEPS, abandoned_at: int = 0, **layout
-) -> Trainer:
-    return make_trainer(folder, name, steps=steps, overrides=(*SAVED, *overrides), **layout)
+def _trainer(folder: str, name: str, overrides: list[str], steps: int = STEPS, **layout) -> Trainer:
+    trainer = make_trainer(folder, name, steps=steps, overrides=(*SAVED, *overrides), **layout)
+    if trainer.gns and trainer.config.gns.grow_batch:
+        # As if the noise scale became known and rose: when a real one does is a matter of the last bits.
+        update = trainer.gns._batch.update
+        trainer.gns._batch.update = lambda step, samples, lower: update(step, samples, 0.75 * step)
+    return trainer
 
 
 def _leave_after(trainer: Trainer, step: int) -> None:

@@ -15,7 +15,6 @@ from tests.launcher import run_on_ranks
 from torchtitan.gns.raw_sums import raw_files, read_sums
 from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor
 
-GROWN_SAVED = 60  # step of the checkpoint of the run whose batch grows
 LAYOUTS = {1: {"replicas": 1, "shards": 1}, 2: {"replicas": 2, "shards": 1}}
 SCHEDULE = LRSchedulerConfig(warmup_steps=5, decay_type="cosine")  # of every run
 RANKS = ["--gns.rank_gradients", "true"]
@@ -34,12 +33,9 @@ def runs_of(ranks: int) -> dict[str, dict]:
     # In one process rank gradients are microbatches', of which there must be two.
     return {
         "measured": layout | {"accumulation": 4 // ranks, "overrides": [*GNS, *RANKS]},
-        # A batch of 4 is below the noise scale, which 100 images tell.
-        "grown": layout | {"accumulation": 1, "steps": 200, "abandoned_at": GROWN_SAVED + 2, "overrides": [
-            *GNS, "--gns.grow_batch", "true", "--gns.growth_warmup", "0", "--gns.growth_interval", "6",
-            "--gns.num_bins", "2", "--gns.interval", "1", "--gns.half_life", "100000",
-            "--training.global_batch_size", "4", "--training.local_batch_size", str(4 // ranks),
-            "--checkpoint.interval", str(GROWN_SAVED),
+        "grown": layout | {"accumulation": 1, "steps": 60, "overrides": [
+            *GNS, "--gns.grow_batch", "true", "--gns.growth_warmup", "0", "--gns.growth_interval", "2",
+            "--gns.num_bins", "2", "--training.global_batch_size", "4", "--training.local_batch_size", str(4 // ranks),
         ]},
         "allocated": layout | {
             "accumulation": 1, "overrides": [*GNS, *ALLOCATE, "--training.local_batch_size", str(64 // ranks)],
@@ -65,8 +61,7 @@ def folder(request, tmp_path_factory) -> Path:
         run_on_ranks("tests.end_to_end.gns_runs:abandon", ranks, {"folder": str(path), "runs": killed})
     for run in killed:
         checkpoints = [found.name for found in (path / run["name"] / "checkpoint").iterdir()]
-        saved = GROWN_SAVED if "abandoned_at" in run else CHECKPOINT_INTERVAL
-        assert checkpoints == [f"step-{saved:08d}"] and not (path / run["name"] / "summary.json").exists()
+        assert checkpoints == [f"step-{CHECKPOINT_INTERVAL:08d}"] and not (path / run["name"] / "summary.json").exists()
     straight = [{"name": name, **run} for name, run in (runs_of(ranks) | unmeasured_of(ranks)).items()]
     run_on_ranks("tests.end_to_end.gns_runs:complete", ranks, {"folder": str(path), "runs": straight + killed})
     return path
@@ -134,14 +129,14 @@ def test_killed_between_measured_steps_and_resumed_run_equals_straight_run_bit_f
 def test_batch_grows_on_both_sides_of_the_kill_and_the_images_stay_as_many(folder):
     logged = [point for point in points(folder / "killed grown") if "grad_norm" in point]
     sizes = [point["global_batch_size"] for point in logged]
-    assert sizes[0] == 4 and 4 < sizes[GROWN_SAVED - 1] < max(sizes) and sizes[:-1] == sorted(sizes[:-1])
+    assert sizes[0] == 4 and 4 < sizes[CHECKPOINT_INTERVAL - 1] < max(sizes) and sizes[:-1] == sorted(sizes[:-1])
     assert [point["n_images_seen"] for point in logged] == [sum(sizes[: n + 1]) for n in range(len(sizes))]
-    assert sum(sizes) == 800
+    assert sum(sizes) == 240
     done = [sum(sizes[:n]) / 4 for n in range(len(sizes))]  # in steps of the first batch
-    rates = [lr_factor(SCHEDULE, int(n) + 1, 200) * 3e-3 * math.sqrt(size / 4) for n, size in zip(done, sizes, strict=True)]
+    rates = [lr_factor(SCHEDULE, int(n) + 1, 60) * 3e-3 * math.sqrt(size / 4) for n, size in zip(done, sizes, strict=True)]
     assert [point["lr"] for point in logged] == pytest.approx(rates, rel=1e-12)
     summary = json.loads((folder / "killed grown" / "summary.json").read_text())
-    assert (summary["step"], summary["progress"], summary["n_images_seen"]) == (len(sizes), 200, 800)
+    assert (summary["step"], summary["progress"], summary["n_images_seen"]) == (len(sizes), 60, 240)
 
 
 def test_allocation_changes_the_shares_on_both_sides_of_the_kill(folder):

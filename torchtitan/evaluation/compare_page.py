@@ -220,7 +220,7 @@ class _Page:
 
     def _steps(self, run: RunRecord) -> str:
         planned = as_number(run.settings.get("training.steps"))
-        same = planned is None or planned == run.summary.get("progress", run.last_step)
+        same = planned is None or planned == (run.summary or {}).get("progress", run.last_step)
         return f"{run.last_step:,}" + ("" if same else f" of {planned:,}")
 
     # ------------------------------------------------------------------ curves
