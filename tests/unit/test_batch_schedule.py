@@ -1,6 +1,7 @@
 """The batch that grows with the noise scale: when, how far, and that nothing else of a step changes."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -122,7 +123,7 @@ def test_the_run_ends_after_the_images_that_it_was_to_see(tmp_path, monkeypatch)
     trainer.close()
 
 
-def test_noise_between_bins_does_not_count_where_batches_are_stratified():
+def test_noise_between_bins_does_not_count_where_batches_are_stratified(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     means = torch.tensor([[3.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
     pool = Pool(2, 1, 1e9)
@@ -143,6 +144,11 @@ def test_noise_between_bins_does_not_count_where_batches_are_stratified():
     assert stratified.b_simple.item() == pytest.approx(2.0 / 4.5, rel=0.05)
     for found in (independent, stratified):
         assert 0.8 * found.b_simple < found.lower < found.b_simple < found.upper < 1.25 * found.b_simple
+    # A signal that is not positive says nothing, whatever the other way to put bins together says.
+    monkeypatch.setattr(pool._whole["plain", "sketch"], "estimate", lambda: replace(stratified, b_simple=-stratified.b_simple))
+    unknown = pool.whole("plain", "sketch", mass, True)
+    assert (unknown.lower.item(), unknown.upper.item(), unknown.unbounded.item()) == (0.0, math.inf, True)
+    monkeypatch.undo()
     # Taken as independent draws, half of whose pairs would be of one bin, the signal comes out too small.
     assert pool.whole("plain", "sketch").signal.item() == pytest.approx((112 * 9) / 240, rel=0.03)
 

@@ -81,7 +81,8 @@ class Pool:
 
         Without `mass` samples are taken as independent draws of the objective's timesteps. With it the bins are put
         together by `whole_objective`, which knows of stratified batches and of shares that are not the masses; the
-        interval keeps the relative width that it has without, since what differs are not the samples.
+        interval keeps the relative width that it has without, since what differs are not the samples; where either
+        signal is not positive, nothing is known.
 
         Args:
             geometry, estimator: which.
@@ -93,9 +94,11 @@ class Pool:
             return found
         parts = whole_objective(self._by_bin[geometry, estimator].sums(), mass, stratified)
         ratio = parts.b_simple / found.b_simple
+        known = ratio > 0  # or else a signal is not positive, and no interval follows from the other's
         return replace(
             found, signal=parts.signal[None], noise=parts.noise[None], b_simple=parts.b_simple[None],
-            lower=found.lower * ratio, upper=found.upper * ratio,
+            lower=torch.where(known, found.lower * ratio, 0.0), upper=torch.where(known, found.upper * ratio, torch.inf),
+            unbounded=found.unbounded | ~known,
         )  # fmt: skip
 
     def parts_of_whole(self, geometry: str, mass: Tensor, stratified: bool) -> dict[str, float]:

@@ -132,7 +132,7 @@ class SketchTap(Function):
     @staticmethod
     def backward(ctx, dy):
         x, one_hot, left, right, sums = ctx.saved_tensors
-        a_right = _full(x @ right[:-1].to(x.dtype))  # [B, T, G k]; signs are exact in any dtype
+        a_right = _full(x @ right[:-1].to(x.dtype))  # [B, T, G k]
         if ctx.has_bias:
             a_right = a_right + right[-1]
         geometries, columns = len(sums), sums.shape[-1]
