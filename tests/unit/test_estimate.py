@@ -77,7 +77,8 @@ def test_ddp_adds_the_gradients_that_are_not_there_yet():
     copies = estimate_memory(config_of("--parallelism.data_parallel_replicate_degree", "2", ranks=2), 2)
     assert alone.gradients < 0.1 * alone.all_gradients
     assert copies.gradients == copies.all_gradients == alone.all_gradients
-    assert copies.total == alone.total - alone.gradients + alone.all_gradients
+    # With all gradients there all the time, the peak may lie at another operation: where activations alone are highest.
+    assert alone.total - alone.gradients <= copies.total - copies.all_gradients <= alone.total
 
 
 def test_reduced_shards_are_gradients():

@@ -88,6 +88,21 @@ def test_composite_recovers_the_ratio_of_token_to_modulation(geometry):
     assert of_signal.item() == pytest.approx(2.25, rel=1e-12)
 
 
+@pytest.mark.parametrize("geometry", [0, 1])
+def test_composite_takes_the_slope_over_steps_and_not_the_ratio_of_the_means(geometry):
+    """The token part's signal is 3 times the modulation part's and an offset, another one in every bin."""
+    composite = Composite(BINS, geometry, half_life=100.0)
+    for step in range(1, 6):
+        sums = made_up(step, measured=True)
+        own = sums.products[MODULATION] - sums.squares[MODULATION].diag_embed()
+        sums.products[TOKEN] = 3.0 * own + 2.0 * sums.pairs * torch.tensor([0.5, 1.0, -0.2]).diag()
+        sums.products[TOKEN] += sums.squares[TOKEN].diag_embed()
+        composite.add(replace(sums, sketched=sums.products, corrections=torch.zeros_like(sums.products)))
+        if step == 1:
+            assert abs(composite.token_to_modulation()[1].item() - 3.0) > 0.1
+    assert composite.token_to_modulation()[1].item() == pytest.approx(3.0, rel=1e-9)
+
+
 def test_composite_equals_sketch_where_the_token_part_is_a_multiple_of_the_modulation():
     pool = Pool(BINS, GEOMETRIES, half_life=100.0)
     for step in range(1, 13):

@@ -1,13 +1,14 @@
 """The whole model's noise scale from few steps with sketches and many without: a regression estimate.
 
-On every step the free parts of the model are measured, and the modulation part times a ratio learned on measured steps
+On every step the free parts of the model are measured, and the modulation part times a slope learned on measured steps
 stands in for the token part: a proxy F of the whole model W. On measured steps W itself is known. With bars for pooled
 means,
 
     W_all ~ W_measured + (F_all - F_measured),
 
-which is unbiased bin by bin whatever the ratio is, since the correction has mean zero; the ratio decides how much of
-the sampling error it takes away. Source: double sampling with regression, Cochran, "Sampling techniques", chapter 12.
+which is unbiased bin by bin whatever the slope is, since the correction has mean zero; the slope decides how much of
+the sampling error it takes away, most where it is that of the token part's regression on the modulation part over
+steps. Source: double sampling with regression, Cochran, "Sampling techniques", chapter 12.
 """
 
 import math
@@ -38,8 +39,8 @@ class Composite:
         """
         self.num_bins, self._geometry, self._half_life, self._ramp = num_bins, geometry, half_life, ramp
         self._seen = torch.zeros(num_bins, dtype=torch.float64)
-        # Samples, pairs, and of token and modulation part the squares and the pairs' products.
-        self._parts = torch.zeros(6, num_bins, dtype=torch.float64)
+        # Of the token and the modulation part: second moments, then signals.
+        self._parts = RatioMoments.of(torch.zeros(num_bins, 4, 2, dtype=torch.float64))
         self._ratios = RatioMoments.of(torch.zeros(num_bins, 6, 2, dtype=torch.float64))
         self._fourth_powers = torch.zeros(num_bins, dtype=torch.float64)
         self._all = PairSums.zeros(num_bins)  # F since the last measured step
@@ -79,21 +80,28 @@ class Composite:
         )
 
     def token_to_modulation(self) -> tuple[Tensor, Tensor]:
-        """Ratio of the token to the modulation part: of the second moment [K], of the signal; NaN before any is known."""
-        count, pairs, token_squares, token_products, squares, products = self._parts
-        # A bin's weight is the inverse of its second moment, so that no bin's scale decides.
-        weight = torch.where(pairs > 0, count / ((token_squares + squares) * pairs), 0.0)
-        # The signal's ratio only sets how much is gained, and is not negative but by the error of a few samples.
-        return token_squares / squares, ((weight * token_products).sum() / (weight * products).sum()).clamp(0.0, 100.0)
+        """What the modulation part is multiplied by: for the second moment [K], for the signal; NaN before any is known."""
+        token_squares, squares, token_signal, signal = self._parts.ratios.unbind(-1)
+        # A bin's weight is the inverse of its second moment squared, so that no bin's scale decides.
+        weight = self._parts.first[:, 3, 1] / (token_squares + squares) ** 2
+        covariance = self._parts.covariance[:, 2:, 2:]
+        slope = _weighted_sum(weight, covariance[:, 0, 1]) / _weighted_sum(weight, covariance[:, 1, 1])
+        of_means = _weighted_sum(weight.sqrt(), token_signal) / _weighted_sum(weight.sqrt(), signal)
+        # One measured step has no covariance yet. Neither is negative but by the error of a few samples.
+        return token_squares / squares, torch.where(slope.isfinite(), slope, of_means).clamp(0.0, 100.0)
 
     def _learn_ratios(self, sums: StepSums) -> None:
-        of_parts = []
+        second_moments, signals = [], []
+        pairs = sums.all_pairs.diagonal()
         for part in (_TOKEN, _MODULATION):
             squares = sums.squares[part, self._geometry]
-            of_parts += [squares, sums.all_products[part, self._geometry].diagonal() - squares]
-        found = torch.stack((sums.count, sums.all_pairs.diagonal(), *of_parts))
+            second_moments.append(torch.stack((squares, sums.count), dim=-1))
+            products = sums.all_products[part, self._geometry].diagonal()
+            signals.append(torch.stack((products - squares, pairs), dim=-1))
+        found = torch.stack(second_moments + signals, dim=1)  # [K, 4, 2]
         if found.isfinite().all():
-            self._parts = self._parts * kept_share(sums.count, self._seen, self._half_life, self._ramp) + found
+            kept = kept_share(sums.count, self._seen, self._half_life, self._ramp)
+            self._parts = self._parts.decayed(kept) + RatioMoments.of(found)
 
     def _close_entry(self, sums: StepSums, proxy: PairSums) -> None:
         squares, products = sums.squares[:, self._geometry].sum(0), sums.all_products[:, self._geometry].sum(0)
@@ -113,13 +121,15 @@ class Composite:
     def load_state_dict(self, state: dict[str, list]) -> None:
         """Go on from a state of as many bins."""
         found = {name: torch.tensor(state[name], dtype=torch.float64) for name in self._tensors()}
-        self._seen, self._parts, self._fourth_powers = found["seen"], found["parts"], found["fourth_powers"]
+        self._seen, self._fourth_powers = found["seen"], found["fourth_powers"]
+        self._parts = RatioMoments(found["parts_first"], found["parts_second"])
         self._ratios = RatioMoments(found["ratios_first"], found["ratios_second"])
         self._all = PairSums(*(found[name] for name in ("count", "squares", "products", "pairs")))
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
-            "seen": self._seen, "parts": self._parts, "fourth_powers": self._fourth_powers,
+            "seen": self._seen, "fourth_powers": self._fourth_powers,
+            "parts_first": self._parts.first, "parts_second": self._parts.second,
             "ratios_first": self._ratios.first, "ratios_second": self._ratios.second, **vars(self._all),
         }  # fmt: skip
 
@@ -128,6 +138,11 @@ def _pairs_of_ratios(sums: PairSums) -> Tensor:
     """(numerator, weight) of the second moment and of the signal, [K, 2, 2]."""
     signal = torch.stack((sums.products.diagonal() - sums.squares, sums.pairs.diagonal()), dim=-1)
     return torch.stack((torch.stack((sums.squares, sums.count), dim=-1), signal), dim=-2)
+
+
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """Over the bins that have a weight and a finite value."""
+    return torch.where((weights > 0) & values.isfinite(), weights * values, 0.0).sum()
 
 
 def _finite(covariance: Tensor) -> Tensor:

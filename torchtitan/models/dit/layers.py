@@ -30,9 +30,9 @@ class Block(nn.Module):
         modulation = self.modulation(c)[:, None].chunk(6, dim=-1)  # six of [B, 1, D]
         attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = modulation
         h = _modulate(self.attention_norm(x), attention_shift, attention_scale)
-        x = x + attention_gate * self.attention(h, rotary)
+        x = torch.addcmul(x, attention_gate, self.attention(h, rotary))
         h = _modulate(self.mlp_norm(x), mlp_shift, mlp_scale)
-        return x + mlp_gate * self.mlp(h)  # [B, T, D]
+        return torch.addcmul(x, mlp_gate, self.mlp(h))  # [B, T, D]
 
 
 class OutputLayer(nn.Module):
@@ -201,7 +201,7 @@ def _grid_angles(count: int, grid: tuple[int, int], theta: float) -> tuple[Tenso
 
 
 def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return x * (1 + scale) + shift
+    return torch.addcmul(shift, x, 1 + scale)
 
 
 def _norm(config: DiTConfig) -> nn.Module:
