@@ -1,0 +1,82 @@
+"""Speed and memory of every size of model on this device: python benchmarks/flavors.py [--flavors DiT-S/2 ...]
+
+The grid of train_configs/sweeps/flavors.toml, precision x compile x activation checkpointing, each cell in a process of
+its own; a cell that runs out of memory is a row too. Started again, it goes on where it was. Medians over the steps
+after the warm-up with the interval between two order statistics (five steps: 93.75 %). Adds to
+benchmarks/results/flavors.json and prints the table of what is there.
+"""
+
+import argparse
+import json
+import sys
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+from torchtitan.analysis.measures import measure_run
+from torchtitan.evaluation.run_record import read_run
+from torchtitan.sweep.grid import read_sweep
+from torchtitan.sweep.record import SweepFolder
+from torchtitan.sweep.runner import plan_sweep, run_sweep
+from torchtitan.training.hardware import device_name
+from torchtitan.training.run_folder import versions
+
+SWEEP = ROOT / "train_configs" / "sweeps" / "flavors.toml"
+RESULTS = ROOT / "benchmarks" / "results" / "flavors.json"
+QUANTITIES = ("images_per_second", "step_seconds", "mfu_percent", "memory_gib")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flavors", nargs="+", help="some of the file's (default: all)")
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "flavors", help="folder of the runs")
+    parser.add_argument("--memory-limit", type=float, help="of a process on the CPU, in GiB; beyond, a cell is oom")
+    arguments = parser.parse_args()
+    sweep, folder = read_sweep(SWEEP), SweepFolder(arguments.output)
+    sweep.settings.memory_limit_gib = arguments.memory_limit
+    plan = plan_sweep(sweep, folder, only={"model.flavor": arguments.flavors} if arguments.flavors else None)
+    run_sweep(sweep, folder, plan)
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    measured = {
+        "device": device_name(device), "threads": torch.get_num_threads(), "date": date.today().isoformat(),
+        "versions": versions(),
+    }  # fmt: skip
+    for task in plan.tasks:
+        row = plan.rows[task.key]
+        run = arguments.output / row["run"]
+        medians = measure_run(read_run(run), sweep.settings.warmup_steps) if row["status"] == "ok" else {}
+        values = {
+            name: [medians[name].value, medians[name].lower, medians[name].upper]
+            for name in QUANTITIES
+            if name in medians
+        }
+        found[row["name"]] = {"axes": row["axes"], "status": row["status"], "reason": row["reason"]} | values | measured
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    print_table(found)
+
+
+def print_table(rows: dict[str, dict]) -> None:
+    print("| model | precision | compile | activation checkpointing | images/s | MFU, % | GiB |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows.values():
+        axes = row["axes"]
+        cells = [
+            axes["model.flavor"], axes["dtype"], "yes" if axes["compile.enable"] else "no",
+            axes["activation_checkpoint.mode"],
+        ]  # fmt: skip
+        if row["status"] == "ok":
+            low, high = row["images_per_second"][1:]
+            cells.append(f"{row['images_per_second'][0]:.3g} [{low:.3g}, {high:.3g}]")
+            cells += [f"{row['mfu_percent'][0]:.1f}" if "mfu_percent" in row else "", f"{row['memory_gib'][0]:.2f}"]
+        else:
+            cells += [row["status"], "", ""]
+        print(f"| {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
