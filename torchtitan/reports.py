@@ -68,10 +68,7 @@ class Reports:
         self._allocator_retries: float = 0
         self._log: MetricsLog | None = None
         if self._first:
-            cut_metrics(trainer.folder.path / METRICS_FILE, trainer.step)
-            self._log = MetricsLog(
-                trainer.folder.path, self._config.metrics, self._config.job.name, effective(self._config), trainer.step
-            )
+            self._open_log()
             self._introduce()
         self._bar = tqdm(
             total=self._config.training.steps, initial=trainer.progress, unit="step", dynamic_ncols=True, smoothing=0.05,
@@ -79,8 +76,29 @@ class Reports:
         )
         self._started = time.perf_counter()
         self._watch = Stopwatch()
-        self._step_of_last_lap, self._images_of_last_lap = trainer.step, trainer.data.next_sample
-        self._waited_at_last_lap = 0.0
+        self._start_lap()
+
+    def rewind(self) -> None:
+        """Go on from the trainer's step, which lies before what was reported last."""
+        if self._first:
+            self._log.close()
+            self._open_log()
+        self._bar.n = self._trainer.progress
+        self._bar.refresh()
+        self._watch.lap()
+        self._start_lap()
+
+    def _open_log(self) -> None:
+        trainer, config = self._trainer, self._config
+        cut_metrics(trainer.folder.path / METRICS_FILE, trainer.step)
+        self._log = MetricsLog(
+            trainer.folder.path, config.metrics, config.job.name, effective(config), trainer.step
+        )
+
+    def _start_lap(self) -> None:
+        data = self._trainer.data
+        self._step_of_last_lap, self._images_of_last_lap = self._trainer.step, data.next_sample
+        self._waited_at_last_lap = data.data_seconds
 
     def excluded(self) -> AbstractContextManager:
         """What runs inside is not training time."""
@@ -115,6 +133,8 @@ class Reports:
         num_corrupt = self._trainer.corrupt_images.count()
         if num_corrupt:
             metrics["data/corrupt_images"] = num_corrupt
+        if self._trainer.guard.skipped:
+            metrics["skipped_steps"] = self._trainer.guard.skipped
         reset_peak_memory(self._device)
         if not self._first:
             return
@@ -304,6 +324,8 @@ class Reports:
             "step": trainer.step,
             **({"progress": trainer.progress} if self._config.gns.grow_batch else {}),
             "n_images_seen": trainer.data.next_sample,
+            **({"skipped_steps": trainer.guard.skipped} if trainer.guard.skipped else {}),
+            **({"rollbacks": trainer.guard.rollbacks} if trainer.guard.rollbacks else {}),
             "layout": trainer.layout.describe(),
             "device": device_name(self._device),
             "num_parameters": self._num_parameters(),

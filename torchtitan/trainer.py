@@ -26,6 +26,7 @@ from torchtitan.distributed.parallelize import (
     gradient_norm,
     named_parameters,
     parallelize,
+    release_unsharded,
 )
 from torchtitan.distributed.precision import compute_context
 from torchtitan.gns.batch_schedule import lr_multiple
@@ -39,9 +40,11 @@ from torchtitan.training.checkpoint import Checkpointer, checkpoint_path, checkp
 from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData, microbatches_per_step
 from torchtitan.training.ema import EMABank
-from torchtitan.training.faults import FiniteCheck
+from torchtitan.training.faults import TrainingError
 from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.metrics import LossWindow
+from torchtitan.training.non_finite import Watch, over_ranks, watched
+from torchtitan.training.numerical_guard import NumericalGuard, StepSamples
 from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors, set_lr
 from torchtitan.training.profiling import Profiler
 from torchtitan.training.run_folder import RunFolder
@@ -111,7 +114,7 @@ class Trainer:
         self.gns = self._build_gns(edges, taps) if config.gns.enable else None
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
         self.window = LossWindow(self.bin_edges)
-        self.finite = FiniteCheck()
+        self.guard = NumericalGuard(config.training.max_skipped_steps, config.training.spike_threshold, layout.device)
         self.step = 0
         self.progress = 0  # in steps of training.global_batch_size: ahead of `step` once the batch has grown
         self.batch_size = config.training.global_batch_size  # of the step just made
@@ -129,7 +132,7 @@ class Trainer:
             0, or 128 + the signal's number after a run that a signal interrupted and that was saved.
         """
         self._settle_gradient_buckets()
-        signal_number = 0
+        signal_number, save_due = 0, False
         with StopRequest() as stop:
             while not (self.last_step or signal_number):
                 self.step += 1
@@ -137,14 +140,22 @@ class Trainer:
                     with self.reports.excluded_step() if traced else nullcontext():
                         norm, lr = self.train_step()
                     self._report(norm, lr)
+                save_due |= self._due(self.config.checkpoint.interval)
+                if save_due:
+                    self.guard.settle()
+                if self.guard.exhausted:
+                    self._recover()
+                    save_due = False
+                    continue
                 if self.config.validation.enable and self._due(self.config.validation.interval):
                     self.reports.validate()
                 if self.config.sampling.enable and self._due(self.config.sampling.interval):
                     self.reports.sample_grid()
                 signal_number = stop.poll()
-                if self.config.checkpoint.enable and (signal_number or self._due(self.config.checkpoint.interval)):
-                    self._save()
-        self.finite.raise_if_broken()
+                if signal_number or self.last_step or (save_due and not self.guard.in_doubt):
+                    save_due = False
+                    if self.config.checkpoint.enable:
+                        self._save()
         if self.gns:
             self.gns.flush()
         self.reports.finish("interrupted" if signal_number else "completed")
@@ -159,12 +170,13 @@ class Trainer:
             self.reports.advance()
 
     def train_step(self) -> tuple[Tensor, float]:
-        """One optimizer step; returns the gradient norm before clipping and the learning rate."""
+        """One optimizer step, unless the guard has it skipped; returns the gradient norm before clipping and the rate."""
         config = self.config
         factor = self.batch_factor
         self.batch_size = factor * config.training.global_batch_size
         samples = GlobalBatch(self.data.next_sample, self.batch_size, self.data.attempt)
         microbatches = factor * self.data.microbatches_per_step
+        where = StepSamples(self.step, samples.first_sample, samples.attempt, microbatches)
         if self.gns:
             self.gns.begin_step(self.step, self.optimizer.state, config.optimizer.beta2)
         for number in range(microbatches):
@@ -176,9 +188,9 @@ class Trainer:
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.progress + 1, config.training.steps)
         lr *= lr_multiple(factor)
         set_lr(self.optimizer, lr)
-        self.finite.record(self.step, norm)
+        skip = self.guard.judge(where, norm)
         with record_function("optimizer"):
-            self.optimizer.step()
+            self.optimizer.step(skip)
             self.optimizer.zero_grad(set_to_none=True)
         self.progress += factor
         with record_function("ema"):
@@ -211,6 +223,7 @@ class Trainer:
             if self.gns:
                 self.gns.end_microbatch(terms.loss, microbatches, list(self.parameters.values()), samples, number)
             self.window.add(terms)
+            self.guard.add_loss(terms.loss, microbatches)
 
     def _treat_gradients(self, microbatches: int) -> Tensor:
         """Measure the step's gradients, then clip them; returns their norm before that."""
@@ -250,6 +263,54 @@ class Trainer:
 
     def _due(self, interval: int) -> bool:
         return self.step % interval == 0 or self.last_step
+
+    # ------------------------------------------------------------------ faults
+
+    def _recover(self) -> None:
+        """Go back to the last good checkpoint and on with other draws; collective.
+
+        Raises:
+            TrainingError: there is no checkpoint, or the run has gone back to it before; says where the fault is.
+        """
+        guard, fault = self.guard, self.guard.last_skipped
+        step = self.checkpointer.newest() if self.config.checkpoint.enable else None
+        if step is None or not guard.may_roll_back_to(step):
+            before = "there is no checkpoint to go back to" if step is None else f"step {step} was gone back to before"
+            raise TrainingError(
+                f"step {fault.step}: {guard.reason}, as in too many steps before, and {before}; {self._locate(fault)} (a "
+                "lower optimizer.lr, a longer lr_scheduler.warmup_steps or model.qk_norm = true may help)"
+            )
+        if self.layout.rank == 0:
+            logger.warning(f"step {fault.step}: {guard.reason}; back to the checkpoint of step {step}, on with other draws")
+        attempt = self.data.attempt + 1
+        self._resume(step)
+        self.data.attempt = attempt
+        release_unsharded(self.model)
+        guard.rolled_back(step)
+        self.reports.rewind()
+
+    def _locate(self, fault: StepSamples) -> str:
+        """Repeat a step with every module watched: the first value on each rank that is not finite; collective."""
+        watch, gradients = Watch(), Watch()
+        watch.see_all(self.parameters.items(), "parameter {}")
+        for batch in self.data.again(fault.first_sample, fault.attempt, fault.microbatches):
+            images, indices, labels = self._to_device(batch)
+            first, last = indices[0].item(), indices[-1].item()
+            watch.see(images, f"images among samples {first} .. {last}")
+            where = GlobalBatch(fault.first_sample, self.batch_size, fault.attempt)
+            draw = self.objective.draw(tuple(images.shape[1:]), where, indices)
+            # Where weights are whole, a rank's own gradient is seen, before it is reduced.
+            with watched(self.model, watch), accumulate_locally(self.train_module, last=self.layout.sharded):
+                with self._compute_context():
+                    condition = self._condition(labels, indices, fault.attempt)
+                    loss = self.objective.loss(self.train_module, images, condition, draw).loss
+                watch.see(loss, f"the loss of samples {first} .. {last}")
+                loss.mean().backward()
+            gradients.see_all(((name, p.grad) for name, p in self.parameters.items()), "the gradient of {}")
+            self.optimizer.zero_grad(set_to_none=True)
+        if found := over_ranks(watch.found) or over_ranks(gradients.found):
+            return f"the first value that is not finite: {found}"
+        return "all values are finite when the step is repeated: a fault of the hardware, or a loss that leaps"
 
     # ------------------------------------------------------------------ building
 
@@ -356,15 +417,16 @@ class Trainer:
             "corrupt_images": self.corrupt_images.state_dict(),
             "timestep_sampler": self.objective.timestep_sampler.state_dict(),
             "loss_window": self.window.state_dict(),
+            "guard": self.guard.state_dict(),
             "gns": self.gns.state_dict() if self.gns else {},
         }
 
     def _save(self) -> None:
-        self.finite.raise_if_broken()
         with self.reports.excluded():
             if self.gns:
                 self.gns.flush()
             self.checkpointer.save(self.step, self.tensors(), self.state())
+        self.guard.checkpoint_saved()
 
     def _resume(self, step: int) -> None:
         checkpoint = checkpoint_path(self.folder.checkpoints, step)
@@ -385,6 +447,7 @@ class Trainer:
             logger.warning(f"the allocation of timesteps in {checkpoint} is not gone on with: {other}")
             gns_state.pop("schedule", None)
         self.window.load_state_dict(state["loss_window"])
+        self.guard.load_state_dict(state.get("guard", {}))
         if self.gns:
             self.gns.load_state_dict(gns_state, self.step)
 

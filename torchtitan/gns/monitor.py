@@ -341,6 +341,7 @@ class GNSMonitor:
 
     def load_state_dict(self, state: dict, step: int) -> None:
         """Go on after a step; what the state lacks is measured anew from there."""
+        self._pending = []
         self._samples = state.get("samples", 0)
         for name, part in self._parts.items():
             if part and name in state:

@@ -147,6 +147,7 @@ class RankMonitor:
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from a state; one of other bins is dropped."""
+        self._pending = []
         if state.get("names") != self._names:
             return
         self._sums = [

@@ -56,7 +56,8 @@ class RawSums:
         self._steps, self._rows = [], []
 
     def cut(self, last_step: int) -> None:
-        """Drop what was written after a step, when a run goes on from there."""
+        """Drop what is of steps after one, when a run goes on from there; what is not written yet is."""
+        self._steps, self._rows = [], []
         for path in sorted(self._folder.glob("raw-*.parquet")):
             first, last = (int(number) for number in path.stem.split("-")[1:])
             if first > last_step:

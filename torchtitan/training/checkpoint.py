@@ -142,6 +142,10 @@ class Checkpointer:
             raise CheckpointError(error)
         return step
 
+    def newest(self) -> int | None:
+        """Step of the newest good checkpoint, on every rank."""
+        return from_first_rank(lambda: newest_good(self.folder)[0])
+
     def save(self, step: int, tensors: dict[str, Tensor], state: dict) -> None:
         """Write a checkpoint, then delete those beyond keep_latest_k.
 

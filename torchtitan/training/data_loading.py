@@ -107,6 +107,14 @@ class TrainingData:
             self.next_sample += self._global_batch_size
         return batch
 
+    def again(self, first_sample: int, attempt: int, microbatches: int) -> Iterator[dict[str, Tensor]]:
+        """Read this rank's microbatches of a step that is past; where the run stands does not change."""
+        parts = self.microbatches_per_step
+        arguments = self._loader_arguments | {
+            "end_sample": first_sample + microbatches // parts * self._global_batch_size, "attempt": attempt,
+        }  # fmt: skip
+        return build_loader(first_sample=first_sample, **arguments)
+
     def state_dict(self) -> dict[str, int]:
         """Between steps: where the next one begins."""
         return {"next_sample": self.next_sample, "attempt": self.attempt}

@@ -45,13 +45,14 @@ class LossWindow:
         self._by_bin = torch.zeros(2, bins, dtype=torch.float64, device=device)  # sums, counts
 
     def add(self, terms: LossTerms) -> None:
-        """Count one microbatch."""
-        loss = terms.loss.detach().to(torch.float64)
-        self._loss[0] += loss.sum()
-        self._loss[1] += len(loss)
+        """Count one microbatch; samples whose loss is not finite are left out."""
+        loss, error = terms.loss.detach().to(torch.float64), terms.error.to(torch.float64)
+        finite = loss.isfinite() & error.isfinite()
+        self._loss[0] += torch.where(finite, loss, 0.0).sum()
+        self._loss[1] += finite.sum()
         bins = torch.bucketize(terms.t, self._edges)
-        self._by_bin[0].index_add_(0, bins, terms.error.to(torch.float64))
-        self._by_bin[1].index_add_(0, bins, torch.ones_like(terms.error, dtype=torch.float64))
+        self._by_bin[0].index_add_(0, bins, torch.where(finite, error, 0.0))
+        self._by_bin[1].index_add_(0, bins, finite.to(torch.float64))
 
     def reduce(self) -> dict[str, float]:
         """Metrics over all ranks' samples; starts a new window. Called by all ranks together."""

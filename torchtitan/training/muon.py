@@ -60,23 +60,26 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update every parameter that has a gradient."""
+    def step(self, skip: Tensor | None = None) -> None:
+        """Update every parameter that has a gradient; where `skip`, a bool scalar, is true, all stays as it is."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, group, skip)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: dict[str, Any], skip: Tensor | None) -> None:
         state, momentum, lr = self.state[parameter], group["momentum"], group["lr"]
         if not state:
             state["momentum"] = torch.zeros_like(parameter)
-        gradient, average = local(parameter.grad), local(state["momentum"])
+        gradient, average, weight = local(parameter.grad), local(state["momentum"]), local(parameter)
+        if skip is not None:
+            gradient = torch.where(skip, average, gradient)  # which leaves the average as it is
         average.lerp_(gradient, 1.0 - momentum)
         ahead = gradient.lerp(average, momentum)
         direction = _on_whole(ahead, parameter)
         size = _UPDATE_RMS * math.sqrt(max(parameter.shape))
-        local(parameter).mul_(1.0 - lr * group["weight_decay"]).add_(direction, alpha=-lr * size)
+        updated = (weight * (1.0 - lr * group["weight_decay"])).add_(direction, alpha=-lr * size)
+        weight.copy_(updated if skip is None else torch.where(skip, weight, updated))
 
 
 def _on_whole(part: Tensor, parameter: Tensor) -> Tensor:

@@ -62,10 +62,21 @@ class OptimizerSet:
         """Parameter -> its state; the dicts themselves."""
         return {parameter: state for optimizer in self._optimizers for parameter, state in optimizer.state.items()}
 
-    def step(self) -> None:
-        """Update every parameter that has a gradient."""
+    def step(self, skip: Tensor | None = None) -> None:
+        """Update every parameter that has a gradient.
+
+        Args:
+            skip: bool scalar on the device; where it is true, weights and states stay as they are, whatever the
+                gradients. Only AdamW8bit makes the host wait for it.
+        """
         for optimizer in self._optimizers:
-            optimizer.step()
+            if isinstance(optimizer, torch.optim.AdamW):
+                optimizer.found_inf = None if skip is None else skip.to(torch.float32)
+                optimizer.step()
+            elif isinstance(optimizer, Muon):
+                optimizer.step(skip)
+            elif skip is None or not skip.item():
+                optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or set them to zero."""

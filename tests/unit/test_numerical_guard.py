@@ -1,0 +1,167 @@
+"""Steps that must not count: how they are judged, counted and skipped, and what names the fault."""
+
+import copy
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan.diffusion.objective import LossTerms
+from torchtitan.training.metrics import LossWindow
+from torchtitan.training.non_finite import Watch, over_ranks, watched
+from torchtitan.training.numerical_guard import NumericalGuard, StepSamples
+from torchtitan.training.optimizer import OptimizerConfig, build_optimizer
+
+CPU = torch.device("cpu")
+
+
+def judge(guard: NumericalGuard, step: int, norm: float) -> bool:
+    return bool(guard.judge(StepSamples(step, 16 * step, 0, 1), torch.tensor(norm, dtype=torch.float64)))
+
+
+# ---------------------------------------------------------------------- judging and counting
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_step_is_judged_at_once_and_counted_one_step_late(broken, caplog):
+    guard = NumericalGuard(1, 0.0, CPU)
+    assert not judge(guard, 1, 1.0)
+    assert judge(guard, 2, broken)
+    assert (guard.skipped, guard.in_doubt, guard.exhausted) == (0, False, False)
+    with caplog.at_level(logging.WARNING):
+        assert judge(guard, 3, broken)
+    assert caplog.messages == [
+        f"step 2: skipped, the gradient norm is {broken} (1 since the last checkpoint, training.max_skipped_steps = 1)"
+    ]
+    assert (guard.skipped, guard.in_doubt, guard.exhausted) == (1, True, False)
+    guard.settle()
+    assert (guard.skipped, guard.exhausted, guard.last_skipped) == (2, True, StepSamples(3, 48, 0, 1))
+
+
+def test_a_checkpoint_starts_the_count_anew_unless_it_was_saved_in_doubt():
+    guard = NumericalGuard(1, 0.0, CPU)
+    for step, norm in enumerate((math.nan, 1.0), 1):
+        judge(guard, step, norm)
+    guard.settle()
+    guard.checkpoint_saved()
+    judge(guard, 3, math.nan)
+    guard.settle()
+    assert not guard.exhausted
+    guard.checkpoint_saved()
+    judge(guard, 4, math.nan)
+    guard.settle()
+    assert guard.exhausted and guard.skipped == 3
+
+
+def test_the_same_checkpoint_is_gone_back_to_once():
+    guard = NumericalGuard(0, 0.0, CPU)
+    judge(guard, 7, math.nan)
+    guard.settle()
+    assert guard.exhausted and guard.may_roll_back_to(4)
+    guard.rolled_back(4)
+    assert not (guard.exhausted or guard.in_doubt or guard.may_roll_back_to(4)) and guard.may_roll_back_to(8)
+    assert guard.state_dict() == {"skipped": 1, "rollbacks": 1}
+    guard.load_state_dict({"skipped": 0, "rollbacks": 0})  # of the checkpoint, which knows nothing of it
+    assert guard.state_dict() == {"skipped": 1, "rollbacks": 1}
+
+
+def test_a_spike_stands_out_of_the_running_mean_and_variance_of_ln_loss():
+    guard, generator = NumericalGuard(3, 6.0, CPU), torch.Generator().manual_seed(0)
+    mean = variance = 0.0
+    for step in range(1, 301):
+        loss = torch.randn(4, generator=generator).mul(0.1).exp()
+        ordinary = step % 50  # leaps before step 100 are not known as such, and are let in
+        loss = loss if ordinary or step <= 100 else 5.0 * loss
+        guard.add_loss(loss[:2], 2)
+        guard.add_loss(loss[2:], 2)
+        spiked = judge(guard, step, 1.0)
+        assert spiked == (not ordinary and step > 100), step
+        if not spiked:
+            off, share = math.log(loss.mean().item()) - mean, max(1 / step_weight(step), 0.01)
+            mean, variance = mean + share * off, (1 - share) * (variance + share * off**2)
+    assert guard.state_dict()["spikes"]["seen"] == pytest.approx([296, mean, variance], rel=1e-6)
+    guard.add_loss(torch.tensor([math.nan]), 1)
+    assert judge(guard, 301, math.nan)
+    guard.settle()
+    assert guard.reason == "the gradient norm is nan"
+    again = NumericalGuard(3, 6.0, CPU)
+    again.load_state_dict(guard.state_dict())
+    assert again.state_dict() == guard.state_dict() and again.skipped == 5
+
+
+def step_weight(step: int) -> int:
+    """Ordinary steps up to and including this one."""
+    return step - max(step // 50 - 2, 0)
+
+
+# ---------------------------------------------------------------------- skipping
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_a_skipped_step_changes_nothing_and_any_other_everything_as_before(name):
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
+    plain, guarded = copy.deepcopy(block), copy.deepcopy(block)
+    config = OptimizerConfig(name=name, lr=0.1, weight_decay=0.1)
+    optimizers = [build_optimizer(dict(model.named_parameters()), config, [model]) for model in (plain, guarded)]
+    for step in range(6):
+        gradients = [torch.randn(p.shape) for p in plain.parameters()]
+        broken = step in (0, 3)
+        for model, optimizer in zip((plain, guarded), optimizers, strict=True):
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient.clone()
+            if model is plain and not broken:
+                optimizer.step()
+            if model is guarded:
+                if broken:
+                    for parameter in model.parameters():
+                        parameter.grad.fill_(math.nan)
+                optimizer.step(torch.tensor(broken))
+        for one, other in zip(plain.parameters(), guarded.parameters(), strict=True):
+            assert torch.equal(one, other), step
+    states = [list(optimizer.state.values()) for optimizer in optimizers]
+    for one, other in zip(*states, strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in other)
+
+
+def test_samples_without_a_finite_loss_are_left_out_of_the_means():
+    window = LossWindow(torch.tensor([0.5]))
+    loss, t = torch.tensor([1.0, math.nan, 3.0, math.inf]), torch.tensor([0.1, 0.2, 0.7, 0.9])
+    window.add(LossTerms(loss=loss, error=loss, t=t))
+    assert window.reduce() == {
+        "loss_metrics/global_avg_loss": 2.0, "loss_metrics/global_max_loss": 2.0, "loss_by_bin/0": 1.0, "loss_by_bin/1": 3.0,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------- naming the fault
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1))
+
+
+def test_the_first_module_whose_output_is_not_finite_is_named():
+    model, watch = two_layers(), Watch()
+    with torch.no_grad():
+        model[0][0].weight[0, 0] = math.inf
+    with watched(model, watch):
+        model(torch.zeros(1, 4))
+    assert watch.found == "the output of 0.0"
+    with watched(model, watch := Watch()):
+        pass
+    model(torch.zeros(1, 4))
+    assert watch.found == ""  # nothing is watched outside
+
+
+def test_the_first_gradient_that_is_not_finite_is_named():
+    model, watch = two_layers(), Watch()
+    model[0][1].register_forward_hook(lambda *call: call[-1].register_hook(lambda g: g * math.nan) and None)
+    with watched(model, watch):
+        model(torch.randn(2, 4)).sum().backward()
+    assert watch.found == "the gradient of the output of 0.1"
+    watch = Watch()
+    watch.see_all([("a", None), ("b", torch.ones(2)), ("c", torch.tensor(math.nan)), ("d", torch.tensor(math.nan))], "<{}>")
+    assert watch.found == "<c>" and over_ranks(watch.found) == "<c>" and over_ranks("") == ""

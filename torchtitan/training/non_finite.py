@@ -1,0 +1,75 @@
+"""Where the first value that is not finite comes from: a step repeated with every module watched."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan.distributed.activation_checkpoint import WRAPPER_PREFIX
+from torchtitan.distributed.parallelize import local
+
+
+class Watch:
+    """The first value that was not finite since it was made.
+
+    Attributes:
+        found: in words, "" as long as all were finite.
+    """
+
+    def __init__(self) -> None:
+        self.found = ""
+
+    def see(self, tensor: Tensor | None, words: str) -> None:
+        """Look at a tensor, plain or sharded; waits for the device."""
+        if not self.found and tensor is not None and not local(tensor).isfinite().all():
+            self.found = words
+
+    def see_all(self, tensors: Iterable[tuple[str, Tensor | None]], words: str) -> None:
+        """Look at tensors by name; `words` has a place for it."""
+        for name, tensor in tensors:
+            self.see(tensor, words.format(name))
+
+
+@contextmanager
+def watched(model: nn.Module, watch: Watch) -> Iterator[None]:
+    """See the output of every module in forward, and its gradient in backward; compiled blocks run eagerly inside."""
+    handles = []
+    for name, module in model.named_modules():
+        if name and not name.endswith(WRAPPER_PREFIX.rstrip(".")):
+            handles.append(module.register_forward_hook(_hook(name.replace(WRAPPER_PREFIX, ""), watch)))
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(name: str, watch: Watch):
+    def look(module: nn.Module, inputs: tuple, output: object) -> None:
+        if not isinstance(output, Tensor):
+            return
+        watch.see(output, f"the output of {name}")
+        if output.requires_grad:
+            output.register_hook(lambda gradient: watch.see(gradient, f"the gradient of the output of {name}"))
+
+    return look
+
+
+def over_ranks(found: str) -> str:
+    """What each rank found, in one line, like findings once; collective."""
+    everyone = [found]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [""] * dist.get_world_size()
+        dist.all_gather_object(everyone, found)
+    ranks_by_words: dict[str, list[int]] = {}
+    for rank, words in enumerate(everyone):
+        ranks_by_words.setdefault(words, []).append(rank)
+    ranks_by_words.pop("", None)
+    if len(everyone) == 1 or list(map(len, ranks_by_words.values())) == [len(everyone)]:
+        return next(iter(ranks_by_words), "")
+    return "; ".join(
+        f"{words} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for words, ranks in ranks_by_words.items()
+    )

@@ -1,0 +1,182 @@
+"""Steps that must not count: their gradient is not finite, or their loss leaps.
+
+The verdict on a step is a tensor on the device, the same on every rank, which the optimizer takes as it is; the host
+reads it one step late, so that no healthy step waits for the device.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_SPIKE_MEMORY = 0.99  # decay per step of the running mean and variance of ln loss
+_SPIKE_STEPS = 100  # steps before which nothing is called a spike
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """A step and where its samples are found again.
+
+    Attributes:
+        step: its number.
+        first_sample: global number of its first sample.
+        attempt: see TrainingData.
+        microbatches: of each rank.
+    """
+
+    step: int
+    first_sample: int
+    attempt: int
+    microbatches: int
+
+
+class NumericalGuard:
+    """Judges every step, and counts those that were skipped.
+
+    Attributes:
+        skipped: steps skipped in the run.
+        rollbacks: times that the run went back to a checkpoint.
+        last_skipped: the latest of them that the host knows of, None if there is none.
+        reason: why it was skipped, in a few words.
+        in_doubt: whether the latest step that the host knows of was skipped: no time to save, for what led there may
+            be in the weights already.
+    """
+
+    def __init__(self, limit: int, spike_threshold: float, device: torch.device) -> None:
+        """
+        Args:
+            limit: steps skipped from one checkpoint to the next that are borne.
+            spike_threshold: standard deviations of ln loss above its running mean; 0: any loss will do.
+            device: of compute.
+        """
+        self.skipped, self.rollbacks = 0, 0
+        self.last_skipped: StepSamples | None = None
+        self.reason = ""
+        self.in_doubt = False
+        self._limit = limit
+        self._since_checkpoint = 0
+        self._rolled_back_to: int | None = None
+        self._spikes = _Spikes(spike_threshold, device) if spike_threshold > 0 else None
+        self._pending: tuple[StepSamples, Tensor, torch.cuda.Event | None] | None = None
+
+    def add_loss(self, loss: Tensor, microbatches: int) -> None:
+        """Count the per-sample losses [B] of one of a step's microbatches."""
+        if self._spikes:
+            self._spikes.add(loss, microbatches)
+
+    def judge(self, samples: StepSamples, norm: Tensor) -> Tensor:
+        """Whether a step must be skipped, bool scalar on the device; collective where spikes are looked for.
+
+        Args:
+            samples: the step.
+            norm: of its reduced gradient, equal on all ranks. A loss that is not finite makes it so too.
+        """
+        self.settle()
+        broken = ~norm.isfinite()
+        spike = self._spikes.judge(broken) if self._spikes else torch.zeros_like(broken)
+        verdict = torch.stack((broken, spike)).to(torch.float64)
+        found, event = torch.cat((verdict, norm[None].to(torch.float64))), None
+        if found.device.type == "cuda":
+            found = found.to("cpu", non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._pending = (samples, found, event)
+        return broken | spike
+
+    def settle(self) -> None:
+        """Read the verdict on the latest step; waits for the device."""
+        if self._pending is None:
+            return
+        samples, found, event = self._pending
+        self._pending = None
+        if event is not None:
+            event.synchronize()
+        broken, spike, norm = found.tolist()
+        self.in_doubt = bool(broken or spike)
+        if not self.in_doubt:
+            return
+        self.skipped += 1
+        self._since_checkpoint += 1
+        self.last_skipped = samples
+        self.reason = f"the gradient norm is {norm}" if broken else "its loss leaps"
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            logger.warning(
+                f"step {samples.step}: skipped, {self.reason} ({self._since_checkpoint} since the last checkpoint, "
+                f"training.max_skipped_steps = {self._limit})"
+            )
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether more steps than the limit were skipped, of those that the host knows of."""
+        return self._since_checkpoint > self._limit
+
+    def may_roll_back_to(self, step: int) -> bool:
+        """Whether the run has not gone back to this checkpoint before: the same way would lead to the same place."""
+        return step != self._rolled_back_to
+
+    def checkpoint_saved(self) -> None:
+        """Count anew, unless the checkpoint had to be saved in doubt."""
+        if not self.in_doubt:
+            self._since_checkpoint = 0
+
+    def rolled_back(self, step: int) -> None:
+        """Note that the run goes on from a checkpoint, as it was then."""
+        self.rollbacks += 1
+        self._rolled_back_to = step
+        self._since_checkpoint = 0
+        self.in_doubt = False
+
+    def state_dict(self) -> dict:
+        """Plain numbers; waits for the device."""
+        self.settle()
+        counts = {"skipped": self.skipped, "rollbacks": self.rollbacks}
+        return counts | ({"spikes": self._spikes.state_dict()} if self._spikes else {})
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on from a state; what this process has counted itself, if that is more, stays."""
+        self._pending = None
+        self.skipped = max(self.skipped, state.get("skipped", 0))
+        self.rollbacks = max(self.rollbacks, state.get("rollbacks", 0))
+        if self._spikes:
+            self._spikes.load_state_dict(state.get("spikes", {}))
+
+
+class _Spikes:
+    """Running mean and variance of ln loss, exponentially weighted, and what stands out of them."""
+
+    def __init__(self, threshold: float, device: torch.device) -> None:
+        self._threshold = threshold
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)  # mean over this rank's samples of the step
+        self._seen = torch.zeros(3, dtype=torch.float64, device=device)  # steps, mean, variance
+
+    def add(self, loss: Tensor, microbatches: int) -> None:
+        self._loss += loss.detach().to(torch.float64).mean() / microbatches
+
+    def judge(self, broken: Tensor) -> Tensor:
+        """Whether the step's loss leaps, bool scalar; such a loss, and a broken step's, leave the mean alone."""
+        loss = self._loss.clone()
+        self._loss.zero_()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
+        steps, mean, variance = self._seen.unbind()
+        off = loss.log() - mean
+        spike = (steps >= _SPIKE_STEPS) & (off > self._threshold * variance.sqrt())
+        # As many steps as there are weigh the same until the memory is full.
+        share = torch.clamp(1.0 / (steps + 1.0), min=1.0 - _SPIKE_MEMORY)
+        updated = torch.stack((steps + 1.0, mean + share * off, (1.0 - share) * (variance + share * off**2)))
+        self._seen = torch.where(broken | spike | ~off.isfinite(), self._seen, updated)
+        return spike & ~broken
+
+    def state_dict(self) -> dict:
+        return {"seen": self._seen.tolist()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._loss.zero_()
+        seen = state.get("seen", [0.0, 0.0, 0.0])
+        self._seen.copy_(torch.tensor(seen, dtype=torch.float64))
+
