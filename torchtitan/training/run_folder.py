@@ -11,6 +11,7 @@ import torch
 
 from torchtitan.config import JobConfig
 from torchtitan.config_record import config_differences, dump_config
+from torchtitan.training.run_lock import RunLock
 
 
 class RunFolderError(Exception):
@@ -30,6 +31,7 @@ class RunFolder:
     def __init__(self, config: JobConfig) -> None:
         self.path = Path(config.job.dump_folder) / config.job.name
         self._config = config
+        self._lock = RunLock(self.path)
 
     @property
     def checkpoints(self) -> Path:
@@ -44,22 +46,30 @@ class RunFolder:
         return self.path / "summary.json"
 
     def open(self) -> None:
-        """Create the folder and its config.toml, or make sure that it holds the same run.
+        """Create the folder and its config.toml, or make sure that it holds the same run; keep others out of it.
 
         Raises:
-            RunFolderError: the folder holds a run that learns something else, or cannot be written.
+            RunFolderError: another process writes into the folder, or it holds a run that learns something else, or
+                cannot be written.
         """
         saved = self.path / "config.toml"
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if owner := self._lock.acquire():
+                advice = "wait for it, stop it, or give another --job.name"
+                raise RunFolderError([f"{self.path}: another run writes here: {owner} ({advice})"])
             if saved.exists() and not self._config.job.allow_config_change:
                 self._refuse_changes(saved)
-            self.path.mkdir(parents=True, exist_ok=True)
             # Replaced in one go: a kill must not leave half a configuration.
             temporary = saved.with_suffix(".toml.tmp")
             temporary.write_text(dump_config(self._config), encoding="utf-8")
             temporary.replace(saved)
         except OSError as error:
             raise RunFolderError([f"{self.path}: cannot be written: {error.strerror}"]) from error
+
+    def close(self) -> None:
+        """Let others write into the folder; on the first rank."""
+        self._lock.release()
 
     def _refuse_changes(self, saved: Path) -> None:
         try:

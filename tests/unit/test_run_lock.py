@@ -1,0 +1,89 @@
+"""One process at a time holds a run's folder; one that died holds nothing."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.launcher import ROOT
+from torchtitan.training.run_lock import LOCK_FILE, RunLock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from torchtitan.training.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+print(lock.acquire(), flush=True)
+if len(sys.argv) > 2:
+    import os
+    if os.fork() == 0:
+        os.close(1)
+        time.sleep(5)
+        os._exit(0)
+time.sleep(60)
+"""
+
+
+def holder(folder, *more: str) -> subprocess.Popen:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder), *more], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "None\n"
+    return process
+
+
+def test_a_second_process_is_shown_the_first_until_that_dies(tmp_path):
+    process = holder(tmp_path)
+    try:
+        owner = RunLock(tmp_path).acquire()
+        assert f"host {socket.gethostname()}, process {process.pid}, since 20" in owner
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == process.pid  # left behind, and no obstacle
+    lock = RunLock(tmp_path)
+    assert lock.acquire() is None
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    lock.release()
+    again = holder(tmp_path)
+    again.kill()
+    again.wait()
+    again.stdout.close()
+
+
+def test_a_worker_that_outlives_a_killed_run_does_not_keep_the_folder(tmp_path):
+    process = holder(tmp_path, "with a child")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    try:
+        lock = RunLock(tmp_path)
+        assert lock.acquire() is None
+        lock.release()
+    finally:
+        process.stdout.close()
+
+
+def test_an_owner_that_cannot_be_read_is_another_process(tmp_path):
+    process = holder(tmp_path)
+    try:
+        for content in ("", "[1]", "{", '{"host": "a"}', "\x00\xff"):
+            (tmp_path / LOCK_FILE).write_text(content)
+            assert RunLock(tmp_path).acquire() == "another process"
+        (tmp_path / LOCK_FILE).write_text(json.dumps({"host": "a\n\x1b[31m", "pid": 1, "started": "x" * 1000}))
+        shown = RunLock(tmp_path).acquire()
+        assert "\n" not in shown and "\x1b" not in shown and len(shown) < 300
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_link_is_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / LOCK_FILE).symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError):
+        RunLock(tmp_path).acquire()
+    assert (tmp_path / "precious").read_text() == "kept"
