@@ -48,7 +48,7 @@ def run(config: JobConfig) -> int:
             return trainer.train()
         except TrainingError as error:
             return _fail(trainer, "failed", str(error))
-        except (CheckpointError, DatasetError) as error:
+        except (CheckpointError, DatasetError, OSError) as error:  # OSError: a disk that is full or gone
             return _fail(trainer, "failed", f"step {trainer.step}: {error}")
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
@@ -69,8 +69,11 @@ def _out_of_memory(error: BaseException) -> str:
 
 
 def _fail(trainer: Trainer, status: str, reason: str) -> int:
-    trainer.reports.fail(status, reason)
     logger.error(reason)
+    try:
+        trainer.reports.fail(status, reason)
+    except OSError as error:
+        logger.error(f"{trainer.folder.summary}: cannot be written: {error.strerror}")
     return FAILED
 
 

@@ -6,6 +6,7 @@ and corrections [P G K K] (null on others); see StepSums. Every file's metadata 
 """
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
+
+logger = logging.getLogger(__name__)
 
 _COLUMNS = ("count", "square_losses", "pairs", "squares", "products", "all_pairs", "sketched", "corrections")
 
@@ -42,7 +45,6 @@ class RawSums:
         """Write what is kept as one more file."""
         if not self._steps:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         columns = {"step": pa.array(self._steps, pa.int64())}
         for name in _COLUMNS:
             values = [getattr(row, name) for row in self._rows]
@@ -51,8 +53,13 @@ class RawSums:
         table = pa.table(columns).replace_schema_metadata(self._metadata)
         path = self._folder / f"raw-{self._steps[0]:08d}-{self._steps[-1]:08d}.parquet"
         temporary = path.with_suffix(".tmp")
-        pq.write_table(table, temporary, compression="zstd")
-        temporary.replace(path)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            pq.write_table(table, temporary, compression="zstd")
+            temporary.replace(path)
+        except OSError as error:  # kept in memory: the next flush tries again
+            logger.error(f"{path}: cannot be written: {' '.join(str(error).split())}; training goes on")
+            return
         self._steps, self._rows = [], []
 
     def cut(self, last_step: int) -> None:

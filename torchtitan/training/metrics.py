@@ -1,6 +1,9 @@
 """What a run reports: losses gathered on the device, rates, and the sinks they are written to."""
 
+import errno
 import json
+import logging
+import os
 import statistics
 import time
 import uuid
@@ -15,6 +18,8 @@ from torch import Tensor
 
 from torchtitan.diffusion.objective import LossTerms
 from torchtitan.settings import setting
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -114,11 +119,43 @@ class Stopwatch:
         return seconds
 
 
+class PatientLines:
+    """A file of lines that a full disk does not break: what cannot be written waits for the next line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open(path, "ab", buffering=0)
+        self._size = self._file.seek(0, os.SEEK_END)
+        self._waiting = b""
+
+    def add(self, line: str) -> None:
+        """Write a line and those that wait for it; says once that they wait."""
+        said = bool(self._waiting)
+        self._waiting += line.encode()
+        try:
+            written = self._file.write(self._waiting)
+            if written < len(self._waiting):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._file.truncate(self._size)  # no half line: readers need not know
+            if not said:
+                logger.error(f"{self._path}: cannot be written: {error.strerror}; training goes on, lines wait in memory")
+            return
+        self._size += written
+        self._waiting = b""
+
+    def close(self) -> None:
+        """Write what waits, if that is possible now."""
+        if self._waiting:
+            self.add("")
+        self._file.close()
+
+
 class MetricsLog:
     """The sinks of the first rank: metrics.jsonl always, TensorBoard and Weights & Biases by configuration."""
 
     def __init__(self, folder: Path, config: MetricsConfig, run_name: str, run_config: dict, steps_done: int) -> None:
-        self._file = open(folder / METRICS_FILE, "a", encoding="utf-8")
+        self._lines = PatientLines(folder / METRICS_FILE)
         self._tensorboard = self._wandb = None
         if config.enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -135,11 +172,14 @@ class MetricsLog:
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Append one point to every sink."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        self._lines.add(json.dumps({"step": step, **metrics}) + "\n")
         if self._tensorboard:
-            for tag, value in metrics.items():
-                self._tensorboard.add_scalar(tag, value, step)
+            try:
+                for tag, value in metrics.items():
+                    self._tensorboard.add_scalar(tag, value, step)
+            except OSError as error:
+                logger.error(f"TensorBoard's file cannot be written: {error}; {METRICS_FILE} has every point")
+                self._tensorboard = None
         if self._wandb:
             self._wandb.log(metrics, step=step)
 
@@ -157,7 +197,7 @@ class MetricsLog:
             self._wandb.log({tag: wandb.Image(str(path))}, step=step)
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
         if self._tensorboard:
             self._tensorboard.close()
         if self._wandb:
