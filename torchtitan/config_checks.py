@@ -324,6 +324,11 @@ def _packages(checked: Checked) -> Iterator[Problem]:
             yield Problem(f"metrics.{key}", text)
 
 
+def _pinned_memory(checked: Checked) -> Iterator[Problem]:
+    if checked.checkpoint.async_mode == "async_with_pinned_mem" and not torch.cuda.is_available():
+        yield Problem("checkpoint.async_mode", "async_with_pinned_mem needs CUDA, which is not there (set it to async)")
+
+
 def _parameter_groups(checked: Checked) -> Iterator[Problem]:
     for index, group in enumerate(checked.optimizer.param_groups):
         place = f"[{index}].pattern"
@@ -391,6 +396,7 @@ CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
     _degrees,
     _ema_names,
     _packages,
+    _pinned_memory,
     _sampled_classes,
     _sampled_track,
     _judge,

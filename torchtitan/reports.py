@@ -332,6 +332,7 @@ class Reports:
             "flops_per_image": self._flops_per_image,
             "tail_medians": tail_medians(metrics, _TAIL_TAGS),
             **self._results,
+            **({"checkpoint_failures": trainer.checkpointer.failures} if trainer.checkpointer.failures else {}),
             "versions": versions(),
         }
 

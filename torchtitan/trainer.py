@@ -36,7 +36,14 @@ from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import check_convertible, convert_to_float8
 from torchtitan.reports import Reports
-from torchtitan.training.checkpoint import Checkpointer, checkpoint_path, checkpoint_steps, read_state, read_tensors
+from torchtitan.training.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    checkpoint_path,
+    checkpoint_steps,
+    read_state,
+    read_tensors,
+)
 from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData, microbatches_per_step
 from torchtitan.training.ema import EMABank
@@ -130,6 +137,9 @@ class Trainer:
 
         Returns:
             0, or 128 + the signal's number after a run that a signal interrupted and that was saved.
+
+        Raises:
+            CheckpointError: the last checkpoint could not be saved.
         """
         self._settle_gradient_buckets()
         signal_number, save_due = 0, False
@@ -158,6 +168,7 @@ class Trainer:
                         self._save()
         if self.gns:
             self.gns.flush()
+        self.checkpointer.require_saved()
         self.reports.finish("interrupted" if signal_number else "completed")
         return 128 + signal_number if signal_number else 0
 
@@ -435,6 +446,12 @@ class Trainer:
         if self.gns and not self.gns.fits(state.get("gns", {})):
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("gns.")}
         read_tensors(checkpoint, tensors)
+        try:
+            self._load_state(checkpoint, state)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            raise CheckpointError(f"{checkpoint}: state.json does not fit this run: {error!r}") from error
+
+    def _load_state(self, checkpoint: Path, state: dict) -> None:
         self.step = state["step"]
         self.progress = state.get("progress", self.step)
         images_left = (self.config.training.steps - self.progress) * self.config.training.global_batch_size
@@ -452,10 +469,12 @@ class Trainer:
             self.gns.load_state_dict(gns_state, self.step)
 
     def close(self) -> None:
-        """Stop the profiler and the loader's workers, and close the sinks."""
+        """Stop the profiler and the loader's workers, let a save end, close the sinks, and leave the folder to others."""
         self.profiler.close()
         self.data.close()
+        self.checkpointer.close()
         self.reports.close()
+        self.folder.close()
 
 
 @contextmanager

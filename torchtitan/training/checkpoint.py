@@ -1,38 +1,60 @@
 """Checkpoints: a folder that is complete and verified, or does not count.
 
-    checkpoint/step-00001000/shard-*.safetensors  every tensor of the run's state, in pieces (torch.distributed.checkpoint)
+    checkpoint/step-00001000/shard-*.safetensors  every tensor of the run's state, in pieces
                              state.json           counters and whatever else is not a tensor
                              manifest.json        size and SHA-256 of each file; written last
 
-A checkpoint is written into a new hidden folder and renamed when it is whole. Tensors are read back in any
-layout. Nothing is pickled.
+A checkpoint is written into a new hidden folder, read back, and renamed when it is whole. Tensors are read back in
+any layout (torch.distributed.checkpoint). Nothing is pickled.
+
+Saving asks torch.distributed.checkpoint for nothing: which rank writes what follows from names and layouts, so that a
+rank copies only its own share to host memory, and the ranks need to meet only over the outcome. They do so in a process
+group of their own, beside which training goes on.
 """
 
-import hashlib
 import json
 import logging
-import os
-import re
 import shutil
 import uuid
-import warnings
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, Literal
 
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from torchtitan.distributed.agreement import from_first_rank
 from torchtitan.settings import setting
+from torchtitan.training.checkpoint_files import (
+    STATE,
+    CheckpointError,
+    check_content,
+    checkpoint_path,
+    checkpoint_steps,
+    first_line,
+    newest_good,
+    read_back,
+    read_state,
+    read_tensors,
+    sync,
+    verify,
+    write_manifest,
+    write_synced,
+)
+from torchtitan.training.host_copies import HostCopies
+from torchtitan.training.shard_files import Piece, pieces_of, write_shard
+
+__all__ = [
+    "CheckpointConfig", "CheckpointError", "Checkpointer", "checkpoint_path", "checkpoint_steps", "newest_good",
+    "read_state", "read_tensors", "verify",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = re.compile(r"step-(\d{8,})")
-_STATE, _MANIFEST = "state.json", "manifest.json"
+# How long a rank waits for the others' share of a checkpoint.
+_GROUP_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(kw_only=True)
@@ -43,6 +65,10 @@ class CheckpointConfig:
     interval: int = setting(
         1000, "steps between checkpoints; the last step is always saved", ge=1, applies={"enable": (True,)},
         trajectory=False,
+    )
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = setting(
+        "disabled", "write checkpoints while training goes on, from a copy in host memory; pinned: on CUDA, the copy "
+        "too is made beside training", applies={"enable": (True,)}, trajectory=False,
     )
     keep_latest_k: int = setting(
         3, "checkpoints kept, older ones are deleted; 0 keeps all", ge=0, applies={"enable": (True,)}, trajectory=False
@@ -55,78 +81,30 @@ class CheckpointConfig:
     )
 
 
-class CheckpointError(Exception):
-    """A checkpoint that cannot be written or read; the message is one line."""
-
-
-def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoint folders under `folder`, good or not, newest first."""
-    names = (_FOLDER.fullmatch(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
-    return sorted((int(match[1]) for match in names if match), reverse=True)
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """Folder of one step's checkpoint."""
-    return folder / f"step-{step:08d}"
-
-
-def verify(checkpoint: Path) -> str | None:
-    """Read every byte of a checkpoint.
-
-    Returns:
-        None for a good checkpoint, else in a few words what is wrong with it.
-    """
-    try:
-        manifest = json.loads((checkpoint / _MANIFEST).read_bytes())
-        files = manifest["files"]
-        damaged = manifest["digest"] != _digest_of(files)
-    except FileNotFoundError:
-        return f"{_MANIFEST} is missing: the save was cut off"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        damaged = True
-    if damaged:
-        return f"{_MANIFEST} is damaged"
-    # The reader takes every shard in the folder, so one that was not verified must not lie there.
-    stray = sorted(path.name for path in checkpoint.glob("*.safetensors") if path.name not in files)
-    if stray:
-        return f"{stray[0]} is not in {_MANIFEST}"
-    with ThreadPoolExecutor(4) as pool:
-        problems = pool.map(lambda name: _check_file(checkpoint / name, **files[name]), files)
-        return next((problem for problem in problems if problem), None)
-
-
-def newest_good(folder: Path) -> tuple[int | None, list[str]]:
-    """Step of the newest good checkpoint, and one line for each newer one that is damaged."""
-    skipped = []
-    for step in checkpoint_steps(folder):
-        problem = verify(checkpoint_path(folder, step))
-        if problem is None:
-            return step, skipped
-        skipped.append(f"{checkpoint_path(folder, step)}: {problem}; skipped")
-    return None, skipped
-
-
-def read_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors (plain or sharded) in place from a verified checkpoint, by name. Raises CheckpointError."""
-    try:
-        with _single_process_allowed():
-            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(checkpoint)))
-    except (dcp.CheckpointException, RuntimeError, ValueError, OSError) as error:
-        raise CheckpointError(f"{checkpoint}: does not fit this model: {_first_line(error)}") from error
-
-
-def read_state(checkpoint: Path) -> dict:
-    """What is not a tensor."""
-    return json.loads((checkpoint / _STATE).read_bytes())
-
-
 class Checkpointer:
-    """Saves and finds the checkpoints of one run. Every method is called by all ranks together."""
+    """Saves and finds the checkpoints of one run. Every method is called by all ranks together.
+
+    A save that fails does not end the run: its folder is removed, the checkpoints before it stay, and the next save
+    tries again.
+
+    Attributes:
+        folder: where the checkpoints are.
+        failures: saves of this process that failed; settled by `wait`.
+    """
 
     def __init__(self, folder: Path, config: CheckpointConfig, rank: int) -> None:
         self.folder = folder
+        self.failures = 0
         self._config = config
         self._rank = rank
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self._group: dist.ProcessGroup | None = None
+        self._problem: str | None = None  # of the last save
+        self._pending: Future[None] | None = None
+        self._copies = self._thread = None
+        if config.async_mode != "disabled":
+            self._copies = HostCopies(pinned=config.async_mode == "async_with_pinned_mem")
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def find(self) -> int | None:
         """Step to resume from, None for a new run; names damaged checkpoints in the log.
@@ -143,33 +121,166 @@ class Checkpointer:
         return step
 
     def newest(self) -> int | None:
-        """Step of the newest good checkpoint, on every rank."""
+        """Step of the newest good checkpoint, on every rank; waits for a save that is under way."""
+        self.wait()
         return from_first_rank(lambda: newest_good(self.folder)[0])
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict) -> None:
-        """Write a checkpoint, then delete those beyond keep_latest_k.
+        """Save a checkpoint of the values of now, then delete those beyond keep_latest_k.
+
+        Returns when it is written, or with `checkpoint.async_mode` as soon as the values are copied; there is never
+        more than one under way.
 
         Args:
             step: optimizer steps done.
-            tensors: every tensor by name, plain (equal on all ranks) or sharded.
+            tensors: every tensor by name, plain (equal on all ranks) or sharded along one axis of the mesh.
             state: JSON-serialisable, equal on all ranks.
-
-        Raises:
-            CheckpointError: it could not be written, on every rank.
         """
+        self.wait()
+        if self._world_size > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
+        frozen = json.dumps(state, indent=1).encode()
+        pieces = pieces_of(tensors, self._rank, self._world_size)
+        if self._thread is None:
+            self._save(step, pieces, frozen)
+        else:
+            self._pending = self._thread.submit(self._save, step, self._copies.take(pieces), frozen)
+
+    def wait(self) -> str | None:
+        """Return when no save is under way: why the last one failed, on every rank, or None."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+        return self._problem
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a save is being written beside training, on this rank."""
+        return self._pending is not None and not self._pending.done()
+
+    def require_saved(self) -> None:
+        """Wait for the last save. Raises CheckpointError if it failed."""
+        if problem := self.wait():
+            newest = self.newest()
+            left = "none is there" if newest is None else f"the newest good one is of step {newest}"
+            raise CheckpointError(f"the last checkpoint was not saved ({left}): {problem}")
+
+    def close(self) -> None:
+        """Let a save that is under way end; on a run that fails, too."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    # ---------------------------------------------------------------------- saving, perhaps beside training
+
+    def _save(self, step: int, pieces: list[Piece], state: bytes) -> None:
         try:
-            partial = Path(from_first_rank(self._new_folder, step))
+            if self._copies is not None:
+                self._copies.wait()
+            self._problem = self._write(step, pieces, state)
+        except (OSError, RuntimeError) as error:  # another rank is gone
+            self._problem = f"{checkpoint_path(self.folder, step)}: cannot be written: {first_line(error)}"
+        if self._problem:
+            self.failures += 1
+            if self._rank == 0:
+                logger.error(
+                    f"{self._problem}; nothing of it is kept, training goes on and the next interval tries again "
+                    f"(failures so far: {self.failures})"
+                )
+
+    def _write(self, step: int, pieces: list[Piece], state: bytes) -> str | None:
+        """Write a checkpoint together with the other ranks; returns what went wrong on any of them."""
+        partial, problem = self._from_first(self._new_folder, step)
+        if problem is None:
+            outcomes = self._gather(self._write_files(Path(partial), pieces, state))
+            files = {name: entry for written, _ in outcomes for name, entry in written.items()}
+            problem = next((problem for _, problem in outcomes if problem), None)
+            problem = self._from_first(self._conclude, Path(partial), step, files, problem)
+        return f"{checkpoint_path(self.folder, step)}: cannot be written: {problem}" if problem else None
+
+    def _new_folder(self, step: int) -> tuple[str, str | None]:
+        partial = self.folder / f".step-{step:08d}-{uuid.uuid4().hex[:8]}"
+        try:
+            partial.mkdir(parents=True)
         except OSError as error:
-            raise CheckpointError(f"{checkpoint_path(self.folder, step)}: cannot be written: {error}") from error
+            return "", first_line(error)
+        return str(partial), None
+
+    def _write_files(self, partial: Path, pieces: list[Piece], state: bytes) -> tuple[dict[str, dict], str | None]:
+        """Write this rank's files and read them back; their entries of the manifest, and what went wrong."""
+        files = {}
         try:
-            writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
-            with _single_process_allowed():
-                dcp.save(tensors, storage_writer=writer)
-        except (dcp.CheckpointException, RuntimeError, OSError) as error:
-            raise CheckpointError(f"{partial}: cannot be written: {_first_line(error)}") from error
-        problem = from_first_rank(self._commit, partial, step, state)
+            if pieces:
+                name = f"shard-{self._rank + 1:05d}.safetensors"
+                files[name] = write_shard(partial / name, pieces)
+            if self._rank == 0:
+                files[STATE] = write_synced(partial / STATE, state)
+            for name, entry in files.items():
+                read_back(partial / name, entry)
+        except OSError as error:
+            return files, first_line(error)
+        return files, None
+
+    def _conclude(self, partial: Path, step: int, files: dict[str, dict], problem: str | None) -> str | None:
+        """Give the folder its name, or remove it; returns what went wrong."""
+        try:
+            problem = problem or self._commit(partial, step, files)
+        except OSError as error:
+            problem = first_line(error)
         if problem:
-            raise CheckpointError(problem)
+            shutil.rmtree(partial, ignore_errors=True)
+            return problem
+        try:
+            self._delete_old(step)
+        except OSError as error:
+            logger.warning(f"{self.folder}: older checkpoints could not be deleted: {first_line(error)}")
+        return None
+
+    def _commit(self, partial: Path, step: int, files: dict[str, dict]) -> str | None:
+        """Complete the folder and give it its name, all on the disk; returns what is wrong. Raises OSError."""
+        if problem := check_content(partial, files):
+            return problem
+        write_manifest(partial, files)
+        final, replaced = checkpoint_path(self.folder, step), None
+        if final.exists():
+            # Only one that does not count is there: a good one would have been resumed from or set aside.
+            replaced = self.folder / f".replaced-{final.name}-{uuid.uuid4().hex[:8]}"
+            final.rename(replaced)
+        partial.rename(final)
+        sync(self.folder)
+        sync(self.folder.parent)
+        if replaced:
+            shutil.rmtree(replaced, ignore_errors=True)
+        return None
+
+    def _delete_old(self, saved: int) -> None:
+        if self._config.keep_latest_k == 0:
+            return
+        # Later steps are damaged; if they counted, they would push out the one just saved.
+        older = [step for step in checkpoint_steps(self.folder) if step < saved]
+        for step in older[self._config.keep_latest_k - 1 :]:
+            path = checkpoint_path(self.folder, step)
+            # Renamed first: a delete that is cut off must not leave something that looks like a checkpoint.
+            hidden = self.folder / f".deleted-{path.name}-{uuid.uuid4().hex[:8]}"
+            path.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+    def _from_first(self, function: Any, *args: Any) -> Any:
+        """What a function that does not raise returns on the first rank."""
+        if self._group is None:
+            return function(*args)
+        box = [function(*args) if self._rank == 0 else None]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in their order."""
+        if self._group is None:
+            return [value]
+        values = [None] * self._world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    # ---------------------------------------------------------------------- finding
 
     def _find(self) -> tuple[int | None, list[str], str | None]:
         if self.folder.is_dir():
@@ -197,91 +308,3 @@ class Checkpointer:
                 path.rename(aside)
                 messages.append(f"{path}: is later than checkpoint.load_step = {step}; kept as {aside.name}")
         return messages
-
-    def _new_folder(self, step: int) -> str:
-        partial = self.folder / f".step-{step:08d}-{uuid.uuid4().hex[:8]}"
-        partial.mkdir(parents=True)
-        return str(partial)
-
-    def _commit(self, partial: Path, step: int, state: dict) -> str | None:
-        """Complete the folder and give it its name; returns what went wrong."""
-        final = checkpoint_path(self.folder, step)
-        try:
-            (partial / _STATE).write_text(json.dumps(state, indent=1))
-            _write_manifest(partial)
-            if final.exists():
-                # Only a damaged one is there: a good one would have been resumed from or set aside.
-                final.rename(self.folder / f".replaced-{final.name}-{uuid.uuid4().hex[:8]}")
-            partial.rename(final)
-            _sync(self.folder)
-        except OSError as error:
-            return f"{final}: cannot be written: {error}"
-        self._delete_old(step)
-        return None
-
-    def _delete_old(self, saved: int) -> None:
-        if self._config.keep_latest_k == 0:
-            return
-        # Later steps are damaged; if they counted, they would push out the one just saved.
-        older = [step for step in checkpoint_steps(self.folder) if step < saved]
-        for step in older[self._config.keep_latest_k - 1 :]:
-            path = checkpoint_path(self.folder, step)
-            # Renamed first: a delete that is cut off must not leave something that looks like a checkpoint.
-            hidden = self.folder / f".deleted-{path.name}"
-            path.rename(hidden)
-            shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _write_manifest(folder: Path) -> None:
-    paths = sorted(folder.iterdir())
-    with ThreadPoolExecutor(4) as pool:
-        hashes = list(pool.map(_hash_file, paths))
-    files = {
-        path.name: {"size": path.stat().st_size, "sha256": value} for path, value in zip(paths, hashes, strict=True)
-    }
-    for path in paths:
-        _sync(path)
-    manifest = folder / _MANIFEST
-    manifest.write_text(json.dumps({"files": files, "digest": _digest_of(files)}, indent=1))
-    _sync(manifest)
-    _sync(folder)
-
-
-def _digest_of(files: dict) -> str:
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
-def _hash_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _check_file(path: Path, size: int, sha256: str) -> str | None:
-    try:
-        if path.stat().st_size != size:
-            return f"{path.name} has {path.stat().st_size} bytes instead of {size}"
-        return None if _hash_file(path) == sha256 else f"{path.name} is damaged"
-    except OSError:
-        return f"{path.name} is missing or unreadable"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _single_process_allowed() -> Iterator[None]:
-    """Without torch's warning that a single process is one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def _first_line(error: BaseException) -> str:
-    failures = getattr(error, "failures", None)
-    cause = next(iter(failures.values()))[0] if failures else error
-    return str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__

@@ -204,7 +204,9 @@ def write_start(checkpoint: Path, folder: Path) -> Path:
         "loss_window": {"sums": []},
         "gns": {},
     }
-    Checkpointer(folder, CheckpointConfig(), rank=0).save(0, tensors, state)
+    keeper = Checkpointer(folder, CheckpointConfig(), rank=0)
+    keeper.save(0, tensors, state)
+    keeper.require_saved()
     return checkpoint_path(folder, 0)
 
 

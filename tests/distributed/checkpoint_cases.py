@@ -1,0 +1,97 @@
+"""What the ranks of test_async_checkpoints.py run."""
+
+import errno
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed.cases import make_trainer, remove, shared_folder
+from torchtitan.training import checkpoint
+from torchtitan.training.checkpoint import checkpoint_path, checkpoint_steps, newest_good
+from torchtitan.training.shard_files import write_shard
+
+ENABLED = ("--checkpoint.enable", "true", "--ema.tracks", '[{"name": "ema", "decay": 0.9}]')
+
+
+def saved_while_training(layouts: dict[str, dict]) -> dict[str, dict]:
+    """For each layout, what becomes of a save at step 2 that one rank writes slowly while both train on."""
+    folder = shared_folder()
+    found = {}
+    for name, layout in layouts.items():
+        contents, norms = {}, {}
+        for mode in ("disabled", "async"):
+            trainer = make_trainer(
+                folder, f"{name}-{mode}", steps=10, accumulation=1, **layout,
+                overrides=(*ENABLED, "--checkpoint.async_mode", mode),
+            )  # fmt: skip
+            norms[mode] = []
+            for step in range(1, 5):
+                trainer.step = step
+                norms[mode].append(float(trainer.train_step()[0]))
+                if step == 2:
+                    checkpoint.write_shard = slowly
+                    trainer.checkpointer.save(step, trainer.tensors(), trainer.state())
+                    under_way = not checkpoint_steps(trainer.folder.checkpoints)
+            assert trainer.checkpointer.wait() is None
+            checkpoint.write_shard = write_shard
+            path = checkpoint_path(trainer.folder.checkpoints, 2)
+            contents[mode] = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+            trainer.close()
+        resumed = make_trainer(folder, f"{name}-async", steps=10, accumulation=1, **layout, overrides=ENABLED)
+        resumed._settle_gradient_buckets()
+        again = []
+        for _ in range(2):
+            resumed.step += 1
+            again.append(float(resumed.train_step()[0]))
+        resumed.close()
+        found[name] = {
+            "written beside training": under_way, "files": list(contents["async"]), "norms": norms,
+            "same bytes": contents["async"] == contents["disabled"], "resumed": again,
+        }  # fmt: skip
+    remove(folder)
+    return found
+
+
+def slowly(path, pieces):
+    """The last rank's write of a shard lasts longer than the steps beside it."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(2)
+    return write_shard(path, pieces)
+
+
+def failed_on_one_rank(mode: str) -> dict[str, object]:
+    """What every rank knows when one of them could not write, and after the next save."""
+    folder = Path(shared_folder())
+    config = checkpoint.CheckpointConfig(async_mode=mode, keep_latest_k=1)
+    keeper = checkpoint.Checkpointer(folder / "checkpoint", config, dist.get_rank())
+    values = {"a": torch.arange(6.0), "b": torch.ones(3)}
+    keeper.save(1, values, {})
+    keeper.wait()
+    checkpoint.write_shard = full_on_the_last
+    keeper.save(2, values, {})
+    problem = keeper.wait()
+    checkpoint.write_shard = write_shard
+    dist.barrier()
+    left = sorted(path.name for path in keeper.folder.iterdir())
+    dist.barrier()
+    keeper.save(3, values, {})
+    again = keeper.wait()
+    keeper.close()
+    good = newest_good(keeper.folder)
+    remove(str(folder))
+    said = problem.split(": ", 1)[1]
+    return {"problem": said, "failures": keeper.failures, "left": left, "again": again, "good": good}
+
+
+def full_on_the_last(path, pieces):
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return write_shard(path, pieces)
+
+
+def all_cases(layouts: dict[str, dict]) -> dict[str, dict]:
+    """Everything, in one launch."""
+    failed = {mode: failed_on_one_rank(mode) for mode in ("disabled", "async")}
+    return {"failed": failed, "saved": saved_while_training(layouts)}

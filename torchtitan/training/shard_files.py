@@ -1,0 +1,201 @@
+"""Shards: safetensors files that hold pieces of tensors, hashed as they are written and distrusted when they are read.
+
+A file's header names, beside each piece, where in the whole tensor it lies; torch.distributed.checkpoint reads that.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+MAX_HEADER_BYTES = 64 << 20
+_CHUNK = 8 << 20  # bytes written and hashed at once
+_OFFSETS, _PLACES = "saved_offsets", "DCP_SHARDING_INFO"
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_ITEM_BYTES = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
+
+
+class DamagedShard(Exception):
+    """A file that is no shard, or whose header does not describe it; the message says in a few words why."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one process holds of a tensor.
+
+    Attributes:
+        name: of the whole tensor.
+        local: the values, on any device.
+        offsets: where the piece begins in the whole tensor, one number per dimension.
+    """
+
+    name: str
+    local: Tensor
+    offsets: tuple[int, ...]
+
+
+def pieces_of(tensors: dict[str, Tensor], rank: int, world_size: int) -> list[Piece]:
+    """What this rank has to write so that all ranks together write every element once.
+
+    Every rank comes to the same distribution by itself. A sharded tensor is written by its holders, of several copies
+    by the first; a plain one, equal on all ranks, by the rank that has least to write so far.
+
+    Args:
+        tensors: by name, plain or sharded along one axis of the mesh.
+    """
+    load, mine = [0] * world_size, []
+    plain = [(name, tensor) for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
+    for name, tensor in sorted(plain, key=lambda entry: (-entry[1].nbytes, entry[0])):
+        writer = load.index(min(load))
+        load[writer] += tensor.nbytes
+        if writer == rank:
+            mine.append(Piece(name, tensor.detach(), (0,) * tensor.ndim))
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and (offsets := _place(tensor)) is not None:
+            mine.append(Piece(name, tensor.detach().to_local(), offsets))
+    return mine
+
+
+def _place(tensor: DTensor) -> tuple[int, ...] | None:
+    """Where this rank's part of a sharded tensor begins; None where another rank writes it or it is empty."""
+    offsets, coordinate = [0] * tensor.ndim, tensor.device_mesh.get_coordinate()
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            size = tensor.shape[placement.dim]
+            rows = math.ceil(size / tensor.device_mesh.size(axis))
+            offsets[placement.dim] = min(coordinate[axis] * rows, size)
+        elif coordinate[axis] > 0:
+            return None
+    return tuple(offsets) if tensor.to_local().numel() else None
+
+
+def write_shard(path: Path, pieces: Iterable[Piece]) -> dict:
+    """Write pieces to a new file, and bring it to the disk.
+
+    Returns:
+        {"size": bytes, "sha256": of what was meant to be written}, to compare with what can be read back.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    # Values of eight bytes first, so that each begins where its type wants it.
+    pieces = sorted(pieces, key=lambda piece: (-piece.local.dtype.itemsize, piece.name))
+    header = _header(pieces)
+    digest = hashlib.sha256()
+    with open(path, "xb") as file:
+        _put(file, digest, len(header).to_bytes(8, "little") + header)
+        for piece in pieces:
+            values = piece.local.cpu().contiguous().reshape(-1).view(torch.uint8)
+            view = memoryview(values.numpy())
+            for start in range(0, len(view), _CHUNK):
+                _put(file, digest, view[start : start + _CHUNK])
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def _put(file, digest, data) -> None:
+    digest.update(data)
+    file.write(data)
+
+
+def _header(pieces: list[Piece]) -> bytes:
+    places = {piece.name: {_OFFSETS: list(piece.offsets)} for piece in pieces}
+    header: dict = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0", _PLACES: json.dumps(places)}}
+    end = 0
+    for piece in pieces:
+        begin, end = end, end + piece.local.nbytes
+        shape = list(piece.local.shape)
+        header[piece.name] = {"dtype": _DTYPES[piece.local.dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def check_shards(paths: Iterable[Path]) -> None:
+    """Make sure that headers describe their files, and that the pieces fill each tensor once.
+
+    Only headers are read, and no more of them than MAX_HEADER_BYTES each.
+
+    Raises:
+        DamagedShard, OSError.
+    """
+    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for path in paths:
+        for name, place in _read_places(path).items():
+            boxes.setdefault(name, []).append(place)
+    for name, places in boxes.items():
+        if not _fills(places):
+            raise DamagedShard(f"the pieces of {name[:80]} leave a gap or overlap")
+
+
+def _read_places(path: Path) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and shape of each piece of a file whose header has been checked."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise DamagedShard(f"{path.name}: the header's length is impossible")
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        metadata = header.pop("__metadata__", {})
+        if any(type(value) is not str for value in metadata.values()):
+            raise ValueError("metadata that is no text")
+        spans = sorted(_span(entry) for entry in header.values())
+        places = json.loads(metadata[_PLACES]) if _PLACES in metadata else None
+        found = {
+            name: (_counts(places[name][_OFFSETS] if places is not None else [0] * len(shape)), shape)
+            for name, shape in ((name, _counts(entry["shape"])) for name, entry in header.items())
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedShard(f"{path.name}: the header is damaged") from error
+    ends = [0, *(end for _, end in spans)]
+    if any(begin != end for (begin, _), end in zip(spans, ends, strict=False)) or ends[-1] != size - 8 - length:
+        raise DamagedShard(f"{path.name}: the header does not describe the file")
+    if any(len(offsets) != len(shape) for offsets, shape in found.values()):
+        raise DamagedShard(f"{path.name}: the header is damaged")
+    return found
+
+
+def _span(entry: dict) -> tuple[int, int]:
+    begin, end = _counts(entry["data_offsets"])
+    if end - begin != math.prod(_counts(entry["shape"])) * _ITEM_BYTES[entry["dtype"]]:
+        raise ValueError("as many bytes as the shape says are not there")
+    return begin, end
+
+
+def _counts(values: list) -> tuple[int, ...]:
+    if type(values) is not list or len(values) > 64 or any(type(v) is not int or not 0 <= v < 1 << 60 for v in values):
+        raise ValueError("no list of counts")
+    return tuple(values)
+
+
+def _fills(places: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether the pieces follow one another along one dimension and fill the tensor."""
+    if len({len(shape) for _, shape in places}) != 1:
+        return False
+    if len(places) == 1:
+        return not any(places[0][0])
+    first = places[0][0]
+    split = {axis for offsets, _ in places for axis, (a, b) in enumerate(zip(offsets, first, strict=True)) if a != b}
+    if len(split) != 1:
+        return False
+    axis, end = split.pop(), 0
+    for offsets, shape in sorted(places):
+        others = [size for other, size in enumerate(shape) if other != axis]
+        wanted = [size for other, size in enumerate(places[0][1]) if other != axis]
+        if offsets[axis] != end or others != wanted or any(offsets[other] for other in range(len(shape)) if other != axis):
+            return False
+        end += shape[axis]
+    return True
