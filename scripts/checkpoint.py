@@ -19,6 +19,7 @@ from data import DATASETS
 from data.base import DatasetError
 from torchtitan.command_line import OneLineParser
 from torchtitan.config import ConfigError, JobConfig
+from torchtitan.evaluation.run_check import Finding, check_run
 from torchtitan.evaluation.trained_model import load_run, read_config
 from torchtitan.models import MODELS
 from torchtitan.models.dit.conversion import (
@@ -62,7 +63,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     command.set_defaults(command=list_checkpoints)
     command.add_argument("run", type=Path, help="a run's folder")
 
-    command = commands.add_parser("verify", help="read every byte of checkpoints")
+    command = commands.add_parser("verify", help="read every byte of runs or checkpoints, and advise on repair")
     command.set_defaults(command=verify_checkpoints)
     command.add_argument("paths", type=Path, nargs="+", metavar="RUN|CHECKPOINT")
 
@@ -112,11 +113,17 @@ def list_checkpoints(arguments: argparse.Namespace) -> int:
 
 
 def verify_checkpoints(arguments: argparse.Namespace) -> int:
-    found = [path for given in arguments.paths for path in ([given] if is_checkpoint(given) else checkpoints_of(given))]
-    problems = {path: verify(path) for path in found}
-    for path, problem in problems.items():
-        print(f"{path}: {problem or 'good'}")
-    return 1 if any(problems.values()) else 0
+    damaged = False
+    runs = [path for path in arguments.paths if not is_checkpoint(path)]
+    for path in runs:
+        if not (path / "config.toml").is_file():
+            checkpoints_of(path)
+    for path in arguments.paths:
+        for finding in check_run(path) if path in runs else [Finding(path, verify(path) or "")]:
+            damaged |= bool(finding.problem)
+            advice = f" ({finding.advice})" if finding.advice else ""
+            print(f"{finding.path}: {finding.problem or 'good'}{advice}")
+    return 1 if damaged else 0
 
 
 def show_differences(arguments: argparse.Namespace) -> int:
