@@ -21,6 +21,7 @@ from torchtitan.config_schema import Problem, nearest, no_effect, shown, shown_n
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
+from torchtitan.distributed.activation_checkpoint import checkpoint_problems
 from torchtitan.evaluation.sampling import default_schedule, sampling_problems
 from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
@@ -356,6 +357,12 @@ def _compiler(checked: Checked) -> Iterator[Problem]:
         yield Problem("compile.enable", text)
 
 
+def _activation_checkpoint(checked: Checked) -> Iterator[Problem]:
+    num_blocks = getattr(checked.whole("model"), "num_layers", None)
+    for key, text in checkpoint_problems(checked.whole("activation_checkpoint"), checked.compile.enable, num_blocks):
+        yield Problem(f"activation_checkpoint.{key}", text)
+
+
 def _float8(checked: Checked) -> Iterator[Problem]:
     if not checked.float8.enable:
         return
@@ -406,6 +413,7 @@ CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
     _parameter_groups,
     _low_bit_optimizer,
     _compiler,
+    _activation_checkpoint,
     _float8,
     _profiling,
 ]

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from data import DATASETS
 from torchtitan.config_record import effective
 from torchtitan.distributed.agreement import from_first_rank, highest_over_ranks
+from torchtitan.distributed.compile import CompileCounter
 from torchtitan.evaluation.pictures import image_grid, save_animation
 from torchtitan.evaluation.sampling import ImageSampler, balanced_labels, grid_labels
 from torchtitan.evaluation.validation import validation_loss
@@ -48,6 +49,9 @@ _TAIL_TAGS = (
     "time_metrics/data_loading(%)",
 )
 
+# From the start of the process on: after them, whatever is trained with has been seen.
+_STEPS_TO_COMPILE = 3
+
 
 class Reports:
     """The reporting side of a Trainer. Collective methods say so; the first rank alone writes."""
@@ -63,6 +67,10 @@ class Reports:
         self._sampler = ImageSampler(
             trainer.model, trainer.objective, self._config.training.mixed_precision_param, self._device
         )
+        gns = self._config.gns
+        # Steps that measure the gradients of single samples have graphs of their own.
+        expected = max(_STEPS_TO_COMPILE, gns.interval if gns.enable and gns.single_pass else 0)
+        self._compilations = CompileCounter(expected)
         self._results: dict[str, Any] = {}
         self._peak_memory: float = 0.0  # GiB, of this rank, up to the last logged point
         self._allocator_retries: float = 0
@@ -117,6 +125,8 @@ class Reports:
 
     def advance(self) -> None:
         """One step of the progress bar; as many as its batch is times the first one."""
+        if self._config.compile.enable and self._first:
+            self._compilations.end_step(self._trainer.step)
         self._bar.update(self._trainer.progress - self._bar.n)
 
     def log(self, norm: Tensor, lr: float) -> None:
@@ -129,6 +139,9 @@ class Reports:
         step = self._trainer.step
         metrics = self._trainer.window.reduce() | {"grad_norm": float(norm), "lr": lr}
         metrics |= self._rates(step) | self._memory()
+        if self._config.compile.enable:
+            counts = self._compilations.counts()
+            metrics |= {f"compile/{name}": counts[name] for name in ("recompiles", "graph_breaks")}
         metrics |= {"n_images_seen": self._trainer.data.next_sample, "global_batch_size": self._trainer.batch_size}
         num_corrupt = self._trainer.corrupt_images.count()
         if num_corrupt:
@@ -331,6 +344,7 @@ class Reports:
             "num_parameters": self._num_parameters(),
             "flops_per_image": self._flops_per_image,
             "tail_medians": tail_medians(metrics, _TAIL_TAGS),
+            **({"compile": self._compilations.counts()} if self._config.compile.enable else {}),
             **self._results,
             **({"checkpoint_failures": trainer.checkpointer.failures} if trainer.checkpointer.failures else {}),
             "versions": versions(),

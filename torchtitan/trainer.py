@@ -96,7 +96,7 @@ class Trainer:
         self.train_module = parallelize(
             self.model,
             layout,
-            checkpoint_mode=config.activation_checkpoint.mode,
+            checkpointing=config.activation_checkpoint,
             compile_model=config.compile.enable,
             param_dtype=config.training.mixed_precision_param,
             reduce_dtype=config.training.mixed_precision_reduce,

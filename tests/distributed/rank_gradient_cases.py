@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.distributed.mesh import Layout, ParallelismConfig
 from torchtitan.distributed.parallelize import (
     accumulate_locally,
@@ -123,7 +124,7 @@ class _Run:
             torch.compiler.reset()
         model = copy.deepcopy(model)
         self.module = parallelize(
-            model, layout, checkpoint_mode=case.checkpoint, compile_model=case.compiled,
+            model, layout, checkpointing=ActivationCheckpointConfig(mode=case.checkpoint), compile_model=case.compiled,
             param_dtype=case.param_dtype, reduce_dtype=case.reduce_dtype,
         )
         self.parameters = list(named_parameters(model).values())

@@ -132,8 +132,8 @@ def test_two_meshes_of_one_size_are_two_layouts():
 
 
 def test_values_stand_in_the_order_in_which_they_are_compared():
-    values = ["full", None, "selective (every=2)", "none"]
-    assert values_in_order("ac", values) == ["none", "selective (every=2)", "full"]
+    values = ["memory_budget (memory_budget=0.3)", "full", None, "selective (every=2)", "none"]
+    assert values_in_order("ac", values) == ["none", "selective (every=2)", "full", values[0]]
     assert values_in_order("patch", [8, 2, 4]) == [2, 4, 8]
 
 

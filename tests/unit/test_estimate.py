@@ -11,9 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.launcher import ROOT
 from torchtitan.config import load_config
+from torchtitan.estimate.devices import Device
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
-from torchtitan.estimate.roofline import communication_bytes
+from torchtitan.estimate.report import as_text, fits
+from torchtitan.estimate.roofline import Efficiency, communication_bytes, estimate_step_time, recomputed_share
 from torchtitan.estimate.simulation import simulate_step
 from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors
 
@@ -48,6 +50,7 @@ def test_storages_of_a_small_network_are_those_counted_by_hand():
 def test_two_shallow_models_give_the_peak_of_a_deep_one_exactly():
     for words, ranks in (
         (["--activation_checkpoint.mode", "selective"], 4),
+        (["--activation_checkpoint.mode", "full", "--activation_checkpoint.every", "2", "--model.num_layers", "9"], 4),
         (["--training.global_batch_size", "32", "--parallelism.data_parallel_replicate_degree", "2"], 2),
         (["--activation_checkpoint.mode", "full", "--training.mixed_precision_param", "bfloat16"], 1),
     ):
@@ -113,6 +116,37 @@ def test_checkpointing_keeps_less():
         for mode in ("none", "selective", "full")
     ]
     assert kept[0] > 1.2 * kept[1] > 2 * kept[2]
+
+
+def test_recomputed_products_are_a_share_of_the_forward():
+    def share(*words: str) -> float:
+        config = config_of("--model.num_layers", "5", *words)
+        return recomputed_share(config, model_on_meta(config))
+
+    mode, keep = "--activation_checkpoint.mode", "--activation_checkpoint.keep"
+    assert share() == share(mode, "selective") == share(mode, "memory_budget", "--compile.enable", "true") == 0
+    assert share(mode, "full") == pytest.approx(1 / 3)
+    assert share(mode, "full", "--activation_checkpoint.every", "2") == pytest.approx(3 / 5 / 3)
+    products, attention = share(mode, "selective", keep, '["attention"]'), share(mode, "selective", keep, '["matmul"]')
+    model = model_on_meta(config_of("--model.num_layers", "5"))
+    tokens = model.tokens_per_image(model.image_shape)
+    # Scores and values: two products of [T, d] with [d, T] and of [T, T] with [T, d], in each of 5 blocks.
+    by_hand = 5 * 2 * tokens**2 * model.config.dim / model.forward_macs_per_image(model.image_shape) / 3
+    assert attention == pytest.approx(by_hand) and products + attention == pytest.approx(1 / 3)
+
+
+def test_a_memory_budget_is_told_as_a_range():
+    config = config_of("--activation_checkpoint.mode", "memory_budget", "--compile.enable", "true")
+    found, model = estimate_memory(config, 1), model_on_meta(config)
+    none = estimate_memory(config_of(), 1)
+    full = estimate_memory(config_of("--activation_checkpoint.mode", "full"), 1)
+    assert (found.total, found.least) == (none.total, full.total) and none.least is None
+    between = Device("CPU", (found.total + found.least) / 2 / 0.9 / 2**30, 1.0, 1.0, 1.0, 1.0, 1.0)
+    assert (fits(found, between), fits(none, between), fits(full, between)) == (None, False, True)
+    time = estimate_step_time(config, model, found, between, Efficiency())
+    text = as_text(config, model, found, time, between, Efficiency())
+    assert "memory_budget = 0.5 is not known before compiling" in text and "(every block recomputed)" in text
+    assert "known once the blocks are compiled" in text and "up to a third more compute" in text
 
 
 def test_bytes_sent_are_those_of_ring_collectives():

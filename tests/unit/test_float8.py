@@ -11,7 +11,7 @@ from tests.distributed.cases import make_trainer, train_all
 from tests.end_to_end.runs import checkpoint_tensors
 from tests.launcher import run_on_ranks
 from torchtitan.config import ConfigError, load_config
-from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig, checkpoint_blocks
 from torchtitan.models import MODELS, float8
 from torchtitan.models.float8 import Float8Config, Float8Error, check_convertible, convert_to_float8
 from torchtitan.run import REFUSED, run
@@ -120,7 +120,7 @@ def test_recomputation_and_one_graph_per_block_change_nothing():
     for model in (plain, wrapped):
         convert_to_float8(model, config)
     wanted, wanted_gradients = output_and_gradients(plain)
-    checkpoint_blocks(wrapped, list(wrapped.blocks()), "selective")
+    checkpoint_blocks(wrapped, list(wrapped.blocks()), ActivationCheckpointConfig(mode="selective"))
     for block in wrapped.blocks():
         block.compile(fullgraph=True, backend="aot_eager")
     found, gradients = output_and_gradients(wrapped)

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan.distributed.compile import compile_blocks
 from torchtitan.distributed.mesh import Layout, ParallelismConfig
 from torchtitan.distributed.parallelize import parallelize
 from torchtitan.gns.capture import PARTS, CannotMeasure, GradientTaps
@@ -223,20 +225,32 @@ def test_microbatches_add_up_to_the_step():
     assert two.pairs.sum() < one.pairs.sum() == two.all_pairs.sum()
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_recomputed_blocks_measure_the_same(mode):
-    results = []
-    for checkpointing in ("none", mode):
-        problem = Problem(GAINS, torch.float32)
-        taps = problem.taps()
-        parallelize(problem.model, one_process(), checkpoint_mode=checkpointing)
-        taps.begin_step(1, True, {}, BETA2, one_process())
-        taps.begin_microbatch(problem.t)
-        problem.loss().mean().backward()
-        taps.end_microbatch(BATCH, torch.zeros(len(taps._switch.one_hot)))
-        sums = taps.end_step()
-        results.append(torch.cat((sums.squares.flatten(), sums.all_products.flatten())))
-    assert torch.equal(*results)
+def squares_and_products(prepare) -> torch.Tensor:
+    problem = Problem(GAINS, torch.float32)
+    taps = problem.taps()
+    prepare(problem.model)
+    taps.begin_step(1, True, {}, BETA2, one_process())
+    taps.begin_microbatch(problem.t)
+    problem.loss().mean().backward()
+    taps.end_microbatch(BATCH, torch.zeros(len(taps._switch.one_hot)))
+    sums = taps.end_step()
+    return torch.cat((sums.squares.flatten(), sums.all_products.flatten()))
+
+
+@pytest.mark.parametrize("settings", [
+    {"mode": "full"}, {"mode": "full", "every": 2}, {"mode": "selective"},
+    {"mode": "selective", "keep": ["attention"]}, {"mode": "selective", "keep": ["matmul"]},
+], ids=str)  # fmt: skip
+def test_recomputed_blocks_measure_the_same(settings):
+    recomputing = ActivationCheckpointConfig(**settings)
+    found = squares_and_products(lambda model: parallelize(model, one_process(), checkpointing=recomputing))
+    assert torch.equal(found, squares_and_products(lambda model: None))
+
+
+def test_blocks_compiled_within_a_memory_budget_measure_the_same():
+    torch.compiler.reset()
+    found = squares_and_products(lambda model: compile_blocks(model.blocks(), 0.2, backend="aot_eager"))
+    assert close(found, squares_and_products(lambda model: None), 1e-5)
 
 
 def test_taps_are_silent_outside_of_a_microbatch():

@@ -1,13 +1,15 @@
 """Activation checkpointing: recompute activations in backward instead of keeping them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torchtitan.settings import setting
 
@@ -16,45 +18,97 @@ from torchtitan.settings import setting
 class ActivationCheckpointConfig:
     """`[activation_checkpoint]`"""
 
-    mode: Literal["none", "selective", "full"] = setting(
-        "none", "recompute in backward: nothing; all but matrix products and attention; every block whole",
+    mode: Literal["none", "selective", "full", "memory_budget"] = setting(
+        "none",
+        "recompute in backward: nothing; all but what `keep` names; whole blocks; what the compiler finds cheapest",
         trajectory=False,
     )
+    every: int = setting(
+        1, "recompute in every n-th block only, from the first on", ge=1, applies={"mode": ("selective", "full")},
+        trajectory=False,
+    )
+    keep: list[Literal["matmul", "attention"]] = setting(
+        ["matmul", "attention"], "what is not computed again: results of matrix products, of attention",
+        applies={"mode": ("selective",)}, trajectory=False,
+    )  # fmt: skip
+    memory_budget: float = setting(
+        0.5, "activations to keep, as a share of the bytes kept without recomputation; 0: blocks' inputs only",
+        ge=0, le=1, applies={"mode": ("memory_budget",)}, trajectory=False,
+    )  # fmt: skip
 
 
-# What selective mode keeps: the operations that dominate a block's time, on every device.
-_KEPT = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+# The operations that dominate a block's time, on every device.
+_OPERATIONS = {
+    "matmul": [
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten._scaled_mm.default,
+    ],
+    # Each also returns the log-sum-exp of the scores, without which its backward would need the scores anew.
+    "attention": [
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    ],
 }
 
 # The prefix that the wrapper adds to names of parameters.
 WRAPPER_PREFIX = "_checkpoint_wrapped_module."
 
 
-def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module], mode: str) -> None:
-    """Replace each block in the model by one that recomputes its activations.
+def checkpoint_problems(
+    config: ActivationCheckpointConfig, compiled: bool, num_blocks: int | None
+) -> Iterator[tuple[str, str]]:
+    """Find what cannot be done or would be ignored.
+
+    Args:
+        config: the section.
+        compiled: whether blocks are compiled.
+        num_blocks: blocks of the model, None if it does not say.
+
+    Yields:
+        (key, what is wrong and what to do).
+    """
+    if config.mode == "selective" and not config.keep:
+        yield "keep", "is empty, so all is recomputed (name matmul, attention or both, or set mode to full)"
+    if config.mode == "selective" and len(set(config.keep)) < len(config.keep):
+        yield "keep", f"names {config.keep[-1]} twice (remove one)"
+    if config.mode in ("selective", "full") and num_blocks is not None and config.every > num_blocks:
+        advice = f"set at most {num_blocks}: the first alone"
+        yield "every", f"{config.every} is more than the model's {num_blocks} blocks ({advice})"
+    if config.mode == "memory_budget" and not compiled:
+        text = "memory_budget is the compiler's work (set compile.enable to true, or choose selective or full)"
+        yield "mode", text
+    elif config.mode == "memory_budget" and not hasattr(functorch_config, "activation_memory_budget"):
+        text = f"torch {torch.__version__} has no memory budget (choose selective or full, or install a newer torch)"
+        yield "mode", text
+
+
+def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module], config: ActivationCheckpointConfig) -> None:
+    """Replace blocks in the model by ones that recompute their activations.
+
+    Nothing is done in mode memory_budget, which is the compiler's: see torchtitan.distributed.compile.
 
     Args:
         model: the model that holds the blocks.
-        blocks: modules of the model.
-        mode: "none", "selective" (matrix products and attention are kept) or "full".
+        blocks: modules of the model, in the order of the forward.
+        config: which of them, and what they keep.
+
+    Raises:
+        ValueError: there is no block.
     """
-    if mode == "none":
+    if config.mode in ("none", "memory_budget"):
         return
-    options = {} if mode == "full" else {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
+    if not blocks:
+        raise ValueError(f"activation_checkpoint.mode = {config.mode}: {type(model).__name__} has no blocks")
+    options = {}
+    if config.mode == "selective":
+        kept = [operation for name in config.keep for operation in _OPERATIONS[name]]
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
     names = {id(module): name for name, module in model.named_modules()}
-    for block in blocks:
+    for block in blocks[:: config.every]:
         parent, _, child = names[id(block)].rpartition(".")
         # A block draws no random numbers, so there is no generator state to restore.
         wrapped = checkpoint_wrapper(block, preserve_rng_state=False, **options)
         model.get_submodule(parent).register_module(child, wrapped)
-
-
-def _policy(context, operation, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

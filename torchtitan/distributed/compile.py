@@ -1,10 +1,18 @@
-"""torch.compile, block by block."""
+"""torch.compile, block by block, and what it does in the course of a run."""
 
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch._functorch.config as functorch_config
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import CompilationMetrics, counters, get_compilation_metrics
 
 from torchtitan.settings import setting
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -16,10 +24,91 @@ class CompileConfig:
     )
 
 
-def compile_blocks(blocks: list[nn.Module]) -> None:
+def compile_blocks(blocks: list[nn.Module], memory_budget: float = 1.0, backend: str = "inductor") -> None:
     """Compile each block in place, which leaves the names of its parameters alone.
 
     All blocks share one code object, so the graph is compiled once. fullgraph: a graph break is an error.
+
+    Args:
+        blocks: modules.
+        memory_budget: bytes that may be kept from forward to backward, as a share of what is kept without
+            recomputation, in [0, 1]; what is cheapest to compute again is let go.
+        backend: name of torch's compiler backend.
     """
+    compiler = backend if memory_budget == 1.0 else _WithinBudget(backend, memory_budget)
     for block in blocks:
-        block.compile(fullgraph=True)
+        block.compile(fullgraph=True, backend=compiler)
+
+
+@dataclass(frozen=True)
+class _WithinBudget:
+    """A backend that sets torch's memory budget around each of its compilations, and for nobody else's.
+
+    What is kept is decided when the forward is compiled. Equal ones are one backend to torch's cache of graphs.
+    """
+
+    backend: str
+    memory_budget: float
+
+    def __call__(self, graph, inputs, **options):
+        with functorch_config.patch(activation_memory_budget=self.memory_budget):
+            return lookup_backend(self.backend)(graph, inputs, **options)
+
+
+class CompileCounter:
+    """Counts what torch.compile does in this process from here on; reading it costs microseconds."""
+
+    def __init__(self, expected_steps: int) -> None:
+        """expected_steps: first steps, in which functions may be compiled again without a word."""
+        self._expected_steps = expected_steps
+        self._steps = self._recompiles = 0
+        self._untold: list[str] = []
+        self._latest = _last(get_compilation_metrics())
+        self._before = _totals()
+
+    def counts(self) -> dict[str, int]:
+        """Totals up to now.
+
+        Returns:
+            graphs: compiled; recompiles: times that a function was compiled again, for arguments or attributes that
+            none of its graphs fits; graph_breaks: places where one fell into several graphs (in a block, an error).
+        """
+        self._read()
+        graphs, breaks = (now - before for now, before in zip(_totals(), self._before, strict=True))
+        return {"graphs": graphs, "recompiles": self._recompiles, "graph_breaks": breaks}
+
+    def end_step(self, step: int) -> None:
+        """Warn of every recompilation in this step, the number of which stands in the message."""
+        self._read()
+        self._steps += 1
+        if self._steps > self._expected_steps:
+            for described in self._untold:
+                logger.warning(f"step {step}: compiled again, which takes time: {described}")
+        self._untold.clear()
+
+    def _read(self) -> None:
+        compilations = get_compilation_metrics()
+        found = [_describe(each) for each in self._unseen(compilations) if each.recompile_reason]
+        self._latest = _last(compilations)
+        self._recompiles += len(found)
+        self._untold += found
+
+    def _unseen(self, compilations: list[CompilationMetrics]) -> Iterator[CompilationMetrics]:
+        """torch keeps the last 64: from one step to the next there are fewer."""
+        places = [place for place, each in enumerate(compilations) if each is self._latest]
+        yield from compilations[places[0] + 1 if places else 0 :]
+
+
+def _last(compilations: list[CompilationMetrics]) -> CompilationMetrics | None:
+    return compilations[-1] if compilations else None
+
+
+def _totals() -> tuple[int, int]:
+    """Graphs and graph breaks of this process."""
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def _describe(compilation: CompilationMetrics) -> str:
+    reason = " ".join(compilation.recompile_reason.split())
+    place = f"{Path(compilation.co_filename).name}:{compilation.co_firstlineno}"
+    return f"{compilation.co_name} ({place}): {reason if len(reason) <= 300 else reason[:297] + '...'}"

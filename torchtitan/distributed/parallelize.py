@@ -9,7 +9,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtitan.distributed.activation_checkpoint import WRAPPER_PREFIX, checkpoint_blocks
+from torchtitan.distributed.activation_checkpoint import (
+    WRAPPER_PREFIX,
+    ActivationCheckpointConfig,
+    checkpoint_blocks,
+)
 from torchtitan.distributed.compile import compile_blocks
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.precision import fsdp_policy
@@ -19,7 +23,7 @@ def parallelize(
     model: nn.Module,
     layout: Layout,
     *,
-    checkpoint_mode: str = "none",
+    checkpointing: ActivationCheckpointConfig | None = None,
     compile_model: bool = False,
     param_dtype: str = "float32",
     reduce_dtype: str = "float32",
@@ -29,16 +33,23 @@ def parallelize(
     Args:
         model: an initialised model on the layout's device, with `blocks()` (see torchtitan.models.base).
         layout: where it runs.
-        checkpoint_mode: see ActivationCheckpointConfig.
+        checkpointing: what is recomputed in backward; None: nothing.
         compile_model: compile each block.
         param_dtype, reduce_dtype: dtype of compute and of the gradient reduction.
 
     Returns:
         the module whose forward trains: `model` itself, or DistributedDataParallel around it.
+
+    Raises:
+        ValueError: a memory budget for blocks that are not compiled; no blocks where some are to be recomputed.
     """
-    checkpoint_blocks(model, list(model.blocks()), checkpoint_mode)
+    checkpointing = checkpointing or ActivationCheckpointConfig()
+    checkpoint_blocks(model, list(model.blocks()), checkpointing)
+    budgeted = checkpointing.mode == "memory_budget"
+    if budgeted and not compile_model:
+        raise ValueError("activation_checkpoint.mode = memory_budget needs compiled blocks")
     if compile_model:
-        compile_blocks(list(model.blocks()))
+        compile_blocks(list(model.blocks()), checkpointing.memory_budget if budgeted else 1.0)
     if layout.sharded:
         _shard(model, layout, param_dtype, reduce_dtype)
         return model

@@ -1,5 +1,6 @@
 """Memory that each rank of a run needs, without running it."""
 
+import dataclasses
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -8,14 +9,14 @@ import torch
 
 from data import DATASETS
 from torchtitan.config import JobConfig
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.estimate.live_storages import ACTIVATIONS, COMMUNICATION, GRADIENTS, PARAMETERS
 from torchtitan.estimate.simulation import SimulatedStep, Window, simulate_step
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel
 
-# The first two blocks and the last two have windows of their own: prefetching reaches no further.
-_ALIGNED = 2
-_DEPTHS = (2 * _ALIGNED, 2 * _ALIGNED + 1)
+# Prefetching of parameters reaches from one block to the next, so the first and the last differ from those between.
+_EDGE = 1
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class MemoryEstimate:
         phase: "forward", "backward" or "optimizer": where the highest moment lies.
         all_gradients: gradients when all of them are there.
         start_up: while the whole model is drawn on every rank, before it is sharded.
+        least: peak of a step in which every block is recomputed whole, where the compiler is to choose what it keeps
+            (activation_checkpoint.mode = memory_budget): the other numbers are then those of a step without
+            recomputation, and the true peak, known after compiling, lies between. None where it is no question.
     """
 
     parameters: int
@@ -48,6 +52,7 @@ class MemoryEstimate:
     phase: str
     all_gradients: int
     start_up: int
+    least: int | None = None
 
     @property
     def total(self) -> int:
@@ -81,6 +86,17 @@ def estimate_memory(config: JobConfig, world_size: int) -> MemoryEstimate:
     Raises:
         RuntimeError: this process belongs to a process group.
     """
+    if config.activation_checkpoint.mode == "memory_budget":
+        most, least = (_estimate(_recomputing(config, mode), world_size) for mode in ("none", "full"))
+        return dataclasses.replace(most, least=least.total)
+    return _estimate(config, world_size)
+
+
+def _recomputing(config: JobConfig, mode: str) -> JobConfig:
+    return dataclasses.replace(config, activation_checkpoint=ActivationCheckpointConfig(mode=mode))
+
+
+def _estimate(config: JobConfig, world_size: int) -> MemoryEstimate:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of a view, which nothing here changes in place
         step = _of_full_depth(config, world_size)
@@ -106,25 +122,30 @@ def model_on_meta(config: JobConfig) -> DiffusionModel:
 
 
 def _of_full_depth(config: JobConfig, world_size: int) -> SimulatedStep:
-    depth = getattr(config.model, "num_layers", 0)
-    if depth <= _DEPTHS[-1]:
+    """The step of the configured depth, from those of two models of fewer blocks.
+
+    Blocks repeat with period n where every n-th recomputes. The shallow models end at the same place of the period as
+    the deep one, and both their ends have windows for a whole period beyond the edge.
+    """
+    depth, period = getattr(config.model, "num_layers", 0), config.activation_checkpoint.every
+    end = _EDGE + period
+    shallow_depth = 2 * end + (depth - 2 * end) % period
+    deeper_depth = shallow_depth + period
+    if depth <= deeper_depth:
         return simulate_step(config, world_size)
-    shallow, deeper = (simulate_step(config, world_size, num_layers) for num_layers in _DEPTHS)
-    blocks = depth - _DEPTHS[0]
-    windows = {
-        key: _extrapolate(peak, deeper.windows[_place(key, _DEPTHS[1])], blocks)
-        for key, peak in shallow.windows.items()
-    }
-    return SimulatedStep(_extrapolate(shallow.held, deeper.held, blocks), windows)
+    shallow, deeper = (simulate_step(config, world_size, blocks) for blocks in (shallow_depth, deeper_depth))
+    periods = (depth - shallow_depth) // period
+
+    def farther(window: Window) -> Window:
+        """The window of the deeper model that lies as far from the first or the last block."""
+        microbatch, phase, block = window
+        return microbatch, phase, block if block < end else block + period
+
+    windows = {key: _extrapolate(peak, deeper.windows[farther(key)], periods) for key, peak in shallow.windows.items()}
+    return SimulatedStep(_extrapolate(shallow.held, deeper.held, periods), windows)
 
 
-def _place(window: Window, depth: int) -> Window:
-    """The window of a deeper model that lies as far from the first or the last block as this one of the shallow."""
-    microbatch, phase, block = window
-    return microbatch, phase, block if block < _ALIGNED else block + depth - _DEPTHS[0]
-
-
-def _extrapolate(shallow: Counter, deeper: Counter, blocks: int) -> Counter:
-    return Counter({part: shallow[part] + blocks * (deeper[part] - shallow[part]) for part in shallow | deeper})
+def _extrapolate(shallow: Counter, deeper: Counter, times: int) -> Counter:
+    return Counter({part: shallow[part] + times * (deeper[part] - shallow[part]) for part in shallow | deeper})
 
 

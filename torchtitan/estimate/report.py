@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from torchtitan.config import JobConfig
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.estimate.devices import Device
 from torchtitan.estimate.memory import PARTS, MemoryEstimate
 from torchtitan.estimate.roofline import Efficiency, StepTime
@@ -28,9 +29,13 @@ def as_record(
     }
 
 
-def fits(memory: MemoryEstimate, device: Device) -> bool:
-    """Whether the run's peak is at most nine tenths of the device's memory."""
-    return memory.needed <= _USABLE * device.memory_gib * 2**30
+def fits(memory: MemoryEstimate, device: Device) -> bool | None:
+    """Whether the run's peak is at most nine tenths of the device's memory; None: it is up to the compiler."""
+    usable = _USABLE * device.memory_gib * 2**30
+    if memory.needed <= usable:
+        return True
+    undecided = memory.least is not None and max(memory.least, memory.start_up) <= usable
+    return None if undecided else False
 
 
 def as_text(
@@ -38,11 +43,11 @@ def as_text(
     efficiency: Efficiency,
 ) -> str:
     """The same for readers."""
-    layout, mode = config.parallelism, config.activation_checkpoint.mode
+    layout = config.parallelism
     ranks = layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree
     notes = {
         "gradients": f" (all of them: {_gib(memory.all_gradients)})",
-        "activations": f" (checkpointing: {mode}; eager)",
+        "activations": f" (checkpointing: {_checkpointing(config.activation_checkpoint)}; eager)",
     }
     lines = [
         f"{config.model.flavor} on {ranks} x {device.name}: {layout.data_parallel_replicate_degree} replicas x "
@@ -53,12 +58,32 @@ def as_text(
         f"memory per rank, at the highest moment of a step ({memory.phase}):",
         *(f"  {part:20}{_gib(getattr(memory, part))}{notes.get(part, '')}" for part in PARTS),
         f"  {'total':20}{_gib(memory.total)}",
+        *_range_lines(memory),
         f"  {'at the start':20}{_gib(memory.start_up)} (the whole model is drawn on every rank)",
         f"  {'the device has':20}{device.memory_gib:9.2f} GiB: {_verdict(memory, device)}",
     ]
     if config.gns.enable:
         lines.append("  gns.enable: what the measurement of the gradient noise scale needs is not counted")
+    if memory.least is not None:
+        lines.append("the compiler's recomputation is not in the times below: up to a third more compute")
     return "\n".join(lines + _time_lines(time, efficiency))
+
+
+def _checkpointing(config: ActivationCheckpointConfig) -> str:
+    if config.mode == "memory_budget":
+        return f"memory_budget = {config.memory_budget:g} is not known before compiling, none counted"
+    kept = f", keeps {' and '.join(config.keep)}" if config.mode == "selective" else ""
+    every = f", every {config.every} blocks" if config.mode != "none" and config.every > 1 else ""
+    return config.mode + kept + every
+
+
+def _range_lines(memory: MemoryEstimate) -> list[str]:
+    if memory.least is None:
+        return []
+    return [
+        f"  {'at least':20}{_gib(memory.least)} (every block recomputed)",
+        "  the true peak lies between the two, and is known once the blocks are compiled",
+    ]
 
 
 def _time_lines(time: StepTime, efficiency: Efficiency) -> list[str]:
@@ -74,7 +99,10 @@ def _time_lines(time: StepTime, efficiency: Efficiency) -> list[str]:
 
 
 def _verdict(memory: MemoryEstimate, device: Device) -> str:
-    return "fits" if fits(memory, device) else f"does not fit into {_USABLE:.0%} of it"
+    known = fits(memory, device)
+    if known is None:
+        return f"whether {_USABLE:.0%} of it are enough is known once the blocks are compiled"
+    return "fits" if known else f"does not fit into {_USABLE:.0%} of it"
 
 
 def _gib(count: int) -> str:

@@ -1,5 +1,6 @@
 """How long a training step takes at stated efficiencies."""
 
+import math
 from dataclasses import dataclass
 
 from torchtitan.config import JobConfig
@@ -33,7 +34,8 @@ class StepTime:
     """Seconds of one optimizer step, and what follows.
 
     Attributes:
-        compute: forward, backward and recomputation of all microbatches.
+        compute: forward, backward and recomputation of all microbatches; without what a compiler with a memory budget
+            chooses to recompute (at most a third more).
         communication: all collectives, hidden or not.
         optimizer: reading and writing weights, state and averages.
         step: max(compute, overlap x communication) + (1 - overlap) x communication + optimizer.
@@ -69,9 +71,7 @@ def estimate_step_time(
     peak = 1e12 * (device.tflops_bf16 if training.mixed_precision_param == "bfloat16" else device.tflops_float32)
     images = training.global_batch_size / world_size  # of each rank
     flops = images * model.flops_per_image(model.image_shape)
-    # A whole forward again; the products, which selective mode keeps, are all that is counted here.
-    repeated = 1 / 3 if config.activation_checkpoint.mode == "full" else 0.0
-    compute = (1 + repeated) * flops / (peak * efficiency.compute)
+    compute = (1 + recomputed_share(config, model)) * flops / (peak * efficiency.compute)
     communication = _communication_seconds(config, model.num_parameters(), device) / efficiency.link
     # Gradients are read; everything else is read and written.
     moved = 2 * (memory.parameters + memory.optimizer + memory.ema) + memory.all_gradients
@@ -82,6 +82,23 @@ def estimate_step_time(
         compute, communication, optimizer, step, training.global_batch_size / step, flops / (step * peak), hours,
         world_size * hours,
     )  # fmt: skip
+
+
+def recomputed_share(config: JobConfig, model: DiffusionModel) -> float:
+    """FLOPs of recomputation as a share of the training FLOPs, products alone counted: 1/3 is a whole forward again.
+
+    With a memory budget the compiler chooses, and 0 is the least.
+    """
+    checkpointing = config.activation_checkpoint
+    if checkpointing.mode in ("none", "memory_budget"):
+        return 0.0
+    blocks = len(model.blocks())
+    forward = model.forward_macs_per_image(model.image_shape)
+    of_attention = model.attention_macs(model.tokens_per_image(model.image_shape))
+    macs = {"attention": of_attention, "matmul": forward - of_attention}
+    kept = sum(macs[name] for name in checkpointing.keep) if checkpointing.mode == "selective" else 0
+    wrapped = math.ceil(blocks / checkpointing.every) / blocks
+    return wrapped * (forward - kept) / forward / 3
 
 
 def communication_bytes(config: JobConfig, num_parameters: int) -> dict[str, float]:

@@ -99,14 +99,14 @@ class _Step:
         return SimulatedStep(held, live.windows)
 
     def _parallelize(self) -> None:
-        checkpoint_mode, training = self.config.activation_checkpoint.mode, self.config.training
+        checkpointing, training = self.config.activation_checkpoint, self.config.training
         if self.layout.sharded:
             parallelize(
-                self.model, self.layout, checkpoint_mode=checkpoint_mode,
+                self.model, self.layout, checkpointing=checkpointing,
                 param_dtype=training.mixed_precision_param, reduce_dtype=training.mixed_precision_reduce,
             )  # fmt: skip
         else:
-            checkpoint_blocks(self.model, list(self.model.blocks()), checkpoint_mode)
+            checkpoint_blocks(self.model, list(self.model.blocks()), checkpointing)
 
     def _take_gradients(self) -> None:
         """Count gradients as such; with copies of the model, move them into buckets.
