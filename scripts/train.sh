@@ -5,8 +5,10 @@
 #                                 scripts/autotune_batch_size.py, as --goal fastest --headroom 0.2
 #   --setup-only                  stop after setting up .venv
 # Other paths than CONFIG's are relative to the repository.
+# Exit codes: 0 completed, 1 failed, 2 refused, 75 interrupted by a signal and saved (the same command goes on).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+source "$root/scripts/status.sh"
 
 config=$root/train_configs/digits.toml
 if [ $# -gt 0 ] && [[ $1 != --* ]]; then
@@ -53,7 +55,10 @@ if [ -n "$autotune" ]; then
 fi
 "$venv/bin/python" train.py --check-only --job.config_file "$config" ${arguments[@]+"${arguments[@]}"}
 if [ "$NGPU" = 1 ]; then
-    exec "$venv/bin/python" train.py --job.config_file "$config" ${arguments[@]+"${arguments[@]}"}
+    command=("$venv/bin/python")
+else
+    # torchrun would die of a SIGUSR1 that it does not handle, and leave its processes behind.
+    command=("$venv/bin/python" -m torch.distributed.run --standalone --nproc_per_node "$NGPU"
+        --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1)
 fi
-exec "$venv/bin/python" -m torch.distributed.run --standalone --nproc_per_node "$NGPU" \
-    train.py --job.config_file "$config" ${arguments[@]+"${arguments[@]}"}
+run_for_status "${command[@]}" train.py --job.config_file "$config" ${arguments[@]+"${arguments[@]}"}

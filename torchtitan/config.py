@@ -85,6 +85,10 @@ class TrainingConfig:
     spike_threshold: float = setting(
         0.0, "a step is skipped whose ln loss is this many standard deviations above its running mean; 0: none is", ge=0
     )
+    gc_freq: int = setting(
+        1000, "steps between collections of Python's garbage, on all ranks at once; 0: whenever Python does it", ge=0,
+        trajectory=False,
+    )
     mixed_precision_param: Literal["float32", "bfloat16"] = setting(
         "float32", "dtype of compute; weights, optimizer state and EMA are float32 always"
     )

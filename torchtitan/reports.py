@@ -246,10 +246,9 @@ class Reports:
             self._point_out(status)
 
     def fail(self, status: str, reason: str) -> None:
-        """Close the summary of a run that cannot go on; not collective, for other ranks may be gone."""
+        """Close the summary of a run that cannot go on; called by one rank, any, for others may be gone."""
         self._bar.close()
-        if self._first:
-            self._trainer.folder.write_summary(self._summary(status) | {"reason": reason})
+        self._trainer.folder.write_summary(self._summary(status) | {"reason": reason})
 
     def close(self) -> None:
         if self._log:

@@ -1,24 +1,33 @@
 """One run of a training process: build, train, and turn what goes wrong into one line and an exit code."""
 
 import logging
+import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
 
 from data.base import DatasetError
 from torchtitan.config import JobConfig
+from torchtitan.distributed.agreement import requests_ignored_at_the_end
 from torchtitan.gns.capture import CannotMeasure
 from torchtitan.models.float8 import Float8Error
 from torchtitan.trainer import Trainer, process_group
 from torchtitan.training.checkpoint import CheckpointError
-from torchtitan.training.faults import TrainingError, is_out_of_memory
+from torchtitan.training.faults import TrainingError, first_line, is_lost_rank, is_out_of_memory
 from torchtitan.training.optimizer import OptimizerError
 from torchtitan.training.run_folder import RunFolder, RunFolderError
+from torchtitan.training.run_status import write_status
 
 logger = logging.getLogger(__name__)
 
 REFUSED = 2
 FAILED = 1
+_WAIT = 3.0  # seconds for another rank to be seen gone, or to say why it ended
+_CLOSING_SECONDS = 60.0
 
 
 def run(config: JobConfig) -> int:
@@ -31,35 +40,67 @@ def run(config: JobConfig) -> int:
     if RunFolder(config).is_finished() and config.checkpoint.load_step < 0:
         if _first():
             print(f"{RunFolder(config).path}: this run is finished (give another --job.name to train again)")
+        _leave_status(None, "completed", 0)
         return 0
-    with process_group():
+    with _bounded_end() as deadline, process_group():
         try:
             trainer = Trainer(config)
         except (RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure, Float8Error) as error:
             if _first():
                 print(error, file=sys.stderr)
+            _leave_status(None, "refused", REFUSED, str(error))  # the folder may be another run's
             return REFUSED
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if not (is_out_of_memory(error) or is_lost_rank(error)):
                 raise
-            logger.error(f"building the run: {_out_of_memory(error)}")
+            said = _out_of_memory(error) if is_out_of_memory(error) else f"lost another rank: {first_line(error)}"
+            logger.error(f"rank {_rank()}: building the run: {said}")
+            _leave_status(RunFolder(config).path if _first() else None, "failed", FAILED, said)
             return FAILED
-        try:
-            return trainer.train()
-        except TrainingError as error:
-            return _fail(trainer, "failed", str(error))
-        except (CheckpointError, DatasetError, OSError) as error:  # OSError: a disk that is full or gone
-            return _fail(trainer, "failed", f"step {trainer.step}: {error}")
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                trainer.profiler.out_of_memory(trainer.step)
-                return _fail(trainer, "oom", f"step {trainer.step}: {_out_of_memory(error)}")
-            trainer.reports.fail("failed", f"step {trainer.step}: {error}")
-            if "DataLoader worker" not in str(error):  # a killed loader may be noticed anywhere in the step
-                raise
-            return _fail(trainer, "failed", f"step {trainer.step}: {' '.join(str(error).split())}")
-        finally:
-            trainer.close()
+        with requests_ignored_at_the_end():
+            try:
+                return _train(trainer, deadline)
+            finally:
+                trainer.close()
+
+
+@contextmanager
+def _bounded_end() -> Iterator[threading.Timer]:
+    """A timer to start when the run has failed: what is to be closed may hang on what is lost."""
+    deadline = threading.Timer(_CLOSING_SECONDS, os._exit, (FAILED,))
+    deadline.daemon = True
+    try:
+        yield deadline
+    finally:
+        deadline.cancel()
+
+
+def _train(trainer: Trainer, deadline: threading.Timer) -> int:
+    try:
+        code = trainer.train()
+    except TrainingError as error:
+        return _fail(trainer, deadline, "failed", str(error))
+    except (CheckpointError, DatasetError, OSError) as error:  # OSError: a disk that is full or gone
+        wait = _WAIT if is_lost_rank(error) else 0.0
+        return _fail(trainer, deadline, "failed", f"step {trainer.step}: {error}", wait)
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            trainer.profiler.out_of_memory(trainer.step)
+            return _fail(trainer, deadline, "oom", f"step {trainer.step}: {_out_of_memory(error)}")
+        if is_lost_rank(error):
+            reason = f"step {trainer.step}: lost another rank in {trainer.phases.where}: {first_line(error)}"
+            return _fail(trainer, deadline, "failed", reason, wait=_WAIT)
+        if "DataLoader worker" in str(error):  # a killed loader may be noticed anywhere in the step
+            return _fail(trainer, deadline, "failed", f"step {trainer.step}: {' '.join(str(error).split())}")
+        _fail(trainer, deadline, "failed", f"step {trainer.step}: {error}")
+        raise
+    status, reason = "completed", ""
+    if code and trainer.config.checkpoint.enable:
+        status, reason = "requeue", "interrupted by a signal, and saved"
+    elif code:
+        status, reason = "failed", "interrupted by a signal, and not saved: checkpoint.enable is false"
+    _leave_status(trainer.folder.path if _first() else None, status, code, reason)
+    return code
 
 
 def _out_of_memory(error: BaseException) -> str:
@@ -68,14 +109,29 @@ def _out_of_memory(error: BaseException) -> str:
     return f"out of memory ({advice}): {said}"
 
 
-def _fail(trainer: Trainer, status: str, reason: str) -> int:
-    logger.error(reason)
+def _fail(trainer: Trainer, deadline: threading.Timer, status: str, reason: str, wait: float = 0.0) -> int:
+    """Close the run; wait: seconds in which another rank that is the cause may show."""
+    deadline.start()  # the watchdog has gone
+    culprit = trainer.supervision.culprit(wait)
+    reason = f"{reason}; {culprit}" if culprit else reason
+    logger.error(reason if trainer.layout.world_size == 1 else f"rank {trainer.layout.rank}: {reason}")
     try:
-        trainer.reports.fail(status, reason)
+        trainer.supervision.failed(status, reason)
     except OSError as error:
-        logger.error(f"{trainer.folder.summary}: cannot be written: {error.strerror}")
+        logger.error(f"{trainer.folder.path}: the summary cannot be written: {error.strerror}")
     return FAILED
 
 
+def _leave_status(folder: Path | None, status: str, exit_code: int, reason: str = "") -> None:
+    try:
+        write_status(folder, status, exit_code, reason)
+    except OSError as error:
+        logger.error(f"{error.filename}: cannot be written: {error.strerror}")
+
+
 def _first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return _rank() == 0
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

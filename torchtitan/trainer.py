@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from data import DATASETS
 from torchtitan.config import JobConfig
@@ -48,13 +47,17 @@ from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData, microbatches_per_step
 from torchtitan.training.ema import EMABank
 from torchtitan.training.faults import TrainingError
+from torchtitan.training.heartbeat import remove_heartbeats
 from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.metrics import LossWindow
 from torchtitan.training.non_finite import Watch, over_ranks, watched
 from torchtitan.training.numerical_guard import NumericalGuard, StepSamples
 from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors, set_lr
+from torchtitan.training.phases import BEFORE_FIRST_STEP, Phases
 from torchtitan.training.profiling import Profiler
 from torchtitan.training.run_folder import RunFolder
+from torchtitan.training.run_status import remove_status
+from torchtitan.training.supervision import Supervision
 from torchtitan.training.weight_files import check_fits, fill
 
 logger = logging.getLogger(__name__)
@@ -74,10 +77,11 @@ class Trainer:
         init_process_group(config.comm)
         self.layout = layout = Layout(config.parallelism)
         self.folder = RunFolder(config)
+        self.phases = Phases()
         self._check_initial_weights()
         if config.float8.enable:
             check_convertible(self._model_on_meta(), config.float8, config.training.local_batch_size)
-        from_first_rank(self.folder.open)
+        from_first_rank(self._open_folder)
         torch.use_deterministic_algorithms(config.debug.deterministic)
 
         dataset = DATASETS[config.data.name](config.data, "train")
@@ -129,6 +133,8 @@ class Trainer:
             self._resume(resumed_step)
         self.reports = Reports(self)
         self.profiler = Profiler(config.profiling, self.folder.path, layout, self.reports.excluded)
+        self.supervision = Supervision(self)
+        self._starting = True  # until this process has made its first step
 
     # ------------------------------------------------------------------ the loop
 
@@ -141,44 +147,57 @@ class Trainer:
         Raises:
             CheckpointError: the last checkpoint could not be saved.
         """
-        self._settle_gradient_buckets()
-        signal_number, save_due = 0, False
-        with StopRequest() as stop:
-            while not (self.last_step or signal_number):
-                self.step += 1
-                with self.profiler.step(self.step) as traced:
-                    with self.reports.excluded_step() if traced else nullcontext():
-                        norm, lr = self.train_step()
-                    self._report(norm, lr)
-                save_due |= self._due(self.config.checkpoint.interval)
-                if save_due:
-                    self.guard.settle()
-                if self.guard.exhausted:
-                    self._recover()
-                    save_due = False
-                    continue
-                if self.config.validation.enable and self._due(self.config.validation.interval):
-                    self.reports.validate()
-                if self.config.sampling.enable and self._due(self.config.sampling.interval):
-                    self.reports.sample_grid()
-                signal_number = stop.poll()
-                if signal_number or self.last_step or (save_due and not self.guard.in_doubt):
-                    save_due = False
-                    if self.config.checkpoint.enable:
-                        self._save()
-        if self.gns:
-            self.gns.flush()
-        self.checkpointer.require_saved()
-        self.reports.finish("interrupted" if signal_number else "completed")
+        with self.supervision, StopRequest() as stop:
+            with self.phases(BEFORE_FIRST_STEP):
+                self._settle_gradient_buckets()
+            signal_number = self._loop(stop)
+            with self.phases("finish"):
+                if self.gns:
+                    self.gns.flush()
+                self.checkpointer.require_saved()
+                self.reports.finish("interrupted" if signal_number else "completed")
         return 128 + signal_number if signal_number else 0
 
+    def _loop(self, stop: StopRequest) -> int:
+        signal_number, save_due = 0, False
+        while not (self.last_step or signal_number):
+            self.step += 1
+            self.phases.step = self.step
+            with self.profiler.step(self.step) as traced:
+                with self.reports.excluded_step() if traced else nullcontext():
+                    norm, lr = self.train_step()
+                self._report(norm, lr)
+            save_due |= self._due(self.config.checkpoint.interval)
+            if save_due:
+                self.guard.settle()
+            if self.guard.exhausted:
+                with self.phases("checkpoint"):
+                    self._recover()
+                save_due = False
+                continue
+            if self.config.validation.enable and self._due(self.config.validation.interval):
+                with self.phases("validation"):
+                    self.reports.validate()
+            if self.config.sampling.enable and self._due(self.config.sampling.interval):
+                with self.phases("sampling"):
+                    self.reports.sample_grid()
+            signal_number = stop.poll()
+            if signal_number or self.last_step or (save_due and not self.guard.in_doubt):
+                save_due = False
+                if self.config.checkpoint.enable:
+                    with self.phases("checkpoint"):
+                        self._save()
+        return signal_number
+
     def _report(self, norm: Tensor, lr: float) -> None:
-        with record_function("report"):
-            if self.step == 1 or self.step % self.config.metrics.log_freq == 0 or self.last_step:
+        with self.phases("report"):
+            logged = self.step == 1 or self.step % self.config.metrics.log_freq == 0 or self.last_step
+            if logged:
                 self.reports.log(norm, lr)
             if self.gns and self._due(self.config.gns.log_interval):
                 self.reports.log_gns()
             self.reports.advance()
+            self.supervision.step_done(self.step, logged)
 
     def train_step(self) -> tuple[Tensor, float]:
         """One optimizer step, unless the guard has it skipped; returns the gradient norm before clipping and the rate."""
@@ -191,23 +210,25 @@ class Trainer:
         if self.gns:
             self.gns.begin_step(self.step, self.optimizer.state, config.optimizer.beta2)
         for number in range(microbatches):
-            with record_function("data"):
+            with self.phases("data"):
                 batch = self._to_device(self.data.next_batch())
             self._forward_backward(batch, samples, number, microbatches)
-        with record_function("gradients"):
+        with self.phases("gradients"):
             norm = self._treat_gradients(microbatches)
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.progress + 1, config.training.steps)
         lr *= lr_multiple(factor)
         set_lr(self.optimizer, lr)
         skip = self.guard.judge(where, norm)
-        with record_function("optimizer"):
+        with self.phases("optimizer"):
             self.optimizer.step(skip)
             self.optimizer.zero_grad(set_to_none=True)
         self.progress += factor
-        with record_function("ema"):
+        with self.phases("ema"):
             self.ema.update(self.progress, factor)
-        if self.step == 1:
+        if self._starting:
             set_train_timeout(config.comm, self.layout)
+            self.supervision.first_step_done()
+            self._starting = False
         return norm, lr
 
     def _to_device(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -220,17 +241,17 @@ class Trainer:
         images, indices, labels = batch
         reduce_now = number == microbatches - 1 or (self.gns is not None and self.gns.separate_microbatches)
         with accumulate_locally(self.train_module, last=reduce_now):
-            with record_function("forward"):
+            with self.phases("forward"):
                 draw = self.objective.draw(tuple(images.shape[1:]), samples, indices)
                 condition = self._condition(labels, indices, samples.attempt)
                 if self.gns:
                     self.gns.begin_microbatch(draw.t)
                 with self._compute_context():
                     terms = self.objective.loss(self.train_module, images, condition, draw)
-            with record_function("backward"):
+            with self.phases("backward"):
                 # The mean over the global batch: ranks are averaged by the reduction, microbatches here.
                 (terms.loss.mean() / microbatches).backward()
-        with record_function("gradients"):
+        with self.phases("gradients"):
             if self.gns:
                 self.gns.end_microbatch(terms.loss, microbatches, list(self.parameters.values()), samples, number)
             self.window.add(terms)
@@ -324,6 +345,11 @@ class Trainer:
         return "all values are finite when the step is repeated: a fault of the hardware, or a loss that leaps"
 
     # ------------------------------------------------------------------ building
+
+    def _open_folder(self) -> None:
+        self.folder.open()
+        remove_status(self.folder.path)
+        remove_heartbeats(self.folder.path)
 
     def _build_model(self, new: bool) -> torch.nn.Module:
         model = self._model_on_meta()

@@ -2,7 +2,8 @@
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,20 @@ def highest_over_ranks(*values: float) -> list[float]:
     return highest.tolist()
 
 
+@contextmanager
+def requests_ignored_at_the_end() -> Iterator[None]:
+    """Surround training and its closing: where no StopRequest listens inside, a request to stop is ignored.
+
+    When one process fails, its launcher at once asks the others to stop; they are still to write why.
+    """
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 class StopRequest:
     """A signal to any rank stops all ranks after the same step.
 
@@ -43,7 +58,7 @@ class StopRequest:
     every rank sees the same answer at the same step and none waits. A later second signal ends the process at once.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is what Slurm sends before it ends a job
     # Ctrl-C reaches a rank twice, from the terminal and from torchrun, which passes it on: one wish.
     ECHO_SECONDS = 2.0
 

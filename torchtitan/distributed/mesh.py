@@ -29,7 +29,17 @@ class CommConfig:
     """`[comm]`"""
 
     init_timeout_seconds: int = setting(300, "collective timeout until the first step is done", ge=1, trajectory=False)
-    train_timeout_seconds: int = setting(100, "collective timeout after the first step", ge=1, trajectory=False)
+    train_timeout_seconds: int = setting(
+        100, "collective timeout after the first step; no phase of a step may last longer on several ranks", ge=1,
+        trajectory=False,
+    )
+    long_phase_timeout_seconds: int = setting(
+        1800, "longest time without a forward in validation, sampling, checkpoints, start-up and compilation; a single"
+        " process may stand as long anywhere", ge=1, trajectory=False,
+    )
+    trace_buf_size: int = setting(
+        2000, "last collectives that are written down on a timeout (flight recorder); 0: none", ge=0, trajectory=False
+    )
 
 
 class Layout:
@@ -98,6 +108,7 @@ def init_process_group(comm: CommConfig) -> None:
     device = compute_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=comm.init_timeout_seconds),

@@ -455,5 +455,6 @@ def _leave_signals_to_the_trainer(worker: int) -> None:
 
     The second request to terminate is obeyed, so that a loader that hangs can be ended.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))

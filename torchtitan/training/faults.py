@@ -1,6 +1,9 @@
 """What stops a run that has gone wrong."""
 
+import re
+
 import torch
+import torch.distributed as dist
 
 # What allocators and the libraries that call them say when memory has run out. On the CPU torch raises a plain
 # RuntimeError, and C++ code a bad_alloc.
@@ -13,6 +16,8 @@ OUT_OF_MEMORY_WORDS = (
     "std::bad_alloc",
     "MemoryError",
 )
+# What gloo's plain RuntimeErrors say.
+LOST_RANK_WORDS = ("/gloo/transport/", "Application timeout caused pair closure", "Connection closed by peer")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -20,6 +25,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY_WORDS)
+
+
+def is_lost_rank(error: BaseException | None) -> bool:
+    """Whether an exception, or what caused it, says that another process could not be reached in a collective."""
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in LOST_RANK_WORDS):
+            return True
+        error = error.__cause__
+    return False
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, without gloo's place in its source and its advice."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", lines[0]).partition(". This is typically")[0]
 
 
 class TrainingError(Exception):

@@ -33,6 +33,9 @@ class MetricsConfig:
         None, "dense peak of one device for MFU, in TFLOP/s; default: the table of known devices", gt=0,
         trajectory=False,
     )
+    enable_events: bool = setting(
+        True, "write each rank's phases and faults to <run>/events, for scripts/timeline.py", trajectory=False
+    )
     loss_bins: int = setting(10, "timestep bins of equal training mass for loss_by_bin", ge=1, trajectory=False)
 
 

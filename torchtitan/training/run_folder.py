@@ -1,6 +1,7 @@
 """The folder of a run: what it may continue, and the summary that closes it."""
 
 import json
+import os
 import platform
 import subprocess
 import tomllib
@@ -94,7 +95,7 @@ class RunFolder:
 
     def write_summary(self, content: dict) -> None:
         """Replace summary.json."""
-        temporary = self.summary.with_suffix(".json.tmp")
+        temporary = self.summary.with_suffix(f".json.{os.getpid()}.tmp")  # after a fault two ranks may write
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         temporary.replace(self.summary)
 

@@ -1,0 +1,127 @@
+"""A job under its launcher of which one rank is stopped or killed, or which is asked to stop: it ends, and says why."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.timeline import main
+from tests.end_to_end.runs import write_config
+from tests.launcher import ROOT
+from torchtitan.training.heartbeat import process_state
+
+LAUNCH = f"set -euo pipefail; source {ROOT}/scripts/status.sh; run_for_status \"$@\""
+
+
+class Job:
+    """Two ranks under torchrun under a launch script, endless."""
+
+    def __init__(self, config: Path, name: str):
+        self.folder = config.parent / "outputs" / name
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+            "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+            "train.py", "--job.config_file", str(config), "--job.dump_folder", str(config.parent / "outputs"),
+            "--job.name", name, "--parallelism.data_parallel_replicate_degree", "2", "--training.steps", "100000",
+            "--sampling.enable", "false", "--comm.train_timeout_seconds", "5",
+        ]  # fmt: skip
+        # After a failure torchrun ends the other processes, and a stopped one only when this time is over.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
+        self.output = open(config.parent / f"{name}.log", "w+")
+        self.process = subprocess.Popen(
+            ["bash", "-c", LAUNCH, "launch", *command], cwd=ROOT, env=environment, stdout=self.output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            self.ranks = self._wait_for_step(10)
+        except AssertionError:
+            self.process.terminate()  # the script passes it on
+            self.process.wait(60)
+            raise
+
+    def _wait_for_step(self, step: int) -> list[int]:
+        """Process ids of the ranks once they have come that far."""
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline and self.process.poll() is None:
+            files = sorted((self.folder / "faults" / "heartbeat").glob("rank-*.json"))
+            beats = [json.loads(path.read_bytes()) for path in files]
+            if len(beats) == 2 and min(beat["step"] for beat in beats) >= step:
+                return [beat["pid"] for beat in beats]
+            time.sleep(0.05)
+        raise AssertionError(self.said())
+
+    def end(self) -> int:
+        """Exit code of the launch script; nothing of the job may be left."""
+        try:
+            code = self.process.wait(60)
+            assert [process_state(pid) for pid in self.ranks] == ["gone", "gone"], self.said()
+            return code
+        finally:
+            for pid in [*self.ranks, self.process.pid]:
+                if process_state(pid) != "gone":
+                    os.kill(pid, signal.SIGKILL)
+
+    def said(self) -> str:
+        self.output.seek(0)
+        return self.output.read()
+
+    def left(self, name: str) -> dict:
+        return json.loads((self.folder / name).read_bytes())
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return write_config(tmp_path_factory.mktemp("lost"))
+
+
+@pytest.mark.parametrize("number, state, victim", [(signal.SIGSTOP, "stopped", 1), (signal.SIGKILL, "gone", 0)])
+def test_a_rank_that_is_stopped_or_killed_ends_the_job_and_is_named(config, number, state, victim):
+    job = Job(config, state)
+    os.kill(job.ranks[victim], number)
+    assert job.end() == 1
+    summary, status = job.left("summary.json"), job.left("status.json")
+    assert (summary["status"], status["status"], status["exit_code"]) == ("failed", "failed", 1)
+    assert summary["reason"] == status["reason"]
+    assert f"process {job.ranks[victim]}) is {state}, last seen at step" in summary["reason"], job.said()
+    survivor = 1 - victim
+    phases = ("data", "forward", "backward", "gradients", "optimizer", "ema", "report", "between phases")
+    assert any(f" in {phase};" in summary["reason"] or f" in {phase}:" in summary["reason"] for phase in phases)
+    assert f"rank {survivor}" in job.said() and f"step {summary['step']}" in summary["reason"]
+    assert f"rank {victim} (" in summary["reason"] and "torchtitan/trainer.py" not in job.said()  # no traceback
+    events = (job.folder / "events" / f"rank-{survivor:04d}.jsonl").read_text()
+    assert '"event": "fault"' in events
+    stacks = list((job.folder / "faults").glob(f"rank-{survivor:04d}-*-stacks.txt"))
+    collectives = list((job.folder / "faults").glob(f"rank-{survivor:04d}-*-collectives.json"))
+    if number == signal.SIGSTOP:
+        assert "backward" in stacks[0].read_text() or "train_step" in stacks[0].read_text()
+        entries = json.loads(collectives[0].read_bytes())["entries"]
+        assert "gloo:all_reduce" in {entry["profiling_name"] for entry in entries}
+
+
+def test_usr1_through_the_launcher_saves_and_asks_to_be_queued_again(config):
+    job = Job(config, "queued")
+    os.kill(job.process.pid, signal.SIGUSR1)
+    assert job.end() == 75, job.said()
+    status, summary = job.left("status.json"), job.left("summary.json")
+    assert (status["status"], status["exit_code"]) == ("requeue", 128 + signal.SIGUSR1)
+    assert summary["status"] == "interrupted"
+    assert (job.folder / "checkpoint" / f"step-{summary['step']:08d}" / "manifest.json").exists()
+    assert not (job.folder / "faults").exists()
+
+    assert main([str(job.folder), "--output", str(job.folder / "trace.json")]) == 0
+    trace = json.loads((job.folder / "trace.json").read_bytes())["traceEvents"]
+    assert {entry["pid"] for entry in trace} == {0, 1}
+    for rank in (0, 1):
+        spans = sorted((e for e in trace if e["ph"] == "X" and e["pid"] == rank), key=lambda e: (e["ts"], -e["dur"]))
+        names = [span["name"] for span in spans if span["args"]["step"] == 10]
+        assert names[:9] == 2 * ["data", "forward", "backward", "gradients"] + ["gradients"]
+        assert {"start", "optimizer", "ema", "report", "checkpoint", "finish"} <= {span["name"] for span in spans}
+        ends = [span["ts"] + span["dur"] for span in spans]
+        assert all(end <= span["ts"] + 0.01 for end, span in zip(ends, spans[1:], strict=False))  # microseconds
+        wall = max(ends) - spans[0]["ts"]
+        assert 0 < sum(span["dur"] for span in spans) <= wall

@@ -1,0 +1,94 @@
+"""Where a process stands: the phase of the step that it is in, for profiler, event log and watchdog alike."""
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+from torch.profiler import record_function
+
+BEFORE_FIRST_STEP = "start"
+BETWEEN_STEPS = "between phases"
+# They last as long as there is work in them, and not as long as a step.
+LONG_PHASES = frozenset({BEFORE_FIRST_STEP, "validation", "sampling", "checkpoint", "finish"})
+
+OnEnd = Callable[[str, int, int, int], None]
+
+
+class Phases:
+    """Names what the train loop is doing; `with phases("forward"): ...`, and phases may lie in one another.
+
+    A phase costs two readings of the clock, and a range in the profiler's trace while the profiler is on. Nothing
+    waits for the device, so on a GPU a phase is what the host does in it. Other threads may read the attributes.
+
+    Attributes:
+        step: optimizer step, set by the train loop.
+        name: innermost phase.
+        since: when it was entered, or came back, or `touch` was called; nanoseconds of `clock`.
+        changes: entries and exits so far, the same number on all ranks at the same place of the program.
+        broken: phase that the first exception left; None without one.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.step = 0
+        self.name = BETWEEN_STEPS
+        self.changes = 0
+        self.broken: str | None = None
+        self.on_end: OnEnd | None = None  # called with name, step, start and duration in ns
+        self.clock = clock
+        self.since = clock()
+        self._open: list[tuple[str, int, record_function | None]] = []
+        self._known: dict[str, _Phase] = {}
+
+    def __call__(self, name: str) -> "_Phase":
+        """The context of a phase."""
+        phase = self._known.get(name)
+        if phase is None:
+            phase = self._known[name] = _Phase(self, name)
+        return phase
+
+    def touch(self, *_: object) -> None:
+        """Say that there is progress inside the current phase; takes any arguments, to serve as a hook."""
+        self.since = self.clock()
+
+    @property
+    def where(self) -> str:
+        """The current phase, or the one that an exception left."""
+        return self.broken or self.name
+
+    def _enter(self, name: str) -> None:
+        traced = None
+        if torch.autograd._profiler_enabled():
+            traced = record_function(name)
+            traced.__enter__()
+        now = self.clock()
+        self._open.append((self.name, now, traced))
+        self.name, self.since = name, now
+        self.changes += 1
+
+    def _exit(self, failed: bool) -> None:
+        name, now = self.name, self.clock()
+        outer, start, traced = self._open.pop()
+        if failed and self.broken is None:
+            self.broken = name
+        self.name, self.since = outer, now
+        self.changes += 1
+        if traced is not None:
+            traced.__exit__(None, None, None)
+        if self.on_end is not None:
+            self.on_end(name, self.step, start, now - start)
+
+
+class _Phase:
+    __slots__ = ("_name", "_phases")
+
+    def __init__(self, phases: Phases, name: str) -> None:
+        self._phases, self._name = phases, name
+
+    def __enter__(self) -> None:
+        self._phases._enter(self._name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._phases._exit(kind is not None)

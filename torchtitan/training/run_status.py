@@ -1,0 +1,43 @@
+"""`<run>/status.json`: how a run ended, for the script that started it.
+
+    {"status": "completed" | "requeue" | "failed" | "refused", "exit_code": of the processes, "reason": in words}
+
+requeue: a signal interrupted the run, and a checkpoint was saved to go on from. The file is missing while a run is
+going on. torchrun turns every child's failure into 1, so a launch script reads this instead of the exit code: it may
+name another file in TRAIN_STATUS_FILE, which every rank writes, also on a machine without the run's folder, and also
+where the run was refused and the folder belongs to another one.
+"""
+
+import json
+import os
+from pathlib import Path
+
+STATUS_FILE = "status.json"
+STATUS_VARIABLE = "TRAIN_STATUS_FILE"
+
+
+def write_status(run_folder: Path | None, status: str, exit_code: int, reason: str = "") -> None:
+    """Write how the run ended.
+
+    Args:
+        run_folder: of the run; None if this process must not write there.
+        status: one of those above.
+        exit_code: of this process.
+        reason: why, if it did not end well.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = {"status": status, "exit_code": exit_code} | ({"reason": reason} if reason else {})
+    places = [run_folder / STATUS_FILE] if run_folder else []
+    if os.environ.get(STATUS_VARIABLE):
+        places.append(Path(os.environ[STATUS_VARIABLE]))
+    for path in places:
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+
+
+def remove_status(run_folder: Path) -> None:
+    """Forget how the run ended before; it goes on."""
+    (run_folder / STATUS_FILE).unlink(missing_ok=True)
