@@ -9,6 +9,7 @@ import os
 import sys
 
 from torchtitan.config import ConfigError, help_text, load_config, report_and_exit
+from torchtitan.distributed.restarts import REFUSED, forbid_restart
 
 
 def main(arguments: list[str]) -> int:
@@ -27,7 +28,10 @@ def main(arguments: list[str]) -> int:
     try:
         config = load_config(arguments, world_size)
     except ConfigError as error:
-        report_and_exit(error)
+        try:
+            report_and_exit(error)
+        finally:
+            forbid_restart()
     if check_only:
         print(f"{config.job.config_file or 'configuration'}: ok")
         return 0
@@ -42,5 +46,7 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()
+    if code == REFUSED:
+        forbid_restart()
     # A gloo thread may abort the interpreter while it shuts down.
     os._exit(code)

@@ -1,6 +1,7 @@
 """What a run shows and leaves behind: progress, metrics, validation, grids of samples, the closing summary."""
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from data import DATASETS
 from torchtitan.config_record import effective
 from torchtitan.distributed.agreement import from_first_rank, highest_over_ranks
 from torchtitan.distributed.compile import CompileCounter
+from torchtitan.distributed.mesh import crosses_nodes
 from torchtitan.evaluation.pictures import image_grid, save_animation
 from torchtitan.evaluation.sampling import ImageSampler, balanced_labels, grid_labels
 from torchtitan.evaluation.validation import validation_loss
@@ -359,6 +361,8 @@ class Reports:
             f"{'x'.join(map(str, trainer.info.image_shape))}; {trainer.layout.describe()} on {device_name(self._device)}; "
             f"{config.training.global_batch_size} images a step, {trainer.data.microbatches_per_step} microbatches"
         )
+        if advice := crosses_nodes(trainer.layout, int(os.environ.get("LOCAL_WORLD_SIZE", trainer.layout.world_size))):
+            logger.warning(advice)
         points = torch.linspace(-6.0, 6.0, 13, dtype=torch.float64)
         weights = trainer.objective.effective_weight(points)
         weights = weights / weights.max()

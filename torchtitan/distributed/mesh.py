@@ -91,6 +91,20 @@ class Layout:
         return f"FSDP x {self.shards}" if self.replicas == 1 else f"HSDP {self.replicas} x {self.shards}"
 
 
+def crosses_nodes(layout: Layout, processes_per_node: int) -> str | None:
+    """What is to be said of copies whose shards lie on several nodes though they need not; None if nothing is.
+
+    Neighbouring ranks share a copy, so it stays inside a node where the shard degree divides the processes of one.
+    """
+    shards = layout.shards
+    if layout.replicas == 1 or shards == 1 or processes_per_node % shards == 0 or shards % processes_per_node == 0:
+        return None
+    return (
+        f"parallelism.data_parallel_shard_degree: copies of {shards} shards lie across nodes of {processes_per_node} "
+        "processes, and every gather crosses the network (a divisor of the processes of a node keeps them inside)"
+    )
+
+
 def compute_device() -> torch.device:
     """The CUDA device of this process's local rank, or the CPU."""
     if not torch.cuda.is_available():

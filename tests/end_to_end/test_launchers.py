@@ -1,0 +1,92 @@
+"""torchrun around train.py: restarts after a fault, none after a refusal, and two launchers as two nodes."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.end_to_end.runs import Run, checkpoint_tensors, write_config
+from tests.launcher import ROOT, free_port
+from torchtitan.distributed.mesh import crosses_nodes
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    return write_config(tmp_path)
+
+
+def torchrun(config: Path, name: str, *options: str, train: tuple[str, ...] = ()) -> subprocess.Popen:
+    command = [
+        *TORCHRUN, *options, "train.py", "--job.config_file", str(config), "--job.dump_folder",
+        str(config.parent / "outputs"), "--job.name", name, *train,
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=ROOT, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def children(process: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    newest = [max((folder / "checkpoint").glob("step-*")) for folder in (one, other)]
+    first, second = (checkpoint_tensors(folder) for folder in newest)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_refused_configuration_is_not_started_again(config):
+    process = torchrun(
+        config, "refused", "--standalone", "--nproc_per_node", "2", "--max-restarts", "3", train=("--optimizer.lr", "-1")
+    )
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode != 0
+    assert output.count("optimizer.lr") == 1, output
+    assert not (config.parent / "outputs").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_rank_that_was_killed_is_started_again_and_the_run_ends_as_if_nothing_had_been(config):
+    layout = ("--parallelism.data_parallel_replicate_degree", "2", "--checkpoint.interval", "10")
+    straight = Run(config, "straight", "--checkpoint.interval", "10", ranks=2, replicas=2)
+    straight.finish()
+    process = torchrun(config, "again", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1", train=layout)
+    run = SimpleNamespace(folder=config.parent / "outputs" / "again", points=lambda: Run.points(run), processes=[process])
+    Run.wait_for_step(run, 25)
+    os.kill(children(process)[1], signal.SIGKILL)
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, output
+    assert "resumed after step 20" in output or "resumed after step 30" in output
+    assert same_weights(run.folder, straight.folder)
+    assert Run.losses(run) == straight.losses()
+
+
+def test_two_launchers_are_two_nodes_with_the_shards_of_a_copy_on_one(config):
+    straight = Run(config, "one_node", "--training.steps", "8", ranks=4, replicas=2, shards=2)
+    straight.finish()
+    place = ("--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_id", "two", "--rdzv_endpoint",
+             f"localhost:{free_port()}")  # fmt: skip
+    layout = ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2",
+              "--training.steps", "8")  # fmt: skip
+    nodes = [torchrun(config, "two_nodes", *place, train=layout) for _ in range(2)]
+    outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert "across nodes" not in "".join(outputs)
+    folder = config.parent / "outputs" / "two_nodes"
+    assert same_weights(folder, straight.folder)
+
+
+def test_shards_that_lie_across_nodes_are_pointed_out():
+    def advice(replicas: int, shards: int, per_node: int) -> str | None:
+        return crosses_nodes(SimpleNamespace(replicas=replicas, shards=shards), per_node)
+
+    assert advice(4, 4, 8) is advice(1, 16, 8) is advice(8, 1, 6) is advice(2, 16, 8) is None
+    assert "copies of 4 shards lie across nodes of 6 processes" in advice(3, 4, 6)

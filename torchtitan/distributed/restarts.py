@@ -1,0 +1,16 @@
+"""What a process tells the launcher that started it. Imports no torch."""
+
+import os
+import signal
+
+REFUSED = 2  # exit code of what was refused before anything was written
+
+
+def forbid_restart() -> None:
+    """Have torchrun end the job: what was refused would be refused again.
+
+    torchrun knows no exit codes: with --max-restarts it starts whatever has failed once more. So the first process of
+    each node ends its launcher, as a signal from outside would.
+    """
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 and os.environ.get("LOCAL_RANK") == "0":
+        os.kill(os.getppid(), signal.SIGTERM)
