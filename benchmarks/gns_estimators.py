@@ -12,7 +12,7 @@ errors of ln B_simple over the timestep bins, as root mean squares, of
 
 in the plain geometry and in Adam's (row and column factors of the second moment, on both sides); `v factored` is how
 far exact values with these factors are from those with Adam's second moment element by element. Writes
-benchmarks/results/gns_estimators.json.
+benchmarks/results/gns_estimators.json, and the steps' sums to outputs/gns_estimators.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from data import DATASETS
 from torchtitan.config import load_config
 from torchtitan.diffusion.objective import Draw
 from torchtitan.diffusion.timesteps import GlobalBatch
-from torchtitan.gns.capture import PARTS, StepSums
+from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
 from torchtitan.gns.composite import Composite
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
 from torchtitan.gns.monitor import GNSConfig
@@ -73,6 +73,7 @@ interval = 1
 {data}
 """
 MEASURED_EVERY = 4
+KEPT = ROOT / "outputs" / "gns_estimators"
 
 DATA = {
     "digits": '[data]\nname = "digits"\n',
@@ -88,6 +89,7 @@ def main() -> None:
     parser.add_argument("--measured", type=int, default=32, help="N: measured steps of a look, at frozen weights")
     parser.add_argument("--batch", type=int, default=256, help="samples of a measured step")
     parser.add_argument("--sketch-size", type=int, default=GNSConfig().sketch_size)
+    parser.add_argument("--reuse", action="store_true", help="what the last run has measured")
     arguments = parser.parse_args()
     for name in arguments.data:
         if name == "cifar10" and not arguments.cifar10:
@@ -100,13 +102,15 @@ def main() -> None:
                 "--job.config_file", str(config), "--job.dump_folder", folder,
                 "--gns.sketch_size", str(arguments.sketch_size), *(["--model.patch_size", "8"] if name == "cifar10" else []),
             ]  # fmt: skip
-            trainer = Trainer(load_config(options, 1))
-            rows = [
-                {"data": name, "age": age, **row}
-                for age in arguments.ages
-                for row in look(trainer, age, arguments.measured)
-            ]
-            trainer.close()
+            rows = []
+            kept = {age: KEPT / f"{name}-{age}.pt" for age in arguments.ages}
+            if not arguments.reuse:
+                trainer = Trainer(load_config(options, 1))
+                for age, path in kept.items():
+                    save_steps(path, steps_of_look(trainer, age, arguments.measured))
+                trainer.close()
+            for age, path in kept.items():
+                rows += [{"data": name, "age": age, **row} for row in judge_look(load_steps(path), arguments.measured)]
         print_table(rows)
         write(name, rows, arguments)
 
@@ -123,18 +127,25 @@ def write(data: str, rows: list[dict], arguments: argparse.Namespace) -> None:
     print(f"wrote {path.relative_to(ROOT)}")
 
 
-def look(trainer: Trainer, age: int, measured: int) -> list[dict]:
-    """Train to an age, then measure with frozen weights; a row per geometry."""
+def steps_of_look(trainer: Trainer, age: int, measured: int) -> list[tuple[StepSums, dict[str, PairSums]]]:
+    """Train to an age; then, with frozen weights, what the taps and what single gradients say of every step."""
     while trainer.step < age:
         trainer.step += 1
         trainer.train_step()
-    num_bins, geometries = trainer.gns.pool.num_bins, trainer.gns.pool.geometries
+    first = 10_000_000 * age  # samples that training never sees
+    return [
+        (_measure(trainer, first, number), _exact(trainer, first, number, elementwise=number < measured))
+        for number in tqdm(range(MEASURED_EVERY * measured), desc=f"age {age}", leave=False)
+    ]
+
+
+def judge_look(steps: list[tuple[StepSums, dict[str, PairSums]]], measured: int) -> list[dict]:
+    """A row per geometry."""
+    num_bins, geometries = len(steps[0][0].count), GEOMETRIES
     keys = ("sketch", "modulation", "exact", "all exact", "elementwise", "other")
     pools = {(g, key): DecayedSums(num_bins, math.inf) for g in geometries for key in keys}
     composites = [Composite(num_bins, index, math.inf) for index in range(len(geometries))]
-    first = 10_000_000 * age  # samples that training never sees
-    for number in tqdm(range(MEASURED_EVERY * measured), desc=f"age {age}", leave=False):
-        sums, exact = _measure(trainer, first, number), _exact(trainer, first, number)
+    for number, (sums, exact) in enumerate(steps):
         for index, geometry in enumerate(geometries):
             composites[index].add(sums if number % MEASURED_EVERY == MEASURED_EVERY - 1 else _without_sketches(sums))
             pools[geometry, "all exact"].add(exact[geometry])
@@ -150,6 +161,17 @@ def look(trainer: Trainer, age: int, measured: int) -> list[dict]:
         _row(geometry, {key: pools[geometry, key].estimate() for key in keys} | {"composite": composite.estimate()})
         for geometry, composite in zip(geometries, composites, strict=True)
     ]
+
+
+def save_steps(path: Path, steps: list[tuple[StepSums, dict[str, PairSums]]]) -> None:
+    """Keep what was measured, so that a change of what is pooled from it needs no new measurement."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save([(vars(sums), {kind: vars(pairs) for kind, pairs in exact.items()}) for sums, exact in steps], path)
+
+
+def load_steps(path: Path) -> list[tuple[StepSums, dict[str, PairSums]]]:
+    kept = torch.load(path, weights_only=True)
+    return [(StepSums(**sums), {kind: PairSums(**pairs) for kind, pairs in exact.items()}) for sums, exact in kept]
 
 
 def _without_sketches(sums: StepSums) -> StepSums:
@@ -181,8 +203,8 @@ def _samples(trainer: Trainer, first: int, number: int):
     return images, trainer._condition(labels, samples, 0), draw
 
 
-def _exact(trainer: Trainer, first: int, number: int) -> dict[str, PairSums]:
-    """Sums of a step from one gradient per sample, in every geometry and with Adam's own second moment."""
+def _exact(trainer: Trainer, first: int, number: int, elementwise: bool) -> dict[str, PairSums]:
+    """Sums of a step from one gradient per sample, in every geometry, and with Adam's own second moment if wanted."""
     x0, condition, draw = _samples(trainer, first, number)
     parameters = {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
     objective, model = trainer.objective, trainer.model
@@ -200,17 +222,17 @@ def _exact(trainer: Trainer, first: int, number: int) -> dict[str, PairSums]:
         )
     bins = torch.bucketize(draw.t, trainer.gns._taps._edges)
     one_hot = torch.nn.functional.one_hot(bins, trainer.gns.pool.num_bins).double()
-    factors = {"plain": None, "adam": _factored(trainer), "elementwise": _elementwise(trainer)}
-    found = {}
-    for kind, of in factors.items():
-        squares, products = 0.0, 0.0
-        for name, gradient in per_sample.items():
-            flat = (gradient if of is None else gradient * of[name]).flatten(1)
-            squares = squares + one_hot.T @ flat.square().sum(1).double()
-            sums = (one_hot.float().T @ flat).double()
-            products = products + sums @ sums.T
-        found[kind] = PairSums.of_group(one_hot.sum(0), squares, products)
-    return found
+    factors = {"plain": None, "adam": _factored(trainer)} | ({"elementwise": _elementwise(trainer)} if elementwise else {})
+    squares, products = dict.fromkeys(factors, 0.0), dict.fromkeys(factors, 0.0)
+    for name, gradient in per_sample.items():
+        flat = gradient.flatten(1)
+        sums, elements = (one_hot.float().T @ flat).double(), flat.square()
+        for kind, of in factors.items():
+            factor = torch.ones_like(flat[0]) if of is None else of[name].flatten()
+            squares[kind] = squares[kind] + one_hot.T @ (elements @ factor.square()).double()
+            scaled = sums * factor
+            products[kind] = products[kind] + scaled @ scaled.T
+    return {kind: PairSums.of_group(one_hot.sum(0), squares[kind], products[kind]) for kind in factors}
 
 
 def _elementwise(trainer: Trainer) -> dict[str, Tensor]:
