@@ -463,7 +463,9 @@ class Trainer:
             if self.gns:
                 self.gns.flush()
             self.checkpointer.save(self.step, self.tensors(), self.state())
-        self.guard.checkpoint_saved()
+        # A save beside training is taken to come off: when it ends is not the same moment on every rank.
+        if self.config.checkpoint.async_mode != "disabled" or self.checkpointer.wait() is None:
+            self.guard.checkpoint_saved()
 
     def _resume(self, step: int) -> None:
         checkpoint = checkpoint_path(self.folder.checkpoints, step)
