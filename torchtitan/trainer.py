@@ -25,7 +25,6 @@ from torchtitan.distributed.parallelize import (
     gradient_norm,
     named_parameters,
     parallelize,
-    release_unsharded,
 )
 from torchtitan.distributed.precision import compute_context
 from torchtitan.gns.batch_schedule import lr_multiple
@@ -46,15 +45,14 @@ from torchtitan.training.checkpoint import (
 from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData, microbatches_per_step
 from torchtitan.training.ema import EMABank
-from torchtitan.training.faults import TrainingError
 from torchtitan.training.heartbeat import remove_heartbeats
 from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.metrics import LossWindow
-from torchtitan.training.non_finite import Watch, over_ranks, watched
 from torchtitan.training.numerical_guard import NumericalGuard, StepSamples
 from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors, set_lr
 from torchtitan.training.phases import BEFORE_FIRST_STEP, Phases
 from torchtitan.training.profiling import Profiler
+from torchtitan.training.recovery import go_back
 from torchtitan.training.run_folder import RunFolder
 from torchtitan.training.run_status import remove_status
 from torchtitan.training.supervision import Supervision
@@ -130,7 +128,7 @@ class Trainer:
         self.progress = 0  # in steps of training.global_batch_size: ahead of `step` once the batch has grown
         self.batch_size = config.training.global_batch_size  # of the step just made
         if resumed_step is not None:
-            self._resume(resumed_step)
+            self.resume(resumed_step)
         self.reports = Reports(self)
         self.profiler = Profiler(config.profiling, self.folder.path, layout, self.reports.excluded)
         self.supervision = Supervision(self)
@@ -172,7 +170,7 @@ class Trainer:
                 self.guard.settle()
             if self.guard.exhausted:
                 with self.phases("checkpoint"):
-                    self._recover()
+                    go_back(self)
                 save_due = False
                 continue
             if self.config.validation.enable and self._due(self.config.validation.interval):
@@ -257,6 +255,14 @@ class Trainer:
             self.window.add(terms)
             self.guard.add_loss(terms.loss, microbatches)
 
+    def losses(self, batch: dict[str, Tensor], samples: GlobalBatch) -> Tensor:
+        """Per-sample losses [B] of a microbatch of a global batch, as a step has them; nothing is counted."""
+        images, indices, labels = self._to_device(batch)
+        draw = self.objective.draw(tuple(images.shape[1:]), samples, indices)
+        with self._compute_context():
+            condition = self._condition(labels, indices, samples.attempt)
+            return self.objective.loss(self.train_module, images, condition, draw).loss
+
     def _treat_gradients(self, microbatches: int) -> Tensor:
         """Measure the step's gradients, then clip them; returns their norm before that."""
         training, parameters = self.config.training, list(self.parameters.values())
@@ -295,54 +301,6 @@ class Trainer:
 
     def _due(self, interval: int) -> bool:
         return self.step % interval == 0 or self.last_step
-
-    # ------------------------------------------------------------------ faults
-
-    def _recover(self) -> None:
-        """Go back to the last good checkpoint and on with other draws; collective.
-
-        Raises:
-            TrainingError: there is no checkpoint, or the run has gone back to it before; says where the fault is.
-        """
-        guard, fault = self.guard, self.guard.last_skipped
-        step = self.checkpointer.newest() if self.config.checkpoint.enable else None
-        if step is None or not guard.may_roll_back_to(step):
-            before = "there is no checkpoint to go back to" if step is None else f"step {step} was gone back to before"
-            raise TrainingError(
-                f"step {fault.step}: {guard.reason}, as in too many steps before, and {before}; {self._locate(fault)} (a "
-                "lower optimizer.lr, a longer lr_scheduler.warmup_steps or model.qk_norm = true may help)"
-            )
-        if self.layout.rank == 0:
-            logger.warning(f"step {fault.step}: {guard.reason}; back to the checkpoint of step {step}, on with other draws")
-        attempt = self.data.attempt + 1
-        self._resume(step)
-        self.data.attempt = attempt
-        release_unsharded(self.model)
-        guard.rolled_back(step)
-        self.reports.rewind()
-
-    def _locate(self, fault: StepSamples) -> str:
-        """Repeat a step with every module watched: the first value on each rank that is not finite; collective."""
-        watch, gradients = Watch(), Watch()
-        watch.see_all(self.parameters.items(), "parameter {}")
-        for batch in self.data.again(fault.first_sample, fault.attempt, fault.microbatches):
-            images, indices, labels = self._to_device(batch)
-            first, last = indices[0].item(), indices[-1].item()
-            watch.see(images, f"images among samples {first} .. {last}")
-            where = GlobalBatch(fault.first_sample, self.batch_size, fault.attempt)
-            draw = self.objective.draw(tuple(images.shape[1:]), where, indices)
-            # Where weights are whole, a rank's own gradient is seen, before it is reduced.
-            with watched(self.model, watch), accumulate_locally(self.train_module, last=self.layout.sharded):
-                with self._compute_context():
-                    condition = self._condition(labels, indices, fault.attempt)
-                    loss = self.objective.loss(self.train_module, images, condition, draw).loss
-                watch.see(loss, f"the loss of samples {first} .. {last}")
-                loss.mean().backward()
-            gradients.see_all(((name, p.grad) for name, p in self.parameters.items()), "the gradient of {}")
-            self.optimizer.zero_grad(set_to_none=True)
-        if found := over_ranks(watch.found) or over_ranks(gradients.found):
-            return f"the first value that is not finite: {found}"
-        return "all values are finite when the step is repeated: a fault of the hardware, or a loss that leaps"
 
     # ------------------------------------------------------------------ building
 
@@ -422,13 +380,10 @@ class Trainer:
         """
         if self.layout.world_size == 1 or self.layout.sharded:
             return
-        shape = (self.config.training.local_batch_size, *self.info.image_shape)
-        images = torch.zeros(shape, device=self.layout.device)
-        indices = torch.arange(len(images), device=self.layout.device)
-        draw = self.objective.draw(shape[1:], GlobalBatch(0, len(images)), indices)
-        condition = self._condition(torch.zeros_like(indices), indices, 0)
-        with self._compute_context():
-            self.objective.loss(self.train_module, images, condition, draw).loss.mean().backward()
+        count = self.config.training.local_batch_size
+        batch = {"images": torch.zeros(count, *self.info.image_shape), "samples": torch.arange(count)}
+        batch["labels"] = torch.zeros_like(batch["samples"])
+        self.losses(batch, GlobalBatch(0, count)).mean().backward()
         self.optimizer.zero_grad(set_to_none=True)
         if self.gns:
             self.gns.forget()
@@ -467,7 +422,8 @@ class Trainer:
         if self.config.checkpoint.async_mode != "disabled" or self.checkpointer.wait() is None:
             self.guard.checkpoint_saved()
 
-    def _resume(self, step: int) -> None:
+    def resume(self, step: int) -> None:
+        """Be what the run was after a step, from its checkpoint; collective."""
         checkpoint = checkpoint_path(self.folder.checkpoints, step)
         materialise_state(self.optimizer)
         state, tensors = read_state(checkpoint), self.tensors()

@@ -41,13 +41,14 @@ def inject(trainer, fault: str, when) -> None:
     elif fault == "layer":
         layer.register_forward_hook(lambda m, i, output: output * math.nan if when(trainer) else output)
     else:
-        move = trainer._to_device
+        dataset = trainer.data._loader_arguments["dataset"]
+        fetch = dataset.fetch
 
-        def to_device(batch):
-            images, indices, labels = move(batch)
-            return (images * math.nan if when(trainer) else images), indices, labels
+        def broken_fetch(indices):
+            images, labels = fetch(indices)
+            return (images * math.nan if when(trainer) else images), labels
 
-        trainer._to_device = to_device
+        dataset.fetch = broken_fetch
 
 
 WHEN = {
