@@ -46,7 +46,7 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()
-    if code == REFUSED:
+    if code == REFUSED or code > 128:  # or ended by a signal
         forbid_restart()
     # A gloo thread may abort the interpreter while it shuts down.
     os._exit(code)

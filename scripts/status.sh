@@ -1,4 +1,4 @@
-# Sourced by launch scripts: `run_for_status COMMAND...` trains, and exits with a code that a scheduler can act on.
+# Sourced by launch scripts: `run_for_status COMMAND...` trains, and returns a code that a scheduler can act on.
 #   0 completed, 1 failed, 2 refused, 75 (EX_TEMPFAIL) interrupted by a signal and saved: run the same again
 # torchrun turns every failure of a process into 1, so the processes leave their status in a file.
 
@@ -6,7 +6,6 @@ run_for_status() {
     local code=0 status child
     TRAIN_STATUS_FILE=$(mktemp)
     export TRAIN_STATUS_FILE
-    trap 'rm -f "$TRAIN_STATUS_FILE"' EXIT
     # A process group of its own: of Ctrl-C, too, the command hears once, and by the traps below.
     set -m
     "$@" &
@@ -21,11 +20,13 @@ run_for_status() {
         kill -0 "$child" 2>/dev/null || break
     done
     status=$(sed -n 's/^ *"status": "\([a-z]*\)".*/\1/p' "$TRAIN_STATUS_FILE")
+    rm -f "$TRAIN_STATUS_FILE"
+    trap - INT TERM HUP USR1
     case $code:$status in
-        0:*) exit 0 ;;
-        *:requeue) exit 75 ;;
-        *:refused) exit 2 ;;
-        *:failed) exit 1 ;;
-        *) exit "$code" ;;
+        0:*) return 0 ;;
+        *:requeue) return 75 ;;
+        *:refused) return 2 ;;
+        *:failed) return 1 ;;
+        *) return "$code" ;;
     esac
 }

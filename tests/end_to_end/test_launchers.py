@@ -84,6 +84,71 @@ def test_two_launchers_are_two_nodes_with_the_shards_of_a_copy_on_one(config):
     assert same_weights(folder, straight.folder)
 
 
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+SCONTROL = """#!/usr/bin/env bash
+case $1 in
+    show) echo localhost ;;
+    requeue) echo "$2" >> "$REQUEUED" ;;
+esac
+"""
+
+
+@pytest.fixture
+def slurm(config, tmp_path):
+    """Start the batch script of a job of one node and two processes, with a Slurm that is two small scripts."""
+    (tmp_path / "bin").mkdir()
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        path = tmp_path / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+    here = tmp_path / "repository"  # with an environment beside it, as `scripts/train.sh --setup-only` makes one
+    here.mkdir()
+    for path in ROOT.iterdir():
+        if path.name not in (".venv", ".git", "outputs"):
+            (here / path.name).symlink_to(path)
+    (here / ".venv" / "bin").mkdir(parents=True)
+    (here / ".venv" / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (here / ".venv" / "bin" / "python").chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "REQUEUED": str(tmp_path / "requeued"), "SLURM_NNODES": "1",
+        "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "localhost", "SLURM_SUBMIT_DIR": str(here), "PROCESSES_PER_NODE": "2",
+        "PORT": str(free_port()), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+    def start(*arguments: str) -> subprocess.Popen:
+        command = [
+            "bash", str(here / "scripts" / "multinode.slurm"), str(config), "--job.dump_folder",
+            str(config.parent / "outputs"), *arguments,
+        ]  # fmt: skip
+        return subprocess.Popen(
+            command, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path
+        )
+
+    return start
+
+
+def test_a_job_near_its_time_limit_is_saved_and_queued_again(slurm, config, tmp_path):
+    job = slurm("--parallelism.data_parallel_replicate_degree", "2", "--training.steps", "100000", "--job.name", "long")
+    run = SimpleNamespace(folder=config.parent / "outputs" / "long", points=lambda: Run.points(run), processes=[job])
+    Run.wait_for_step(run, 10)
+    job.send_signal(signal.SIGUSR1)
+    output = job.communicate(timeout=120)[0]
+    assert job.returncode == 75, output
+    assert (tmp_path / "requeued").read_text() == "17\n"
+    assert Run.summary(run)["status"] == "interrupted"
+    assert any((run.folder / "checkpoint").glob("step-*/manifest.json"))
+
+
+def test_a_refused_job_is_not_queued_again(slurm, tmp_path):
+    job = slurm("--optimizer.lr", "-1")
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 2 and output.count("optimizer.lr") == 1, output
+    assert not (tmp_path / "requeued").exists()
+
+
 def test_shards_that_lie_across_nodes_are_pointed_out():
     def advice(replicas: int, shards: int, per_node: int) -> str | None:
         return crosses_nodes(SimpleNamespace(replicas=replicas, shards=shards), per_node)

@@ -7,7 +7,7 @@ REFUSED = 2  # exit code of what was refused before anything was written
 
 
 def forbid_restart() -> None:
-    """Have torchrun end the job: what was refused would be refused again.
+    """Have torchrun end the job: what was refused would be refused again, and what was told to stop must not go on.
 
     torchrun knows no exit codes: with --max-restarts it starts whatever has failed once more. So the first process of
     each node ends its launcher, as a signal from outside would.
