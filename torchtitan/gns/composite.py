@@ -27,6 +27,10 @@ _SECOND_MOMENT, _SIGNAL = torch.eye(6, dtype=torch.float64).view(3, 2, 6).permut
 _COMBINATION = torch.stack([rows[0] - rows[1] + rows[2] for rows in (_SECOND_MOMENT, _SIGNAL)])  # [2, 6]
 
 
+# As many measured steps weigh the common slope of all bins in each bin's own.
+_STEPS_OF_COMMON = 4.0
+
+
 class Composite:
     """Pools the steps of one geometry; older ones count less, as in DecayedSums."""
 
@@ -76,19 +80,27 @@ class Composite:
         own = sums.squares[_MODULATION, self._geometry]
         pairs = sums.products[_MODULATION, self._geometry] - own.diag()
         return PairSums(
-            sums.count, squares + of_squares * own, products + of_signal * pairs + (of_squares * own).diag(), sums.pairs
+            sums.count, squares + of_squares * own, products + _between_bins(of_signal) * pairs + (of_squares * own).diag(),
+            sums.pairs,
         )
 
     def token_to_modulation(self) -> tuple[Tensor, Tensor]:
-        """What the modulation part is multiplied by: for the second moment [K], for the signal; NaN before any is known."""
+        """What the modulation part is multiplied by: for the second moment [K], for the signal [K]; NaN before any is known.
+
+        The signal's is each bin's own slope, drawn to the common one of all bins as by some steps of it more.
+        """
         token_squares, squares, token_signal, signal = self._parts.ratios.unbind(-1)
         # A bin's weight is the inverse of its second moment squared, so that no bin's scale decides.
         weight = self._parts.first[:, 3, 1] / (token_squares + squares) ** 2
         covariance = self._parts.covariance[:, 2:, 2:]
-        slope = _weighted_sum(weight, covariance[:, 0, 1]) / _weighted_sum(weight, covariance[:, 1, 1])
+        own = torch.where(covariance[:, 1, 1].isfinite(), covariance[:, 0, 1] / covariance[:, 1, 1], torch.nan)
+        common = _weighted_sum(weight, covariance[:, 0, 1]) / _weighted_sum(weight, covariance[:, 1, 1])
         of_means = _weighted_sum(weight.sqrt(), token_signal) / _weighted_sum(weight.sqrt(), signal)
-        # One measured step has no covariance yet. Neither is negative but by the error of a few samples.
-        return token_squares / squares, torch.where(slope.isfinite(), slope, of_means).clamp(0.0, 100.0)
+        common = torch.where(common.isfinite(), common, of_means)  # one measured step has no covariance yet
+        degrees = torch.where(own.isfinite(), self._parts.steps - 1.0, 0.0).clamp_min(0.0)
+        slope = (degrees * own.nan_to_num() + _STEPS_OF_COMMON * common) / (degrees + _STEPS_OF_COMMON)
+        # Not negative but by the error of a few samples.
+        return token_squares / squares, slope.clamp(0.0, 100.0)
 
     def _learn_ratios(self, sums: StepSums) -> None:
         second_moments, signals = [], []
@@ -138,6 +150,11 @@ def _pairs_of_ratios(sums: PairSums) -> Tensor:
     """(numerator, weight) of the second moment and of the signal, [K, 2, 2]."""
     signal = torch.stack((sums.products.diagonal() - sums.squares, sums.pairs.diagonal()), dim=-1)
     return torch.stack((torch.stack((sums.squares, sums.count), dim=-1), signal), dim=-2)
+
+
+def _between_bins(of_bins: Tensor) -> Tensor:
+    """Factor of every pair of bins [K, K], of which each bin's own [K] is the diagonal."""
+    return torch.outer(of_bins, of_bins).sqrt()
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
