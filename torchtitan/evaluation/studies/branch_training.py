@@ -154,6 +154,7 @@ def branch_config(
         "steps": plan.steps,
         "global_batch_size": plan.batch_size,
         "local_batch_size": plan.local_batch_size,
+        "max_skipped_steps": 0,  # a branch that skips is no answer
     }
     return dataclasses.replace(
         config,
@@ -238,7 +239,7 @@ def train_branch(branch: Path, processes: int, lock: int, progress: Callable[[in
         progress: told the samples seen so far, now and then.
 
     Raises:
-        BranchFailed: with the reason.
+        BranchFailed: with the reason; Diverged if a step had no finite gradient, skipped or not.
         KeyboardInterrupt: this process was asked to stop; the branch has saved what it had.
     """
     launcher = [sys.executable]
@@ -273,6 +274,8 @@ def train_branch(branch: Path, processes: int, lock: int, progress: Callable[[in
         raise KeyboardInterrupt
     if process.returncode:
         raise _failure(branch, process.returncode)
+    if skipped := json.loads((branch / "summary.json").read_bytes()).get("skipped_steps"):
+        raise Diverged(f"the gradient norm is not finite: {skipped} steps were skipped")
 
 
 def _samples_seen(branch: Path) -> int:
