@@ -27,7 +27,7 @@ def torchrun(config: Path, name: str, *options: str, train: tuple[str, ...] = ()
         *TORCHRUN, *options, "train.py", "--job.config_file", str(config), "--job.dump_folder",
         str(config.parent / "outputs"), "--job.name", name, *train,
     ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.Popen(
         command, cwd=ROOT, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
