@@ -286,7 +286,8 @@ def clone(tmp_path) -> Path:
     """A repository whose Python prints what it is called with, and finds the batch size 24."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / "scripts/train.sh").write_bytes((ROOT / "scripts/train.sh").read_bytes())
+    for name in ("train.sh", "status.sh"):
+        (tmp_path / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
     (tmp_path / "scripts/environment.sh").write_text(f"root={tmp_path}\nvenv=$root/.venv\nset_up() {{ :; }}\n")
     (tmp_path / "small.toml").write_text(CONFIG)
     python = tmp_path / ".venv/bin/python"
