@@ -101,8 +101,7 @@ def test_composite_takes_each_bins_slope_over_steps_drawn_to_the_common_one(geom
         composite.add(replace(sums, sketched=sums.products, corrections=torch.zeros_like(sums.products)))
         seen.append(own[geometry].diagonal() / sums.pairs.diagonal())
         if step == 1:
-            common = composite.token_to_modulation()[1]
-            assert torch.equal(common, common[0].expand(BINS))  # of the means, for want of a slope
+            assert torch.equal(*composite.token_to_modulation())  # that of the squares, for want of a slope
     variances = torch.stack(seen).var(0)
     second = composite._parts.ratios[:, 0] + composite._parts.ratios[:, 1]
     weight = variances / second**2  # bins have as many pairs

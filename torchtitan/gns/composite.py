@@ -27,6 +27,10 @@ _SECOND_MOMENT, _SIGNAL = torch.eye(6, dtype=torch.float64).view(3, 2, 6).permut
 _COMBINATION = torch.stack([rows[0] - rows[1] + rows[2] for rows in (_SECOND_MOMENT, _SIGNAL)])  # [2, 6]
 
 
+# From fewer measured steps slopes come out anywhere (34 instead of 0.7 has been seen from two, and stays in a long
+# average): until then the ratio of the squares stands in.
+_STEPS_FOR_SLOPE = 5.0
+
 # As many measured steps weigh the common slope of all bins in each bin's own.
 _STEPS_OF_COMMON = 4.0
 
@@ -89,18 +93,20 @@ class Composite:
 
         The signal's is each bin's own slope, drawn to the common one of all bins as by some steps of it more.
         """
-        token_squares, squares, token_signal, signal = self._parts.ratios.unbind(-1)
+        token_squares, squares, *_ = self._parts.ratios.unbind(-1)
+        of_squares = token_squares / squares
         # A bin's weight is the inverse of its second moment squared, so that no bin's scale decides.
         weight = self._parts.first[:, 3, 1] / (token_squares + squares) ** 2
         covariance = self._parts.covariance[:, 2:, 2:]
-        own = torch.where(covariance[:, 1, 1].isfinite(), covariance[:, 0, 1] / covariance[:, 1, 1], torch.nan)
+        enough = self._parts.steps >= _STEPS_FOR_SLOPE
+        own = torch.where(enough, covariance[:, 0, 1] / covariance[:, 1, 1], torch.nan)
+        weight = torch.where(enough, weight, 0.0)
         common = _weighted_sum(weight, covariance[:, 0, 1]) / _weighted_sum(weight, covariance[:, 1, 1])
-        of_means = _weighted_sum(weight.sqrt(), token_signal) / _weighted_sum(weight.sqrt(), signal)
-        common = torch.where(common.isfinite(), common, of_means)  # one measured step has no covariance yet
+        common = torch.where(common.isfinite(), common, of_squares)
         degrees = torch.where(own.isfinite(), self._parts.steps - 1.0, 0.0).clamp_min(0.0)
         slope = (degrees * own.nan_to_num() + _STEPS_OF_COMMON * common) / (degrees + _STEPS_OF_COMMON)
         # Not negative but by the error of a few samples.
-        return token_squares / squares, slope.clamp(0.0, 100.0)
+        return of_squares, slope.clamp(0.0, 100.0)
 
     def _learn_ratios(self, sums: StepSums) -> None:
         second_moments, signals = [], []
