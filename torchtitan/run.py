@@ -13,7 +13,7 @@ import torch.distributed as dist
 from data.base import DatasetError
 from torchtitan.config import JobConfig
 from torchtitan.distributed.agreement import requests_ignored_at_the_end
-from torchtitan.distributed.restarts import REFUSED
+from torchtitan.distributed.restarts import FAILED, REFUSED
 from torchtitan.gns.capture import CannotMeasure
 from torchtitan.models.float8 import Float8Error
 from torchtitan.trainer import Trainer, process_group
@@ -25,7 +25,6 @@ from torchtitan.training.run_status import write_status
 
 logger = logging.getLogger(__name__)
 
-FAILED = 1
 _WAIT = 3.0  # seconds for another rank to be seen gone, or to say why it ended
 _CLOSING_SECONDS = 60.0
 

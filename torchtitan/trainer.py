@@ -14,7 +14,7 @@ from torchtitan.config import JobConfig
 from torchtitan.diffusion.allocated import AllocatedTimesteps
 from torchtitan.diffusion.bin_pure import BinPureTimesteps
 from torchtitan.diffusion.guidance import drop_labels
-from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objective import LossTerms, Objective
 from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
 from torchtitan.distributed.agreement import StopRequest, from_first_rank
 from torchtitan.distributed.mesh import Layout, init_process_group, set_train_timeout
@@ -204,19 +204,18 @@ class Trainer:
         self.batch_size = factor * config.training.global_batch_size
         samples = GlobalBatch(self.data.next_sample, self.batch_size, self.data.attempt)
         microbatches = factor * self.data.microbatches_per_step
-        where = StepSamples(self.step, samples.first_sample, samples.attempt, microbatches)
         if self.gns:
             self.gns.begin_step(self.step, self.optimizer.state, config.optimizer.beta2)
         for number in range(microbatches):
             with self.phases("data"):
-                batch = self._to_device(self.data.next_batch())
+                batch = self.to_device(self.data.next_batch())
             self._forward_backward(batch, samples, number, microbatches)
         with self.phases("gradients"):
             norm = self._treat_gradients(microbatches)
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.progress + 1, config.training.steps)
         lr *= lr_multiple(factor)
         set_lr(self.optimizer, lr)
-        skip = self.guard.judge(where, norm)
+        skip = self.guard.judge(StepSamples(self.step, samples, microbatches), norm)
         with self.phases("optimizer"):
             self.optimizer.step(skip)
             self.optimizer.zero_grad(set_to_none=True)
@@ -229,23 +228,18 @@ class Trainer:
             self._starting = False
         return norm, lr
 
-    def _to_device(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def to_device(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Images, sample numbers and labels of a microbatch, where the model is."""
         device = self.layout.device
         return tuple(batch[key].to(device, non_blocking=True) for key in ("images", "samples", "labels"))
 
     def _forward_backward(
         self, batch: tuple[Tensor, Tensor, Tensor], samples: GlobalBatch, number: int, microbatches: int
     ) -> None:
-        images, indices, labels = batch
         reduce_now = number == microbatches - 1 or (self.gns is not None and self.gns.separate_microbatches)
         with accumulate_locally(self.train_module, last=reduce_now):
             with self.phases("forward"):
-                draw = self.objective.draw(tuple(images.shape[1:]), samples, indices)
-                condition = self._condition(labels, indices, samples.attempt)
-                if self.gns:
-                    self.gns.begin_microbatch(draw.t)
-                with self._compute_context():
-                    terms = self.objective.loss(self.train_module, images, condition, draw)
+                terms = self.loss_terms(batch, samples, measure=self.gns is not None)
             with self.phases("backward"):
                 # The mean over the global batch: ranks are averaged by the reduction, microbatches here.
                 (terms.loss.mean() / microbatches).backward()
@@ -255,13 +249,17 @@ class Trainer:
             self.window.add(terms)
             self.guard.add_loss(terms.loss, microbatches)
 
-    def losses(self, batch: dict[str, Tensor], samples: GlobalBatch) -> Tensor:
-        """Per-sample losses [B] of a microbatch of a global batch, as a step has them; nothing is counted."""
-        images, indices, labels = self._to_device(batch)
+    def loss_terms(
+        self, batch: tuple[Tensor, Tensor, Tensor], samples: GlobalBatch, *, measure: bool = False
+    ) -> LossTerms:
+        """Losses of a microbatch of a global batch; measure: tell the monitor of gradient noise that they begin."""
+        images, indices, labels = batch
         draw = self.objective.draw(tuple(images.shape[1:]), samples, indices)
+        condition = self._condition(labels, indices, samples.attempt)
+        if measure:
+            self.gns.begin_microbatch(draw.t)
         with self._compute_context():
-            condition = self._condition(labels, indices, samples.attempt)
-            return self.objective.loss(self.train_module, images, condition, draw).loss
+            return self.objective.loss(self.train_module, images, condition, draw)
 
     def _treat_gradients(self, microbatches: int) -> Tensor:
         """Measure the step's gradients, then clip them; returns their norm before that."""
@@ -383,7 +381,7 @@ class Trainer:
         count = self.config.training.local_batch_size
         batch = {"images": torch.zeros(count, *self.info.image_shape), "samples": torch.arange(count)}
         batch["labels"] = torch.zeros_like(batch["samples"])
-        self.losses(batch, GlobalBatch(0, count)).mean().backward()
+        self.loss_terms(self.to_device(batch), GlobalBatch(0, count)).loss.mean().backward()
         self.optimizer.zero_grad(set_to_none=True)
         if self.gns:
             self.gns.forget()

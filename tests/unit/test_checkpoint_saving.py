@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from tests.launcher import run_on_ranks
+from tests.unit.test_checkpoint import saver
 from torchtitan.training import checkpoint, shard_files
 from torchtitan.training.checkpoint import (
-    CheckpointConfig,
-    Checkpointer,
     CheckpointError,
     checkpoint_path,
     checkpoint_steps,
@@ -23,10 +22,6 @@ from torchtitan.training.checkpoint import (
     read_state,
     read_tensors,
 )
-
-
-def saver(folder, **config) -> Checkpointer:
-    return Checkpointer(folder / "checkpoint", CheckpointConfig(**config), rank=0)
 
 
 def some_tensors(seed: int = 0) -> dict[str, torch.Tensor]:

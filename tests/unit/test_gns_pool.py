@@ -100,7 +100,7 @@ def test_composite_takes_each_bins_slope_over_steps_drawn_to_the_common_one(geom
         sums.products[TOKEN] += sums.squares[TOKEN].diag_embed()
         composite.add(replace(sums, sketched=sums.products, corrections=torch.zeros_like(sums.products)))
         seen.append(own[geometry].diagonal() / sums.pairs.diagonal())
-        if step == 1:
+        if step < 5:
             assert torch.equal(*composite.token_to_modulation())  # that of the squares, for want of a slope
     variances = torch.stack(seen).var(0)
     second = composite._parts.ratios[:, 0] + composite._parts.ratios[:, 1]

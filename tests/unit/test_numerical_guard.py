@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchtitan.diffusion.objective import LossTerms
+from torchtitan.diffusion.timesteps import GlobalBatch
 from torchtitan.training.metrics import LossWindow
 from torchtitan.training.non_finite import Watch, over_ranks, watched
 from torchtitan.training.numerical_guard import NumericalGuard, StepSamples
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def judge(guard: NumericalGuard, step: int, norm: float) -> bool:
-    return bool(guard.judge(StepSamples(step, 16 * step, 0, 1), torch.tensor(norm, dtype=torch.float64)))
+    return bool(guard.judge(StepSamples(step, GlobalBatch(16 * step, 16), 1), torch.tensor(norm, dtype=torch.float64)))
 
 
 # ---------------------------------------------------------------------- judging and counting
@@ -37,7 +38,7 @@ def test_a_step_is_judged_at_once_and_counted_one_step_late(broken, caplog):
     ]
     assert (guard.skipped, guard.in_doubt, guard.exhausted) == (1, True, False)
     guard.settle()
-    assert (guard.skipped, guard.exhausted, guard.last_skipped) == (2, True, StepSamples(3, 48, 0, 1))
+    assert (guard.skipped, guard.exhausted, guard.last_skipped) == (2, True, StepSamples(3, GlobalBatch(48, 16), 1))
 
 
 def test_a_checkpoint_starts_the_count_anew_unless_it_was_saved_in_doubt():

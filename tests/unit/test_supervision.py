@@ -86,7 +86,11 @@ def test_garbage_is_collected_at_its_steps_only_and_the_collector_is_left_as_it_
     before = gc.isenabled()
     (gc.enable if automatic else gc.disable)()
     collections = []
-    note = lambda phase, info: collections.append(info["generation"]) if phase == "start" else None  # noqa: E731
+
+    def note(phase, info):
+        if phase == "start":
+            collections.append(info["generation"])
+
     gc.callbacks.append(note)
     try:
         with GarbageControl(3) as control:

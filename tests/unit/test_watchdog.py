@@ -126,7 +126,10 @@ def beat(rank, changes=10, step=5, phase="backward", time=100.0, ended=None):
 
 def test_the_culprit_is_who_is_gone_then_stopped_then_ended_first_then_behind():
     states = {}
-    state = lambda beat: states.get(beat.rank, "running")  # noqa: E731
+
+    def state(beat):
+        return states.get(beat.rank, "running")
+
     beats = {0: beat(0), 1: beat(1), 2: beat(2, changes=8, step=4, phase="data"), 3: beat(3)}
     assert find_culprit(beats, 0, state) == "rank 2 (node, process 1002) is behind, at step 4 in data"
     assert find_culprit(beats, 0, state, behind=False) is None

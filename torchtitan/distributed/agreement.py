@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 
-def from_first_rank(function: Callable[..., Any], *args: Any) -> Any:
+def from_first_rank(function: Callable[..., Any], *args: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Call a function on rank 0 and give its result (a picklable object) to every rank.
 
-    What the function raises on rank 0 is raised on every rank.
+    What the function raises on rank 0 is raised on every rank. The group, by default that of all, holds all ranks.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function(*args)
@@ -23,7 +23,7 @@ def from_first_rank(function: Callable[..., Any], *args: Any) -> Any:
             box[0] = function(*args)
         except Exception as error:  # every rank must learn of it, or the others wait for ever
             box[1] = error
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     if box[1] is not None:
         raise box[1]
     return box[0]

@@ -3,7 +3,9 @@
 import os
 import signal
 
-REFUSED = 2  # exit code of what was refused before anything was written
+# Exit codes of a process.
+FAILED = 1
+REFUSED = 2  # before anything was written
 
 
 def forbid_restart() -> None:

@@ -82,11 +82,10 @@ class Composite:
         squares = sums.squares[: len(FREE_PARTS), self._geometry].sum(0)
         products = sums.products[: len(FREE_PARTS), self._geometry].sum(0)
         own = sums.squares[_MODULATION, self._geometry]
-        pairs = sums.products[_MODULATION, self._geometry] - own.diag()
-        return PairSums(
-            sums.count, squares + of_squares * own, products + _between_bins(of_signal) * pairs + (of_squares * own).diag(),
-            sums.pairs,
-        )
+        pairs = sums.products[_MODULATION, self._geometry].diagonal() - own
+        # Of each bin with itself alone: nothing is estimated between bins.
+        stand_in = (of_signal * pairs + of_squares * own).diag()
+        return PairSums(sums.count, squares + of_squares * own, products + stand_in, sums.pairs)
 
     def token_to_modulation(self) -> tuple[Tensor, Tensor]:
         """What the modulation part is multiplied by: for the second moment [K], for the signal [K]; NaN before any is known.
@@ -103,7 +102,7 @@ class Composite:
         weight = torch.where(enough, weight, 0.0)
         common = _weighted_sum(weight, covariance[:, 0, 1]) / _weighted_sum(weight, covariance[:, 1, 1])
         common = torch.where(common.isfinite(), common, of_squares)
-        degrees = torch.where(own.isfinite(), self._parts.steps - 1.0, 0.0).clamp_min(0.0)
+        degrees = torch.where(own.isfinite(), self._parts.steps - 1.0, 0.0)
         slope = (degrees * own.nan_to_num() + _STEPS_OF_COMMON * common) / (degrees + _STEPS_OF_COMMON)
         # Not negative but by the error of a few samples.
         return of_squares, slope.clamp(0.0, 100.0)
@@ -156,11 +155,6 @@ def _pairs_of_ratios(sums: PairSums) -> Tensor:
     """(numerator, weight) of the second moment and of the signal, [K, 2, 2]."""
     signal = torch.stack((sums.products.diagonal() - sums.squares, sums.pairs.diagonal()), dim=-1)
     return torch.stack((torch.stack((sums.squares, sums.count), dim=-1), signal), dim=-2)
-
-
-def _between_bins(of_bins: Tensor) -> Tensor:
-    """Factor of every pair of bins [K, K], of which each bin's own [K] is the diagonal."""
-    return torch.outer(of_bins, of_bins).sqrt()
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:

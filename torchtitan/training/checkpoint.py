@@ -33,7 +33,6 @@ from torchtitan.training.checkpoint_files import (
     check_content,
     checkpoint_path,
     checkpoint_steps,
-    first_line,
     newest_good,
     read_back,
     read_state,
@@ -43,6 +42,7 @@ from torchtitan.training.checkpoint_files import (
     write_manifest,
     write_synced,
 )
+from torchtitan.training.faults import first_line
 from torchtitan.training.host_copies import HostCopies
 from torchtitan.training.shard_files import Piece, pieces_of, write_shard
 
@@ -189,12 +189,12 @@ class Checkpointer:
 
     def _write(self, step: int, pieces: list[Piece], state: bytes) -> str | None:
         """Write a checkpoint together with the other ranks; returns what went wrong on any of them."""
-        partial, problem = self._from_first(self._new_folder, step)
+        partial, problem = from_first_rank(self._new_folder, step, group=self._group)
         if problem is None:
             outcomes = self._gather(self._write_files(Path(partial), pieces, state))
             files = {name: entry for written, _ in outcomes for name, entry in written.items()}
             problem = next((problem for _, problem in outcomes if problem), None)
-            problem = self._from_first(self._conclude, Path(partial), step, files, problem)
+            problem = from_first_rank(self._conclude, Path(partial), step, files, problem, group=self._group)
         return f"{checkpoint_path(self.folder, step)}: cannot be written: {problem}" if problem else None
 
     def _new_folder(self, step: int) -> tuple[str, str | None]:
@@ -263,14 +263,6 @@ class Checkpointer:
             hidden = self.folder / f".deleted-{path.name}-{uuid.uuid4().hex[:8]}"
             path.rename(hidden)
             shutil.rmtree(hidden, ignore_errors=True)
-
-    def _from_first(self, function: Any, *args: Any) -> Any:
-        """What a function that does not raise returns on the first rank."""
-        if self._group is None:
-            return function(*args)
-        box = [function(*args) if self._rank == 0 else None]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
 
     def _gather(self, value: Any) -> list[Any]:
         """Every rank's value, in their order."""

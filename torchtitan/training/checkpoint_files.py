@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+from torchtitan.training.faults import first_line
 from torchtitan.training.shard_files import DamagedShard, check_shards
 
 STATE, MANIFEST = "state.json", "manifest.json"
@@ -219,13 +220,6 @@ def sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception, or the first rank's within it, says; one line."""
-    failures = getattr(error, "failures", None)
-    cause = next(iter(failures.values()))[0] if failures else error
-    return str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
 
 
 @contextmanager

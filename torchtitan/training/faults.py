@@ -39,10 +39,12 @@ def is_lost_rank(error: BaseException | None) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, without gloo's place in its source and its advice."""
-    lines = str(error).strip().splitlines()
+    """The first line of what an exception, or the first rank's within it, says; without gloo's source line and advice."""
+    failures = getattr(error, "failures", None)  # of torch.distributed.checkpoint
+    cause = next(iter(failures.values()))[0] if failures else error
+    lines = str(cause).strip().splitlines()
     if not lines:
-        return type(error).__name__
+        return type(cause).__name__
     return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", lines[0]).partition(". This is typically")[0]
 
 

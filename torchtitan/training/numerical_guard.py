@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.diffusion.timesteps import GlobalBatch
+
 logger = logging.getLogger(__name__)
 
 _SPIKE_MEMORY = 0.99  # decay per step of the running mean and variance of ln loss
@@ -23,14 +25,12 @@ class StepSamples:
 
     Attributes:
         step: its number.
-        first_sample: global number of its first sample.
-        attempt: see TrainingData.
+        samples: of all ranks.
         microbatches: of each rank.
     """
 
     step: int
-    first_sample: int
-    attempt: int
+    samples: GlobalBatch
     microbatches: int
 
 

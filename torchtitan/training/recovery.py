@@ -3,7 +3,6 @@
 import logging
 from typing import TYPE_CHECKING
 
-from torchtitan.diffusion.timesteps import GlobalBatch
 from torchtitan.distributed.parallelize import accumulate_locally, release_unsharded
 from torchtitan.training.faults import TrainingError
 from torchtitan.training.non_finite import Watch, over_ranks, watched
@@ -43,13 +42,13 @@ def locate(trainer: "Trainer", fault: StepSamples) -> str:
     """Repeat a step with every module watched: the first value on each rank that is not finite; collective."""
     watch, gradients = Watch(), Watch()
     watch.see_all(trainer.parameters.items(), "parameter {}")
-    samples = GlobalBatch(fault.first_sample, trainer.batch_size, fault.attempt)
-    for batch in trainer.data.again(fault.first_sample, fault.attempt, fault.microbatches):
+    samples = fault.samples
+    for batch in trainer.data.again(samples.first_sample, samples.attempt, fault.microbatches):
         first, last = batch["samples"][0].item(), batch["samples"][-1].item()
         watch.see(batch["images"], f"images among samples {first} .. {last}")
         # Where weights are whole, a rank's own gradient is seen, before it is reduced.
         with watched(trainer.model, watch), accumulate_locally(trainer.train_module, last=trainer.layout.sharded):
-            loss = trainer.losses(batch, samples)
+            loss = trainer.loss_terms(trainer.to_device(batch), samples).loss
             watch.see(loss, f"the loss of samples {first} .. {last}")
             loss.mean().backward()
         gradients.see_all(((name, p.grad) for name, p in trainer.parameters.items()), "the gradient of {}")

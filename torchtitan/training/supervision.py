@@ -5,13 +5,14 @@ from collections import Counter
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from torchtitan.distributed.restarts import FAILED
 from torchtitan.training.events import EventLog
 from torchtitan.training.garbage import GarbageControl
 from torchtitan.training.hardware import memory_metrics
 from torchtitan.training.heartbeat import process_state
 from torchtitan.training.memory_monitor import MemoryMonitor
 from torchtitan.training.run_status import write_status
-from torchtitan.training.watchdog import FAILED, Watchdog
+from torchtitan.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer

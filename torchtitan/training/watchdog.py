@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 
 from torchtitan.distributed.mesh import CommConfig
+from torchtitan.distributed.restarts import FAILED
 from torchtitan.training.heartbeat import FAULTS_FOLDER, Heartbeats
 from torchtitan.training.phases import LONG_PHASES, Phases
 
 logger = logging.getLogger(__name__)
 
-FAILED = 1
 _PATIENCE = 5.0  # seconds
 
 
