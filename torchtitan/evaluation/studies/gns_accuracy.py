@@ -63,6 +63,8 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
     figure, axes = gns_plots.new_figure(
         f"Noise scale against the data used, {run.weights}", columns=2, size=(14.5, 4.8)
     )
+    for axis in axes[0]:
+        axis.set_xscale("log")
     colors, shifts = gns_plots.bin_colors(len(steps)), gns_plots.shifts(len(steps))
     for color, shift, step in zip(colors, shifts, steps, strict=True):
         of_step = sorted((row for row in rows if step_of(row) == step), key=_share)
@@ -80,7 +82,6 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
     axes[0, 1].axhline(0, color="0.5", linewidth=0.8)
     for axis in axes[0]:
         axis.set_xlabel("data used (% of the split)")
-        axis.set_xscale("log")
         shares = sorted({float(f"{100 * _share(row):.2g}") for row in rows})
         axis.set_xticks(shares, [f"{share:g}" for share in shares])
         axis.set_xticks([], minor=True)

@@ -148,6 +148,7 @@ def _shares_picture(run: StudyRun, binned: list[Row], allocations: dict, path: P
         axis.set_xlabel(f"bin in {bin_label(rows[0]).split()[0]}, from, to", fontsize=9)
     for axis in axes[:, 0]:
         axis.set_ylabel("share of the batch (%)")
-    gns_plots.legend_outside(axes[0, columns - 1])
+    fullest = max(axes.flat, key=lambda axis: len(axis.get_legend_handles_labels()[1]))
+    gns_plots.legend_outside(axes[0, columns - 1], entries_of=fullest)
     gns_plots.note(figure, "Neyman minimises the gradient's variance; p1 and softmax as published, for comparison only")
     return gns_plots.save(figure, path)

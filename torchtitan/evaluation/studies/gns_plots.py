@@ -56,6 +56,8 @@ def draw_line(axes: Axes, xs: Sequence[float], rows: Sequence[Row], color, label
         elif alone[place] and not math.isnan(values[place]):
             axes.vlines(x, lower[place], upper[place], color=color, linewidth=1.2, transform=beside)
             axes.plot([x], [values[place]], color=color, marker="o", markersize=4, transform=beside)
+    # Marks without an estimate belong into the picture too.
+    axes.update_datalim([(x, 1.0) for x in xs], updatey=False)
     axes.margins(x=0.08)
 
 
@@ -118,9 +120,12 @@ def set_scale(axes: Axes, rows: Sequence[Row], scale: str, along: str = "y") -> 
         set_limits(0, top * 1.08)
 
 
-def legend_outside(axes: Axes, title: str | None = None) -> None:
-    """The legend to the right of the axes."""
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, title=title, title_fontsize=8, frameon=False)
+def legend_outside(axes: Axes, title: str | None = None, entries_of: Axes | None = None) -> None:
+    """The legend, of these axes or of others, to the right of the axes."""
+    axes.legend(
+        *(entries_of or axes).get_legend_handles_labels(), loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8,
+        title=title, title_fontsize=8, frameon=False,
+    )  # fmt: skip
 
 
 def note(figure: Figure, text: str) -> None:
