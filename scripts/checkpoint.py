@@ -32,7 +32,10 @@ from torchtitan.models.dit.conversion import (
 )
 from torchtitan.models.dit.model import DiT
 from torchtitan.training.checkpoint import CheckpointError, checkpoint_path, checkpoint_steps, newest_good, verify
+from torchtitan.training.checkpoint_files import MANIFEST
+from torchtitan.training.checkpoint_location import location, run_checkpoints
 from torchtitan.training.comparison import TensorSource, compare, ema_tracks, open_checkpoint, open_weights
+from torchtitan.training.remote_path import AnyPath, RemotePath
 from torchtitan.training.weight_files import WeightsError, read_state_dict, refuse_existing, written_whole
 
 OWN = "safetensors"
@@ -61,16 +64,16 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
 
     command = commands.add_parser("list", help="the checkpoints of a run")
     command.set_defaults(command=list_checkpoints)
-    command.add_argument("run", type=Path, help="a run's folder")
+    command.add_argument("run", help="a run's folder, or URL of its checkpoints")
 
     command = commands.add_parser("verify", help="read every byte of runs or checkpoints, and advise on repair")
     command.set_defaults(command=verify_checkpoints)
-    command.add_argument("paths", type=Path, nargs="+", metavar="RUN|CHECKPOINT")
+    command.add_argument("paths", nargs="+", metavar="RUN|CHECKPOINT", help="folder or URL")
 
     command = commands.add_parser("diff", help="compare two checkpoints, or two files of weights")
     command.set_defaults(command=show_differences)
     for name in ("a", "b"):
-        command.add_argument(name, type=Path, metavar=name.upper(), help="checkpoint, run (its newest) or file")
+        command.add_argument(name, metavar=name.upper(), help="checkpoint, run (its newest) or file")
 
     command = commands.add_parser("export", help="write a run's weights to a file")
     command.set_defaults(command=export)
@@ -101,24 +104,25 @@ def add_output(command: argparse.ArgumentParser, description: str) -> None:
 
 
 def list_checkpoints(arguments: argparse.Namespace) -> int:
-    checkpoints = checkpoints_of(arguments.run)
+    checkpoints = checkpoints_of(location(arguments.run))
     print(f"{'step':>10}  {'size':>10}  {'date':16}  {'state':7}  EMA tracks")
     for path in checkpoints:
         problem = verify(path)
-        date = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
         size = readable(sum(file.stat().st_size for file in path.iterdir() if file.is_file()))
         tracks = ", ".join(ema_tracks(open_checkpoint(path))) or "none" if problem is None else problem
-        print(f"{step_of(path):>10}  {size:>10}  {date:16}  {'damaged' if problem else 'good':7}  {tracks}")
+        state = "damaged" if problem else "good"
+        print(f"{step_of(path):>10}  {size:>10}  {date_of(path):16}  {state:7}  {tracks}")
     return 0
 
 
 def verify_checkpoints(arguments: argparse.Namespace) -> int:
     damaged = False
-    runs = [path for path in arguments.paths if not is_checkpoint(path)]
+    paths = [location(path) for path in arguments.paths]
+    runs = [path for path in paths if not is_checkpoint(path)]
     for path in runs:
-        if not (path / "config.toml").is_file():
+        if isinstance(path, RemotePath) or not (path / "config.toml").is_file():
             checkpoints_of(path)
-    for path in arguments.paths:
+    for path in paths:
         for finding in check_run(path) if path in runs else [Finding(path, verify(path) or "")]:
             damaged |= bool(finding.problem)
             advice = f" ({finding.advice})" if finding.advice else ""
@@ -127,7 +131,7 @@ def verify_checkpoints(arguments: argparse.Namespace) -> int:
 
 
 def show_differences(arguments: argparse.Namespace) -> int:
-    a, b = open_source(arguments.a), open_source(arguments.b)
+    a, b = open_source(location(arguments.a)), open_source(location(arguments.b))
     result = compare(a, b)
     for title, names in (("only in A", result.only_a), ("only in B", result.only_b)):
         for name in names:
@@ -150,36 +154,45 @@ def show_differences(arguments: argparse.Namespace) -> int:
     return 1
 
 
-def open_source(path: Path) -> TensorSource:
+def open_source(path: AnyPath) -> TensorSource:
     if is_checkpoint(path):
         return open_checkpoint(path)
-    if not path.is_dir():
+    if not path.is_dir() and isinstance(path, Path):
         return open_weights(path)
     checkpoints_of(path)
-    step, skipped = newest_good(path / "checkpoint")
+    step, skipped = newest_good(run_checkpoints(path))
     if step is None:
         raise CheckpointError("\n".join(skipped))
-    return open_checkpoint(checkpoint_path(path / "checkpoint", step))
+    return open_checkpoint(checkpoint_path(run_checkpoints(path), step))
 
 
-def is_checkpoint(path: Path) -> bool:
-    return path.is_dir() and path.resolve() in {
-        checkpoint_path(path.resolve().parent, step) for step in checkpoint_steps(path.resolve().parent)
-    }
+def is_checkpoint(path: AnyPath) -> bool:
+    path = path.resolve() if isinstance(path, Path) else path
+    return path.is_dir() and path in {checkpoint_path(path.parent, step) for step in checkpoint_steps(path.parent)}
 
 
-def checkpoints_of(run: Path) -> list[Path]:
+def checkpoints_of(run: AnyPath) -> list[AnyPath]:
     """The checkpoints of a run, oldest first."""
     if not run.is_dir():
         raise CheckpointError(f"{run}: no such run folder or checkpoint")
-    steps = checkpoint_steps(run / "checkpoint")
+    folder = run_checkpoints(run)
+    steps = checkpoint_steps(folder)
     if not steps:
-        raise CheckpointError(f"{run}: is no checkpoint and no run that holds one")
-    return [checkpoint_path(run / "checkpoint", step) for step in reversed(steps)]
+        looked = "" if folder in (run, run / "checkpoint") else f" (looked in {folder})"
+        raise CheckpointError(f"{run}: is no checkpoint and no run that holds one{looked}")
+    return [checkpoint_path(folder, step) for step in reversed(steps)]
 
 
-def step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: AnyPath) -> int:
     return int(checkpoint.name.removeprefix("step-"))
+
+
+def date_of(checkpoint: AnyPath) -> str:
+    if isinstance(checkpoint, RemotePath):
+        date = (checkpoint / MANIFEST).modified()
+    else:
+        date = datetime.fromtimestamp(checkpoint.stat().st_mtime)
+    return date.strftime("%Y-%m-%d %H:%M") if date else "unknown"
 
 
 def described(source: TensorSource, name: str) -> str:

@@ -14,6 +14,7 @@ from torchtitan.command_line import OneLineParser
 from torchtitan.config import ConfigError
 from torchtitan.evaluation.studies import STUDIES, load_study
 from torchtitan.evaluation.studies.frame import StudyError, add_run_options, open_run, run_study
+from torchtitan.training.checkpoint import CheckpointError
 
 
 def main(words: list[str] | None = None) -> int:
@@ -36,7 +37,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = parser.parse_args(words[1:])
     try:
         summary = study.run_alone(arguments) if alone else run_study(name, study, open_run(arguments))
-    except (StudyError, ConfigError) as error:
+    except (StudyError, ConfigError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:

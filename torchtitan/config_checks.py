@@ -26,6 +26,7 @@ from torchtitan.evaluation.sampling import default_schedule, sampling_problems
 from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import float8_problems
+from torchtitan.training.checkpoint_location import folder_problem
 from torchtitan.training.profiling import profiling_problems
 
 
@@ -330,6 +331,11 @@ def _pinned_memory(checked: Checked) -> Iterator[Problem]:
         yield Problem("checkpoint.async_mode", "async_with_pinned_mem needs CUDA, which is not there (set it to async)")
 
 
+def _checkpoint_folder(checked: Checked) -> Iterator[Problem]:
+    if problem := folder_problem(checked.checkpoint.folder):
+        yield Problem("checkpoint.folder", problem)
+
+
 def _parameter_groups(checked: Checked) -> Iterator[Problem]:
     for index, group in enumerate(checked.optimizer.param_groups):
         place = f"[{index}].pattern"
@@ -404,6 +410,7 @@ CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
     _ema_names,
     _packages,
     _pinned_memory,
+    _checkpoint_folder,
     _sampled_classes,
     _sampled_track,
     _judge,

@@ -17,7 +17,7 @@ from torchtitan.distributed.restarts import FAILED, REFUSED
 from torchtitan.gns.capture import CannotMeasure
 from torchtitan.models.float8 import Float8Error
 from torchtitan.trainer import Trainer, process_group
-from torchtitan.training.checkpoint import CheckpointError
+from torchtitan.training.checkpoint import CheckpointError, StoreError
 from torchtitan.training.faults import TrainingError, first_line, is_lost_rank, is_out_of_memory
 from torchtitan.training.optimizer import OptimizerError
 from torchtitan.training.run_folder import RunFolder, RunFolderError
@@ -44,6 +44,10 @@ def run(config: JobConfig) -> int:
     with _bounded_end() as deadline, process_group():
         try:
             trainer = Trainer(config)
+        except StoreError as error:  # it may answer when the run is started again
+            logger.error(f"rank {_rank()}: {error}")
+            _leave_status(None, "failed", FAILED, str(error))
+            return FAILED
         except (RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure, Float8Error) as error:
             if _first():
                 print(error, file=sys.stderr)

@@ -53,6 +53,7 @@ from torchtitan.training.optimizer import build_optimizer, materialise_state, op
 from torchtitan.training.phases import BEFORE_FIRST_STEP, Phases
 from torchtitan.training.profiling import Profiler
 from torchtitan.training.recovery import go_back
+from torchtitan.training.remote_path import AnyPath
 from torchtitan.training.run_folder import RunFolder
 from torchtitan.training.run_status import remove_status
 from torchtitan.training.supervision import Supervision
@@ -433,7 +434,7 @@ class Trainer:
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise CheckpointError(f"{checkpoint}: state.json does not fit this run: {error!r}") from error
 
-    def _load_state(self, checkpoint: Path, state: dict) -> None:
+    def _load_state(self, checkpoint: AnyPath, state: dict) -> None:
         self.step = state["step"]
         self.progress = state.get("progress", self.step)
         images_left = (self.config.training.steps - self.progress) * self.config.training.global_batch_size

@@ -1,13 +1,16 @@
 """What the ranks of test_async_checkpoints.py run."""
 
 import errno
+import tempfile
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.cases import make_trainer, remove, shared_folder
+from torchtitan.evaluation.trained_model import load_run
 from torchtitan.training import checkpoint
 from torchtitan.training.checkpoint import checkpoint_path, checkpoint_steps, newest_good
 from torchtitan.training.shard_files import write_shard
@@ -54,6 +57,55 @@ def saved_while_training(layouts: dict[str, dict]) -> dict[str, dict]:
     return found
 
 
+def resumed_from_a_store(replicas: int, shards: int) -> dict[str, object]:
+    """A run whose checkpoints are in a store: its steps, those of the run resumed, and what a reader of it finds."""
+    folder, name = shared_folder(), "remote"
+    given = {
+        "steps": 10, "accumulation": 1, "replicas": replicas, "shards": shards,
+        "overrides": (*ENABLED, "--checkpoint.folder", f"file://{folder}/store", "--checkpoint.async_mode", "async"),
+    }  # fmt: skip
+    copies = Path(folder) / "copies"
+    copies.mkdir(exist_ok=True)
+    tempfile.tempdir = str(copies)
+    trainer = make_trainer(folder, name, **given)
+    straight = train(trainer, 2)
+    trainer.checkpointer.save(2, trainer.tensors(), trainer.state())
+    weights = {name: whole(parameter) for name, parameter in trainer.parameters.items()}
+    straight += train(trainer, 4)
+    trainer.checkpointer.require_saved()
+    trainer.close()
+    resumed = make_trainer(folder, name, **given)
+    begins = resumed.step
+    again = train(resumed, 4)
+    resumed.close()
+    read = load_run(Path(folder) / name, "none", None, torch.device("cpu"))
+    tempfile.tempdir = None
+    dist.barrier()
+    found = {
+        "norms": straight, "resumed after": begins, "resumed": again, "read": read.label,
+        "weights": all(torch.equal(value, weights[name]) for name, value in read.model.named_parameters()),
+        "files": sorted(path.name for path in Path(folder, "store", name, "step-00000002").iterdir()),
+        "copies left": [path.name for path in copies.glob("step-*")],
+        "in the run's folder": (Path(folder) / name / "checkpoint").exists(),
+    }  # fmt: skip
+    remove(folder)
+    return found
+
+
+def train(trainer, last: int) -> list[float]:
+    trainer._settle_gradient_buckets()
+    norms = []
+    while trainer.step < last:
+        trainer.step += 1
+        norms.append(float(trainer.train_step()[0]))
+    return norms
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    parameter = parameter.detach()
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.clone()
+
+
 def slowly(path, pieces):
     """The last rank's write of a shard lasts longer than the steps beside it."""
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -94,4 +146,5 @@ def full_on_the_last(path, pieces):
 def all_cases(layouts: dict[str, dict]) -> dict[str, dict]:
     """Everything, in one launch."""
     failed = {mode: failed_on_one_rank(mode) for mode in ("disabled", "async")}
-    return {"failed": failed, "saved": saved_while_training(layouts)}
+    stores = {name: resumed_from_a_store(**layout) for name, layout in layouts.items()}
+    return {"stores": stores, "failed": failed, "saved": saved_while_training(layouts)}

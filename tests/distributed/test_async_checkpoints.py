@@ -29,3 +29,13 @@ def test_a_disk_full_for_one_rank_fails_the_save_on_all_and_the_next_one_works(r
     assert first["problem"].endswith("No space left on device") and first["failures"] == 1
     assert first["left"] == ["step-00000001"]
     assert first["again"] is None and first["good"] == [3, []]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_resumes_from_a_store_bit_for_bit(ranks, layout):
+    for found in (rank["stores"][layout] for rank in ranks):
+        assert found["resumed after"] == 2 and found["resumed"] == found["norms"][2:]
+        assert found["read"] == "step 2, trained weights" and found["weights"]
+        shards = ["shard-00001.safetensors", "shard-00002.safetensors"]
+        assert found["files"] == ["manifest.json", *shards, "state.json"]
+        assert found["copies left"] == [] and not found["in the run's folder"]

@@ -13,7 +13,7 @@ import torch
 
 from tests.launcher import run_on_ranks
 from tests.unit.test_checkpoint import saver
-from torchtitan.training import checkpoint, shard_files
+from torchtitan.training import checkpoint, checkpoint_store, shard_files
 from torchtitan.training.checkpoint import (
     CheckpointError,
     checkpoint_path,
@@ -111,7 +111,7 @@ def full(*args, **kwargs):
 
 PLACES = {
     "tensors": (checkpoint, "write_shard"), "state": (checkpoint, "write_synced"), "back": (checkpoint, "read_back"),
-    "manifest": (checkpoint, "write_manifest"), "fsync": (os, "fsync"), "rename": (Path, "rename"),
+    "manifest": (checkpoint_store, "write_manifest"), "fsync": (os, "fsync"), "rename": (Path, "rename"),
     "folder": (Path, "mkdir"),
 }  # fmt: skip
 
@@ -221,7 +221,7 @@ KILL_POINTS = {  # where a process dies when saving step 2, and the newest good 
 def die_at(point: str) -> None:
     """Let this process be killed when it comes to a point of a save."""
     name = point.removeprefix("after ").split(" ")[0]
-    where = {"rename": Path, "rmtree": shutil}.get(name, checkpoint)
+    where = {"rename": Path, "rmtree": shutil, "write_manifest": checkpoint_store}.get(name, checkpoint)
     original, wanted, calls = getattr(where, name), int(point[-1]) if point[-1].isdigit() else 1, []
 
     def dies(*given, **more):

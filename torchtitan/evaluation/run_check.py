@@ -11,8 +11,11 @@ import pyarrow.parquet as pq
 
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.training.checkpoint import checkpoint_path, checkpoint_steps, verify
-from torchtitan.training.checkpoint_files import DamagedFile, read_json
+from torchtitan.training.checkpoint_errors import DamagedFile
+from torchtitan.training.checkpoint_files import read_json
+from torchtitan.training.checkpoint_location import run_checkpoints
 from torchtitan.training.metrics import METRICS_FILE
+from torchtitan.training.remote_path import AnyPath, RemotePath
 
 STATUSES = ("completed", "oom", "failed", "interrupted")
 _MAX_LINE_BYTES = 16 << 20
@@ -22,19 +25,26 @@ _MAX_LINE_BYTES = 16 << 20
 class Finding:
     """One file or checkpoint: what is wrong with it and what to do, both empty where it is good."""
 
-    path: Path
+    path: AnyPath
     problem: str = ""
     advice: str = ""
 
 
-def check_run(run: Path) -> Iterator[Finding]:
-    """Read everything of a run that a resume or an analysis needs; checkpoints come last, oldest first."""
+def check_run(run: AnyPath) -> Iterator[Finding]:
+    """Read everything of a run that a resume or an analysis needs; checkpoints, all that a URL has, come last.
+
+    Raises:
+        CheckpointError: they are in a store that does not answer, or where they are is not known.
+    """
+    if isinstance(run, RemotePath):
+        yield from _checkpoints(run)
+        return
     yield from _config(run / "config.toml")
     yield from _metrics(run / METRICS_FILE)
     yield from _summary(run / "summary.json")
     for path in sorted((run / GNS_FOLDER).glob("*.parquet")):
         yield from _parquet(path)
-    yield from _checkpoints(run / "checkpoint")
+    yield from _checkpoints(run_checkpoints(run))
 
 
 def _config(path: Path) -> Iterator[Finding]:
@@ -105,7 +115,7 @@ def _parquet(path: Path) -> Iterator[Finding]:
         yield Finding(path, f"is damaged: {said}", advice)
 
 
-def _checkpoints(folder: Path) -> Iterator[Finding]:
+def _checkpoints(folder: AnyPath) -> Iterator[Finding]:
     steps = checkpoint_steps(folder)[::-1]
     problems = {step: verify(checkpoint_path(folder, step)) for step in steps}
     good = [step for step in steps if problems[step] is None]

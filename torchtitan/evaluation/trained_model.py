@@ -20,6 +20,8 @@ from torchtitan.training.checkpoint import (
     read_tensors,
     verify,
 )
+from torchtitan.training.checkpoint_location import run_checkpoints
+from torchtitan.training.remote_path import AnyPath
 from torchtitan.training.weight_files import WeightsError, fill
 
 
@@ -61,12 +63,13 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
     tracks = [entry.name for entry in config.ema.tracks]
     if track not in ("none", *tracks):
         raise WeightsError(f"{folder}: has no EMA track {track!r} (there are: {', '.join(['none', *tracks])})")
-    step, warnings = _choose_step(folder / "checkpoint", step)
+    checkpoints = run_checkpoints(folder)
+    step, warnings = _choose_step(checkpoints, step)
     info = DATASETS[config.data.name].info(config.data)
     model = _empty_model(config, info, device)
     prefix = "model." if track == "none" else f"ema.{track}."
     read_tensors(
-        checkpoint_path(folder / "checkpoint", step),
+        checkpoint_path(checkpoints, step),
         {prefix + name: parameter.detach() for name, parameter in model.named_parameters()},
     )
     label = f"step {step}, {'trained weights' if track == 'none' else track}"
@@ -98,7 +101,7 @@ def read_config(path: Path) -> JobConfig:
     return load_config(["--job.config_file", str(path)], processes)
 
 
-def _choose_step(checkpoints: Path, step: int | None) -> tuple[int, list[str]]:
+def _choose_step(checkpoints: AnyPath, step: int | None) -> tuple[int, list[str]]:
     there = ", ".join(map(str, checkpoint_steps(checkpoints))) or "none"
     if step is not None:
         problem = verify(checkpoint_path(checkpoints, step))

@@ -4,7 +4,7 @@
                              state.json           counters and whatever else is not a tensor
                              manifest.json        size and SHA-256 of each file; written last
 
-A checkpoint is written into a new hidden folder, read back, and renamed when it is whole. Tensors are read back in
+A checkpoint is written, read back, and made to count when it is whole (checkpoint_store.py). Tensors are read back in
 any layout (torch.distributed.checkpoint). Nothing is pickled.
 
 Saving asks torch.distributed.checkpoint for nothing: which rank writes what follows from names and layouts, so that a
@@ -14,12 +14,9 @@ group of their own, beside which training goes on.
 
 import json
 import logging
-import shutil
-import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -27,28 +24,27 @@ from torch import Tensor
 
 from torchtitan.distributed.agreement import from_first_rank
 from torchtitan.settings import setting
+from torchtitan.training.checkpoint_errors import CheckpointError, StoreError
 from torchtitan.training.checkpoint_files import (
     STATE,
-    CheckpointError,
     check_content,
     checkpoint_path,
     checkpoint_steps,
     newest_good,
     read_back,
-    read_state,
-    read_tensors,
-    sync,
     verify,
-    write_manifest,
-    write_synced,
 )
+from torchtitan.training.checkpoint_reading import read_state, read_tensors
+from torchtitan.training.checkpoint_store import store_of
+from torchtitan.training.durable_files import write_synced
 from torchtitan.training.faults import first_line
 from torchtitan.training.host_copies import HostCopies
+from torchtitan.training.remote_path import AnyPath
 from torchtitan.training.shard_files import Piece, pieces_of, write_shard
 
 __all__ = [
-    "CheckpointConfig", "CheckpointError", "Checkpointer", "checkpoint_path", "checkpoint_steps", "newest_good",
-    "read_state", "read_tensors", "verify",
+    "CheckpointConfig", "CheckpointError", "Checkpointer", "StoreError", "checkpoint_path", "checkpoint_steps",
+    "newest_good", "read_state", "read_tensors", "verify",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -62,6 +58,10 @@ class CheckpointConfig:
     """`[checkpoint]`"""
 
     enable: bool = setting(True, "save checkpoints and resume from the newest good one", trajectory=False)
+    folder: str = setting(
+        "", "path, or URL of a store (s3://bucket/prefix, gs://, hf:// and others), under which the checkpoints go, into a "
+        "folder of the run's name; default: the run's own folder", applies={"enable": (True,)}, trajectory=False,
+    )
     interval: int = setting(
         1000, "steps between checkpoints; the last step is always saved", ge=1, applies={"enable": (True,)},
         trajectory=False,
@@ -92,9 +92,10 @@ class Checkpointer:
         failures: saves of this process that failed; settled by `wait`.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, rank: int) -> None:
+    def __init__(self, folder: AnyPath, config: CheckpointConfig, rank: int) -> None:
         self.folder = folder
         self.failures = 0
+        self._store = store_of(folder)
         self._config = config
         self._rank = rank
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -111,6 +112,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: `checkpoint.load_step` names a step that is missing or damaged.
+            StoreError: the store does not answer.
         """
         step, messages, error = from_first_rank(self._find)
         for message in messages:
@@ -189,23 +191,21 @@ class Checkpointer:
 
     def _write(self, step: int, pieces: list[Piece], state: bytes) -> str | None:
         """Write a checkpoint together with the other ranks; returns what went wrong on any of them."""
-        partial, problem = from_first_rank(self._new_folder, step, group=self._group)
+        partial, problem = from_first_rank(self._begin, step, group=self._group)
         if problem is None:
-            outcomes = self._gather(self._write_files(Path(partial), pieces, state))
+            outcomes = self._gather(self._write_files(self.folder / partial, pieces, state))
             files = {name: entry for written, _ in outcomes for name, entry in written.items()}
             problem = next((problem for _, problem in outcomes if problem), None)
-            problem = from_first_rank(self._conclude, Path(partial), step, files, problem, group=self._group)
+            problem = from_first_rank(self._conclude, partial, step, files, problem, group=self._group)
         return f"{checkpoint_path(self.folder, step)}: cannot be written: {problem}" if problem else None
 
-    def _new_folder(self, step: int) -> tuple[str, str | None]:
-        partial = self.folder / f".step-{step:08d}-{uuid.uuid4().hex[:8]}"
+    def _begin(self, step: int) -> tuple[str, str | None]:
         try:
-            partial.mkdir(parents=True)
+            return self._store.begin(step), None
         except OSError as error:
             return "", first_line(error)
-        return str(partial), None
 
-    def _write_files(self, partial: Path, pieces: list[Piece], state: bytes) -> tuple[dict[str, dict], str | None]:
+    def _write_files(self, partial: AnyPath, pieces: list[Piece], state: bytes) -> tuple[dict[str, dict], str | None]:
         """Write this rank's files and read them back; their entries of the manifest, and what went wrong."""
         files = {}
         try:
@@ -220,36 +220,21 @@ class Checkpointer:
             return files, first_line(error)
         return files, None
 
-    def _conclude(self, partial: Path, step: int, files: dict[str, dict], problem: str | None) -> str | None:
-        """Give the folder its name, or remove it; returns what went wrong."""
+    def _conclude(self, partial: str, step: int, files: dict[str, dict], problem: str | None) -> str | None:
+        """Let the checkpoint count, or remove it; returns what went wrong."""
         try:
-            problem = problem or self._commit(partial, step, files)
+            problem = problem or check_content(self.folder / partial, files)
+            if problem is None:
+                self._store.commit(partial, step, files)
         except OSError as error:
             problem = first_line(error)
         if problem:
-            shutil.rmtree(partial, ignore_errors=True)
+            self._store.discard(partial)
             return problem
         try:
             self._delete_old(step)
         except OSError as error:
             logger.warning(f"{self.folder}: older checkpoints could not be deleted: {first_line(error)}")
-        return None
-
-    def _commit(self, partial: Path, step: int, files: dict[str, dict]) -> str | None:
-        """Complete the folder and give it its name, all on the disk; returns what is wrong. Raises OSError."""
-        if problem := check_content(partial, files):
-            return problem
-        write_manifest(partial, files)
-        final, replaced = checkpoint_path(self.folder, step), None
-        if final.exists():
-            # Only one that does not count is there: a good one would have been resumed from or set aside.
-            replaced = self.folder / f".replaced-{final.name}-{uuid.uuid4().hex[:8]}"
-            final.rename(replaced)
-        partial.rename(final)
-        sync(self.folder)
-        sync(self.folder.parent)
-        if replaced:
-            shutil.rmtree(replaced, ignore_errors=True)
         return None
 
     def _delete_old(self, saved: int) -> None:
@@ -258,11 +243,7 @@ class Checkpointer:
         # Later steps are damaged; if they counted, they would push out the one just saved.
         older = [step for step in checkpoint_steps(self.folder) if step < saved]
         for step in older[self._config.keep_latest_k - 1 :]:
-            path = checkpoint_path(self.folder, step)
-            # Renamed first: a delete that is cut off must not leave something that looks like a checkpoint.
-            hidden = self.folder / f".deleted-{path.name}-{uuid.uuid4().hex[:8]}"
-            path.rename(hidden)
-            shutil.rmtree(hidden, ignore_errors=True)
+            self._store.delete(step)
 
     def _gather(self, value: Any) -> list[Any]:
         """Every rank's value, in their order."""
@@ -275,9 +256,7 @@ class Checkpointer:
     # ---------------------------------------------------------------------- finding
 
     def _find(self) -> tuple[int | None, list[str], str | None]:
-        if self.folder.is_dir():
-            for path in self.folder.glob(".*"):
-                shutil.rmtree(path, ignore_errors=True)
+        self._store.prepare()
         wanted = self._config.load_step
         if wanted >= 0:
             path = checkpoint_path(self.folder, wanted)
@@ -296,7 +275,6 @@ class Checkpointer:
         for later in checkpoint_steps(self.folder):
             if later > step:
                 path = checkpoint_path(self.folder, later)
-                aside = path.with_name(f"set-aside-{path.name}-{uuid.uuid4().hex[:8]}")
-                path.rename(aside)
-                messages.append(f"{path}: is later than checkpoint.load_step = {step}; kept as {aside.name}")
+                aside = self._store.set_aside(later)
+                messages.append(f"{path}: is later than checkpoint.load_step = {step}; kept as {aside}")
         return messages

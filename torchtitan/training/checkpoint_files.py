@@ -8,18 +8,14 @@ import json
 import os
 import re
 import stat
-import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-
+from torchtitan.training.checkpoint_errors import DamagedFile, StoreError
+from torchtitan.training.durable_files import sync, write_synced
 from torchtitan.training.faults import first_line
+from torchtitan.training.remote_path import AnyPath, RemotePath
 from torchtitan.training.shard_files import DamagedShard, check_shards
 
 STATE, MANIFEST = "state.json", "manifest.json"
@@ -30,30 +26,27 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class CheckpointError(Exception):
-    """A checkpoint that cannot be written or read; the message is one line."""
+def checkpoint_steps(folder: AnyPath) -> list[int]:
+    """Steps of the checkpoint folders under `folder`, good or not, newest first; in a store, those with a manifest."""
+    paths = (path for path in folder.iterdir() if _FOLDER.fullmatch(path.name)) if folder.is_dir() else ()
+    if isinstance(folder, RemotePath):  # without one, a save is under way or was cut off
+        paths = (path for path in paths if (path / MANIFEST).exists())
+    return sorted((int(_FOLDER.fullmatch(path.name)[1]) for path in paths), reverse=True)
 
 
-class DamagedFile(Exception):
-    """A file that is not what it should be; the message says in a few words what is wrong with it."""
-
-
-def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoint folders under `folder`, good or not, newest first."""
-    names = (_FOLDER.fullmatch(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
-    return sorted((int(match[1]) for match in names if match), reverse=True)
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
+def checkpoint_path(folder: AnyPath, step: int) -> AnyPath:
     """Folder of one step's checkpoint."""
     return folder / f"step-{step:08d}"
 
 
-def verify(checkpoint: Path) -> str | None:
+def verify(checkpoint: AnyPath) -> str | None:
     """Read every byte of a checkpoint.
 
     Returns:
         None for a good checkpoint, else in a few words what is wrong with it.
+
+    Raises:
+        StoreError: the store does not answer, which is no damage.
     """
     try:
         files = read_manifest(checkpoint)
@@ -65,7 +58,7 @@ def verify(checkpoint: Path) -> str | None:
         return str(error)
 
 
-def check_content(checkpoint: Path, files: dict[str, dict]) -> str | None:
+def check_content(checkpoint: AnyPath, files: dict[str, dict]) -> str | None:
     """What is wrong with a checkpoint, besides the bytes of its files having changed."""
     # The reader takes every shard in the folder, so one that was not verified must not lie there.
     stray = sorted(path.name for path in checkpoint.glob("*.safetensors") if path.name not in files)
@@ -76,12 +69,14 @@ def check_content(checkpoint: Path, files: dict[str, dict]) -> str | None:
         check_shards(checkpoint / name for name in sorted(files) if name.endswith(".safetensors"))
     except (DamagedFile, DamagedShard) as error:
         return str(error)
+    except StoreError:
+        raise
     except OSError as error:
         return f"{Path(error.filename or checkpoint).name} is missing or unreadable"
     return None
 
 
-def newest_good(folder: Path) -> tuple[int | None, list[str]]:
+def newest_good(folder: AnyPath) -> tuple[int | None, list[str]]:
     """Step of the newest good checkpoint, and one line for each newer one that is damaged."""
     skipped = []
     for step in checkpoint_steps(folder):
@@ -92,39 +87,26 @@ def newest_good(folder: Path) -> tuple[int | None, list[str]]:
     return None, skipped
 
 
-def read_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors (plain or sharded) in place from a verified checkpoint, by name. Raises CheckpointError."""
-    try:
-        with _single_process_allowed():
-            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(checkpoint)))
-    except (dcp.CheckpointException, RuntimeError, ValueError, OSError) as error:
-        raise CheckpointError(f"{checkpoint}: does not fit this model: {first_line(error)}") from error
-
-
-def read_state(checkpoint: Path) -> dict:
-    """What is not a tensor. Raises CheckpointError."""
-    try:
-        return read_json(checkpoint / STATE, dict)
-    except DamagedFile as error:
-        raise CheckpointError(f"{checkpoint}: {error}") from error
-
-
 # ---------------------------------------------------------------------- manifest
 
 
-def write_manifest(folder: Path, files: dict[str, dict]) -> None:
-    """Complete a folder: name -> {"size", "sha256"} of each file, on the disk when this returns. Raises OSError."""
+def write_manifest(folder: AnyPath, files: dict[str, dict]) -> None:
+    """Complete a folder: name -> {"size", "sha256"} of each file. Raises OSError."""
     text = json.dumps({"files": files, "digest": _digest_of(files)}, indent=1)
     write_synced(folder / MANIFEST, text.encode())
-    sync(folder)
+    if isinstance(folder, Path):
+        sync(folder)
 
 
-def read_manifest(checkpoint: Path) -> dict[str, dict]:
+def read_manifest(checkpoint: AnyPath) -> dict[str, dict]:
     """File name -> {"size": bytes, "sha256": hex}, checked to be just that. Raises DamagedFile."""
     path = checkpoint / MANIFEST
-    if not path.exists() and not path.is_symlink():
-        raise DamagedFile(f"{MANIFEST} is missing: the save was cut off")
-    manifest = read_json(path, dict)
+    try:
+        manifest = read_json(path, dict)
+    except DamagedFile as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise DamagedFile(f"{MANIFEST} is missing: the save was cut off") from error
+        raise
     files = manifest.get("files")
     if type(files) is not dict or STATE not in files or not all(map(_is_entry, files.items())):
         raise DamagedFile(f"{MANIFEST} is damaged")
@@ -153,7 +135,7 @@ def _digest_of(files: dict) -> str:
 # ---------------------------------------------------------------------- files
 
 
-def read_json(path: Path, kind: type, limit: int = MAX_JSON_BYTES) -> Any:
+def read_json(path: AnyPath, kind: type, limit: int = MAX_JSON_BYTES) -> Any:
     """The content of a JSON file, whose size and outermost type are checked.
 
     Raises:
@@ -165,8 +147,10 @@ def read_json(path: Path, kind: type, limit: int = MAX_JSON_BYTES) -> Any:
             raise DamagedFile(f"{path.name} is damaged: no plain file")
         if status.st_size > limit:
             raise DamagedFile(f"{path.name} is damaged: {status.st_size} bytes, at most {limit} are believed")
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             content = json.loads(file.read(limit + 1))
+    except StoreError:
+        raise
     except OSError as error:
         raise DamagedFile(f"{path.name} is missing or unreadable") from error
     except (ValueError, RecursionError) as error:
@@ -176,7 +160,7 @@ def read_json(path: Path, kind: type, limit: int = MAX_JSON_BYTES) -> Any:
     return content
 
 
-def check_file(path: Path, entry: dict) -> str | None:
+def check_file(path: AnyPath, entry: dict) -> str | None:
     """Compare a file with its {"size", "sha256"}; returns what is wrong."""
     try:
         status = path.lstat()
@@ -185,46 +169,22 @@ def check_file(path: Path, entry: dict) -> str | None:
         if status.st_size != entry["size"]:
             return f"{path.name} has {status.st_size} bytes instead of {entry['size']}"
         return None if hash_file(path) == entry["sha256"] else f"{path.name} is damaged"
+    except StoreError:
+        raise
     except OSError:
         return f"{path.name} is missing or unreadable"
 
 
-def hash_file(path: Path) -> str:
+def hash_file(path: AnyPath) -> str:
     """SHA-256 of what is in a file, as hex."""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_back(path: Path, entry: dict) -> None:
-    """Make sure that a file just written holds what it should, read from the disk. Raises OSError."""
-    if hasattr(os, "posix_fadvise"):
+def read_back(path: AnyPath, entry: dict) -> None:
+    """Make sure that a file just written holds what it should, read from there. Raises OSError."""
+    if isinstance(path, Path) and hasattr(os, "posix_fadvise"):
         with open(path, "rb") as file:  # else the answer would come from memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if problem := check_file(path, entry):
-        raise OSError(f"{problem} right after it was written: the disk is not to be trusted")
-
-
-def write_synced(path: Path, content: bytes) -> dict:
-    """Write a new file and bring it to the disk; returns its {"size", "sha256"}. Raises OSError."""
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def sync(folder: Path) -> None:
-    """Bring a folder's list of names to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _single_process_allowed() -> Iterator[None]:
-    """Without torch's warning that a single process is one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        raise OSError(f"{problem} right after it was written: what it was written to is not to be trusted")

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from torchtitan.training.checkpoint import CheckpointError, read_state, read_tensors, verify
+from torchtitan.training.checkpoint import CheckpointError, read_state, verify
+from torchtitan.training.checkpoint_reading import reader, tensor_shapes
+from torchtitan.training.remote_path import AnyPath
 from torchtitan.training.weight_files import read_state_dict
 
 READ_AT_ONCE = 1 << 30  # bytes
@@ -59,16 +60,15 @@ class Comparison:
         return not (self.only_a or self.only_b or self.reshaped or self.different or self.state_keys)
 
 
-def open_checkpoint(checkpoint: Path) -> TensorSource:
+def open_checkpoint(checkpoint: AnyPath) -> TensorSource:
     """The tensors of a checkpoint's folder, which is verified first. Raises CheckpointError."""
     if problem := verify(checkpoint):
         raise CheckpointError(f"{checkpoint}: {problem}")
-    metadata = HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
-    shapes = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in metadata.items()}
+    shapes, read_into = tensor_shapes(checkpoint), reader(checkpoint)
 
     def read(names: list[str]) -> dict[str, Tensor]:
         tensors = {name: torch.empty(shapes[name][0], dtype=shapes[name][1]) for name in names}
-        read_tensors(checkpoint, tensors)
+        read_into(tensors)
         return tensors
 
     return TensorSource(shapes, read, read_state(checkpoint))

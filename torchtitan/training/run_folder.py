@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import tomllib
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -12,6 +13,11 @@ import torch
 
 from torchtitan.config import JobConfig
 from torchtitan.config_record import config_differences, dump_config
+from torchtitan.training.checkpoint_errors import StoreError
+from torchtitan.training.checkpoint_files import checkpoint_steps
+from torchtitan.training.checkpoint_location import checkpoint_folder, run_checkpoints
+from torchtitan.training.checkpoint_owner import claim
+from torchtitan.training.remote_path import AnyPath
 from torchtitan.training.run_lock import RunLock
 
 
@@ -34,9 +40,9 @@ class RunFolder:
         self._config = config
         self._lock = RunLock(self.path)
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoint"
+    @cached_property
+    def checkpoints(self) -> AnyPath:
+        return checkpoint_folder(self.path, self._config.checkpoint.folder, self._config.job.name)
 
     @property
     def samples(self) -> Path:
@@ -51,7 +57,8 @@ class RunFolder:
 
         Raises:
             RunFolderError: another process writes into the folder, or it holds a run that learns something else, or
-                cannot be written.
+                cannot be written; or the folder of its checkpoints is another run's.
+            StoreError: that folder is in a store that does not answer.
         """
         saved = self.path / "config.toml"
         try:
@@ -61,10 +68,14 @@ class RunFolder:
                 raise RunFolderError([f"{self.path}: another run writes here: {owner} ({advice})"])
             if saved.exists() and not self._config.job.allow_config_change:
                 self._refuse_changes(saved)
+            if self._config.checkpoint.enable:
+                self._open_checkpoints()
             # Replaced in one go: a kill must not leave half a configuration.
             temporary = saved.with_suffix(".toml.tmp")
             temporary.write_text(dump_config(self._config), encoding="utf-8")
             temporary.replace(saved)
+        except StoreError:
+            raise
         except OSError as error:
             raise RunFolderError([f"{self.path}: cannot be written: {error.strerror}"]) from error
 
@@ -83,6 +94,22 @@ class RunFolder:
             raise RunFolderError(
                 [f"{self.path}: holds a run of another configuration ({advice})", *(f"  {line}" for line in changes)]
             )
+
+    def _open_checkpoints(self) -> None:
+        before = run_checkpoints(self.path)
+        if str(before) != str(self.checkpoints) and checkpoint_steps(before) and not checkpoint_steps(self.checkpoints):
+            advice = "leave checkpoint.folder as it was, or copy them first, or give another --job.name"
+            raise RunFolderError(
+                [f"checkpoint.folder: {self.checkpoints}: has none of the run's checkpoints: they are in {before} ({advice})"]
+            )
+        try:
+            problem = claim(self.path, self.checkpoints) if self._config.checkpoint.folder else None
+        except StoreError:
+            raise
+        except OSError as error:
+            problem = f"checkpoint.folder: {self.checkpoints}: cannot be written: {error.strerror}"
+        if problem:
+            raise RunFolderError([problem])
 
     def is_finished(self) -> bool:
         """Whether the summary says that a run of as many steps was completed."""

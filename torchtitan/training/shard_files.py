@@ -6,14 +6,15 @@ A file's header names, beside each piece, where in the whole tensor it lies; tor
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from torchtitan.training.durable_files import new_file
+from torchtitan.training.remote_path import AnyPath
 
 MAX_HEADER_BYTES = 64 << 20
 _CHUNK = 8 << 20  # bytes written and hashed at once
@@ -22,6 +23,7 @@ _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+_DTYPE_OF = {name: dtype for dtype, name in _DTYPES.items()}
 _ITEM_BYTES = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
 
 
@@ -79,8 +81,8 @@ def _place(tensor: DTensor) -> tuple[int, ...] | None:
     return tuple(offsets) if tensor.to_local().numel() else None
 
 
-def write_shard(path: Path, pieces: Iterable[Piece]) -> dict:
-    """Write pieces to a new file, and bring it to the disk.
+def write_shard(path: AnyPath, pieces: Iterable[Piece]) -> dict:
+    """Write pieces to a new file, and bring it to the disk or the store.
 
     Returns:
         {"size": bytes, "sha256": of what was meant to be written}, to compare with what can be read back.
@@ -91,17 +93,14 @@ def write_shard(path: Path, pieces: Iterable[Piece]) -> dict:
     # Values of eight bytes first, so that each begins where its type wants it.
     pieces = sorted(pieces, key=lambda piece: (-piece.local.dtype.itemsize, piece.name))
     header = _header(pieces)
-    digest = hashlib.sha256()
-    with open(path, "xb") as file:
+    digest, size = hashlib.sha256(), 8 + len(header) + sum(piece.local.nbytes for piece in pieces)
+    with new_file(path) as file:
         _put(file, digest, len(header).to_bytes(8, "little") + header)
         for piece in pieces:
             values = piece.local.cpu().contiguous().reshape(-1).view(torch.uint8)
             view = memoryview(values.numpy())
             for start in range(0, len(view), _CHUNK):
                 _put(file, digest, view[start : start + _CHUNK])
-        file.flush()
-        os.fsync(file.fileno())
-        size = file.tell()
     return {"size": size, "sha256": digest.hexdigest()}
 
 
@@ -122,7 +121,7 @@ def _header(pieces: list[Piece]) -> bytes:
     return text + b" " * (-len(text) % 8)
 
 
-def check_shards(paths: Iterable[Path]) -> None:
+def check_shards(paths: Iterable[AnyPath]) -> None:
     """Make sure that headers describe their files, and that the pieces fill each tensor once.
 
     Only headers are read, and no more of them than MAX_HEADER_BYTES each.
@@ -132,17 +131,28 @@ def check_shards(paths: Iterable[Path]) -> None:
     """
     boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     for path in paths:
-        for name, place in _read_places(path).items():
-            boxes.setdefault(name, []).append(place)
+        for name, (offsets, shape, _) in _read_places(path).items():
+            boxes.setdefault(name, []).append((offsets, shape))
     for name, places in boxes.items():
         if not _fills(places):
             raise DamagedShard(f"the pieces of {name[:80]} leave a gap or overlap")
 
 
-def _read_places(path: Path) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and shape of each piece of a file whose header has been checked."""
+def whole_tensors(paths: Iterable[AnyPath]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor whose pieces are in shards that were checked. Raises DamagedShard, OSError."""
+    wholes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for path in paths:
+        for name, (offsets, shape, dtype) in _read_places(path).items():
+            ends = tuple(map(sum, zip(offsets, shape, strict=True)))
+            before = wholes[name][0] if name in wholes else ends
+            wholes[name] = tuple(map(max, before, ends)), _DTYPE_OF[dtype]
+    return wholes
+
+
+def _read_places(path: AnyPath) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], str]]:
+    """Offsets, shape and dtype of each piece of a file whose header has been checked."""
     size = path.stat().st_size
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
             raise DamagedShard(f"{path.name}: the header's length is impossible")
@@ -154,16 +164,17 @@ def _read_places(path: Path) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]
             raise ValueError("metadata that is no text")
         spans = sorted(_span(entry) for entry in header.values())
         places = json.loads(metadata[_PLACES]) if _PLACES in metadata else None
-        found = {
-            name: (_counts(places[name][_OFFSETS] if places is not None else [0] * len(shape)), shape)
-            for name, shape in ((name, _counts(entry["shape"])) for name, entry in header.items())
-        }
+        found = {}
+        for name, entry in header.items():
+            shape = _counts(entry["shape"])
+            offsets = _counts(places[name][_OFFSETS]) if places is not None else (0,) * len(shape)
+            found[name] = offsets, shape, entry["dtype"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedShard(f"{path.name}: the header is damaged") from error
     ends = [0, *(end for _, end in spans)]
     if any(begin != end for (begin, _), end in zip(spans, ends, strict=False)) or ends[-1] != size - 8 - length:
         raise DamagedShard(f"{path.name}: the header does not describe the file")
-    if any(len(offsets) != len(shape) for offsets, shape in found.values()):
+    if any(len(offsets) != len(shape) for offsets, shape, _ in found.values()):
         raise DamagedShard(f"{path.name}: the header is damaged")
     return found
 

@@ -50,7 +50,9 @@ from torchtitan.training.checkpoint import (
     read_state,
     verify,
 )
+from torchtitan.training.checkpoint_location import run_checkpoints
 from torchtitan.training.data_loading import validation_batches
+from torchtitan.training.remote_path import AnyPath
 from torchtitan.training.run_folder import RunFolder
 
 KEY = ("batch_size", "seed")
@@ -83,8 +85,8 @@ class BranchTest:
     options: argparse.Namespace
 
     @property
-    def checkpoint(self) -> Path:
-        return checkpoint_path(self.run / "checkpoint", self.step)
+    def checkpoint(self) -> AnyPath:
+        return checkpoint_path(run_checkpoints(self.run), self.step)
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -159,16 +161,17 @@ def open_test(options: argparse.Namespace) -> BranchTest:
 
 
 def _choose_step(run: Path, step: int | None) -> int:
-    there = sorted(checkpoint_steps(run / "checkpoint"))
+    checkpoints = run_checkpoints(run)
+    there = sorted(checkpoint_steps(checkpoints))
     if not there:
-        raise StudyError(f"{run / 'checkpoint'}: holds no checkpoint (train with checkpoint.enable = true)")
+        raise StudyError(f"{checkpoints}: holds no checkpoint (train with checkpoint.enable = true)")
     if step is None:
-        step = newest_good(run / "checkpoint")[0]
+        step = newest_good(checkpoints)[0]
         if step is None:
-            raise StudyError(f"{run / 'checkpoint'}: holds no good checkpoint")
+            raise StudyError(f"{checkpoints}: holds no good checkpoint")
     elif step not in there:
         raise StudyError(f"--step: {step} is no checkpoint of the run (there are: {', '.join(map(str, there))})")
-    elif problem := verify(checkpoint_path(run / "checkpoint", step)):
+    elif problem := verify(checkpoint_path(checkpoints, step)):
         raise StudyError(f"--step: {step}: {problem}")
     return step
 
@@ -233,7 +236,7 @@ def _run_locked(test: BranchTest, lock: int) -> list[Row]:
 def _progress(run: Path, step: int) -> int:
     """Steps of the run's first batch size up to a checkpoint; one that is damaged is refused elsewhere."""
     try:
-        return read_state(checkpoint_path(run / "checkpoint", step)).get("progress", step)
+        return read_state(checkpoint_path(run_checkpoints(run), step)).get("progress", step)
     except (OSError, ValueError):
         return step
 

@@ -26,6 +26,7 @@ from torchtitan.training.comparison import open_checkpoint
 from torchtitan.training.ema import EMAConfig, EMATrackConfig
 from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor
 from torchtitan.training.metrics import METRICS_FILE
+from torchtitan.training.remote_path import AnyPath
 
 # Its profile is relative to the branch, so at equal samples it averages over the same samples at any batch size, and
 # its first update forgets the weights that the branch began with.
@@ -181,7 +182,7 @@ def write_config(config: JobConfig, path: Path, processes: int) -> None:
     load_config(["--job.config_file", str(path)], processes)
 
 
-def write_start(checkpoint: Path, folder: Path) -> Path:
+def write_start(checkpoint: AnyPath, folder: Path) -> Path:
     """Write the checkpoint that every branch begins with, unless it is there; returns its folder.
 
     Args:

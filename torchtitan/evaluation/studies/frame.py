@@ -27,6 +27,7 @@ from torchtitan.evaluation.trained_model import TrainedModel, WeightsError, load
 from torchtitan.gns.offline import GradientError
 from torchtitan.gns.published import EstimateFailed
 from torchtitan.training.checkpoint import CheckpointError, checkpoint_path, checkpoint_steps
+from torchtitan.training.checkpoint_location import run_checkpoints
 
 Row = dict[str, str]
 Cell = dict[str, Any]
@@ -190,7 +191,7 @@ def open_run(arguments: argparse.Namespace) -> StudyRun:
     """The run that the options name.
 
     Raises:
-        StudyError, ConfigError: no such run, EMA track or checkpoint.
+        StudyError, ConfigError, CheckpointError: no such run, EMA track or checkpoint.
     """
     folder = arguments.run
     if not (folder / "config.toml").is_file():
@@ -199,9 +200,10 @@ def open_run(arguments: argparse.Namespace) -> StudyRun:
     tracks = ["none", *(track.name for track in config.ema.tracks)]
     if arguments.weights not in tracks:
         raise StudyError(f"--weights: {arguments.weights!r} is no EMA track (there are: {', '.join(tracks)})")
-    there = sorted(checkpoint_steps(folder / "checkpoint"))
+    checkpoints = run_checkpoints(folder)
+    there = sorted(checkpoint_steps(checkpoints))
     if not there:
-        raise StudyError(f"{folder / 'checkpoint'}: holds no checkpoint (train with checkpoint.enable = true)")
+        raise StudyError(f"{checkpoints}: holds no checkpoint (train with checkpoint.enable = true)")
     steps = sorted(set(arguments.steps)) if arguments.steps else there
     for step in steps:
         if step not in there:
@@ -259,7 +261,7 @@ def _measure(study: Study, run: StudyRun, table: ResultTable, cells: list[Cell],
 
 def checkpoint_name(run: StudyRun, step: int) -> str:
     """Name of a checkpoint's folder, as the tables have it."""
-    return checkpoint_path(run.folder / "checkpoint", step).name
+    return checkpoint_path(run.folder, step).name
 
 
 def step_of(row: Row) -> int:

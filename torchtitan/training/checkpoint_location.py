@@ -1,0 +1,95 @@
+"""Where a run's checkpoints are: in its own folder, or below `checkpoint.folder`, a path or the URL of a remote store."""
+
+import importlib
+import tomllib
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from torchtitan.training.checkpoint_errors import CheckpointError
+from torchtitan.training.remote_path import AnyPath, RemotePath
+
+
+def checkpoint_folder(run: Path, folder: str, name: str) -> AnyPath:
+    """The folder of a run's checkpoints.
+
+    Args:
+        run: the run's own folder.
+        folder: `checkpoint.folder`.
+        name: `job.name`.
+
+    Raises:
+        StoreError: the store cannot be opened.
+    """
+    if not folder:
+        return run / "checkpoint"
+    return location(folder) / name
+
+
+def location(text: str) -> AnyPath:
+    """What a path or URL names. Raises CheckpointError."""
+    if "://" not in text:
+        return Path(text)
+    if problem := folder_problem(text):
+        raise CheckpointError(f"{shown_url(text)}: {problem}")
+    return RemotePath.from_url(text)
+
+
+def run_checkpoints(run: AnyPath) -> AnyPath:
+    """The folder of the checkpoints of a run that exists, as its config.toml says; a URL is that folder itself.
+
+    Raises:
+        CheckpointError: config.toml cannot be read and the run's folder holds none; or the store cannot be opened.
+    """
+    own = run / "checkpoint"
+    if isinstance(run, RemotePath):
+        return run
+    path = run / "config.toml"
+    try:
+        config = tomllib.loads(path.read_text(encoding="utf-8"))
+        folder, name = config.get("checkpoint", {}).get("folder", ""), config.get("job", {}).get("name", run.name)
+        if not isinstance(folder, str) or not isinstance(name, str):
+            raise ValueError("checkpoint.folder or job.name is no text")
+    except FileNotFoundError:
+        return own
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        if own.is_dir():
+            return own
+        raise CheckpointError(f"{path}: is damaged, and it says where the checkpoints are (put a copy back)") from error
+    try:
+        return checkpoint_folder(run, folder, name)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: checkpoint.folder: {error}") from error
+
+
+def folder_problem(text: str) -> str | None:
+    """What is wrong with a `checkpoint.folder`, as far as can be said without asking the store."""
+    if "://" not in text:
+        return None
+    from fsspec.registry import available_protocols, get_filesystem_class, known_implementations
+
+    protocol, _, rest = text.partition("://")
+    if "::" in text or "?" in text or "#" in text:
+        return "must be protocol://bucket/prefix and nothing else (options come from the environment)"
+    if "@" in urlsplit(text).netloc and ":" in urlsplit(text).netloc.rpartition("@")[0]:
+        return "must not hold a password, which would be written to config.toml (credentials come from the environment)"
+    if protocol not in available_protocols():
+        return f"{protocol} is no protocol that fsspec knows (s3, gs, az, hf, sftp, file and others)"
+    try:
+        get_filesystem_class(protocol)
+    except ImportError:
+        package = known_implementations[protocol]["class"].partition(".")[0]
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            return f"needs the package {package}, which is not installed (pip install {package})"
+        return f"the package {package} cannot be used for it: {known_implementations[protocol].get('err', '')}"
+    if not rest.strip("/") and protocol != "memory":
+        return "names no bucket or folder (write protocol://bucket/prefix)"
+    return None
+
+
+def shown_url(text: str) -> str:
+    """A URL as it may be shown: without what stands before the host."""
+    protocol, _, rest = text.partition("://")
+    place, slash, path = rest.partition("/")
+    return f"{protocol}://{place.rpartition('@')[2]}{slash}{path}".partition("?")[0]
