@@ -65,13 +65,14 @@ class Run:
         if ranks > 1:
             environment["WORLD_SIZE"] = str(ranks)
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "train.py", *arguments], cwd=ROOT, text=True,
-                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )
-            for rank in range(ranks)
+            self.start(arguments, environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)
         ]
+
+    def start(self, arguments: list[str], environment: dict[str, str]) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "train.py", *arguments], cwd=ROOT, text=True, env=environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
 
     def wait(self, timeout: float = 240) -> tuple[list[int], list[str]]:
         """Exit codes and outputs of all ranks."""

@@ -1,13 +1,16 @@
-"""Runs that are killed at random moments and started again until they are done: python -m tests.faults.kills [--runs N]
+"""Runs that are killed again and again and started anew until they are done: python -m tests.faults.kills [--runs N]
 
-Each run is one of several layouts, saved synchronously or beside training. SIGKILL goes to all of its processes, or to one,
-at a random time; every second kill waits for a save to be under way. Then the same command again, until the last step. The
-run must end with the tensors, the losses and the gradient norms of one that nobody disturbed, bit for bit. Prints a table of
-moments and outcomes, and writes it to tests/faults/kills.json.
+Each run is one of several layouts, saved synchronously or beside training. The first kill of a run is aimed at a moment
+that random timing seldom meets (tests/faults/moments.py), which one rank does to itself; the other ranks are killed at once,
+or a little later. The others come at random times, to all processes or first to one, every second one while a save is
+under way. Then the same command again, until the last step. The run must end with the tensors, the losses and the gradient
+norms of one that nobody disturbed, bit for bit. Writes tests/faults/kills.json, and prints the table of moments and
+outcomes for docs/reliability.md (--table: that of the last time, without running anything).
 """
 
 import argparse
 import json
+import os
 import random
 import signal
 import sys
@@ -21,25 +24,30 @@ import torch
 from tqdm import tqdm
 
 from tests.end_to_end.runs import CONFIG, Run, checkpoint_tensors
+from tests.faults.forked import DIE_AT, ForkedRun
+from tests.faults.moments import KILLED, MOMENTS
 
 RESULTS = Path(__file__).with_name("kills.json")
 STEPS, INTERVAL = 100, 5
-MAX_KILLS = 6
+GLOBAL_BATCH_SIZE = 8
+MAX_KILLS = 3
+TIMED = ("before the first step", "in a step", "while a save is under way")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many processes, and how they share the model."""
+    """How many processes, how they share the model, and how much each takes at once."""
 
     name: str
     ranks: int
     replicas: int
     shards: int
+    local_batch_size: int
 
 
 LAYOUTS = [
-    Layout("one process", 1, 1, 1), Layout("DDP x 2", 2, 2, 1), Layout("FSDP x 2", 2, 1, 2), Layout("DDP x 4", 4, 4, 1),
-    Layout("HSDP 2 x 2", 4, 2, 2),
+    Layout("one process", 1, 1, 1, 4), Layout("DDP x 2", 2, 2, 1, 4), Layout("FSDP x 2", 2, 1, 2, 2),
+    Layout("DDP x 4", 4, 4, 1, 2), Layout("HSDP 2 x 2", 4, 2, 2, 2),
 ]  # fmt: skip
 MODES = ("disabled", "async")
 
@@ -47,61 +55,77 @@ MODES = ("disabled", "async")
 def start(folder: Path, name: str, layout: Layout, mode: str) -> Run:
     config = folder / "small.toml"
     if not config.exists():
-        config.write_text(CONFIG.replace("interval = 60", "interval = 100000"))
-    return Run(
-        config, name, "--training.steps", str(STEPS), "--checkpoint.interval", str(INTERVAL), "--checkpoint.async_mode",
-        mode, "--metrics.log_freq", "1", ranks=layout.ranks, replicas=layout.replicas, shards=layout.shards,
+        config.write_text(CONFIG)
+    return ForkedRun(
+        config, name, "--training.steps", str(STEPS), "--training.global_batch_size", str(GLOBAL_BATCH_SIZE),
+        "--training.local_batch_size", str(layout.local_batch_size), "--checkpoint.interval", str(INTERVAL),
+        "--checkpoint.async_mode", mode, "--metrics.log_freq", "1", "--sampling.enable", "false",
+        ranks=layout.ranks, replicas=layout.replicas, shards=layout.shards,
     )  # fmt: skip
 
 
-def moment_of(run: Run) -> str:
-    """What a killed run had been at, by what it left behind."""
-    names = [path.name for path in (run.folder / "checkpoint").glob(".*")] if run.folder.exists() else []
-    if any(name.startswith(".deleted-") for name in names):
-        return "deleting an old checkpoint"
-    if any(name.startswith(".replaced-") for name in names):
-        return "replacing a checkpoint"
-    partial = [path for path in (run.folder / "checkpoint").glob(".step-*")]
-    if any((path / "manifest.json").exists() for path in partial):
-        return "naming a checkpoint"
-    if partial:
-        return "writing a checkpoint"
-    return "in a step, or staging" if run.points() else "before the first step"
+# ---------------------------------------------------------------------- kills
 
 
-def wait_to_kill(run: Run, draw: random.Random, while_saving: bool) -> bool:
-    """Wait for a random moment; False where the run was faster."""
-    seen, wanted = len(run.points()), draw.randint(1, STEPS // 3)
-    deadline = time.monotonic() + 240
-    while all(process.poll() is None for process in run.processes) and time.monotonic() < deadline:
-        enough = len(run.points()) >= min(seen + wanted, STEPS - 1)
-        if enough and (not while_saving or any((run.folder / "checkpoint").glob(".step-*"))):
-            time.sleep(draw.random() * 0.05)
-            return any(process.poll() is None for process in run.processes)
-        time.sleep(0.001)
-    return False
-
-
-def disturbed(folder: Path, name: str, layout: Layout, mode: str, draw: random.Random) -> list[str]:
-    """Kill and start again until the run is done; the moments of the kills."""
-    moments: list[str] = []
-    while True:
+def aimed_kill(folder: Path, name: str, layout: Layout, mode: str, moment: str, draw: random.Random) -> tuple[Run, str | None]:
+    """Start a run of which one rank kills itself at a moment; None where it never came to that."""
+    # The first rank alone names and deletes checkpoints, and copies need a save beside training.
+    rank = 0 if "rename" in moment or "old one" in moment or "manifest" in moment else draw.randrange(layout.ranks)
+    os.environ[DIE_AT] = f"{rank}:{moment}:{draw.randint(1, 4)}"
+    try:
         run = start(folder, name, layout, mode)
-        kill = len(moments) < MAX_KILLS and draw.random() < 0.8
-        if not kill or not wait_to_kill(run, draw, while_saving=draw.random() < 0.5):
-            codes, outputs = run.wait()
-            assert codes == [0] * layout.ranks, "\n".join(outputs)
-            assert "Traceback" not in "".join(outputs), outputs
-            return moments
-        victims = run.processes if draw.random() < 0.7 else [draw.choice(run.processes)]
-        for process in victims:
-            process.send_signal(signal.SIGKILL)
-        if len(victims) < len(run.processes):
-            time.sleep(draw.random())  # the others notice, or not
+    finally:
+        del os.environ[DIE_AT]
+    code = run.processes[rank].communicate(timeout=240) and run.processes[rank].returncode
+    if code in KILLED:
+        time.sleep(draw.choice([0, 0, draw.random()]))  # the others notice, or not
         run.send(signal.SIGKILL)
+    return run, moment if code in KILLED else None
+
+
+def random_kill(run: Run, draw: random.Random) -> str | None:
+    """Kill a run at a random moment; None where it was faster."""
+    seen, wanted, while_saving = len(run.points()), draw.randint(1, STEPS // 3), draw.random() < 0.5
+    while all(process.poll() is None for process in run.processes):
+        enough = len(run.points()) >= min(seen + wanted, STEPS - 1)
+        if enough and (not while_saving or saving(run)):
+            break
+        time.sleep(0.001)
+    time.sleep(draw.random() * 0.05)
+    if not any(process.poll() is None for process in run.processes):
+        return None
+    alone_first = len(run.processes) > 1 and draw.random() < 0.3
+    if alone_first:
+        draw.choice(run.processes).send_signal(signal.SIGKILL)
+    time.sleep(draw.random() if alone_first else 0)
+    run.send(signal.SIGKILL)
+    for process in run.processes:
+        process.communicate(timeout=60)
+    return TIMED[2] if saving(run) else TIMED[1] if run.points() else TIMED[0]
+
+
+def saving(run: Run) -> bool:
+    """Whether a save is under way, or was when the run was killed."""
+    return any((run.folder / "checkpoint").glob(".*"))
+
+
+def disturbed(folder: Path, name: str, layout: Layout, mode: str, aim: str, draw: random.Random) -> tuple[Run, list[str]]:
+    """Kill and start again until the run is done; the last start, and the moments of the kills."""
+    run, moment = aimed_kill(folder, name, layout, mode, aim, draw)
+    moments: list[str] = []
+    while moment is not None:
+        moments.append(moment)
         for process in run.processes:
-            process.communicate()
-        moments.append(moment_of(run))
+            process.communicate(timeout=60)
+        run = start(folder, name, layout, mode)
+        moment = random_kill(run, draw) if len(moments) < MAX_KILLS and draw.random() < 0.7 else None
+    codes, outputs = run.wait()
+    assert codes == [0] * layout.ranks, "\n".join(outputs)
+    assert "Traceback" not in "".join(outputs), outputs
+    return run, moments
+
+
+# ---------------------------------------------------------------------- outcomes
 
 
 def same(one: Run, other: Run) -> list[str]:
@@ -114,7 +138,7 @@ def same(one: Run, other: Run) -> list[str]:
 
 def suite(runs: int, seed: int, progress: bool = False) -> list[dict]:
     """A row per run: layout, mode, moments of the kills, and in what it differs from the undisturbed run."""
-    draw, rows = random.Random(seed), []
+    draw, rows, taken = random.Random(seed), [], Counter()
     with tempfile.TemporaryDirectory() as place:
         folder, straight = Path(place), {}
         for number in tqdm(range(runs), disable=not progress, unit="run"):
@@ -122,35 +146,39 @@ def suite(runs: int, seed: int, progress: bool = False) -> list[dict]:
             if layout.name not in straight:
                 straight[layout.name] = start(folder, f"straight_{len(straight)}", layout, "disabled")
                 straight[layout.name].finish()
-            name = f"disturbed_{number}"
-            moments = disturbed(folder, name, layout, mode, draw)
-            run = start(folder, name, layout, mode)  # it is finished, says so, and stays as it is
-            run.finish()
-            rows.append({
-                "layout": layout.name, "async_mode": mode, "moments": moments,
-                "different": same(run, straight[layout.name]),
-            })  # fmt: skip
+            aims = [moment for moment in MOMENTS if mode == "async" or moment != "in the staging"]
+            aim = min(draw.sample(aims, len(aims)), key=taken.__getitem__)
+            run, moments = disturbed(folder, f"disturbed_{number}", layout, mode, aim, draw)
+            taken.update(moments)
+            different = same(run, straight[layout.name])
+            rows.append({"layout": layout.name, "async_mode": mode, "moments": moments, "different": different})
     return rows
 
 
 def table(rows: list[dict]) -> str:
+    """Layouts x moments: how often runs were killed there, and how they ended."""
     kills = Counter((row["layout"], moment) for row in rows for moment in row["moments"])
-    moments = sorted({moment for _, moment in kills})
-    lines = [f"| layout | runs | bit-equal | {' | '.join(moments)} |", "|---" * (3 + len(moments)) + "|"]
-    for layout in dict.fromkeys(row["layout"] for row in rows):
-        own = [row for row in rows if row["layout"] == layout]
-        equal = sum(not row["different"] for row in own)
-        lines.append(f"| {layout} | {len(own)} | {equal} | {' | '.join(str(kills[layout, m]) for m in moments)} |")
-    return "\n".join(lines)
+    layouts = [layout for layout in dict.fromkeys(row["layout"] for row in rows)]
+    lines = [f"| killed | {' | '.join(layouts)} | all |", "|---" * (2 + len(layouts)) + "|"]
+    for moment in [*TIMED, *MOMENTS]:
+        counts = [kills[layout, moment] for layout in layouts]
+        if any(counts):
+            lines.append(f"| {moment} | {' | '.join(map(str, counts))} | {sum(counts)} |")
+    own = [[row for row in rows if row["layout"] == layout] for layout in layouts]
+    ends = [f"{sum(not row['different'] for row in part)} of {len(part)}" for part in [*own, rows]]
+    return "\n".join([*lines, f"| **runs that ended bit-equal** | {' | '.join(ends)} |"])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--table", action="store_true", help="print the table of the last time")
     arguments = parser.parse_args()
-    rows = suite(arguments.runs, arguments.seed, progress=True)
-    RESULTS.write_text(json.dumps({"seed": arguments.seed, "rows": rows}, indent=1) + "\n")
+    if not arguments.table:
+        rows = suite(arguments.runs, arguments.seed, progress=True)
+        RESULTS.write_text(json.dumps({"seed": arguments.seed, "rows": rows}, indent=1) + "\n")
+    rows = json.loads(RESULTS.read_bytes())["rows"]
     print(table(rows))
     return 1 if any(row["different"] for row in rows) else 0
 
