@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.end_to_end.runs import Run, checkpoint_tensors, write_config
+from tests.faults.forked import ForkedRun
 
 LAYOUTS = {
     "one process": {"ranks": 1},
@@ -47,23 +48,37 @@ def test_killed_and_resumed_run_equals_straight_run_bit_for_bit(config, layout):
     assert grids[0].read_bytes() == grids[1].read_bytes()
 
 
-def test_resume_on_other_layouts_goes_on_as_before(config):
-    straight = Run(config, "straight", ranks=1)
+def stop_after(run: Run, step: int, number: int) -> None:
+    run.wait_for_step(step)
+    run.processes[-1].send_signal(number)
+    codes, outputs = run.wait()
+    assert codes == [128 + number] * len(codes), outputs
+
+
+def test_four_ranks_then_two_then_one_then_four_in_other_layouts_go_on_as_one_run(config):
+    more = ("--checkpoint.interval", "10", "--sampling.enable", "false", "--validation.enable", "true",
+            "--validation.interval", "20", "--validation.num_images", "64")  # fmt: skip
+    straight = ForkedRun(config, "unmoved", *more)
     straight.finish()
-    first = Run(config, "moved", ranks=4, replicas=2, shards=2)
-    kill_after(first, 35)
-    second = Run(config, "moved", ranks=2, shards=2)
-    assert "resumed after step 30" in second.finish()[0]
-    for (step, loss, norm), (_, wanted_loss, wanted_norm) in zip(second.losses(), straight.losses(), strict=True):
-        assert loss == pytest.approx(wanted_loss, rel=1e-5), step
-        assert norm == pytest.approx(wanted_norm, rel=1e-5), step
+    first = ForkedRun(config, "moved", *more, ranks=4, replicas=2, shards=2)
+    kill_after(first, 15)
+    stop_after(ForkedRun(config, "moved", *more, ranks=2, shards=2), 25, signal.SIGTERM)
+    stop_after(ForkedRun(config, "moved", *more), 35, signal.SIGUSR1)
+    last = ForkedRun(config, "moved", *more, ranks=4, replicas=4)
+    assert "resumed after step" in last.finish()[0]
+    compared = ("loss", "grad_norm", "lr", "validation", "n_images_seen")
+    assert [point["step"] for point in last.points()] == [point["step"] for point in straight.points()]
+    for point, wanted in zip(last.points(), straight.points(), strict=True):
+        tags = [tag for tag in wanted if tag.startswith(compared)]
+        assert {tag: point[tag] for tag in tags} == pytest.approx({tag: wanted[tag] for tag in tags}, rel=1e-5)
+    assert sum(tag.startswith("validation") for point in straight.points() for tag in point) >= 6
 
 
 def test_finished_run_says_so_and_changes_nothing(config):
-    run = Run(config, "finished", "--training.steps", "6", "--checkpoint.interval", "3")
+    run = ForkedRun(config, "finished", "--training.steps", "6", "--checkpoint.interval", "3")
     run.finish()
     before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
-    again = Run(config, "finished", "--training.steps", "6", "--checkpoint.interval", "3")
+    again = ForkedRun(config, "finished", "--training.steps", "6", "--checkpoint.interval", "3")
     assert "finished" in again.finish()[0]
     assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
 
@@ -82,7 +97,7 @@ def test_ctrl_c_that_the_launcher_passes_on_still_saves(config):
 
 def stopped_by(config, name: str, stop) -> int:
     """Number of the signal with which both ranks of an endless run ended, saved."""
-    run = Run(config, name, "--training.steps", "100000", ranks=2, replicas=2)
+    run = ForkedRun(config, name, "--training.steps", "100000", ranks=2, replicas=2)
     run.wait_for_step(10)
     stop(run)
     codes, outputs = run.wait(60)
@@ -94,21 +109,21 @@ def stopped_by(config, name: str, stop) -> int:
 
 
 def test_damaged_checkpoint_is_named_and_the_one_before_is_used(config):
-    run = Run(config, "damaged", "--training.steps", "9", "--checkpoint.interval", "3")
+    run = ForkedRun(config, "damaged", "--training.steps", "9", "--checkpoint.interval", "3")
     run.finish()
     (run.folder / "summary.json").unlink()
     shard = next((run.folder / "checkpoint" / "step-00000009").glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    again = Run(config, "damaged", "--training.steps", "9", "--checkpoint.interval", "3")
+    again = ForkedRun(config, "damaged", "--training.steps", "9", "--checkpoint.interval", "3")
     output = again.finish()[0]
     assert f"{shard.parent}: {shard.name} is damaged; skipped" in output
     assert "resumed after step 6" in output
 
 
 def test_gradient_that_is_not_finite_ends_the_run_before_it_is_saved(config):
-    run = Run(
+    run = ForkedRun(
         config, "diverged", "--optimizer.lr", "1e30", "--training.max_norm", "0", "--checkpoint.interval", "1",
         "--lr_scheduler.warmup_steps", "0", ranks=2, replicas=2,
     )

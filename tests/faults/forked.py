@@ -16,12 +16,16 @@ from unittest.mock import patch
 from tests.end_to_end.runs import Run
 from tests.launcher import ROOT
 
-# Asks for a fault in one rank: its number, a moment of tests.faults.moments, and at which occurrence of it.
-DIE_AT = "TEST_DIE_AT"
+# Asks for a fault in one rank: its number, then what `tests.faults.moments.arm` takes, colons between.
+FAULT = "TEST_FAULT"
 
 
 class ForkedRun(Run):
     """A `Run` without the seconds that importing torch takes."""
+
+    def said(self) -> str:
+        """Output of all ranks so far."""
+        return "".join(process.said() for process in self.processes)
 
     def start(self, arguments: list[str], environment: dict[str, str]) -> "ForkedProcess":
         return ForkedProcess(arguments, environment)
@@ -56,7 +60,10 @@ class ForkedProcess:
         self._process.join(timeout)
         if self.poll() is None:
             raise subprocess.TimeoutExpired("train.py", timeout)
-        return Path(self._log.name).read_text(errors="replace"), None
+        return self.said(), None
+
+    def said(self) -> str:
+        return Path(self._log.name).read_text(errors="replace")
 
 
 def _train(arguments: list[str], environment: dict[str, str], log: str) -> None:
@@ -74,8 +81,8 @@ def _train(arguments: list[str], environment: dict[str, str], log: str) -> None:
 
     tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed process leaves to the test's
 
-    if DIE_AT in environment:
-        rank, moment, occurrence = environment[DIE_AT].split(":")
+    if FAULT in environment:
+        rank, moment, occurrence = environment[FAULT].split(":")
         if rank == environment["RANK"]:
             arm(moment, int(occurrence))
     code = main(arguments)

@@ -24,11 +24,11 @@ import torch
 from tqdm import tqdm
 
 from tests.end_to_end.runs import CONFIG, Run, checkpoint_tensors
-from tests.faults.forked import DIE_AT, ForkedRun
+from tests.faults.forked import FAULT, ForkedRun
 from tests.faults.moments import KILLED, MOMENTS
 
 RESULTS = Path(__file__).with_name("kills.json")
-STEPS, INTERVAL = 100, 5
+STEPS, INTERVAL = 100, 10
 GLOBAL_BATCH_SIZE = 8
 MAX_KILLS = 3
 TIMED = ("before the first step", "in a step", "while a save is under way")
@@ -59,7 +59,7 @@ def start(folder: Path, name: str, layout: Layout, mode: str) -> Run:
     return ForkedRun(
         config, name, "--training.steps", str(STEPS), "--training.global_batch_size", str(GLOBAL_BATCH_SIZE),
         "--training.local_batch_size", str(layout.local_batch_size), "--checkpoint.interval", str(INTERVAL),
-        "--checkpoint.async_mode", mode, "--metrics.log_freq", "1", "--sampling.enable", "false",
+        "--checkpoint.async_mode", mode, "--metrics.log_freq", "2", "--sampling.enable", "false",
         ranks=layout.ranks, replicas=layout.replicas, shards=layout.shards,
     )  # fmt: skip
 
@@ -71,11 +71,11 @@ def aimed_kill(folder: Path, name: str, layout: Layout, mode: str, moment: str, 
     """Start a run of which one rank kills itself at a moment; None where it never came to that."""
     # The first rank alone names and deletes checkpoints, and copies need a save beside training.
     rank = 0 if "rename" in moment or "old one" in moment or "manifest" in moment else draw.randrange(layout.ranks)
-    os.environ[DIE_AT] = f"{rank}:{moment}:{draw.randint(1, 4)}"
+    os.environ[FAULT] = f"{rank}:{moment}:{draw.randint(1, 3)}"
     try:
         run = start(folder, name, layout, mode)
     finally:
-        del os.environ[DIE_AT]
+        del os.environ[FAULT]
     code = run.processes[rank].communicate(timeout=240) and run.processes[rank].returncode
     if code in KILLED:
         time.sleep(draw.choice([0, 0, draw.random()]))  # the others notice, or not

@@ -1,6 +1,6 @@
 """Moments of a run at which a process can be made to kill itself, aimed at because random timing seldom meets them.
 
-The functions that a save goes through are replaced in that process alone; the program knows nothing of it.
+And a disk that is slow. The functions that a save goes through are replaced in that process alone; the program knows nothing of it.
 """
 
 import os
@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,16 @@ from torchtitan.training.phases import Phases
 KILLED = (-signal.SIGKILL, -signal.SIGXFSZ)
 
 
+SLOW_DISK = "slow disk"
+
+
 def arm(moment: str, occurrence: int) -> None:
-    """Let this process die at the occurrence-th time (from 1) that it comes to a moment."""
+    """Let this process die at the occurrence-th time (from 1) that it comes to a moment.
+
+    Or, with SLOW_DISK, take so many tenths of a second whenever it brings something to the disk.
+    """
+    if moment == SLOW_DISK:
+        return _slow_disk(occurrence / 10)
     MOMENTS[moment](_Countdown(occurrence))
 
 
@@ -33,6 +42,16 @@ class _Countdown:
     def is_over(self) -> bool:
         self._left -= 1
         return self._left == 0
+
+
+def _slow_disk(seconds: float) -> None:
+    fsync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(seconds)
+        fsync(descriptor)
+
+    os.fsync = slow
 
 
 def _die(*_: object) -> None:
