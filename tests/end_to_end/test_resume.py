@@ -134,4 +134,5 @@ def test_gradient_that_is_not_finite_ends_the_run_before_it_is_saved(config):
     assert summary["status"] == "failed" and "the gradient norm is" in summary["reason"]
     last = max((run.folder / "checkpoint").iterdir())
     tensors = checkpoint_tensors(last)
-    assert tensors and all(torch.isfinite(tensor).all() for name, tensor in tensors.items() if name.startswith("optimizer"))
+    moments = [tensor for name, tensor in tensors.items() if name.startswith("optimizer")]
+    assert moments and all(torch.isfinite(tensor).all() for tensor in moments)

@@ -44,10 +44,10 @@ class WriteWatch:
         if event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES:
             self._note(event, arguments[0])
         elif event in _CHANGES:
-            targets = arguments[:2] if event in ("os.rename", "os.link") else arguments[1:2] if event == "os.symlink" else arguments[:1]
-            folder = next((value for value in arguments[1:] if isinstance(value, int) and value >= 0), None)
-            for target in targets:
-                self._note(event, target, folder if event in ("os.remove", "os.rmdir") else None)
+            first, last = {"os.rename": (0, 2), "os.link": (0, 2), "os.symlink": (1, 2)}.get(event, (0, 1))
+            folder = arguments[1] if event in ("os.remove", "os.rmdir") and arguments[1] >= 0 else None
+            for target in arguments[first:last]:
+                self._note(event, target, folder)
 
     def _note(self, event: str, path: Any, folder: int | None = None) -> None:
         if isinstance(path, int):

@@ -1,4 +1,4 @@
-"""Random damage to files of known formats: to their bytes, to what they mean, or both. Every function is (draw, content)."""
+"""Random damage to files of known formats: to their bytes, to what they mean, or both."""
 
 import hashlib
 import json
@@ -19,8 +19,8 @@ REPLACEMENTS = [
 ]  # fmt: skip
 VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 1 << 31, 1 << 63, 1 << 200, -(1 << 200), 0.5, 1e308, float("nan"), float("inf"), "",
-    "x" * 5000, "../../x", "/etc/passwd", "\x00", "\ud800", "completed", "F32", "I32", [], [[]], {}, [1, 2], [0, 1 << 60],
-    {"a": 1}, [None], "NaN", "step",
+    "x" * 5000, "../../x", "/etc/passwd", "\x00", "\ud800", "completed", "F32", "I32", [], [[]], {}, [1, 2],
+    [0, 1 << 60], {"a": 1}, [None], "NaN", "step",
 ]  # fmt: skip
 
 
@@ -65,10 +65,11 @@ def _changed(draw: random.Random, document: Any) -> Any:
     if kind == 0:
         del container[key]
     elif kind == 1 and isinstance(container, dict):
-        container[draw.choice([key.upper(), key[:-1], f"{key} ", "", "__metadata__", "../x", "step"])] = container.pop(key)
+        name = draw.choice([key.upper(), key[:-1], f"{key} ", "", "__metadata__", "../x", "step"])
+        container[name] = container.pop(key)
     elif kind == 2 and isinstance(container[key], int | float):
         value = container[key]
-        container[key] = draw.choice([value + 1, value - 1, -value, float(value), str(value), bool(value), value * 1000])
+        container[key] = draw.choice([value + 1, value - 1, -value, float(value), str(value), value > 0, 1000 * value])
     else:
         container[key] = draw.choice(VALUES)
     return document

@@ -1,4 +1,4 @@
-"""Runs of train.py whose processes are forks of one that has torch imported already: a start costs a tenth of a new one.
+"""Runs of train.py whose processes are forks of one that has torch imported already, which makes starts cheap.
 
 They are processes of their own all the same: with their own process group, signals, locks and exit codes.
 """

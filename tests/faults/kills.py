@@ -1,11 +1,11 @@
 """Runs that are killed again and again and started anew until they are done: python -m tests.faults.kills [--runs N]
 
-Each run is one of several layouts, saved synchronously or beside training. The first kill of a run is aimed at a moment
-that random timing seldom meets (tests/faults/moments.py), which one rank does to itself; the other ranks are killed at once,
-or a little later. The others come at random times, to all processes or first to one, every second one while a save is
-under way. Then the same command again, until the last step. The run must end with the tensors, the losses and the gradient
-norms of one that nobody disturbed, bit for bit. Writes tests/faults/kills.json, and prints the table of moments and
-outcomes for docs/reliability.md (--table: that of the last time, without running anything).
+Each run is one of several layouts, saved synchronously or beside training. The first kill of a run is aimed at a
+moment that random timing seldom meets (tests/faults/moments.py): one rank does it to itself, and the others are killed
+at once or a little later. The kills after it come at random times, to all processes or first to one, every second one
+while a save is under way. Then the same command again, until the last step. The run must end with the tensors, the
+losses and the gradient norms of one that nobody disturbed, bit for bit. Writes tests/faults/kills.json, and prints the
+table of moments and outcomes for docs/reliability.md (--table: that of the last time, without running anything).
 """
 
 import argparse
@@ -67,7 +67,9 @@ def start(folder: Path, name: str, layout: Layout, mode: str) -> Run:
 # ---------------------------------------------------------------------- kills
 
 
-def aimed_kill(folder: Path, name: str, layout: Layout, mode: str, moment: str, draw: random.Random) -> tuple[Run, str | None]:
+def aimed_kill(
+    folder: Path, name: str, layout: Layout, mode: str, moment: str, draw: random.Random
+) -> tuple[Run, str | None]:
     """Start a run of which one rank kills itself at a moment; None where it never came to that."""
     # The first rank alone names and deletes checkpoints, and copies need a save beside training.
     rank = 0 if "rename" in moment or "old one" in moment or "manifest" in moment else draw.randrange(layout.ranks)
@@ -109,7 +111,9 @@ def saving(run: Run) -> bool:
     return any((run.folder / "checkpoint").glob(".*"))
 
 
-def disturbed(folder: Path, name: str, layout: Layout, mode: str, aim: str, draw: random.Random) -> tuple[Run, list[str]]:
+def disturbed(
+    folder: Path, name: str, layout: Layout, mode: str, aim: str, draw: random.Random
+) -> tuple[Run, list[str]]:
     """Kill and start again until the run is done; the last start, and the moments of the kills."""
     run, moment = aimed_kill(folder, name, layout, mode, aim, draw)
     moments: list[str] = []

@@ -1,6 +1,7 @@
 """Moments of a run at which a process can be made to kill itself, aimed at because random timing seldom meets them.
 
-And a disk that is slow. The functions that a save goes through are replaced in that process alone; the program knows nothing of it.
+And a disk that is slow. The functions that a save goes through are replaced in that process alone; the program knows
+nothing of it.
 """
 
 import os

@@ -1,10 +1,10 @@
 """Damaged files of every kind that the program reads: python -m tests.faults.mutations [--runs N] [--seed S]
 
-A small run is made and cut off; then, N times, a file of it or beside it is damaged at random and what reads it is called
-as by a user who starts the command again, up to the point where training would begin. It must go on from the same state,
-from the checkpoint before, or from another value that is a legal one, or be refused with exit code 2 and plain lines: no
-exception, no time beyond 60 s, no memory beyond 500 MB, no write outside of the dump folder. Prints a table of kinds and
-outcomes, and writes it to tests/faults/mutations.json.
+A small run is made and cut off; then, N times, a file of it or beside it is damaged at random, and what reads it is
+called as by a user who starts the command again, up to the point where training would begin. It must go on from the
+same state, from the checkpoint before, or from another value that is a legal one, or be refused with exit code 2 and
+plain lines: no exception, no time beyond 60 s, no memory beyond 500 MB, no write outside of the dump folder. Prints a
+table of kinds and outcomes, and writes it to tests/faults/mutations.json.
 """
 
 import argparse
@@ -25,7 +25,15 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from tests.faults.confinement import Output, TooLong, WriteWatch, bounded, peak_bytes
-from tests.faults.damage import Damage, damage_bytes, damage_json, damage_lines, damage_safetensors, damage_text, make_sums_fit
+from tests.faults.damage import (
+    Damage,
+    damage_bytes,
+    damage_json,
+    damage_lines,
+    damage_safetensors,
+    damage_text,
+    make_sums_fit,
+)
 from tests.unit.test_config_fuzz import VALID
 from tests.unit.test_sweep_runner import SWEEP
 from torchtitan.config import ConfigError, load_config
@@ -291,6 +299,7 @@ KINDS: dict[str, tuple[str, Damage, Read]] = {
     "sweep.toml": ("grid/sweep.toml", damage_text, record_reader(
         lambda at: SweepFolder(at / "grid").check(read_sweep(at / "grid.toml")), SweepError
     )),
+    "file of a sweep": ("grid.toml", damage_text, record_reader(lambda at: read_sweep(at / "grid.toml").cells, SweepError)),
     "record of a batch-size search": (_search_file(Path()), damage_json, record_reader(_search, RecordError)),
     "settings.json of a study": ("settings.json", damage_json, record_reader(_settings, StudyError)),
     "results.csv of a study": ("results.csv", damage_bytes, record_reader(_table, StudyError)),

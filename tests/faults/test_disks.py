@@ -78,7 +78,8 @@ def test_one_rank_that_cannot_write_keeps_no_checkpoint_from_the_others_for_ever
 @pytest.fixture
 def small_disk(tmp_path):
     """A disk of 32 MB, unmounted afterwards with all that was mounted in it."""
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", tmp_path], capture_output=True, text=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", tmp_path]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"file systems cannot be mounted here: {mounted.stderr.strip()}")
     yield tmp_path

@@ -51,7 +51,7 @@ def _config(path: Path) -> Iterator[Finding]:
     problem = ""
     try:
         tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         problem = f"is no TOML: {' '.join(str(error).split())}"
     except OSError:
         problem = "is missing or unreadable"

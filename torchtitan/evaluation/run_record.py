@@ -202,7 +202,7 @@ def read_run(folder: Path) -> RunRecord:
     run = RunRecord(folder, folder.resolve().name)
     try:
         run.config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         run.problems.append(_unread("config.toml", error))
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -211,7 +211,7 @@ def read_run(folder: Path) -> RunRecord:
         run.summary = summary
     except FileNotFoundError:
         pass
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         run.problems.append(_unread("summary.json", error))
     try:
         text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")

@@ -10,7 +10,6 @@
 import fcntl
 import json
 import os
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +45,7 @@ class SweepFolder:
                 if state.exists():
                     raise SweepError(f"{self.path}: has finished runs, but no {name} (give another --output)") from None
                 continue
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+            except (ValueError, RecursionError):
                 raise SweepError(f"{self.path / name}: damaged (restore it, or give another --output)") from None
             new = saved_table(text)
             for key in [*new, *old]:
@@ -97,7 +96,7 @@ class SweepFolder:
             try:
                 row = json.loads(line)
                 rows[row["cell"], row["repeat"]] = {**row, "status": row["status"]}
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 text = f"line {number} is damaged (remove the line; its run is made again)"
                 raise SweepError(f"{self.path / STATE_FILE}: {text}") from None
         return rows

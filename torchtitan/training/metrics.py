@@ -222,7 +222,7 @@ def tail_medians(path: Path, tags: tuple[str, ...]) -> dict[str, float]:
     points = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     points = [point for point in points if any(tag in point for tag in tags)]
     tail = points[len(points) // 2 :]
-    values = {tag: [point[tag] for point in tail if tag in point] for tag in tags}
+    values = {tag: [point[tag] for point in tail if isinstance(point.get(tag), int | float)] for tag in tags}
     return {tag: statistics.median(found) for tag, found in values.items() if found}
 
 
@@ -235,6 +235,7 @@ def _wandb_id(folder: Path) -> str:
 
 def _step_of(line: str) -> float:
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")  # a line cut off by a kill
+    return step if type(step) is int else float("inf")

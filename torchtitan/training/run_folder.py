@@ -86,7 +86,7 @@ class RunFolder:
     def _refuse_changes(self, saved: Path) -> None:
         try:
             old = tomllib.loads(saved.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # no TOML, no text, an endless number, nested too deep
             raise RunFolderError([f"{saved}: damaged ({error}); remove it or give another --job.name"]) from error
         changes = config_differences(old, self._config)
         if changes:
@@ -117,7 +117,7 @@ class RunFolder:
             summary = json.loads(self.summary.read_bytes())
             done = summary.get("progress", summary["step"])  # steps of a batch that grew count as several
             return summary["status"] == "completed" and done >= self._config.training.steps
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
 
     def write_summary(self, content: dict) -> None:

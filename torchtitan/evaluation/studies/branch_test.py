@@ -25,6 +25,7 @@ from tqdm import tqdm
 from data import DATASETS
 from data.base import Dataset, DatasetError
 from torchtitan.config import JobConfig
+from torchtitan.config_schema import shown
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.studies.branch_training import (
     TRACK,
@@ -247,11 +248,12 @@ def _hold_to_settings(test: BranchTest) -> None:
         path.write_text(json.dumps(asked, indent=1) + "\n", encoding="utf-8")
         return
     try:
-        there = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+        there = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError):
         raise StudyError(f"{path}: damaged (move the folder away, or give --output)") from None
-    differing = [f"{name}: {there.get(name)} -> {value}" for name, value in asked.items() if there.get(name) != value]
+    differing = [name for name, value in asked.items() if there.get(name) != value]
     if differing:
+        differing = [f"{name}: {shown(there.get(name))} -> {shown(asked[name])}" for name in differing]
         advice = "ask for the same, move it away, or give --output"
         raise StudyError(f"{test.folder}: holds a test with other settings ({'; '.join(differing)}; {advice})")
 
