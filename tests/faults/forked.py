@@ -3,8 +3,10 @@
 They are processes of their own all the same: with their own process group, signals, locks and exit codes.
 """
 
+import atexit
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,6 +45,7 @@ class ForkedProcess:
         self._process = context.Process(target=_train, args=(arguments, environment, self._log.name))
         self._process.start()
         self.pid = self._process.pid
+        atexit.register(self.send_signal, signal.SIGKILL)  # a test that failed must not wait for an endless run
 
     @property
     def returncode(self) -> int | None:

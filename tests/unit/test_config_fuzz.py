@@ -100,7 +100,7 @@ def change_value(draw: random.Random, text: str) -> str:
 def swap_values(draw: random.Random, text: str) -> str:
     lines = text.splitlines()
     first, second = draw.sample([index for index, line in enumerate(lines) if " = " in line], 2)
-    (first_key, first_value), (second_key, second_value) = lines[first].split(" = "), lines[second].split(" = ")
+    (first_key, first_value), (second_key, second_value) = (lines[at].split(" = ", 1) for at in (first, second))
     lines[first], lines[second] = f"{first_key} = {second_value}", f"{second_key} = {first_value}"
     return "\n".join(lines)
 
