@@ -33,12 +33,16 @@ QUANTITIES = ("images_per_second", "step_seconds", "mfu_percent", "memory_gib")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flavors", nargs="+", help="some of the file's (default: all)")
+    parser.add_argument("--batches", nargs="+", default=["4"], help="some of the file's, per rank (default: 4)")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "flavors", help="folder of the runs")
     parser.add_argument("--memory-limit", type=float, help="of a process on the CPU, in GiB; beyond, a cell is oom")
     arguments = parser.parse_args()
     sweep, folder = read_sweep(SWEEP), SweepFolder(arguments.output)
     sweep.settings.memory_limit_gib = arguments.memory_limit
-    plan = plan_sweep(sweep, folder, only={"model.flavor": arguments.flavors} if arguments.flavors else None)
+    only = {"training.local_batch_size": arguments.batches}
+    if arguments.flavors:
+        only["model.flavor"] = arguments.flavors
+    plan = plan_sweep(sweep, folder, only=only)
     run_sweep(sweep, folder, plan)
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,13 +65,13 @@ def main() -> None:
 
 
 def print_table(rows: dict[str, dict]) -> None:
-    print("| model | precision | compile | activation checkpointing | images/s | MFU, % | GiB |")
-    print("|---|---|---|---|---|---|---|")
+    print("| model | images per step | precision | compile | activation checkpointing | images/s | MFU, % | GiB |")
+    print("|---|---|---|---|---|---|---|---|")
     for row in rows.values():
         axes = row["axes"]
         cells = [
-            axes["model.flavor"], axes["dtype"], "yes" if axes["compile.enable"] else "no",
-            axes["activation_checkpoint.mode"],
+            axes["model.flavor"], str(axes["training.local_batch_size"]), axes["dtype"],
+            "yes" if axes["compile.enable"] else "no", axes["activation_checkpoint.mode"],
         ]  # fmt: skip
         if row["status"] == "ok":
             low, high = row["images_per_second"][1:]

@@ -43,6 +43,7 @@ from torchtitan.gns.monitor import GNSConfig
 from torchtitan.gns.pool import to_host
 from torchtitan.gns.statistics import PairSums
 from torchtitan.trainer import Trainer
+from torchtitan.training.optimizer import materialise_state, optimizer_tensors
 from torchtitan.training.run_folder import versions
 
 CONFIG = """
@@ -69,10 +70,12 @@ enable = false
 enable = false
 [gns]
 enable = true
-interval = 1
+interval = 1000000
 {data}
 """
 MEASURED_EVERY = 4
+TRAINED_BATCH = 256
+CHUNK = 32  # single gradients held at once
 KEPT = ROOT / "outputs" / "gns_estimators"
 
 DATA = {
@@ -83,11 +86,11 @@ DATA = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", nargs="+", choices=DATA, default=["digits"], help="others' results are kept")
+    parser.add_argument("--data", nargs="+", choices=DATA, default=["digits"], help="results of others are kept")
     parser.add_argument("--cifar10", help="folder of CIFAR-10")
-    parser.add_argument("--ages", type=int, nargs="+", default=[150, 500, 1500], help="steps trained before each look")
+    parser.add_argument("--ages", type=int, nargs="+", default=[150, 500, 1500], help="steps trained before each look; results of others are kept")
     parser.add_argument("--measured", type=int, default=32, help="N: measured steps of a look, at frozen weights")
-    parser.add_argument("--batch", type=int, default=256, help="samples of a measured step")
+    parser.add_argument("--batch", type=int, default=256, help="samples of a step of a look")
     parser.add_argument("--sketch-size", type=int, default=GNSConfig().sketch_size)
     parser.add_argument("--reuse", action="store_true", help="what the last run has measured")
     arguments = parser.parse_args()
@@ -97,7 +100,7 @@ def main() -> None:
         data = DATA[name]
         with tempfile.TemporaryDirectory() as folder:
             config = Path(folder) / f"{name}.toml"
-            config.write_text(CONFIG.format(batch=arguments.batch, data=data.format(cifar10=arguments.cifar10)))
+            config.write_text(CONFIG.format(batch=TRAINED_BATCH, data=data.format(cifar10=arguments.cifar10)))
             options = [
                 "--job.config_file", str(config), "--job.dump_folder", folder,
                 "--gns.sketch_size", str(arguments.sketch_size), *(["--model.patch_size", "8"] if name == "cifar10" else []),
@@ -106,37 +109,60 @@ def main() -> None:
             kept = {age: KEPT / f"{name}-{age}.pt" for age in arguments.ages}
             if not arguments.reuse:
                 trainer = Trainer(load_config(options, 1))
+                batch = ["--training.local_batch_size", str(arguments.batch)]
+                looking = Trainer(load_config([*options, *batch, "--job.dump_folder", f"{folder}/look"], 1))
                 for age, path in kept.items():
-                    save_steps(path, steps_of_look(trainer, age, arguments.measured))
+                    train_to(trainer, age)
+                    copy_state(trainer, looking)
+                    save_steps(path, steps_of_look(looking, age, arguments.measured))
                 trainer.close()
+                looking.close()
             for age, path in kept.items():
-                rows += [{"data": name, "age": age, **row} for row in judge_look(load_steps(path), arguments.measured)]
+                steps = load_steps(path)
+                samples = int(steps[0][0].count.sum())
+                rows += [{"data": name, "age": age, "batch": samples, **row} for row in judge_look(steps, arguments.measured)]
         print_table(rows)
         write(name, rows, arguments)
 
 
 def write(data: str, rows: list[dict], arguments: argparse.Namespace) -> None:
-    """Put the results of one data set beside those of others."""
+    """Put the results beside those of other data sets and ages."""
     path = ROOT / "benchmarks" / "results" / "gns_estimators.json"
     results = json.loads(path.read_text()) if path.exists() else {}
+    done = [row for row in results.get(data, {}).get("rows", ()) if row["age"] not in arguments.ages]
     results[data] = {
-        "model": "DiT of 128 channels, 4 blocks", "batch": arguments.batch, "measured_steps": arguments.measured,
-        "sketch_size": arguments.sketch_size, "rows": rows, "date": date.today().isoformat(), "versions": versions(),
+        "model": "DiT of 128 channels, 4 blocks", "measured_steps": arguments.measured,
+        "sketch_size": arguments.sketch_size, "rows": sorted(done + rows, key=lambda row: row["age"]),
+        "date": date.today().isoformat(), "versions": versions(),
     }
     path.write_text(json.dumps(results, indent=1) + "\n")
     print(f"wrote {path.relative_to(ROOT)}")
 
 
-def steps_of_look(trainer: Trainer, age: int, measured: int) -> list[tuple[StepSums, dict[str, PairSums]]]:
-    """Train to an age; then, with frozen weights, what the taps and what single gradients say of every step."""
+def train_to(trainer: Trainer, age: int) -> None:
     while trainer.step < age:
         trainer.step += 1
         trainer.train_step()
+
+
+def copy_state(trainer: Trainer, to: Trainer) -> None:
+    """Weights and moments; the other trainer's batch may be another."""
+    to.model.load_state_dict(trainer.model.state_dict())
+    materialise_state(to.optimizer)
+    copies = optimizer_tensors(to.optimizer, to.parameters)
+    for name, tensor in optimizer_tensors(trainer.optimizer, trainer.parameters).items():
+        copies[name].copy_(tensor)
+
+
+def steps_of_look(trainer: Trainer, age: int, measured: int) -> list[tuple[StepSums, dict[str, PairSums]]]:
+    """With frozen weights, what the taps and what single gradients say of every step."""
     first = 10_000_000 * age  # samples that training never sees
-    return [
-        (_measure(trainer, first, number), _exact(trainer, first, number, elementwise=number < measured))
-        for number in tqdm(range(MEASURED_EVERY * measured), desc=f"age {age}", leave=False)
-    ]
+    steps = []
+    for number in tqdm(range(MEASURED_EVERY * measured), desc=f"age {age}", leave=False):
+        sketched = number < measured or _measured_for_composite(number)
+        sums = _measure(trainer, first, number, sketched)  # first, since it sets the factors of Adam's geometry
+        steps.append((sums, _exact(trainer, first, number, elementwise=number < measured)))
+    return steps
 
 
 def judge_look(steps: list[tuple[StepSums, dict[str, PairSums]]], measured: int) -> list[dict]:
@@ -147,7 +173,7 @@ def judge_look(steps: list[tuple[StepSums, dict[str, PairSums]]], measured: int)
     composites = [Composite(num_bins, index, math.inf) for index in range(len(geometries))]
     for number, (sums, exact) in enumerate(steps):
         for index, geometry in enumerate(geometries):
-            composites[index].add(sums if number % MEASURED_EVERY == MEASURED_EVERY - 1 else _without_sketches(sums))
+            composites[index].add(sums if _measured_for_composite(number) else _without_sketches(sums))
             pools[geometry, "all exact"].add(exact[geometry])
             if number >= measured:
                 pools[geometry, "other"].add(exact[geometry])
@@ -174,6 +200,10 @@ def load_steps(path: Path) -> list[tuple[StepSums, dict[str, PairSums]]]:
     return [(StepSums(**sums), {kind: PairSums(**pairs) for kind, pairs in exact.items()}) for sums, exact in kept]
 
 
+def _measured_for_composite(number: int) -> bool:
+    return number % MEASURED_EVERY == MEASURED_EVERY - 1
+
+
 def _without_sketches(sums: StepSums) -> StepSums:
     """What a step that is not measured leaves."""
     squares, products = sums.squares.clone(), sums.products.clone()
@@ -181,10 +211,10 @@ def _without_sketches(sums: StepSums) -> StepSums:
     return StepSums(sums.count, sums.square_losses, sums.pairs, squares, products)
 
 
-def _measure(trainer: Trainer, first: int, number: int) -> StepSums:
+def _measure(trainer: Trainer, first: int, number: int, sketched: bool) -> StepSums:
     x0, condition, draw = _samples(trainer, first, number)
     taps = trainer.gns._taps
-    taps.begin_step(first + number, True, trainer.optimizer.state, trainer.config.optimizer.beta2, trainer.layout)
+    taps.begin_step(first + number, sketched, trainer.optimizer.state, trainer.config.optimizer.beta2, trainer.layout)
     taps.begin_microbatch(draw.t)
     trainer.objective.loss(trainer.model, x0, condition, draw).loss.mean().backward()
     taps.end_microbatch(len(x0), torch.zeros(len(x0)))
@@ -216,23 +246,31 @@ def _exact(trainer: Trainer, first: int, number: int, elementwise: bool) -> dict
         one = Draw(t[None], noise[None], importance[None])
         return objective.loss(network, x[None], label[None], one).loss.sum()
 
-    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no batching rule
-        per_sample = vmap(grad(loss), in_dims=(None, 0, 0, 0, 0, 0), chunk_size=64)(
-            parameters, x0, condition, draw.t, draw.noise, draw.importance
-        )
     bins = torch.bucketize(draw.t, trainer.gns._taps._edges)
     one_hot = torch.nn.functional.one_hot(bins, trainer.gns.pool.num_bins).double()
     factors = {"plain": None, "adam": _factored(trainer)} | ({"elementwise": _elementwise(trainer)} if elementwise else {})
-    squares, products = dict.fromkeys(factors, 0.0), dict.fromkeys(factors, 0.0)
-    for name, gradient in per_sample.items():
-        flat = gradient.flatten(1)
-        sums, elements = (one_hot.float().T @ flat).double(), flat.square()
+    ones = {name: torch.ones_like(weight) for name, weight in parameters.items()}
+    factors = {kind: ones if of is None else of for kind, of in factors.items()}
+    # [weights, kinds] per parameter: one pass over the squared elements serves all geometries.
+    weights = {name: torch.stack([of[name].flatten().square() for of in factors.values()], dim=1) for name in parameters}
+    squares = torch.zeros(one_hot.shape[1], len(factors), dtype=torch.float64)
+    sums = {name: torch.zeros(one_hot.shape[1], weight.numel()) for name, weight in parameters.items()}
+    samples = (x0, condition, draw.t, draw.noise, draw.importance, one_hot)
+    for *chunk, in_bin in zip(*(values.split(CHUNK) for values in samples), strict=True):
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no batching rule
+            per_sample = vmap(grad(loss), in_dims=(None, 0, 0, 0, 0, 0))(parameters, *chunk)
+        for name, gradient in per_sample.items():
+            flat = gradient.flatten(1)
+            sums[name].addmm_(in_bin.float().T, flat)
+            squares += in_bin.T @ (flat.square() @ weights[name]).double()
+    products = dict.fromkeys(factors, 0.0)
+    for name, sum_of_bin in sums.items():
         for kind, of in factors.items():
-            factor = torch.ones_like(flat[0]) if of is None else of[name].flatten()
-            squares[kind] = squares[kind] + one_hot.T @ (elements @ factor.square()).double()
-            scaled = sums * factor
+            scaled = sum_of_bin.double() * of[name].flatten()
             products[kind] = products[kind] + scaled @ scaled.T
-    return {kind: PairSums.of_group(one_hot.sum(0), squares[kind], products[kind]) for kind in factors}
+    return {
+        kind: PairSums.of_group(one_hot.sum(0), squares[:, place], products[kind]) for place, kind in enumerate(factors)
+    }
 
 
 def _elementwise(trainer: Trainer) -> dict[str, Tensor]:
@@ -290,11 +328,11 @@ def _spearman(a: Tensor, b: Tensor) -> float:
 
 
 def print_table(rows: list[dict]) -> None:
-    print(f"{'data':<8}{'age':>6} {'geometry':<9}{'exact B':>17}{'sketch':>8}{'composite':>11}{'rank':>6}{'adaLN':>8}{'ratio':>7}"
+    print(f"{'data':<8}{'age':>6}{'batch':>6} {'geometry':<9}{'exact B':>17}{'sketch':>8}{'composite':>11}{'rank':>6}{'adaLN':>8}{'ratio':>7}"
           f"{'other':>8}{'inside':>8}{'v factored':>12}")
     for row in rows:
         span = f"{min(row['exact']):.1f} .. {max(row['exact']):.1f}"
-        print(f"{row['data']:<8}{row['age']:>6} {row['geometry']:<9}{span:>17}{row['sketch_rms']:>8.1%}"
+        print(f"{row['data']:<8}{row['age']:>6}{row['batch']:>6} {row['geometry']:<9}{span:>17}{row['sketch_rms']:>8.1%}"
               f"{row['composite_rms']:>11.1%}{row['composite_spearman']:>6.2f}{row['modulation_rms']:>8.1%}"
               f"{row['modulation_ratio']:>7.2f}{row['other_rms']:>8.1%}{row['sketch_inside_other_interval']:>8}"
               f"{row.get('factored_rms', math.nan):>12.1%}")

@@ -14,7 +14,6 @@ from typing import Any
 
 from torchtitan.training.checkpoint_errors import DamagedFile, StoreError
 from torchtitan.training.durable_files import sync, write_synced
-from torchtitan.training.faults import first_line
 from torchtitan.training.remote_path import AnyPath, RemotePath
 from torchtitan.training.shard_files import DamagedShard, check_shards
 
