@@ -8,7 +8,7 @@ errors of ln B_simple over the timestep bins, as root mean squares, of
     composite   4 N steps, every fourth one measured, free parts on all: against the exact value of all of them
     adaLN       the modulation part alone on the first N steps: its error, and its bias, the geometric mean of the ratio
     other       the exact value of the first N steps against that of all later ones: what sampling alone is worth; and
-                in how many bins the sketch lies in the 95 % interval of the later ones
+                in how many bins the sketch agrees with the later ones within the 95 % intervals of both
 
 in the plain geometry and in Adam's (row and column factors of the second moment, on both sides); `v factored` is how
 far exact values with these factors are from those with Adam's second moment element by element. Writes
@@ -310,12 +310,23 @@ def _row(geometry: str, found: dict[str, BinEstimates]) -> dict:
         row[f"{key}_bins"] = int(known.sum())
     ratio = found["modulation"].b_simple / found["exact"].b_simple
     row["modulation_ratio"] = ratio[ratio > 0].log().mean().exp().item()
-    other, sketch = found["other"], found["sketch"].b_simple
+    other = found["other"]
     row["other_lower"], row["other_upper"] = other.lower.tolist(), other.upper.tolist()
-    row["sketch_inside_other_interval"] = int(((sketch >= other.lower) & (sketch <= other.upper)).sum())
+    row["sketch_agrees_with_other"] = int(_agree(found["sketch"], other).sum())
     if geometry == "adam":
         row["factored_rms"] = _rms(found["exact"].b_simple / found["elementwise"].b_simple)
     return row
+
+
+def _agree(one: BinEstimates, other: BinEstimates) -> Tensor:
+    """Whether two estimates from different samples differ by no more than the 95 % intervals of both allow, per bin."""
+    first_below = one.b_simple < other.b_simple
+    below, above = ([one, other], [other, one])
+    low, high = (
+        [torch.where(first_below, getattr(a, name), getattr(b, name)).log() for name in ("b_simple", end)]
+        for (a, b), end in ((below, "upper"), (above, "lower"))
+    )
+    return high[0] - low[0] <= ((low[1] - low[0]).square() + (high[0] - high[1]).square()).sqrt()
 
 
 def _rms(ratio: Tensor) -> float:
@@ -329,12 +340,12 @@ def _spearman(a: Tensor, b: Tensor) -> float:
 
 def print_table(rows: list[dict]) -> None:
     print(f"{'data':<8}{'age':>6}{'batch':>6} {'geometry':<9}{'exact B':>17}{'sketch':>8}{'composite':>11}{'rank':>6}{'adaLN':>8}{'ratio':>7}"
-          f"{'other':>8}{'inside':>8}{'v factored':>12}")
+          f"{'other':>8}{'agree':>8}{'v factored':>12}")
     for row in rows:
         span = f"{min(row['exact']):.1f} .. {max(row['exact']):.1f}"
         print(f"{row['data']:<8}{row['age']:>6}{row['batch']:>6} {row['geometry']:<9}{span:>17}{row['sketch_rms']:>8.1%}"
               f"{row['composite_rms']:>11.1%}{row['composite_spearman']:>6.2f}{row['modulation_rms']:>8.1%}"
-              f"{row['modulation_ratio']:>7.2f}{row['other_rms']:>8.1%}{row['sketch_inside_other_interval']:>8}"
+              f"{row['modulation_ratio']:>7.2f}{row['other_rms']:>8.1%}{row['sketch_agrees_with_other']:>8}"
               f"{row.get('factored_rms', math.nan):>12.1%}")
 
 

@@ -160,7 +160,7 @@ def test_bad_input_is_one_line(run, refused, words, said):
 def test_no_run_other_settings_and_a_second_test_at_once_are_refused(run, refused, tmp_path):
     assert "is no run folder" in refused(tmp_path / "none")
     (tmp_path / "settings.json").write_text('{"lr_rule": "linear"}')
-    assert "lr_rule: linear -> sqrt" in refused(run, *ASKED, "--output", tmp_path)
+    assert "lr_rule: 'linear' -> 'sqrt'" in refused(run, *ASKED, "--output", tmp_path)
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "is at work there" in refused(run, *ASKED, "--output", tmp_path)
