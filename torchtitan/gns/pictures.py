@@ -65,9 +65,8 @@ def _draw_bins(axes, bounds: list[float], found: BinEstimates, composite: list, 
             axes.plot([low, high], [value, value], color="C0", lw=2)
             axes.plot([middle, middle], [max(lower, 1e-1), upper], color="C0", lw=1)
         elif lower > 0:  # greater than, how much greater is not known
-            axes.annotate(
-                "", (middle, 3 * lower), (middle, lower), arrowprops={"arrowstyle": "->", "color": "C0"}
-            )
+            axes.annotate("", (middle, 3 * lower), (middle, lower), arrowprops={"arrowstyle": "->", "color": "C0"})
+            axes.update_datalim([(middle, 3.2 * lower)])  # an arrow that ends outside is not drawn
             axes.plot([low, high], [lower, lower], color="C0", lw=1, ls=":")
     known = [(m, c) for m, c in zip(middles, composite, strict=True) if c is not None and c > 0]
     if known:
@@ -75,6 +74,8 @@ def _draw_bins(axes, bounds: list[float], found: BinEstimates, composite: list, 
     axes.plot([], [], color="C0", label="sketch, 95 % interval (arrow: more than)")
     axes.axhline(batch_size, color="0.5", ls="--", lw=1, label=f"global batch, {batch_size}")
     axes.set(yscale="log", xlabel="timestep t (0: clean data, 1: noise)", ylabel="B_simple [samples]")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low * (low / high) ** 0.35, high)  # room for the legend
     axes.legend(fontsize=7, loc="lower center")
 
 
