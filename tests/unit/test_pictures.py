@@ -1,10 +1,14 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 
 from torchtitan.evaluation.pictures import ACCENT, EMPTY, GAP, MARGIN, NOT_FINITE, PAPER, image_grid, save_animation
 from torchtitan.evaluation.studies import gns_plots
+from torchtitan.gns import pictures as gns_pictures
 
 
 def as_array(picture: Image.Image) -> np.ndarray:
@@ -202,3 +206,13 @@ def test_an_interval_without_an_end_is_within_the_picture(scale):
     figure.draw_without_rendering()
     left, right = axes[0, 0].get_xlim()
     assert 500 < left < 600 and 900 < right < 1000
+
+
+def test_arrows_of_the_noise_scale_end_within_the_picture():
+    found = SimpleNamespace(
+        b_simple=torch.tensor([20.0, 50.0]), lower=torch.tensor([15.0, 400.0]), upper=torch.tensor([30.0, torch.inf])
+    )
+    axes = Figure().subplots()
+    gns_pictures._draw_bins(axes, [0.0, 0.5, 1.0], found, [22.0, None], 128)
+    low, high = axes.get_ylim()
+    assert high > 3 * 400 and low < 15
