@@ -25,15 +25,15 @@ ONLY_ON_TWO = {
     "FSDP, compiled, full checkpointing": {"replicas": 1, "shards": 2, "compiled": True, "checkpoint": "full"},
     "FSDP, bfloat16 reduction": {"replicas": 1, "shards": 2, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
 }
-# Dividing by three and multiplying by a third are not the same.
-ON_THREE = {"eager": {}, "accumulation": {"accumulation": 2}}
+# On three, since dividing by three and multiplying by a third are not the same; on four, for the layout of two axes.
+ON_MORE = {"eager": {}, "accumulation": {"accumulation": 2}}
 
 
 def cases(ranks: int) -> dict[str, dict]:
     crossed = {
         f"{layout}, {way}": {"replicas": replicas, "shards": shards, **settings}
         for layout, (replicas, shards) in LAYOUTS[ranks].items()
-        for way, settings in (ON_THREE if ranks == 3 else WAYS).items()
+        for way, settings in (WAYS if ranks == 2 else ON_MORE).items()
     }
     return crossed | (ONLY_ON_TWO if ranks == 2 else {})
 

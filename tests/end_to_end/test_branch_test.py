@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.end_to_end.runs import Run, write_config
+from tests.end_to_end.runs import write_config
+from tests.faults.forked import ForkedRun
 from tests.launcher import ROOT
 
 SPEC = importlib.util.spec_from_file_location("branch_test_tool", ROOT / "scripts" / "branch_test.py")
@@ -30,7 +31,7 @@ ASKED = ["--step", "4", "--factors", "1", "2", "--seeds", "2", "--samples", "64"
 def run(tmp_path_factory) -> Path:
     config = write_config(tmp_path_factory.mktemp("branches"))
     steps = ["--training.steps", "8", "--checkpoint.interval", "4", "--metrics.loss_bins", "2"]
-    trained = Run(config, "trained", *SIZE, *QUIET, *steps)
+    trained = ForkedRun(config, "trained", *SIZE, *QUIET, *steps)
     trained.finish()
     # As the trainer logs it where gns.enable is set.
     with open(trained.folder / "metrics.jsonl", "a") as file:

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 
 from tests.end_to_end.gns_runs import CHECKPOINT_INTERVAL, GNS, MEASURED_EVERY, STEPS
-from tests.end_to_end.runs import Run, checkpoint_tensors, write_config
+from tests.end_to_end.runs import checkpoint_tensors, write_config
+from tests.faults.forked import ForkedRun
 from tests.launcher import run_on_ranks
 from torchtitan.gns.raw_sums import raw_files, read_sums
 from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor
@@ -173,7 +174,7 @@ def test_tags_name_geometry_estimator_and_bin(folder):
 
 def test_picture_is_drawn_and_the_advice_is_printed_at_the_end(tmp_path):
     arguments = ["--training.steps", "9", "--sampling.enable", "false", "--checkpoint.enable", "false"]
-    run = Run(write_config(tmp_path), "drawn", *GNS, *arguments)
+    run = ForkedRun(write_config(tmp_path), "drawn", *GNS, *arguments)
     output = run.finish()[0]
     picture = run.folder / "gns" / "noise_scale.png"
     assert f"noise scale  {picture}" in output
@@ -193,7 +194,7 @@ def test_picture_is_drawn_and_the_advice_is_printed_at_the_end(tmp_path):
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_written(tmp_path, arguments, words):
-    run = Run(write_config(tmp_path), "refused", "--gns.enable", "true", *arguments)
+    run = ForkedRun(write_config(tmp_path), "refused", "--gns.enable", "true", *arguments)
     codes, outputs = run.wait()
     assert codes == [2] and not run.folder.exists()
     line, = outputs[0].splitlines()
