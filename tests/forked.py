@@ -1,0 +1,87 @@
+"""Processes that are forks of one which has torch imported already, which makes their starts cheap.
+
+They are processes of their own all the same: with their own process group, signals, locks and exit codes.
+"""
+
+import atexit
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parent.parent
+IMPORTED = ["train", "torchtitan.run", "tests.faults.moments", "tests.distributed.cases"]
+
+
+class ForkedProcess:
+    """What the tests use of a subprocess.Popen, for `sys.exit(function(*arguments))` in the project's folder."""
+
+    def __init__(self, function: Callable[..., int], arguments: tuple, environment: dict[str, str]) -> None:
+        """
+        Args:
+            function: of a module, and called with picklable `arguments`; returns the exit code.
+            environment: the process's whole environment. OMP_NUM_THREADS is 1 whatever it says.
+        """
+        self._folder = tempfile.TemporaryDirectory()
+        self._log = Path(self._folder.name) / "log"
+        self._log.touch()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
+        with patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):  # read when torch is imported
+            forkserver.ensure_running()
+        self._process = context.Process(target=_call, args=(function, arguments, environment, str(self._log)))
+        self._process.start()
+        self.pid = self._process.pid
+        atexit.register(self.kill)  # a test that failed must not wait for an endless run
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, or minus the number of the signal that ended it."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        self.wait(timeout)
+        return self.said(), None
+
+    def said(self) -> str:
+        """Both outputs so far."""
+        return self._log.read_text(errors="replace")
+
+
+def _call(function: Callable[..., int], arguments: tuple, environment: dict[str, str], log: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed process leaves to the test's
+    code = function(*arguments)  # what it raises, SystemExit too, multiprocessing turns into a code as Python does
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down
