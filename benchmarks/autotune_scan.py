@@ -40,7 +40,7 @@ CASES = {
     ),
 }  # fmt: skip
 MULTIPLE, LARGEST = 16, 128
-ANSWERS = {"one process": 48, "DDP x 2": 96, "FSDP x 2, recomputation": 80}
+LARGEST_THAT_FIT = {"one process": 48, "DDP x 2": 96, "FSDP x 2, recomputation": 80}
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def compare(name: str, processes: int, overrides: list[str], folder: Path) -> di
     for batch_size in tqdm(range(MULTIPLE, LARGEST + 1, MULTIPLE), desc=name, leave=False):
         config = load_config([*arguments, f"--training.local_batch_size={batch_size}"], processes)
         needs[batch_size] = run_probe(config, "largest", 0, how).memory_gib
-    wanted = ANSWERS[name]
+    wanted = LARGEST_THAT_FIT[name]
     budget = (needs[wanted] + needs[wanted + MULTIPLE]) / 2
     found = autotune(
         arguments, processes, memory_gib=budget, headroom=0.0, multiple_of=MULTIPLE, max_batch_size=LARGEST

@@ -70,7 +70,7 @@ enable = false
 enable = false
 [gns]
 enable = true
-interval = 1000000
+interval = 1000000  # the measured steps follow the training
 {data}
 """
 MEASURED_EVERY = 4
@@ -88,7 +88,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="+", choices=DATA, default=["digits"], help="results of others are kept")
     parser.add_argument("--cifar10", help="folder of CIFAR-10")
-    parser.add_argument("--ages", type=int, nargs="+", default=[150, 500, 1500], help="steps trained before each look; results of others are kept")
+    parser.add_argument(
+        "--ages", type=int, nargs="+", default=[150, 500, 1500],
+        help="steps trained before each look; results of others are kept",
+    )  # fmt: skip
     parser.add_argument("--measured", type=int, default=32, help="N: measured steps of a look, at frozen weights")
     parser.add_argument("--batch", type=int, default=256, help="samples of a step of a look")
     parser.add_argument("--sketch-size", type=int, default=GNSConfig().sketch_size)

@@ -13,7 +13,8 @@ import pytest
 
 from optimization_analysis import main
 from tests import analysis_outputs as planted
-from tests.end_to_end.runs import Run, write_config
+from tests.end_to_end.runs import write_config
+from tests.faults.forked import ForkedRun
 from tests.launcher import ROOT
 
 T_OF_2 = 4.302652729911275  # 0.975 quantile of Student's t with two degrees of freedom, from tables
@@ -129,7 +130,7 @@ def test_the_page_is_one_file_without_script_and_escapes_what_it_shows(analysed)
 
 
 def test_runs_of_this_program_are_read_without_a_sweep(tmp_path):
-    run = Run(
+    run = ForkedRun(
         write_config(tmp_path), "run", "--data.name", "synthetic", "--data.shape", "[4, 8, 8]",
         "--training.steps", "20", "--lr_scheduler.warmup_steps", "0", "--metrics.log_freq", "1",
         "--metrics.peak_tflops", "0.1",

@@ -6,7 +6,8 @@ import socket
 import pytest
 import torch
 
-from tests.end_to_end.runs import Run, checkpoint_tensors, write_config
+from tests.end_to_end.runs import checkpoint_tensors, write_config
+from tests.faults.forked import ForkedRun
 from torchtitan.evaluation.run_check import check_run
 
 SHORT = ("--sampling.enable", "false", "--checkpoint.interval", "10", "--training.steps", "60")
@@ -19,13 +20,13 @@ def config(tmp_path_factory):
 
 def test_killed_run_with_asynchronous_checkpoints_ends_as_a_straight_one_without(config, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret-0123456789abcdef")
-    straight = Run(config, "straight", *SHORT)
+    straight = ForkedRun(config, "straight", *SHORT)
     straight.finish()
     asynchronous = (*SHORT, "--checkpoint.async_mode", "async")
-    killed = Run(config, "killed", *asynchronous)
+    killed = ForkedRun(config, "killed", *asynchronous)
     killed.wait_for_step(15)
     killed.send(signal.SIGSTOP)  # it holds the folder, but does not end meanwhile
-    second = Run(config, "killed", *asynchronous)
+    second = ForkedRun(config, "killed", *asynchronous)
     codes, outputs = second.wait(60)
     killed.send(signal.SIGKILL)
     killed.wait()
@@ -33,7 +34,7 @@ def test_killed_run_with_asynchronous_checkpoints_ends_as_a_straight_one_without
     owner = f"host {socket.gethostname()}, process {killed.processes[0].pid}, since"
     assert f"another run writes here: {owner}" in outputs[0]
 
-    resumed = Run(config, "killed", *asynchronous)
+    resumed = ForkedRun(config, "killed", *asynchronous)
     assert "resumed after step" in resumed.finish()[0]
     assert resumed.losses() == straight.losses()
     wanted = checkpoint_tensors(straight.folder / "checkpoint" / "step-00000060")
@@ -46,7 +47,7 @@ def test_killed_run_with_asynchronous_checkpoints_ends_as_a_straight_one_without
 
 
 def test_run_that_cannot_save_trains_on_to_its_end_and_then_fails(config):
-    run = Run(config, "full", *SHORT, "--training.steps", "20", "--checkpoint.async_mode", "async")
+    run = ForkedRun(config, "full", *SHORT, "--training.steps", "20", "--checkpoint.async_mode", "async")
     run.folder.mkdir(parents=True, exist_ok=True)
     (run.folder / "checkpoint").write_text("in the way")
     codes, outputs = run.wait()

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.end_to_end.runs import Run, write_config
+from tests.end_to_end.runs import write_config
+from tests.faults.forked import ForkedRun
 from tests.launcher import ROOT
 
 QUICK = ["--training.steps", "2", "--lr_scheduler.warmup_steps", "0", "--sampling.enable", "false"]
@@ -66,7 +67,7 @@ def test_only_the_first_rank_reports(config):
 
 @pytest.fixture(scope="module")
 def trained(config):
-    run = Run(config, "trained", *QUICK)
+    run = ForkedRun(config, "trained", *QUICK)
     run.finish()
     return run
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.end_to_end.runs import Run, checkpoint_tensors
 from tests.end_to_end.test_bad_input import call
+from tests.faults.forked import ForkedRun
 from tests.launcher import ROOT
 
 SPEC = importlib.util.spec_from_file_location("checkpoint_tool", ROOT / "scripts" / "checkpoint.py")
@@ -57,7 +58,7 @@ enable = false
 def run(tmp_path_factory):
     config = tmp_path_factory.mktemp("tool") / "small.toml"
     config.write_text(CONFIG)
-    trained = Run(config, "trained", ranks=2, shards=2)
+    trained = ForkedRun(config, "trained", ranks=2, shards=2)
     trained.finish()
     return trained
 
@@ -338,7 +339,7 @@ def test_a_new_run_starts_from_a_file_of_weights_and_a_resumed_one_does_not(run,
     command("export", run.folder, "--ema", "none", "--format", "safetensors", "--output", file)
     start = ["--checkpoint.initial_weights", str(file), "--checkpoint.interval", "1"]
     frozen = ["--optimizer.lr", "1e-30", "--training.steps", "1"]
-    begun = Run(config_file, "started", *start, *frozen, ranks=2, shards=2)
+    begun = ForkedRun(config_file, "started", *start, *frozen, ranks=2, shards=2)
     begun.finish()
     for prefix in ("model.", "ema.ema.", "ema.slow."):
         found, wanted = weights_of(begun, prefix, step=1), weights_of(run, "model.")
@@ -346,7 +347,7 @@ def test_a_new_run_starts_from_a_file_of_weights_and_a_resumed_one_does_not(run,
         assert max((found[name] - wanted[name]).abs().max() for name in wanted) < 1e-20
 
     file.unlink()
-    resumed = Run(config_file, "started", *start, "--optimizer.lr", "1e-30", "--training.steps", "2",
+    resumed = ForkedRun(config_file, "started", *start, "--optimizer.lr", "1e-30", "--training.steps", "2",
                   "--job.allow_config_change", "true")
     assert "resumed after step 1 of 2" in resumed.finish()[0]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.end_to_end.runs import Run
+from tests.faults.forked import ForkedRun
 from tests.launcher import ROOT
 from torchtitan.evaluation.studies import STUDIES
 from torchtitan.gns.published import COLUMNS
@@ -54,7 +54,7 @@ PUBLISHED = ["--estimator", "published", "--small", "4", "--large", "40", "--rep
 def run(tmp_path_factory) -> Path:
     config = tmp_path_factory.mktemp("studies") / "small.toml"
     config.write_text(CONFIG)
-    trained = Run(config, "trained")
+    trained = ForkedRun(config, "trained")
     trained.finish()
     return trained.folder
 

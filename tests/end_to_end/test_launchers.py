@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.end_to_end.runs import Run, checkpoint_tensors, write_config
+from tests.faults.forked import ForkedRun
 from tests.launcher import ROOT, free_port
 from torchtitan.distributed.mesh import crosses_nodes
 
@@ -56,7 +57,7 @@ def test_a_refused_configuration_is_not_started_again(config):
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_rank_that_was_killed_is_started_again_and_the_run_ends_as_if_nothing_had_been(config):
     layout = ("--parallelism.data_parallel_replicate_degree", "2", "--checkpoint.interval", "10")
-    straight = Run(config, "straight", "--checkpoint.interval", "10", ranks=2, replicas=2)
+    straight = ForkedRun(config, "straight", "--checkpoint.interval", "10", ranks=2, replicas=2)
     straight.finish()
     process = torchrun(config, "again", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1", train=layout)
     run = SimpleNamespace(folder=config.parent / "outputs" / "again", points=lambda: Run.points(run), processes=[process])
@@ -70,7 +71,7 @@ def test_a_rank_that_was_killed_is_started_again_and_the_run_ends_as_if_nothing_
 
 
 def test_two_launchers_are_two_nodes_with_the_shards_of_a_copy_on_one(config):
-    straight = Run(config, "one_node", "--training.steps", "8", ranks=4, replicas=2, shards=2)
+    straight = ForkedRun(config, "one_node", "--training.steps", "8", ranks=4, replicas=2, shards=2)
     straight.finish()
     place = ("--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_id", "two", "--rdzv_endpoint",
              f"localhost:{free_port()}")  # fmt: skip

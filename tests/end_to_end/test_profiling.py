@@ -7,7 +7,8 @@ import torch
 
 from scripts.breakdown import main
 from tests.distributed.cases import make_trainer
-from tests.end_to_end.runs import Run, write_config
+from tests.end_to_end.runs import write_config
+from tests.faults.forked import ForkedRun
 from torchtitan import run as run_module
 from torchtitan.config import load_config
 from torchtitan.training.profiling import Profiler
@@ -70,7 +71,7 @@ def test_traced_steps_learn_the_same_and_count_in_no_rate(tmp_path):
 
 def test_every_rank_of_a_sharded_run_leaves_its_trace_and_the_script_reads_it(tmp_path, capsys):
     overrides = ("--training.steps", "6", "--sampling.enable", "false", "--checkpoint.enable", "false")
-    run = Run(write_config(tmp_path), "fsdp", *overrides, *ON, ranks=2, shards=2)
+    run = ForkedRun(write_config(tmp_path), "fsdp", *overrides, *ON, ranks=2, shards=2)
     output = run.finish()[0]
     assert "communication, exposed" in output
     folder = run.folder / "profile"

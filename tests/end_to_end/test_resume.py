@@ -29,12 +29,12 @@ def kill_after(run: Run, step: int) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_and_resumed_run_equals_straight_run_bit_for_bit(config, layout):
     # Slow enough to be killed between the checkpoint of step 30 and the last step.
-    straight = Run(config, f"straight {layout}", **LAYOUTS[layout])
+    straight = ForkedRun(config, f"straight {layout}", **LAYOUTS[layout])
     straight.finish()
-    killed = Run(config, f"killed {layout}", **LAYOUTS[layout])
+    killed = ForkedRun(config, f"killed {layout}", **LAYOUTS[layout])
     kill_after(killed, 35)
     assert not (killed.folder / "summary.json").exists()
-    resumed = Run(config, f"killed {layout}", **LAYOUTS[layout])
+    resumed = ForkedRun(config, f"killed {layout}", **LAYOUTS[layout])
     outputs = resumed.finish()
     assert "resumed after step 30" in outputs[0]
 

@@ -206,8 +206,7 @@ def run_folder(place: Place) -> str:
 
 def new_run(place: Place) -> str:
     shutil.rmtree(place.run)
-    found = started(place, "--checkpoint.initial_weights", str(place.weights))
-    return found
+    return started(place, "--checkpoint.initial_weights", str(place.weights))
 
 
 def configuration(place: Place) -> str:

@@ -29,6 +29,15 @@ def from_first_rank(function: Callable[..., Any], *args: Any, group: dist.Proces
     return box[0]
 
 
+def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value (a picklable object), in their order; collective. The group, by default that of all, holds all."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def highest_over_ranks(*values: float) -> list[float]:
     """The maximum of each value over all ranks; collective."""
     highest = torch.tensor(values, dtype=torch.float64)

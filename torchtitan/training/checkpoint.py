@@ -17,12 +17,12 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.distributed.agreement import from_first_rank
+from torchtitan.distributed.agreement import from_first_rank, of_all_ranks
 from torchtitan.settings import setting
 from torchtitan.training.checkpoint_errors import CheckpointError, StoreError
 from torchtitan.training.checkpoint_files import (
@@ -193,7 +193,7 @@ class Checkpointer:
         """Write a checkpoint together with the other ranks; returns what went wrong on any of them."""
         partial, problem = from_first_rank(self._begin, step, group=self._group)
         if problem is None:
-            outcomes = self._gather(self._write_files(self.folder / partial, pieces, state))
+            outcomes = of_all_ranks(self._write_files(self.folder / partial, pieces, state), group=self._group)
             files = {name: entry for written, _ in outcomes for name, entry in written.items()}
             problem = next((problem for _, problem in outcomes if problem), None)
             problem = from_first_rank(self._conclude, partial, step, files, problem, group=self._group)
@@ -244,14 +244,6 @@ class Checkpointer:
         older = [step for step in checkpoint_steps(self.folder) if step < saved]
         for step in older[self._config.keep_latest_k - 1 :]:
             self._store.delete(step)
-
-    def _gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in their order."""
-        if self._group is None:
-            return [value]
-        values = [None] * self._world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
 
     # ---------------------------------------------------------------------- finding
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from tqdm import tqdm
 
+from torchtitan.distributed.agreement import of_all_ranks
 from torchtitan.training.checkpoint_errors import CheckpointError, DamagedFile, StoreError
 from torchtitan.training.checkpoint_files import STATE, check_content, check_file, read_json, read_manifest
 from torchtitan.training.faults import first_line
@@ -88,11 +88,11 @@ def local_copy(checkpoint: AnyPath) -> Iterator[Path]:
         path = error = None
         if int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0)) == 0:
             path, error = _fetched(checkpoint, stack)
-        copies = _gather((node, path, error))
+        copies = of_all_ranks((node, path, error))
         if found := next((error for _, _, error in copies if error), None):
             raise found
         yield Path(next(path for other, path, _ in copies if other == node and path))
-        _gather(None)  # not to be removed before all have read it
+        of_all_ranks(None)  # not to be removed before all have read it
 
 
 def _fetched(checkpoint: RemotePath, stack: ExitStack) -> tuple[str | None, CheckpointError | None]:
@@ -145,15 +145,6 @@ def _copy(source: RemotePath, target: Path, entry: dict, bar: tqdm) -> str | Non
             left -= len(chunk)
             bar.update(len(chunk))
     return f"{source.name} is damaged" if left or digest.hexdigest() != entry["sha256"] else None
-
-
-def _gather(value: Any) -> list[Any]:
-    """Every rank's value, in their order."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from data.base import UnreadableImage
+from torchtitan.distributed.agreement import of_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +42,7 @@ class CorruptImages:
             waiting = torch.tensor([len(self._unshared)])
             dist.all_reduce(waiting)
             if waiting.item():
-                met_by_rank: list[dict[str, str]] = [{} for _ in range(self._ranks)]
-                dist.all_gather_object(met_by_rank, self._unshared)
-                for met in met_by_rank:
+                for met in of_all_ranks(self._unshared):
                     self._add(met)
         self._unshared = {}
         return len(self._known)

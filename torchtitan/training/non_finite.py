@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.distributed.activation_checkpoint import WRAPPER_PREFIX
+from torchtitan.distributed.agreement import of_all_ranks
 from torchtitan.distributed.parallelize import local
 
 
@@ -60,10 +60,7 @@ def _hook(name: str, watch: Watch):
 
 def over_ranks(found: str) -> str:
     """What each rank found, in one line, like findings once; collective."""
-    everyone = [found]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [""] * dist.get_world_size()
-        dist.all_gather_object(everyone, found)
+    everyone = of_all_ranks(found)
     ranks_by_words: dict[str, list[int]] = {}
     for rank, words in enumerate(everyone):
         ranks_by_words.setdefault(words, []).append(rank)
