@@ -1,0 +1,35 @@
+"""Autoencoders between images and latents, by name."""
+
+import torch
+
+from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
+from torchtitan.autoencoders.cosmos import CosmosTokenizer
+from torchtitan.autoencoders.diffusers_models import DiffusersAutoencoder
+from torchtitan.autoencoders.identity import IdentityAutoencoder
+from torchtitan.autoencoders.taef2 import Taef2
+
+AUTOENCODERS: dict[str, type[Autoencoder]] = {
+    "identity": IdentityAutoencoder,
+    "cosmos": CosmosTokenizer,
+    "diffusers": DiffusersAutoencoder,
+    "taef2": Taef2,
+}
+
+
+def build_autoencoder(
+    name: str, path: str = "", dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> Autoencoder:
+    """Open an autoencoder for use.
+
+    Args:
+        name: of an entry of AUTOENCODERS.
+        path: folder of its weights, or for cosmos and diffusers a name on the Hugging Face hub; none for identity.
+        dtype: of compute, float32 or bfloat16; None is float32, and for cosmos the dtype that its files are traced in.
+        device: where it computes.
+
+    Raises:
+        AutoencoderError: an unknown name, missing, damaged or wrong weights, or a package that is not installed.
+    """
+    if name not in AUTOENCODERS:
+        raise AutoencoderError(f"no autoencoder is called {name!r} (there are {', '.join(AUTOENCODERS)})")
+    return AUTOENCODERS[name](path, dtype, torch.device(device))

@@ -1,0 +1,163 @@
+"""What every autoencoder provides: images to latents and back, and what it is."""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class AutoencoderError(Exception):
+    """An autoencoder, or data for one, that cannot be used; one line: what is wrong and what to do."""
+
+
+class Normalization(TypedDict):
+    """Per channel, as plain numbers: normalized = (raw - shift) * scale."""
+
+    shift: list[float]
+    scale: list[float]
+
+
+@dataclass(frozen=True)
+class Latents:
+    """What an encoder gives, raw: neither shifted nor scaled.
+
+    Attributes:
+        mean: [B, C, h, w] float32.
+        std: of the posterior, [B, C, h, w] float32; None where the encoder is deterministic.
+    """
+
+    mean: Tensor
+    std: Tensor | None = None
+
+
+class Autoencoder(nn.Module):
+    """Base of every autoencoder: in eval mode, without gradients, on one device.
+
+    A subclass implements `_encode`, `_decode` and `weights_sha256`; both methods take and give the compute dtype.
+
+    Attributes:
+        name: of its entry in the registry.
+        channels: C of the latents.
+        downscale: pixels per latent position along each side.
+        normalization: what the model's own configuration says of its latents, or None where it says nothing.
+        weights_sha256: hash of the weights, the same on every machine and in any compute dtype.
+        dtype: of compute.
+        device: where it computes; images and latents are brought there.
+    """
+
+    name: str
+    channels: int
+    downscale: int
+    normalization: Normalization | None = None
+    weights_sha256: str
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.device = device
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Latents:
+        """Encode images.
+
+        Args:
+            images: [B, 3, H, W] float32 in [-1, 1], H and W multiples of `downscale`.
+
+        Returns:
+            raw latents [B, C, H / downscale, W / downscale] on the autoencoder's device.
+
+        Raises:
+            AutoencoderError: the images are not of that shape.
+        """
+        self.check_images(images)
+        latents = self._encode(images.to(self.device, self.dtype))
+        return Latents(latents.mean.float(), None if latents.std is None else latents.std.float())
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode latents.
+
+        Args:
+            latents: raw, [B, C, h, w] float32.
+
+        Returns:
+            images [B, 3, h * downscale, w * downscale] float32, clamped to [-1, 1], on the autoencoder's device.
+
+        Raises:
+            AutoencoderError: the latents are not of that shape.
+        """
+        self.check_latents(latents)
+        return self._decode(latents.to(self.device, self.dtype)).float().clamp(-1, 1)
+
+    def identity(self) -> dict:
+        """What makes the autoencoder what it is, for JSON; equal on every machine and in any compute dtype."""
+        return {
+            "name": self.name,
+            "sha256": self.weights_sha256,
+            "channels": self.channels,
+            "downscale": self.downscale,
+        }
+
+    def train(self, mode: bool = True) -> "Autoencoder":
+        # Stays in eval mode even where it is part of a module that is trained.
+        return super().train(False)
+
+    def check_images(self, images: Tensor) -> None:
+        """Raises AutoencoderError: `images` are not [B, 3, H, W] with sides that are multiples of `downscale`."""
+        shape = list(images.shape)
+        if images.ndim != 4 or shape[1] != 3:
+            raise AutoencoderError(f"{self.name} encodes images [B, 3, H, W], not {shape}")
+        if shape[2] % self.downscale or shape[3] % self.downscale or 0 in shape:
+            raise AutoencoderError(
+                f"{self.name} encodes images whose sides are multiples of {self.downscale} pixels, not "
+                f"{shape[2]} x {shape[3]}"
+            )
+
+    def check_latents(self, latents: Tensor) -> None:
+        """Raises AutoencoderError: `latents` are not [B, C, h, w] with this autoencoder's number of channels."""
+        shape = list(latents.shape)
+        if latents.ndim != 4 or shape[1] != self.channels or 0 in shape:
+            raise AutoencoderError(f"{self.name} decodes latents [B, {self.channels}, h, w], not {shape}")
+
+    def freeze(self) -> None:
+        """Put the networks in eval mode, without gradients, in the compute dtype and on the device."""
+        self.eval().requires_grad_(False).to(self.device, self.dtype)
+
+    def _encode(self, images: Tensor) -> Latents:
+        raise NotImplementedError
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def compute_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype asked for, float32 by default. Raises AutoencoderError: it is not one to compute in."""
+    if dtype is None:
+        return torch.float32
+    if dtype not in COMPUTE_DTYPES:  # float16 overflows in several published decoders
+        raise AutoencoderError(f"{name} computes in float32 or bfloat16, not {dtype_name(dtype)}")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def normalize(latents: Tensor, normalization: Normalization) -> Tensor:
+    """Raw latents [B, C, h, w] -> normalized ones, (raw - shift) * scale per channel."""
+    shift, scale = _per_channel(latents, normalization)
+    return (latents - shift) * scale
+
+
+def denormalize(latents: Tensor, normalization: Normalization) -> Tensor:
+    """The inverse of `normalize`."""
+    shift, scale = _per_channel(latents, normalization)
+    return latents / scale + shift
+
+
+def _per_channel(latents: Tensor, normalization: Normalization) -> tuple[Tensor, Tensor]:
+    shift, scale = (latents.new_tensor(normalization[key]).reshape(1, -1, 1, 1) for key in ("shift", "scale"))
+    return shift, scale

@@ -1,0 +1,125 @@
+"""Autoencoders of the diffusers package: AutoencoderKL (SD, SDXL, SD3, Flux) and AutoencoderDC."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents, Normalization, compute_dtype
+from torchtitan.autoencoders.hub import local_folder
+from torchtitan.autoencoders.weight_hash import weights_sha256
+
+STOCHASTIC, DETERMINISTIC = "AutoencoderKL", "AutoencoderDC"
+FILES = [
+    "config.json",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "diffusion_pytorch_model-*.safetensors",
+]
+
+
+class DiffusersAutoencoder(Autoencoder):
+    """The contract around a diffusers model; scale and shift are those of the model's config.json."""
+
+    name = "diffusers"
+
+    def __init__(self, path: str, dtype: torch.dtype | None, device: torch.device) -> None:
+        """
+        Args:
+            path: folder with config.json and safetensors weights, a pipeline's folder that holds one as `vae`, or a
+                name on the hub: owner/repository or owner/repository/vae.
+            dtype: of compute, float32 (None) or bfloat16.
+            device: where to compute.
+
+        Raises:
+            AutoencoderError: diffusers is not installed, or the folder holds no complete model of the two kinds.
+        """
+        super().__init__(compute_dtype(self.name, dtype), device)
+        folder = local_folder(self.name, path, [*FILES, *(f"vae/{name}" for name in FILES)])
+        if not (folder / "config.json").is_file() and (folder / "vae" / "config.json").is_file():
+            folder = folder / "vae"
+        self.kind = _kind(folder / "config.json")
+        self.model = _load(folder, self.kind)
+        config = self.model.config
+        if config.in_channels != 3:
+            raise AutoencoderError(f"diffusers: {folder}: takes {config.in_channels} channels, not RGB images")
+        self.channels = config.latent_channels
+        stages = config.block_out_channels if self.kind == STOCHASTIC else config.encoder_block_out_channels
+        self.downscale = 2 ** (len(stages) - 1)
+        self.normalization = _normalization(folder, config, self.channels)
+        self.weights_sha256 = weights_sha256(self.model.state_dict())
+        self.freeze()
+
+    def identity(self) -> dict:
+        return super().identity() | {"kind": self.kind}
+
+    def _encode(self, images: Tensor) -> Latents:
+        if self.kind == DETERMINISTIC:
+            return Latents(self.model.encode(images).latent)
+        posterior = self.model.encode(images).latent_dist
+        return Latents(posterior.mean, torch.exp(0.5 * posterior.logvar.float()))
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        return self.model.decode(latents).sample
+
+
+def _kind(file: Path) -> str:
+    """The class that a config.json names."""
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not JSON"
+        raise AutoencoderError(f"diffusers: {file}: cannot be read: {reason}") from error
+    kind = config.get("_class_name") if isinstance(config, dict) else None
+    if kind not in (STOCHASTIC, DETERMINISTIC):
+        raise AutoencoderError(
+            f"diffusers: {file}: describes {kind or 'no model'}; {STOCHASTIC} and {DETERMINISTIC} can be used"
+        )
+    return kind
+
+
+def _load(folder: Path, kind: str) -> torch.nn.Module:
+    try:
+        import diffusers
+    except ImportError as error:
+        raise AutoencoderError(
+            "diffusers: needs the package diffusers, which is not installed (pip install '.[diffusers]')"
+        ) from error
+    try:
+        # Only safetensors: the other kind of file is a pickle. In float32, which the hash is taken in.
+        model, found = getattr(diffusers, kind).from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False,
+            torch_dtype=torch.float32, output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise AutoencoderError(f"diffusers: {folder}: cannot be loaded: {reason}") from error
+    # diffusers fills what a file lacks with random weights and goes on.
+    for key, text in (
+        ("missing_keys", "are missing"), ("unexpected_keys", "are not of this model"),
+        ("mismatched_keys", "have another shape"),
+    ):  # fmt: skip
+        if names := sorted(str(name) for name in found[key]):
+            raise AutoencoderError(f"diffusers: {folder}: {len(names)} weights {text}: {names[0]}")
+    return model
+
+
+def _normalization(folder: Path, config, channels: int) -> Normalization | None:
+    """Shift and scale as the pipelines of diffusers apply them, from the model's own configuration.
+
+    With per-channel statistics: (raw - latents_mean) * scaling_factor / latents_std; else (raw - shift_factor) *
+    scaling_factor, with no shift where there is none.
+    """
+    if config.scaling_factor is None:
+        return None
+    mean, std = config.get("latents_mean"), config.get("latents_std")
+    if mean is not None and std is not None:
+        if not len(mean) == len(std) == channels or 0 in std:
+            raise AutoencoderError(
+                f"diffusers: {folder / 'config.json'}: latents_mean and latents_std are not {channels} numbers each"
+            )
+        return {"shift": [float(value) for value in mean], "scale": [config.scaling_factor / value for value in std]}
+    shift = config.get("shift_factor") or 0.0
+    return {"shift": [float(shift)] * channels, "scale": [float(config.scaling_factor)] * channels}
