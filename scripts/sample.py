@@ -13,6 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from safetensors.torch import save_file
+
 from torchtitan.command_line import OneLineParser
 from torchtitan.config import ConfigError
 from torchtitan.config_record import unmet_condition
@@ -67,6 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of compute")
     add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, or beside the weights)")
     add("--files", action="store_true", help="one PNG per image besides the grid")
+    add("--latents", action="store_true", help="a file of the values as drawn besides, for cosmos_latent_decoder.py")
     return parser.parse_args()
 
 
@@ -151,6 +154,10 @@ def draw(arguments: argparse.Namespace, trained: TrainedModel, sampling: Samplin
         for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
             save_image(image, folder / f"class-{label:04d}-image-{number:06d}-seed-{arguments.seed}.png")
         print(f"{folder}: {len(images)} images")
+    if arguments.latents:
+        file = folder / f"latents-seed-{arguments.seed}.safetensors"
+        save_file({"latents": images.float().contiguous(), "labels": labels}, file)
+        print(file)
 
 
 if __name__ == "__main__":

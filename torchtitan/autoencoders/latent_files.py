@@ -1,0 +1,169 @@
+"""Single files of latents, safetensors or npy: what the latent decoder reads and writes."""
+
+import json
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from torchtitan.autoencoders.base import AutoencoderError, Latents, Normalization, denormalize
+from torchtitan.training.weight_files import written_whole
+
+SUFFIXES = (".safetensors", ".npy")
+KEYS = ("mean", "latents")
+
+
+@dataclass(frozen=True)
+class LatentFile:
+    """Latents on disk, read in parts.
+
+    Attributes:
+        path: of the file.
+        shape: (N, C, h, w).
+        integers: whether they are stored as whole numbers, which mean nothing without a factor.
+        autoencoder: identity of the one that made them, where the file says.
+        normalization: what was done to them, where the file says; None: they are raw.
+    """
+
+    path: Path
+    shape: tuple[int, int, int, int]
+    integers: bool
+    autoencoder: dict | None = None
+    normalization: Normalization | None = None
+
+    def read(self, begin: int, end: int, factor: Fraction | None = None) -> Tensor:
+        """Raw latents begin .. end - 1, [end - begin, C, h, w] float32.
+
+        Args:
+            begin, end: in 0..N.
+            factor: what stored numbers are multiplied by.
+
+        Raises:
+            AutoencoderError: that part of the file cannot be read.
+        """
+        try:
+            stored = self._stored(begin, end).reshape(end - begin, *self.shape[1:]).to(torch.float32)
+        except (OSError, ValueError, TypeError, SafetensorError) as error:
+            raise _unreadable(self.path, error) from error
+        if factor is not None:
+            stored = stored * factor.numerator / factor.denominator
+        return denormalize(stored, self.normalization) if self.normalization else stored
+
+    def _stored(self, begin: int, end: int) -> Tensor:
+        if self.path.suffix == ".npy":
+            array = np.load(self.path, mmap_mode="r", allow_pickle=False)
+            return torch.from_numpy(np.array(array.reshape(self.shape)[begin:end]))
+        with safe_open(self.path, framework="pt") as file:
+            tensor = file.get_slice(_key(self.path, file.keys()))
+            return tensor[begin:end] if len(tensor.get_shape()) == 4 else tensor[:]
+
+
+def open_latents(path: Path) -> LatentFile:
+    """Look at a file's header.
+
+    Args:
+        path: .npy with [N, C, h, w] or [C, h, w]; .safetensors with such a tensor, named `mean` or `latents`.
+
+    Raises:
+        AutoencoderError: no such file, or it holds no latents.
+    """
+    if not path.is_file():
+        raise AutoencoderError(f"{path}: no such file of latents")
+    if path.suffix not in SUFFIXES:
+        raise AutoencoderError(f"{path}: latents are read from {' and '.join(SUFFIXES)} files")
+    try:
+        shape, dtype, metadata = _npy_header(path) if path.suffix == ".npy" else _safetensors_header(path)
+    except (OSError, ValueError, EOFError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+    if dtype not in ("integer", "floating"):
+        raise AutoencoderError(f"{path}: holds {dtype} values, not latents")
+    if len(shape) not in (3, 4) or 0 in shape:
+        raise AutoencoderError(f"{path}: holds {list(shape)}, not latents [N, C, h, w] or [C, h, w]")
+    shape = (1,) * (4 - len(shape)) + tuple(shape)
+    autoencoder, normalization = (_from_json(path, metadata, key) for key in ("autoencoder", "normalization"))
+    if normalization is not None and not _is_normalization(normalization, shape[1]):
+        raise AutoencoderError(f"{path}: its normalization is not shift and scale of {shape[1]} channels")
+    return LatentFile(path, shape, dtype == "integer", autoencoder, normalization)
+
+
+def find_latents(source: Path) -> list[Path]:
+    """The file itself, or the files of latents in a folder, by name. Raises AutoencoderError: there are none."""
+    if not source.is_dir():
+        return [source]
+    found = sorted(path for path in source.iterdir() if path.suffix in SUFFIXES and not path.name.startswith("."))
+    if not found:
+        raise AutoencoderError(f"{source}: holds no files of latents ({' or '.join(SUFFIXES)})")
+    return found
+
+
+def save_latents(path: Path, latents: Latents, names: list[str], autoencoder: dict, overwrite: bool) -> None:
+    """Write raw latents as safetensors: `mean`, and `std` where there is one, with their origin as metadata.
+
+    Args:
+        path: must end in .safetensors.
+        latents: of N images.
+        names: of the images, N.
+        autoencoder: identity of the autoencoder.
+        overwrite: whether a file in the way is replaced.
+
+    Raises:
+        WeightsError: there is a file already, or it cannot be written; nothing is left half-written.
+    """
+    tensors = {"mean": latents.mean} | ({} if latents.std is None else {"std": latents.std})
+    metadata = {"autoencoder": json.dumps(autoencoder), "names": json.dumps(names)}
+    with written_whole(path, overwrite) as temporary:
+        save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, temporary, metadata)
+
+
+def _npy_header(path: Path) -> tuple[tuple[int, ...], str, dict]:
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, np.ndarray):
+        raise ValueError("an archive of arrays")
+    kind = {"f": "floating", "i": "integer", "u": "integer"}.get(array.dtype.kind, str(array.dtype))
+    return array.shape, kind, {}
+
+
+def _safetensors_header(path: Path) -> tuple[tuple[int, ...], str, dict]:
+    with safe_open(path, framework="pt") as file:
+        tensor = file.get_slice(_key(path, file.keys()))
+        kind = {"F": "floating", "B": "floating", "I": "integer", "U": "integer"}
+        dtype = tensor.get_dtype()
+        name = dtype if dtype == "BOOL" else kind.get(dtype[0], dtype)
+        return tuple(tensor.get_shape()), name, file.metadata() or {}
+
+
+def _key(path: Path, keys: list[str]) -> str:
+    found = next((key for key in KEYS if key in keys), None)
+    if found is None:
+        held = ", ".join(sorted(keys)[:3]) or "nothing"
+        raise AutoencoderError(f"{path}: has no tensor {' or '.join(KEYS)}, but {held}")
+    return found
+
+
+def _from_json(path: Path, metadata: dict, key: str) -> dict | None:
+    if key not in metadata:
+        return None
+    try:
+        value = json.loads(metadata[key])
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise AutoencoderError(f"{path}: its metadata {key!r} is not a JSON object")
+    return value
+
+
+def _is_normalization(value: dict, channels: int) -> bool:
+    rows = [value.get("shift"), value.get("scale")]
+    if not all(isinstance(row, list) and len(row) == channels for row in rows):
+        return False
+    return all(isinstance(number, (int, float)) for row in rows for number in row) and 0 not in rows[1]
+
+
+def _unreadable(path: Path, error: Exception) -> AutoencoderError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return AutoencoderError(f"{path}: is not a readable file of latents: {reason}")
