@@ -94,7 +94,8 @@ def _load(folder: Path, kind: str) -> torch.nn.Module:
             torch_dtype=torch.float32, output_loading_info=True,
         )  # fmt: skip
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        # torch heads its list of wrong shapes with a line that says nothing.
+        reason = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])
         raise AutoencoderError(f"diffusers: {folder}: cannot be loaded: {reason}") from error
     # diffusers fills what a file lacks with random weights and goes on.
     for key, text in (
