@@ -19,7 +19,7 @@ class PatchEncoder(nn.Module):
         self.zero = nn.Parameter(torch.zeros(1, dtype=dtype))
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        return nn.functional.conv2d(x, self.weight, stride=8), (self.zero * 1, self.zero * 1)
+        return nn.functional.conv2d(x.to(self.weight.dtype), self.weight, stride=8), (self.zero * 1, self.zero * 1)
 
 
 class PatchDecoder(nn.Module):

@@ -70,7 +70,8 @@ def block(x, tensors, index):
         groups = wide.reshape(len(x), 4, -1)
         centred = groups - groups.mean(2, keepdim=True)
         normed = (centred / (centred.square().mean(2, keepdim=True) + 1e-5).sqrt()).reshape(wide.shape)
-        normed = normed * tensors[f"{index}.pool.1.weight"][:, None, None] + tensors[f"{index}.pool.1.bias"][:, None, None]
+        scale, shift = (tensors[f"{index}.pool.1.{part}"][:, None, None] for part in ("weight", "bias"))
+        normed = normed * scale + shift
         x = x + functional.conv2d(normed.relu(), tensors[f"{index}.pool.3.weight"])
     inner = convolve(convolve(x, tensors, f"{index}.conv.0").relu(), tensors, f"{index}.conv.2").relu()
     return (convolve(inner, tensors, f"{index}.conv.4") + x).relu()

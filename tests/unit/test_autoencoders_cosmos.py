@@ -37,11 +37,14 @@ def test_a_dtype_may_be_named_but_not_changed(tmp_path):
         build_autoencoder("cosmos", str(tmp_path), torch.float32)
 
 
+CONSTANT = torch.full((16, 3, 8, 8), 0.01, dtype=torch.bfloat16)
+
+
 class Frozen(nn.Module):
-    """A network whose weights became constants of the trace."""
+    """A network whose weights became constants of the trace, and which takes images of any dtype."""
 
     def forward(self, x):
-        return (nn.functional.conv2d(x, torch.full((16, 3, 8, 8), 0.01, dtype=torch.bfloat16), stride=8),)
+        return (nn.functional.conv2d(x.to(torch.bfloat16), CONSTANT, stride=8),)
 
 
 def test_dtype_is_found_among_the_constants_where_there_are_no_weights(tmp_path):
@@ -49,7 +52,8 @@ def test_dtype_is_found_among_the_constants_where_there_are_no_weights(tmp_path)
     trace(Frozen(), torch.zeros(1, 3, 16, 16, dtype=torch.bfloat16), tmp_path / "encoder.jit")
     tokenizer = build_autoencoder("cosmos", str(tmp_path))
     assert tokenizer.dtype == torch.bfloat16
-    torch.testing.assert_close(tokenizer.encode(torch.ones(1, 3, 8, 8)).mean, torch.full((1, 16, 1, 1), 1.92), rtol=0.01, atol=0)
+    latents = tokenizer.encode(torch.ones(1, 3, 8, 8)).mean
+    torch.testing.assert_close(latents, torch.full((1, 16, 1, 1), 192 * 0.01), rtol=0.01, atol=0)
 
 
 def test_identity_follows_the_files_and_not_the_folder(tmp_path):
@@ -99,7 +103,7 @@ IMAGE, CLIP = torch.zeros(1, 3, 64, 64), torch.zeros(1, 3, 8, 64, 64)
         (ThreeQuarters(), IMAGE, "encoder.jit", "not a whole number"),
         (Number(), IMAGE, "encoder.jit", r"does not give latents \[B, C, h, w\] for images, but \[\]"),
         (nn.Conv2d(4, 8, 3), torch.zeros(1, 4, 8, 8), "encoder.jit", "does not encode images"),
-        (nn.Conv2d(4, 3, 3), torch.zeros(1, 4, 8, 8), "decoder.jit", "does not decode what encoder.jit beside it gives"),
+        (nn.Conv2d(4, 3, 3), torch.zeros(1, 4, 8, 8), "decoder.jit", "does not decode what encoder.jit beside"),
         (nn.Conv2d(16, 3, 1).bfloat16(), torch.zeros(1, 16, 8, 8).bfloat16(), "decoder.jit", "in float32"),
         (Small(), torch.zeros(1, 16, 8, 8), "decoder.jit", r"gives \[1, 3, 8, 8\] instead of the image"),
     ],
@@ -120,7 +124,8 @@ def test_files_that_are_no_torchscript_are_refused_in_one_line(tmp_path, content
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] if content == "half" else content)
-    with pytest.raises(AutoencoderError, match="no such file" if content is None else "not a TorchScript file") as raised:
+    message = "no such file" if content is None else "not a TorchScript file"
+    with pytest.raises(AutoencoderError, match=message) as raised:
         build_autoencoder("cosmos", str(tmp_path))
     assert "\n" not in str(raised.value)
 

@@ -7,6 +7,7 @@ section 4.
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,7 +147,7 @@ def _probe_decoder(file: Path, decoder: torch.jit.ScriptModule, latents: Tensor,
         raise AutoencoderError(f"cosmos: {file}: gives {shape} instead of the image [1, 3, {PROBE_SIDE}, {PROBE_SIDE}]")
 
 
-def _call(network: Callable[[Tensor], object], x: Tensor):
+def _call(network: Callable[[Tensor], object], x: Tensor) -> Any:
     # The optimizing executor changes its kernels after the first calls, and so the last bits of what they give.
     with torch.jit.optimized_execution(False):
         output = network(x)

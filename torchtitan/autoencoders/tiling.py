@@ -13,7 +13,7 @@ class TiledAutoencoder(Autoencoder):
 
     What fits one tile is encoded and decoded exactly as without tiling. Of larger images a network whose outputs see
     r pixels around them gives the same values farther than r from every cut; nearer, the blend gives an edge small
-    weight. Statistics over the whole image, as of group norms, become those of the tile.
+    weight. What is summed over the whole image, as in group norms and attention, is summed over the tile instead.
     """
 
     def __init__(self, autoencoder: Autoencoder, tile: int, overlap: int) -> None:
