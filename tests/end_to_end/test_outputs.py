@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.end_to_end.runs import Run, write_config
@@ -90,7 +92,7 @@ def test_samples_are_the_same_on_any_number_of_ranks(run, tmp_path):
             environment["WORLD_SIZE"] = str(ranks)
         arguments = [
             str(run.folder), "--classes", "3", "7", "--images-per-class", "3", "--seed", "5", "--num-steps", "4",
-            "--solver", "heun", "--files", "--output", str(tmp_path / str(ranks)),
+            "--solver", "heun", "--files", "--latents", "--output", str(tmp_path / str(ranks)),
         ]
         processes = [
             subprocess.Popen(
@@ -99,7 +101,10 @@ def test_samples_are_the_same_on_any_number_of_ranks(run, tmp_path):
             for rank in range(ranks)
         ]
         assert [process.wait(60) for process in processes] == [0] * ranks
-    files = sorted(path.name for path in (tmp_path / "1").iterdir())
+    latents = [load_file(tmp_path / ranks / "latents-seed-5.safetensors") for ranks in ("1", "2")]
+    assert latents[0]["labels"].tolist() == [3] * 3 + [7] * 3 and latents[0]["latents"].shape[0] == 6
+    torch.testing.assert_close(latents[1], latents[0])
+    files = sorted(path.name for path in (tmp_path / "1").glob("*.png"))
     assert len(files) == 1 + 6 and sum(name.startswith("class-0007") for name in files) == 3
     for name in files:
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes(), name
