@@ -2,12 +2,14 @@
 
 Trains DiT-B/2 (130 M parameters, Adam, one average: 2.1 GB a checkpoint) on synthetic images. A round takes steps
 without a save, then one save and as many steps as its write lasts; what these took beyond as many ordinary steps is the
-save's cost. Modes take turns. On a machine with CUDA pinned memory is measured too. Writes
-benchmarks/results/async_checkpoint.json.
+save's cost. Modes take turns. On a machine with CUDA pinned memory is measured too. On a CPU training has as many cores
+as OMP_NUM_THREADS says: with all of them the write beside it takes its time from the steps, with one less it does as on a
+machine whose steps are on a GPU. Adds to benchmarks/results/async_checkpoint.json.
 """
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -68,7 +70,9 @@ def main() -> None:
     }  # fmt: skip
     path = ROOT / "benchmarks" / "results" / "async_checkpoint.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    found = json.loads(path.read_text()) if path.exists() else {}
+    found[f"{result['device']}, {result['threads']} of {os.cpu_count()} cores"] = result
+    path.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 
