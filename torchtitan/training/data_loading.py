@@ -8,7 +8,10 @@ An image that cannot be decoded is replaced by the next in stored order that can
 the image's index alone, so that all of the above holds for damaged data too.
 """
 
+import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -192,7 +195,7 @@ def build_loader(
         num_workers=config.num_workers,
         prefetch_factor=config.prefetch_factor if config.num_workers else None,
         pin_memory=pin_memory,
-        worker_init_fn=_leave_signals_to_the_trainer,
+        worker_init_fn=_begin_worker,
         generator=torch.Generator(),  # or else starting a loader would advance the global generator
     )
     # One pass serves the whole run, so the processes live as long as it: nothing to keep between passes.
@@ -450,7 +453,18 @@ def _name(dataset: Dataset) -> str:
     return type(dataset).Config.name
 
 
-def _leave_signals_to_the_trainer(worker: int) -> None:
+def _begin_worker(worker: int) -> None:
+    _leave_signals_to_the_trainer()
+    threading.Thread(target=_end_with_the_trainer, daemon=True).start()
+
+
+def _end_with_the_trainer() -> None:
+    """torch looks at who the parent is, and that of a process from a fork server is the server, which lives on."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _leave_signals_to_the_trainer() -> None:
     """Survive what is sent to the whole process group: the trainer stops at the end of its step, and needs data.
 
     The second request to terminate is obeyed, so that a loader that hangs can be ended.
