@@ -1,10 +1,11 @@
 """Datasets by name. To add one: write data/<name>.py after the contract in data/base.py, and one line here."""
 
-from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Split, UnreadableImage
+from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split, UnreadableImage
 from data.cifar10 import Cifar10
 from data.cifar100 import Cifar100
 from data.digits import Digits
 from data.image_folder import ImageFolder
+from data.latents import Latents
 from data.synthetic import Synthetic
 from data.tinyimagenet import TinyImageNet
 
@@ -13,8 +14,9 @@ DATASETS: dict[str, type] = {
     "cifar10": Cifar10,
     "cifar100": Cifar100,
     "image_folder": ImageFolder,
+    "latents": Latents,
     "synthetic": Synthetic,
     "tinyimagenet": TinyImageNet,
 }
 
-__all__ = ["DATASETS", "DataConfig", "Dataset", "DatasetError", "DatasetInfo", "Split", "UnreadableImage"]
+__all__ = ["DATASETS", "DataConfig", "Dataset", "DatasetError", "DatasetInfo", "Draws", "Split", "UnreadableImage"]

@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 import numpy as np
 from torch import Tensor
 
+from torchtitan.diffusion import philox
 from torchtitan.settings import setting
 
 Split = Literal["train", "validation"]
@@ -64,6 +65,33 @@ class DataConfig:
     )
 
 
+@dataclass(frozen=True)
+class Draws:
+    """Random numbers for the samples of a batch: functions of (seed, purpose, sample number, attempt) alone.
+
+    Attributes:
+        seed: of the run.
+        samples: global sample numbers, int64 [B].
+        attempt: changes after a rollback.
+    """
+
+    seed: int
+    samples: Tensor
+    attempt: int = 0
+
+    def __getitem__(self, slots: slice) -> "Draws":
+        """Those of some of the samples."""
+        return Draws(self.seed, self.samples[slots], self.attempt)
+
+    def uniform(self, purpose: str) -> Tensor:
+        """One number in (0, 1) per sample, float64 [B]."""
+        return philox.uniform(self.seed, purpose, self.samples, self.attempt)
+
+    def normal(self, purpose: str, shape: tuple[int, ...]) -> Tensor:
+        """Standard normal numbers, float32 [B, *shape]."""
+        return philox.normal(self.seed, purpose, self.samples, shape, self.attempt)
+
+
 class Dataset(Protocol):
     """A finite collection of images in a fixed order, read by index.
 
@@ -96,4 +124,7 @@ class Dataset(Protocol):
         Raises:
             UnreadableImage: one of them cannot be decoded, and another may take its place.
             DatasetError: anything else, which ends the run.
+
+        A dataset whose images are themselves drawn at random for training also has `fetch_drawn(indices, draws)`,
+        which is then called in its place for the training split: the same images for the same indices and draws.
         """

@@ -25,6 +25,7 @@ PURPOSES = {
     "evaluation": 9,
     "bin_order": 10,
     "gns_projection": 11,
+    "posterior": 12,
 }
 
 _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, UnreadableImage
+from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Draws, UnreadableImage
 from torchtitan.diffusion import philox
 
 MAX_CORRUPT_SHARE = 0.2  # where the dataset's section has no key of that name
@@ -325,7 +325,7 @@ class _SampleReader:
     def __getitem__(self, microbatch: tuple[np.ndarray, np.ndarray]) -> dict[str, Any] | str:
         samples, indices = torch.from_numpy(microbatch[0]), microbatch[1]
         try:
-            images, labels, found, num_replaced = self._reader.read(indices)
+            images, labels, found, num_replaced = self._reader.read(indices, Draws(self._seed, samples, self._attempt))
         except DatasetError as error:
             return str(error)
         if self._horizontal_flip:
@@ -348,25 +348,29 @@ class _ReplacingReader:
         self._info = info
         self._unreadable: dict[int, UnreadableImage] = {}  # those met so far, so that each is tried once
 
-    def read(self, indices: np.ndarray) -> tuple[Tensor, Tensor, list[UnreadableImage], int]:
+    def read(
+        self, indices: np.ndarray, draws: Draws | None = None
+    ) -> tuple[Tensor, Tensor, list[UnreadableImage], int]:
         """Returns images, labels, every unreadable image in the way of these, how many of these were replaced."""
+        draws = draws if hasattr(self._dataset, "fetch_drawn") else None
         if not any(int(index) in self._unreadable for index in indices):
             try:
-                return *_read(self._dataset, self._info, indices), [], 0
+                return *_read(self._dataset, self._info, indices, draws), [], 0
             except UnreadableImage:
                 pass  # find out which, one by one
         met: dict[int, UnreadableImage] = {}
-        pairs = [self._read_one(int(index), met) for index in indices]
+        alone = [draws and draws[slot : slot + 1] for slot in range(len(indices))]
+        pairs = [self._read_one(int(index), met, own) for index, own in zip(indices, alone, strict=True)]
         images, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         return images, labels, list(met.values()), sum(int(index) in met for index in indices)
 
-    def _read_one(self, wanted: int, met: dict[int, UnreadableImage]) -> tuple[Tensor, Tensor]:
+    def _read_one(self, wanted: int, met: dict[int, UnreadableImage], draws: Draws | None) -> tuple[Tensor, Tensor]:
         length = len(self._dataset)
         for step in range(min(length, MAX_UNREADABLE_IN_A_ROW)):
             index = (wanted + step) % length
             if index not in self._unreadable:
                 try:
-                    return _read(self._dataset, self._info, np.array([index]))
+                    return _read(self._dataset, self._info, np.array([index]), draws)
                 except UnreadableImage as error:
                     self._unreadable[index] = UnreadableImage(index, error.path, error.reason)
             met[index] = self._unreadable[index]
@@ -413,9 +417,9 @@ def _deliver(batches: Iterator[Any], dataset: Dataset) -> Iterator[dict[str, Any
         getattr(batches, "_shutdown_workers", lambda: None)()
 
 
-def _read(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+def _read(dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws: Draws | None) -> tuple[Tensor, Tensor]:
     try:
-        images, labels = dataset.fetch(indices)
+        images, labels = dataset.fetch(indices) if draws is None else dataset.fetch_drawn(indices, draws)
         _check(images, labels, len(indices), info)
     except UnreadableImage:
         raise

@@ -1,0 +1,131 @@
+"""Images encoded beforehand: reads a latent store, draws from each posterior, normalises by channel."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.base import DataConfig, DatasetError, DatasetInfo, Draws, Split
+from torchtitan.latents.index import StoreError
+from torchtitan.latents.store import LatentStore
+from torchtitan.settings import setting
+
+NUMBERS_AT_A_TIME = 2**18  # keeps the generator's 64-bit intermediates in the cache
+VALIDATION_SEED = 0
+
+
+@dataclass(kw_only=True)
+class LatentsConfig(DataConfig):
+    """`[data]` with name = "latents"."""
+
+    name: Literal["latents"] = setting("latents", "dataset")
+    path: str = setting("", "folder of a latent store")
+    sample_posterior: bool | None = setting(
+        None, "draw each latent from its normal distribution anew; false: take the mean; default: true where the store "
+        "keeps standard deviations",
+    )  # fmt: skip
+    mirror: bool | None = setting(
+        None, "take the mirror image's latent with probability 1/2; default: true where the store keeps it"
+    )
+    validation_path: str = setting("", "latent store of held-out images")
+    validation_fraction: float = setting(
+        0.05, "share of data.path held out, spread evenly over its order", ge=0, lt=1, applies={"validation_path": ("",)}
+    )
+
+
+class Latents:
+    """Latents [C, h, w] at unit scale.
+
+    Training draws the view and the posterior's sample of each sample number; a validation image is always the
+    unmirrored one and the same sample of its posterior. Without `validation_path` image i of the store is held out
+    where floor((i + 1) f) > floor(i f), f = `validation_fraction`: of images in the order of their classes every class
+    gives its share to within one.
+    """
+
+    Config = LatentsConfig
+
+    @staticmethod
+    def info(config: LatentsConfig) -> DatasetInfo:
+        store = _open(config, "train")
+        has_validation = bool(config.validation_path) or bool(_held_out(store, config).any())
+        if config.validation_path:
+            _open(config, "validation")
+        index = store.index
+        return DatasetInfo(index.shape, index.num_classes, tuple(index.class_names), has_validation)
+
+    def __init__(self, config: LatentsConfig, split: Split) -> None:
+        self._store = _open(config, split)
+        index = self._store.index
+        self._sample = index.posterior if config.sample_posterior is None else config.sample_posterior
+        self._mirror = index.mirrored if config.mirror is None else config.mirror
+        if config.validation_path:
+            self._numbers = np.arange(len(self._store))
+        else:
+            held_out = _held_out(self._store, config)
+            self._numbers = np.flatnonzero(held_out if split == "validation" else ~held_out)
+        if len(self._numbers) == 0:
+            raise DatasetError(f"data.validation_fraction: {config.validation_fraction} leaves no image for {split}")
+        # Held-out images are seen through the same map as those that are trained on.
+        normalization = _open(config, "train").index.normalization
+        self._shift = torch.tensor(normalization.shift)[:, None, None]  # [C, 1, 1]
+        self._scale = torch.tensor(normalization.scale)[:, None, None]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def fetch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        numbers = self._numbers[indices]
+        return self._read(numbers, None, Draws(VALIDATION_SEED, torch.from_numpy(numbers)))
+
+    def fetch_drawn(self, indices: np.ndarray, draws: Draws) -> tuple[Tensor, Tensor]:
+        views = (draws.uniform("horizontal_flip") < 0.5).to(torch.int64).numpy() if self._mirror else None
+        return self._read(self._numbers[indices], views, draws)
+
+    def _read(self, numbers: np.ndarray, views: np.ndarray | None, draws: Draws) -> tuple[Tensor, Tensor]:
+        try:
+            values, labels = self._store.read(numbers, views)  # [B, P, C, h, w]
+        except StoreError as error:
+            raise DatasetError(str(error)) from error
+        latents = values[:, 0]
+        if self._sample:
+            at_a_time = max(1, NUMBERS_AT_A_TIME // latents[0].numel())
+            for first in range(0, len(latents), at_a_time):
+                slots = slice(first, first + at_a_time)
+                noise = draws[slots].normal("posterior", self._store.index.shape)
+                latents[slots].addcmul_(values[slots, 1], noise)
+        return (latents - self._shift) * self._scale, labels
+
+
+def _open(config: LatentsConfig, split: Split) -> LatentStore:
+    """The store that holds a split. Raises DatasetError."""
+    key = "validation_path" if split == "validation" and config.validation_path else "path"
+    path = getattr(config, key)
+    if not path:
+        raise DatasetError(f"data.{key}: not given; latents needs a latent store (scripts/latents.py convert makes one)")
+    try:
+        store = LatentStore(path)
+    except StoreError as error:
+        raise DatasetError(f"data.{key}: {error}") from error
+    if config.sample_posterior and not store.index.posterior:
+        raise DatasetError(f"data.sample_posterior: {path} keeps no standard deviations; leave the key out")
+    if key == "validation_path":
+        _check_alike(store, _open(config, "train"))
+    elif config.mirror and not store.index.mirrored:
+        raise DatasetError(f"data.mirror: {path} keeps no mirror images; leave the key out")
+    return store
+
+
+def _check_alike(store: LatentStore, trained: LatentStore) -> None:
+    for name in ("shape", "posterior", "num_classes", "class_names", "autoencoder"):
+        held_out, wanted = getattr(store.index, name), getattr(trained.index, name)
+        if held_out != wanted:
+            raise DatasetError(f"data.validation_path: {store.folder}: its {name} is not that of {trained.folder}")
+
+
+def _held_out(store: LatentStore, config: LatentsConfig) -> np.ndarray:
+    """Which images of `data.path` belong to validation, bool [N]."""
+    # A product may end just below a whole number.
+    shares = np.floor(np.arange(len(store) + 1) * config.validation_fraction + 1e-9)
+    return np.diff(shares) > 0

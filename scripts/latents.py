@@ -1,0 +1,179 @@
+"""Look after latent stores: convert published latents, show, verify and measure stores.
+
+Exit codes: 0; 1: verify found damage; 2: refused, nothing lost: the same command goes on with what it had written.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import pydantic
+from tqdm import tqdm
+
+from torchtitan.command_line import OneLineParser
+from torchtitan.latents.convert import convert, measure, plan_conversion
+from torchtitan.latents.index import (
+    INDEX_FILE,
+    Normalization,
+    StoreError,
+    StoreIndex,
+    first_problem,
+    read_index,
+    write_sealed,
+)
+from torchtitan.latents.sources import open_source
+from torchtitan.latents.store import LatentStore, verify_shards
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    arguments = parse_arguments(words)
+    try:
+        return arguments.command(arguments)
+    except StoreError as error:
+        print(error, file=sys.stderr)
+    except pydantic.ValidationError as failure:
+        print(first_problem(failure), file=sys.stderr)
+    except OSError as error:
+        print(f"{error.filename or 'the store'}: {error.strerror or error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 2
+
+
+def parse_arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("convert", help="write a store from published latents")
+    command.set_defaults(command=convert_source)
+    command.add_argument("source", type=Path, help="int8 safetensors file, folder of *_features and *_labels, or folder "
+                         "of safetensors files with latents, latents_flip and labels")
+    command.add_argument("--output", type=Path, required=True, metavar="STORE", help="folder to write, or to go on with")
+    command.add_argument("--dtype", choices=("float16", "bfloat16", "int8"),
+                         help="of the stored values (default: int8 where the source is, else float16)")
+    command.add_argument("--num_classes", type=count, default=1000, help="of the labels (default 1000); 0: no labels")
+    command.add_argument("--class_names", type=Path, metavar="FILE", help="text file, the name of one class a line")
+    command.add_argument("--normalization", choices=("measured", "source"), default="measured",
+                         help="what the store is read with: mean 0 and variance 1 of each channel (default), or what "
+                         "the source's makers train with")
+    command.add_argument("--images_per_shard", type=positive, help="images per file (default: 1024, or as many as make "
+                         "1,000 files)")
+
+    command = commands.add_parser("info", help="what a store holds")
+    command.set_defaults(command=show)
+    command.add_argument("store", type=Path)
+
+    command = commands.add_parser("verify", help="read every byte of stores")
+    command.set_defaults(command=verify)
+    command.add_argument("stores", type=Path, nargs="+", metavar="STORE")
+
+    command = commands.add_parser("measure", help="mean and standard deviation of each channel of a store")
+    command.set_defaults(command=measure_store)
+    command.add_argument("store", type=Path)
+    command.add_argument("--update", action="store_true", help="read the store with these from now on")
+    return parser.parse_args(words)
+
+
+def convert_source(arguments: argparse.Namespace) -> int:
+    source = open_source(arguments.source)
+    plan = plan_conversion(
+        source,
+        dtype=arguments.dtype,
+        num_classes=arguments.num_classes,
+        class_names=read_names(arguments.class_names) if arguments.class_names else None,
+        measured=arguments.normalization == "measured",
+        shard_images=arguments.images_per_shard,
+    )
+    print("\n".join(description(arguments.output, convert(source, arguments.output, plan))))
+    return 0
+
+
+def show(arguments: argparse.Namespace) -> int:
+    store = LatentStore(arguments.store)
+    print("\n".join(description(store.folder, store.index)))
+    return 0
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    damaged = False
+    for folder in arguments.stores:
+        index = read_index(folder)
+        problems = list(filter(None, tqdm(verify_shards(folder, index), total=index.num_shards, unit="shard")))
+        damaged |= bool(problems)
+        print("\n".join(problems or [f"{folder}: good"]))
+    return 1 if damaged else 0
+
+
+def measure_store(arguments: argparse.Namespace) -> int:
+    store = LatentStore(arguments.store)
+    moments, before = measure(store), store.index.normalization
+    print("channel        mean         std  normalised to mean, std")
+    for channel, (mean, std) in enumerate(zip(moments.mean, moments.std, strict=True)):
+        shift, scale = before.shift[channel], before.scale[channel]
+        print(f"{channel:>7}  {mean:>10.5f}  {std:>10.5f}  {(mean - shift) * scale:>10.5f}  {std * scale:>10.5f}")
+    if arguments.update:
+        set_normalization(store, moments.normalization())
+    return 0
+
+
+def set_normalization(store: LatentStore, normalization: Normalization) -> None:
+    index = store.index.model_copy(update={"normalization": normalization})
+    write_sealed(store.folder / INDEX_FILE, index.model_dump(mode="json"))
+
+
+def description(folder: Path, index: StoreIndex) -> list[str]:
+    kept = ("mean and standard deviation" if index.posterior else "the latent") + (
+        " of each image and of its mirror image" if index.mirrored else " of each image"
+    )
+    size = sum(shard.size for shard in index.shards)
+    step = f" in steps of {index.int8_step:.6g}" if index.int8_step else ""
+    classes = f"{index.num_classes}{' with names' if index.class_names else ''}" if index.num_classes else "none"
+    pixels = f", of {index.image_size}x{index.image_size} pixels" if index.image_size else ""
+    return [
+        f"{folder}: {index.num_images:,} images{pixels}, {readable(size)} in {index.num_shards} files",
+        f"  kept           {kept}, {'x'.join(map(str, index.shape))}, {index.dtype}{step}",
+        f"  classes        {classes}",
+        f"  autoencoder    {', '.join(f'{key} {value}' for key, value in index.autoencoder.items())}",
+        f"  normalization  {index.normalization.source}",
+        f"    shift        {figures(index.normalization.shift)}",
+        f"    scale        {figures(index.normalization.scale)}",
+    ]
+
+
+def figures(values: list[float]) -> str:
+    return " ".join(f"{value:.4g}" for value in values)
+
+
+def readable(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def read_names(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise StoreError(f"{path}: not a text file") from error
+
+
+def count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of classes")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of images, 1 or more")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Published latents of three formats, and the command that turns them into a store."""
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from scripts.latents import main
+from tests.latent_stores import plan_of, write_store
+from torchtitan.latents import LatentStore, StoreError
+from torchtitan.latents.index import PARTIAL_FOLDER
+from torchtitan.latents.sources import Int8File, MirroredShards, NpyFolders, open_source
+
+SHAPE = (4, 8, 8)
+COUNT = 20
+
+
+def floats(seed, count=COUNT):
+    return torch.randn(count, *SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def int8_file(tmp_path):
+    latents = torch.randint(-128, 128, (COUNT, *SHAPE), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    labels = (torch.arange(COUNT) * 49).to(torch.int16)
+    safetensors.torch.save_file({"latents": latents, "labels": labels}, tmp_path / "imagenet_ci8x8.safetensors")
+    return tmp_path / "imagenet_ci8x8.safetensors"
+
+
+@pytest.fixture
+def npy_folders(tmp_path):
+    for name in ("imagenet256_features", "imagenet256_labels"):
+        (tmp_path / "npy" / name).mkdir(parents=True)
+    for number in range(COUNT):
+        latent = (floats(0)[number : number + 1] * 0.18215).numpy()
+        np.save(tmp_path / "npy" / "imagenet256_features" / f"{number}.npy", latent)
+        np.save(tmp_path / "npy" / "imagenet256_labels" / f"{number}.npy", np.array([number]))
+    return tmp_path / "npy"
+
+
+@pytest.fixture
+def mirrored_shards(tmp_path):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number, rows in enumerate((slice(0, 9), slice(9, 10), slice(10, 20))):
+        tensors = {"latents": floats(0)[rows], "latents_flip": floats(1)[rows], "labels": torch.arange(COUNT)[rows]}
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        safetensors.torch.save_file(tensors, folder / f"latents_rank00_shard{number:03d}.safetensors")
+    return folder
+
+
+def convert(source, store, *options):
+    return main(["convert", str(source), "--output", str(store), "--images_per_shard", "8", *options])
+
+
+def read_all(folder, view=0):
+    store = LatentStore(folder)
+    return store.read(np.arange(len(store)), np.full(len(store), view))
+
+
+def test_int8_file_becomes_a_store_of_the_same_integers(int8_file, tmp_path, capsys):
+    assert isinstance(open_source(int8_file), Int8File)
+    assert convert(int8_file, tmp_path / "store") == 0
+    assert "20 images" in (said := capsys.readouterr().out) and "int8 in steps of 0.0627451" in said
+    wanted = safetensors.torch.load_file(int8_file)
+    store = LatentStore(tmp_path / "store")
+    assert np.array_equal(store.read_stored(np.arange(COUNT))[0][:, 0], wanted["latents"].numpy())
+    values, labels = read_all(tmp_path / "store")
+    torch.testing.assert_close(values[:, 0], wanted["latents"].float() * 16 / 255)
+    assert labels.tolist() == wanted["labels"].tolist()
+    assert store.index.autoencoder == {"name": "unknown"} and not store.index.mirrored and not store.index.posterior
+    assert main(["verify", str(tmp_path / "store")]) == 0
+
+
+def test_npy_folders_become_raw_latents_in_numerical_order(npy_folders, tmp_path):
+    assert isinstance(open_source(npy_folders), NpyFolders)
+    assert convert(npy_folders, tmp_path / "store", "--normalization", "source") == 0
+    values, labels = read_all(tmp_path / "store")
+    assert labels.tolist() == list(range(COUNT))  # 2.npy comes before 10.npy
+    torch.testing.assert_close(values[:, 0], floats(0), atol=2.0**-11 * 5, rtol=0)
+    normalization = LatentStore(tmp_path / "store").index.normalization
+    assert normalization.shift == [0.0] * 4 and normalization.scale == [0.18215] * 4 and normalization.source == "given"
+
+
+def test_mirrored_shards_keep_both_images_across_files_of_unequal_length(mirrored_shards, tmp_path):
+    assert isinstance(open_source(mirrored_shards), MirroredShards)
+    assert convert(mirrored_shards, tmp_path / "store", "--dtype", "bfloat16", "--num_classes", "20") == 0
+    for view in (0, 1):
+        values, labels = read_all(tmp_path / "store", view)
+        assert torch.equal(values[:, 0], floats(view).bfloat16().float())
+        assert labels.tolist() == list(range(COUNT))
+    index = LatentStore(tmp_path / "store").index
+    assert index.normalization.source == "measured" and index.num_classes == 20
+
+
+def test_half_converted_source_goes_on_and_another_source_is_refused(mirrored_shards, int8_file, tmp_path, capsys):
+    assert convert(mirrored_shards, tmp_path / "straight") == 0
+    last = sorted(mirrored_shards.iterdir())[-1]
+    good = last.read_bytes()
+    tensors = safetensors.torch.load(good)
+    tensors["labels"][-1] = 1000
+    last.write_bytes(safetensors.torch.save(tensors))
+    assert convert(mirrored_shards, tmp_path / "store") == 2
+    assert capsys.readouterr().err.endswith("image 19: label 1000 is not in 0..999\n")
+    assert (tmp_path / "store" / PARTIAL_FOLDER).is_dir()
+    assert main(["info", str(tmp_path / "store")]) == 2
+    assert "not finished" in capsys.readouterr().err
+    first = tmp_path / "store" / "shard-00000.safetensors"
+    before = first.stat().st_mtime_ns
+    assert convert(int8_file, tmp_path / "store") == 2
+    assert "was begun with" in capsys.readouterr().err
+    last.write_bytes(good)
+    assert convert(mirrored_shards, tmp_path / "store") == 0
+    assert first.stat().st_mtime_ns == before
+    names = sorted(path.name for path in (tmp_path / "straight").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "store").iterdir())
+    for name in names:
+        assert (tmp_path / "store" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+
+
+def test_class_names_are_kept_and_must_be_as_many_as_classes(int8_file, tmp_path, capsys):
+    names = tmp_path / "names.txt"
+    names.write_text("".join(f"class {number}\n" for number in range(1000)))
+    assert convert(int8_file, tmp_path / "store", "--class_names", str(names)) == 0
+    assert LatentStore(tmp_path / "store").index.class_names[999] == "class 999"
+    capsys.readouterr()
+    assert convert(int8_file, tmp_path / "other", "--class_names", str(names), "--num_classes", "10") == 2
+    assert capsys.readouterr().err == "1000 class names for 10 classes\n"
+    assert convert(int8_file, tmp_path / "unlabelled", "--num_classes", "0") == 0
+    assert read_all(tmp_path / "unlabelled")[1].tolist() == [0] * COUNT
+
+
+def test_measure_shows_moments_and_updates_the_store(npy_folders, tmp_path, capsys):
+    convert(npy_folders, tmp_path / "store", "--normalization", "source")
+    capsys.readouterr()
+    assert main(["measure", str(tmp_path / "store")]) == 0
+    values = read_all(tmp_path / "store")[0][:, 0].double()
+    channel, mean, std, _, normalised = map(float, capsys.readouterr().out.splitlines()[1].split())
+    assert (channel, mean) == (0, pytest.approx(float(values[:, 0].mean()), abs=1e-5))
+    assert std == pytest.approx(float(values[:, 0].std(correction=0)), abs=1e-5)
+    assert normalised == pytest.approx(std * 0.18215, abs=1e-5)
+    assert main(["measure", str(tmp_path / "store"), "--update"]) == 0
+    normalization = LatentStore(tmp_path / "store").index.normalization
+    assert normalization.source == "measured"
+    assert normalization.scale == pytest.approx((1 / values.std(dim=(0, 2, 3), correction=0)).tolist(), rel=1e-9)
+
+
+def test_verify_names_each_damaged_shard_and_exits_with_1(tmp_path, capsys):
+    write_store(tmp_path / "store", plan_of())
+    for number in (0, 2):
+        path = tmp_path / "store" / f"shard-0000{number}.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    assert main(["verify", str(tmp_path / "store")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("/")[-1].split(":")[0] for line in lines] == ["shard-00000.safetensors", "shard-00002.safetensors"]
+
+
+def write_tensors(path, **tensors):
+    path.parent.mkdir(exist_ok=True)
+    safetensors.torch.save_file(tensors, path)
+    return path
+
+
+def test_sources_that_are_none(tmp_path, capsys):
+    labels = torch.zeros(3, dtype=torch.int16)
+    latents = torch.zeros(3, *SHAPE, dtype=torch.int8)
+    cases = {
+        "no such file or folder": tmp_path / "absent",
+        "no latents that are known here": tmp_path,
+        "has no tensor 'latents'": write_tensors(tmp_path / "a.safetensors", indices=latents, labels=labels),
+        "'latents' is torch.float32 [3, 4, 8, 8], not int8": write_tensors(
+            tmp_path / "b.safetensors", latents=latents.float(), labels=labels
+        ),
+        "'labels' is torch.int16 [2], not 3 integers": write_tensors(
+            tmp_path / "c.safetensors", latents=latents, labels=labels[:2].clone()
+        ),
+        "has no tensor 'latents_flip'": write_tensors(
+            tmp_path / "d" / "x.safetensors", latents=latents.float(), labels=labels
+        ).parent,
+        "'latents_flip' [2, 4, 8, 8] is not as 'latents'": write_tensors(
+            tmp_path / "e" / "x.safetensors", latents=latents.float(), latents_flip=floats(0, 2), labels=labels
+        ).parent,
+    }
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "c.safetensors").read_bytes()[:-1])
+    cases["the header does not describe the file"] = tmp_path / "cut.safetensors"
+    cases["no latents that are known here"] = tmp_path / "empty"
+    (tmp_path / "empty").mkdir()
+    for message, source in cases.items():
+        assert convert(source, tmp_path / "store") == 2
+        said = capsys.readouterr().err
+        assert message in said and said.count("\n") == 1, said
+    assert not (tmp_path / "store").exists()
+
+
+def test_npy_files_that_are_none(npy_folders, tmp_path, capsys):
+    labels, features = npy_folders / "imagenet256_labels", npy_folders / "imagenet256_features"
+    cases = {
+        labels / "3.npy": (b"", "cannot be read"),
+        labels / "4.npy": (np.array([1.5]), "float64 [1] is not one image of [1]"),
+        features / "5.npy": (np.zeros((2, *SHAPE), np.float32), "float32 [2, 4, 8, 8] is not one image of [1, 4, 8, 8]"),
+        features / "6.npy": (np.array([{}]), "cannot be read"),
+    }
+    for path, (content, message) in cases.items():
+        good = path.read_bytes()
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            np.save(path, content)
+        assert convert(npy_folders, tmp_path / "store") == 2
+        said = capsys.readouterr().err.split("\r")[-1]
+        assert f"{path}: " in said and message in said, said
+        path.write_bytes(good)
+    (labels / "7.npy").unlink()
+    assert convert(npy_folders, tmp_path / "store") == 2
+    assert f"{labels / '7.npy'}: cannot be read" in capsys.readouterr().err
+    with pytest.raises(StoreError, match="0 folders whose names end with _labels"):
+        labels.rename(npy_folders / "else")
+        open_source(npy_folders)
+
+
+def test_npy_header_that_asks_for_more_memory_than_there_is(npy_folders, tmp_path, capsys):
+    path = npy_folders / "imagenet256_features" / "2.npy"
+    path.write_bytes(path.read_bytes().replace(b"(1, 4, 8, 8), }      ", b"(1, 4, 8, 8000000), }"[:21]))
+    assert convert(npy_folders, tmp_path / "store") == 2
+    assert f"{path}: cannot be read" in capsys.readouterr().err
+
+
+def test_arguments_that_are_none(tmp_path, capsys):
+    for words, message in {
+        ("convert", "x"): "--output",
+        ("convert", "x", "--output", "y", "--num_classes", "-1"): "'-1' is no number of classes",
+        ("convert", "x", "--output", "y", "--images_per_shard", "0"): "'0' is no number of images",
+        ("convert", "x", "--output", "y", "--dtype", "float64"): "invalid choice",
+    }.items():
+        with pytest.raises(SystemExit) as ended:
+            main(list(words))
+        assert ended.value.code == 2
+        said = capsys.readouterr().err
+        assert message in said and said.count("\n") == 1
+    assert main(["info", str(tmp_path)]) == 2
+    assert "no latent store" in capsys.readouterr().err
+
+
+def test_normalization_that_a_source_does_not_have_is_refused(int8_file, tmp_path, capsys):
+    assert convert(int8_file, tmp_path / "store", "--normalization", "source") == 2
+    assert "have it measured" in capsys.readouterr().err
+    assert json.loads(json.dumps(open_source(int8_file).origin))["format"] == "int8_file"

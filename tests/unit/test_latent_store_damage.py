@@ -1,0 +1,228 @@
+"""Latent stores that are damaged, cut short or not what their index says: one line each, and never a wrong image."""
+
+import hashlib
+import json
+import re
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from tests.latent_stores import images, plan_of, write_store
+from torchtitan.latents import LatentStore, StoreError, StoreWriter, verify_shards
+from torchtitan.latents.index import INDEX_FILE, read_index, read_sealed, write_sealed
+
+SHARD = "shard-00001.safetensors"
+
+
+@pytest.fixture(scope="module")
+def good_store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good")
+    write_store(folder)
+    return folder
+
+
+@pytest.fixture
+def store(good_store, tmp_path):
+    return Path(shutil.copytree(good_store, tmp_path / "store"))
+
+
+def refused(folder, number=8) -> str:
+    """What opening the store, or else reading an image of the second shard, says."""
+    with pytest.raises(StoreError) as error:
+        LatentStore(folder).read(np.array([number]))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def replace_shard(folder, tensors, admitted=True):
+    """Put other tensors into the second shard, and its size and checksum into the index."""
+    replace_bytes(folder, safetensors.torch.save(tensors), admitted)
+
+
+def replace_bytes(folder, content, admitted=True):
+    (folder / SHARD).write_bytes(content)
+    if admitted:
+        change_index(folder, lambda index: index["shards"][1].update(size=len(content)))
+
+
+def change_index(folder, change):
+    index = read_sealed(folder / INDEX_FILE)
+    change(index)
+    write_sealed(folder / INDEX_FILE, index)
+
+
+def shard_tensors(folder):
+    return safetensors.torch.load((folder / SHARD).read_bytes())
+
+
+def test_missing_shard(store):
+    (store / SHARD).unlink()
+    assert refused(store) == f"{store}/{SHARD}: missing, though index.json lists it; take a good copy of it"
+
+
+def test_truncated_shard(store):
+    content = (store / SHARD).read_bytes()
+    (store / SHARD).write_bytes(content[:-1])
+    assert f"{SHARD}: {len(content) - 1} bytes, not {len(content)}: cut short" in refused(store)
+    problems = list(verify_shards(store, read_index(store)))
+    assert [bool(problem) for problem in problems] == [False, True, False]
+
+
+@pytest.mark.parametrize("place", ["header", "latents", "last byte"])
+def test_flipped_byte_is_found_by_verify(store, place):
+    content = bytearray((store / SHARD).read_bytes())
+    content[{"header": 12, "latents": len(content) // 2, "last byte": -1}[place]] ^= 4
+    (store / SHARD).write_bytes(content)
+    problems = list(verify_shards(store, read_index(store)))
+    assert problems == ["", f"{store / SHARD}: damaged, its SHA-256 is another; take a good copy of it", ""]
+
+
+def test_shard_of_other_shape_dtype_count_or_names(store):
+    good = shard_tensors(store)
+    replace_shard(store, good | {"latents": good["latents"].flatten(-2)})
+    assert "'latents' is torch.float16 [8, 2, 2, 4, 64], not torch.float16 [8, 2, 2, 4, 8, 8]; the index" in refused(store)
+    replace_shard(store, good | {"latents": good["latents"].bfloat16()})
+    assert "'latents' is torch.bfloat16" in refused(store)
+    replace_shard(store, {name: tensor[:7] for name, tensor in good.items()})
+    assert "'labels' is torch.int64 [7], not torch.int64 [8]; the index does not describe it" in refused(store)
+    replace_shard(store, good | {"labels": good["labels"].int()})
+    assert "'labels' is torch.int32 [8], not torch.int64 [8]" in refused(store)
+    replace_shard(store, {"latents": good["latents"]})
+    assert "has no 'labels'" in refused(store)
+    replace_shard(store, good | {"more": good["labels"].clone()})
+    assert "has a tensor 'more'" in refused(store)
+
+
+def test_labels_out_of_range_are_refused_when_written_read_and_verified(store, tmp_path):
+    good = shard_tensors(store)
+    good["labels"][3] = 10
+    replace_shard(store, good)
+    assert "image 11: label 10 is not in 0..9; the index does not describe its shard" in refused(store, 11)
+    LatentStore(store).read(np.array([8]))
+    good["labels"][3] = -1
+    replace_shard(store, good)
+    assert "image 11: label -1 is not in 0..9" in refused(store, 11)
+    writer = StoreWriter(tmp_path / "new", plan_of())
+    values, labels = images(writer.plan, 8, 16)
+    with pytest.raises(StoreError, match="^image 8: label 10 is not in 0..9$"):
+        writer.write(1, values, labels + 2)
+    assert writer.pending() == [0, 1, 2]
+
+
+def test_verify_reads_labels_and_values_of_shards_whose_checksum_is_right(store):
+    def admit():
+        content = (store / SHARD).read_bytes()
+        record = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        change_index(store, lambda index: index["shards"][1].update(record))
+        return list(verify_shards(store, read_index(store)))[1]
+
+    tensors = shard_tensors(store)
+    replace_shard(store, tensors | {"labels": tensors["labels"] + 1})
+    assert admit() == "image 9: label 10 is not in 0..9"
+    tensors["latents"][2, 0, 1, 3, 1, 1] = torch.inf
+    replace_shard(store, tensors)
+    assert admit() == f"{store / SHARD}: a value is not finite"
+
+
+@pytest.mark.parametrize("header", [
+    b"[" * 100_000,
+    b'{"latents":{"dtype":"F16","shape":[8,2,2,4,1152921504606846975,8],"data_offsets":[0,16]}}',
+    b'{"latents":{"dtype":"F16","shape":[8],"data_offsets":[0,99999999]}}',
+    b'{"latents":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001,
+    b"not json",
+])  # fmt: skip
+def test_hostile_headers(store, header):
+    replace_bytes(store, struct.pack("<Q", len(header)) + header + bytes(16))
+    assert re.search(r"shard-00001.safetensors: the header (is damaged|does not describe the file)", refused(store))
+
+
+def test_header_longer_than_the_file_or_than_any_header(store):
+    for length in (1 << 62, 10_000_000):
+        replace_bytes(store, struct.pack("<Q", length) + bytes(100))
+        assert "the header's length is impossible" in refused(store)
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (b"", "not JSON"), (b"\xff\xfe", "not JSON"), (b"[" * 100_000, "not JSON"), (b"[]", "damaged or edited"),
+    (b'{"num_images": 3}', "damaged or edited"),
+])  # fmt: skip
+def test_index_that_is_none(store, content, message):
+    (store / INDEX_FILE).write_bytes(content)
+    assert message in refused(store)
+
+
+def test_index_with_a_flipped_digit(store):
+    text = (store / INDEX_FILE).read_text()
+    (store / INDEX_FILE).write_text(text.replace('"num_classes": 10', '"num_classes": 11'))
+    assert "damaged or edited, its checksum does not agree" in refused(store)
+
+
+def test_index_that_is_huge(store):
+    with open(store / INDEX_FILE, "r+b") as file:
+        file.truncate(1 << 40)  # a hole: takes no room
+    assert "more than 64 MiB is no index" in refused(store)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda index: index["shards"].pop(), "2 shards listed, 3 needed for 20 images"),
+    (lambda index: index.update(num_images=21), "shard-00002.safetensors has 4 images, not 5"),
+    (lambda index: index.update(num_images=1 << 39, images_per_shard=1), "3 shards listed, 549755813888 needed"),
+    (lambda index: index["shards"][0].update(num_images=7), "shard-00000.safetensors has 7 images, not 8"),
+    (lambda index: index.update(shape=[4, 8]), "shape"),
+    (lambda index: index.update(shape=[4, 8, 0]), "shape.2"),
+    (lambda index: index.update(version=2), "version"),
+    (lambda index: index.update(dtype="float64"), "dtype"),
+    (lambda index: index.update(class_names=["a"]), "1 class names for 10 classes"),
+    (lambda index: index.update(autoencoder={}), "the autoencoder has no name"),
+    (lambda index: index["normalization"].update(shift=[0.0]), "the normalization is not of 4 channels"),
+    (lambda index: index.update(normalization=None), "normalization"),
+    (lambda index: index.update(images_per_shard=0), "images_per_shard"),
+    (lambda index: index.update(more=1), "more"),
+])  # fmt: skip
+def test_index_that_contradicts_itself(store, change, message):
+    change_index(store, change)
+    assert message in refused(store)
+
+
+def test_folder_without_a_store(tmp_path):
+    assert "no such folder" in refused(tmp_path / "absent")
+    assert "no latent store, it has no index.json" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [
+    ("float16", 70_000.0), ("float16", torch.nan), ("bfloat16", torch.inf), ("int8", torch.nan),
+])  # fmt: skip
+def test_values_that_the_dtype_cannot_hold_are_refused_when_written(tmp_path, dtype, value):
+    writer = StoreWriter(tmp_path, plan_of(dtype=dtype))
+    values, labels = images(writer.plan, 8, 16)
+    values[3, 1, 0, 2, 5, 5] = value
+    with pytest.raises(StoreError, match=f"^image 11: {value:g} is n"):
+        writer.write(1, values, labels)
+    assert writer.pending() == [0, 1, 2]
+
+
+def test_images_that_are_not_what_the_plan_says_are_refused_when_written(tmp_path):
+    writer = StoreWriter(tmp_path, plan_of())
+    values, labels = images(writer.plan, 8, 16)
+    with pytest.raises(StoreError, match="shard-00002.safetensors: latents are torch.float32 \\[8, 2, 2, 4, 8, 8\\], not"):
+        writer.write(2, values, labels)
+    with pytest.raises(StoreError, match="labels are torch.int32"):
+        writer.write(1, values, labels.int())
+    values[0, 0, 1] = -1
+    with pytest.raises(StoreError, match="a standard deviation is negative"):
+        writer.write(1, values, labels)
+
+
+def test_constant_channel_cannot_be_normalised(tmp_path):
+    writer = StoreWriter(tmp_path, plan_of(8, posterior=False))
+    values, labels = images(writer.plan, 0, 8)
+    values[:, :, :, 2] = 3
+    writer.write(0, values, labels)
+    with pytest.raises(StoreError, match="channel 2 is constant"):
+        writer.finish()
+    assert json.loads((tmp_path / "partial" / "plan.json").read_text())["num_images"] == 8

@@ -1,0 +1,85 @@
+"""From published latents to a store."""
+
+from pathlib import Path
+
+from tqdm import tqdm
+
+from torchtitan.latents.index import StoreError, StoreIndex, StorePlan, images_per_shard
+from torchtitan.latents.sources import LatentSource
+from torchtitan.latents.statistics import ChannelMoments
+from torchtitan.latents.store import LatentStore
+from torchtitan.latents.writer import StoreWriter
+
+
+def plan_conversion(
+    source: LatentSource,
+    *,
+    dtype: str | None = None,
+    num_classes: int = 1000,
+    class_names: list[str] | None = None,
+    measured: bool = True,
+    shard_images: int | None = None,
+) -> StorePlan:
+    """What the store of a source is to be.
+
+    Args:
+        source: published latents.
+        dtype: of the stored values; None: int8 with the source's own step where it has one, or else float16.
+        num_classes: of the labels; 0 stores no labels.
+        class_names: one per class.
+        measured: whether the normalisation is measured, or else the one of the source's makers.
+        shard_images: images per file; None: as `images_per_shard` has it.
+
+    Raises:
+        StoreError: the source's makers say nothing about normalisation.
+        pydantic.ValidationError: class names and classes disagree.
+    """
+    if not measured and source.normalization is None:
+        raise StoreError("the source says nothing about its normalization; have it measured")
+    dtype = dtype or ("int8" if source.int8_step else "float16")
+    return StorePlan(
+        num_images=source.num_images,
+        images_per_shard=shard_images or images_per_shard(source.num_images),
+        shape=source.shape,
+        posterior=False,
+        mirrored=source.mirrored,
+        dtype=dtype,
+        int8_step=source.int8_step if dtype == "int8" else None,
+        num_classes=num_classes,
+        class_names=class_names or [],
+        autoencoder={"name": "unknown"},
+        normalization=None if measured else source.normalization,
+        origin=source.origin,
+    )
+
+
+def convert(source: LatentSource, folder: Path, plan: StorePlan) -> StoreIndex:
+    """Write the store, or what is missing of it.
+
+    Raises:
+        StoreError: the source cannot be read, or the folder holds something else.
+        OSError: the store cannot be written.
+    """
+    writer = StoreWriter(folder, plan)
+    pending = writer.pending()
+    written = plan.num_images - sum(len(plan.images_of(number)) for number in pending)
+    with tqdm(total=plan.num_images, initial=written, unit="img", desc="converting", disable=not pending) as bar:
+        for number in pending:
+            images = plan.images_of(number)
+            values, labels = source.read(images.start, images.stop)
+            writer.write(number, values, labels if plan.num_classes else labels * 0)
+            bar.update(len(images))
+    return writer.finish()
+
+
+def measure(store: LatentStore) -> ChannelMoments:
+    """Moments of each channel over all images and views of a store. Raises StoreError."""
+    total = None
+    with tqdm(total=len(store), unit="img", desc="measuring") as bar:
+        for number in range(store.index.num_shards):
+            values, _ = store.read_whole(number)
+            moments = ChannelMoments.of(values)
+            total = moments if total is None else total.joined(moments)
+            bar.update(len(values))
+    return total
+

@@ -1,0 +1,236 @@
+"""What a latent store says about itself: one JSON file, written last, that carries its own checksum.
+
+    STORE/index.json  shard-00000.safetensors  shard-00001.safetensors  ...
+
+A folder without the index is no store yet: see `torchtitan.latents.writer`.
+"""
+
+import hashlib
+import json
+import math
+import os
+import uuid
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from torchtitan.training.durable_files import sync, write_synced
+
+INDEX_FILE = "index.json"
+PARTIAL_FOLDER = "partial"
+MAX_INDEX_BYTES = 64 << 20
+MAX_SHARDS = 1000  # as many files as `images_per_shard` makes at most
+MIN_IMAGES_PER_SHARD = 1024
+
+Count = Annotated[int, Field(ge=1, lt=1 << 40)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class StoreError(Exception):
+    """A store, or a source of one, that cannot be used; the message is one line: what is wrong and what to do."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Normalization(_Record):
+    """normalised = (raw - shift) * scale, per channel.
+
+    Attributes:
+        shift, scale: one number per channel.
+        source: "measured" on this store, of the "autoencoder"'s own configuration, or "given" by the user.
+    """
+
+    shift: list[Finite]
+    scale: list[Finite]
+    source: Literal["measured", "autoencoder", "given"]
+
+
+class ShardRecord(_Record):
+    """One file: images it holds, bytes, and their SHA-256."""
+
+    num_images: Count
+    size: Count
+    sha256: Sha256
+
+
+class StorePlan(_Record):
+    """What is decided before the first image is written, and the same for whoever writes any part.
+
+    Attributes:
+        num_images: in the whole store.
+        images_per_shard: image i lies in shard i // images_per_shard; the last may hold fewer.
+        shape: (channels, height, width) of the latents.
+        posterior: whether mean and standard deviation are kept, or else the latent alone.
+        mirrored: whether each image's mirror image is kept too, encoded as such.
+        dtype: of the stored values.
+        int8_step: with dtype int8, the difference of neighbouring values; None gives each image and channel its own.
+        num_classes: labels are 0 .. num_classes - 1; 0: no labels.
+        class_names: one per class, or none.
+        image_size: pixels of each side of the images that were encoded, None where it is not known.
+        autoencoder: what made the latents: "name", and all that tells it from another; "unknown" says nothing.
+        normalization: None has it measured when all is written.
+        origin: what was encoded or converted, in words and numbers that tell it from other sources.
+    """
+
+    num_images: Count
+    images_per_shard: Count
+    shape: tuple[Count, Count, Count]
+    posterior: bool
+    mirrored: bool
+    dtype: Literal["float16", "bfloat16", "int8"]
+    int8_step: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    num_classes: Annotated[int, Field(ge=0, lt=1 << 31)]
+    class_names: list[str] = []
+    image_size: Count | None = None
+    autoencoder: dict[str, Any]
+    normalization: Normalization | None = None
+    origin: dict[str, Any] = {}
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_images // self.images_per_shard)
+
+    @property
+    def views(self) -> int:
+        """Images per image: 2 where the mirror image is kept."""
+        return 1 + self.mirrored
+
+    @property
+    def parts(self) -> int:
+        """Arrays per view: 2 where mean and standard deviation are kept."""
+        return 1 + self.posterior
+
+    def images_of(self, shard: int) -> range:
+        """Numbers of the images in a shard."""
+        first = shard * self.images_per_shard
+        return range(first, min(first + self.images_per_shard, self.num_images))
+
+    @pydantic.model_validator(mode="after")
+    def _agrees(self) -> "StorePlan":
+        if self.class_names and len(self.class_names) != self.num_classes:
+            raise ValueError(f"{len(self.class_names)} class names for {self.num_classes} classes")
+        if self.int8_step is not None and self.dtype != "int8":
+            raise ValueError(f"int8_step has no effect on {self.dtype}")
+        if not isinstance(self.autoencoder.get("name"), str):
+            raise ValueError("the autoencoder has no name")
+        if self.normalization and {len(self.normalization.shift), len(self.normalization.scale)} != {self.shape[0]}:
+            raise ValueError(f"the normalization is not of {self.shape[0]} channels")
+        return self
+
+
+class StoreIndex(StorePlan):
+    """A complete store: its plan, the normalisation to read it with, and its shards in order."""
+
+    format: Literal["latent store"] = "latent store"
+    version: Literal[1] = 1
+    normalization: Normalization
+    shards: list[ShardRecord]
+
+    @pydantic.model_validator(mode="after")
+    def _lists_every_shard(self) -> "StoreIndex":
+        wanted = self.num_shards  # compared first: a list of that length may be too long to make
+        if len(self.shards) != wanted:
+            raise ValueError(f"{len(self.shards)} shards listed, {wanted} needed for {self.num_images} images")
+        for number, shard in enumerate(self.shards):
+            if shard.num_images != len(self.images_of(number)):
+                raise ValueError(
+                    f"{shard_name(number)} has {shard.num_images} images, not {len(self.images_of(number))}"
+                )
+        return self
+
+    def plan(self) -> StorePlan:
+        """What the store was begun with."""
+        content = {name: getattr(self, name) for name in StorePlan.model_fields}
+        if self.normalization.source == "measured":
+            content["normalization"] = None
+        return StorePlan(**content)
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
+def images_per_shard(num_images: int) -> int:
+    """Images per file so that a store has at most MAX_SHARDS files, and few where it is small."""
+    return max(MIN_IMAGES_PER_SHARD, -(-num_images // MAX_SHARDS))
+
+
+def read_index(folder: Path) -> StoreIndex:
+    """Read the index of a complete store. Raises StoreError."""
+    if not folder.is_dir():
+        raise StoreError(f"{folder}: no such folder; give a latent store (scripts/latents.py convert makes one)")
+    if not (folder / INDEX_FILE).is_file():
+        if (folder / PARTIAL_FOLDER).is_dir():
+            raise StoreError(f"{folder}: not finished; run the command that writes it again, it goes on where it stopped")
+        raise StoreError(f"{folder}: no latent store, it has no {INDEX_FILE}")
+    return parse_record(StoreIndex, read_sealed(folder / INDEX_FILE), folder / INDEX_FILE)
+
+
+def parse_record(kind: type[_Record], content: dict, path: Path) -> Any:
+    """Read a record from JSON's dicts and lists. Raises StoreError."""
+    try:
+        return kind.model_validate_json(json.dumps(content))
+    except pydantic.ValidationError as failure:
+        raise StoreError(f"{path}: {first_problem(failure)}") from failure
+
+
+def first_problem(failure: pydantic.ValidationError) -> str:
+    """The first reason for which a record was refused, in a line."""
+    error = failure.errors(include_url=False, include_context=False)[0]
+    place = ".".join(map(str, error["loc"]))
+    text = " ".join(error["msg"].removeprefix("Value error, ").split())
+    return f"{place}: {text}" if place else text
+
+
+def write_sealed(path: Path, content: dict, draft_folder: Path | None = None) -> None:
+    """Write JSON with its checksum; see `place_durably`, whose draft is beside it by default. Raises OSError."""
+    text = json.dumps({**content, "checksum": _checksum(content)}, indent=1, ensure_ascii=False)
+    place_durably(path, text.encode() + b"\n", draft_folder or path.parent)
+
+
+def read_sealed(path: Path) -> dict:
+    """Read what `write_sealed` wrote. Raises StoreError."""
+    try:
+        if path.stat().st_size > MAX_INDEX_BYTES:
+            raise StoreError(f"{path}: more than {MAX_INDEX_BYTES >> 20} MiB is no index of a latent store")
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{path}: not JSON; take a good copy of it, or write the store anew") from error
+    if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
+        raise StoreError(f"{path}: damaged or edited, its checksum does not agree; take a good copy of it")
+    return content
+
+
+def place_durably(path: Path, content: bytes, draft_folder: Path) -> dict:
+    """Put a file into its place whole and on the disk; returns its {"size", "sha256"}. Raises OSError.
+
+    Args:
+        draft_folder: on the same disk, where it gets another name while it is being written.
+    """
+    draft = draft_folder / f".{path.name}.{uuid.uuid4().hex}"
+    try:
+        record = write_synced(draft, content)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    sync(path.parent)
+    return record
+
+
+def _checksum(content: dict) -> str:
+    try:
+        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    except (ValueError, RecursionError):
+        return ""
+
+
+def rounded(value: float) -> float:
+    """Ten significant digits: more than any use needs, fewer than sums in another order would change."""
+    return value if value == 0 or not math.isfinite(value) else float(f"{value:.10g}")

@@ -1,0 +1,161 @@
+"""Reading a latent store: opened by its index alone, random access through memory maps."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtitan.latents.index import INDEX_FILE, StoreError, StoreIndex, read_index, shard_name
+from torchtitan.latents.shards import MappedShard, map_shard
+from torchtitan.latents.values import check_labels, decode
+
+_CHUNK = 8 << 20  # bytes hashed at once
+
+
+class LatentStore:
+    """A complete store.
+
+    Opening reads the index and the sizes of the shards. A shard is mapped when it is first read; its pages are the
+    system's, which all processes share. The object may be pickled: a copy maps shards anew.
+
+    Attributes:
+        folder: of the store.
+        index: what it holds.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises StoreError."""
+        self.folder = Path(folder).expanduser()
+        self.index: StoreIndex = read_index(self.folder)
+        for number in range(self.index.num_shards):
+            if problem := _size_problem(self.folder, self.index, number):
+                raise StoreError(problem)
+        self._shards: dict[int, MappedShard] = {}
+
+    def __len__(self) -> int:
+        return self.index.num_images
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_shards": {}}
+
+    def read(self, images: np.ndarray, views: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        """Read images in any order; raw values, not normalised.
+
+        Args:
+            images: numbers in [0, len(self)), int64 [B].
+            views: 0: the image, 1: its mirror image, int64 [B]; None: all 0.
+
+        Returns:
+            values float32 [B, P, C, h, w], P = 1 (the latent), or 2 where the store keeps mean and standard
+            deviation; labels int64 [B].
+
+        Raises:
+            StoreError: a shard cannot be read or is not what the index says, or a label is out of range.
+        """
+        stored, scales, labels = self.read_stored(images, views)
+        return decode(stored, scales, self.index.dtype), torch.from_numpy(labels)
+
+    def read_stored(
+        self, images: np.ndarray, views: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+        """As `read`, without turning values to float32: `values.decode` does that.
+
+        Returns:
+            integers of the dtype's width [B, P, C, h, w], scales float32 [B, P, C] of int8 or None, labels int64 [B].
+        """
+        index = self.index
+        numbers, rows = np.divmod(images, index.images_per_shard)
+        chosen = np.zeros_like(images) if views is None else views
+        if len(images) and (images.min() < 0 or images.max() >= len(self) or not 0 <= chosen.max() < index.views):
+            raise IndexError(f"images 0..{len(self) - 1}, views 0..{index.views - 1}")
+        width = np.int8 if index.dtype == "int8" else np.int16
+        stored = np.empty((len(images), index.parts, *index.shape), width)
+        scales = np.empty((len(images), index.parts, index.shape[0]), np.float32) if index.dtype == "int8" else None
+        labels = np.empty(len(images), np.int64)
+        places = zip(numbers.tolist(), rows.tolist(), chosen.tolist(), strict=True)
+        for slot, (number, row, view) in enumerate(places):
+            shard = self._shards.get(number) or self._map(number)
+            stored[slot] = shard.latents[row, view]
+            labels[slot] = shard.labels[row]
+            if scales is not None:
+                scales[slot] = shard.scales[row, view]
+        try:
+            check_labels(labels, images, index)
+        except StoreError as error:
+            raise StoreError(f"{self.folder}: {error}; the index does not describe its shard") from error
+        return stored, scales, labels
+
+    def read_whole(self, number: int) -> tuple[Tensor, Tensor]:
+        """All images of a shard: values float32 [n, V, P, C, h, w], labels int64 [n]. Raises StoreError."""
+        shard = map_shard(self.folder, number, self.index)
+        return decode(shard.latents, shard.scales, self.index.dtype), torch.from_numpy(shard.labels)
+
+    def _map(self, number: int) -> MappedShard:
+        self._shards[number] = shard = map_shard(self.folder, number, self.index)
+        return shard
+
+
+def verify_shards(folder: Path, index: StoreIndex) -> Iterator[str]:
+    """Read every byte of a store.
+
+    Yields:
+        for each shard in order what is wrong with it, one line, or "".
+    """
+    for number in range(index.num_shards):
+        yield _size_problem(folder, index, number) or _content_problem(folder, index, number)
+
+
+def check_autoencoder(store: LatentStore, identity: dict) -> None:
+    """Make sure that latents are of the autoencoder that is to decode them.
+
+    Args:
+        identity: what the autoencoder says it is; at least "name".
+
+    Raises:
+        StoreError: the store names another. One that names "unknown" passes: there is nothing to compare.
+    """
+    made_with = store.index.autoencoder
+    if made_with["name"] == "unknown" or made_with == identity:
+        return
+    if made_with["name"] != identity["name"]:
+        raise StoreError(
+            f"{store.folder}: made with the autoencoder {made_with['name']!r}, not {identity['name']!r}; name that one, "
+            "or another store"
+        )
+    differing = sorted(
+        key for key in made_with.keys() | identity.keys() if made_with.get(key) != identity.get(key)
+    )
+    raise StoreError(
+        f"{store.folder}: made with another {identity['name']!r} than this one ({', '.join(differing)} differ); give "
+        "the files it was made with, or another store"
+    )
+
+
+def _size_problem(folder: Path, index: StoreIndex, number: int) -> str:
+    path, wanted = folder / shard_name(number), index.shards[number].size
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return f"{path}: missing, though {INDEX_FILE} lists it; take a good copy of it"
+    return f"{path}: {size} bytes, not {wanted}: cut short or another's; take a good copy of it" if size != wanted else ""
+
+
+def _content_problem(folder: Path, index: StoreIndex, number: int) -> str:
+    path, digest = folder / shard_name(number), hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+        if digest.hexdigest() != index.shards[number].sha256:
+            return f"{path}: damaged, its SHA-256 is another; take a good copy of it"
+        shard = map_shard(folder, number, index)
+        check_labels(shard.labels, index.images_of(number), index)
+        values = decode(shard.latents, shard.scales, index.dtype)
+    except OSError as error:
+        return f"{path}: cannot be read: {error.strerror}"
+    except StoreError as error:
+        return str(error)
+    return "" if torch.isfinite(values).all() else f"{path}: a value is not finite"

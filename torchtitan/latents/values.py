@@ -1,0 +1,104 @@
+"""Latents as the store keeps them: half precision, or 8-bit integers with scales.
+
+Arrays are [N, V, P, C, h, w]: V views (the image, its mirror image), P parts (mean, standard deviation). What one
+sample of training needs is one view of one image, [P, C, h, w], and lies in one piece.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtitan.latents.index import StoreError, StorePlan
+
+STORED_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
+LATENTS, SCALES, LABELS = "latents", "scales", "labels"
+
+
+def pack_views(views: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """Lay out encoded images as the store's writer takes them.
+
+    Args:
+        views: (mean, standard deviation or None) of the images, and of their mirror images where those are kept;
+            each [N, C, h, w].
+
+    Returns:
+        float32 [N, V, P, C, h, w].
+    """
+    packed = [torch.stack([part for part in view if part is not None], dim=1) for view in views]  # [N, P, C, h, w]
+    return torch.stack(packed, dim=1).to(torch.float32)
+
+
+def tensor_shapes(plan: StorePlan, num_images: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor of a shard, by name."""
+    rows = (num_images, plan.views, plan.parts, plan.shape[0])
+    shapes = {
+        LATENTS: ((*rows, *plan.shape[1:]), STORED_DTYPES[plan.dtype]),
+        LABELS: ((num_images,), torch.int64),
+    }
+    return shapes | ({SCALES: (rows, torch.float32)} if plan.dtype == "int8" else {})
+
+
+def encode(values: Tensor, plan: StorePlan, first_image: int = 0) -> dict[str, Tensor]:
+    """Round values to what the store keeps.
+
+    An int8 has a step: `plan.int8_step`, or for each image, view, part and channel the largest magnitude / 127.
+
+    Args:
+        values: float32 [N, V, P, C, h, w].
+        first_image: number of the first image, for messages.
+
+    Returns:
+        the tensors LATENTS and, of int8, SCALES, float32 [N, V, P, C].
+
+    Raises:
+        StoreError: a value is not finite, or not to be held by that dtype.
+    """
+    if plan.dtype != "int8":
+        stored = values.to(STORED_DTYPES[plan.dtype])
+        _refuse(~torch.isfinite(stored), values, first_image, f"is no finite number of {plan.dtype}")
+        return {LATENTS: stored.contiguous()}
+    _refuse(~torch.isfinite(values), values, first_image, "is not finite")
+    if plan.int8_step is None:
+        scales = values.abs().amax(dim=(-2, -1)) / 127  # [N, V, P, C]
+        scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    else:
+        scales = torch.full(values.shape[:4], plan.int8_step)
+    steps = torch.round(values / scales[..., None, None])
+    _refuse((steps < -128) | (steps > 127), values, first_image, f"is beyond an int8 of step {plan.int8_step}")
+    return {LATENTS: steps.to(torch.int8).contiguous(), SCALES: scales}
+
+
+def decode(stored: np.ndarray, scales: np.ndarray | None, dtype: str) -> Tensor:
+    """The values of stored arrays.
+
+    Args:
+        stored: [..., C, h, w], as integers of the dtype's width.
+        scales: float32 [..., C] of int8.
+        dtype: of the store.
+
+    Returns:
+        float32 [..., C, h, w].
+    """
+    values = torch.from_numpy(stored).view(STORED_DTYPES[dtype]).to(torch.float32)
+    return values if scales is None else values.mul_(torch.from_numpy(scales)[..., None, None])
+
+
+def check_labels(labels: np.ndarray, images: np.ndarray | range, plan: StorePlan) -> None:
+    """Raise StoreError, which begins with the image's number, for a label out of range.
+
+    Args:
+        labels: int64 [N].
+        images: numbers of the images [N].
+    """
+    largest = max(plan.num_classes, 1) - 1
+    bad = np.flatnonzero((labels < 0) | (labels > largest))
+    if len(bad):
+        raise StoreError(f"image {images[bad[0]]}: label {labels[bad[0]]} is not in 0..{largest}")
+
+
+def _refuse(bad: Tensor, values: Tensor, first_image: int, why: str) -> None:
+    if bad.any():
+        place = bad.nonzero()[0]
+        raise StoreError(f"image {first_image + int(place[0])}: {float(values[tuple(place)]):g} {why}")
