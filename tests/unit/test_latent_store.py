@@ -17,6 +17,12 @@ from torchtitan.latents.convert import measure
 from torchtitan.latents.index import INDEX_FILE, PARTIAL_FOLDER
 
 
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch):
+    """What the system has taken survives any process; only the order of calls is of interest here."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
 def content(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -103,6 +109,21 @@ def test_killed_writer_goes_on_without_repeating_and_ends_with_the_same_bytes(tm
     process.start()
     process.join()
     assert process.exitcode == 0  # there was no further moment
+
+
+def test_every_file_is_on_the_disk_before_it_gets_its_name_and_the_index_comes_last(tmp_path, monkeypatch):
+    calls, replace = [], os.replace
+
+    def put(draft, final):
+        calls.append(f"name {final.name}")
+        replace(draft, final)
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("sync"))
+    monkeypatch.setattr(os, "replace", put)
+    write_store(tmp_path, plan_of(8))
+    names = ["plan.json", "shard-00000.safetensors", "shard-00000.safetensors.json", "index.json"]
+    # The content, the new name, and the folder that lists it.
+    assert calls == [call for name in names for call in ("sync", f"name {name}", "sync")]
 
 
 def test_note_or_shard_that_a_crash_damaged_is_written_again(tmp_path):

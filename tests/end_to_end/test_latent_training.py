@@ -1,0 +1,84 @@
+"""Training on a latent store: two ranks, loader processes, killed and started again."""
+
+import signal
+import time
+
+import pytest
+import torch
+
+from tests.end_to_end.runs import checkpoint_tensors
+from tests.faults.forked import FAULT, ForkedRun
+from tests.latent_stores import plan_of, write_store
+
+CONFIG = """
+[model]
+flavor = "debug"
+[data]
+name = "latents"
+path = "{path}"
+num_workers = 4
+[training]
+steps = 14
+local_batch_size = 4
+global_batch_size = 16
+[parallelism]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 1
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+[checkpoint]
+interval = 5
+[sampling]
+interval = 14
+num_steps = 2
+images_per_class = 1
+[validation]
+enable = true
+interval = 14
+num_images = 4
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("latent_training")
+    write_store(folder / "store", plan_of(100, images_per_shard=16))
+    path = folder / "latents.toml"
+    path.write_text(CONFIG.format(path=folder / "store"))
+    return path
+
+
+def test_run_on_latents_that_is_killed_and_resumed_equals_a_straight_one_bit_for_bit(config, monkeypatch):
+    layout = {"ranks": 2, "replicas": 2}
+    straight = ForkedRun(config, "straight", **layout)
+    straight.finish()
+    assert straight.summary()["n_images_seen"] == 14 * 16  # two epochs of 95 images and a part
+    monkeypatch.setenv(FAULT, "0:after the optimizer:8")
+    killed = ForkedRun(config, "killed", **layout)
+    while killed.processes[0].poll() is None:
+        time.sleep(0.02)
+    killed.send(signal.SIGKILL)
+    killed.wait()
+    monkeypatch.delenv(FAULT)
+    resumed = ForkedRun(config, "killed", **layout)
+    assert "resumed after step 5" in resumed.finish()[0]
+    assert resumed.losses() == straight.losses()
+    runs = [checkpoint_tensors(run.folder / "checkpoint" / "step-00000014") for run in (straight, resumed)]
+    assert runs[0].keys() == runs[1].keys()
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    grids = [run.folder / "samples" / "step-00000014.png" for run in (straight, resumed)]
+    assert grids[0].read_bytes() == grids[1].read_bytes()
+    assert "validation_metrics/loss" in straight.points()[-1]
+
+
+def test_damaged_store_ends_a_run_before_it_starts_in_one_line(config, tmp_path):
+    store = config.parent / "damaged"
+    write_store(store, plan_of(20))
+    (store / "shard-00001.safetensors").unlink()
+    run = ForkedRun(config, "damaged", "--data.path", str(store), ranks=2, replicas=2)
+    codes, outputs = run.wait()
+    assert codes == [2, 2]
+    said = [line for output in outputs for line in output.splitlines() if "shard" in line]
+    assert len(said) == 1 and said[0].endswith("missing, though index.json lists it; take a good copy of it")
+    assert not any("Traceback" in output for output in outputs)

@@ -1,0 +1,202 @@
+"""The dataset that reads a latent store: what it draws, from what, and that nothing else changes it."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from data import DatasetError
+from data.latents import Latents, LatentsConfig
+from tests.latent_stores import SHAPE, images, plan_of, write_store
+from torchtitan.config import ConfigError, load_config
+from torchtitan.diffusion import philox
+from torchtitan.latents import LatentStore, Normalization
+from torchtitan.training.data_loading import SampleOrder, TrainingData, validation_batches
+
+COUNT = 48
+NORMALIZATION = Normalization(shift=[1.0, 0.5, 0.0, -1.0], scale=[0.5, 0.25, 2.0, 1.0], source="given")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("latents")
+    write_store(folder, plan_of(COUNT, normalization=NORMALIZATION, class_names=list("abcdefghij")))
+    return str(folder)
+
+
+def config_of(path, **keys):
+    return LatentsConfig(**{"path": path, "validation_fraction": 0.0} | keys)
+
+
+def read_epochs(config, epochs=1, rank=0, world_size=1, seed=3, resume_after=None):
+    """Everything that a rank reads in whole epochs, in order; optionally by way of a checkpoint."""
+    def open_data():
+        return TrainingData(
+            Latents(config, "train"), config, info=Latents.info(config), seed=seed, end_sample=epochs * COUNT,
+            global_batch_size=8, local_batch_size=4, rank=rank, world_size=world_size,
+        )  # fmt: skip
+
+    data, batches = open_data(), []
+    for step in range(epochs * COUNT // 8):
+        if step == resume_after:
+            state = data.state_dict()
+            data.close()
+            data = open_data()
+            data.load_state_dict(state)
+        batches += [data.next_batch() for _ in range(data.microbatches_per_step)]
+    data.close()
+    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+
+def normalised(raw):
+    shift, scale = torch.tensor(NORMALIZATION.shift), torch.tensor(NORMALIZATION.scale)
+    return (raw - shift[:, None, None]) * scale[:, None, None]
+
+
+def moments(path):
+    """Means and deviations as stored, float32 [N, V, C, h, w] each."""
+    store = LatentStore(path)
+    values = torch.stack([store.read(np.arange(COUNT), np.full(COUNT, view))[0] for view in (0, 1)], dim=1)
+    return values[:, :, 0], values[:, :, 1]
+
+
+def epochs_by_image(read, path, seed=3):
+    """Images as read [E, N, C, h, w] in the store's order, and sample numbers [E, N]."""
+    samples = read["samples"]
+    order = SampleOrder(COUNT, seed, 0).indices(samples.numpy())
+    epochs = len(samples) // COUNT
+    found, numbers = torch.empty(epochs, COUNT, *SHAPE), torch.empty(epochs, COUNT, dtype=torch.int64)
+    found[samples // COUNT, order], numbers[samples // COUNT, order] = read["images"], samples
+    return found, numbers
+
+
+def test_info_is_what_the_index_says(path):
+    info = Latents.info(config_of(path))
+    assert (info.image_shape, info.num_classes, info.class_names) == (SHAPE, 10, tuple("abcdefghij"))
+    assert not info.has_validation and Latents.info(config_of(path, validation_fraction=0.1)).has_validation
+
+
+def test_training_draws_view_and_posterior_of_each_sample_number(path):
+    means, stds = moments(path)
+    found, samples = epochs_by_image(read_epochs(config_of(path), epochs=2), path)
+    for epoch in range(2):
+        views = (philox.uniform(3, "horizontal_flip", samples[epoch]) < 0.5).long()
+        noise = philox.normal(3, "posterior", samples[epoch], SHAPE)
+        rows = torch.arange(COUNT)
+        wanted = normalised(means[rows, views] + stds[rows, views] * noise)
+        torch.testing.assert_close(found[epoch], wanted)
+
+
+def test_mirror_and_posterior_change_between_epochs(path):
+    epochs = 16
+    means, stds = moments(path)
+    found, _ = epochs_by_image(read_epochs(config_of(path, sample_posterior=False), epochs=epochs), path)
+    mirrored = (found == normalised(means[:, 1])).flatten(2).all(-1)  # [E, N]
+    assert (mirrored | (found == normalised(means[:, 0])).flatten(2).all(-1)).all()
+    assert mirrored.any(0).float().mean() > 0.99 and (~mirrored).any(0).float().mean() > 0.99
+    share, spread = float(mirrored.double().mean()), 0.5 / (epochs * COUNT) ** 0.5
+    assert abs(share - 0.5) < 4 * spread
+
+    found, _ = epochs_by_image(read_epochs(config_of(path, mirror=False), epochs=epochs), path)
+    scale = torch.tensor(NORMALIZATION.scale)[:, None, None]
+    z = (found - normalised(means[:, 0])) / (stds[:, 0] * scale)  # [E, N, C, h, w], standard normal
+    assert abs(float(z.mean())) < 4 / z.numel() ** 0.5
+    assert float(z.var()) == pytest.approx(1, abs=4 * (2 / z.numel()) ** 0.5)
+    between = (z[0] * z[1]).mean()
+    assert abs(float(between)) < 4 / z[0].numel() ** 0.5  # epochs are independent
+
+
+def test_what_is_read_does_not_depend_on_ranks_workers_or_a_resume(path):
+    config = config_of(path)
+    whole = read_epochs(config, epochs=2)
+    halves = [read_epochs(config, epochs=2, rank=rank, world_size=2) for rank in (0, 1)]
+    joined = {key: torch.cat([half[key] for half in halves]) for key in whole}
+    order = joined["samples"].argsort()
+    resumed = read_epochs(config_of(path, num_workers=4), epochs=2, resume_after=7)  # in mid-epoch
+    for key in whole:
+        assert torch.equal(joined[key][order], whole[key])
+        assert torch.equal(resumed[key], whole[key])
+
+
+def test_another_seed_or_attempt_draws_others(path):
+    one, other = (read_epochs(config_of(path), seed=seed)["images"] for seed in (3, 4))
+    assert not torch.equal(one, other)
+
+
+def test_validation_images_are_the_same_each_time_and_unmirrored_samples(path):
+    means, stds = moments(path)
+    dataset = Latents(config_of(path, validation_fraction=0.5), "validation")
+    batches = list(validation_batches(dataset, Latents.info(config_of(path)), 24, 5, 0, 1))
+    found = torch.cat([batch["images"] for batch in batches])[:24]
+    rows = torch.arange(1, COUNT, 2)
+    noise = philox.normal(0, "posterior", rows, SHAPE)
+    torch.testing.assert_close(found, normalised(means[rows, 0] + stds[rows, 0] * noise))
+    assert torch.equal(pickle.loads(pickle.dumps(dataset)).fetch(np.arange(24))[0], found)
+
+
+def test_held_out_images_are_spread_evenly_and_left_out_of_training(path):
+    for fraction in (0.05, 0.1, 1 / 3, 0.9):
+        config = config_of(path, validation_fraction=fraction)
+        trained, held_out = Latents(config, "train"), Latents(config, "validation")
+        assert len(held_out) == int(COUNT * fraction + 1e-9) and len(trained) + len(held_out) == COUNT
+        gaps = np.diff(held_out._numbers)
+        assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
+        assert sorted([*trained._numbers, *held_out._numbers]) == list(range(COUNT))
+    with pytest.raises(DatasetError, match="validation_fraction: 0.0 leaves no image for validation"):
+        Latents(config_of(path), "validation")
+
+
+def test_validation_store_is_normalised_as_the_trained_one(path, tmp_path):
+    other = Normalization(shift=[9.0] * 4, scale=[9.0] * 4, source="given")
+    write_store(tmp_path / "val", plan_of(16, normalization=other, class_names=list("abcdefghij"), mirrored=False))
+    keys = {"path": path, "validation_path": str(tmp_path / "val"), "sample_posterior": False, "mirror": True}
+    held_out = Latents(LatentsConfig(**keys), "validation")
+    wanted = LatentStore(tmp_path / "val").read(np.arange(16))[0][:, 0]
+    torch.testing.assert_close(held_out.fetch(np.arange(16))[0], normalised(wanted))
+    assert len(held_out) == 16 and len(Latents(LatentsConfig(**keys), "train")) == COUNT
+
+
+def test_measured_normalization_gives_unit_variance(tmp_path):
+    write_store(tmp_path, plan_of(COUNT))
+    found = read_epochs(config_of(str(tmp_path)), epochs=8)["images"].transpose(0, 1).flatten(1)  # [C, ...]
+    assert found.mean(dim=1).tolist() == pytest.approx([0] * 4, abs=0.03)
+    assert found.std(dim=1).tolist() == pytest.approx([1] * 4, abs=0.03)
+
+
+def test_latents_without_posterior_or_mirror_are_read_as_they_are(tmp_path):
+    plan = plan_of(8, normalization=NORMALIZATION, posterior=False, mirrored=False, num_classes=0, dtype="bfloat16")
+    write_store(tmp_path, plan)
+    config = config_of(str(tmp_path))
+    dataset = Latents(config, "train")
+    found, labels = dataset.fetch(np.arange(8))
+    torch.testing.assert_close(found, normalised(images(plan, 0, 8)[0][:, 0, 0].bfloat16().float()))
+    assert labels.tolist() == [0] * 8 and Latents.info(config).num_classes == 0
+    for key in ("sample_posterior", "mirror"):
+        with pytest.raises(DatasetError, match=f"^data.{key}: .* keeps no .*; leave the key out$"):
+            Latents.info(config_of(str(tmp_path), **{key: True}))
+
+
+def test_stores_that_cannot_be_read_are_refused_in_one_line(path, tmp_path):
+    write_store(tmp_path / "val", plan_of(16, autoencoder={"name": "another"}, class_names=list("abcdefghij")))
+    for keys, message in {
+        (("path", ""),): "data.path: not given; latents needs a latent store",
+        (("path", str(tmp_path)),): f"data.path: {tmp_path}: no latent store, it has no index.json",
+        (("validation_path", str(tmp_path / "x")),): f"data.validation_path: {tmp_path / 'x'}: no such folder",
+        (("validation_path", str(tmp_path / "val")),): "its autoencoder is not that of",
+    }.items():
+        with pytest.raises(DatasetError) as error:
+            Latents.info(config_of(**{"path": path} | dict(keys)))
+        assert str(error.value).startswith("data.") and message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_keys_of_latents_are_refused_by_other_datasets_and_where_they_have_no_effect(path):
+    def problems(*words):
+        with pytest.raises(ConfigError) as error:
+            load_config(["--model.flavor", "debug", *words], 1)
+        return str(error.value)
+
+    assert "data.sample_posterior: unknown key" in problems("--data.name", "digits", "--data.sample_posterior", "true")
+    said = problems("--data.name", "latents", "--data.path", path, "--data.validation_path", path,
+                    "--data.validation_fraction", "0.1")  # fmt: skip
+    assert "data.validation_fraction: has no effect when data.validation_path =" in said
