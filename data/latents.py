@@ -31,8 +31,9 @@ class LatentsConfig(DataConfig):
     )
     validation_path: str = setting("", "latent store of held-out images")
     validation_fraction: float = setting(
-        0.05, "share of data.path held out, spread evenly over its order", ge=0, lt=1, applies={"validation_path": ("",)}
-    )
+        0.05, "share of data.path held out, spread evenly over its order", ge=0, lt=1,
+        applies={"validation_path": ("",)},
+    )  # fmt: skip
 
 
 class Latents:
@@ -103,7 +104,7 @@ def _open(config: LatentsConfig, split: Split) -> LatentStore:
     key = "validation_path" if split == "validation" and config.validation_path else "path"
     path = getattr(config, key)
     if not path:
-        raise DatasetError(f"data.{key}: not given; latents needs a latent store (scripts/latents.py convert makes one)")
+        raise DatasetError(f"data.{key}: not given; latents needs a latent store (scripts/latents.py makes them)")
     try:
         store = LatentStore(path)
     except StoreError as error:

@@ -50,9 +50,9 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
 
     command = commands.add_parser("convert", help="write a store from published latents")
     command.set_defaults(command=convert_source)
-    command.add_argument("source", type=Path, help="int8 safetensors file, folder of *_features and *_labels, or folder "
-                         "of safetensors files with latents, latents_flip and labels")
-    command.add_argument("--output", type=Path, required=True, metavar="STORE", help="folder to write, or to go on with")
+    command.add_argument("source", type=Path, help="int8 safetensors file, folder of *_features and *_labels, or "
+                         "folder of safetensors files with latents, latents_flip and labels")
+    command.add_argument("--output", type=Path, required=True, metavar="STORE", help="folder to write or go on with")
     command.add_argument("--dtype", choices=("float16", "bfloat16", "int8"),
                          help="of the stored values (default: int8 where the source is, else float16)")
     command.add_argument("--num_classes", type=count, default=1000, help="of the labels (default 1000); 0: no labels")

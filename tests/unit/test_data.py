@@ -21,6 +21,7 @@ from pyarrow import parquet
 
 from data import DATASETS, DataConfig, DatasetError, DatasetInfo
 from data.digits import Digits, DigitsConfig
+from tests.latent_stores import plan_of, write_store
 from torchtitan.diffusion import philox
 from torchtitan.settings import setting
 from torchtitan.training.data_loading import SampleOrder, TrainingData, validation_batches
@@ -326,6 +327,7 @@ WRITERS = {
     "cifar100": lambda folder: write_cifar(folder, "fine_label"),
     "image_folder": lambda folder: [write_images(folder / name, 40) for name in ("a", "b")],
     "tinyimagenet": write_tinyimagenet,
+    "latents": lambda folder: write_store(folder, plan_of(80)),
 }
 
 

@@ -1,13 +1,17 @@
 """Published latents of three formats, and the command that turns them into a store."""
 
 import json
+import re
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
-from scripts.latents import main
+from data.latents import LatentsConfig
+from scripts.latents import main, parse_arguments
 from tests.latent_stores import plan_of, write_store
 from torchtitan.latents import LatentStore, StoreError
 from torchtitan.latents.index import PARTIAL_FOLDER
@@ -156,7 +160,8 @@ def test_verify_names_each_damaged_shard_and_exits_with_1(tmp_path, capsys):
         path.write_bytes(content)
     assert main(["verify", str(tmp_path / "store")]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("/")[-1].split(":")[0] for line in lines] == ["shard-00000.safetensors", "shard-00002.safetensors"]
+    named = [line.split("/")[-1].split(":")[0] for line in lines]
+    assert named == ["shard-00000.safetensors", "shard-00002.safetensors"]
 
 
 def write_tensors(path, **tensors):
@@ -201,7 +206,7 @@ def test_npy_files_that_are_none(npy_folders, tmp_path, capsys):
     cases = {
         labels / "3.npy": (b"", "cannot be read"),
         labels / "4.npy": (np.array([1.5]), "float64 [1] is not one image of [1]"),
-        features / "5.npy": (np.zeros((2, *SHAPE), np.float32), "float32 [2, 4, 8, 8] is not one image of [1, 4, 8, 8]"),
+        features / "5.npy": (np.zeros((2, *SHAPE)), "float64 [2, 4, 8, 8] is not one image of [1, 4, 8, 8]"),
         features / "6.npy": (np.array([{}]), "cannot be read"),
     }
     for path, (content, message) in cases.items():
@@ -243,6 +248,18 @@ def test_arguments_that_are_none(tmp_path, capsys):
         assert message in said and said.count("\n") == 1
     assert main(["info", str(tmp_path)]) == 2
     assert "no latent store" in capsys.readouterr().err
+
+
+def test_documented_commands_and_section_are_valid():
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "latents.md").read_text() + (root / "README.md").read_text()
+    commands = re.findall(r"scripts/latents\.py ([^`]+)`", text)
+    assert {parse_arguments(words.split()).command.__name__ for words in commands} == {
+        "convert_source", "show", "verify", "measure_store",
+    }  # fmt: skip
+    sections = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)]
+    configs = [LatentsConfig(**table["data"]) for table in sections if table.get("data", {}).get("name") == "latents"]
+    assert configs
 
 
 def test_normalization_that_a_source_does_not_have_is_refused(int8_file, tmp_path, capsys):

@@ -85,7 +85,8 @@ def test_flipped_byte_is_found_by_verify(store, place):
 def test_shard_of_other_shape_dtype_count_or_names(store):
     good = shard_tensors(store)
     replace_shard(store, good | {"latents": good["latents"].flatten(-2)})
-    assert "'latents' is torch.float16 [8, 2, 2, 4, 64], not torch.float16 [8, 2, 2, 4, 8, 8]; the index" in refused(store)
+    said = "'latents' is torch.float16 [8, 2, 2, 4, 64], not torch.float16 [8, 2, 2, 4, 8, 8]; the index"
+    assert said in refused(store)
     replace_shard(store, good | {"latents": good["latents"].bfloat16()})
     assert "'latents' is torch.bfloat16" in refused(store)
     replace_shard(store, {name: tensor[:7] for name, tensor in good.items()})
@@ -209,7 +210,7 @@ def test_values_that_the_dtype_cannot_hold_are_refused_when_written(tmp_path, dt
 def test_images_that_are_not_what_the_plan_says_are_refused_when_written(tmp_path):
     writer = StoreWriter(tmp_path, plan_of())
     values, labels = images(writer.plan, 8, 16)
-    with pytest.raises(StoreError, match="shard-00002.safetensors: latents are torch.float32 \\[8, 2, 2, 4, 8, 8\\], not"):
+    with pytest.raises(StoreError, match="shard-00002.*: latents are torch.float32 \\[8, 2, 2, 4, 8, 8\\], not"):
         writer.write(2, values, labels)
     with pytest.raises(StoreError, match="labels are torch.int32"):
         writer.write(1, values, labels.int())

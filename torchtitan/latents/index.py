@@ -166,7 +166,7 @@ def read_index(folder: Path) -> StoreIndex:
         raise StoreError(f"{folder}: no such folder; give a latent store (scripts/latents.py convert makes one)")
     if not (folder / INDEX_FILE).is_file():
         if (folder / PARTIAL_FOLDER).is_dir():
-            raise StoreError(f"{folder}: not finished; run the command that writes it again, it goes on where it stopped")
+            raise StoreError(f"{folder}: not finished; run the command that writes it again, and it goes on")
         raise StoreError(f"{folder}: no latent store, it has no {INDEX_FILE}")
     return parse_record(StoreIndex, read_sealed(folder / INDEX_FILE), folder / INDEX_FILE)
 

@@ -3,8 +3,8 @@
 Formats, by name:
     int8_file      one safetensors file, `latents` int8 [N, C, h, w] whose unit is 16 / 255, `labels` [N]: the file
                    imagenet_ci8x8.safetensors of the data set fal/cosmos-imagenet (16 channels, 32x32).
-    npy_folders    two folders, `*_features` and `*_labels`, with a file 0.npy, 1.npy, ... per image in each, [1, C, h, w]
-                   and [1]: what fast-DiT's extract_features.py writes, the VAE's samples multiplied by 0.18215.
+    npy_folders    two folders, `*_features` and `*_labels`, with a file 0.npy, 1.npy, ... per image in each,
+                   [1, C, h, w] and [1]: what fast-DiT's extract_features.py writes, the VAE's samples multiplied by 0.18215.
     mirrored_shards  a folder of safetensors files with `latents`, `latents_flip` [n, C, h, w] and `labels` [n]: what
                    LightningDiT's extract_features.py writes. Images are numbered in the order of the files' names.
 """
@@ -127,7 +127,7 @@ class MirroredShards(LatentSource):
             if found["latents_flip"][0] != found["latents"][0]:
                 raise StoreError(f"{file}: 'latents_flip' {list(found['latents_flip'][0])} is not as 'latents'")
             if counts and shape != self.shape:
-                raise StoreError(f"{file}: latents {list(shape)}, but those of {self._paths[0].name} {list(self.shape)}")
+                raise StoreError(f"{file}: latents {list(shape)}, those of {self._paths[0].name} {list(self.shape)}")
             self.shape = shape
             counts.append(count)
         self._starts = np.cumsum([0, *counts])

@@ -122,8 +122,8 @@ def check_autoencoder(store: LatentStore, identity: dict) -> None:
         return
     if made_with["name"] != identity["name"]:
         raise StoreError(
-            f"{store.folder}: made with the autoencoder {made_with['name']!r}, not {identity['name']!r}; name that one, "
-            "or another store"
+            f"{store.folder}: made with the autoencoder {made_with['name']!r}, not {identity['name']!r}; name "
+            "that one, or another store"
         )
     differing = sorted(
         key for key in made_with.keys() | identity.keys() if made_with.get(key) != identity.get(key)
@@ -140,7 +140,9 @@ def _size_problem(folder: Path, index: StoreIndex, number: int) -> str:
         size = path.stat().st_size
     except OSError:
         return f"{path}: missing, though {INDEX_FILE} lists it; take a good copy of it"
-    return f"{path}: {size} bytes, not {wanted}: cut short or another's; take a good copy of it" if size != wanted else ""
+    if size != wanted:
+        return f"{path}: {size} bytes, not {wanted}: cut short or another's; take a good copy of it"
+    return ""
 
 
 def _content_problem(folder: Path, index: StoreIndex, number: int) -> str:

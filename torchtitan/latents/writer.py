@@ -125,8 +125,8 @@ class StoreWriter:
             before, now = getattr(begun, name), getattr(self.plan, name)
             if before != now:
                 raise StoreError(
-                    f"{self.folder}: {verb} {name} = {_shown(before)}, this would be {_shown(now)}; give another folder, "
-                    "or the same settings and source"
+                    f"{self.folder}: {verb} {name} = {_shown(before)}, this would be {_shown(now)}; give another "
+                    "folder, or the same settings and source"
                 )
 
 
