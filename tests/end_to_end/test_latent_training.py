@@ -49,9 +49,15 @@ def config(tmp_path_factory):
     return path
 
 
+def learned(run) -> list[dict]:
+    """What was logged of the losses, trained and held out, and of the gradients."""
+    tags = ("step", "loss", "grad_norm", "validation_metrics")
+    return [{tag: value for tag, value in point.items() if tag.startswith(tags)} for point in run.points()]
+
+
 def test_run_on_latents_that_is_killed_and_resumed_equals_a_straight_one_bit_for_bit(config, monkeypatch):
     layout = {"ranks": 2, "replicas": 2}
-    straight = ForkedRun(config, "straight", **layout)
+    straight = ForkedRun(config, "straight", "--data.num_workers", "0", **layout)
     straight.finish()
     assert straight.summary()["n_images_seen"] == 14 * 16  # two epochs of 95 images and a part
     monkeypatch.setenv(FAULT, "0:after the optimizer:8")
@@ -63,13 +69,13 @@ def test_run_on_latents_that_is_killed_and_resumed_equals_a_straight_one_bit_for
     monkeypatch.delenv(FAULT)
     resumed = ForkedRun(config, "killed", **layout)
     assert "resumed after step 5" in resumed.finish()[0]
-    assert resumed.losses() == straight.losses()
+    assert learned(resumed) == learned(straight)
     runs = [checkpoint_tensors(run.folder / "checkpoint" / "step-00000014") for run in (straight, resumed)]
     assert runs[0].keys() == runs[1].keys()
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
     grids = [run.folder / "samples" / "step-00000014.png" for run in (straight, resumed)]
     assert grids[0].read_bytes() == grids[1].read_bytes()
-    assert "validation_metrics/loss" in straight.points()[-1]
+    assert any("validation_metrics/loss" in point for point in learned(straight))
 
 
 def test_damaged_store_ends_a_run_before_it_starts_in_one_line(config, tmp_path):

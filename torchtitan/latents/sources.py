@@ -4,7 +4,7 @@ Formats, by name:
     int8_file      one safetensors file, `latents` int8 [N, C, h, w] whose unit is 16 / 255, `labels` [N]: the file
                    imagenet_ci8x8.safetensors of the data set fal/cosmos-imagenet (16 channels, 32x32).
     npy_folders    two folders, `*_features` and `*_labels`, with a file 0.npy, 1.npy, ... per image in each,
-                   [1, C, h, w] and [1]: what fast-DiT's extract_features.py writes, the VAE's samples multiplied by 0.18215.
+                   [1, C, h, w] and [1]: what fast-DiT's extract_features.py writes, the VAE's samples times 0.18215.
     mirrored_shards  a folder of safetensors files with `latents`, `latents_flip` [n, C, h, w] and `labels` [n]: what
                    LightningDiT's extract_features.py writes. Images are numbered in the order of the files' names.
 """
