@@ -200,3 +200,10 @@ def test_keys_of_latents_are_refused_by_other_datasets_and_where_they_have_no_ef
     said = problems("--data.name", "latents", "--data.path", path, "--data.validation_path", path,
                     "--data.validation_fraction", "0.1")  # fmt: skip
     assert "data.validation_fraction: has no effect when data.validation_path =" in said
+
+
+def test_noise_of_a_large_batch_is_that_of_its_samples(path, monkeypatch):
+    config = config_of(path)
+    whole = read_epochs(config)["images"]
+    monkeypatch.setattr("data.latents.NUMBERS_AT_A_TIME", 3 * 4 * 8 * 8)  # three images at a time, of batches of four
+    torch.testing.assert_close(read_epochs(config)["images"], whole)
