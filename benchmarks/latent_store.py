@@ -35,6 +35,7 @@ BATCH = 256
 PROCESSES = 2
 RANKS = 4
 IMAGENET = 1_281_167
+KINDS = {"all": "Pss:", "anonymous": "Pss_Anon:"}  # as the system calls them
 UNIT = Normalization(shift=[0.0] * 4, scale=[1.0] * 4, source="given")
 
 
@@ -58,7 +59,7 @@ def main() -> None:
             "processes": PROCESSES, "rounds": arguments.rounds,
             "images_per_second": {way: statistics.median(found) for way, found in rates.items()},
             "store_over_npy": statistics.median(a / b for a, b in zip(rates["stored"], rates["npy"], strict=True)),
-            "memory_of_ranks_over_store": memory_growth(store),
+            "memory_of_ranks_over_store": memory_growth(store),  # {kind of page: growth}
             "seconds_to_open_imagenet": seconds_to_open(large),
             "device": device_name(torch.device("cpu")), "date": date.today().isoformat(), "versions": versions(),
         }
@@ -138,17 +139,22 @@ def read_share(way: Callable, folder: Path, num_images: int, rank: int, barrier)
     barrier.wait()
 
 
-def memory_growth(store: Path) -> float:
-    """What RANKS processes hold in proportion, after each has read all, over what they held before; in stores."""
+def memory_growth(store: Path) -> dict[str, float]:
+    """How far RANKS processes together grow while each reads all, in stores, by kind of page.
+
+    Pages of the store are the system's cache, which it takes back when memory is short; "anonymous" is what the
+    processes keep for themselves.
+    """
     context = multiprocessing.get_context("fork")
     barrier, grown = context.Barrier(RANKS), context.Queue()
     ranks = [context.Process(target=hold_all, args=(store, barrier, grown)) for _ in range(RANKS)]
     for rank in ranks:
         rank.start()
-    total = sum(grown.get() for _ in ranks)
+    grown_by = [grown.get() for _ in ranks]
     for rank in ranks:
         rank.join()
-    return total / sum(file.stat().st_size for file in store.iterdir())
+    size = sum(file.stat().st_size for file in store.iterdir())
+    return {kind: sum(growth[kind] for growth in grown_by) / size for kind in KINDS}
 
 
 def hold_all(folder: Path, barrier, grown) -> None:
@@ -162,13 +168,13 @@ def hold_all(folder: Path, barrier, grown) -> None:
     barrier.wait()
     after = proportional_bytes()
     barrier.wait()
-    grown.put(after - before)
+    grown.put({kind: after[kind] - before[kind] for kind in KINDS})
 
 
-def proportional_bytes() -> int:
-    """Resident memory of this process; a page that n processes share counts 1 / n."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+def proportional_bytes() -> dict[str, int]:
+    """Resident memory of this process by kind; a page that n processes share counts 1 / n."""
+    lines = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()]
+    return {kind: next(1024 * int(line[1]) for line in lines if line[0] == name) for kind, name in KINDS.items()}
 
 
 def seconds_to_open(folder: Path) -> float:
