@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from data.base import DataConfig, DatasetError, DatasetInfo, Draws, Split
-from torchtitan.latents.index import StoreError
+from torchtitan.latents.index import LatentStoreError
 from torchtitan.latents.store import LatentStore
 from torchtitan.settings import setting
 
@@ -87,7 +87,7 @@ class Latents:
     def _read(self, numbers: np.ndarray, views: np.ndarray | None, draws: Draws) -> tuple[Tensor, Tensor]:
         try:
             values, labels = self._store.read(numbers, views)  # [B, P, C, h, w]
-        except StoreError as error:
+        except LatentStoreError as error:
             raise DatasetError(str(error)) from error
         latents = values[:, 0]
         if self._sample:
@@ -107,7 +107,7 @@ def _open(config: LatentsConfig, split: Split) -> LatentStore:
         raise DatasetError(f"data.{key}: not given; latents needs a latent store (scripts/latents.py makes them)")
     try:
         store = LatentStore(path)
-    except StoreError as error:
+    except LatentStoreError as error:
         raise DatasetError(f"data.{key}: {error}") from error
     if config.sample_posterior and not store.index.posterior:
         raise DatasetError(f"data.sample_posterior: {path} keeps no standard deviations; leave the key out")

@@ -16,8 +16,8 @@ from torchtitan.command_line import OneLineParser
 from torchtitan.latents.convert import convert, measure, plan_conversion
 from torchtitan.latents.index import (
     INDEX_FILE,
+    LatentStoreError,
     Normalization,
-    StoreError,
     StoreIndex,
     first_problem,
     read_index,
@@ -32,7 +32,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
         return arguments.command(arguments)
-    except StoreError as error:
+    except LatentStoreError as error:
         print(error, file=sys.stderr)
     except pydantic.ValidationError as failure:
         print(first_problem(failure), file=sys.stderr)
@@ -160,7 +160,7 @@ def read_names(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise StoreError(f"{path}: not a text file") from error
+        raise LatentStoreError(f"{path}: not a text file") from error
 
 
 def count(text: str) -> int:

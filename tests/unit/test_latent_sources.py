@@ -13,7 +13,7 @@ import torch
 from data.latents import LatentsConfig
 from scripts.latents import main, parse_arguments
 from tests.latent_stores import plan_of, write_store
-from torchtitan.latents import LatentStore, StoreError
+from torchtitan.latents import LatentStore, LatentStoreError
 from torchtitan.latents.index import PARTIAL_FOLDER
 from torchtitan.latents.sources import Int8File, MirroredShards, NpyFolders, open_source
 
@@ -222,7 +222,7 @@ def test_npy_files_that_are_none(npy_folders, tmp_path, capsys):
     (labels / "7.npy").unlink()
     assert convert(npy_folders, tmp_path / "store") == 2
     assert f"{labels / '7.npy'}: cannot be read" in capsys.readouterr().err
-    with pytest.raises(StoreError, match="0 folders whose names end with _labels"):
+    with pytest.raises(LatentStoreError, match="0 folders whose names end with _labels"):
         labels.rename(npy_folders / "else")
         open_source(npy_folders)
 

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from tests.latent_stores import images, plan_of, write_shard, write_store
-from torchtitan.latents import LatentStore, Normalization, StoreError, StoreWriter, check_autoencoder, verify_shards
+from torchtitan.latents import (
+    LatentStore,
+    LatentStoreError,
+    Normalization,
+    StoreWriter,
+    check_autoencoder,
+    verify_shards,
+)
 from torchtitan.latents import images_per_shard as default_images_per_shard
 from torchtitan.latents.convert import measure
 from torchtitan.latents.index import INDEX_FILE, PARTIAL_FOLDER
@@ -61,7 +68,7 @@ def test_int8_with_a_step_keeps_multiples_of_it_exactly_and_refuses_what_is_beyo
     assert torch.equal(store.read(np.arange(8))[0], (steps[:, 0] * torch.tensor(16 / 255)).float())
     assert len(np.unique(scales)) == 1
     values[5, 0, 0, 2, 1, 1] = 129 * 16 / 255
-    with pytest.raises(StoreError, match="^image 5: 8.09412 is beyond an int8 of step"):
+    with pytest.raises(LatentStoreError, match="^image 5: 8.09412 is beyond an int8 of step"):
         StoreWriter(tmp_path / "other", plan).write(0, values.float(), torch.zeros(8, dtype=torch.int64))
 
 
@@ -99,7 +106,7 @@ def test_killed_writer_goes_on_without_repeating_and_ends_with_the_same_bytes(tm
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
-        with pytest.raises(StoreError, match="not finished; run the command that writes it again"):
+        with pytest.raises(LatentStoreError, match="not finished; run the command that writes it again"):
             LatentStore(folder)
         # A shard without its note is written again.
         assert len(StoreWriter(folder, plan_of()).pending()) == min(3, 3 - (moment - 1) // 2)
@@ -134,7 +141,7 @@ def test_note_or_shard_that_a_crash_damaged_is_written_again(tmp_path):
     note.write_bytes(note.read_bytes()[:-20])
     (tmp_path / "shard-00002.safetensors").write_bytes(b"")
     assert writer.pending() == [0, 2]
-    with pytest.raises(StoreError, match="2 of 3 shards are not written yet"):
+    with pytest.raises(LatentStoreError, match="2 of 3 shards are not written yet"):
         writer.finish()
 
 
@@ -143,18 +150,18 @@ def test_finished_store_is_left_alone_by_the_same_writer_and_refused_to_another(
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     again = StoreWriter(tmp_path, plan_of())
     assert again.pending() == [] and again.finish().num_images == 20
-    with pytest.raises(StoreError, match="holds a store with dtype = 'float16', this would be 'bfloat16'"):
+    with pytest.raises(LatentStoreError, match="holds a store with dtype = 'float16', this would be 'bfloat16'"):
         StoreWriter(tmp_path, plan_of(dtype="bfloat16"))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
 
 def test_store_that_was_begun_otherwise_and_a_folder_of_other_files_are_refused(tmp_path):
     write_shard(StoreWriter(tmp_path / "store", plan_of()), 0)
-    with pytest.raises(StoreError, match="was begun with num_images = 20, this would be 21; give another folder"):
+    with pytest.raises(LatentStoreError, match="was begun with num_images = 20, this would be 21; give another folder"):
         StoreWriter(tmp_path / "store", plan_of(21))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").write_text("")
-    with pytest.raises(StoreError, match="holds other files"):
+    with pytest.raises(LatentStoreError, match="holds other files"):
         StoreWriter(tmp_path / "taken", plan_of())
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["thesis.tex"]
 
@@ -201,7 +208,7 @@ def test_shards_are_mapped_when_they_are_read_not_at_opening(tmp_path):
     store = LatentStore(tmp_path)
     (tmp_path / "shard-00001.safetensors").unlink()
     store.read(np.array([0, 19]))  # of the first and the last shard
-    with pytest.raises(StoreError, match="shard-00001.safetensors: cannot be read"):
+    with pytest.raises(LatentStoreError, match="shard-00001.safetensors: cannot be read"):
         store.read(np.array([8]))
 
 
@@ -209,9 +216,9 @@ def test_store_of_another_autoencoder_is_refused(tmp_path):
     write_store(tmp_path)
     store = LatentStore(tmp_path)
     check_autoencoder(store, {"name": "tiny", "sha256": "0" * 64})
-    with pytest.raises(StoreError, match="made with the autoencoder 'tiny', not 'large'"):
+    with pytest.raises(LatentStoreError, match="made with the autoencoder 'tiny', not 'large'"):
         check_autoencoder(store, {"name": "large"})
-    with pytest.raises(StoreError, match="another 'tiny' than this one \\(sha256 differ\\)"):
+    with pytest.raises(LatentStoreError, match="another 'tiny' than this one \\(sha256 differ\\)"):
         check_autoencoder(store, {"name": "tiny", "sha256": "1" * 64})
     write_store(tmp_path / "converted", plan_of(autoencoder={"name": "unknown"}))
     check_autoencoder(LatentStore(tmp_path / "converted"), {"name": "large"})

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from tests.latent_stores import images, plan_of, write_store
-from torchtitan.latents import LatentStore, StoreError, StoreWriter, verify_shards
+from torchtitan.latents import LatentStore, LatentStoreError, StoreWriter, verify_shards
 from torchtitan.latents.index import INDEX_FILE, read_index, read_sealed, write_sealed
 
 SHARD = "shard-00001.safetensors"
@@ -33,7 +33,7 @@ def store(good_store, tmp_path):
 
 def refused(folder, number=8) -> str:
     """What opening the store, or else reading an image of the second shard, says."""
-    with pytest.raises(StoreError) as error:
+    with pytest.raises(LatentStoreError) as error:
         LatentStore(folder).read(np.array([number]))
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -110,7 +110,7 @@ def test_labels_out_of_range_are_refused_when_written_read_and_verified(store, t
     assert "image 11: label -1 is not in 0..9" in refused(store, 11)
     writer = StoreWriter(tmp_path / "new", plan_of())
     values, labels = images(writer.plan, 8, 16)
-    with pytest.raises(StoreError, match="^image 8: label 10 is not in 0..9$"):
+    with pytest.raises(LatentStoreError, match="^image 8: label 10 is not in 0..9$"):
         writer.write(1, values, labels + 2)
     assert writer.pending() == [0, 1, 2]
 
@@ -202,7 +202,7 @@ def test_values_that_the_dtype_cannot_hold_are_refused_when_written(tmp_path, dt
     writer = StoreWriter(tmp_path, plan_of(dtype=dtype))
     values, labels = images(writer.plan, 8, 16)
     values[3, 1, 0, 2, 5, 5] = value
-    with pytest.raises(StoreError, match=f"^image 11: {value:g} is n"):
+    with pytest.raises(LatentStoreError, match=f"^image 11: {value:g} is n"):
         writer.write(1, values, labels)
     assert writer.pending() == [0, 1, 2]
 
@@ -210,12 +210,12 @@ def test_values_that_the_dtype_cannot_hold_are_refused_when_written(tmp_path, dt
 def test_images_that_are_not_what_the_plan_says_are_refused_when_written(tmp_path):
     writer = StoreWriter(tmp_path, plan_of())
     values, labels = images(writer.plan, 8, 16)
-    with pytest.raises(StoreError, match="shard-00002.*: latents are torch.float32 \\[8, 2, 2, 4, 8, 8\\], not"):
+    with pytest.raises(LatentStoreError, match="shard-00002.*: latents are torch.float32 \\[8, 2, 2, 4, 8, 8\\], not"):
         writer.write(2, values, labels)
-    with pytest.raises(StoreError, match="labels are torch.int32"):
+    with pytest.raises(LatentStoreError, match="labels are torch.int32"):
         writer.write(1, values, labels.int())
     values[0, 0, 1] = -1
-    with pytest.raises(StoreError, match="a standard deviation is negative"):
+    with pytest.raises(LatentStoreError, match="a standard deviation is negative"):
         writer.write(1, values, labels)
 
 
@@ -224,6 +224,6 @@ def test_constant_channel_cannot_be_normalised(tmp_path):
     values, labels = images(writer.plan, 0, 8)
     values[:, :, :, 2] = 3
     writer.write(0, values, labels)
-    with pytest.raises(StoreError, match="channel 2 is constant"):
+    with pytest.raises(LatentStoreError, match="channel 2 is constant"):
         writer.finish()
     assert json.loads((tmp_path / "partial" / "plan.json").read_text())["num_images"] == 8

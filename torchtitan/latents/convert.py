@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from torchtitan.latents.index import StoreError, StoreIndex, StorePlan, images_per_shard
+from torchtitan.latents.index import LatentStoreError, StoreIndex, StorePlan, images_per_shard
 from torchtitan.latents.sources import LatentSource
 from torchtitan.latents.statistics import ChannelMoments
 from torchtitan.latents.store import LatentStore
@@ -31,11 +31,11 @@ def plan_conversion(
         shard_images: images per file; None: as `images_per_shard` has it.
 
     Raises:
-        StoreError: the source's makers say nothing about normalisation.
+        LatentStoreError: the source's makers say nothing about normalisation.
         pydantic.ValidationError: class names and classes disagree.
     """
     if not measured and source.normalization is None:
-        raise StoreError("the source says nothing about its normalization; have it measured")
+        raise LatentStoreError("the source says nothing about its normalization; have it measured")
     dtype = dtype or ("int8" if source.int8_step else "float16")
     return StorePlan(
         num_images=source.num_images,
@@ -57,7 +57,7 @@ def convert(source: LatentSource, folder: Path, plan: StorePlan) -> StoreIndex:
     """Write the store, or what is missing of it.
 
     Raises:
-        StoreError: the source cannot be read, or the folder holds something else.
+        LatentStoreError: the source cannot be read, or the folder holds something else.
         OSError: the store cannot be written.
     """
     writer = StoreWriter(folder, plan)
@@ -73,7 +73,7 @@ def convert(source: LatentSource, folder: Path, plan: StorePlan) -> StoreIndex:
 
 
 def measure(store: LatentStore) -> ChannelMoments:
-    """Moments of each channel over all images and views of a store. Raises StoreError."""
+    """Moments of each channel over all images and views of a store. Raises LatentStoreError."""
     total = None
     with tqdm(total=len(store), unit="img", desc="measuring") as bar:
         for number in range(store.index.num_shards):

@@ -29,7 +29,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class StoreError(Exception):
+class LatentStoreError(Exception):
     """A store, or a source of one, that cannot be used; the message is one line: what is wrong and what to do."""
 
 
@@ -161,22 +161,22 @@ def images_per_shard(num_images: int) -> int:
 
 
 def read_index(folder: Path) -> StoreIndex:
-    """Read the index of a complete store. Raises StoreError."""
+    """Read the index of a complete store. Raises LatentStoreError."""
     if not folder.is_dir():
-        raise StoreError(f"{folder}: no such folder; give a latent store (scripts/latents.py convert makes one)")
+        raise LatentStoreError(f"{folder}: no such folder; give a latent store (scripts/latents.py convert makes one)")
     if not (folder / INDEX_FILE).is_file():
         if (folder / PARTIAL_FOLDER).is_dir():
-            raise StoreError(f"{folder}: not finished; run the command that writes it again, and it goes on")
-        raise StoreError(f"{folder}: no latent store, it has no {INDEX_FILE}")
+            raise LatentStoreError(f"{folder}: not finished; run the command that writes it again, and it goes on")
+        raise LatentStoreError(f"{folder}: no latent store, it has no {INDEX_FILE}")
     return parse_record(StoreIndex, read_sealed(folder / INDEX_FILE), folder / INDEX_FILE)
 
 
 def parse_record(kind: type[_Record], content: dict, path: Path) -> Any:
-    """Read a record from JSON's dicts and lists. Raises StoreError."""
+    """Read a record from JSON's dicts and lists. Raises LatentStoreError."""
     try:
         return kind.model_validate_json(json.dumps(content))
     except pydantic.ValidationError as failure:
-        raise StoreError(f"{path}: {first_problem(failure)}") from failure
+        raise LatentStoreError(f"{path}: {first_problem(failure)}") from failure
 
 
 def first_problem(failure: pydantic.ValidationError) -> str:
@@ -194,17 +194,17 @@ def write_sealed(path: Path, content: dict, draft_folder: Path | None = None) ->
 
 
 def read_sealed(path: Path) -> dict:
-    """Read what `write_sealed` wrote. Raises StoreError."""
+    """Read what `write_sealed` wrote. Raises LatentStoreError."""
     try:
         if path.stat().st_size > MAX_INDEX_BYTES:
-            raise StoreError(f"{path}: more than {MAX_INDEX_BYTES >> 20} MiB is no index of a latent store")
+            raise LatentStoreError(f"{path}: more than {MAX_INDEX_BYTES >> 20} MiB is no index of a latent store")
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+        raise LatentStoreError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"{path}: not JSON; take a good copy of it, or write the store anew") from error
+        raise LatentStoreError(f"{path}: not JSON; take a good copy of it, or write the store anew") from error
     if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
-        raise StoreError(f"{path}: damaged or edited, its checksum does not agree; take a good copy of it")
+        raise LatentStoreError(f"{path}: damaged or edited, its checksum does not agree; take a good copy of it")
     return content
 
 

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from torchtitan.latents.index import StoreError, StorePlan, shard_name
+from torchtitan.latents.index import LatentStoreError, StorePlan, shard_name
 from torchtitan.latents.values import LABELS, LATENTS, SCALES, check_labels, encode, tensor_shapes
 from torchtitan.training.shard_files import DamagedShard, whole_tensors
 
@@ -39,38 +39,38 @@ def shard_content(plan: StorePlan, number: int, values: Tensor, labels: Tensor) 
         labels: int64 [n].
 
     Raises:
-        StoreError: what is given is not what the plan says, or a value or label that it cannot hold.
+        LatentStoreError: what is given is not what the plan says, or a value or label that it cannot hold.
     """
     images = plan.images_of(number)
     shape = tensor_shapes(plan, len(images))[LATENTS][0]
     if values.shape != shape or values.dtype != torch.float32:
-        raise StoreError(
+        raise LatentStoreError(
             f"{shard_name(number)}: latents are {values.dtype} {list(values.shape)}, not torch.float32 {list(shape)}"
         )
     if labels.shape != (len(images),) or labels.dtype != torch.int64:
-        raise StoreError(
+        raise LatentStoreError(
             f"{shard_name(number)}: labels are {labels.dtype} {list(labels.shape)}, not torch.int64 [{len(images)}]"
         )
     check_labels(labels.numpy(), images, plan)
     if plan.posterior and (values[:, :, 1] < 0).any():
-        raise StoreError(f"{shard_name(number)}: a standard deviation is negative")
+        raise LatentStoreError(f"{shard_name(number)}: a standard deviation is negative")
     return safetensors.torch.save(encode(values, plan, images[0]) | {LABELS: labels})
 
 
 def map_shard(folder: Path, number: int, plan: StorePlan) -> MappedShard:
-    """Open a shard for reading; only its header is read. Raises StoreError where that is not what the plan says."""
+    """Open a shard for reading; only its header is read. Raises LatentStoreError where the plan says otherwise."""
     path = folder / shard_name(number)
     try:
         found = whole_tensors([path])
         wanted = tensor_shapes(plan, len(plan.images_of(number)))
         if found != wanted:
-            raise StoreError(f"{path}: {_difference(found, wanted)}; the index does not describe it")
+            raise LatentStoreError(f"{path}: {_difference(found, wanted)}; the index does not describe it")
         with safetensors.safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in wanted}
     except DamagedShard as error:
-        raise StoreError(f"{folder}: {error}") from error
+        raise LatentStoreError(f"{folder}: {error}") from error
     except (OSError, safetensors.SafetensorError) as error:
-        raise StoreError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+        raise LatentStoreError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
     latents = tensors[LATENTS]
     return MappedShard(
         latents.view(_INTEGERS[latents.itemsize]).numpy(),

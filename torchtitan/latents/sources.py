@@ -19,7 +19,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from torchtitan.latents.index import Normalization, StoreError
+from torchtitan.latents.index import LatentStoreError, Normalization
 from torchtitan.latents.values import pack_views
 from torchtitan.training.shard_files import DamagedShard, whole_tensors
 
@@ -49,7 +49,7 @@ class LatentSource:
     origin: dict[str, Any]
 
     def read(self, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Images first .. end - 1: raw values float32 [n, V, 1, C, h, w], labels int64 [n]. Raises StoreError."""
+        """Images first .. end - 1: raw values float32 [n, V, 1, C, h, w], labels int64 [n]. Raises LatentStoreError."""
         raise NotImplementedError
 
 
@@ -59,7 +59,7 @@ class Int8File(LatentSource):
     int8_step = INT8_STEP
 
     def __init__(self, path: Path) -> None:
-        """Raises StoreError."""
+        """Raises LatentStoreError."""
         self._path = path
         found = _tensors_of(path, ("latents", "labels"))
         self.num_images, self.shape = _check_arrays(path, found, (torch.int8,))
@@ -74,7 +74,7 @@ class NpyFolders(LatentSource):
     """The format npy_folders."""
 
     def __init__(self, path: Path) -> None:
-        """Raises StoreError."""
+        """Raises LatentStoreError."""
         self._features = _only_folder(path, "_features")
         self._labels = _only_folder(path, "_labels")
         self._names = sorted(
@@ -82,12 +82,12 @@ class NpyFolders(LatentSource):
             key=lambda name: (int(name[:-4]), name),
         )
         if not self._names:
-            raise StoreError(f"{self._features}: no files 0.npy, 1.npy, ...")
+            raise LatentStoreError(f"{self._features}: no files 0.npy, 1.npy, ...")
         self.num_images = len(self._names)
         shape = _read_npy(self._features / self._names[0]).shape
         self.shape = shape[1:] if len(shape) == 4 and shape[0] == 1 else shape
         if len(self.shape) != 3:
-            raise StoreError(f"{self._features / self._names[0]}: {list(shape)} is no array [1, C, h, w]")
+            raise LatentStoreError(f"{self._features / self._names[0]}: {list(shape)} is no array [1, C, h, w]")
         channels = self.shape[0]
         self.normalization = Normalization(shift=[0.0] * channels, scale=[SD_SCALE] * channels, source="given")
         names = hashlib.sha256("\n".join(self._names).encode()).hexdigest()
@@ -106,7 +106,7 @@ class NpyFolders(LatentSource):
     def _checked(path: Path, kinds: str, shape: tuple[int, ...]) -> np.ndarray:
         array = _read_npy(path)
         if array.dtype.kind not in kinds or array.shape not in (shape, (1, *shape)):
-            raise StoreError(f"{path}: {array.dtype} {list(array.shape)} is not one image of {[1, *shape]}")
+            raise LatentStoreError(f"{path}: {array.dtype} {list(array.shape)} is not one image of {[1, *shape]}")
         return array.reshape(shape)
 
 
@@ -116,18 +116,19 @@ class MirroredShards(LatentSource):
     mirrored = True
 
     def __init__(self, path: Path) -> None:
-        """Raises StoreError."""
+        """Raises LatentStoreError."""
         self._paths = sorted(path.glob("*.safetensors"))
         if not self._paths:
-            raise StoreError(f"{path}: no safetensors files")
+            raise LatentStoreError(f"{path}: no safetensors files")
         counts = []
         for file in self._paths:
             found = _tensors_of(file, ("latents", "latents_flip", "labels"))
             count, shape = _check_arrays(file, found, _FLOATS)
             if found["latents_flip"][0] != found["latents"][0]:
-                raise StoreError(f"{file}: 'latents_flip' {list(found['latents_flip'][0])} is not as 'latents'")
+                raise LatentStoreError(f"{file}: 'latents_flip' {list(found['latents_flip'][0])} is not as 'latents'")
             if counts and shape != self.shape:
-                raise StoreError(f"{file}: latents {list(shape)}, those of {self._paths[0].name} {list(self.shape)}")
+                first = self._paths[0].name
+                raise LatentStoreError(f"{file}: latents {list(shape)}, those of {first} {list(self.shape)}")
             self.shape = shape
             counts.append(count)
         self._starts = np.cumsum([0, *counts])
@@ -150,16 +151,16 @@ SOURCES: dict[str, type[LatentSource]] = {
 
 
 def open_source(path: Path) -> LatentSource:
-    """Open published latents, whose format is seen from what is there. Raises StoreError."""
+    """Open published latents, whose format is seen from what is there. Raises LatentStoreError."""
     if path.is_file():
         return Int8File(path)
     if not path.is_dir():
-        raise StoreError(f"{path}: no such file or folder")
+        raise LatentStoreError(f"{path}: no such file or folder")
     if any(entry.is_dir() and entry.name.endswith("_features") for entry in path.iterdir()):
         return NpyFolders(path)
     if next(path.glob("*.safetensors"), None):
         return MirroredShards(path)
-    raise StoreError(
+    raise LatentStoreError(
         f"{path}: no latents that are known here: an int8 safetensors file, folders *_features and *_labels of .npy "
         "files, or a folder of safetensors files with latents, latents_flip and labels"
     )
@@ -169,12 +170,12 @@ def _tensors_of(path: Path, names: tuple[str, ...]) -> dict[str, tuple[tuple[int
     try:
         found = whole_tensors([path])
     except DamagedShard as error:
-        raise StoreError(f"{path.parent}: {error}") from error
+        raise LatentStoreError(f"{path.parent}: {error}") from error
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+        raise LatentStoreError(f"{path}: cannot be read: {error.strerror}") from error
     for name in names:
         if name not in found:
-            raise StoreError(f"{path}: has no tensor {name!r}")
+            raise LatentStoreError(f"{path}: has no tensor {name!r}")
     return found
 
 
@@ -183,9 +184,9 @@ def _check_arrays(path: Path, found: dict, dtypes: tuple[torch.dtype, ...]) -> t
     (shape, dtype), (label_shape, label_dtype) = found["latents"], found["labels"]
     if dtype not in dtypes or len(shape) != 4 or 0 in shape:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise StoreError(f"{path}: 'latents' is {dtype} {list(shape)}, not {wanted} [N, C, h, w]")
+        raise LatentStoreError(f"{path}: 'latents' is {dtype} {list(shape)}, not {wanted} [N, C, h, w]")
     if label_shape != shape[:1] or label_dtype not in _INTEGERS:
-        raise StoreError(f"{path}: 'labels' is {label_dtype} {list(label_shape)}, not {shape[0]} integers")
+        raise LatentStoreError(f"{path}: 'labels' is {label_dtype} {list(label_shape)}, not {shape[0]} integers")
     return shape[0], shape[1:]
 
 
@@ -194,7 +195,7 @@ def _read_rows(path: Path, names: tuple[str, ...], first: int, end: int) -> list
         with safetensors.safe_open(path, framework="pt") as file:
             return [file.get_slice(name)[first:end] for name in names]
     except (OSError, safetensors.SafetensorError) as error:
-        raise StoreError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+        raise LatentStoreError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
 
 
 def _header_digest(paths: list[Path]) -> str:
@@ -209,7 +210,7 @@ def _header_digest(paths: list[Path]) -> str:
 def _only_folder(path: Path, ending: str) -> Path:
     folders = sorted(entry for entry in path.iterdir() if entry.is_dir() and entry.name.endswith(ending))
     if len(folders) != 1:
-        raise StoreError(f"{path}: {len(folders)} folders whose names end with {ending}, not one")
+        raise LatentStoreError(f"{path}: {len(folders)} folders whose names end with {ending}, not one")
     return folders[0]
 
 
@@ -218,4 +219,4 @@ def _read_npy(path: Path) -> np.ndarray:
         # Mapped, because a damaged header could ask for any amount of memory.
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise StoreError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+        raise LatentStoreError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error

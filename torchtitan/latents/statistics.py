@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from torchtitan.latents.index import Normalization, StoreError, rounded
+from torchtitan.latents.index import LatentStoreError, Normalization, rounded
 
 IMAGES_AT_A_TIME = 64  # bounds the memory of float64 copies
 
@@ -63,10 +63,10 @@ class ChannelMoments:
         return np.sqrt(self.squares / self.count)
 
     def normalization(self) -> Normalization:
-        """What brings each channel to mean 0 and variance 1. Raises StoreError where a channel is constant."""
+        """What brings each channel to mean 0 and variance 1. Raises LatentStoreError where a channel is constant."""
         constant = np.flatnonzero(self.std == 0)
         if len(constant):
-            raise StoreError(f"channel {constant[0]} is constant: nothing to normalise it by; give a normalization")
+            raise LatentStoreError(f"channel {constant[0]} is constant and cannot be normalised; give a normalization")
         return Normalization(
             shift=[rounded(float(value)) for value in self.mean],
             scale=[rounded(float(value)) for value in 1 / self.std],

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.latents.index import INDEX_FILE, StoreError, StoreIndex, read_index, shard_name
+from torchtitan.latents.index import INDEX_FILE, LatentStoreError, StoreIndex, read_index, shard_name
 from torchtitan.latents.shards import MappedShard, map_shard
 from torchtitan.latents.values import check_labels, decode
 
@@ -27,12 +27,12 @@ class LatentStore:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises StoreError."""
+        """Raises LatentStoreError."""
         self.folder = Path(folder).expanduser()
         self.index: StoreIndex = read_index(self.folder)
         for number in range(self.index.num_shards):
             if problem := _size_problem(self.folder, self.index, number):
-                raise StoreError(problem)
+                raise LatentStoreError(problem)
         self._shards: dict[int, MappedShard] = {}
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class LatentStore:
             deviation; labels int64 [B].
 
         Raises:
-            StoreError: a shard cannot be read or is not what the index says, or a label is out of range.
+            LatentStoreError: a shard cannot be read or is not what the index says, or a label is out of range.
         """
         stored, scales, labels = self.read_stored(images, views)
         return decode(stored, scales, self.index.dtype), torch.from_numpy(labels)
@@ -84,12 +84,12 @@ class LatentStore:
                 scales[slot] = shard.scales[row, view]
         try:
             check_labels(labels, images, index)
-        except StoreError as error:
-            raise StoreError(f"{self.folder}: {error}; the index does not describe its shard") from error
+        except LatentStoreError as error:
+            raise LatentStoreError(f"{self.folder}: {error}; the index does not describe its shard") from error
         return stored, scales, labels
 
     def read_whole(self, number: int) -> tuple[Tensor, Tensor]:
-        """All images of a shard: values float32 [n, V, P, C, h, w], labels int64 [n]. Raises StoreError."""
+        """All images of a shard: values float32 [n, V, P, C, h, w], labels int64 [n]. Raises LatentStoreError."""
         shard = map_shard(self.folder, number, self.index)
         return decode(shard.latents, shard.scales, self.index.dtype), torch.from_numpy(shard.labels)
 
@@ -115,20 +115,20 @@ def check_autoencoder(store: LatentStore, identity: dict) -> None:
         identity: what the autoencoder says it is; at least "name".
 
     Raises:
-        StoreError: the store names another. One that names "unknown" passes: there is nothing to compare.
+        LatentStoreError: the store names another. One that names "unknown" passes: there is nothing to compare.
     """
     made_with = store.index.autoencoder
     if made_with["name"] == "unknown" or made_with == identity:
         return
     if made_with["name"] != identity["name"]:
-        raise StoreError(
+        raise LatentStoreError(
             f"{store.folder}: made with the autoencoder {made_with['name']!r}, not {identity['name']!r}; name "
             "that one, or another store"
         )
     differing = sorted(
         key for key in made_with.keys() | identity.keys() if made_with.get(key) != identity.get(key)
     )
-    raise StoreError(
+    raise LatentStoreError(
         f"{store.folder}: made with another {identity['name']!r} than this one ({', '.join(differing)} differ); give "
         "the files it was made with, or another store"
     )
@@ -158,6 +158,6 @@ def _content_problem(folder: Path, index: StoreIndex, number: int) -> str:
         values = decode(shard.latents, shard.scales, index.dtype)
     except OSError as error:
         return f"{path}: cannot be read: {error.strerror}"
-    except StoreError as error:
+    except LatentStoreError as error:
         return str(error)
     return "" if torch.isfinite(values).all() else f"{path}: a value is not finite"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.latents.index import StoreError, StorePlan
+from torchtitan.latents.index import LatentStoreError, StorePlan
 
 STORED_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
 LATENTS, SCALES, LABELS = "latents", "scales", "labels"
@@ -53,7 +53,7 @@ def encode(values: Tensor, plan: StorePlan, first_image: int = 0) -> dict[str, T
         the tensors LATENTS and, of int8, SCALES, float32 [N, V, P, C].
 
     Raises:
-        StoreError: a value is not finite, or not to be held by that dtype.
+        LatentStoreError: a value is not finite, or not to be held by that dtype.
     """
     if plan.dtype != "int8":
         stored = values.to(STORED_DTYPES[plan.dtype])
@@ -86,7 +86,7 @@ def decode(stored: np.ndarray, scales: np.ndarray | None, dtype: str) -> Tensor:
 
 
 def check_labels(labels: np.ndarray, images: np.ndarray | range, plan: StorePlan) -> None:
-    """Raise StoreError, which begins with the image's number, for a label out of range.
+    """Raise LatentStoreError, which begins with the image's number, for a label out of range.
 
     Args:
         labels: int64 [N].
@@ -95,10 +95,10 @@ def check_labels(labels: np.ndarray, images: np.ndarray | range, plan: StorePlan
     largest = max(plan.num_classes, 1) - 1
     bad = np.flatnonzero((labels < 0) | (labels > largest))
     if len(bad):
-        raise StoreError(f"image {images[bad[0]]}: label {labels[bad[0]]} is not in 0..{largest}")
+        raise LatentStoreError(f"image {images[bad[0]]}: label {labels[bad[0]]} is not in 0..{largest}")
 
 
 def _refuse(bad: Tensor, values: Tensor, first_image: int, why: str) -> None:
     if bad.any():
         place = bad.nonzero()[0]
-        raise StoreError(f"image {first_image + int(place[0])}: {float(values[tuple(place)]):g} {why}")
+        raise LatentStoreError(f"image {first_image + int(place[0])}: {float(values[tuple(place)]):g} {why}")

@@ -14,8 +14,8 @@ from torch import Tensor
 from torchtitan.latents.index import (
     INDEX_FILE,
     PARTIAL_FOLDER,
+    LatentStoreError,
     ShardRecord,
-    StoreError,
     StoreIndex,
     StorePlan,
     parse_record,
@@ -45,7 +45,7 @@ class StoreWriter:
         """Begin a store, or go on with one.
 
         Raises:
-            StoreError: the folder holds something else, or a store of another plan; nothing was changed.
+            LatentStoreError: the folder holds something else, or a store of another plan; nothing was changed.
             OSError: it cannot be written.
         """
         self.folder = Path(folder).expanduser()
@@ -56,7 +56,7 @@ class StoreWriter:
             self._compare(read_index(self.folder).plan(), "holds a store with")
             return
         if self.folder.exists() and not self._partial.is_dir() and any(self.folder.iterdir()):
-            raise StoreError(f"{self.folder}: holds other files; give a new or empty folder")
+            raise LatentStoreError(f"{self.folder}: holds other files; give a new or empty folder")
         plan_file = self._partial / PLAN_FILE
         if plan_file.exists():
             self._compare(parse_record(StorePlan, read_sealed(plan_file), plan_file), "was begun with")
@@ -76,7 +76,7 @@ class StoreWriter:
             labels: int64 [n], all 0 where there are no classes.
 
         Raises:
-            StoreError: they are not what the plan says.
+            LatentStoreError: they are not what the plan says.
             OSError: the shard cannot be written; it stays pending.
         """
         content = shard_content(self.plan, number, values, labels)
@@ -89,7 +89,7 @@ class StoreWriter:
         """Write the index, which makes the folder a store.
 
         Raises:
-            StoreError: shards are pending, or the normalisation cannot be measured.
+            LatentStoreError: shards are pending, or the normalisation cannot be measured.
             OSError: it cannot be written.
         """
         if not self.complete:
@@ -101,7 +101,7 @@ class StoreWriter:
     def _index(self) -> StoreIndex:
         notes = [self._note(number) for number in range(self.plan.num_shards)]
         if None in notes:
-            raise StoreError(f"{self.folder}: {notes.count(None)} of {len(notes)} shards are not written yet")
+            raise LatentStoreError(f"{self.folder}: {notes.count(None)} of {len(notes)} shards are not written yet")
         moments = ChannelMoments.from_json(notes[0]["moments"])
         for note in notes[1:]:
             moments = moments.joined(ChannelMoments.from_json(note["moments"]))
@@ -117,14 +117,14 @@ class StoreWriter:
         try:
             note = read_sealed(self._note_file(number))
             return note if (self.folder / shard_name(number)).stat().st_size == note["size"] else None
-        except (StoreError, OSError):
+        except (LatentStoreError, OSError):
             return None
 
     def _compare(self, begun: StorePlan, verb: str) -> None:
         for name in StorePlan.model_fields:
             before, now = getattr(begun, name), getattr(self.plan, name)
             if before != now:
-                raise StoreError(
+                raise LatentStoreError(
                     f"{self.folder}: {verb} {name} = {_shown(before)}, this would be {_shown(now)}; give another "
                     "folder, or the same settings and source"
                 )
