@@ -95,6 +95,7 @@ def test_base_is_relative_to_the_file_and_its_seed_counts(tmp_path):
         ("processes = 8", "processes = 8\nautotune = true", "training.local_batch_size: is searched"),
         ("processes = 8", "processes = 8\nautotune_goal = 'fastest'", "no effect while autotune is false"),
         ("processes = 8", "processes = = 8", "TOML syntax"),
+        ("[4, 1, 2]", f"[4, {'0x' + 4000 * 'f'}]", "axes.training.local_batch_size: a whole number must fit in 64 bits"),
         ("[fixed]", "[fixed]\ndebug.seed = 'one'", "debug.seed: must be an integer"),
     ],
 )

@@ -249,7 +249,17 @@ def _matches(point: dict[str, Any], exclude: dict[str, list]) -> bool:
 def _flat_table(path: Path, name: str, table: Any) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise _error(path, f"{name}: must be a table, is {shown(table)} (write [{name}] and its keys)")
-    return dict(_flatten(table))
+    flat = dict(_flatten(table))
+    for key, value in flat.items():
+        if not _fits_in_64_bits(value):  # Python would not even print the longest
+            raise _error(path, f"{name}.{key}: a whole number must fit in 64 bits")
+    return flat
+
+
+def _fits_in_64_bits(value: Any) -> bool:
+    if isinstance(value, list | dict):
+        return all(map(_fits_in_64_bits, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
