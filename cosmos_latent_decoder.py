@@ -9,11 +9,11 @@ From Python: CosmosLatentDecoder("TOKENIZER_FOLDER").decode(latents).
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +80,9 @@ def main(words: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
     except OSError as error:
         print(f"{error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted; images that were written stay (go on with --first, or --overwrite them)", file=sys.stderr)
+        return 130
     return 2
 
 
@@ -134,13 +137,14 @@ def at_least(lowest: int):
     return read
 
 
-def factor(text: str) -> Fraction:
+def factor(text: str) -> float:
     """A positive number, also as a fraction."""
+    numerator, slash, denominator = text.partition("/")
     try:
-        value = Fraction(text)
+        value = float(numerator) / (float(denominator) if slash else 1.0)
     except (ValueError, ZeroDivisionError):
-        value = Fraction(0)
-    if value <= 0:
+        value = 0.0
+    if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number or fraction, is {text!r}")
     return value
 

@@ -1,5 +1,6 @@
 """Images encoded beforehand: reads a latent store, draws from each posterior, normalises by channel."""
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,6 +73,13 @@ class Latents:
         normalization = _open(config, "train").index.normalization
         self._shift = torch.tensor(normalization.shift)[:, None, None]  # [C, 1, 1]
         self._scale = torch.tensor(normalization.scale)[:, None, None]
+
+    @staticmethod
+    def latent_metadata(config: LatentsConfig) -> dict[str, str]:
+        """What a file of latents drawn by a model of these has to say: how they were normalised, and what made them."""
+        index = _open(config, "train").index
+        normalization = index.normalization.model_dump(include={"shift", "scale"})
+        return {"normalization": json.dumps(normalization), "autoencoder": json.dumps(index.autoencoder)}
 
     def __len__(self) -> int:
         return len(self._numbers)

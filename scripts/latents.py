@@ -101,8 +101,13 @@ def show(arguments: argparse.Namespace) -> int:
 def verify(arguments: argparse.Namespace) -> int:
     damaged = False
     for folder in arguments.stores:
-        index = read_index(folder)
-        problems = list(filter(None, tqdm(verify_shards(folder, index), total=index.num_shards, unit="shard")))
+        if not folder.is_dir():
+            raise LatentStoreError(f"{folder}: no such folder")
+        try:
+            index = read_index(folder)
+            problems = list(filter(None, tqdm(verify_shards(folder, index), total=index.num_shards, unit="shard")))
+        except LatentStoreError as error:
+            problems = [str(error)]
         damaged |= bool(problems)
         print("\n".join(problems or [f"{folder}: good"]))
     return 1 if damaged else 0

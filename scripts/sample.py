@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from safetensors.torch import save_file
 
+from data import DATASETS
 from torchtitan.command_line import OneLineParser
 from torchtitan.config import ConfigError
 from torchtitan.config_record import unmet_condition
@@ -156,7 +157,9 @@ def draw(arguments: argparse.Namespace, trained: TrainedModel, sampling: Samplin
         print(f"{folder}: {len(images)} images")
     if arguments.latents:
         file = folder / f"latents-seed-{arguments.seed}.safetensors"
-        save_file({"latents": images.float().contiguous(), "labels": labels}, file)
+        data = trained.config.data
+        describe = getattr(DATASETS[data.name], "latent_metadata", None)  # only of datasets of latents
+        save_file({"latents": images.float().contiguous(), "labels": labels}, file, describe and describe(data))
         print(file)
 
 

@@ -1,14 +1,21 @@
 """Training on a latent store: two ranks, loader processes, killed and started again."""
 
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from tests.end_to_end.runs import checkpoint_tensors
 from tests.faults.forked import FAULT, ForkedRun
 from tests.latent_stores import plan_of, write_store
+from tests.launcher import ROOT
+from torchtitan.autoencoders.base import normalize
+from torchtitan.autoencoders.latent_files import open_latents
+from torchtitan.latents import LatentStore
 
 CONFIG = """
 [model]
@@ -76,6 +83,22 @@ def test_run_on_latents_that_is_killed_and_resumed_equals_a_straight_one_bit_for
     grids = [run.folder / "samples" / "step-00000014.png" for run in (straight, resumed)]
     assert grids[0].read_bytes() == grids[1].read_bytes()
     assert any("validation_metrics/loss" in point for point in learned(straight))
+    check_drawn_latents(straight.folder)
+
+
+def check_drawn_latents(run):
+    """Latents drawn by the model say how they were normalised, so that a decoder finds the raw ones."""
+    command = [sys.executable, "scripts/sample.py", str(run), "--classes", "1", "--images-per-class", "2", "--latents"]
+    result = subprocess.run([*command, "--num-steps", "2"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    store = LatentStore(run.parent.parent / "store").index
+    (path,) = (run / "samples" / "drawn").glob("latents-*.safetensors")
+    file = open_latents(path)
+    assert file.normalization == {"shift": store.normalization.shift, "scale": store.normalization.scale}
+    assert file.autoencoder == store.autoencoder
+    with safe_open(path, framework="pt") as content:
+        drawn = content.get_tensor("latents")
+    assert torch.allclose(normalize(file.read(0, 2), file.normalization), drawn, atol=1e-5)
 
 
 def test_damaged_store_ends_a_run_before_it_starts_in_one_line(config, tmp_path):

@@ -1,6 +1,7 @@
 """cosmos_latent_decoder.py: latents to pictures and back, and what it says of bad input."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,8 @@ def write(path: Path, tensor: torch.Tensor, key: str = "mean", **metadata) -> Pa
         (lambda f, z: write(f / "z.safetensors", z), ["--first", 5], "it holds 5 latents"),
         (lambda f, z: write(f / "z.safetensors", z), ["--normalized"], "cosmos has no normalization of its own"),
         (lambda f, z: write(f / "z.safetensors", z, normalization={"shift": [0]}), [], "not shift and scale of 16"),
+        (lambda f, z: write(f / "z.safetensors", z, normalization={"shift": [0.0] * 16, "scale": [math.nan] * 16}), [],
+         "not shift and scale of 16"),
         (lambda f, z: write(f / "z.safetensors", z, normalization=[0]), [], "'normalization' is not a JSON object"),
         (lambda f, z: write(f / "z.safetensors", z, autoencoder={"name": "cosmos", "sha256": "0" * 64}), [],
          "was made with cosmos of sha256 000000000000, not with cosmos of sha256"),
@@ -182,10 +185,23 @@ def test_bad_images_are_refused_in_the_last_line(tokenizer, photographs, capsys,
     assert message in err.splitlines()[-1] and "Traceback" not in err
 
 
+def test_an_interruption_says_how_to_go_on(tokenizer, latents, tmp_path, capsys, monkeypatch):
+    def interrupt(image, path):
+        raise KeyboardInterrupt
+
+    write(tmp_path / "z.safetensors", latents)
+    monkeypatch.setattr("cosmos_latent_decoder.save_image", interrupt)
+    assert run("decode", tmp_path / "z.safetensors", "--path", tokenizer) == 130
+    assert "interrupted; images that were written stay" in capsys.readouterr().err
+    assert not list((tmp_path / "z").iterdir())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["decode", "z", "--factor", "0"], "must be a positive number or fraction, is '0'"),
+        (["decode", "z", "--factor", "1e1000000000"], "must be a positive number or fraction, is '1e1000000000'"),
+        (["decode", "z", "--factor", "1/0"], "must be a positive number or fraction, is '1/0'"),
         (["decode", "z", "--count", "0"], "must be a whole number of at least 1, is '0'"),
         (["decode", "z", "--overlap", "8"], "has no effect without --tile"),
         (["decode", "z", "--autoencoder", "vae"], "invalid choice: 'vae'"),

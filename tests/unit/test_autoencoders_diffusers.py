@@ -72,7 +72,7 @@ def test_scale_and_shift_are_those_of_the_configuration(kl, tmp_path):
         torch.testing.assert_close(denormalize(normalized, autoencoder.normalization), raw)
     without = build_autoencoder("diffusers", copy_with(folder, tmp_path / "without", scaling_factor=None))
     assert without.normalization is None
-    with pytest.raises(AutoencoderError, match="not 6 numbers each"):
+    with pytest.raises(AutoencoderError, match="latents_mean must be 6 finite numbers"):
         build_autoencoder("diffusers", copy_with(folder, tmp_path / "short", latents_mean=[0.0], latents_std=[1.0]))
 
 
@@ -115,6 +115,10 @@ def test_dc_is_deterministic(diffusers, tmp_path):
         (lambda folder: (folder / "config.json").unlink(), "config.json: cannot be read"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json: cannot be read: not JSON"),
         (lambda folder: (folder / "config.json").write_text('{"_class_name": "VQModel"}'), "describes VQModel"),
+        (lambda folder: (folder / "config.json").write_text(200_000 * "["), "config.json: cannot be read"),
+        (lambda folder: configure(folder, scaling_factor=0), "scaling_factor must be 1 finite number, not 0"),
+        (lambda folder: configure(folder, scaling_factor="x"), "scaling_factor must be 1 finite number, not 0"),
+        (lambda folder: configure(folder, latents_mean=[0.0] * 6, latents_std=[1.0] * 5), "latents_std must be 6 fini"),
         (lambda folder: change(folder, lambda tensors: tensors.pop("encoder.conv_in.bias")), "1 weights are missing"),
         (lambda folder: change(folder, lambda t: t.update({"encoder.conv_in.bias": torch.zeros(3)})), "conv_in.bias"),
         (lambda folder: change(folder, lambda t: t.update({"more": torch.zeros(3)})), "not of this model: more"),
@@ -127,6 +131,11 @@ def test_incomplete_models_are_refused_in_one_line(kl, tmp_path, damage, message
     with pytest.raises(AutoencoderError, match=message) as raised:
         build_autoencoder("diffusers", str(folder))
     assert "\n" not in str(raised.value)
+
+
+def configure(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 def change(folder, edit):

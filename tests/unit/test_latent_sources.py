@@ -14,7 +14,8 @@ from data.latents import LatentsConfig
 from scripts.latents import main, parse_arguments
 from tests.latent_stores import plan_of, write_store
 from torchtitan.latents import LatentStore, LatentStoreError
-from torchtitan.latents.index import PARTIAL_FOLDER
+from torchtitan.latents.index import INDEX_FILE, PARTIAL_FOLDER
+from torchtitan.latents.npy_files import map_npy
 from torchtitan.latents.sources import Int8File, MirroredShards, NpyFolders, open_source
 
 SHAPE = (4, 8, 8)
@@ -151,6 +152,28 @@ def test_measure_shows_moments_and_updates_the_store(npy_folders, tmp_path, caps
     assert normalization.scale == pytest.approx((1 / values.std(dim=(0, 2, 3), correction=0)).tolist(), rel=1e-9)
 
 
+def test_another_source_that_looks_alike_from_outside_is_refused(npy_folders, tmp_path, capsys):
+    last = sorted((npy_folders / "imagenet256_features").iterdir(), key=lambda path: int(path.stem))[-1]
+    label = npy_folders / "imagenet256_labels" / last.name
+    good = label.read_bytes()
+    np.save(label, np.array([1000]))
+    assert convert(npy_folders, tmp_path / "store", "--images_per_shard", "2") == 2
+    label.write_bytes(good)
+    np.save(last, np.load(last) + 1)
+    capsys.readouterr()
+    assert convert(npy_folders, tmp_path / "store", "--images_per_shard", "2") == 2
+    assert "was begun with origin" in capsys.readouterr().err
+
+
+def test_verify_goes_on_after_a_store_whose_index_is_damaged(tmp_path, capsys):
+    for name in ("damaged", "good"):
+        write_store(tmp_path / name, plan_of())
+    (tmp_path / "damaged" / INDEX_FILE).write_text("{")
+    assert main(["verify", str(tmp_path / "damaged"), str(tmp_path / "good")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "not JSON" in lines[0] and lines[1] == f"{tmp_path / 'good'}: good"
+
+
 def test_verify_names_each_damaged_shard_and_exits_with_1(tmp_path, capsys):
     write_store(tmp_path / "store", plan_of())
     for number in (0, 2):
@@ -186,8 +209,11 @@ def test_sources_that_are_none(tmp_path, capsys):
         "has no tensor 'latents_flip'": write_tensors(
             tmp_path / "d" / "x.safetensors", latents=latents.float(), labels=labels
         ).parent,
-        "'latents_flip' [2, 4, 8, 8] is not as 'latents'": write_tensors(
+        "'latents_flip' is torch.float32 [2, 4, 8, 8], not as 'latents'": write_tensors(
             tmp_path / "e" / "x.safetensors", latents=latents.float(), latents_flip=floats(0, 2), labels=labels
+        ).parent,
+        "'latents_flip' is torch.int8 [3, 4, 8, 8], not as 'latents'": write_tensors(
+            tmp_path / "f" / "x.safetensors", latents=latents.float(), latents_flip=latents, labels=labels
         ).parent,
     }
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "c.safetensors").read_bytes()[:-1])
@@ -225,6 +251,25 @@ def test_npy_files_that_are_none(npy_folders, tmp_path, capsys):
     with pytest.raises(LatentStoreError, match="0 folders whose names end with _labels"):
         labels.rename(npy_folders / "else")
         open_source(npy_folders)
+
+
+def test_npy_headers_of_which_bits_are_flipped_are_read_or_refused(tmp_path):
+    """Every bit of the first file; what its parser of headers raises is of many kinds."""
+    path = tmp_path / "z.npy"
+    np.save(path, np.zeros((1, 2, 2, 2), np.float32))
+    good, refused = path.read_bytes(), 0
+    for bit in range(8 * 128):
+        damaged = bytearray(good)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            map_npy(path)
+        except (OSError, ValueError):
+            refused += 1
+    path.write_bytes(b"PK\x03\x04 no archive")
+    with pytest.raises(ValueError):
+        map_npy(path)
+    assert refused > 200
 
 
 def test_npy_header_that_asks_for_more_memory_than_there_is(npy_folders, tmp_path, capsys):

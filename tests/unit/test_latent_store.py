@@ -166,6 +166,45 @@ def test_store_that_was_begun_otherwise_and_a_folder_of_other_files_are_refused(
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["thesis.tex"]
 
 
+def test_folder_with_files_of_somebody_in_the_place_of_the_writers_own_is_refused_and_left_alone(tmp_path):
+    (tmp_path / PARTIAL_FOLDER).mkdir()
+    (tmp_path / PARTIAL_FOLDER / "mine.txt").write_text("dear")
+    with pytest.raises(LatentStoreError, match="holds other files"):
+        StoreWriter(tmp_path, plan_of())
+    assert content(tmp_path) == {f"{PARTIAL_FOLDER}/mine.txt": b"dear"}
+
+
+def test_writers_that_begin_at_the_same_moment_agree_and_with_another_plan_do_not_mix(tmp_path):
+    first = StoreWriter(tmp_path, plan_of())
+    (tmp_path / PARTIAL_FOLDER / "plan.json").unlink()  # as the other saw it, just before
+    other = StoreWriter(tmp_path, plan_of(dtype="bfloat16"))  # of as many bytes
+    for number in first.pending():
+        write_shard(first, number)
+    assert other.pending() == [0, 1, 2]
+    for number in other.pending():
+        write_shard(other, number)
+    with pytest.raises(LatentStoreError, match="3 of 3 shards are not written"):
+        first.finish()
+    other.finish()
+    assert not any(verify_shards(tmp_path, LatentStore(tmp_path).index))
+
+
+def test_origin_may_hold_whatever_json_turns_into_something_else(tmp_path):
+    plan = plan_of(origin={"size": (2, 2)})
+    write_shard(StoreWriter(tmp_path, plan), 0)
+    assert StoreWriter(tmp_path, plan).pending() == [1, 2]
+
+
+def test_more_files_than_an_index_can_list_are_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="1281167 files are too many; at least 13 each"):
+        plan_of(1_281_167, images_per_shard=1)
+
+
+def test_home_of_nobody_is_a_folder_that_does_not_exist():
+    with pytest.raises(LatentStoreError, match="~nobody-of-that-name/store: no such folder"):
+        LatentStore("~nobody-of-that-name/store")
+
+
 @pytest.mark.parametrize("posterior", [True, False])
 def test_measured_normalization_is_that_of_the_posterior_samples(tmp_path, posterior):
     index = write_store(tmp_path, plan_of(num_images=150, images_per_shard=70, posterior=posterior))

@@ -172,7 +172,9 @@ def test_index_that_is_huge(store):
 @pytest.mark.parametrize(("change", "message"), [
     (lambda index: index["shards"].pop(), "2 shards listed, 3 needed for 20 images"),
     (lambda index: index.update(num_images=21), "shard-00002.safetensors has 4 images, not 5"),
-    (lambda index: index.update(num_images=1 << 39, images_per_shard=1), "3 shards listed, 549755813888 needed"),
+    (lambda index: index.update(num_images=1 << 39, images_per_shard=1), "549755813888 files are too many"),
+    (lambda index: index.update(num_images=21 * 8), "3 shards listed, 21 needed"),
+    (lambda index: index["normalization"]["scale"].__setitem__(0, 0.0), "a scale of 0"),
     (lambda index: index["shards"][0].update(num_images=7), "shard-00000.safetensors has 7 images, not 8"),
     (lambda index: index.update(shape=[4, 8]), "shape"),
     (lambda index: index.update(shape=[4, 8, 0]), "shape.2"),

@@ -1,6 +1,7 @@
 """Autoencoders of the diffusers package: AutoencoderKL (SD, SDXL, SD3, Flux) and AutoencoderDC."""
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -69,7 +70,7 @@ def _kind(file: Path) -> str:
     """The class that a config.json names."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or "not JSON"
         raise AutoencoderError(f"diffusers: {file}: cannot be read: {reason}") from error
     kind = config.get("_class_name") if isinstance(config, dict) else None
@@ -115,12 +116,25 @@ def _normalization(folder: Path, config, channels: int) -> Normalization | None:
     """
     if config.scaling_factor is None:
         return None
-    mean, std = config.get("latents_mean"), config.get("latents_std")
-    if mean is not None and std is not None:
-        if not len(mean) == len(std) == channels or 0 in std:
+    mean, std, shift = config.get("latents_mean"), config.get("latents_std"), config.get("shift_factor") or 0.0
+    per_channel = mean is not None and std is not None
+    for name, values, count in (
+        ("scaling_factor", [config.scaling_factor], 1), ("shift_factor", [shift], 1),
+        ("latents_mean", mean if per_channel else [0.0], channels if per_channel else 1),
+        ("latents_std", std if per_channel else [1.0], channels if per_channel else 1),
+    ):  # fmt: skip
+        divides = name in ("scaling_factor", "latents_std")
+        if not _are_numbers(values, count) or divides and 0 in values:
             raise AutoencoderError(
-                f"diffusers: {folder / 'config.json'}: latents_mean and latents_std are not {channels} numbers each"
+                f"diffusers: {folder / 'config.json'}: {name} must be {count} finite number{'s' * (count > 1)}"
+                f"{', not 0' * divides}"
             )
+    if per_channel:
         return {"shift": [float(value) for value in mean], "scale": [config.scaling_factor / value for value in std]}
-    shift = config.get("shift_factor") or 0.0
     return {"shift": [float(shift)] * channels, "scale": [float(config.scaling_factor)] * channels}
+
+
+def _are_numbers(values: object, count: int) -> bool:
+    return isinstance(values, list | tuple) and len(values) == count and all(
+        type(value) in (int, float) and math.isfinite(value) for value in values
+    )

@@ -1,5 +1,6 @@
 """Where an autoencoder's files are: a folder here, or a repository on the Hugging Face hub."""
 
+import os
 import re
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def local_folder(autoencoder: str, path: str, patterns: list[str]) -> Path:
     Raises:
         AutoencoderError: neither a folder nor a hub name, or it cannot be fetched.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if path and folder.is_dir():
         return folder
     if not path:

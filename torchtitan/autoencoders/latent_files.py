@@ -1,8 +1,8 @@
 """Single files of latents, safetensors or npy: what the latent decoder reads and writes."""
 
 import json
+import math
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan.autoencoders.base import AutoencoderError, Latents, Normalization, denormalize
+from torchtitan.latents.npy_files import map_npy
 from torchtitan.training.weight_files import written_whole
 
 SUFFIXES = (".safetensors", ".npy")
@@ -36,7 +37,7 @@ class LatentFile:
     autoencoder: dict | None = None
     normalization: Normalization | None = None
 
-    def read(self, begin: int, end: int, factor: Fraction | None = None) -> Tensor:
+    def read(self, begin: int, end: int, factor: float | None = None) -> Tensor:
         """Raw latents begin .. end - 1, [end - begin, C, h, w] float32.
 
         Args:
@@ -51,13 +52,12 @@ class LatentFile:
         except (OSError, ValueError, TypeError, SafetensorError) as error:
             raise _unreadable(self.path, error) from error
         if factor is not None:
-            stored = stored * factor.numerator / factor.denominator
+            stored = stored * factor
         return denormalize(stored, self.normalization) if self.normalization else stored
 
     def _stored(self, begin: int, end: int) -> Tensor:
         if self.path.suffix == ".npy":
-            array = np.load(self.path, mmap_mode="r", allow_pickle=False)
-            return torch.from_numpy(np.array(array.reshape(self.shape)[begin:end]))
+            return torch.from_numpy(np.array(map_npy(self.path).reshape(self.shape)[begin:end]))
         with safe_open(self.path, framework="pt") as file:
             tensor = file.get_slice(_key(self.path, file.keys()))
             return tensor[begin:end] if len(tensor.get_shape()) == 4 else tensor[:]
@@ -121,9 +121,7 @@ def save_latents(path: Path, latents: Latents, names: list[str], autoencoder: di
 
 
 def _npy_header(path: Path) -> tuple[tuple[int, ...], str, dict]:
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
-    if not isinstance(array, np.ndarray):
-        raise ValueError("an archive of arrays")
+    array = map_npy(path)
     kind = {"f": "floating", "i": "integer", "u": "integer"}.get(array.dtype.kind, str(array.dtype))
     return array.shape, kind, {}
 
@@ -150,7 +148,7 @@ def _from_json(path: Path, metadata: dict, key: str) -> dict | None:
         return None
     try:
         value = json.loads(metadata[key])
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise AutoencoderError(f"{path}: its metadata {key!r} is not a JSON object")
@@ -161,7 +159,8 @@ def _is_normalization(value: dict, channels: int) -> bool:
     rows = [value.get("shift"), value.get("scale")]
     if not all(isinstance(row, list) and len(row) == channels for row in rows):
         return False
-    return all(isinstance(number, (int, float)) for row in rows for number in row) and 0 not in rows[1]
+    numbers = [number for row in rows for number in row]
+    return all(type(number) in (int, float) and math.isfinite(number) for number in numbers) and 0 not in rows[1]
 
 
 def _unreadable(path: Path, error: Exception) -> AutoencoderError:

@@ -3,6 +3,7 @@
 Source: the public repository madebyollin/taesd (MIT licence), whose weights these networks read.
 """
 
+import os
 from pathlib import Path
 
 import torch
@@ -120,7 +121,7 @@ def _halve() -> nn.Conv2d:
 
 def _weights_file(path: str, part: str) -> Path:
     names = [f"taef2_{part}{suffix}" for suffix in SUFFIXES]
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     if not path or found is None:
         raise AutoencoderError(

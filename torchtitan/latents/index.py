@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from torchtitan.training.durable_files import sync, write_synced
 
@@ -24,8 +24,18 @@ MAX_INDEX_BYTES = 64 << 20
 MAX_SHARDS = 1000  # as many files as `images_per_shard` makes at most
 MIN_IMAGES_PER_SHARD = 1024
 
+MOST_SHARDS = 100_000  # with explicit sizes; their records still fit the largest index
+
+
+def _not_zero(value: float) -> float:
+    if value == 0:
+        raise ValueError("a scale of 0 would make all latents equal")
+    return value
+
+
 Count = Annotated[int, Field(ge=1, lt=1 << 40)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+NotZero = Annotated[Finite, AfterValidator(_not_zero)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -46,7 +56,7 @@ class Normalization(_Record):
     """
 
     shift: list[Finite]
-    scale: list[Finite]
+    scale: list[NotZero]
     source: Literal["measured", "autoencoder", "given"]
 
 
@@ -112,6 +122,9 @@ class StorePlan(_Record):
 
     @pydantic.model_validator(mode="after")
     def _agrees(self) -> "StorePlan":
+        if self.num_shards > MOST_SHARDS:
+            least = -(-self.num_images // MOST_SHARDS)
+            raise ValueError(f"images_per_shard: {self.num_shards} files are too many; at least {least} each")
         if self.class_names and len(self.class_names) != self.num_classes:
             raise ValueError(f"{len(self.class_names)} class names for {self.num_classes} classes")
         if self.int8_step is not None and self.dtype != "int8":

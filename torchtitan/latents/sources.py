@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.latents.index import LatentStoreError, Normalization
+from torchtitan.latents.npy_files import map_npy
 from torchtitan.latents.values import pack_views
 from torchtitan.training.shard_files import DamagedShard, whole_tensors
 
@@ -124,8 +125,9 @@ class MirroredShards(LatentSource):
         for file in self._paths:
             found = _tensors_of(file, ("latents", "latents_flip", "labels"))
             count, shape = _check_arrays(file, found, _FLOATS)
-            if found["latents_flip"][0] != found["latents"][0]:
-                raise LatentStoreError(f"{file}: 'latents_flip' {list(found['latents_flip'][0])} is not as 'latents'")
+            if found["latents_flip"] != found["latents"]:
+                flipped, dtype = found["latents_flip"]
+                raise LatentStoreError(f"{file}: 'latents_flip' is {dtype} {list(flipped)}, not as 'latents'")
             if counts and shape != self.shape:
                 first = self._paths[0].name
                 raise LatentStoreError(f"{file}: latents {list(shape)}, those of {first} {list(self.shape)}")
@@ -216,7 +218,6 @@ def _only_folder(path: Path, ending: str) -> Path:
 
 def _read_npy(path: Path) -> np.ndarray:
     try:
-        # Mapped, because a damaged header could ask for any amount of memory.
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        return map_npy(path)
+    except (OSError, ValueError) as error:
         raise LatentStoreError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error

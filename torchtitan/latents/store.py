@@ -1,6 +1,7 @@
 """Reading a latent store: opened by its index alone, random access through memory maps."""
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class LatentStore:
 
     def __init__(self, folder: str | Path) -> None:
         """Raises LatentStoreError."""
-        self.folder = Path(folder).expanduser()
+        self.folder = Path(os.path.expanduser(folder))
         self.index: StoreIndex = read_index(self.folder)
         for number in range(self.index.num_shards):
             if problem := _size_problem(self.folder, self.index, number):

@@ -5,6 +5,8 @@ shard a note with its size, checksum and moments. The index is written when ever
 goes. Shards are cut by image number, so the store's bytes do not depend on who wrote what, or when.
 """
 
+import hashlib
+import os
 import shutil
 from pathlib import Path
 
@@ -48,21 +50,33 @@ class StoreWriter:
             LatentStoreError: the folder holds something else, or a store of another plan; nothing was changed.
             OSError: it cannot be written.
         """
-        self.folder = Path(folder).expanduser()
+        self.folder = Path(os.path.expanduser(folder))
         self.plan = plan
         self._partial = self.folder / PARTIAL_FOLDER
-        self.complete = (self.folder / INDEX_FILE).exists()
+        plan_file = self._partial / PLAN_FILE
+        if not self._is_complete() and not plan_file.exists():
+            # Asked in this order, because another writer may finish the store meanwhile.
+            if self._holds_other_files() and not self._is_complete():
+                raise LatentStoreError(f"{self.folder}: holds other files; give a new or empty folder")
+            if not self._is_complete():
+                self._partial.mkdir(parents=True, exist_ok=True)
+                write_sealed(plan_file, plan.model_dump(mode="json"))
+        self.complete = self._is_complete()
         if self.complete:
             self._compare(read_index(self.folder).plan(), "holds a store with")
-            return
-        if self.folder.exists() and not self._partial.is_dir() and any(self.folder.iterdir()):
-            raise LatentStoreError(f"{self.folder}: holds other files; give a new or empty folder")
-        plan_file = self._partial / PLAN_FILE
-        if plan_file.exists():
+        else:
             self._compare(parse_record(StorePlan, read_sealed(plan_file), plan_file), "was begun with")
-            return
-        self._partial.mkdir(parents=True, exist_ok=True)
-        write_sealed(plan_file, plan.model_dump(mode="json"))
+
+    def _is_complete(self) -> bool:
+        return (self.folder / INDEX_FILE).exists()
+
+    def _holds_other_files(self) -> bool:
+        """Whether there is anything but what a writer leaves that was killed before its plan was in place."""
+        if not self.folder.exists():
+            return False
+        drafts = self._partial.glob(f".{PLAN_FILE}.*") if self._partial.is_dir() else ()
+        own = {self._partial, self._partial / PLAN_FILE, *drafts}
+        return any(path not in own for path in (*self.folder.iterdir(), *self._partial.glob("*")))
 
     def pending(self) -> list[int]:
         """Numbers of the shards that are not written yet."""
@@ -83,7 +97,8 @@ class StoreWriter:
         record = place_durably(self.folder / shard_name(number), content, self._partial)
         # Moments are of what can be read back, so that measuring the store again gives the same.
         moments = ChannelMoments.of(_as_read(values, self.plan))
-        write_sealed(self._note_file(number), record | {"num_images": len(labels), "moments": moments.to_json()})
+        note = {"num_images": len(labels), "moments": moments.to_json(), "plan": self._plan_digest()}
+        write_sealed(self._note_file(number), record | note)
 
     def finish(self) -> StoreIndex:
         """Write the index, which makes the folder a store.
@@ -116,13 +131,19 @@ class StoreWriter:
         """What was noted of a finished shard; None where it has to be written (again)."""
         try:
             note = read_sealed(self._note_file(number))
-            return note if (self.folder / shard_name(number)).stat().st_size == note["size"] else None
+            size = (self.folder / shard_name(number)).stat().st_size
+            return note if size == note["size"] and note["plan"] == self._plan_digest() else None
         except (LatentStoreError, OSError):
             return None
 
+    def _plan_digest(self) -> str:
+        """Tells shards of this plan from those of another that was begun in the same folder at the same moment."""
+        return hashlib.sha256(self.plan.model_dump_json().encode()).hexdigest()
+
     def _compare(self, begun: StorePlan, verb: str) -> None:
+        plans = begun.model_dump(mode="json"), self.plan.model_dump(mode="json")  # as they come back from a file
         for name in StorePlan.model_fields:
-            before, now = getattr(begun, name), getattr(self.plan, name)
+            before, now = (plan[name] for plan in plans)
             if before != now:
                 raise LatentStoreError(
                     f"{self.folder}: {verb} {name} = {_shown(before)}, this would be {_shown(now)}; give another "
