@@ -127,4 +127,7 @@ class Dataset(Protocol):
 
         A dataset whose images are themselves drawn at random for training also has `fetch_drawn(indices, draws)`,
         which is then called in its place for the training split: the same images for the same indices and draws.
+
+        A dataset that reads its images by runs of neighbours has `blocks`, their lengths in order, int64 [K], and
+        `blocks_at_a_time`: training then draws its images from so many blocks at a time (SampleOrder).
         """

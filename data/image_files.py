@@ -1,16 +1,17 @@
-"""Image files on disk: how they are listed, and how a file of any size and mode becomes a square of RGB pixels."""
+"""Encoded images: where they lie, and how one of any size, format and mode becomes a square of RGB pixels."""
 
 import io
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.base import DatasetError, UnreadableImage
+from data.base import DataConfig, DatasetError, UnreadableImage
+from torchtitan.settings import setting
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -20,51 +21,110 @@ ORIENTATION_TAG = 0x0112
 NUM_PROBES = 16
 
 
+@dataclass(kw_only=True)
+class SquareImagesConfig(DataConfig):
+    """Keys of `[data]` of every dataset that cuts images to squares of a size given."""
+
+    image_size: int | None = setting(None, "pixels of each side of the squares that images are cut to", ge=1)
+    horizontal_flip: bool = setting(True, "mirror each training image with probability 1/2")
+    max_corrupt_share: float = setting(
+        0.2, "stop when more than this share of the images read cannot be decoded", ge=0, le=1, trajectory=False
+    )
+
+    def required_size(self) -> int:
+        """Pixels of each side. Raises DatasetError where the key was not given."""
+        if self.image_size is None:
+            raise DatasetError(
+                f"data.image_size: not given; {self.name} needs the side of its square images in pixels"
+            )
+        return self.image_size
+
+
+class ImageSource(Protocol):
+    """Encoded images by position, in any kind of store."""
+
+    def __len__(self) -> int: ...
+
+    def content(self, position: int) -> bytes:
+        """The image file's bytes. Raises DatasetError where the whole store fails, and the run must end; any other
+        exception means that this image alone cannot be read."""
+
+    def shown(self, position: int) -> str:
+        """What messages call it: a path, or archive and member; one line."""
+
+
+@dataclass(frozen=True)
+class PackedNames:
+    """Names end to end in one array, so that a million of them cost little memory in any process.
+
+    Attributes:
+        letters: uint8.
+        offsets: where each name begins, int64 [N + 1].
+    """
+
+    letters: np.ndarray
+    offsets: np.ndarray
+
+    @staticmethod
+    def of(names: list[bytes]) -> "PackedNames":
+        offsets = np.cumsum([0] + [len(name) for name in names], dtype=np.int64)
+        return PackedNames(np.frombuffer(b"".join(names), np.uint8), offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, position: int) -> bytes:
+        return self.letters[self.offsets[position] : self.offsets[position + 1]].tobytes()
+
+
 @dataclass(frozen=True)
 class ImageList:
-    """Files and their classes as three arrays, so that a million of them cost little memory in any process.
+    """Files in a folder and their classes.
 
     Attributes:
         folder: what the names are relative to.
-        names: names end to end, uint8.
-        offsets: where each begins, int64 [N + 1].
+        names: of the files.
         classes: class of each file in the order of the list's class folders, int32 [N].
     """
 
     folder: bytes
-    names: np.ndarray
-    offsets: np.ndarray
+    names: PackedNames
     classes: np.ndarray
 
     @staticmethod
     def of(folder: bytes, names_by_class: list[list[bytes]]) -> "ImageList":
         """Join the classes' names, in the order given."""
         names = [name for class_names in names_by_class for name in class_names]
-        offsets = np.cumsum([0] + [len(name) for name in names], dtype=np.int64)
         counts = [len(class_names) for class_names in names_by_class]
         classes = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        return ImageList(folder, np.frombuffer(b"".join(names), np.uint8), offsets, classes)
+        return ImageList(folder, PackedNames.of(names), classes)
 
     def __len__(self) -> int:
         return len(self.classes)
 
     def path(self, position: int) -> bytes:
-        name = self.names[self.offsets[position] : self.offsets[position + 1]].tobytes()
-        return os.path.join(self.folder, name)
+        return os.path.join(self.folder, self.names[position])
+
+    def content(self, position: int) -> bytes:
+        with open(self.path(position), "rb") as file:
+            return file.read()
+
+    def shown(self, position: int) -> str:
+        return shown_path(self.path(position))
 
 
 class SquareImages:
-    """Part of a list, read as squares; the reading side of the datasets of image files."""
+    """Part of a source, read as squares; the reading side of the datasets of encoded images."""
 
-    def __init__(self, files: ImageList, positions: np.ndarray, labels: np.ndarray, image_size: int) -> None:
+    def __init__(self, source: ImageSource, positions: np.ndarray, labels: np.ndarray, image_size: int) -> None:
         """
         Args:
-            files: the list.
+            source: where the images are.
             positions: which of them, int64 [N].
             labels: one per position, int64 [N].
             image_size: pixels of each side.
         """
-        self._files = files
+        self._source = source
         self._positions = positions
         self._labels = labels
         self._image_size = image_size
@@ -75,15 +135,19 @@ class SquareImages:
     def fetch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         images = np.empty((len(indices), self._image_size, self._image_size, 3), np.uint8)
         for slot, index in enumerate(indices):
-            path = self._files.path(self._positions[index])
+            position = int(self._positions[index])
             try:
-                images[slot] = read_square(path, self._image_size)
+                images[slot] = decode_square(self._source.content(position), self._image_size)
+            except DatasetError:  # not of this image alone
+                raise
             except Exception as error:  # a damaged file fails in any way
-                raise UnreadableImage(int(index), shown_path(path), _reason(error)) from error
+                raise UnreadableImage(int(index), self._source.shown(position), _reason(error)) from error
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2)  # [B, 3, H, W]
-        return pixels.to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1, torch.from_numpy(
-            self._labels[indices]
-        )
+        pixels = pixels.to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1
+        return pixels, torch.from_numpy(self._read_labels(indices))
+
+    def _read_labels(self, indices: np.ndarray) -> np.ndarray:
+        return self._labels[indices]
 
 
 def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:
@@ -103,11 +167,16 @@ def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:
                 name = entry.name
                 if name.startswith(b"."):
                     continue
-                if name.rpartition(b".")[2].lower() in SUFFIXES:
+                if is_image_name(name):
                     found.append(before + name)
                 elif entry.is_dir(follow_symlinks=False):  # a link may lead back to where it is
                     pending.append((entry.path, before + name + b"/"))
     return sorted(found)
+
+
+def is_image_name(name: bytes) -> bool:
+    """Whether a file's name ends as images' do, in either case."""
+    return name.rpartition(b".")[2].lower() in SUFFIXES
 
 
 def list_folders(folder: bytes) -> list[bytes]:
@@ -116,30 +185,35 @@ def list_folders(folder: bytes) -> list[bytes]:
         return sorted(entry.name for entry in entries if not entry.name.startswith(b".") and entry.is_dir())
 
 
-def check_readable(files: ImageList, key: str) -> None:
-    """Decode a few images evenly spread over the list, until one succeeds.
+def check_readable(source: ImageSource, key: str) -> None:
+    """Decode a few images evenly spread over the source, until one succeeds.
 
     Raises:
         DatasetError: none does.
     """
-    probes = np.unique(np.linspace(0, len(files) - 1, NUM_PROBES).astype(np.int64))
+    probes = np.unique(np.linspace(0, len(source) - 1, NUM_PROBES).astype(np.int64))
     first = None
-    for position in probes:
-        path = files.path(position)
+    for position in probes.tolist():
         try:
-            read_square(path, 8)
+            decode_square(source.content(position), 8)
             return
+        except DatasetError:
+            raise
         except Exception as error:
-            first = first or f"{shown_path(path)}: {_reason(error)}"
-    raise DatasetError(f"{key}: none of {len(probes)} of its {len(files)} images can be read; the first is {first}")
+            first = first or f"{source.shown(position)}: {_reason(error)}"
+    raise DatasetError(f"{key}: none of {len(probes)} of its {len(source)} images can be read; the first is {first}")
 
 
 def read_square(path: bytes, image_size: int) -> np.ndarray:
-    """Read a file as pixels uint8 [image_size, image_size, 3]. Raises whatever the decoder does."""
+    """As `decode_square`, of a file."""
+    with open(path, "rb") as file:
+        return decode_square(file.read(), image_size)
+
+
+def decode_square(content: bytes, image_size: int) -> np.ndarray:
+    """Decode a file's content to pixels uint8 [image_size, image_size, 3]. Raises whatever the decoder does."""
     from PIL import Image
 
-    with open(path, "rb") as file:
-        content = file.read()
     if not content:
         raise ValueError("the file is empty")
     with Image.open(io.BytesIO(content)) as image:

@@ -24,7 +24,8 @@ from data.digits import Digits, DigitsConfig
 from tests.latent_stores import plan_of, write_store
 from torchtitan.diffusion import philox
 from torchtitan.settings import setting
-from torchtitan.training.data_loading import SampleOrder, TrainingData, validation_batches
+from torchtitan.training.data_loading import TrainingData, validation_batches
+from torchtitan.training.sample_order import SampleOrder
 
 # --- order
 

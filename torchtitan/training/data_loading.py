@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Draws, UnreadableImage
 from torchtitan.diffusion import philox
+from torchtitan.training.sample_order import SampleOrder
 
 MAX_CORRUPT_SHARE = 0.2  # where the dataset's section has no key of that name
 SHARE_WINDOW = 1000  # samples of one rank over which that share is taken
@@ -189,7 +190,7 @@ def build_loader(
     loader = DataLoader(
         _SampleReader(dataset, info, seed, attempt, getattr(config, "horizontal_flip", False)),
         sampler=_MicrobatchSampler(
-            SampleOrder(len(dataset), seed, attempt), steps, parts, local_batch_size, rank, world_size
+            SampleOrder.of(dataset, seed, attempt), steps, parts, local_batch_size, rank, world_size
         ),
         batch_size=None,  # the sampler's items are whole microbatches
         num_workers=config.num_workers,
@@ -259,36 +260,6 @@ def validation_batches(
             "indices": torch.from_numpy(indices),
             "weights": torch.from_numpy(held.astype(np.float32)),
         }
-
-
-class SampleOrder:
-    """Which image each sample number stands for: every image once per epoch, in an order of its own."""
-
-    def __init__(self, num_images: int, seed: int, attempt: int) -> None:
-        self._num_images = num_images
-        self._seed = seed
-        self._attempt = attempt
-        self._permutations: dict[int, np.ndarray] = {}
-
-    def indices(self, samples: np.ndarray) -> np.ndarray:
-        """Return the image index of each sample number, int64 [B]."""
-        epochs, positions = np.divmod(samples, self._num_images)
-        indices = np.empty_like(samples)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            indices[chosen] = self._permutation(int(epoch))[positions[chosen]]
-        return indices
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if epoch not in self._permutations:
-            # A step may straddle two epochs, and each of its microbatches asks for both.
-            self._permutations = {known: kept for known, kept in self._permutations.items() if known == epoch - 1}
-            parts = philox.random_words(self._seed, "data_order", torch.tensor([epoch]), 4, self._attempt)[0].tolist()
-            key = sum(part << (32 * place) for place, part in enumerate(parts))
-            # Sorting raw words, because NumPy keeps their stream for ever, but not that of `permutation`.
-            words = np.random.Philox(key=key).random_raw(self._num_images)
-            self._permutations[epoch] = np.argsort(words, kind="stable")
-        return self._permutations[epoch]
 
 
 class _MicrobatchSampler:
