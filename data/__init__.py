@@ -4,19 +4,25 @@ from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Spl
 from data.cifar10 import Cifar10
 from data.cifar100 import Cifar100
 from data.digits import Digits
+from data.huggingface import HuggingFace
 from data.image_folder import ImageFolder
+from data.imagenet import ImageNet
 from data.latents import Latents
 from data.synthetic import Synthetic
 from data.tinyimagenet import TinyImageNet
+from data.webdataset import WebDataset
 
 DATASETS: dict[str, type] = {
     "digits": Digits,
     "cifar10": Cifar10,
     "cifar100": Cifar100,
+    "huggingface": HuggingFace,
     "image_folder": ImageFolder,
+    "imagenet": ImageNet,
     "latents": Latents,
     "synthetic": Synthetic,
     "tinyimagenet": TinyImageNet,
+    "webdataset": WebDataset,
 }
 
 __all__ = ["DATASETS", "DataConfig", "Dataset", "DatasetError", "DatasetInfo", "Draws", "Split", "UnreadableImage"]

@@ -116,12 +116,14 @@ class ImageList:
 class SquareImages:
     """Part of a source, read as squares; the reading side of the datasets of encoded images."""
 
-    def __init__(self, source: ImageSource, positions: np.ndarray, labels: np.ndarray, image_size: int) -> None:
+    def __init__(
+        self, source: ImageSource, positions: np.ndarray, labels: np.ndarray | None, image_size: int
+    ) -> None:
         """
         Args:
             source: where the images are.
             positions: which of them, int64 [N].
-            labels: one per position, int64 [N].
+            labels: one per position, int64 [N]; None where only the source's `label(position)` knows them.
             image_size: pixels of each side.
         """
         self._source = source
@@ -144,10 +146,9 @@ class SquareImages:
                 raise UnreadableImage(int(index), self._source.shown(position), _reason(error)) from error
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2)  # [B, 3, H, W]
         pixels = pixels.to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1
-        return pixels, torch.from_numpy(self._read_labels(indices))
-
-    def _read_labels(self, indices: np.ndarray) -> np.ndarray:
-        return self._labels[indices]
+        if self._labels is not None:
+            return pixels, torch.from_numpy(self._labels[indices])
+        return pixels, torch.tensor([self._source.label(int(self._positions[index])) for index in indices])
 
 
 def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:

@@ -1,0 +1,127 @@
+"""Tables that the package `datasets` opens: from the Hugging Face hub, a folder, or what it saved itself."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.base import DatasetError
+from data.image_columns import Columns, find_columns
+from data.parquet_files import one_line
+
+
+@dataclass(frozen=True)
+class HubImages:
+    """Images of a table that lies memory-mapped on this machine.
+
+    Attributes:
+        place: what messages call it.
+        columns: which hold images and labels.
+        num_classes: labels are 0 .. num_classes - 1.
+        labels: int64 [N].
+        rows: the `datasets.Dataset` of the image column alone, not decoded.
+    """
+
+    place: str
+    columns: Columns
+    num_classes: int
+    labels: np.ndarray
+    rows: Any
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def content(self, position: int) -> bytes:
+        image = self.rows[position][self.columns.image]
+        if not image or (image["bytes"] is None and image["path"] is None):
+            raise ValueError("the row has no image")
+        return Path(image["path"]).read_bytes() if image["bytes"] is None else image["bytes"]
+
+    def shown(self, position: int) -> str:
+        return f"{self.place}: row {position}"
+
+
+def open_hub_table(
+    path: str, subset: str, revision: str, split: str, image_column: str, label_column: str
+) -> HubImages:
+    """Open a split, downloading it where need be.
+
+    Args:
+        path: a folder here, or a name on the hub.
+        subset, revision: of it, or "".
+        split: name, or a slice such as "train[:10%]".
+        image_column, label_column: names, or "" to find them.
+
+    Raises:
+        DatasetError: the package is missing, the table cannot be had, lacks the columns, or has labels that are none.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise DatasetError('data.name: "huggingface" needs the package datasets: pip install .[hub]') from error
+    folder = Path(path).expanduser()
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        table = _asked(path, lambda: _saved_split(datasets, folder, subset, split))
+    else:
+        found = str(folder) if folder.exists() else path
+        if folder.exists() and revision:
+            raise DatasetError(f"data.revision: {path!r} is a folder here; leave the key out")
+        table = _asked(
+            path, lambda: datasets.load_dataset(found, subset or None, split=split, revision=revision or None)
+        )
+    place = f"{path} ({split})"
+    columns = find_columns(place, table.features.to_dict(), image_column, label_column)
+    if len(table) == 0:
+        raise DatasetError(f"data.path: {place} has no rows")
+    labels = _labels(place, table, columns)
+    rows = table.select_columns([columns.image]).cast_column(columns.image, datasets.Image(decode=False))
+    return HubImages(place, columns, len(columns.class_names) or int(labels.max()) + 1, labels, rows)
+
+
+def _saved_split(datasets: Any, folder: Path, subset: str, split: str) -> Any:
+    """A split of what `save_to_disk` wrote; a table saved alone is the split that it was."""
+    if subset:
+        raise DatasetError(f"data.config: {folder} is one that save_to_disk wrote; leave the key out")
+    saved = datasets.load_from_disk(str(folder))
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or "train"): saved}
+    if split not in splits:
+        raise DatasetError(f"data.path: {folder} has no split {split!r}; it has {', '.join(splits)}")
+    return splits[split]
+
+
+def _labels(place: str, table: Any, columns: Columns) -> np.ndarray:
+    column = table.select_columns([columns.label]).with_format("arrow")[:][columns.label]
+    if column.null_count:
+        raise DatasetError(f"{place}: row {column.is_null().to_pylist().index(True)}: the label is missing")
+    labels = column.to_numpy().astype(np.int64)
+    largest = len(columns.class_names) - 1 if columns.class_names else np.iinfo(np.int64).max
+    wrong = np.flatnonzero((labels < 0) | (labels > largest))
+    if len(wrong):
+        raise DatasetError(f"{place}: row {wrong[0]}: label {labels[wrong[0]]} is not in 0..{largest}")
+    return labels
+
+
+def _asked(path: str, ask: Callable[[], Any]) -> Any:
+    try:
+        with _without_retry_messages():
+            return ask()
+    except DatasetError:
+        raise
+    except Exception as error:  # the package and those that it calls have their own
+        raise DatasetError(f"data.path: {path!r} cannot be read by the package datasets ({one_line(error)})") from error
+
+
+@contextmanager
+def _without_retry_messages() -> Iterator[None]:
+    """The hub's package logs every attempt; what matters is how they end."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

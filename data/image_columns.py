@@ -1,0 +1,90 @@
+"""Which columns of a table hold its images and labels, found from what the table says of its columns."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from data.base import DatasetError
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The two columns that training reads.
+
+    Attributes:
+        image, label: their names.
+        class_names: of the labels, empty where the table does not name them.
+    """
+
+    image: str
+    label: str
+    class_names: tuple[str, ...]
+
+
+def find_columns(place: str, features: dict[str, Any], image_column: str, label_column: str) -> Columns:
+    """Choose the columns given, or the only ones that are of the kind.
+
+    Args:
+        place: what messages call the table.
+        features: column -> description, as Hugging Face `datasets` writes them: {"_type": "Image"},
+            {"_type": "ClassLabel", "names": [...]}, {"_type": "Value", "dtype": "int64"}.
+        image_column, label_column: names, or "" to find them.
+
+    Raises:
+        DatasetError: a column given is missing or of another kind, or there is not exactly one of the kind.
+    """
+    image = _choose(place, features, "image", image_column, _is_image)
+    label = _choose(place, features, "label", label_column, _is_label if label_column else _is_class_label)
+    return Columns(image, label, tuple(features[label].get("names") or ()))
+
+
+def arrow_features(schema: Any) -> dict[str, Any]:
+    """Descriptions of the columns of a parquet file that was written without them, from their types alone."""
+    import pyarrow
+
+    features: dict[str, Any] = {}
+    for field in schema:
+        struct = pyarrow.types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0
+        if struct or pyarrow.types.is_binary(field.type) or pyarrow.types.is_large_binary(field.type):
+            features[field.name] = {"_type": "Image"}
+        else:
+            features[field.name] = {"_type": "Value", "dtype": str(field.type)}
+    return features
+
+
+def _choose(place: str, features: dict[str, Any], kind: str, given: str, fits: Any) -> str:
+    key = f"data.{kind}_column"
+    listed = ", ".join(f"{name} ({_describe(feature)})" for name, feature in features.items()) or "none"
+    if given:
+        if given not in features:
+            raise DatasetError(f"{key}: {place} has no column {given!r}; it has {listed}")
+        if not fits(features[given]):
+            wanted = "images" if kind == "image" else "class labels or integers"
+            raise DatasetError(f"{key}: column {given!r} of {place} is {_describe(features[given])}, not {wanted}")
+        return given
+    found = [name for name, feature in features.items() if fits(feature)]
+    if len(found) == 1:
+        return found[0]
+    wanted = "images" if kind == "image" else "class labels"
+    if found:
+        raise DatasetError(f"{key}: {place} has several columns of {wanted}, {', '.join(found)}; say which")
+    raise DatasetError(f"{key}: {place} has no column of {wanted}; say which of its columns: {listed}")
+
+
+def _describe(feature: Any) -> str:
+    if not isinstance(feature, dict):
+        return "list"
+    return feature.get("dtype") or feature.get("_type") or "struct"
+
+
+def _is_image(feature: Any) -> bool:
+    """Also the struct of an image that was saved without saying so."""
+    return isinstance(feature, dict) and (feature.get("_type") == "Image" or set(feature) == {"bytes", "path"})
+
+
+def _is_class_label(feature: Any) -> bool:
+    return isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+
+
+def _is_label(feature: Any) -> bool:
+    integer = isinstance(feature, dict) and "int" in str(feature.get("dtype", ""))
+    return integer or _is_class_label(feature)

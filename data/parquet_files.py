@@ -1,0 +1,202 @@
+"""Parquet files in a folder, a store or on the Hugging Face hub: which are of a split, and what their footers say."""
+
+import hashlib
+import json
+import os
+import posixpath
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+from tqdm import tqdm
+
+from data.base import DatasetError
+from data.image_columns import Columns, arrow_features, find_columns
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+FOOTERS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """Row groups of many files, as one table in the order of the files' names.
+
+    Attributes:
+        url: folder or file, as fsspec wants it.
+        files: paths in its file system.
+        columns: which hold images and labels.
+        num_classes: labels are 0 .. num_classes - 1.
+        file, number: of each row group: its file, and which of the file's it is, int32 [K].
+        starts: row with which each begins, int64 [K + 1].
+        image_bytes: of the image column of each, decompressed, int64 [K].
+        keys: names equal where the content is, hexadecimal.
+    """
+
+    url: str
+    files: tuple[str, ...]
+    columns: Columns
+    num_classes: int
+    file: np.ndarray
+    number: np.ndarray
+    starts: np.ndarray
+    image_bytes: np.ndarray
+    keys: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+
+def table_url(path: str, revision: str) -> str:
+    """What fsspec reads for `data.path`: a URL, a path here, or a name on the hub. Raises DatasetError."""
+    local = os.path.expanduser(path)
+    if HUB_NAME.fullmatch(path) and not os.path.exists(local):
+        return f"hf://datasets/{path}" + (f"@{quote(revision, safe='')}" if revision else "")
+    if revision:
+        raise DatasetError(f"data.revision: {path!r} is no name on the Hugging Face hub; leave the key out")
+    if "://" not in path and not os.path.exists(local):
+        raise DatasetError(f"data.path: {path!r} does not exist")
+    return path if "://" in path else os.path.abspath(local)
+
+
+def read_footers(url: str, subset: str, split: str, image_column: str, label_column: str) -> RowGroups:
+    """Find the files of a split and read the end of each.
+
+    Args:
+        url: of `table_url`.
+        subset: folder of the split's files, needed where several subsets have it; or "".
+        split: files are those whose name begins with it, or which lie in a folder of that name.
+        image_column, label_column: names, or "" to find them.
+
+    Raises:
+        DatasetError: it cannot be reached, there are none, or they are damaged, differ, or lack the columns.
+    """
+    files = reaching(url, lambda: _find_files(url, subset, split))
+    with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
+        reading = pool.map(lambda file: _read_footer(url, file), files)
+        footers = list(tqdm(reading, "reading footers", len(files), delay=2))
+    features = [_features(footer) for footer in footers]
+    columns = find_columns(files[0], features[0], image_column, label_column)
+    for file, others in zip(files, features, strict=True):
+        if any(others.get(name) != features[0][name] for name in (columns.image, columns.label)):
+            named = f"{columns.image!r} and {columns.label!r}"
+            raise DatasetError(f"{file}: its columns {named} are not those of {files[0]}")
+    return _join(url, files, footers, columns)
+
+
+def reaching(url: str, ask: Callable[[], Any]) -> Any:
+    """Call what leaves this machine. Raises DatasetError, one line."""
+    try:
+        return ask()
+    except DatasetError:
+        raise
+    except ImportError as error:
+        extras = "pip install .[hub] for hf://, .[remote] for s3:// and gs://"
+        raise DatasetError(f"data.path: {url}: {error} ({extras})") from error
+    except Exception as error:  # each store's package has its own
+        raise DatasetError(f"data.path: {url} cannot be read ({one_line(error)})") from error
+
+
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def open_storage(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path in it."""
+    from fsspec.core import url_to_fs
+
+    return url_to_fs(url)
+
+
+def _find_files(url: str, subset: str, split: str) -> tuple[str, ...]:
+    storage, root = open_storage(url)
+    if storage.isfile(root):
+        return (root,)
+    found = sorted(path for path in storage.find(root) if path.endswith(".parquet"))
+    if not found:
+        raise DatasetError(f"data.path: {url}: no parquet files there (data.streaming = false reads other formats)")
+    inside = {path: path[len(root) :].strip("/") for path in found}
+    folders = {path: posixpath.dirname(name).split("/") for path, name in inside.items()}
+    of_split = [
+        path
+        for path, name in inside.items()
+        if split in folders[path] or re.match(rf"{re.escape(split)}[-._]", posixpath.basename(name))
+    ]
+    chosen = [path for path in of_split if not subset or subset in folders[path]]
+    if not chosen:
+        where = f" in a folder {subset!r}" if subset else ""
+        raise DatasetError(
+            f"data.path: {url}: no parquet file{where} of split {split!r}: none begins so or lies in a folder so called "
+            f"(the first is {inside[found[0]]})"
+        )
+    places = sorted({posixpath.dirname(inside[path]) for path in chosen})
+    if len(places) > 1:
+        raise DatasetError(f"data.config: {url} has split {split!r} in several folders, {', '.join(places)}; say which")
+    return tuple(chosen)
+
+
+def _read_footer(url: str, file: str) -> Any:
+    from pyarrow import parquet
+
+    storage, _ = open_storage(url)
+
+    def read() -> Any:
+        with storage.open(file, "rb") as opened:
+            return parquet.read_metadata(opened)
+
+    return reaching(file, read)
+
+
+def _features(footer: Any) -> dict[str, Any]:
+    """What the file says of its columns, or else what their types say."""
+    schema = footer.schema.to_arrow_schema()
+    try:
+        return json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, ValueError, TypeError):
+        return arrow_features(schema)
+
+
+def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns) -> RowGroups:
+    rows, sizes, keys, origin, largest = [], [], [], [], -1
+    for file, footer in enumerate(footers):
+        place = {footer.schema.column(number).path: number for number in range(footer.num_columns)}
+        image = place.get(f"{columns.image}.bytes", place.get(columns.image))
+        label = place.get(columns.label)
+        if image is None or label is None:
+            missing = columns.image if image is None else columns.label
+            raise DatasetError(f"{files[file]}: column {missing!r} is missing")
+        for number in range(footer.num_row_groups):
+            group = footer.row_group(number)
+            chunks = [group.column(image), group.column(label)]
+            rows.append(group.num_rows)
+            sizes.append(chunks[0].total_uncompressed_size)
+            described = (url, files[file], number, columns.image, columns.label, *(str(chunk) for chunk in chunks))
+            keys.append(hashlib.sha256(repr(described).encode()).hexdigest()[:32])
+            origin.append((file, number))
+            if not columns.class_names:
+                largest = max(largest, _largest(files[file], columns.label, chunks[1]))
+    if not sum(rows):
+        raise DatasetError(f"data.path: {url}: its parquet files have no rows")
+    kept = np.flatnonzero(rows)
+    return RowGroups(
+        url=url,
+        files=files,
+        columns=columns,
+        num_classes=len(columns.class_names) or largest + 1,
+        file=np.array(origin, np.int32)[kept, 0],
+        number=np.array(origin, np.int32)[kept, 1],
+        starts=np.cumsum([0] + [rows[group] for group in kept], dtype=np.int64),
+        image_bytes=np.array(sizes, np.int64)[kept],
+        keys=tuple(keys[group] for group in kept),
+    )
+
+
+def _largest(file: str, label_column: str, chunk: Any) -> int:
+    if chunk.statistics is None or not chunk.statistics.has_min_max:
+        raise DatasetError(
+            f"{file}: names no classes and does not say the largest {label_column!r} (data.streaming = false finds it)"
+        )
+    return int(chunk.statistics.max)

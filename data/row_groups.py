@@ -1,0 +1,126 @@
+"""Images of parquet files, read a row group at a time; the last few row groups are kept."""
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.base import DatasetError
+from data.node_cache import NodeCache
+from data.parquet_files import RowGroups, one_line, open_storage
+
+PAUSES = (1.0, 4.0, 16.0)  # seconds before a read is tried again
+LASTING = (FileNotFoundError, PermissionError, ImportError)
+
+
+class RowGroupImages:
+    """Images and labels by row number; each process reads the row groups it needs, and keeps so many."""
+
+    def __init__(self, groups: RowGroups, num_kept: int, cache_path: str = "", cache_bytes: int = 0) -> None:
+        """
+        Args:
+            groups: of all files.
+            num_kept: row groups held at a time.
+            cache_path: folder in which the processes of a machine share row groups, or "".
+            cache_bytes: of row groups in it.
+        """
+        self.groups = groups
+        self._num_kept = num_kept
+        self._cache_path = cache_path
+        self._cache_bytes = cache_bytes
+        self._forget()
+
+    def __len__(self) -> int:
+        return int(self.groups.starts[-1])
+
+    def content(self, position: int) -> bytes:
+        group, row = self._place(position)
+        content = self._group(group).column(0)[row].as_py()
+        if content is None:
+            raise ValueError("the row has no image (it may store a path in its place)")
+        return content
+
+    def label(self, position: int) -> int:
+        group, row = self._place(position)
+        label = self._group(group).column(1)[row].as_py()
+        if label is None or not 0 <= label < self.groups.num_classes:
+            raise DatasetError(f"{self.shown(position)}: label {label} is not in 0..{self.groups.num_classes - 1}")
+        return label
+
+    def shown(self, position: int) -> str:
+        group, row = self._place(position)
+        return f"{self._described(group)}, row {row}"
+
+    def _place(self, position: int) -> tuple[int, int]:
+        group = int(np.searchsorted(self.groups.starts, position, side="right")) - 1
+        return group, position - int(self.groups.starts[group])
+
+    def _described(self, group: int) -> str:
+        return f"{self.groups.files[self.groups.file[group]]}: row group {self.groups.number[group]}"
+
+    def _group(self, group: int) -> Any:
+        if self._process != os.getpid():  # a file system's connections do not outlive a fork
+            self._forget()
+        if group not in self._kept:
+            while len(self._kept) >= self._num_kept:
+                self._kept.popitem(last=False)
+            self._kept[group] = self._shared(group) if self._cache_path else self._read(group)
+        self._kept.move_to_end(group)
+        return self._kept[group]
+
+    def _shared(self, group: int) -> Any:
+        try:
+            cache = NodeCache(Path(self._cache_path).expanduser(), self._cache_bytes)
+            return cache.get(self.groups.keys[group], lambda: self._read(group))
+        except OSError as error:
+            raise DatasetError(f"data.cache_path: {self._cache_path}: {error.strerror or error}") from error
+
+    def _read(self, group: int) -> Any:
+        """The row group's images and labels, a pyarrow Table of two columns. Raises DatasetError."""
+        columns, file = self.groups.columns, int(self.groups.file[group])
+
+        def read() -> Any:
+            import pyarrow
+            from pyarrow import compute, parquet
+
+            if self._storage is None:
+                self._storage = open_storage(self.groups.url)[0]
+            with self._storage.open(self.groups.files[file], "rb") as opened:
+                reader = parquet.ParquetFile(opened, metadata=self._footers.get(file), pre_buffer=True)
+                self._footers[file] = reader.metadata
+                table = reader.read_row_group(int(self.groups.number[group]), columns=[columns.image, columns.label])
+            images = table[columns.image]
+            if pyarrow.types.is_struct(images.type):
+                images = compute.struct_field(images, "bytes")
+            # 64-bit offsets: one array, however large
+            return pyarrow.table({"image": images.cast(pyarrow.large_binary()), "label": table[columns.label]})
+
+        return _try_again(self._described(group), read).combine_chunks()
+
+    def _forget(self) -> None:
+        self._process = os.getpid()
+        self._storage: Any = None
+        self._footers: dict[int, Any] = {}
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_storage": None, "_footers": {}, "_kept": OrderedDict()}
+
+
+def _try_again(place: str, read: Callable[[], Any]) -> Any:
+    import pyarrow
+
+    for pause in (*PAUSES, None):
+        try:
+            return read()
+        except (*LASTING, pyarrow.ArrowInvalid) as error:  # it will not go away
+            raise DatasetError(f"{place} cannot be read ({one_line(error)})") from error
+        except Exception as error:  # each store's package has its own
+            if pause is None:
+                tries = len(PAUSES) + 1
+                raise DatasetError(f"{place} cannot be read, tried {tries} times ({one_line(error)})") from error
+            time.sleep(pause)

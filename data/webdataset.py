@@ -1,0 +1,252 @@
+"""Tar shards in the manner of WebDataset, read in place: files of one key are a sample, in any order at random."""
+
+import glob
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from data.base import DatasetError, DatasetInfo, Split
+from data.class_folders import read_classes
+from data.image_files import (
+    SUFFIXES,
+    PackedNames,
+    SquareImages,
+    SquareImagesConfig,
+    check_readable,
+)
+from data.saved_index import Advance, Table, saved_tables
+from data.splits import chosen_positions, spread_evenly
+from data.tar_files import Member, OpenArchives, TarImages, read_members
+from torchtitan.settings import setting
+
+PROBLEMS = (
+    "",
+    "the sample has no image",
+    "the sample has several images (data.image_extension says which to take)",
+    "the sample has no label",
+    "the sample's label is no whole number from 0 to 999999",
+)
+NO_IMAGE, SEVERAL_IMAGES, NO_LABEL, BAD_LABEL = 1, 2, 3, 4  # places in PROBLEMS
+LARGEST_LABEL = 999_999
+
+
+@dataclass(kw_only=True)
+class WebDatasetConfig(SquareImagesConfig):
+    """`[data]` with name = "webdataset"."""
+
+    name: Literal["webdataset"] = setting("webdataset", "dataset")
+    path: str = setting("", "tar shards: a folder of them, a pattern with * or ?, or names as train-{000..127}.tar")
+    image_extension: str = setting("", "of a sample's images take the one so called; default: a sample has one image")
+    label_key: str = setting("", "key of the label in a sample's .json; default: the number in its .cls")
+    classes_file: str = setting(
+        "", "text file, one 'class name' a line in the order of labels; default: no names, labels up to the largest met"
+    )
+    validation_path: str = setting("", "shards of held-out images, given like data.path")
+    validation_fraction: float = setting(
+        0.05, "share of data.path held out, spread evenly over its order", ge=0, lt=1,
+        applies={"validation_path": ("",)},
+    )  # fmt: skip
+    index_path: str = setting(
+        "", "folder that keeps what the shards hold; default: beside the shards", trajectory=False
+    )
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples of all shards in their order; a sample that lacks something is one that cannot be read.
+
+    Attributes:
+        images: the image of each; names are keys.
+        labels: int64 [N], 0 where there is none.
+        problems: number in PROBLEMS, uint8 [N].
+    """
+
+    images: TarImages
+    labels: np.ndarray
+    problems: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def content(self, position: int) -> bytes:
+        if self.problems[position]:
+            raise ValueError(PROBLEMS[self.problems[position]])
+        return self.images.content(position)
+
+    def shown(self, position: int) -> str:
+        return self.images.shown(position)
+
+
+class WebDataset(SquareImages):
+    """Colour images [3, S, S] with the labels that stand in the shards.
+
+    Without `validation_path` sample i of data.path is held out where floor((i + 1) f) > floor(i f),
+    f = `validation_fraction`.
+    """
+
+    Config = WebDatasetConfig
+
+    @staticmethod
+    def info(config: WebDatasetConfig) -> DatasetInfo:
+        size = config.required_size()
+        train = _open(config, "train")
+        check_readable(train, "data.path")
+        names = tuple(read_classes(config.classes_file).values()) if config.classes_file else ()
+        num_classes = len(names) or int(train.labels.max()) + 1
+        _check_labels(train, num_classes, config.classes_file)
+        if config.validation_path:
+            held_out = _open(config, "validation")
+            check_readable(held_out, "data.validation_path")
+            _check_labels(held_out, num_classes, config.classes_file)
+        has_validation = bool(config.validation_path or spread_evenly(len(train), config.validation_fraction).any())
+        return DatasetInfo((3, size, size), num_classes, names, has_validation)
+
+    def __init__(self, config: WebDatasetConfig, split: Split) -> None:
+        samples = _open(config, split)
+        if config.validation_path:
+            positions = np.arange(len(samples))
+        else:
+            held_out = spread_evenly(len(samples), config.validation_fraction)
+            chosen = held_out if split == "validation" else ~held_out
+            positions = chosen_positions(chosen, split, config.validation_fraction)
+        super().__init__(samples, positions, samples.labels[positions], config.required_size())
+
+
+def _check_labels(samples: Samples, num_classes: int, classes_file: str) -> None:
+    wrong = np.flatnonzero(samples.labels >= num_classes)
+    if len(wrong):
+        known = "data.classes_file" if classes_file else "data.path"
+        label = samples.labels[wrong[0]]
+        raise DatasetError(f"{samples.shown(wrong[0])}: label {label} is not in 0..{num_classes - 1}, those of {known}")
+
+
+def _open(config: WebDatasetConfig, split: Split) -> Samples:
+    key = "validation_path" if split == "validation" and config.validation_path else "path"
+    return _open_shards(
+        f"data.{key}", getattr(config, key), config.image_extension.lower(), config.label_key, config.index_path
+    )
+
+
+@lru_cache(maxsize=4)  # a run opens the same shards several times
+def _open_shards(key: str, path: str, image_extension: str, label_key: str, index_path: str) -> Samples:
+    shards = find_shards(key, path)
+    kind = json.dumps(["webdataset", image_extension, label_key])
+    build = partial(_read_shard, image_extension=image_extension.encode(), label_key=label_key)
+    tables = saved_tables(shards, kind, build, index_path)
+    counts = [len(table["labels"]) for table in tables]
+    if sum(counts) == 0:
+        raise DatasetError(f"{key}: {path!r} has no samples in it")
+    joined = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
+    ends = np.concatenate(([0], np.cumsum(joined["letter_counts"])))
+    images = TarImages(
+        archives=OpenArchives(shards),
+        archive=np.repeat(np.arange(len(shards), dtype=np.int32), counts),
+        offsets=joined["offsets"],
+        sizes=joined["sizes"],
+        names=PackedNames(joined["letters"], ends),
+    )
+    return Samples(images, joined["labels"], joined["problems"])
+
+
+def find_shards(key: str, path: str) -> list[Path]:
+    """Local tar files that a folder, a pattern or a name with {000..127} or {a,b} stands for; a folder's by name.
+
+    Raises:
+        DatasetError: there are none, or one of those named is missing.
+    """
+    if not path:
+        raise DatasetError(f"{key}: not given; webdataset needs a folder of tar shards, or train-{{000..127}}.tar")
+    if "://" in path or path.startswith("pipe:"):
+        raise DatasetError(f"{key}: {path!r} is not on this machine; webdataset reads local shards (copy them here)")
+    expanded = os.path.expanduser(path)
+    if os.path.isdir(expanded):
+        found = sorted(file for file in Path(expanded).glob("*.tar") if not file.name.startswith("."))
+    else:
+        names = expand_braces(expanded)
+        found = [Path(file) for name in names for file in ([name] if os.path.isfile(name) else _matches(name))]
+        missing = [file for file in found if not file.is_file()]
+        if missing:
+            raise DatasetError(f"{key}: {len(missing)} of {len(found)} shards do not exist, first {missing[0]}")
+    if not found:
+        raise DatasetError(f"{key}: {path!r} stands for no tar file")
+    return found
+
+
+def _matches(name: str) -> list[str]:
+    return sorted(glob.glob(name)) if glob.has_magic(name) else [name]
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Names that a pattern stands for, as a shell expands it: {a,b} and {08..11}, several of them too."""
+    match = re.search(r"\{([^{}]*)\}", pattern)
+    if match is None:
+        return [pattern]
+    limits = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+    if limits:
+        width = max(map(len, limits.groups())) if any(text.startswith("0") for text in limits.groups()) else 0
+        choices = [f"{number:0{width}}" for number in range(int(limits[1]), int(limits[2]) + 1)]
+    else:
+        choices = match[1].split(",")
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    return [name for choice in choices for name in expand_braces(before + choice + after)]
+
+
+def _read_shard(path: Path, advance: Advance, image_extension: bytes, label_key: str) -> Table:
+    """Samples in the order in which their keys first appear."""
+    groups: dict[bytes, dict[bytes, list[Member]]] = {}
+    for member in read_members(path, advance):
+        folder, _, name = member.name.rpartition(b"/")
+        key, _, extension = name.partition(b".")
+        if key:  # names that begin with a dot belong to no sample
+            files = groups.setdefault(os.path.join(folder, key), {})
+            files.setdefault(extension.lower(), []).append(member)
+    with open(path, "rb") as file:
+
+        def read(member: Member) -> bytes:
+            file.seek(member.offset)
+            return file.read(member.size)
+
+        rows = [_describe(files, read, image_extension, label_key) for files in groups.values()]
+    names = PackedNames.of(list(groups))
+    columns = np.array(rows, np.int64).reshape(len(rows), 4)
+    return {
+        "letters": names.letters,
+        "letter_counts": np.diff(names.offsets),
+        "offsets": columns[:, 0].copy(),
+        "sizes": columns[:, 1].copy(),
+        "labels": columns[:, 2].copy(),
+        "problems": columns[:, 3].astype(np.uint8),
+    }
+
+
+def _describe(
+    files: dict[bytes, list[Member]], read: Callable[[Member], bytes], image_extension: bytes, label_key: str
+) -> tuple[int, int, int, int]:
+    """Offset and size of a sample's image, its label, and what is wrong with it."""
+    wanted = {image_extension} if image_extension else SUFFIXES
+    images = [member for extension, members in files.items() if extension in wanted for member in members]
+    if len(images) != 1:
+        return 0, 0, 0, SEVERAL_IMAGES if images else NO_IMAGE
+    described = files.get(b"json" if label_key else b"cls")
+    label, problem = _label(read(described[0]), label_key) if described else (0, NO_LABEL)
+    return images[0].offset, images[0].size, label, problem
+
+
+def _label(text: bytes, label_key: str) -> tuple[int, int]:
+    if not label_key:
+        return (int(text), 0) if re.fullmatch(rb"\s*\d{1,6}\s*", text) else (0, BAD_LABEL)
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return 0, BAD_LABEL
+    if not isinstance(fields, dict) or label_key not in fields:
+        return 0, NO_LABEL
+    value = fields[label_key]
+    return (value, 0) if type(value) is int and 0 <= value <= LARGEST_LABEL else (0, BAD_LABEL)
