@@ -136,19 +136,19 @@ class SquareImages:
 
     def fetch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         images = np.empty((len(indices), self._image_size, self._image_size, 3), np.uint8)
+        labels = np.empty(len(indices), np.int64)
         for slot, index in enumerate(indices):
             position = int(self._positions[index])
             try:
                 images[slot] = decode_square(self._source.content(position), self._image_size)
+                labels[slot] = self._source.label(position) if self._labels is None else self._labels[index]
             except DatasetError:  # not of this image alone
                 raise
             except Exception as error:  # a damaged file fails in any way
                 raise UnreadableImage(int(index), self._source.shown(position), _reason(error)) from error
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2)  # [B, 3, H, W]
         pixels = pixels.to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1
-        if self._labels is not None:
-            return pixels, torch.from_numpy(self._labels[indices])
-        return pixels, torch.tensor([self._source.label(int(self._positions[index])) for index in indices])
+        return pixels, torch.from_numpy(labels)
 
 
 def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:

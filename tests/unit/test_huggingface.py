@@ -1,0 +1,357 @@
+"""Hugging Face datasets: columns, map-style and streamed tables, remote reads that fail, and exact resume."""
+
+import json
+import pickle
+import re
+import sys
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+from data import DatasetError, UnreadableImage, huggingface, row_groups
+from data.huggingface import HuggingFace, HuggingFaceConfig
+from data.node_cache import NodeCache
+from data.parquet_files import table_url
+from data.row_groups import RowGroupImages
+from tests.encoded_images import SIDE, assert_resumes_in_mid_epoch, decoded, everything, image_bytes
+from torchtitan.training.sample_order import SampleOrder
+
+NAMES = ["ant", "bee", "cow", "dog", "elk"]
+FEATURES = {"picture": {"_type": "Image"}, "kind": {"_type": "ClassLabel", "names": NAMES}}
+ROWS, GROUP = 90, 7  # rows of each of two files, rows of a row group
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    huggingface._open_groups.cache_clear()
+    huggingface._open_table.cache_clear()
+    monkeypatch.setattr(row_groups, "PAUSES", (0.0, 0.0, 0.0))
+    if "datasets" in sys.modules:
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets_cache")
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets_cache")
+    return datasets
+
+
+def table_of(first, count, features=FEATURES, change=None):
+    rows = [{"bytes": image_bytes(number), "path": None} for number in range(first, first + count)]
+    labels = [number % 5 for number in range(first, first + count)]
+    if change:
+        change(rows, labels)
+    columns = {"picture": pa.array(rows, pa.struct({"bytes": pa.binary(), "path": pa.string()}))}
+    table = pa.table(columns | {"kind": pa.array(labels, pa.int64()), "id": list(range(count))})
+    features = features and {"id": {"_type": "Value", "dtype": "int64"}} | features
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})} if features else None
+    return table.replace_schema_metadata(metadata)
+
+
+def write_parquet(path, first=0, count=ROWS, **keys):
+    with fsspec.open(str(path), "wb") as file:
+        parquet.write_table(table_of(first, count, **keys), file, row_group_size=GROUP)
+
+
+def write_files(folder, split="train", **keys):
+    storage, path = fsspec.url_to_fs(str(folder))
+    storage.makedirs(path, exist_ok=True)
+    for number in range(2):
+        write_parquet(f"{folder}/{split}-{number:05}-of-00002.parquet", ROWS * number, **keys)
+    return folder
+
+
+def config_of(path, **keys):
+    defaults = {"image_size": SIDE, "horizontal_flip": False, "validation_fraction": 0.0}
+    if keys.get("streaming"):
+        defaults["shuffle_row_groups"] = 4
+    return HuggingFaceConfig(path=str(path), **defaults | keys)
+
+
+# --- what is read
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_images_labels_and_names_are_those_of_the_rows(tmp_path, streaming, package):
+    write_files(tmp_path / "a")
+    config = config_of(tmp_path / "a", streaming=streaming)
+    info = HuggingFace.info(config)
+    assert info.class_names == tuple(NAMES) and info.image_shape == (3, SIDE, SIDE) and not info.has_validation
+    images, labels = everything(HuggingFace(config, "train"))
+    assert torch.equal(images, torch.stack([decoded(image_bytes(number)) for number in range(2 * ROWS)]))
+    assert labels == [number % 5 for number in range(2 * ROWS)]
+
+
+def test_streaming_reads_the_same_images_in_an_epoch_and_holds_out_the_same(tmp_path, package):
+    write_files(tmp_path / "a")
+    configs = [config_of(tmp_path / "a", streaming=streaming, validation_fraction=0.1) for streaming in (False, True)]
+    held_out = [everything(HuggingFace(config, "validation")) for config in configs]
+    assert torch.equal(held_out[0][0], held_out[1][0]) and len(held_out[0][1]) == 18
+    epochs = []
+    for config in configs:
+        dataset = HuggingFace(config, "train")
+        indices = SampleOrder.of(dataset, 0, 0).indices(np.arange(len(dataset)))
+        images, labels = dataset.fetch(indices)
+        epochs.append((indices.tolist(), sorted(zip(images.flatten(1).tolist(), labels.tolist(), strict=True))))
+    assert epochs[0][1] == epochs[1][1] and epochs[0][0] != epochs[1][0]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_both_resume_in_mid_epoch_on_other_ranks_and_loader_processes(tmp_path, streaming, package):
+    write_files(tmp_path / "a")
+    assert_resumes_in_mid_epoch(HuggingFace, config_of(tmp_path / "a", streaming=streaming))
+
+
+def test_a_saved_dataset_and_a_slice_of_a_split_are_read(tmp_path, package):
+    rows = package.Dataset(table_of(0, 20)).cast(
+        package.Features(
+            {"picture": package.Image(), "kind": package.ClassLabel(names=NAMES), "id": package.Value("int64")}
+        )
+    )
+    package.DatasetDict({"train": rows, "test": rows.select(range(5, 8))}).save_to_disk(tmp_path / "both")
+    rows.save_to_disk(tmp_path / "one")
+    both = config_of(tmp_path / "both", validation_split="test")
+    assert HuggingFace.info(both).has_validation
+    assert len(HuggingFace(both, "train")) == 20
+    images, labels = everything(HuggingFace(both, "validation"))
+    assert labels == [0, 1, 2] and torch.equal(images[1], decoded(image_bytes(6)))
+    assert len(HuggingFace(config_of(tmp_path / "one"), "train")) == 20
+    with pytest.raises(DatasetError, match="has no split 'dev'; it has train, test"):
+        HuggingFace.info(config_of(tmp_path / "both", split="dev"))
+    write_files(tmp_path / "a")
+    sliced = config_of(tmp_path / "a", split="train[10:30]")
+    assert everything(HuggingFace(sliced, "train"))[1] == [number % 5 for number in range(10, 30)]
+
+
+def test_a_store_is_streamed_from_folders_that_name_the_split_and_the_subset(tmp_path):
+    write_files("memory://hf/small/train", "0000")
+    write_files("memory://hf/large/train", "0000")
+    with pytest.raises(DatasetError, match="data.config: .* in several folders, large/train, small/train; say which"):
+        HuggingFace.info(config_of("memory://hf", streaming=True))
+    config = config_of("memory://hf", config="small", streaming=True)
+    assert HuggingFace.info(config).num_classes == 5
+    copy = pickle.loads(pickle.dumps(HuggingFace(config, "train")))
+    assert torch.equal(copy.fetch(np.array([100]))[0][0], decoded(image_bytes(100)))
+
+
+def test_a_hub_name_is_a_url_of_its_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert table_url("owner/name", "") == "hf://datasets/owner/name"
+    assert table_url("owner/name", "refs/convert/parquet") == "hf://datasets/owner/name@refs%2Fconvert%2Fparquet"
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    assert table_url("owner/name", "") == str(tmp_path / "owner" / "name")
+
+
+# --- columns
+
+
+def test_files_that_do_not_describe_themselves_are_read_by_the_columns_types(tmp_path):
+    write_files(tmp_path / "a", features=None)
+    config = config_of(tmp_path / "a", streaming=True, label_column="kind")
+    info = HuggingFace.info(config)
+    assert (info.num_classes, info.class_names) == (5, ())  # the largest label in the footers
+    assert everything(HuggingFace(config, "train"))[1][:6] == [0, 1, 2, 3, 4, 0]
+
+
+TWO = FEATURES | {"id": {"_type": "ClassLabel", "names": [str(number) for number in range(90)]}}
+COLUMNS = {
+    "several": (
+        TWO, {}, "data.label_column: {}/train-00000-of-00002.parquet has several columns of class labels, id, kind; say"
+    ),
+    "none": (
+        {"picture": {"_type": "Image"}, "kind": {"_type": "Value", "dtype": "int64"}}, {},
+        "has no column of class labels; say which of its columns: id (int64), picture (Image), kind (int64)",
+    ),
+    "missing": (
+        FEATURES, {"label_column": "x"}, "has no column 'x'; it has id (int64), picture (Image), kind (ClassLabel)"
+    ),
+    "other kind": (FEATURES, {"image_column": "kind"}, "data.image_column: column 'kind' of {}/train-00000-of-00002.pa"),
+    "an image as label": (FEATURES, {"label_column": "picture"}, "is Image, not class labels or integers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_columns_that_are_not_clear_are_named(tmp_path, case):
+    features, keys, message = COLUMNS[case]
+    write_files(tmp_path, features=features)
+    with pytest.raises(DatasetError, match=re.escape(message.format(tmp_path))) as caught:
+        HuggingFace.info(config_of(tmp_path, streaming=True, **keys))
+    assert "\n" not in str(caught.value)
+
+
+# --- streaming
+
+
+def count_reads(monkeypatch) -> list[int]:
+    reads, read = [], RowGroupImages._read
+    monkeypatch.setattr(RowGroupImages, "_read", lambda self, group: reads.append(group) or read(self, group))
+    return reads
+
+
+def test_training_reads_each_row_group_once_an_epoch_and_keeps_a_window(tmp_path, monkeypatch):
+    write_files(tmp_path)
+    dataset = HuggingFace(config_of(tmp_path, streaming=True), "train")
+    source, reads = dataset._source, count_reads(monkeypatch)
+    indices = SampleOrder.of(dataset, 0, 0).indices(np.arange(len(dataset)))
+    for first in range(0, len(indices), 6):
+        dataset.fetch(indices[first : first + 6])
+        assert len(source._kept) <= 4
+    assert sorted(reads) == list(range(2 * -(-ROWS // GROUP)))
+    assert reads != sorted(reads)
+    assert dataset.blocks.sum() == 2 * ROWS and dataset.blocks_at_a_time == 4
+
+
+def test_held_out_rows_are_left_out_of_the_blocks(tmp_path):
+    write_files(tmp_path)
+    dataset = HuggingFace(config_of(tmp_path, streaming=True, validation_fraction=0.5), "train")
+    assert dataset.blocks.sum() == len(dataset) == ROWS and set(dataset.blocks.tolist()) <= {3, 4, 2}
+
+
+class Failing:
+    """A file system whose first `count` openings fail."""
+
+    def __init__(self, storage, count, error):
+        self.storage, self.left, self.error, self.tries = storage, count, error, 0
+
+    def open(self, *arguments):
+        self.tries += 1
+        if self.tries <= self.left:
+            raise self.error
+        return self.storage.open(*arguments)
+
+
+@pytest.mark.parametrize("count, tries", [(3, 4), (4, 4)])
+def test_a_read_that_fails_is_tried_again_a_few_times(tmp_path, count, tries):
+    write_files(tmp_path)
+    dataset = HuggingFace(config_of(tmp_path, streaming=True), "train")
+    failing = dataset._source._storage = Failing(fsspec.filesystem("file"), count, TimeoutError("no\nanswer"))
+    if count < tries:
+        assert torch.equal(dataset.fetch(np.array([0]))[0][0], decoded(image_bytes(0)))
+    else:
+        message = r"train-00000-of-00002.parquet: row group 0 cannot be read, tried 4 times \(TimeoutError: no answer\)$"
+        with pytest.raises(DatasetError, match=message) as caught:
+            dataset.fetch(np.array([0]))
+        assert not isinstance(caught.value, UnreadableImage)
+    assert failing.tries == tries
+
+
+def test_a_damaged_row_group_ends_the_run_and_a_damaged_image_does_not(tmp_path):
+    def change(rows, labels):
+        rows[3] = {"bytes": b"text", "path": None}
+        rows[5] = {"bytes": None, "path": "elsewhere.png"}
+        rows[6] = None
+        labels[8] = None
+        labels[9] = 5
+
+    write_files(tmp_path, change=change)
+    dataset = HuggingFace(config_of(tmp_path, streaming=True), "train")
+    name = f"{tmp_path}/train-00000-of-00002.parquet: row group 0"
+    for row, reason in ((3, "not an image of a known format"), (5, "the row has no image"), (6, "the row has no")):
+        with pytest.raises(UnreadableImage, match=re.escape(f"{name}, row {row}: {reason}")):
+            dataset.fetch(np.array([0, row]))
+    for row, label in ((8, None), (9, 5)):
+        with pytest.raises(DatasetError, match=f"row group 1, row {row - GROUP}: label {label} is not in 0..4"):
+            dataset.fetch(np.array([row]))
+    file = tmp_path / "train-00001-of-00002.parquet"
+    content = bytearray(file.read_bytes())
+    content[4:4000] = b"\xff" * 3996
+    file.write_bytes(content)
+    with pytest.raises(DatasetError, match="train-00001-of-00002.parquet: row group 0 cannot be read"):
+        HuggingFace(config_of(tmp_path, streaming=True), "train").fetch(np.array([ROWS]))
+
+
+def test_processes_share_row_groups_through_a_folder_of_bounded_size(tmp_path, monkeypatch):
+    write_files(tmp_path / "a")
+    config = config_of(tmp_path / "a", streaming=True, cache_path=str(tmp_path / "cache"))
+    reads = count_reads(monkeypatch)
+    plain = everything(HuggingFace(config_of(tmp_path / "a", streaming=True), "train"))
+    reads.clear()
+    for _ in range(2):  # as two processes would
+        images, labels = everything(pickle.loads(pickle.dumps(HuggingFace(config, "train"))))
+        assert torch.equal(images, plain[0]) and labels == plain[1]
+    assert len(reads) == len(set(reads)) == 26
+    (tmp_path / "file").write_text("")
+    broken = config_of(tmp_path / "a", streaming=True, cache_path=str(tmp_path / "file"))
+    with pytest.raises(DatasetError, match="data.cache_path: .*file: File exists"):
+        HuggingFace.info(broken)
+
+
+def test_the_shared_folder_drops_what_was_used_longest_ago_and_mends_what_is_damaged(tmp_path):
+    tables = {f"{number:04x}": pa.table({"x": np.full(1000, number)}) for number in range(5)}
+    made, size = [], 8600  # of one table's file, about
+
+    def make(key):
+        made.append(key)
+        return tables[key]
+
+    cache = NodeCache(tmp_path / "cache", 3 * size)
+    for key in ("0000", "0001", "0002", "0000", "0003", "0000"):
+        assert cache.get(key, lambda: make(key)).equals(tables[key])  # noqa: B023
+    assert made == ["0000", "0001", "0002", "0003"]
+    assert sorted(path.stem for path in (tmp_path / "cache").glob("*.arrow")) == ["0000", "0002", "0003"]
+    (tmp_path / "cache" / "0002.arrow").write_bytes(b"ARROW1")
+    assert cache.get("0002", lambda: make("0002")).equals(tables["0002"]) and made[4:] == ["0002"]
+
+
+# --- refused
+
+
+def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DatasetError, match=r"needs the package datasets: pip install .\[hub\]"):
+        HuggingFace.info(config_of(tmp_path))
+
+
+def test_a_hub_out_of_reach_is_said_in_one_line(monkeypatch, package):
+    def fail(*_, **__):
+        raise ConnectionError("no\nnetwork")
+
+    monkeypatch.setattr(package, "load_dataset", fail)
+    monkeypatch.setattr("data.parquet_files.open_storage", fail)
+    for streaming, what in ((False, "'owner/name'"), (True, "hf://datasets/owner/name")):
+        with pytest.raises(DatasetError, match=rf"^data.path: {what} cannot be read .*\(ConnectionError: no network\)"):
+            HuggingFace.info(config_of("owner/name", streaming=streaming))
+
+
+BAD = {
+    "no path": ({"path": ""}, "data.path: not given; huggingface needs a name on the hub, a folder or a URL"),
+    "no size": ({"image_size": None}, "data.image_size: not given; huggingface needs the side"),
+    "no such folder": ({"path": "/none/there"}, "data.path: '/none/there' does not exist"),
+    "revision here": ({"revision": "main"}, "data.revision: '{}' is no name on the Hugging Face hub; leave the key out"),
+    "no such split": ({"split": "dev"}, "data.path: {}: no parquet file of split 'dev': none begins so or lies in a"),
+    "no such subset": ({"config": "x"}, "data.path: {}: no parquet file in a folder 'x' of split 'train'"),
+    "no parquet": ({"path": "{}/empty"}, "data.path: {}/empty: no parquet files there (data.streaming = false reads"),
+    "unknown store": ({"path": "nowhere://x"}, "data.path: nowhere://x cannot be read (ValueError: Protocol not known"),
+    "window too large": (
+        {"window_gib": 1e-6}, "GiB, more than data.window_gib = 1e-06"
+    ),
+    "cache too small": (
+        {"cache_gib": 1e-6, "cache_path": "{}/cache"}, "GiB, more than data.cache_gib = 1e-06"
+    ),
+    "url unstreamed": ({"path": "memory://x", "streaming": False}, "is a URL, which only data.streaming = true reads"),
+    "damaged footer": ({"path": "{}/broken"}, "train-0.parquet cannot be read (ArrowInvalid: "),
+    "other classes": ({"validation_split": "test"}, "data.validation_split: classes of 'test' are not those of 'tr"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, case):
+    keys, message = BAD[case]
+    write_files(tmp_path)
+    others = FEATURES | {"kind": {"_type": "ClassLabel", "names": ["x", "y", "z", "v", "w"]}}
+    write_parquet(tmp_path / "test-0.parquet", features=others)
+    for name in ("empty", "broken"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "broken" / "train-0.parquet").write_bytes(b"PAR1 no footer PAR1")
+    keys = {key: value.format(tmp_path) if isinstance(value, str) else value for key, value in keys.items()}
+    if case != "damaged footer":
+        (tmp_path / "broken" / "train-0.parquet").unlink()
+    config = config_of(**{"path": tmp_path, "streaming": True} | keys)
+    with pytest.raises(DatasetError, match=re.escape(message.format(tmp_path))) as caught:
+        HuggingFace.info(config)
+    assert "\n" not in str(caught.value)

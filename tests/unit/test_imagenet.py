@@ -1,0 +1,323 @@
+"""ImageNet's layouts: class folders, Kaggle's tree and the original archives give the same images and labels."""
+
+import io
+import os
+import pickle
+import re
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+
+from data import DatasetError, UnreadableImage, saved_index
+from data.imagenet import ImageNet, ImageNetConfig
+from tests.encoded_images import SIDE, assert_resumes_in_mid_epoch, decoded, everything, image_bytes, write_tar
+
+WNIDS = ("n00000007", "n00000003", "n00000005")
+PER_CLASS = 30
+HELD_OUT = {f"ILSVRC2012_val_{number:08}": WNIDS[number % 3] for number in range(1, 8)}
+
+
+def train_files():
+    """wnid -> file name -> content."""
+    return {
+        wnid: {f"{wnid}_{number}.JPEG": image_bytes(100 * place + number) for number in range(PER_CLASS)}
+        for place, wnid in enumerate(WNIDS)
+    }
+
+
+def validation_files():
+    return {f"{name}.JPEG": image_bytes(1000 + number) for number, name in enumerate(HELD_OUT)}
+
+
+def write_files(folder, files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def write_folders(folder):
+    for wnid, files in train_files().items():
+        write_files(folder / "train" / wnid, files)
+    for name, content in validation_files().items():
+        write_files(folder / "val" / HELD_OUT[name.removesuffix(".JPEG")], {name: content})
+
+
+def write_kaggle(folder):
+    images = folder / "ILSVRC" / "Data" / "CLS-LOC"
+    for wnid, files in train_files().items():
+        write_files(images / "train" / wnid, files)
+    write_files(images / "val", validation_files())
+    lines = [f"{name},{wnid} 1 2 3 4 {wnid} 5 6 7 8\n" for name, wnid in HELD_OUT.items()]
+    (folder / "LOC_val_solution.csv").write_text("ImageId,PredictionString\n" + "".join(lines))
+    (folder / "LOC_synset_mapping.txt").write_text("n00000003 three, drei\nn00000005 five\nn00000007 seven, sieben\n")
+
+
+def write_archives(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    inner = {}
+    for wnid, files in train_files().items():  # in another order than the names'
+        inner[f"{wnid}.tar"] = write_tar(folder / "x.tar", dict(reversed(files.items()))).read_bytes()
+    write_tar(folder / "ILSVRC2012_img_train.tar", inner)
+    write_tar(folder / "ILSVRC2012_img_val.tar", validation_files())
+    (folder / "x.tar").unlink()
+    write_devkit(folder)
+
+
+def write_devkit(folder):
+    """As the original: a MATLAB table of classes in an order of their own, and a class number a line."""
+    savemat = pytest.importorskip("scipy.io").savemat
+    numbers = {"n00000005": 1, "n00000007": 2, "n00000003": 3}
+    words = {"n00000003": "three, drei", "n00000005": "five", "n00000007": "seven, sieben"}
+    synsets = np.zeros((3, 1), [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O")])
+    for row, (wnid, number) in enumerate(numbers.items()):
+        synsets[row, 0] = (np.array([[float(number)]]), wnid, words[wnid])
+    table = io.BytesIO()
+    savemat(table, {"synsets": synsets})
+    truth = "".join(f"{numbers[wnid]}\n" for wnid in HELD_OUT.values())
+    files = {"meta.mat": table.getvalue(), "ILSVRC2012_validation_ground_truth.txt": truth.encode()}
+    with tarfile.open(folder / "ILSVRC2012_devkit_t12.tar.gz", "w:gz") as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(f"ILSVRC2012_devkit_t12/data/{name}")
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+
+
+WRITERS = {"folders": write_folders, "kaggle": write_kaggle, "archives": write_archives}
+
+
+def config_of(path, **keys):
+    return ImageNetConfig(path=str(path), image_size=SIDE, horizontal_flip=False, **keys)
+
+
+def test_labels_follow_the_sorted_wnids_and_pixels_are_the_files(tmp_path):
+    write_folders(tmp_path)
+    config = config_of(tmp_path)
+    info = ImageNet.info(config)
+    assert info.class_names == tuple(sorted(WNIDS)) and info.image_shape == (3, SIDE, SIDE) and info.has_validation
+    images, labels = everything(ImageNet(config, "train"))
+    files = train_files()
+    names = [(wnid, name) for wnid in sorted(WNIDS) for name in sorted(files[wnid])]
+    assert labels == [sorted(WNIDS).index(wnid) for wnid, _ in names]
+    assert torch.equal(images, torch.stack([decoded(files[wnid][name]) for wnid, name in names]))
+
+
+@pytest.mark.parametrize("layout", ["kaggle", "archives"])
+def test_every_layout_gives_what_the_folders_give(tmp_path, layout):
+    write_folders(tmp_path / "folders")
+    WRITERS[layout](tmp_path / layout)
+    whole, other = config_of(tmp_path / "folders"), config_of(tmp_path / layout)
+    assert ImageNet.info(other).class_names == ("three", "five", "seven")
+    images, labels = everything(ImageNet(whole, "train"))
+    other_images, other_labels = everything(ImageNet(other, "train"))
+    assert torch.equal(images, other_images) and labels == other_labels
+    # A flat val is in the order of its names, folders are in that of classes.
+    images, labels = everything(ImageNet(whole, "validation"))
+    other_images, other_labels = everything(ImageNet(other, "validation"))
+    order = np.argsort(other_labels, kind="stable")
+    assert torch.equal(images, other_images[order]) and labels == sorted(other_labels)
+    assert other_labels == [sorted(WNIDS).index(wnid) for wnid in HELD_OUT.values()]
+
+
+def test_kaggles_inner_folder_finds_the_lists_above_it(tmp_path):
+    write_kaggle(tmp_path)
+    config = config_of(tmp_path / "ILSVRC" / "Data" / "CLS-LOC")
+    assert ImageNet.info(config).class_names == ("three", "five", "seven")
+    assert len(ImageNet(config, "validation")) == 7
+
+
+def test_part_of_imagenet_keeps_the_numbers_of_a_classes_file_or_has_its_own(tmp_path):
+    write_kaggle(tmp_path)
+    images = tmp_path / "ILSVRC" / "Data" / "CLS-LOC" / "train"
+    (images / "n00000005").rename(tmp_path / "away")
+    own = config_of(tmp_path)
+    assert ImageNet.info(own).class_names == ("three", "seven")
+    assert set(everything(ImageNet(own, "train"))[1]) == {0, 1}
+    # Held-out images of the class that is missing are left out.
+    assert everything(ImageNet(own, "validation"))[1] == [0, 1, 0, 1, 0]
+    classes = tmp_path / "classes.txt"
+    classes.write_text("n00000001 one\nn00000003 three\nn00000005 five\nn00000007 seven\n")
+    numbered = config_of(tmp_path, classes_file=str(classes))
+    assert ImageNet.info(numbered).class_names == ("one", "three", "five", "seven")
+    assert set(everything(ImageNet(numbered, "train"))[1]) == {1, 3}
+    assert everything(ImageNet(numbered, "validation"))[1] == [1, 3, 1, 3, 1]
+
+
+def test_without_val_the_last_images_of_each_class_are_held_out(tmp_path):
+    write_folders(tmp_path)
+    (tmp_path / "val").rename(tmp_path / "away")
+    config = config_of(tmp_path, validation_fraction=0.1)
+    assert ImageNet.info(config).has_validation
+    held_out = ImageNet(config, "validation")
+    assert everything(held_out)[1] == [0, 0, 0, 1, 1, 1, 2, 2, 2] and len(ImageNet(config, "train")) == 81
+    last = sorted(train_files()["n00000003"].items())[-1][1]
+    assert torch.equal(held_out.fetch(np.array([2]))[0][0], decoded(last))
+    assert len(ImageNet(config_of(tmp_path), "validation")) == 4  # floor(0.05 x 90)
+
+
+def test_archives_resume_in_mid_epoch_on_other_ranks_and_loader_processes(tmp_path):
+    write_archives(tmp_path)
+    assert_resumes_in_mid_epoch(ImageNet, config_of(tmp_path))
+
+
+def test_a_copy_of_an_open_archive_reads_the_same_and_is_small(tmp_path):
+    write_archives(tmp_path)
+    dataset = ImageNet(config_of(tmp_path), "train")
+    before = dataset.fetch(np.arange(90))[0]
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 200 * 90
+    assert torch.equal(pickle.loads(pickled).fetch(np.arange(90))[0], before)
+
+
+def test_an_archive_is_read_through_once_until_it_changes(tmp_path, monkeypatch):
+    write_archives(tmp_path)
+    reads = []
+
+    def open_again(index_path=""):
+        from data import imagenet
+
+        imagenet._open.cache_clear()
+        read = imagenet.read_members
+
+        def counted(path, *rest, **keys):
+            reads.append(path.name)
+            return read(path, *rest, **keys)
+
+        monkeypatch.setattr(imagenet, "read_members", counted)
+        dataset = ImageNet(config_of(tmp_path, index_path=index_path), "train")
+        monkeypatch.setattr(imagenet, "read_members", read)
+        names, reads[:] = sorted(reads), []
+        return names, everything(dataset)[0]
+
+    both = ["ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"]
+    names, images = open_again()
+    assert names == both
+    assert open_again()[0] == []
+    os.utime(tmp_path / both[0], (1, 1))
+    assert open_again()[0] == both[:1]
+    index = tmp_path / f".{both[0]}.index"
+    content = bytearray(index.read_bytes())
+    content[-20] ^= 1
+    index.write_bytes(content)
+    names, again = open_again()
+    assert names == both[:1] and torch.equal(again, images)
+    assert open_again(str(tmp_path / "kept"))[0] == both and open_again(str(tmp_path / "kept"))[0] == []
+    with pytest.raises(DatasetError, match="data.index_path: .*x: cannot be written: Not a directory"):
+        open_again(str(tmp_path / both[0] / "x"))
+
+
+def test_a_folder_that_cannot_be_written_is_read_all_the_same(tmp_path, monkeypatch, caplog):
+    write_archives(tmp_path)
+
+    def fail(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(saved_index, "_save", fail)
+    assert len(ImageNet(config_of(tmp_path), "train")) == 90
+    assert "cannot be kept beside them (Read-only file system)" in caplog.messages[0]
+
+
+def test_a_damaged_image_in_an_archive_is_named(tmp_path):
+    write_archives(tmp_path)
+    config = config_of(tmp_path)
+    dataset = ImageNet(config, "train")
+    source = dataset._source
+    position = int(dataset._positions[4])
+    with open(tmp_path / "ILSVRC2012_img_train.tar", "r+b") as file:
+        file.seek(int(source.offsets[position]))
+        file.write(b"text")
+    with pytest.raises(UnreadableImage) as caught:
+        dataset.fetch(np.arange(10))
+    member = "n00000003.tar/n00000003_12.JPEG"  # the fifth by name: 0, 1, 10, 11, 12
+    assert str(caught.value) == f"{tmp_path}/ILSVRC2012_img_train.tar: {member}: not an image of a known format"
+
+
+def remove(*names):
+    def change(folder):
+        for name in names:
+            (folder / name).rename(folder / f"away{len(list(folder.iterdir()))}")
+
+    return change
+
+
+def cut(name, count):
+    def change(folder):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:count])
+
+    return change
+
+
+def overwrite(name, content, offset=0):
+    def change(folder):
+        whole = bytearray((folder / name).read_bytes())
+        whole[offset : offset + len(content)] = content
+        (folder / name).write_bytes(whole)
+
+    return change
+
+
+def add(name, content=b""):
+    def change(folder):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+    return change
+
+
+def flatten(folder):
+    (folder / "val").rename(folder / "away")
+    write_files(folder / "val", validation_files())
+
+
+TRAIN, VALIDATION, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
+SECOND = 512 + 512 * -(-len(image_bytes(1000)) // 512)  # where the second member of the held-out archive begins
+
+BAD = {
+    "no train": ("folders", remove("train"), {}, "data.path: '{}' has neither train/ nor ILSVRC2012_img_train.tar"),
+    "no path": ("folders", None, {"path": ""}, "data.path: not given; imagenet needs the folder with train/ and val/"),
+    "no such path": ("folders", None, {"path": "/none"}, "data.path: '/none' does not exist"),
+    "no size": ("folders", None, {"image_size": None}, "data.image_size: not given; imagenet needs the side"),
+    "no wnid": ("folders", add("train/dogs/1.png"), {}, "data.path: {}/train: its class 'dogs' is no wnid (n and 8"),
+    "fraction and val": (
+        "folders", None, {"validation_fraction": 0.1}, "data.validation_fraction: val holds held-out images already;"
+    ),
+    "flat val without labels": (
+        "folders", flatten, {}, "data.path: the held-out images of {} are in no class folders, and neither LOC_val"
+    ),
+    "unknown held-out image": (
+        "kaggle", add("ILSVRC/Data/CLS-LOC/val/odd.JPEG"), {},
+        "data.path: 1 held-out images are in no list of classes, first odd.JPEG",
+    ),
+    "damaged solution": (
+        "kaggle", add("LOC_val_solution.csv", b"ImageId,PredictionString\na,b\n"), {},
+        "{}/LOC_val_solution.csv: line 2: not an image's name, a comma and a wnid",
+    ),
+    "cut": ("archives", cut(VALIDATION, 600), {}, "{}/ILSVRC2012_img_val.tar: cut short: 'ILSVRC2012_val_0000000"),
+    "cut between members": ("archives", cut(VALIDATION, SECOND), {}, f"cut short at byte {SECOND}: a tar's last block"),
+    "damaged header": (
+        "archives", overwrite(VALIDATION, b"\xff" * 100, SECOND), {}, f"damaged at byte {SECOND}: no tar header (copy"
+    ),
+    "damaged inner archive": (
+        "archives", overwrite(TRAIN, b"\xff" * 100, 512), {}, "{}/ILSVRC2012_img_train.tar: damaged at byte 512: no tar"
+    ),
+    "no tar": ("archives", overwrite(TRAIN, b"text"), {}, "{}/ILSVRC2012_img_train.tar: no tar archive, or damaged ("),
+    "compressed": ("archives", overwrite(TRAIN, b"\x1f\x8b"), {}, "img_train.tar: is compressed (gzip); decompress it"),
+    "empty": ("archives", overwrite(TRAIN, bytes(10**6)), {}, "{}/ILSVRC2012_img_train.tar: has no images in it"),
+    "damaged devkit": (
+        "archives", cut(DEVKIT, 100), {}, "{}/ILSVRC2012_devkit_t12.tar.gz: ILSVRC2012_devkit_t12/data/ILSVRC2012_val"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, case):
+    layout, change, keys, message = BAD[case]
+    WRITERS[layout](tmp_path)
+    if change:
+        change(tmp_path)
+    config = ImageNetConfig(**{"path": str(tmp_path), "image_size": SIDE} | keys)
+    with pytest.raises(DatasetError, match=re.escape(message.format(tmp_path))) as caught:
+        ImageNet.info(config)
+    assert "\n" not in str(caught.value)

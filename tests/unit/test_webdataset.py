@@ -1,0 +1,189 @@
+"""Tar shards: samples by key, labels, damage, and exact resume."""
+
+import json
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from data import DatasetError, UnreadableImage, webdataset
+from data.webdataset import WebDataset, WebDatasetConfig, expand_braces
+from tests.encoded_images import SIDE, assert_resumes_in_mid_epoch, decoded, everything, image_bytes, write_tar
+
+PER_SHARD = 25
+
+
+def members_of(shard, label="cls"):
+    members = {}
+    for number in range(PER_SHARD * shard, PER_SHARD * (shard + 1)):
+        key = f"part.one/{number:05}"  # a dot in a folder's name belongs to no ending
+        label_file = {"cls": f"{number % 7}\n", "json": json.dumps({"class": number % 7, "text": "x"})}[label]
+        members |= {f"{key}.{label}": label_file.encode(), f"{key}.PNG": image_bytes(number), f"{key}.seg.png": b"mask"}
+    return members
+
+
+def write_shards(folder, count=4, label="cls"):
+    for shard in range(count):
+        write_tar(folder / f"train-{shard:03}.tar", members_of(shard, label))
+    return folder
+
+
+def config_of(path, **keys):
+    defaults = {"image_size": SIDE, "horizontal_flip": False, "validation_fraction": 0.0}
+    return WebDatasetConfig(path=str(path), **defaults | keys)
+
+
+@pytest.mark.parametrize("label, keys", [("cls", {}), ("json", {"label_key": "class"})])
+def test_images_and_labels_are_those_of_the_samples_in_order(tmp_path, label, keys):
+    write_shards(tmp_path, label=label)
+    config = config_of(tmp_path, **keys)
+    info = WebDataset.info(config)
+    assert (info.num_classes, info.class_names, info.has_validation) == (7, (), False)
+    images, labels = everything(WebDataset(config, "train"))
+    assert torch.equal(images, torch.stack([decoded(image_bytes(number)) for number in range(100)]))
+    assert labels == [number % 7 for number in range(100)]
+
+
+def test_a_folder_a_pattern_and_braces_name_the_same_shards(tmp_path):
+    write_shards(tmp_path)
+    (tmp_path / "notes.txt").write_text("x")
+    for path in ("", "/train-*.tar", "/train-{000..003}.tar", "/{train-000,train-001}.tar", "/train-00?.tar"):
+        dataset = WebDataset(config_of(f"{tmp_path}{path}"), "train")
+        assert len(dataset) == (50 if "," in path else 100)
+    assert expand_braces("{a,b}-{8..10}") == ["a-8", "a-9", "a-10", "b-8", "b-9", "b-10"]
+    assert expand_braces("x-{098..101}.tar") == ["x-098.tar", "x-099.tar", "x-100.tar", "x-101.tar"]
+
+
+def test_held_out_samples_are_spread_or_have_shards_of_their_own(tmp_path):
+    write_shards(tmp_path / "train", 3)
+    write_tar(tmp_path / "val" / "a.tar", members_of(3))
+    spread = config_of(tmp_path / "train", validation_fraction=0.1)
+    assert WebDataset.info(spread).has_validation
+    held_out = [number for number in range(75) if (number + 1) // 10 > number // 10]
+    assert everything(WebDataset(spread, "validation"))[1] == [number % 7 for number in held_out]
+    assert len(WebDataset(spread, "train")) == 75 - len(held_out)
+    own = config_of(tmp_path / "train", validation_path=str(tmp_path / "val"))
+    assert len(WebDataset(own, "train")) == 75 and len(WebDataset(own, "validation")) == 25
+    assert torch.equal(WebDataset(own, "validation").fetch(np.array([3]))[0][0], decoded(image_bytes(78)))
+
+
+def test_a_classes_file_names_the_labels(tmp_path):
+    write_shards(tmp_path / "train", 1)
+    classes = tmp_path / "classes.txt"
+    classes.write_text("".join(f"n{number} name {number}\n" for number in range(9)))
+    info = WebDataset.info(config_of(tmp_path / "train", classes_file=str(classes)))
+    assert info.num_classes == 9 and info.class_names[8] == "name 8"
+
+
+def test_shards_resume_in_mid_epoch_on_other_ranks_and_loader_processes(tmp_path):
+    assert_resumes_in_mid_epoch(WebDataset, config_of(write_shards(tmp_path)))
+
+
+def test_a_copy_reads_the_same_and_is_small(tmp_path):
+    dataset = WebDataset(config_of(write_shards(tmp_path)), "train")
+    images = everything(dataset)[0]
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 100 * 100
+    assert torch.equal(everything(pickle.loads(pickled))[0], images)
+
+
+def test_shards_are_read_through_once_and_only_the_changed_one_again(tmp_path, monkeypatch):
+    write_shards(tmp_path)
+    read, reads = webdataset.read_members, []
+
+    def counted(path, advance):
+        reads.append(path.name)
+        return read(path, advance)
+
+    monkeypatch.setattr(webdataset, "read_members", counted)
+    config = config_of(tmp_path)
+    WebDataset.info(config)
+    WebDataset(config, "train")
+    assert len(reads) == 4
+    write_tar(tmp_path / "train-002.tar", members_of(9))
+    webdataset._open_shards.cache_clear()
+    assert everything(WebDataset(config, "train"))[1][50:75] == [number % 7 for number in range(225, 250)]
+    assert reads[4:] == ["train-002.tar"]
+    webdataset._open_shards.cache_clear()
+    WebDataset(config_of(tmp_path, image_extension="png"), "train")  # another reading of the same shards
+    assert len(reads) == 9
+
+
+ODD = {
+    "no image": ({"cls": b"1"}, {}, "the sample has no image"),
+    "two images": ({"cls": b"1", "png": b"a", "jpg": b"b"}, {}, "the sample has several images (data.image_extension"),
+    "no label": ({"png": b"a"}, {}, "the sample has no label"),
+    "a word for a label": ({"png": b"a", "cls": b"cat"}, {}, "the sample's label is no whole number from 0 to 999999"),
+    "a huge label": ({"png": b"a", "cls": b"12345678"}, {}, "the sample's label is no whole number from 0 to 999999"),
+    "not an image": ({"png": b"a", "cls": b"1"}, {}, "not an image of a known format"),
+    "empty": ({"png": b"", "cls": b"1"}, {}, "the file is empty"),
+    "no key": ({"png": b"a", "json": b"{}"}, {"label_key": "class"}, "the sample has no label"),
+    "bad json": ({"png": b"a", "json": b"{"}, {"label_key": "class"}, "the sample's label is no whole number from 0"),
+    "a fraction": ({"png": b"a", "json": b'{"class": 0.5}'}, {"label_key": "class"}, "the sample's label is no whole"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_a_sample_that_lacks_something_is_an_unreadable_image(tmp_path, case):
+    files, keys, reason = ODD[case]
+    members = members_of(0, "json" if keys else "cls")
+    members |= {f"odd.{extension}": content for extension, content in files.items()}
+    write_tar(tmp_path / "a.tar", members)
+    config = config_of(tmp_path, **keys)
+    assert WebDataset.info(config).num_classes == 7
+    dataset = WebDataset(config, "train")
+    assert len(dataset) == PER_SHARD + 1
+    with pytest.raises(UnreadableImage) as caught:
+        dataset.fetch(np.arange(PER_SHARD + 1))
+    assert caught.value.index == PER_SHARD and str(caught.value).startswith(f"{tmp_path}/a.tar: odd: {reason}")
+
+
+def test_an_image_extension_chooses_among_several(tmp_path):
+    files = {"a.cls": b"0", "a.png": image_bytes(1), "a.jpg": image_bytes(2, "JPEG")}
+    write_tar(tmp_path / "a.tar", files)
+    images, _ = everything(WebDataset(config_of(tmp_path, image_extension="jpg"), "train"))
+    assert torch.equal(images[0], decoded(files["a.jpg"]))
+
+
+def damage(folder, name="train-001.tar", keep=None, at=None, text=b""):
+    content = bytearray((folder / name).read_bytes())
+    if at is not None:
+        content[at : at + len(text)] = text
+    (folder / name).write_bytes(content[:keep])
+
+
+BAD = {
+    "no path": ({"path": ""}, {}, "data.path: not given; webdataset needs a folder of tar shards, or train-{{000..12"),
+    "no size": ({"image_size": None}, {}, "data.image_size: not given; webdataset needs the side of its square images"),
+    "missing shards": (
+        {"path": "{}/train-{{000..006}}.tar"}, {}, "data.path: 3 of 7 shards do not exist, first {}/train-004.tar"
+    ),
+    "none match": ({"path": "{}/x*.tar"}, {}, "data.path: '{}/x*.tar' stands for no tar file"),
+    "remote": ({"path": "s3://a/{{0..9}}.tar"}, {}, "is not on this machine; webdataset reads local shards (copy them"),
+    "piped": ({"path": "pipe:cat x"}, {}, "is not on this machine; webdataset reads local shards"),
+    "label beyond the file": (
+        {"classes_file": "{}/classes.txt"}, {}, "train-000.tar: part.one/00002: label 2 is not in 0..1, those of data.cl"
+    ),
+    "cut": ({}, {"keep": 10_000}, "{}/train-001.tar: cut short"),
+    "cut between members": ({}, {"keep": 1024}, "{}/train-001.tar: cut short at byte 1024: a tar's last block is"),
+    "damaged": ({}, {"at": 1024, "text": b"\xff" * 100}, "{}/train-001.tar: damaged at byte 1024: no tar header"),
+    "compressed": ({}, {"at": 0, "text": b"\x1f\x8b"}, "{}/train-001.tar: is compressed (gzip); decompress it"),
+    "no labels": ({"label_key": "class"}, {}, "none of 16 of its 100 images can be read; the first is {}/train-000"),
+    "index nowhere": ({"index_path": "{}/train-000.tar/x"}, {}, "data.index_path: {}/train-000.tar/x: cannot be wr"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, case):
+    keys, harm, message = BAD[case]
+    write_shards(tmp_path)
+    (tmp_path / "classes.txt").write_text("a\nb\n")
+    if harm:
+        damage(tmp_path, **harm)
+    keys = {key: value.format(tmp_path) if isinstance(value, str) else value for key, value in keys.items()}
+    config = WebDatasetConfig(**{"path": str(tmp_path), "image_size": SIDE} | keys)
+    with pytest.raises(DatasetError, match=re.escape(message.format(tmp_path))) as caught:
+        WebDataset.info(config)
+    assert "\n" not in str(caught.value)
