@@ -129,7 +129,7 @@ def _find_files(url: str, subset: str, split: str) -> tuple[str, ...]:
     if not chosen:
         where = f" in a folder {subset!r}" if subset else ""
         raise DatasetError(
-            f"data.path: {url}: no parquet file{where} of split {split!r}: none begins so or lies in a folder so called "
+            f"data.path: {url}: no parquet file{where} of split {split!r}: none begins so or lies in a folder of it "
             f"(the first is {inside[found[0]]})"
         )
     places = sorted({posixpath.dirname(inside[path]) for path in chosen})

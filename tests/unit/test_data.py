@@ -21,6 +21,7 @@ from pyarrow import parquet
 
 from data import DATASETS, DataConfig, DatasetError, DatasetInfo
 from data.digits import Digits, DigitsConfig
+from tests.encoded_images import image_bytes, write_tar
 from tests.latent_stores import plan_of, write_store
 from torchtitan.diffusion import philox
 from torchtitan.settings import setting
@@ -299,10 +300,11 @@ def test_digits_without_scikit_learn_name_the_extra(monkeypatch):
         Digits.info(DigitsConfig())
 
 
-def write_cifar(folder, label_column):
+def write_cifar(folder, label_column, count=30):
     file = io.BytesIO()
     Image.new("RGB", (32, 32)).save(file, "PNG")
-    rows = {"img": [{"bytes": file.getvalue(), "path": None}] * 30, label_column: list(range(10)) * 3}
+    labels = [number % 10 for number in range(count)]
+    rows = {"img": [{"bytes": file.getvalue(), "path": None}] * count, label_column: labels}
     parquet.write_table(pa.table(rows), folder / "train-0.parquet")
 
 
@@ -326,9 +328,23 @@ def write_tinyimagenet(folder):
 WRITERS = {
     "cifar10": lambda folder: write_cifar(folder, "label"),
     "cifar100": lambda folder: write_cifar(folder, "fine_label"),
+    "huggingface": lambda folder: write_cifar(folder, "label", 100),
     "image_folder": lambda folder: [write_images(folder / name, 40) for name in ("a", "b")],
+    "imagenet": lambda folder: [
+        write_images(folder / split / wnid, 3) for split in ("train", "val") for wnid in ("n00000001", "n00000002")
+    ],
     "tinyimagenet": write_tinyimagenet,
     "latents": lambda folder: write_store(folder, plan_of(80)),
+    "webdataset": lambda folder: write_tar(
+        folder / "a.tar", {f"{number}.{kind}": content for number in range(80) for kind, content in SAMPLE.items()}
+    ),
+}
+SAMPLE = {"png": image_bytes(0), "cls": b"0"}
+KEYS = {
+    "huggingface": {"image_size": 8, "streaming": True, "label_column": "label"},
+    "image_folder": {"image_size": 8},
+    "imagenet": {"image_size": 8},
+    "webdataset": {"image_size": 8},
 }
 
 
@@ -336,12 +352,10 @@ WRITERS = {
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_every_dataset_keeps_the_contract(name, split, tmp_path):
     dataset_class = DATASETS[name]
-    config = dataset_class.Config()
+    config = dataset_class.Config(**KEYS.get(name, {}))
     if hasattr(config, "path"):
         WRITERS[name](tmp_path)
         config.path = str(tmp_path)
-    if name == "image_folder":
-        config.image_size = 8
     assert config.name == name
     info = dataset_class.info(config)
     dataset = dataset_class(config, split)
@@ -363,7 +377,7 @@ def documented_blocks(language):
 def test_the_documented_sections_are_valid():
     sections = [tomllib.loads(block)["data"] for block in documented_blocks("toml")]
     assert [DATASETS[section["name"]].Config(**section).name for section in sections] == [
-        "cifar10", "image_folder", "tinyimagenet", "synthetic",
+        "cifar10", "image_folder", "imagenet", "huggingface", "huggingface", "webdataset", "tinyimagenet", "synthetic",
     ]  # fmt: skip
 
 

@@ -161,16 +161,16 @@ def test_files_that_do_not_describe_themselves_are_read_by_the_columns_types(tmp
 TWO = FEATURES | {"id": {"_type": "ClassLabel", "names": [str(number) for number in range(90)]}}
 COLUMNS = {
     "several": (
-        TWO, {}, "data.label_column: {}/train-00000-of-00002.parquet has several columns of class labels, id, kind; say"
+        TWO, {}, "data.label_column: {}/train-00000-of-00002.parquet has several columns of class labels, id, kind;"
     ),
     "none": (
         {"picture": {"_type": "Image"}, "kind": {"_type": "Value", "dtype": "int64"}}, {},
         "has no column of class labels; say which of its columns: id (int64), picture (Image), kind (int64)",
     ),
     "missing": (
-        FEATURES, {"label_column": "x"}, "has no column 'x'; it has id (int64), picture (Image), kind (ClassLabel)"
+        FEATURES, {"label_column": "x"}, "has no column 'x'; it has id (int64), picture (Image), kind (ClassLa"
     ),
-    "other kind": (FEATURES, {"image_column": "kind"}, "data.image_column: column 'kind' of {}/train-00000-of-00002.pa"),
+    "other kind": (FEATURES, {"image_column": "kind"}, "data.image_column: column 'kind' of {}/train-00000-of-"),
     "an image as label": (FEATURES, {"label_column": "picture"}, "is Image, not class labels or integers"),
 }  # fmt: skip
 
@@ -233,7 +233,7 @@ def test_a_read_that_fails_is_tried_again_a_few_times(tmp_path, count, tries):
     if count < tries:
         assert torch.equal(dataset.fetch(np.array([0]))[0][0], decoded(image_bytes(0)))
     else:
-        message = r"train-00000-of-00002.parquet: row group 0 cannot be read, tried 4 times \(TimeoutError: no answer\)$"
+        message = r"00002.parquet: row group 0 cannot be read, tried 4 times \(TimeoutError: no answer\)$"
         with pytest.raises(DatasetError, match=message) as caught:
             dataset.fetch(np.array([0]))
         assert not isinstance(caught.value, UnreadableImage)
@@ -251,7 +251,7 @@ def test_a_damaged_row_group_ends_the_run_and_a_damaged_image_does_not(tmp_path)
     write_files(tmp_path, change=change)
     dataset = HuggingFace(config_of(tmp_path, streaming=True), "train")
     name = f"{tmp_path}/train-00000-of-00002.parquet: row group 0"
-    for row, reason in ((3, "not an image of a known format"), (5, "the row has no image"), (6, "the row has no")):
+    for row, reason in ((3, "not an image of a known format"), (5, "the row has no image"), (6, "the row has")):
         with pytest.raises(UnreadableImage, match=re.escape(f"{name}, row {row}: {reason}")):
             dataset.fetch(np.array([0, row]))
     for row, label in ((8, None), (9, 5)):
@@ -322,17 +322,15 @@ BAD = {
     "no path": ({"path": ""}, "data.path: not given; huggingface needs a name on the hub, a folder or a URL"),
     "no size": ({"image_size": None}, "data.image_size: not given; huggingface needs the side"),
     "no such folder": ({"path": "/none/there"}, "data.path: '/none/there' does not exist"),
-    "revision here": ({"revision": "main"}, "data.revision: '{}' is no name on the Hugging Face hub; leave the key out"),
+    "revision here": ({"revision": "main"}, "data.revision: '{}' is no name on the Hugging Face hub; leave the key"),
     "no such split": ({"split": "dev"}, "data.path: {}: no parquet file of split 'dev': none begins so or lies in a"),
     "no such subset": ({"config": "x"}, "data.path: {}: no parquet file in a folder 'x' of split 'train'"),
     "no parquet": ({"path": "{}/empty"}, "data.path: {}/empty: no parquet files there (data.streaming = false reads"),
     "unknown store": ({"path": "nowhere://x"}, "data.path: nowhere://x cannot be read (ValueError: Protocol not known"),
     "window too large": (
-        {"window_gib": 1e-6}, "GiB, more than data.window_gib = 1e-06"
+        {"window_gib": 1e-6}, "data.shuffle_row_groups: 4 row groups of {} take up to 9."
     ),
-    "cache too small": (
-        {"cache_gib": 1e-6, "cache_path": "{}/cache"}, "GiB, more than data.cache_gib = 1e-06"
-    ),
+    "cache too small": ({"cache_gib": 1e-6, "cache_path": "{}/cache"}, "GiB, more than data.cache_gib = 1e-06"),
     "url unstreamed": ({"path": "memory://x", "streaming": False}, "is a URL, which only data.streaming = true reads"),
     "damaged footer": ({"path": "{}/broken"}, "train-0.parquet cannot be read (ArrowInvalid: "),
     "other classes": ({"validation_split": "test"}, "data.validation_split: classes of 'test' are not those of 'tr"),

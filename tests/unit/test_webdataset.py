@@ -164,7 +164,7 @@ BAD = {
     "remote": ({"path": "s3://a/{{0..9}}.tar"}, {}, "is not on this machine; webdataset reads local shards (copy them"),
     "piped": ({"path": "pipe:cat x"}, {}, "is not on this machine; webdataset reads local shards"),
     "label beyond the file": (
-        {"classes_file": "{}/classes.txt"}, {}, "train-000.tar: part.one/00002: label 2 is not in 0..1, those of data.cl"
+        {"classes_file": "{}/classes.txt"}, {}, "train-000.tar: part.one/00002: label 2 is not in 0..1, those of data"
     ),
     "cut": ({}, {"keep": 10_000}, "{}/train-001.tar: cut short"),
     "cut between members": ({}, {"keep": 1024}, "{}/train-001.tar: cut short at byte 1024: a tar's last block is"),
