@@ -64,12 +64,12 @@ def open_hub_table(
     except ImportError as error:
         raise DatasetError('data.name: "huggingface" needs the package datasets: pip install .[hub]') from error
     folder = Path(path).expanduser()
+    if folder.exists() and revision:
+        raise DatasetError(f"data.revision: {path!r} is a folder here; leave the key out")
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         table = _asked(path, lambda: _saved_split(datasets, folder, subset, split))
     else:
         found = str(folder) if folder.exists() else path
-        if folder.exists() and revision:
-            raise DatasetError(f"data.revision: {path!r} is a folder here; leave the key out")
         table = _asked(
             path, lambda: datasets.load_dataset(found, subset or None, split=split, revision=revision or None)
         )

@@ -125,6 +125,8 @@ def _open(path: str, index_path: str) -> tuple[_Part, _Part | None]:
     roots = _roots(path)
     train = _open_train(roots, index_path)
     held_out = _open_validation(roots, index_path)
+    if index_path and not any(isinstance(part.source, TarImages) for part in (train, held_out) if part):
+        raise DatasetError(f"data.index_path: {path!r} holds no tar archives to keep an index of; leave the key out")
     if held_out and not set(held_out.wnids) & set(train.wnids):
         raise DatasetError(f"data.path: {path!r}: no image of val is of a class that train has")
     return train, held_out

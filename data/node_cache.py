@@ -8,9 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-from pyarrow import ipc
-
 NUM_LOCKS = 64
 
 
@@ -77,8 +74,11 @@ class NodeCache:
 
 def _open(path: Path) -> Any:
     """None where there is none, or a damaged one."""
+    import pyarrow
+    from pyarrow import ipc
+
     try:
-        os.utime(path)
+        os.utime(path)  # when it was last used
         with ipc.open_file(pyarrow.memory_map(str(path))) as file:
             return file.read_all()
     except (FileNotFoundError, pyarrow.ArrowInvalid):
@@ -86,6 +86,8 @@ def _open(path: Path) -> Any:
 
 
 def _write(path: Path, table: Any) -> None:
+    from pyarrow import ipc
+
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         with ipc.new_file(str(unfinished), table.schema) as file:

@@ -173,7 +173,7 @@ def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns
             chunks = [group.column(image), group.column(label)]
             rows.append(group.num_rows)
             sizes.append(chunks[0].total_uncompressed_size)
-            described = (url, files[file], number, columns.image, columns.label, *(str(chunk) for chunk in chunks))
+            described = (url, files[file], number, columns.image, columns.label, *(chunk.to_dict() for chunk in chunks))
             keys.append(hashlib.sha256(repr(described).encode()).hexdigest()[:32])
             origin.append((file, number))
             if not columns.class_names:

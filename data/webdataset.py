@@ -46,7 +46,7 @@ class WebDatasetConfig(SquareImagesConfig):
     image_extension: str = setting("", "of a sample's images take the one so called; default: a sample has one image")
     label_key: str = setting("", "key of the label in a sample's .json; default: the number in its .cls")
     classes_file: str = setting(
-        "", "text file, one 'class name' a line in the order of labels; default: no names, labels up to the largest met"
+        "", "text file, one 'id name' a line in the order of labels; default: no names, labels up to the largest met"
     )
     validation_path: str = setting("", "shards of held-out images, given like data.path")
     validation_fraction: float = setting(

@@ -272,9 +272,13 @@ def test_processes_share_row_groups_through_a_folder_of_bounded_size(tmp_path, m
     plain = everything(HuggingFace(config_of(tmp_path / "a", streaming=True), "train"))
     reads.clear()
     for _ in range(2):  # as two processes would
-        images, labels = everything(pickle.loads(pickle.dumps(HuggingFace(config, "train"))))
+        huggingface._open_groups.cache_clear()
+        images, labels = everything(HuggingFace(config, "train"))
         assert torch.equal(images, plain[0]) and labels == plain[1]
     assert len(reads) == len(set(reads)) == 26
+    write_files(tmp_path / "a", change=lambda rows, labels: rows.reverse())  # of the same sizes
+    huggingface._open_groups.cache_clear()
+    assert torch.equal(everything(HuggingFace(config, "train"))[0][0], decoded(image_bytes(ROWS - 1)))
     (tmp_path / "file").write_text("")
     broken = config_of(tmp_path / "a", streaming=True, cache_path=str(tmp_path / "file"))
     with pytest.raises(DatasetError, match="data.cache_path: .*file: File exists"):

@@ -280,6 +280,9 @@ BAD = {
     "no such path": ("folders", None, {"path": "/none"}, "data.path: '/none' does not exist"),
     "no size": ("folders", None, {"image_size": None}, "data.image_size: not given; imagenet needs the side"),
     "no wnid": ("folders", add("train/dogs/1.png"), {}, "data.path: {}/train: its class 'dogs' is no wnid (n and 8"),
+    "index of folders": (
+        "folders", None, {"index_path": "/tmp"}, "data.index_path: '{}' holds no tar archives to keep an index of"
+    ),
     "fraction and val": (
         "folders", None, {"validation_fraction": 0.1}, "data.validation_fraction: val holds held-out images already;"
     ),
