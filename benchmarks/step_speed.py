@@ -1,7 +1,7 @@
 """A train step of this DiT against diffusers' `DiTTransformer2DModel`: python benchmarks/step_speed.py [--flavors ...]
 
 The same sizes, images of 3x32x32 (256 tokens), labels, loss, precision and optimizer (fused AdamW); only the model
-differs. Eager and compiled (ours block by block, as the trainer does; diffusers' as a whole), interleaved in one
+differs. Eager, compiled (ours block by block) and compiled whole (diffusers' is so in both), interleaved in one
 process, which goes first drawn at random, ratio pair by pair. Peak memory is that of a process of its own. With
 --profile the share of a step's time by kind of operation is kept too. Adds to benchmarks/results/step_speed.json.
 Needs diffusers.
@@ -25,12 +25,14 @@ import torch
 from torch import nn
 
 from benchmarks.trainer_overhead import CLASSES, SHAPE, interleaved, median_interval
-from torchtitan.distributed.compile import compile_blocks
+from torchtitan.distributed.compile import compile_blocks, compile_model
 from torchtitan.models import MODELS
 from torchtitan.training.hardware import device_name, peak_resident_gib
 from torchtitan.training.run_folder import versions
 
 RESULTS = ROOT / "benchmarks" / "results" / "step_speed.json"
+
+MODES = ("eager", "compiled", "compiled whole")
 
 # Fragments of operators' names, the first that fits counts.
 KINDS = {
@@ -44,7 +46,7 @@ KINDS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flavors", nargs="+", default=["DiT-S/2", "DiT-B/2"])
-    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--profile", action="store_true")
@@ -95,6 +97,8 @@ def build(kind: str, flavor: str, mode: str, device: torch.device) -> nn.Module:
         model.init_weights()
         if mode == "compiled":
             compile_blocks(model.blocks())
+        elif mode == "compiled whole":
+            compile_model(model)
         return model
     from diffusers import DiTTransformer2DModel
 
@@ -107,7 +111,7 @@ def build(kind: str, flavor: str, mode: str, device: torch.device) -> nn.Module:
             norm_elementwise_affine=False,
         )
     ).to(device)  # fmt: skip
-    if mode == "compiled":
+    if mode != "eager":
         model.compile()
     return model
 

@@ -22,6 +22,7 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.distributed.activation_checkpoint import checkpoint_problems
+from torchtitan.distributed.compile import compile_problems
 from torchtitan.evaluation.sampling import default_schedule, sampling_problems
 from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
@@ -361,6 +362,16 @@ def _compiler(checked: Checked) -> Iterator[Problem]:
     if checked.compile.enable and _no_compiler():
         text = "the CPU needs a C++ compiler: none of g++, clang++, $CXX is there (install g++, or set it to false)"
         yield Problem("compile.enable", text)
+    for key, text in compile_problems(checked.whole("compile"), _shards(checked)):
+        yield Problem(f"compile.{key}", text)
+
+
+def _shards(checked: Checked) -> int:
+    """Processes that share a replica's parameters, where the degrees say it."""
+    shards, replicas = (
+        getattr(checked.parallelism, f"data_parallel_{axis}_degree") for axis in ("shard", "replicate")
+    )
+    return shards if shards != -1 else checked.world_size // max(replicas, 1)
 
 
 def _activation_checkpoint(checked: Checked) -> Iterator[Problem]:

@@ -100,7 +100,7 @@ class Trainer:
             self.model,
             layout,
             checkpointing=config.activation_checkpoint,
-            compile_model=config.compile.enable,
+            compiling=config.compile,
             param_dtype=config.training.mixed_precision_param,
             reduce_dtype=config.training.mixed_precision_reduce,
         )

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan.distributed.compile import CompileConfig
 from torchtitan.distributed.mesh import Layout, ParallelismConfig
 from torchtitan.distributed.parallelize import (
     accumulate_locally,
@@ -35,6 +36,7 @@ class Case:
     accumulation: int = 1
     checkpoint: str = "none"
     compiled: bool = False
+    scope: str = "blocks"
     param_dtype: str = "float32"
     reduce_dtype: str = "float32"
 
@@ -124,7 +126,7 @@ class _Run:
             torch.compiler.reset()
         model = copy.deepcopy(model)
         self.module = parallelize(
-            model, layout, checkpointing=ActivationCheckpointConfig(mode=case.checkpoint), compile_model=case.compiled,
+            model, layout, checkpointing=ActivationCheckpointConfig(mode=case.checkpoint), compiling=CompileConfig(enable=case.compiled, scope=case.scope),
             param_dtype=case.param_dtype, reduce_dtype=case.reduce_dtype,
         )
         self.parameters = list(named_parameters(model).values())

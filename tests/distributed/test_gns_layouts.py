@@ -14,6 +14,7 @@ CASES = {
         "one": {"replicas": 1, "shards": 1},
         "accumulate": {"replicas": 1, "shards": 1, "accumulation": 2},
         "compile": {"replicas": 1, "shards": 1, "overrides": COMPILED},
+        "compile whole": {"replicas": 1, "shards": 1, "overrides": (*COMPILED, "--compile.scope", "model")},
         "full": {"replicas": 1, "shards": 1, "overrides": ("--activation_checkpoint.mode", "full")},
         "selective": {"replicas": 1, "shards": 1, "overrides": ("--activation_checkpoint.mode", "selective")},
         "one bf16": {"replicas": 1, "shards": 1, "overrides": BF16},

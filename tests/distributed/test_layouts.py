@@ -15,6 +15,7 @@ def case(replicas: int, shards: int, accumulation: int = 1, *overrides: str) -> 
 
 AC = "--activation_checkpoint.mode"
 COMPILE = ("--compile.enable", "true")
+WHOLE = (*COMPILE, "--compile.scope", "model")
 
 ON_ONE = {"one": case(1, 1), "one, accumulation 2": case(1, 1, 2), "one, full": case(1, 1, 1, AC, "full")}
 ON_TWO = {
@@ -29,6 +30,8 @@ ON_FOUR = {
 COMPILED = {
     "one, none": case(1, 1, 1, *COMPILE), "one, selective": case(1, 1, 1, *COMPILE, AC, "selective"),
     "one, full": case(1, 1, 1, *COMPILE, AC, "full"),
+    "one, whole, selective": case(1, 1, 1, *WHOLE, AC, "selective"),
+    "one, whole, memory budget": case(1, 1, 1, *WHOLE, AC, "memory_budget"),
 }
 CHECKPOINTED_ON_TWO = {
     "FSDP, selective": case(1, 2, 1, AC, "selective"), "DDP, full": case(2, 1, 1, AC, "full"),
@@ -37,6 +40,7 @@ CHECKPOINTED_ON_TWO = {
     ),
     "FSDP, compiled, memory budget": case(1, 2, 1, *COMPILE, AC, "memory_budget"),
     "FSDP, compiled, full": case(1, 2, 1, *COMPILE, AC, "full"), "DDP, compiled": case(2, 1, 1, *COMPILE),
+    "DDP, whole, full": case(2, 1, 1, *WHOLE, AC, "full"),
 }
 
 

@@ -22,6 +22,7 @@ WAYS = {
 }
 ONLY_ON_TWO = {
     "DDP, compiled": {"replicas": 2, "shards": 1, "compiled": True},
+    "DDP, compiled whole": {"replicas": 2, "shards": 1, "compiled": True, "scope": "model"},
     "FSDP, compiled, full checkpointing": {"replicas": 1, "shards": 2, "compiled": True, "checkpoint": "full"},
     "FSDP, bfloat16 reduction": {"replicas": 1, "shards": 2, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
 }

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config import ConfigError, load_config
 from torchtitan.distributed import parallelize as parallelize_module
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig, checkpoint_blocks
-from torchtitan.distributed.compile import compile_blocks
+from torchtitan.distributed.compile import CompileConfig, compile_blocks
 from torchtitan.distributed.mesh import Layout, ParallelismConfig
 from torchtitan.distributed.parallelize import named_parameters, parallelize
 from torchtitan.estimate.live_storages import ACTIVATIONS
@@ -156,16 +156,15 @@ def test_a_memory_budget_lies_between_full_and_none_under_the_compiler():
 
 def test_parallelize_hands_the_budget_to_the_compiler_and_refuses_one_without_it(monkeypatch):
     given = []
-
-    def compile_blocks(blocks: list, memory_budget: float) -> None:
-        given.append((len(blocks), memory_budget))
-
-    monkeypatch.setattr(parallelize_module, "compile_blocks", compile_blocks)
+    monkeypatch.setattr(parallelize_module, "compile_blocks", lambda blocks, budget: given.append((len(blocks), budget)))
+    monkeypatch.setattr(parallelize_module, "compile_model", lambda model, budget: given.append((model, budget)))
     layout = Layout(ParallelismConfig(data_parallel_replicate_degree=1, data_parallel_shard_degree=1))
     budgeted = ActivationCheckpointConfig(mode="memory_budget", memory_budget=0.3)
-    parallelize(debug_model(), layout, checkpointing=budgeted, compile_model=True)
-    parallelize(debug_model(), layout, compile_model=True)
-    assert given == [(BLOCKS, 0.3), (BLOCKS, 1.0)]
+    parallelize(debug_model(), layout, checkpointing=budgeted, compiling=CompileConfig(enable=True))
+    parallelize(debug_model(), layout, compiling=CompileConfig(enable=True))
+    model = debug_model()
+    parallelize(model, layout, checkpointing=budgeted, compiling=CompileConfig(enable=True, scope="model"))
+    assert given == [(BLOCKS, 0.3), (BLOCKS, 1.0), (model, 0.3)]
     with pytest.raises(ValueError, match="compiled"):
         parallelize(debug_model(), layout, checkpointing=budgeted)
 

@@ -1,10 +1,12 @@
-"""torch.compile, block by block, and what it does in the course of a run."""
+"""torch.compile of blocks or of the whole model, and what it does in the course of a run."""
 
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import torch
 import torch._functorch.config as functorch_config
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
@@ -20,8 +22,26 @@ class CompileConfig:
     """`[compile]`"""
 
     enable: bool = setting(
-        False, "compile every block with torch.compile (needs a C++ compiler on the CPU)", trajectory=False
+        False, "compile the model with torch.compile (needs a C++ compiler on the CPU)", trajectory=False
     )
+    scope: Literal["blocks", "model"] = setting(
+        "blocks", "what is compiled: each block, or the whole model as one, which is for parameters that are not sharded",
+        applies={"enable": (True,)}, trajectory=False,
+    )  # fmt: skip
+
+
+def compile_problems(config: CompileConfig, shards: int) -> Iterator[tuple[str, str]]:
+    """Find what cannot be compiled.
+
+    Args:
+        config: the section.
+        shards: processes that share the parameters of one replica.
+
+    Yields:
+        (key, what is wrong and what to do).
+    """
+    if config.enable and config.scope == "model" and shards > 1:
+        yield "scope", "model needs parameters that are not sharded: FSDP gathers them block by block (set blocks)"
 
 
 def compile_blocks(blocks: list[nn.Module], memory_budget: float = 1.0, backend: str = "inductor") -> None:
@@ -35,9 +55,20 @@ def compile_blocks(blocks: list[nn.Module], memory_budget: float = 1.0, backend:
             recomputation, in [0, 1]; what is cheapest to compute again is let go.
         backend: name of torch's compiler backend.
     """
-    compiler = backend if memory_budget == 1.0 else _WithinBudget(backend, memory_budget)
     for block in blocks:
-        block.compile(fullgraph=True, backend=compiler)
+        block.compile(fullgraph=True, backend=_compiler(backend, memory_budget))
+
+
+def compile_model(model: nn.Module, memory_budget: float = 1.0, backend: str = "inductor") -> None:
+    """Compile a model's forward in place as one graph; for the arguments see `compile_blocks`.
+
+    The forward alone: hooks of the model run outside of the graph, where they may do what cannot be compiled.
+    """
+    model.forward = torch.compile(model.forward, fullgraph=True, backend=_compiler(backend, memory_budget))
+
+
+def _compiler(backend: str, memory_budget: float) -> "str | _WithinBudget":
+    return backend if memory_budget == 1.0 else _WithinBudget(backend, memory_budget)
 
 
 @dataclass(frozen=True)

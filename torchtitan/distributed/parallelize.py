@@ -14,7 +14,7 @@ from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointConfig,
     checkpoint_blocks,
 )
-from torchtitan.distributed.compile import compile_blocks
+from torchtitan.distributed.compile import CompileConfig, compile_blocks, compile_model, compile_problems
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.precision import fsdp_policy
 
@@ -24,7 +24,7 @@ def parallelize(
     layout: Layout,
     *,
     checkpointing: ActivationCheckpointConfig | None = None,
-    compile_model: bool = False,
+    compiling: CompileConfig | None = None,
     param_dtype: str = "float32",
     reduce_dtype: str = "float32",
 ) -> nn.Module:
@@ -34,22 +34,29 @@ def parallelize(
         model: an initialised model on the layout's device, with `blocks()` (see torchtitan.models.base).
         layout: where it runs.
         checkpointing: what is recomputed in backward; None: nothing.
-        compile_model: compile each block.
+        compiling: what is compiled; None: nothing.
         param_dtype, reduce_dtype: dtype of compute and of the gradient reduction.
 
     Returns:
         the module whose forward trains: `model` itself, or DistributedDataParallel around it.
 
     Raises:
-        ValueError: a memory budget for blocks that are not compiled; no blocks where some are to be recomputed.
+        ValueError: a memory budget for blocks that are not compiled; no blocks where some are to be recomputed; a
+            whole model to be compiled that is sharded.
     """
-    checkpointing = checkpointing or ActivationCheckpointConfig()
+    checkpointing, compiling = checkpointing or ActivationCheckpointConfig(), compiling or CompileConfig()
+    for key, text in compile_problems(compiling, layout.shards):
+        raise ValueError(f"compile.{key}: {text}")
     checkpoint_blocks(model, list(model.blocks()), checkpointing)
     budgeted = checkpointing.mode == "memory_budget"
-    if budgeted and not compile_model:
+    if budgeted and not compiling.enable:
         raise ValueError("activation_checkpoint.mode = memory_budget needs compiled blocks")
-    if compile_model:
-        compile_blocks(list(model.blocks()), checkpointing.memory_budget if budgeted else 1.0)
+    if compiling.enable:
+        memory_budget = checkpointing.memory_budget if budgeted else 1.0
+        if compiling.scope == "model":
+            compile_model(model, memory_budget)
+        else:
+            compile_blocks(list(model.blocks()), memory_budget)
     if layout.sharded:
         _shard(model, layout, param_dtype, reduce_dtype)
         return model
