@@ -71,7 +71,7 @@ def main() -> None:
 
 def plan_of(num_images: int) -> StorePlan:
     return StorePlan(
-        num_images=num_images, images_per_shard=images_per_shard(num_images), shape=SHAPE, posterior=True,
+        num_source_images=num_images, images_per_shard=images_per_shard(num_images), shape=SHAPE, posterior=True,
         mirrored=False, dtype="float16", num_classes=1000, autoencoder={"name": "unknown"}, normalization=UNIT,
     )
 
@@ -80,7 +80,7 @@ def write_both(store: Path, files: Path, num_images: int) -> None:
     writer = StoreWriter(store, plan_of(num_images))
     files.mkdir()
     for number in writer.pending():
-        images = writer.plan.images_of(number)
+        images = writer.plan.source_images_of(number)
         values = torch.rand(len(images), 1, 2, *SHAPE)
         writer.write(number, values, torch.arange(images.start, images.stop) % 1000)
         for image, moments in zip(images, values[:, 0].half().numpy(), strict=True):
@@ -183,12 +183,12 @@ def seconds_to_open(folder: Path) -> float:
     folder.mkdir()
     shards = []
     for number in range(plan.num_shards):
-        count = len(plan.images_of(number))
+        count = len(plan.source_images_of(number))
         size = 200 + count * (2 * 2 * int(np.prod(SHAPE)) + 8)
         with open(folder / shard_name(number), "wb") as file:
             file.truncate(size)
         shards.append(ShardRecord(num_images=count, size=size, sha256="0" * 64))
-    index = StoreIndex(**plan.model_dump() | {"normalization": UNIT}, shards=shards)
+    index = StoreIndex(**plan.model_dump() | {"normalization": UNIT, "num_images": IMAGENET}, shards=shards)
     write_sealed(folder / INDEX_FILE, index.model_dump(mode="json"))
     started = time.perf_counter()
     LatentStore(folder)

@@ -16,6 +16,7 @@ from torchtitan.command_line import OneLineParser
 from torchtitan.latents.convert import convert, measure, plan_conversion
 from torchtitan.latents.index import (
     INDEX_FILE,
+    SKIPPED_FILE,
     LatentStoreError,
     Normalization,
     StoreIndex,
@@ -135,11 +136,14 @@ def description(folder: Path, index: StoreIndex) -> list[str]:
         " of each image and of its mirror image" if index.mirrored else " of each image"
     )
     size = sum(shard.size for shard in index.shards)
+    left_out = index.num_source_images - index.num_images
     step = f" in steps of {index.int8_step:.6g}" if index.int8_step else ""
     classes = f"{index.num_classes}{' with names' if index.class_names else ''}" if index.num_classes else "none"
     pixels = f", of {index.image_size}x{index.image_size} pixels" if index.image_size else ""
+    skipped = [f"  left out       {left_out:,} that could not be decoded, listed in {SKIPPED_FILE}"] if left_out else []
     return [
         f"{folder}: {index.num_images:,} images{pixels}, {readable(size)} in {index.num_shards} files",
+        *skipped,
         f"  kept           {kept}, {'x'.join(map(str, index.shape))}, {index.dtype}{step}",
         f"  classes        {classes}",
         f"  autoencoder    {', '.join(f'{key} {value}' for key, value in index.autoencoder.items())}",

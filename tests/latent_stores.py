@@ -13,7 +13,7 @@ SHAPE = (4, 8, 8)
 def plan_of(num_images: int = 20, **changes) -> StorePlan:
     """A plan of several shards of moments and both mirror images."""
     return StorePlan(**{
-        "num_images": num_images, "images_per_shard": 8, "shape": SHAPE, "posterior": True, "mirrored": True,
+        "num_source_images": num_images, "images_per_shard": 8, "shape": SHAPE, "posterior": True, "mirrored": True,
         "dtype": "float16", "num_classes": 10, "autoencoder": {"name": "tiny", "sha256": "0" * 64},
     } | changes)  # fmt: skip
 
@@ -32,7 +32,7 @@ def images(plan: StorePlan, first: int, end: int) -> tuple[Tensor, Tensor]:
 
 
 def write_shard(writer: StoreWriter, number: int) -> None:
-    numbers = writer.plan.images_of(number)
+    numbers = writer.plan.source_images_of(number)
     writer.write(number, *images(writer.plan, numbers.start, numbers.stop))
 
 

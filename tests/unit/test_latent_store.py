@@ -15,13 +15,14 @@ from torchtitan.latents import (
     LatentStore,
     LatentStoreError,
     Normalization,
+    SkippedImage,
     StoreWriter,
     check_autoencoder,
     verify_shards,
 )
 from torchtitan.latents import images_per_shard as default_images_per_shard
 from torchtitan.latents.convert import measure
-from torchtitan.latents.index import INDEX_FILE, PARTIAL_FOLDER
+from torchtitan.latents.index import INDEX_FILE, PARTIAL_FOLDER, SKIPPED_FILE
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def test_values_are_read_to_half_a_step_of_their_dtype(tmp_path, dtype, largest_
 
 
 def test_int8_with_a_step_keeps_multiples_of_it_exactly_and_refuses_what_is_beyond(tmp_path):
-    plan = plan_of(num_images=8, dtype="int8", int8_step=16 / 255, posterior=False, mirrored=False)
+    plan = plan_of(8, dtype="int8", int8_step=16 / 255, posterior=False, mirrored=False)
     steps = torch.arange(8 * 256).reshape(8, 1, 1, 4, 8, 8) % 256 - 128
     values = steps * (16 / 255)
     writer = StoreWriter(tmp_path, plan)
@@ -157,7 +158,7 @@ def test_finished_store_is_left_alone_by_the_same_writer_and_refused_to_another(
 
 def test_store_that_was_begun_otherwise_and_a_folder_of_other_files_are_refused(tmp_path):
     write_shard(StoreWriter(tmp_path / "store", plan_of()), 0)
-    with pytest.raises(LatentStoreError, match="was begun with num_images = 20, this would be 21; give another folder"):
+    with pytest.raises(LatentStoreError, match="was begun with num_source_images = 20, this would be 21; give another folder"):
         StoreWriter(tmp_path / "store", plan_of(21))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").write_text("")
@@ -207,7 +208,7 @@ def test_home_of_nobody_is_a_folder_that_does_not_exist():
 
 @pytest.mark.parametrize("posterior", [True, False])
 def test_measured_normalization_is_that_of_the_posterior_samples(tmp_path, posterior):
-    index = write_store(tmp_path, plan_of(num_images=150, images_per_shard=70, posterior=posterior))
+    index = write_store(tmp_path, plan_of(150, images_per_shard=70, posterior=posterior))
     values, _ = LatentStore(tmp_path).read(np.repeat(np.arange(150), 2), np.tile([0, 1], 150))
     means = values[:, 0].double()
     mean = means.mean(dim=(0, 2, 3))
@@ -261,6 +262,68 @@ def test_store_of_another_autoencoder_is_refused(tmp_path):
         check_autoencoder(store, {"name": "tiny", "sha256": "1" * 64})
     write_store(tmp_path / "converted", plan_of(autoencoder={"name": "unknown"}))
     check_autoencoder(LatentStore(tmp_path / "converted"), {"name": "large"})
+
+
+SKIPPED = [0, 5, *range(8, 16), 23, 24]  # of shards of 8 images: some, all, the last, and the first of the next
+
+
+def write_with_gaps(folder, plan, skipped):
+    """Write the images of a plan that are not to be skipped."""
+    writer = StoreWriter(folder, plan)
+    for number in writer.pending():
+        numbers = plan.source_images_of(number)
+        values, labels = images(plan, numbers.start, numbers.stop)
+        kept = [slot for slot, image in enumerate(numbers) if image not in skipped]
+        left_out = [SkippedImage(image=n, path=f"{n}.png", reason="truncated") for n in numbers if n in skipped]
+        writer.write(number, values[kept], labels[kept], left_out)
+    return writer.finish()
+
+
+def test_images_that_are_left_out_leave_the_others_in_their_order(tmp_path):
+    plan = plan_of(30)
+    index = write_with_gaps(tmp_path, plan, SKIPPED)
+    kept = [image for image in range(30) if image not in SKIPPED]
+    assert (index.num_images, index.num_source_images) == (len(kept), 30)
+    assert [shard.num_images for shard in index.shards] == [6, 0, 7, 5]
+    store = LatentStore(tmp_path)
+    assert len(store) == len(kept)
+    order = np.random.default_rng(0).permutation(len(kept))
+    values, labels = store.read(order, order % 2)
+    wanted, wanted_labels = images(plan, 0, 30)
+    source = np.array(kept)[order]
+    assert torch.equal(values, wanted.half().float()[source, order % 2]) and torch.equal(labels, wanted_labels[source])
+    for outside in (-1, len(kept)):
+        with pytest.raises(IndexError):
+            store.read(np.array([outside]))
+    assert list(verify_shards(tmp_path, index)) == [""] * 4
+    assert measure(store).normalization() == index.normalization
+    lines = [json.loads(line) for line in (tmp_path / SKIPPED_FILE).read_text().splitlines()]
+    assert lines == [{"image": image, "path": f"{image}.png", "reason": "truncated"} for image in SKIPPED]
+
+
+def test_images_that_are_neither_written_nor_listed_as_left_out_are_refused(tmp_path):
+    writer = StoreWriter(tmp_path, plan_of())
+    values, labels = images(writer.plan, 0, 8)
+    with pytest.raises(LatentStoreError, match="latents are torch.float32 \\[7, 2, 2, 4, 8, 8\\], not .*\\[8, 2, 2"):
+        writer.write(0, values[1:], labels[1:])
+    with pytest.raises(LatentStoreError, match="labels are torch.int64 \\[8\\], not torch.int64 \\[7\\]"):
+        writer.write(0, values[1:], labels, [SkippedImage(image=0, path="a", reason="b")])
+    assert writer.pending() == [0, 1, 2]
+
+
+def test_store_of_nothing_is_refused(tmp_path):
+    with pytest.raises(LatentStoreError, match="none of 20 images could be decoded"):
+        write_with_gaps(tmp_path, plan_of(), range(20))
+    with pytest.raises(LatentStoreError, match="not finished"):
+        LatentStore(tmp_path)
+
+
+def test_setting_that_differs_inside_a_table_is_named(tmp_path):
+    StoreWriter(tmp_path, plan_of(origin={"split": "train", "encoding": {"threads": 1}}))
+    with pytest.raises(LatentStoreError, match="begun with origin.encoding.threads = 1, this would be 2"):
+        StoreWriter(tmp_path, plan_of(origin={"split": "train", "encoding": {"threads": 2}}))
+    with pytest.raises(LatentStoreError, match="begun with origin.encoding = {'threads': 1}, this would be None"):
+        StoreWriter(tmp_path, plan_of(origin={"split": "train"}))
 
 
 def test_good_store_verifies(tmp_path):

@@ -171,11 +171,13 @@ def test_index_that_is_huge(store):
 
 @pytest.mark.parametrize(("change", "message"), [
     (lambda index: index["shards"].pop(), "2 shards listed, 3 needed for 20 images"),
-    (lambda index: index.update(num_images=21), "shard-00002.safetensors has 4 images, not 5"),
-    (lambda index: index.update(num_images=1 << 39, images_per_shard=1), "549755813888 files are too many"),
-    (lambda index: index.update(num_images=21 * 8), "3 shards listed, 21 needed"),
+    (lambda index: index.update(num_images=21), "its shards hold 20 images, not 21"),
+    (lambda index: index.update(num_images=0), "num_images"),
+    (lambda index: index.update(num_source_images=1 << 39, images_per_shard=1), "549755813888 files are too many"),
+    (lambda index: index.update(num_source_images=21 * 8), "3 shards listed, 21 needed"),
     (lambda index: index["normalization"]["scale"].__setitem__(0, 0.0), "a scale of 0"),
-    (lambda index: index["shards"][0].update(num_images=7), "shard-00000.safetensors has 7 images, not 8"),
+    (lambda index: index["shards"][0].update(num_images=7), "its shards hold 19 images, not 20"),
+    (lambda index: index["shards"][2].update(num_images=5), "shard-00002.safetensors has 5 images, at most 4 belong"),
     (lambda index: index.update(shape=[4, 8]), "shape"),
     (lambda index: index.update(shape=[4, 8, 0]), "shape.2"),
     (lambda index: index.update(version=2), "version"),
@@ -228,4 +230,4 @@ def test_constant_channel_cannot_be_normalised(tmp_path):
     writer.write(0, values, labels)
     with pytest.raises(LatentStoreError, match="channel 2 is constant"):
         writer.finish()
-    assert json.loads((tmp_path / "partial" / "plan.json").read_text())["num_images"] == 8
+    assert json.loads((tmp_path / "partial" / "plan.json").read_text())["num_source_images"] == 8

@@ -42,7 +42,7 @@ def plan_conversion(
         raise LatentStoreError("the source says nothing about its normalization; have it measured")
     dtype = dtype or ("int8" if source.int8_step else "float16")
     return StorePlan(
-        num_images=source.num_images,
+        num_source_images=source.num_images,
         images_per_shard=shard_images or images_per_shard(source.num_images),
         shape=source.shape,
         posterior=False,
@@ -77,10 +77,10 @@ def convert(source: LatentSource, folder: Path, plan: StorePlan) -> StoreIndex:
     """
     writer = StoreWriter(folder, plan)
     pending = writer.pending()
-    written = plan.num_images - sum(len(plan.images_of(number)) for number in pending)
-    with tqdm(total=plan.num_images, initial=written, unit="img", desc="converting", disable=not pending) as bar:
+    written = plan.num_source_images - sum(len(plan.source_images_of(number)) for number in pending)
+    with tqdm(total=plan.num_source_images, initial=written, unit="img", desc="converting", disable=not pending) as bar:
         for number in pending:
-            images = plan.images_of(number)
+            images = plan.source_images_of(number)
             values, labels = source.read(images.start, images.stop)
             writer.write(number, values, labels if plan.num_classes else labels * 0)
             bar.update(len(images))
@@ -93,8 +93,9 @@ def measure(store: LatentStore) -> ChannelMoments:
     with tqdm(total=len(store), unit="img", desc="measuring") as bar:
         for number in range(store.index.num_shards):
             values, _ = store.read_whole(number)
-            moments = ChannelMoments.of(values)
-            total = moments if total is None else total.joined(moments)
+            if len(values):
+                moments = ChannelMoments.of(values)
+                total = moments if total is None else total.joined(moments)
             bar.update(len(values))
     return total
 

@@ -1,6 +1,6 @@
 """What a latent store says about itself: one JSON file, written last, that carries its own checksum.
 
-    STORE/index.json  shard-00000.safetensors  shard-00001.safetensors  ...
+    STORE/index.json  shard-00000.safetensors  shard-00001.safetensors  ...  skipped.jsonl (where images were left out)
 
 A folder without the index is no store yet: see `torchtitan.latents.writer`.
 """
@@ -13,12 +13,14 @@ import uuid
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from torchtitan.training.durable_files import sync, write_synced
 
 INDEX_FILE = "index.json"
+SKIPPED_FILE = "skipped.jsonl"
 PARTIAL_FOLDER = "partial"
 MAX_INDEX_BYTES = 64 << 20
 MAX_SHARDS = 1000  # as many files as `images_per_shard` makes at most
@@ -34,6 +36,7 @@ def _not_zero(value: float) -> float:
 
 
 Count = Annotated[int, Field(ge=1, lt=1 << 40)]
+CountOrNone = Annotated[int, Field(ge=0, lt=1 << 40)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 NotZero = Annotated[Finite, AfterValidator(_not_zero)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -63,17 +66,31 @@ class Normalization(_Record):
 class ShardRecord(_Record):
     """One file: images it holds, bytes, and their SHA-256."""
 
-    num_images: Count
+    num_images: CountOrNone
     size: Count
     sha256: Sha256
+
+
+class SkippedImage(_Record):
+    """An image that could not be decoded, and is not in the store.
+
+    Attributes:
+        image: its number in the source.
+        path: which file it was, or which part of one, relative to the source.
+        reason: what is wrong with it, one line.
+    """
+
+    image: CountOrNone
+    path: str
+    reason: str
 
 
 class StorePlan(_Record):
     """What is decided before the first image is written, and the same for whoever writes any part.
 
     Attributes:
-        num_images: in the whole store.
-        images_per_shard: image i lies in shard i // images_per_shard; the last may hold fewer.
+        num_source_images: in what is encoded or converted; the store holds those of them that can be decoded.
+        images_per_shard: of the source, image i of which belongs to shard i // images_per_shard.
         shape: (channels, height, width) of the latents.
         posterior: whether mean and standard deviation are kept, or else the latent alone.
         mirrored: whether each image's mirror image is kept too, encoded as such.
@@ -87,7 +104,7 @@ class StorePlan(_Record):
         origin: what was encoded or converted, in words and numbers that tell it from other sources.
     """
 
-    num_images: Count
+    num_source_images: Count
     images_per_shard: Count
     shape: tuple[Count, Count, Count]
     posterior: bool
@@ -103,7 +120,7 @@ class StorePlan(_Record):
 
     @property
     def num_shards(self) -> int:
-        return -(-self.num_images // self.images_per_shard)
+        return -(-self.num_source_images // self.images_per_shard)
 
     @property
     def views(self) -> int:
@@ -115,15 +132,15 @@ class StorePlan(_Record):
         """Arrays per view: 2 where mean and standard deviation are kept."""
         return 1 + self.posterior
 
-    def images_of(self, shard: int) -> range:
-        """Numbers of the images in a shard."""
+    def source_images_of(self, shard: int) -> range:
+        """Numbers, in the source, of the images that belong to a shard."""
         first = shard * self.images_per_shard
-        return range(first, min(first + self.images_per_shard, self.num_images))
+        return range(first, min(first + self.images_per_shard, self.num_source_images))
 
     @pydantic.model_validator(mode="after")
     def _agrees(self) -> "StorePlan":
         if self.num_shards > MOST_SHARDS:
-            least = -(-self.num_images // MOST_SHARDS)
+            least = -(-self.num_source_images // MOST_SHARDS)
             raise ValueError(f"images_per_shard: {self.num_shards} files are too many; at least {least} each")
         if self.class_names and len(self.class_names) != self.num_classes:
             raise ValueError(f"{len(self.class_names)} class names for {self.num_classes} classes")
@@ -137,10 +154,15 @@ class StorePlan(_Record):
 
 
 class StoreIndex(StorePlan):
-    """A complete store: its plan, the normalisation to read it with, and its shards in order."""
+    """A complete store: its plan, the normalisation to read it with, and its shards in order.
+
+    Attributes:
+        num_images: in the whole store, numbered through its shards.
+    """
 
     format: Literal["latent store"] = "latent store"
     version: Literal[1] = 1
+    num_images: Count
     normalization: Normalization
     shards: list[ShardRecord]
 
@@ -148,13 +170,22 @@ class StoreIndex(StorePlan):
     def _lists_every_shard(self) -> "StoreIndex":
         wanted = self.num_shards  # compared first: a list of that length may be too long to make
         if len(self.shards) != wanted:
-            raise ValueError(f"{len(self.shards)} shards listed, {wanted} needed for {self.num_images} images")
+            raise ValueError(
+                f"{len(self.shards)} shards listed, {wanted} needed for {self.num_source_images} images of the source"
+            )
         for number, shard in enumerate(self.shards):
-            if shard.num_images != len(self.images_of(number)):
-                raise ValueError(
-                    f"{shard_name(number)} has {shard.num_images} images, not {len(self.images_of(number))}"
-                )
+            most = len(self.source_images_of(number))
+            if shard.num_images > most:
+                raise ValueError(f"{shard_name(number)} has {shard.num_images} images, at most {most} belong there")
+        held = sum(shard.num_images for shard in self.shards)
+        if held != self.num_images:
+            raise ValueError(f"its shards hold {held} images, not {self.num_images}")
         return self
+
+    def first_images(self) -> np.ndarray:
+        """Number of the first image of each shard, int64 [num_shards]; an empty one has that of the next."""
+        counts = np.array([shard.num_images for shard in self.shards], np.int64)
+        return np.cumsum(counts) - counts
 
     def plan(self) -> StorePlan:
         """What the store was begun with."""
@@ -168,9 +199,9 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
 
 
-def images_per_shard(num_images: int) -> int:
+def images_per_shard(num_source_images: int) -> int:
     """Images per file so that a store has at most MAX_SHARDS files, and few where it is small."""
-    return max(MIN_IMAGES_PER_SHARD, -(-num_images // MAX_SHARDS))
+    return max(MIN_IMAGES_PER_SHARD, -(-num_source_images // MAX_SHARDS))
 
 
 def read_index(folder: Path) -> StoreIndex:

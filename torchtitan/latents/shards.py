@@ -1,5 +1,6 @@
 """One file of a latent store: safetensors with the tensors that `values.tensor_shapes` lists."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from torchtitan.latents.index import LatentStoreError, StorePlan, shard_name
+from torchtitan.latents.index import LatentStoreError, StoreIndex, StorePlan, shard_name
 from torchtitan.latents.values import LABELS, LATENTS, SCALES, check_labels, encode, tensor_shapes
 from torchtitan.training.shard_files import DamagedShard, whole_tensors
 
@@ -31,17 +32,17 @@ class MappedShard:
     labels: np.ndarray
 
 
-def shard_content(plan: StorePlan, number: int, values: Tensor, labels: Tensor) -> bytes:
+def shard_content(plan: StorePlan, number: int, images: Sequence[int], values: Tensor, labels: Tensor) -> bytes:
     """The bytes of a shard: a function of the images in it alone.
 
     Args:
+        images: their numbers in the source, n.
         values: float32 [n, V, P, C, h, w].
         labels: int64 [n].
 
     Raises:
         LatentStoreError: what is given is not what the plan says, or a value or label that it cannot hold.
     """
-    images = plan.images_of(number)
     shape = tensor_shapes(plan, len(images))[LATENTS][0]
     if values.shape != shape or values.dtype != torch.float32:
         raise LatentStoreError(
@@ -54,15 +55,15 @@ def shard_content(plan: StorePlan, number: int, values: Tensor, labels: Tensor) 
     check_labels(labels.numpy(), images, plan)
     if plan.posterior and (values[:, :, 1] < 0).any():
         raise LatentStoreError(f"{shard_name(number)}: a standard deviation is negative")
-    return safetensors.torch.save(encode(values, plan, images[0]) | {LABELS: labels})
+    return safetensors.torch.save(encode(values, plan, images) | {LABELS: labels})
 
 
-def map_shard(folder: Path, number: int, plan: StorePlan) -> MappedShard:
-    """Open a shard for reading; only its header is read. Raises LatentStoreError where the plan says otherwise."""
+def map_shard(folder: Path, number: int, index: StoreIndex) -> MappedShard:
+    """Open a shard for reading; only its header is read. Raises LatentStoreError where the index says otherwise."""
     path = folder / shard_name(number)
     try:
         found = whole_tensors([path])
-        wanted = tensor_shapes(plan, len(plan.images_of(number)))
+        wanted = tensor_shapes(index, index.shards[number].num_images)
         if found != wanted:
             raise LatentStoreError(f"{path}: {_difference(found, wanted)}; the index does not describe it")
         with safetensors.safe_open(path, framework="pt") as file:

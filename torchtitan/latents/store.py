@@ -34,6 +34,7 @@ class LatentStore:
         for number in range(self.index.num_shards):
             if problem := _size_problem(self.folder, self.index, number):
                 raise LatentStoreError(problem)
+        self._first_images = self.index.first_images()
         self._shards: dict[int, MappedShard] = {}
 
     def __len__(self) -> int:
@@ -68,7 +69,8 @@ class LatentStore:
             integers of the dtype's width [B, P, C, h, w], scales float32 [B, P, C] of int8 or None, labels int64 [B].
         """
         index = self.index
-        numbers, rows = np.divmod(images, index.images_per_shard)
+        numbers = np.searchsorted(self._first_images, images, side="right") - 1
+        rows = images - self._first_images[numbers]
         chosen = np.zeros_like(images) if views is None else views
         if len(images) and (images.min() < 0 or images.max() >= len(self) or not 0 <= chosen.max() < index.views):
             raise IndexError(f"images 0..{len(self) - 1}, views 0..{index.views - 1}")
@@ -155,7 +157,8 @@ def _content_problem(folder: Path, index: StoreIndex, number: int) -> str:
         if digest.hexdigest() != index.shards[number].sha256:
             return f"{path}: damaged, its SHA-256 is another; take a good copy of it"
         shard = map_shard(folder, number, index)
-        check_labels(shard.labels, index.images_of(number), index)
+        first = int(index.first_images()[number])
+        check_labels(shard.labels, range(first, first + len(shard.labels)), index)
         values = decode(shard.latents, shard.scales, index.dtype)
     except OSError as error:
         return f"{path}: cannot be read: {error.strerror}"

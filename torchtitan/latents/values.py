@@ -40,14 +40,14 @@ def tensor_shapes(plan: StorePlan, num_images: int) -> dict[str, tuple[tuple[int
     return shapes | ({SCALES: (rows, torch.float32)} if plan.dtype == "int8" else {})
 
 
-def encode(values: Tensor, plan: StorePlan, first_image: int = 0) -> dict[str, Tensor]:
+def encode(values: Tensor, plan: StorePlan, images: Sequence[int]) -> dict[str, Tensor]:
     """Round values to what the store keeps.
 
     An int8 has a step: `plan.int8_step`, or for each image, view, part and channel the largest magnitude / 127.
 
     Args:
         values: float32 [N, V, P, C, h, w].
-        first_image: number of the first image, for messages.
+        images: their numbers, for messages, N.
 
     Returns:
         the tensors LATENTS and, of int8, SCALES, float32 [N, V, P, C].
@@ -57,16 +57,16 @@ def encode(values: Tensor, plan: StorePlan, first_image: int = 0) -> dict[str, T
     """
     if plan.dtype != "int8":
         stored = values.to(STORED_DTYPES[plan.dtype])
-        _refuse(~torch.isfinite(stored), values, first_image, f"is no finite number of {plan.dtype}")
+        _refuse(~torch.isfinite(stored), values, images, f"is no finite number of {plan.dtype}")
         return {LATENTS: stored.contiguous()}
-    _refuse(~torch.isfinite(values), values, first_image, "is not finite")
+    _refuse(~torch.isfinite(values), values, images, "is not finite")
     if plan.int8_step is None:
         scales = values.abs().amax(dim=(-2, -1)) / 127  # [N, V, P, C]
         scales = torch.where(scales > 0, scales, torch.ones_like(scales))
     else:
         scales = torch.full(values.shape[:4], plan.int8_step)
     steps = torch.round(values / scales[..., None, None])
-    _refuse((steps < -128) | (steps > 127), values, first_image, f"is beyond an int8 of step {plan.int8_step}")
+    _refuse((steps < -128) | (steps > 127), values, images, f"is beyond an int8 of step {plan.int8_step}")
     return {LATENTS: steps.to(torch.int8).contiguous(), SCALES: scales}
 
 
@@ -85,7 +85,7 @@ def decode(stored: np.ndarray, scales: np.ndarray | None, dtype: str) -> Tensor:
     return values if scales is None else values.mul_(torch.from_numpy(scales)[..., None, None])
 
 
-def check_labels(labels: np.ndarray, images: np.ndarray | range, plan: StorePlan) -> None:
+def check_labels(labels: np.ndarray, images: np.ndarray | Sequence[int], plan: StorePlan) -> None:
     """Raise LatentStoreError, which begins with the image's number, for a label out of range.
 
     Args:
@@ -98,7 +98,7 @@ def check_labels(labels: np.ndarray, images: np.ndarray | range, plan: StorePlan
         raise LatentStoreError(f"image {images[bad[0]]}: label {labels[bad[0]]} is not in 0..{largest}")
 
 
-def _refuse(bad: Tensor, values: Tensor, first_image: int, why: str) -> None:
+def _refuse(bad: Tensor, values: Tensor, images: Sequence[int], why: str) -> None:
     if bad.any():
         place = bad.nonzero()[0]
-        raise LatentStoreError(f"image {first_image + int(place[0])}: {float(values[tuple(place)]):g} {why}")
+        raise LatentStoreError(f"image {images[int(place[0])]}: {float(values[tuple(place)]):g} {why}")

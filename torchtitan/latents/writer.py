@@ -1,14 +1,19 @@
 """Writing a latent store in any order, by any number of processes, so that it can be killed and gone on with.
 
 While it is being made, a store has a folder PARTIAL_FOLDER in place of the index: the plan in it, and for each finished
-shard a note with its size, checksum and moments. The index is written when every shard has its note, then the folder
-goes. Shards are cut by image number, so the store's bytes do not depend on who wrote what, or when.
+shard a note with its size, checksum, moments, and the images that were left out. The index is written when every shard
+has its note, then the folder goes. Shards are cut by the images' numbers in the source, so the store's bytes do not
+depend on who wrote what, or when.
 """
 
+import functools
 import hashlib
+import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +21,10 @@ from torch import Tensor
 from torchtitan.latents.index import (
     INDEX_FILE,
     PARTIAL_FOLDER,
+    SKIPPED_FILE,
     LatentStoreError,
     ShardRecord,
+    SkippedImage,
     StoreIndex,
     StorePlan,
     parse_record,
@@ -80,35 +87,56 @@ class StoreWriter:
 
     def pending(self) -> list[int]:
         """Numbers of the shards that are not written yet."""
-        return [] if self.complete else [n for n in range(self.plan.num_shards) if self._note(n) is None]
+        return [number for number in range(self.plan.num_shards) if not self.is_written(number)]
 
-    def write(self, number: int, values: Tensor, labels: Tensor) -> None:
-        """Write a shard: the images `plan.images_of(number)`.
+    def is_written(self, number: int) -> bool:
+        """Whether a shard is finished, by whichever writer."""
+        return self._is_complete() or self._note(number) is not None
+
+    def write(self, number: int, values: Tensor, labels: Tensor, skipped: Sequence[SkippedImage] = ()) -> None:
+        """Write a shard: the images `plan.source_images_of(number)`, but for those that could not be decoded.
 
         Args:
             values: raw latents, float32 [n, V, P, C, h, w], as `pack_views` lays them out.
             labels: int64 [n], all 0 where there are no classes.
+            skipped: the images of the shard that are not among these.
 
         Raises:
             LatentStoreError: they are not what the plan says.
             OSError: the shard cannot be written; it stays pending.
         """
-        content = shard_content(self.plan, number, values, labels)
+        left_out = {entry.image for entry in skipped}
+        images = [image for image in self.plan.source_images_of(number) if image not in left_out]
+        content = shard_content(self.plan, number, images, values, labels)
         record = place_durably(self.folder / shard_name(number), content, self._partial)
         # Moments are of what can be read back, so that measuring the store again gives the same.
-        moments = ChannelMoments.of(_as_read(values, self.plan))
-        note = {"num_images": len(labels), "moments": moments.to_json(), "plan": self._plan_digest()}
+        moments = ChannelMoments.of(_as_read(values, self.plan, images)).to_json() if images else None
+        note = {
+            "num_images": len(images), "moments": moments, "plan": self._plan_digest(),
+            "skipped": [entry.model_dump() for entry in skipped],
+        }  # fmt: skip
         write_sealed(self._note_file(number), record | note)
+
+    def skipped(self) -> list[SkippedImage]:
+        """The images left out of the shards that are finished, in order. Raises LatentStoreError: the store is."""
+        if self._is_complete():
+            raise LatentStoreError(f"{self.folder}: is finished; {SKIPPED_FILE} lists what was left out")
+        notes = [note for number in range(self.plan.num_shards) if (note := self._note(number))]
+        return [SkippedImage(**entry) for note in notes for entry in note["skipped"]]
 
     def finish(self) -> StoreIndex:
         """Write the index, which makes the folder a store.
 
         Raises:
-            LatentStoreError: shards are pending, or the normalisation cannot be measured.
+            LatentStoreError: shards are pending, all images were skipped, or the normalisation cannot be measured.
             OSError: it cannot be written.
         """
         if not self.complete:
-            write_sealed(self.folder / INDEX_FILE, self._index().model_dump(mode="json"), self._partial)
+            index, skipped = self._index(), self.skipped()
+            if skipped:
+                lines = [json.dumps(entry.model_dump(), ensure_ascii=False) for entry in skipped]
+                place_durably(self.folder / SKIPPED_FILE, "".join(f"{line}\n" for line in lines).encode(), self._partial)
+            write_sealed(self.folder / INDEX_FILE, index.model_dump(mode="json"), self._partial)
             self.complete = True
         shutil.rmtree(self._partial, ignore_errors=True)
         return read_index(self.folder)
@@ -117,12 +145,15 @@ class StoreWriter:
         notes = [self._note(number) for number in range(self.plan.num_shards)]
         if None in notes:
             raise LatentStoreError(f"{self.folder}: {notes.count(None)} of {len(notes)} shards are not written yet")
-        moments = ChannelMoments.from_json(notes[0]["moments"])
-        for note in notes[1:]:
-            moments = moments.joined(ChannelMoments.from_json(note["moments"]))
         shards = [ShardRecord(**{key: note[key] for key in ShardRecord.model_fields}) for note in notes]
-        content = self.plan.model_dump() | {"normalization": self.plan.normalization or moments.normalization()}
-        return StoreIndex(**content, shards=shards)
+        held = sum(shard.num_images for shard in shards)
+        if not held:
+            raise LatentStoreError(f"{self.folder}: none of {self.plan.num_source_images} images could be decoded")
+        parts = [ChannelMoments.from_json(note["moments"]) for note in notes if note["moments"]]
+        normalization = self.plan.normalization or functools.reduce(ChannelMoments.joined, parts).normalization()
+        return StoreIndex(
+            **self.plan.model_dump() | {"normalization": normalization}, num_images=held, shards=shards
+        )
 
     def _note_file(self, number: int) -> Path:
         return self._partial / f"{shard_name(number)}.json"
@@ -145,14 +176,24 @@ class StoreWriter:
         for name in StorePlan.model_fields:
             before, now = (plan[name] for plan in plans)
             if before != now:
+                place, before, now = _difference(name, before, now)
                 raise LatentStoreError(
-                    f"{self.folder}: {verb} {name} = {_shown(before)}, this would be {_shown(now)}; give another "
+                    f"{self.folder}: {verb} {place} = {_shown(before)}, this would be {_shown(now)}; give another "
                     "folder, or the same settings and source"
                 )
 
 
-def _as_read(values: Tensor, plan: StorePlan) -> Tensor:
-    tensors = encode(values, plan)
+def _difference(place: str, before: Any, now: Any) -> tuple[str, Any, Any]:
+    """The first place in two tables where they differ, and what stands there."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        missing = object()
+        key = min(key for key in before.keys() | now.keys() if before.get(key, missing) != now.get(key, missing))
+        return _difference(f"{place}.{key}", before.get(key), now.get(key))
+    return place, before, now
+
+
+def _as_read(values: Tensor, plan: StorePlan, images: Sequence[int]) -> Tensor:
+    tensors = encode(values, plan, images)
     latents = tensors["latents"]
     integers = latents.view(torch.int16 if latents.itemsize == 2 else torch.int8).numpy()
     return decode(integers, tensors["scales"].numpy() if "scales" in tensors else None, plan.dtype)
