@@ -14,12 +14,11 @@ from tqdm import tqdm
 
 from torchtitan.command_line import OneLineParser
 from torchtitan.latents.convert import convert, measure, plan_conversion
+from torchtitan.latents.describe import describe_store
 from torchtitan.latents.index import (
     INDEX_FILE,
-    SKIPPED_FILE,
     LatentStoreError,
     Normalization,
-    StoreIndex,
     first_problem,
     read_index,
     write_sealed,
@@ -89,13 +88,13 @@ def convert_source(arguments: argparse.Namespace) -> int:
         measured=arguments.normalization == "measured",
         shard_images=arguments.images_per_shard,
     )
-    print("\n".join(description(arguments.output, convert(source, arguments.output, plan))))
+    print("\n".join(describe_store(arguments.output, convert(source, arguments.output, plan))))
     return 0
 
 
 def show(arguments: argparse.Namespace) -> int:
     store = LatentStore(arguments.store)
-    print("\n".join(description(store.folder, store.index)))
+    print("\n".join(describe_store(store.folder, store.index)))
     return 0
 
 
@@ -129,40 +128,6 @@ def measure_store(arguments: argparse.Namespace) -> int:
 def set_normalization(store: LatentStore, normalization: Normalization) -> None:
     index = store.index.model_copy(update={"normalization": normalization})
     write_sealed(store.folder / INDEX_FILE, index.model_dump(mode="json"))
-
-
-def description(folder: Path, index: StoreIndex) -> list[str]:
-    kept = ("mean and standard deviation" if index.posterior else "the latent") + (
-        " of each image and of its mirror image" if index.mirrored else " of each image"
-    )
-    size = sum(shard.size for shard in index.shards)
-    left_out = index.num_source_images - index.num_images
-    step = f" in steps of {index.int8_step:.6g}" if index.int8_step else ""
-    classes = f"{index.num_classes}{' with names' if index.class_names else ''}" if index.num_classes else "none"
-    pixels = f", of {index.image_size}x{index.image_size} pixels" if index.image_size else ""
-    skipped = [f"  left out       {left_out:,} that could not be decoded, listed in {SKIPPED_FILE}"] if left_out else []
-    return [
-        f"{folder}: {index.num_images:,} images{pixels}, {readable(size)} in {index.num_shards} files",
-        *skipped,
-        f"  kept           {kept}, {'x'.join(map(str, index.shape))}, {index.dtype}{step}",
-        f"  classes        {classes}",
-        f"  autoencoder    {', '.join(f'{key} {value}' for key, value in index.autoencoder.items())}",
-        f"  normalization  {index.normalization.source}",
-        f"    shift        {figures(index.normalization.shift)}",
-        f"    scale        {figures(index.normalization.scale)}",
-    ]
-
-
-def figures(values: list[float]) -> str:
-    return " ".join(f"{value:.4g}" for value in values)
-
-
-def readable(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
 
 
 def read_names(path: Path) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_type_hints
 
-from data import DATASETS
+from data import DATASETS, DataConfig, DatasetInfo
 from torchtitan.config_checks import Checked, find_problems, resolve
 from torchtitan.config_record import config_differences, dump_config, unmet_condition
 from torchtitan.config_reference import Choice, build_json_schema, describe
@@ -43,6 +43,7 @@ __all__ = [
     "help_text",
     "json_schema",
     "load_config",
+    "load_data_section",
     "report_and_exit",
 ]
 
@@ -167,7 +168,71 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
         unreadable += failure
     if unreadable:
         raise ConfigError(unreadable)
+    filled = _fill(document, flags, path)
+    config, checked, origins, known = filled.config, filled.checked(world_size), filled.origins, filled.known
+    problems = filled.problems + find_problems(checked, known)
+    if problems:
+        raise ConfigError([_line(problem, origins, known, path) for problem in problems])
+    resolve(checked, config)
+    return config
 
+
+def load_data_section(argv: list[str], path: str | None = None) -> tuple[DataConfig, DatasetInfo]:
+    """Read and check `[data]` alone, for programs that read a dataset and train nothing.
+
+    Args:
+        argv: `--data.key value` or `--data.key=value`.
+        path: a TOML file whose section they override; its other sections are left alone.
+
+    Returns:
+        the section of the dataset that `data.name` selects, and what the dataset holds.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    flags, unreadable = read_command_line(argv)
+    document: dict[str, Any] = {}
+    if path is not None:
+        document, failure = read_toml(path)
+        unreadable += failure
+    if unreadable:
+        raise ConfigError(unreadable)
+    filled = _fill({section: table for section, table in document.items() if section == "data"}, flags, path)
+    if not filled.problems and "data.name" not in filled.origins:
+        raise ConfigError([f"data.name: not given (one of {', '.join(DATASETS)})"])
+    checked = filled.checked(world_size=1)
+    # Checks of other sections see their defaults here, which say nothing of this dataset.
+    found = [problem for problem in find_problems(checked, filled.known) if problem.key.startswith("data.")]
+    problems = filled.problems + found
+    if problems:
+        raise ConfigError([_line(problem, filled.origins, filled.known, path) for problem in problems])
+    return filled.config.data, checked.dataset()
+
+
+@dataclass
+class _Filled:
+    """A configuration as it was given, before its parts are compared with one another.
+
+    Attributes:
+        config: with the defaults in the place of what was refused.
+        problems: why that was refused.
+        refused: its dotted keys, or sections.
+        origins: dotted key -> where it was given.
+        known: dotted key -> its field, of all that may be given.
+    """
+
+    config: JobConfig
+    problems: list[Problem]
+    refused: set[str]
+    origins: dict[str, str]
+    known: dict[str, dataclasses.Field]
+
+    def checked(self, world_size: int) -> Checked:
+        return Checked(self.config, world_size, set(self.origins), self.refused)
+
+
+def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None) -> _Filled:
+    """Choose the classes of a configuration, and lay file and command line over their defaults."""
     config, refused = JobConfig(), set()
     document = _without_keys_of_replaced_classes(document, flags)
     problems = _choose_classes(config, document, flags)
@@ -191,12 +256,7 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
         config.job.name = Path(path).stem if path else "run"
 
     _drop_overruled(config, defaults, origins, known)
-    checked = Checked(config, world_size, set(origins), refused)
-    problems += find_problems(checked, known)
-    if problems:
-        raise ConfigError([_line(problem, origins, known, path) for problem in problems])
-    resolve(checked, config)
-    return config
+    return _Filled(config, problems, refused, origins, known)
 
 
 def report_and_exit(error: ConfigError) -> NoReturn:

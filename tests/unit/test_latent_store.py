@@ -158,7 +158,8 @@ def test_finished_store_is_left_alone_by_the_same_writer_and_refused_to_another(
 
 def test_store_that_was_begun_otherwise_and_a_folder_of_other_files_are_refused(tmp_path):
     write_shard(StoreWriter(tmp_path / "store", plan_of()), 0)
-    with pytest.raises(LatentStoreError, match="was begun with num_source_images = 20, this would be 21; give another folder"):
+    message = "was begun with num_source_images = 20, this would be 21; give another folder"
+    with pytest.raises(LatentStoreError, match=message):
         StoreWriter(tmp_path / "store", plan_of(21))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").write_text("")
@@ -308,6 +309,8 @@ def test_images_that_are_neither_written_nor_listed_as_left_out_are_refused(tmp_
         writer.write(0, values[1:], labels[1:])
     with pytest.raises(LatentStoreError, match="labels are torch.int64 \\[8\\], not torch.int64 \\[7\\]"):
         writer.write(0, values[1:], labels, [SkippedImage(image=0, path="a", reason="b")])
+    with pytest.raises(LatentStoreError, match="an image is left out of it that does not belong there"):
+        writer.write(0, values, labels, [SkippedImage(image=8, path="a", reason="b")])
     assert writer.pending() == [0, 1, 2]
 
 

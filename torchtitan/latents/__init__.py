@@ -1,6 +1,13 @@
 """Encoded images on the disk: the store that training reads, its writer, and public formats to convert from."""
 
-from torchtitan.latents.index import LatentStoreError, Normalization, SkippedImage, StoreIndex, StorePlan, images_per_shard
+from torchtitan.latents.index import (
+    LatentStoreError,
+    Normalization,
+    SkippedImage,
+    StoreIndex,
+    StorePlan,
+    images_per_shard,
+)
 from torchtitan.latents.store import LatentStore, check_autoencoder, verify_shards
 from torchtitan.latents.values import pack_views
 from torchtitan.latents.writer import StoreWriter

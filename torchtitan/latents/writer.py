@@ -106,6 +106,8 @@ class StoreWriter:
             OSError: the shard cannot be written; it stays pending.
         """
         left_out = {entry.image for entry in skipped}
+        if not left_out <= {*self.plan.source_images_of(number)}:
+            raise LatentStoreError(f"{shard_name(number)}: an image is left out of it that does not belong there")
         images = [image for image in self.plan.source_images_of(number) if image not in left_out]
         content = shard_content(self.plan, number, images, values, labels)
         record = place_durably(self.folder / shard_name(number), content, self._partial)
@@ -134,8 +136,10 @@ class StoreWriter:
         if not self.complete:
             index, skipped = self._index(), self.skipped()
             if skipped:
-                lines = [json.dumps(entry.model_dump(), ensure_ascii=False) for entry in skipped]
-                place_durably(self.folder / SKIPPED_FILE, "".join(f"{line}\n" for line in lines).encode(), self._partial)
+                lines = "".join(json.dumps(entry.model_dump(), ensure_ascii=False) + "\n" for entry in skipped)
+                place_durably(self.folder / SKIPPED_FILE, lines.encode(), self._partial)
+            else:
+                (self.folder / SKIPPED_FILE).unlink(missing_ok=True)  # a shard may have been damaged, and made anew
             write_sealed(self.folder / INDEX_FILE, index.model_dump(mode="json"), self._partial)
             self.complete = True
         shutil.rmtree(self._partial, ignore_errors=True)

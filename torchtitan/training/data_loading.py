@@ -196,11 +196,11 @@ def build_loader(
         num_workers=config.num_workers,
         prefetch_factor=config.prefetch_factor if config.num_workers else None,
         pin_memory=pin_memory,
-        worker_init_fn=_begin_worker,
+        worker_init_fn=begin_worker,
         generator=torch.Generator(),  # or else starting a loader would advance the global generator
     )
     # One pass serves the whole run, so the processes live as long as it: nothing to keep between passes.
-    return _deliver(iter(loader), dataset)
+    return deliver(iter(loader), dataset)
 
 
 def microbatches_per_step(global_batch_size: int, local_batch_size: int, world_size: int) -> int:
@@ -326,7 +326,7 @@ class _ReplacingReader:
         draws = draws if hasattr(self._dataset, "fetch_drawn") else None
         if not any(int(index) in self._unreadable for index in indices):
             try:
-                return *_read(self._dataset, self._info, indices, draws), [], 0
+                return *read_checked(self._dataset, self._info, indices, draws), [], 0
             except UnreadableImage:
                 pass  # find out which, one by one
         met: dict[int, UnreadableImage] = {}
@@ -341,7 +341,7 @@ class _ReplacingReader:
             index = (wanted + step) % length
             if index not in self._unreadable:
                 try:
-                    return _read(self._dataset, self._info, np.array([index]), draws)
+                    return read_checked(self._dataset, self._info, np.array([index]), draws)
                 except UnreadableImage as error:
                     self._unreadable[index] = UnreadableImage(index, error.path, error.reason)
             met[index] = self._unreadable[index]
@@ -370,7 +370,11 @@ class _CorruptShare:
             self._replaced = self._read = 0
 
 
-def _deliver(batches: Iterator[Any], dataset: Dataset) -> Iterator[dict[str, Any]]:
+def deliver(batches: Iterator[Any], dataset: Dataset) -> Iterator[dict[str, Any]]:
+    """Pass on what a loader yields; a text in the place of a batch, or a lost process, is a DatasetError.
+
+    `close()` of what is returned stops the loader's processes.
+    """
     try:
         while True:
             try:
@@ -388,7 +392,15 @@ def _deliver(batches: Iterator[Any], dataset: Dataset) -> Iterator[dict[str, Any
         getattr(batches, "_shutdown_workers", lambda: None)()
 
 
-def _read(dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws: Draws | None) -> tuple[Tensor, Tensor]:
+def read_checked(
+    dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws: Draws | None = None
+) -> tuple[Tensor, Tensor]:
+    """Images float32 [B, C, H, W] and labels int64 [B] by index, held to what the dataset said it holds.
+
+    Raises:
+        UnreadableImage: one of them cannot be decoded.
+        DatasetError: anything else that the dataset raises, or images that are not as it said.
+    """
     try:
         images, labels = dataset.fetch(indices) if draws is None else dataset.fetch_drawn(indices, draws)
         _check(images, labels, len(indices), info)
@@ -428,7 +440,8 @@ def _name(dataset: Dataset) -> str:
     return type(dataset).Config.name
 
 
-def _begin_worker(worker: int) -> None:
+def begin_worker(worker: int) -> None:
+    """What a loader process does first, so that it outlives a request to stop, but not the process that started it."""
     _leave_signals_to_the_trainer()
     threading.Thread(target=_end_with_the_trainer, daemon=True).start()
 

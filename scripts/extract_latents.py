@@ -1,0 +1,245 @@
+"""Encode a dataset of images: scripts/extract_latents.py --output STORE --autoencoder NAME --data.name DATASET ...
+
+    torchrun --nproc_per_node N scripts/extract_latents.py ...    shares the work among N processes
+    --data.KEY VALUE                                              keys of the dataset's [data] section, as of train.py
+
+What was stopped goes on when the same command is given again, on any number of processes; the store is the same.
+Exit codes: 0; 1: failed at work, what is finished stays; 2: refused, nothing lost.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+
+from cosmos_latent_decoder import DTYPES, CosmosLatentDecoder, at_least
+from data.base import DataConfig, DatasetError
+from torchtitan.autoencoders import AUTOENCODERS
+from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
+from torchtitan.command_line import OneLineParser
+from torchtitan.config import ConfigError, load_data_section
+from torchtitan.distributed.agreement import from_first_rank, of_all_ranks
+from torchtitan.distributed.mesh import CommConfig, init_process_group
+from torchtitan.distributed.restarts import FAILED, REFUSED, forbid_restart
+from torchtitan.latents.describe import describe_store, readable
+from torchtitan.latents.extraction import begin_store, extract, finish_store
+from torchtitan.latents.extraction_plan import ExtractionOptions, estimated_size, plan_extraction
+from torchtitan.latents.image_source import ImageSource
+from torchtitan.latents.index import LatentStoreError
+from torchtitan.latents.stage_times import describe_times
+from torchtitan.training.data_loading import MAX_CORRUPT_SHARE
+from torchtitan.training.faults import first_line, is_lost_rank, is_out_of_memory
+
+UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, OSError)
+INTERRUPTED = 130
+LONGEST = timedelta(days=365)  # that one rank may wait for another
+MOST_WORKERS = 8
+# Keys of [data] that only training reads, and what does the like here.
+OF_TRAINING = {"num_workers": "--num-workers", "prefetch_factor": "--num-workers", "horizontal_flip": "--mirror"}
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run as one of the processes that were started; returns the exit code."""
+    arguments, data_words = parse_arguments(sys.argv[1:] if words is None else words)
+    try:
+        return run(arguments, data_words)
+    except KeyboardInterrupt:
+        return refuse("interrupted; the same command goes on from here", code=INTERRUPTED)
+
+
+def run(arguments: argparse.Namespace, data_words: list[str]) -> int:
+    torch.set_num_threads(arguments.threads)
+    try:
+        config, info = load_data_section(data_words, arguments.config)
+        init_process_group(CommConfig())
+        group = dist.new_group(backend="gloo", timeout=LONGEST) if dist.is_initialized() else None
+        options = options_of(arguments, config)
+        source = on_all_ranks(lambda: ImageSource(config, info, arguments.split), group)
+        autoencoder = on_all_ranks(lambda: open_autoencoder(arguments), group)
+        plan = from_first_rank(plan_extraction, source, autoencoder, options, group=group)
+        pending = begin_store(arguments.output, plan, group)
+    except ConfigError as error:
+        return refuse(*error.problems)
+    except UNUSABLE as error:
+        return refuse(one_line(error))
+    except (RuntimeError, MemoryError) as error:
+        return fail(error)
+    if is_first() and pending:
+        size = readable(estimated_size(plan))
+        print(f"{arguments.output}: {len(source):,} images in {plan.num_shards} files, about {size} in all", flush=True)
+    try:
+        summary = extract(arguments.output, pending, source, autoencoder, plan, options, group) if pending else None
+    except (*UNUSABLE, RuntimeError, MemoryError) as error:
+        return fail(error)
+    try:
+        index = finish_store(arguments.output, plan, options.max_skipped_share, group)
+        if is_first():
+            report(arguments, index, summary)
+    except UNUSABLE as error:
+        return refuse(one_line(error), code=FAILED)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own options, and those of the dataset."""
+    parser = FirstRankParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--output", type=path_of, required=True, metavar="STORE", help="folder to write, or to go on with")
+    add("--autoencoder", choices=tuple(AUTOENCODERS), required=True)
+    add("--path", default="", help="the autoencoder's folder, or its name on the Hugging Face hub")
+    add("--dtype", choices=tuple(DTYPES), help="of compute (default: float32; for cosmos that of its files)")
+    add("--tile", metavar="PIXELS", type=at_least(1), help="side of the tiles that large images are cut into")
+    add("--overlap", metavar="PIXELS", type=at_least(1), help="of neighbouring tiles (default: a quarter of them)")
+    add("--config", metavar="FILE", help="TOML file whose [data] section the --data keys override")
+    add("--split", choices=("train", "validation", "all"), default="train",
+        help="of the dataset; all: those trained on, then those held out (default: train)")
+    add("--mirror", action=argparse.BooleanOptionalAction, default=True, help="keep the latents of mirror images too")
+    add("--store-dtype", choices=("float16", "bfloat16", "int8"), default="float16", help="of the stored values")
+    add("--normalization", choices=("measured", "autoencoder"), default="measured",
+        help="what the store is read with: mean 0 and variance 1 of each channel (default), or what the "
+        "autoencoder's own configuration says")
+    add("--batch-size", type=at_least(1), default=16, help="images that are encoded at once (default: 16)")
+    add("--num-workers", type=at_least(0), default=default_workers(),
+        help=f"processes that decode images, for each rank (here: {default_workers()}); 0: none of their own")
+    add("--images-per-shard", type=at_least(1), help="images per file (default: 1024, or as many as make 1,000 files)")
+    add("--threads", type=at_least(1), default=1, help="of each rank's encoder on the CPU (default: 1; start a rank "
+        "per core). The last bits of latents depend on it, and on --batch-size")
+    add("--report", type=Path, metavar="FILE", help="JSON file for the times of each stage")
+    own, data_words = split_words(words)
+    arguments = parser.parse_args(own)
+    if arguments.overlap is not None and arguments.tile is None:
+        parser.error("--overlap: has no effect without --tile")
+    for word in data_words:
+        if (instead := OF_TRAINING.get(word.removeprefix("--data.").partition("=")[0])) is not None:
+            parser.error(f"{word.partition('=')[0]}: is for training; here it is {instead}")
+    if arguments.config is not None and not Path(arguments.config).is_file():
+        parser.error(f"--config: {arguments.config}: no such file")
+    return arguments, data_words
+
+
+def split_words(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words of the command's own options, and `--data.KEY VALUE` and `--data.KEY=VALUE`."""
+    own, of_data, words = [], [], list(words)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--data."):
+            own.append(word)
+            continue
+        of_data.append(word)
+        if "=" not in word and words and not words[0].startswith("--"):
+            of_data.append(words.pop(0))
+    return own, of_data
+
+
+def path_of(text: str) -> Path:
+    return Path(os.path.expanduser(text))
+
+
+def default_workers() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MOST_WORKERS, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def options_of(arguments: argparse.Namespace, config: DataConfig) -> ExtractionOptions:
+    return ExtractionOptions(
+        mirrored=arguments.mirror,
+        dtype=arguments.store_dtype,
+        normalization=arguments.normalization,
+        batch_size=arguments.batch_size,
+        shard_images=arguments.images_per_shard,
+        threads=arguments.threads,
+        num_workers=arguments.num_workers,
+        max_skipped_share=getattr(config, "max_corrupt_share", MAX_CORRUPT_SHARE),
+    )
+
+
+def open_autoencoder(arguments: argparse.Namespace) -> Autoencoder:
+    return CosmosLatentDecoder(
+        arguments.path, arguments.autoencoder, DTYPES.get(arguments.dtype), tile=arguments.tile,
+        overlap=arguments.overlap,
+    ).autoencoder  # fmt: skip
+
+
+def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Call a function on every rank; what it raises on the first rank where it does is raised on all."""
+    result = failure = None
+    try:
+        result = function()
+    except UNUSABLE as error:
+        failure = error
+    for error in of_all_ranks(failure, group):
+        if error is not None:
+            raise error
+    return result
+
+
+def report(arguments: argparse.Namespace, index: Any, summary: dict[str, Any] | None) -> None:
+    lines = describe_times(summary) if summary else ["nothing was missing"]
+    print("\n".join(describe_store(arguments.output, index) + lines))
+    if arguments.report and summary:
+        arguments.report.write_text(json.dumps(summary, indent=1) + "\n")
+
+
+class FirstRankParser(OneLineParser):
+    """A parser that complains once, however many processes were started."""
+
+    def error(self, message: str):
+        if is_first():
+            super().error(message)
+        self.exit(REFUSED)
+
+
+def refuse(*lines: str, code: int = REFUSED) -> int:
+    """Say what all ranks know on one of them."""
+    if is_first():
+        print(*lines, sep="\n", file=sys.stderr)
+    return code
+
+
+def fail(error: BaseException) -> int:
+    """Say on this rank what happened to it at work."""
+    if is_out_of_memory(error):
+        text = "out of memory (in a new store: a smaller --batch-size, or --tile)"
+    elif is_lost_rank(error):
+        text = f"lost another rank: {first_line(error)}"
+    elif isinstance(error, UNUSABLE):
+        text = one_line(error)
+    else:
+        raise error
+    rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    print(f"{rank}{text}; what is finished stays, and the same command goes on from there", file=sys.stderr)
+    return FAILED
+
+
+def one_line(error: Exception) -> str:
+    file = isinstance(error, OSError) and (error.filename2 or error.filename)
+    return " ".join((f"{file}: {error.strerror}" if file else str(error)).split())
+
+
+def is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+    except SystemExit as ended:  # of the parser
+        code = ended.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code not in (0, FAILED):
+        forbid_restart()
+    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down

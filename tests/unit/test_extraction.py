@@ -1,0 +1,296 @@
+"""scripts/extract_latents.py in one process: what the store holds, what is skipped, refused, and gone on with."""
+
+import json
+import re
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from data.latents import Latents, LatentsConfig
+from scripts.extract_latents import main, parse_arguments
+from tests.extractions import SIDE, content, write_inputs, write_photographs
+from tests.unit.test_full_disk import files_end_at
+from torchtitan.autoencoders.base import Autoencoder
+from torchtitan.autoencoders.base import Latents as Encoded
+from torchtitan.autoencoders.identity import IdentityAutoencoder
+from torchtitan.config import ConfigError, load_data_section
+from torchtitan.latents import LatentStore, verify_shards
+from torchtitan.latents.index import PARTIAL_FOLDER, SKIPPED_FILE
+from torchtitan.latents.stage_times import StageTimes, summarize
+
+COUNT = 18
+BAD = (1, 6, 7, 8, 17)  # of shards of three: one in the middle, all of the third, the very last
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    return folder, write_inputs(folder, COUNT, bad=BAD) + ["--data.max_corrupt_share", "0.5"]
+
+
+@pytest.fixture(scope="module")
+def whole(inputs, tmp_path_factory):
+    """A store that was made without interruption."""
+    store = tmp_path_factory.mktemp("whole") / "store"
+    assert main(["--output", str(store), *inputs[1]]) == 0
+    return store
+
+
+def encoded_by_hand(folder, mirrored):
+    """Latents [N, 16, 2, 2] of the good images as matrix products of 8x8 patches, and their labels."""
+    matrix = load_matrix(folder)
+    latents, labels = [], []
+    for number, path in enumerate(sorted((folder / "photographs").rglob("*.png"))):
+        if number not in BAD:
+            pixels = np.asarray(Image.open(path)).astype(np.float64) / 127.5 - 1  # [H, W, 3]
+            pixels = pixels[:, ::-1] if mirrored else pixels
+            patches = pixels.reshape(2, 8, 2, 8, 3).transpose(0, 2, 4, 1, 3).reshape(2, 2, 192)
+            latents.append((patches @ matrix.T).transpose(2, 0, 1))
+            labels.append(number // (COUNT // 3))
+    return np.stack(latents), labels
+
+
+def load_matrix(folder):
+    encoder = torch.jit.load(folder / "tokenizer" / "encoder.jit")
+    return dict(encoder.named_parameters())["weight"].detach().double().reshape(16, 192).numpy()
+
+
+def test_store_holds_what_the_autoencoder_gives_for_each_image_and_its_mirror_image(inputs, whole):
+    store = LatentStore(whole)
+    assert len(store) == COUNT - len(BAD) and store.index.num_source_images == COUNT
+    assert [shard.num_images for shard in store.index.shards] == [2, 3, 0, 3, 3, 2]
+    assert store.index.image_size == SIDE and store.index.class_names == ["class0", "class1", "class2"]
+    for view in (0, 1):
+        values, labels = store.read(np.arange(len(store)), np.full(len(store), view))
+        wanted, wanted_labels = encoded_by_hand(inputs[0], mirrored=bool(view))
+        np.testing.assert_allclose(values[:, 0].numpy(), wanted, rtol=2**-11, atol=2e-6)
+        assert labels.tolist() == wanted_labels
+    assert not any(verify_shards(whole, store.index))
+
+
+def test_images_that_cannot_be_decoded_are_listed_without_where_they_lay(inputs, whole):
+    lines = [json.loads(line) for line in (whole / SKIPPED_FILE).read_text().splitlines()]
+    assert [line["image"] for line in lines] == list(BAD)
+    assert [line["path"] for line in lines] == [f"class{number // 6}/{number:03d}.png" for number in BAD]
+    assert all("truncated" in line["reason"] or "broken" in line["reason"] for line in lines)
+    assert str(inputs[0]).encode() not in b"".join(content(whole).values())
+
+
+def test_store_is_trained_on_as_it_is(whole):
+    config = LatentsConfig(path=str(whole), validation_fraction=0.0)
+    dataset = Latents(config, "train")
+    latents, _ = dataset.fetch(np.arange(len(dataset)))
+    assert latents.shape == (COUNT - len(BAD), 16, 2, 2) and torch.isfinite(latents).all()
+
+
+def test_finished_shards_are_not_encoded_again_and_the_bytes_are_the_same(inputs, whole, tmp_path, monkeypatch, capsys):
+    def stopping(images):
+        if len(encoded) == 5:
+            raise KeyboardInterrupt
+        encoded.append(len(images))
+
+    def counted(self, images):
+        on_encode(images)
+        return Encoded(encode(self, images).mean + len(images))  # so that the bytes show how batches are cut
+
+    encode, encoded, on_encode = Autoencoder.encode, [], stopping
+    monkeypatch.setattr(Autoencoder, "encode", counted)
+    words = ["--output", str(tmp_path / "store"), *inputs[1], "--no-mirror"]
+    assert main(words) == 130
+    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    finished = [path for path in (tmp_path / "store" / PARTIAL_FOLDER).glob("shard-*")]
+    # The first call was for the latents' shape; the first two shards take two each, the third none.
+    assert len(finished) == 3
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "store").glob("shard-*")}
+    encoded.clear()
+    on_encode = lambda images: encoded.append(len(images))  # noqa: E731
+    assert main(words) == 0
+    assert sum(encoded) == 1 + 3 + 3 + 2
+    assert all((tmp_path / "store" / name).stat().st_mtime_ns == time for name, time in before.items())
+    assert main(["--output", str(tmp_path / "straight"), *inputs[1], "--no-mirror"]) == 0
+    assert content(tmp_path / "store") == content(tmp_path / "straight") != content(whole)
+    capsys.readouterr()
+    assert main(words) == 0
+    assert "nothing was missing" in capsys.readouterr().out
+
+
+def test_dataset_that_was_moved_goes_on_and_another_one_or_other_settings_are_refused(inputs, tmp_path, capsys):
+    folder, words = inputs
+    store = ["--output", str(tmp_path / "store"), "--no-mirror"]
+    assert main([*store, *words]) == 0
+    shutil.copytree(folder / "photographs", tmp_path / "elsewhere")
+    assert main([*store, *words, "--data.path", str(tmp_path / "elsewhere")]) == 0
+    image = tmp_path / "elsewhere" / "class0" / "000.png"
+    Image.fromarray(np.zeros((SIDE, SIDE, 3), np.uint8)).save(image)
+    capsys.readouterr()
+    for more, differing in (
+        (["--data.path", str(tmp_path / "elsewhere")], "origin.sample"),
+        (["--batch-size", "3"], "origin.encoding.batch_size = 2, this would be 3"),
+        (["--store-dtype", "int8"], "dtype = 'float16', this would be 'int8'"),
+        (["--mirror"], "mirrored = False, this would be True"),
+        (["--data.validation_fraction", "0.5"], "num_source_images = 18, this would be 9"),
+        (["--split", "all"], "origin.split = 'train', this would be 'all'"),
+    ):
+        assert main([*store, *words, *more]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and differing in said
+
+
+def test_splits(tmp_path):
+    words = write_inputs(tmp_path, 12, bad=(7,)) + ["--data.validation_fraction", "0.25"]
+    words += ["--data.max_corrupt_share", "0.5"]
+    for split, numbers in (("train", [0, 1, 2, 4, 5, 6, 8, 9, 10]), ("validation", [3, 11])):
+        assert main(["--output", str(tmp_path / split), "--split", split, *words]) == 0
+        labels = LatentStore(tmp_path / split).read(np.arange(len(numbers)))[1]
+        assert labels.tolist() == [number // 4 for number in numbers]
+    assert main(["--output", str(tmp_path / "all"), "--split", "all", *words]) == 0
+    stores = {name: LatentStore(tmp_path / name) for name in ("train", "validation", "all")}
+    everything = stores["all"].read(np.arange(11))[0]
+    assert torch.equal(everything[:9], stores["train"].read(np.arange(9))[0])
+    assert torch.equal(everything[9:], stores["validation"].read(np.arange(2))[0])
+    skipped = {name: (tmp_path / name / SKIPPED_FILE) for name in stores}
+    assert not skipped["train"].exists()
+    assert json.loads(skipped["validation"].read_text())["image"] == 1
+    assert json.loads(skipped["all"].read_text())["image"] == 9 + 1
+
+
+def test_posterior_and_the_normalization_of_the_autoencoder_are_kept(tmp_path, monkeypatch):
+    normalization = {"shift": [0.5, 0.0, -0.5], "scale": [2.0, 1.0, 0.5]}
+    monkeypatch.setattr(IdentityAutoencoder, "_encode", lambda self, images: Encoded(images, images.abs() + 1))
+    monkeypatch.setattr(IdentityAutoencoder, "normalization", normalization)
+    write_photographs(tmp_path / "photographs", 6)
+    words = ["--autoencoder", "identity", "--data.name", "image_folder", "--data.path", str(tmp_path / "photographs")]
+    words += ["--data.image_size", "8", "--num-workers", "0"]
+    words += ["--normalization", "autoencoder", "--store-dtype", "bfloat16"]
+    assert main(["--output", str(tmp_path / "store"), *words]) == 0
+    index = LatentStore(tmp_path / "store").index
+    assert index.normalization.model_dump() == normalization | {"source": "autoencoder"}
+    assert index.posterior and index.shape == (3, 8, 8)
+    tensors = load_file(tmp_path / "store" / "shard-00000.safetensors")["latents"]
+    torch.testing.assert_close(tensors[:, :, 1], tensors[:, :, 0].abs() + 1, rtol=2**-7, atol=0)
+    assert torch.equal(tensors[:, 1, 0], tensors[:, 0, 0].flip(-1))
+
+
+def test_too_many_bad_images_end_the_work_and_a_larger_share_goes_on(inputs, whole, tmp_path, capsys):
+    words = ["--output", str(tmp_path / "store"), *inputs[1]]
+    assert main([*words, "--data.max_corrupt_share", "0.2"]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "4 of 18 images cannot be decoded, more than a share of 0.2" in said and "class1/008.png" in said
+    assert main(words) == 0
+    assert content(tmp_path / "store") == content(whole)
+
+
+def test_disk_that_becomes_full_loses_nothing(inputs, whole, tmp_path, capsys):
+    words = ["--output", str(tmp_path / "store"), *inputs[1], "--num-workers", "0"]  # they share files in memory
+    largest = max(len(data) for name, data in content(whole).items() if name.startswith("shard"))
+    with files_end_at(largest - 1):
+        assert main(words) == 1
+    assert "File too large; what is finished stays, and the same" in capsys.readouterr().err.splitlines()[-1]
+    assert not list((tmp_path / "store").rglob(".*"))  # drafts
+    assert main(words) == 0
+    assert content(tmp_path / "store") == content(whole)
+
+
+def test_disk_that_is_too_small_is_seen_before_anything_is_written(inputs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "free")(1000))
+    assert main(["--output", str(tmp_path / "new" / "store"), *inputs[1]]) == 2
+    assert "GiB are needed, 0.0 GiB free" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_bad_arguments_end_with_one_line_and_nothing_written(inputs, tmp_path, capsys):
+    folder, words = inputs
+    store = ["--output", str(tmp_path / "store")]
+    config = tmp_path / "latents.toml"
+    config.write_text('[data]\nname = "digits"\n[nonsense]\n')
+    for more, message in (
+        (["--data.imagesize", "16"], "--data.imagesize: unknown key (did you mean --data.image_size?)"),
+        (["--data.image_size", "none"], "data.image_size: not given"),
+        (["--data.image_size", "12"], "multiples of 8 pixels, not 12 x 12"),
+        (["--data.path", str(tmp_path)], "data.path: "),
+        (["--data.name", "latents"], "--data.image_size: unknown key"),
+        (["--data.num_workers", "3"], "--data.num_workers: is for training; here it is --num-workers"),
+        (["--data.horizontal_flip=true"], "--data.horizontal_flip: is for training; here it is --mirror"),
+        (["--split", "validation"], "image_folder holds out no images here"),
+        (["--path", str(tmp_path)], "no such file (encoder.jit and decoder.jit are needed)"),
+        (["--autoencoder", "vqgan"], "invalid choice: 'vqgan'"),
+        (["--overlap", "8"], "--overlap: has no effect without --tile"),
+        (["--tile", "12"], "the tile must be a multiple of 8 pixels, is 12"),
+        (["--normalization", "autoencoder"], "cosmos has no normalization of its own"),
+        (["--batch-size", "0"], "must be a whole number of at least 1"),
+        (["--batchsize", "2"], "unrecognized arguments: --batchsize 2"),
+        (["--config", str(tmp_path / "absent.toml")], "absent.toml: no such file"),
+        (["--output", str(folder)], "holds other files; give a new or empty folder"),
+    ):
+        try:
+            code = main([*store, *words, *more])
+        except SystemExit as ended:
+            code = ended.code
+        said = capsys.readouterr().err
+        assert code == 2 and message in said, (more, said)
+        assert "Traceback" not in said
+    base = [*store, "--autoencoder", "identity"]
+    for more, message in (
+        ([], "data.name: not given (one of "),
+        (["--data.name", "synthetic"], "images of shape [4, 32, 32]; those that autoencoders take have 3 channels"),
+        (["--config", str(config)], "digits has images of shape [1, "),
+        (["--config", str(config), "--data.name", "latents", "--data.path", "x"], "x: no such folder"),
+    ):
+        assert main([*base, *more]) == 2
+        said = capsys.readouterr().err
+        assert message in said and said.count("\n") == 1, (more, said)
+    assert not (tmp_path / "store").exists()
+
+
+def test_section_of_a_file_is_taken_and_its_other_sections_are_left_alone(inputs, whole, tmp_path):
+    folder, words = inputs
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'[model]\nname = "another"\n[data]\nname = "image_folder"\npath = "{folder / "photographs"}"\n'
+        f"num_workers = 7\nimage_size = {SIDE}\nvalidation_fraction = 0.9\nmax_corrupt_share = 0.5\n"
+    )
+    own = words[: words.index("--data.name")]
+    more = ["--config", str(config), "--data.validation_fraction", "0", "--num-workers", "0"]  # nor do they matter
+    assert main(["--output", str(tmp_path / "store"), *own, *more]) == 0
+    assert content(tmp_path / "store") == content(whole)
+
+
+def test_report_names_the_stage_that_the_others_wait_for(inputs, tmp_path):
+    file = tmp_path / "report.json"
+    assert main(["--output", str(tmp_path / "store"), *inputs[1], "--report", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["images"] == COUNT and report["ranks"] == 1 and report["decoders_per_rank"] == 2
+    assert set(report["stages"]) == {"decode", "encode", "write"}
+    assert all(stage["busy_seconds"] > 0 for stage in report["stages"].values())
+
+
+def test_rates_of_ranks_add_up_and_decoders_share_their_stage():
+    ranks = [
+        StageTimes(decoders=4, images=100, busy={"decode": 8.0, "encode": 5.0, "write": 1.0}),
+        StageTimes(decoders=4, images=50, busy={"decode": 8.0, "encode": 1.0, "write": 0.5}),
+    ]
+    summary = summarize(ranks, seconds=6.0)
+    rates = {name: stage["images_per_second_alone"] for name, stage in summary["stages"].items()}
+    assert rates == {"decode": 50 + 25, "encode": 20 + 50, "write": 100 + 100}
+    assert summary["limited_by"] == "encode" and summary["images_per_second"] == 25
+    assert summary["stages"]["decode"]["busy_seconds"] == 16.0
+
+
+
+
+def test_documented_commands_are_valid():
+    text = (Path(__file__).parents[2] / "docs" / "latents.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"scripts/extract_latents\.py (--[^`\n]+)", text)
+    parsed = [parse_arguments(command.split()) for command in commands]
+    assert len(parsed) == 2
+    for arguments, data_words in parsed:
+        assert arguments.autoencoder == "taef2" and arguments.output == Path("STORE")
+        with pytest.raises(ConfigError) as refused:
+            load_data_section(data_words)
+        assert refused.value.problems == ["command line: --data.path: 'PHOTOGRAPHS' does not exist"]
