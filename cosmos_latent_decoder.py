@@ -27,7 +27,7 @@ from torchtitan.autoencoders import AUTOENCODERS, build_autoencoder
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents, denormalize
 from torchtitan.autoencoders.latent_files import LatentFile, find_latents, open_latents, save_latents
 from torchtitan.autoencoders.reconstruction import psnr, side_by_side
-from torchtitan.autoencoders.tiling import TiledAutoencoder
+from torchtitan.autoencoders.tiling import in_tiles
 from torchtitan.command_line import OneLineParser
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.pictures import save_image
@@ -62,8 +62,7 @@ class CosmosLatentDecoder:
         """
         opened = build_autoencoder(autoencoder, path, dtype, device or compute_device())
         if tile is not None:
-            quarter = max(tile // 4 // opened.downscale, 1) * opened.downscale
-            opened = TiledAutoencoder(opened, tile, quarter if overlap is None else overlap)
+            opened = in_tiles(opened, tile, overlap)
         self.autoencoder = opened
         self.batch_size = batch_size
 

@@ -33,6 +33,15 @@ def main(arguments: list[str]) -> int:
         finally:
             forbid_restart()
     if check_only:
+        from data.base import DatasetError
+        from torchtitan.autoencoders.base import AutoencoderError
+        from torchtitan.evaluation.decoding import run_decoder
+
+        try:
+            run_decoder(config)
+        except (AutoencoderError, DatasetError) as error:
+            print(error, file=sys.stderr)
+            return REFUSED
         print(f"{config.job.config_file or 'configuration'}: ok")
         return 0
 

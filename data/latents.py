@@ -75,6 +75,11 @@ class Latents:
         self._scale = torch.tensor(normalization.scale)[:, None, None]
 
     @staticmethod
+    def store(config: LatentsConfig) -> LatentStore:
+        """The store that is trained on. Raises DatasetError."""
+        return _open(config, "train")
+
+    @staticmethod
     def latent_metadata(config: LatentsConfig) -> dict[str, str]:
         """What a file of latents drawn by a model of these has to say: how they were normalised, and what made them."""
         index = _open(config, "train").index

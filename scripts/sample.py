@@ -16,12 +16,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from safetensors.torch import save_file
 
 from data import DATASETS
+from torchtitan.autoencoders import AUTOENCODERS
+from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.command_line import OneLineParser
 from torchtitan.config import ConfigError
 from torchtitan.config_record import unmet_condition
 from torchtitan.config_schema import validate_section
 from torchtitan.distributed.mesh import CommConfig, compute_device, init_process_group
-from torchtitan.evaluation.pictures import image_grid, save_image
+from torchtitan.evaluation.decoding import LATENT_DATASETS, AutoencoderConfig, LatentDecoder, open_decoder
+from torchtitan.evaluation.pictures import class_labels, image_grid, save_image
 from torchtitan.evaluation.sampling import ImageSampler, SamplingConfig, grid_labels, sampling_problems
 from torchtitan.evaluation.trained_model import TrainedModel, WeightsError, load_run, load_weights
 from torchtitan.training.checkpoint import CheckpointError
@@ -40,14 +43,15 @@ def main() -> int:
     try:
         trained = open_model(arguments)
         sampling = check(arguments, trained)
-    except (ConfigError, CheckpointError, WeightsError) as error:
+        decoder = open_autoencoder(arguments, trained)
+    except (AutoencoderError, ConfigError, CheckpointError, WeightsError) as error:
         if FIRST:
             print(error, file=sys.stderr)
         return 2
     for warning in trained.warnings if FIRST else ():
         print(warning, file=sys.stderr)
     init_process_group(CommConfig())
-    draw(arguments, trained, sampling)
+    draw(arguments, trained, sampling, decoder)
     return 0
 
 
@@ -68,6 +72,8 @@ def parse_arguments() -> argparse.Namespace:
             add(option(field.name), help=help_line, **reader(hints[field.name]))
     add("--batch-size", type=int, default=256, help="images at a time on each rank")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of compute")
+    add("--autoencoder", choices=("none", *AUTOENCODERS), help="what decodes latents to images (default: the run's)")
+    add("--autoencoder-path", metavar="PATH", help="its folder or hub name, where it is not the run's")
     add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, or beside the weights)")
     add("--files", action="store_true", help="one PNG per image besides the grid")
     add("--latents", action="store_true", help="a file of the values as drawn besides, for cosmos_latent_decoder.py")
@@ -135,19 +141,48 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
     return sampling
 
 
-def draw(arguments: argparse.Namespace, trained: TrainedModel, sampling: SamplingConfig) -> None:
+def open_autoencoder(arguments: argparse.Namespace, trained: TrainedModel) -> LatentDecoder | None:
+    """What decodes the drawn latents; None for none. Raises AutoencoderError, WeightsError."""
+    config, data = trained.config.autoencoder, trained.config.data
+    given = arguments.autoencoder or arguments.autoencoder_path
+    if data.name not in LATENT_DATASETS:
+        if given:
+            raise WeightsError(f"--autoencoder: the model draws images of data.name = {data.name} (leave it out)")
+        return None
+    if arguments.autoencoder not in (None, config.name):
+        config = AutoencoderConfig(name=arguments.autoencoder)
+    if arguments.autoencoder_path is not None:
+        config = dataclasses.replace(config, path=arguments.autoencoder_path)
+    if config.name == "none":
+        if arguments.autoencoder_path is not None:
+            raise WeightsError("--autoencoder-path: of which autoencoder? (add --autoencoder NAME)")
+        if FIRST and not arguments.autoencoder:
+            hint = "the grid shows latent channels as colours (for images: --autoencoder NAME --autoencoder-path PATH)"
+            print(hint, file=sys.stderr)
+        return None
+    try:
+        return open_decoder(config, DATASETS[data.name].store(data), compute_device())
+    except AutoencoderError as error:
+        elsewhere = "" if arguments.autoencoder_path else " (--autoencoder-path says where it is on this machine)"
+        raise AutoencoderError(f"{error}{elsewhere}") from error
+
+
+def draw(
+    arguments: argparse.Namespace, trained: TrainedModel, sampling: SamplingConfig, decoder: LatentDecoder | None
+) -> None:
     labels = grid_labels(arguments.classes, trained.info.num_classes, arguments.images_per_class)
     sampler = ImageSampler(trained.model, trained.objective, arguments.dtype, compute_device())
-    images = sampler.draw(
+    drawn = sampler.draw(
         labels, arguments.seed, **sampling.method(), batch_size=arguments.batch_size, progress=FIRST
     )
+    images = decoder.decode(drawn) if decoder else drawn
     if not FIRST:
         return
     beside = arguments.source / "samples" / "drawn" if arguments.source.is_dir() else arguments.source.with_suffix("")
     folder = arguments.output or beside
     folder.mkdir(parents=True, exist_ok=True)
     rows = labels[:: arguments.images_per_class].tolist()
-    names = [trained.info.class_names[row] for row in rows] if trained.info.class_names else None
+    names = class_labels(rows, trained.info.class_names)
     grid = folder / f"grid-seed-{arguments.seed}.png"
     image_grid(images, len(rows), arguments.images_per_class, names, trained.label).save(grid)
     print(grid)
@@ -159,7 +194,7 @@ def draw(arguments: argparse.Namespace, trained: TrainedModel, sampling: Samplin
         file = folder / f"latents-seed-{arguments.seed}.safetensors"
         data = trained.config.data
         describe = getattr(DATASETS[data.name], "latent_metadata", None)  # only of datasets of latents
-        save_file({"latents": images.float().contiguous(), "labels": labels}, file, describe and describe(data))
+        save_file({"latents": drawn.float().contiguous(), "labels": labels}, file, describe and describe(data))
         print(file)
 
 

@@ -22,6 +22,7 @@ from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.distributed.compile import CompileConfig
 from torchtitan.distributed.mesh import CommConfig, ParallelismConfig
+from torchtitan.evaluation.decoding import AutoencoderConfig
 from torchtitan.evaluation.sampling import SamplingConfig
 from torchtitan.evaluation.validation import ValidationConfig
 from torchtitan.gns.monitor import GNSConfig
@@ -115,6 +116,7 @@ class JobConfig:
     job: JobSection = field(default_factory=JobSection)
     model: Any = field(default_factory=lambda: _section_defaults("model", DEFAULT_NAMES["model"]))
     data: Any = field(default_factory=lambda: _section_defaults("data", DEFAULT_NAMES["data"]))
+    autoencoder: AutoencoderConfig = field(default_factory=AutoencoderConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)

@@ -23,6 +23,7 @@ from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.distributed.activation_checkpoint import checkpoint_problems
 from torchtitan.distributed.compile import compile_problems
+from torchtitan.evaluation.decoding import LATENT_DATASETS, WITH_WEIGHTS
 from torchtitan.evaluation.sampling import default_schedule, sampling_problems
 from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
@@ -134,7 +135,7 @@ def _has_effect(checked: Checked, key: str, field: Any) -> Iterator[Problem]:
         return
     unmet = unmet_condition(checked, key.split(".")[0], field)
     if unmet:
-        yield Problem(key, no_effect(*unmet))
+        yield Problem(key, no_effect(*unmet, field.metadata["because"]))
 
 
 def _job_name(checked: Checked) -> Iterator[Problem]:
@@ -210,6 +211,13 @@ def _learned_variance(checked: Checked) -> Iterator[Problem]:
     if getattr(checked.whole("model"), "learned_variance", False) and not PATHS[path]().discrete:
         text = f"objective.path = {path} has no integer steps, whose variance it would be (set it to false)"
         yield Problem("model.learned_variance", text)
+
+
+def _autoencoder(checked: Checked) -> Iterator[Problem]:
+    name = checked.autoencoder.name
+    if name in WITH_WEIGHTS and not checked.autoencoder.path and checked.data.name in LATENT_DATASETS:
+        text = f"is missing (give the folder of the weights of {name}; scripts/download.py --list shows public ones)"
+        yield Problem("autoencoder.path", text)
 
 
 def _objective(checked: Checked) -> Iterator[Problem]:
@@ -412,6 +420,7 @@ CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
     _dataset_is_usable,
     _model_fits_images,
     _learned_variance,
+    _autoencoder,
     _objective,
     _gns,
     _label_dropout,

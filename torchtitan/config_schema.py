@@ -101,10 +101,11 @@ def unmet_in_table(table: Any, field: dataclasses.Field) -> tuple[str, Any, tupl
     return None
 
 
-def no_effect(key: str, value: Any, accepted: tuple | str) -> str:
+def no_effect(key: str, value: Any, accepted: tuple | str, because: str = "") -> str:
     """Say that a key is ignored because another one has a value that is not among the accepted ones."""
     remedy = f"{key} above 0" if accepted == ">0" else f"{key} = {' or '.join(map(_unquoted, accepted))}"
-    return f"has no effect when {key} = {_unquoted(value)}; remove it or set {remedy}"
+    reason = f": {because}" if because else ""
+    return f"has no effect when {key} = {_unquoted(value)}{reason}; remove it or set {remedy}"
 
 
 def plain(value: Any) -> Any:

@@ -18,7 +18,8 @@ from torchtitan.config_record import effective
 from torchtitan.distributed.agreement import from_first_rank, highest_over_ranks
 from torchtitan.distributed.compile import CompileCounter
 from torchtitan.distributed.mesh import crosses_nodes
-from torchtitan.evaluation.pictures import image_grid, save_animation
+from torchtitan.evaluation.decoding import LATENT_DATASETS, held_out_picture
+from torchtitan.evaluation.pictures import class_labels, image_grid, save_animation
 from torchtitan.evaluation.sampling import ImageSampler, balanced_labels, grid_labels
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.gns.monitor import GNS_FOLDER
@@ -74,6 +75,7 @@ class Reports:
         expected = max(_STEPS_TO_COMPILE, gns.interval if gns.enable and gns.single_pass else 0)
         self._compilations = CompileCounter(expected)
         self._results: dict[str, Any] = {}
+        self._held_out_shown = False
         self._peak_memory: float = 0.0  # GiB, of this rank, up to the last logged point
         self._allocator_retries: float = 0
         self._log: MetricsLog | None = None
@@ -187,6 +189,7 @@ class Reports:
         """Measure the held-out loss with the trained and with every averaged weight; collective."""
         trainer, config = self._trainer, self._config.validation
         with self.excluded():
+            self._show_held_out()
             dataset = DATASETS[self._config.data.name](self._config.data, "validation")
             count = min(config.num_images, len(dataset))
             metrics = {}
@@ -218,12 +221,15 @@ class Reports:
         """Draw the grid of samples of this step; collective."""
         trainer, config = self._trainer, self._config.sampling
         with self.excluded():
+            self._show_held_out()
             labels = grid_labels(config.classes, trainer.info.num_classes, config.images_per_class)
             images = self._draw(labels, config.guidance_scale, "sampling")
+            if trainer.decoder:
+                images = trainer.decoder.decode(images)
             if not self._first:
                 return
             rows = labels[:: config.images_per_class].tolist()
-            names = [trainer.info.class_names[row] for row in rows] if trainer.info.class_names else None
+            names = class_labels(rows, trainer.info.class_names)
             path = trainer.folder.samples / f"step-{trainer.step:08d}.png"
             path.parent.mkdir(exist_ok=True)
             title = f"guidance {config.guidance_scale:g}"  # the animation writes the step
@@ -298,6 +304,19 @@ class Reports:
                 batch_size=config.batch_size, sharded=trainer.layout.sharded, purpose=purpose,
             )
 
+    def _show_held_out(self) -> None:
+        """Save decoded held-out latents, once: whether scale and shift are right; collective."""
+        trainer = self._trainer
+        if trainer.decoder is None or self._held_out_shown or not trainer.info.has_validation:
+            return
+        self._held_out_shown = True
+        dataset = DATASETS[self._config.data.name](self._config.data, "validation")
+        picture = held_out_picture(dataset, trainer.decoder, trainer.info.class_names)
+        if self._first:
+            self._held_out.parent.mkdir(exist_ok=True)
+            picture.save(self._held_out)
+            self._log.write_image(trainer.step, "held_out", self._held_out)
+
     def _judge(self) -> None:
         trainer, config = self._trainer, self._config.sampling
         labels = balanced_labels(config.judge_images, trainer.info.num_classes)
@@ -325,6 +344,10 @@ class Reports:
     @property
     def _animation(self):
         return self._trainer.folder.samples / "training.gif"
+
+    @property
+    def _held_out(self) -> Path:
+        return self._trainer.folder.samples / "held-out.png"
 
     @property
     def _noise_scale(self) -> Path:
@@ -369,6 +392,10 @@ class Reports:
         logger.info("effective weight of the noise error over ln sigma (highest = 1): " + "  ".join(
             f"{point:+.0f}: {weight:.2g}" for point, weight in zip(points.tolist(), weights.tolist(), strict=True)
         ))
+        if config.sampling.enable and config.data.name in LATENT_DATASETS and trainer.decoder is None:
+            logger.info(
+                "grids show three latent channels as colours; for images give --autoencoder.name and --autoencoder.path"
+            )
         if trainer.step:
             logger.info(f"resumed after step {trainer.step} of {config.training.steps}")
 
@@ -378,6 +405,7 @@ class Reports:
         grids = sorted(folder.samples.glob("step-*.png"))
         places = {
             "sample grid": grids[-1] if grids else None,
+            "held-out": self._held_out if self._held_out.exists() else None,
             "noise scale": self._noise_scale if self._noise_scale.exists() else None,
             "animation": self._animation if self._animation.exists() else None,
             "metrics": folder.path / METRICS_FILE,

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from data.base import DatasetError
+from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.config import JobConfig
 from torchtitan.distributed.agreement import requests_ignored_at_the_end
 from torchtitan.distributed.restarts import FAILED, REFUSED
@@ -25,6 +26,9 @@ from torchtitan.training.run_status import write_status
 
 logger = logging.getLogger(__name__)
 
+_REFUSALS = (
+    AutoencoderError, RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure, Float8Error
+)  # fmt: skip
 _WAIT = 3.0  # seconds for another rank to be seen gone, or to say why it ended
 _CLOSING_SECONDS = 60.0
 
@@ -48,8 +52,8 @@ def run(config: JobConfig) -> int:
             logger.error(f"rank {_rank()}: {error}")
             _leave_status(None, "failed", FAILED, str(error))
             return FAILED
-        except (RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure, Float8Error) as error:
-            if _first():
+        except _REFUSALS as error:
+            if _speaks_for_its_machine():
                 print(error, file=sys.stderr)
             _leave_status(None, "refused", REFUSED, str(error))  # the folder may be another run's
             return REFUSED
@@ -136,5 +140,10 @@ def _first() -> bool:
     return _rank() == 0
 
 
+def _speaks_for_its_machine() -> bool:
+    """Whether this process says why a run is refused: one of all, or one of each machine while they are not joined."""
+    return _first() if dist.is_initialized() else os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))

@@ -18,6 +18,7 @@ def setting(
     le: float | None = None,
     lt: float | None = None,
     applies: dict[str, tuple | str] | None = None,
+    because: str = "",
     trajectory: bool = True,
 ) -> Any:
     """Declare one configuration key as a dataclass field.
@@ -29,6 +30,7 @@ def setting(
         applies: other key -> the values of it under which this one has an effect, or ">0" for any positive
             number; given under another value, this key is refused instead of ignored. A key without a dot is
             of the same section. "one or other" is met when either is.
+        because: why it has no effect otherwise, where that is not plain; said when it is refused.
         trajectory: whether a change of this key changes what a run learns, so that a checkpoint of another
             value must not be continued silently.
 
@@ -39,6 +41,7 @@ def setting(
         "description": description,
         "bounds": {name: bound for name, bound in dict(ge=ge, gt=gt, le=le, lt=lt).items() if bound is not None},
         "applies": applies or {},
+        "because": because,
         "trajectory": trajectory,
     }
     if isinstance(default, list | dict):

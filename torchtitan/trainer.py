@@ -27,6 +27,7 @@ from torchtitan.distributed.parallelize import (
     parallelize,
 )
 from torchtitan.distributed.precision import compute_context
+from torchtitan.evaluation.decoding import run_decoder
 from torchtitan.gns.batch_schedule import lr_multiple
 from torchtitan.gns.capture import GradientTaps
 from torchtitan.gns.monitor import GNSMonitor, inner_edges
@@ -69,10 +70,12 @@ class Trainer:
         """Build the run, or resume it from its newest good checkpoint.
 
         Raises:
+            AutoencoderError: before there is a process group.
             RunFolderError, CheckpointError, DatasetError, OptimizerError, Float8Error: on every rank, before anything
                 is overwritten.
         """
         self.config = config
+        self.decoder = run_decoder(config)
         init_process_group(config.comm)
         self.layout = layout = Layout(config.parallelism)
         self.folder = RunFolder(config)

@@ -101,6 +101,13 @@ class Autoencoder(nn.Module):
             "downscale": self.downscale,
         }
 
+    def move(self, device: torch.device) -> None:
+        """Bring the networks to a device, and compute there from now on."""
+        for module in self.modules():
+            if isinstance(module, Autoencoder):
+                module.device = device
+        self.to(device)
+
     def train(self, mode: bool = True) -> "Autoencoder":
         # Stays in eval mode even where it is part of a module that is trained.
         return super().train(False)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ ACCENT = (86, 156, 240)
 NOT_FINITE = (230, 30, 90)
 
 LABEL_LETTERS = 24
+WORDNET_NUMBER = re.compile(r"n\d{8}[ _]+")
 MOST_FRAMES = 60
 ANIMATION_SECONDS = 8.0
 LAST_FRAME_SECONDS = 2.5
@@ -33,6 +35,7 @@ def image_grid(
     columns: int,
     row_labels: Sequence[str] | None = None,
     title: str = "",
+    captions: Sequence[str] | None = None,
 ) -> Image.Image:
     """Lay images out in rows, the first row first.
 
@@ -47,17 +50,20 @@ def image_grid(
         rows, columns: of the grid, >= 1.
         row_labels: one per row, written at its left, cut to 24 letters; the built-in font knows Latin ones only.
         title: written above the grid.
+        captions: one per image, written below it, cut to its width.
 
     Returns:
         an RGB picture, with 4 pixels between cells and 12 below the last row.
 
     Raises:
-        ValueError: the images do not fit the grid, or there is not one label per row.
+        ValueError: the images do not fit the grid, or there is not one label per row or caption per image.
     """
     if images.ndim != 4 or not 1 <= len(images) <= rows * columns:
         raise ValueError(f"image_grid: {list(images.shape)} are not 1 to {rows} x {columns} images [N, C, H, W]")
     if row_labels is not None and len(row_labels) != rows:
         raise ValueError(f"image_grid: {len(row_labels)} row labels for {rows} rows")
+    if captions is not None and len(captions) != len(images):
+        raise ValueError(f"image_grid: {len(captions)} captions for {len(images)} images")
     pixels = _enlarge(_to_rgb(images.detach().float().cpu().numpy()))  # [N, H * factor, W * factor, 3]
     height, width = pixels.shape[1:3]
 
@@ -71,22 +77,39 @@ def image_grid(
     line_height = sum(title_font.getmetrics()) + 2
     top = MARGIN + (len(title_lines) * line_height + 2 * GAP if title_lines else 0)
 
+    caption_font = ImageFont.load_default(_between(11, height // 14, 20))
+    pitch = height + GAP + (sum(caption_font.getmetrics()) + GAP if captions else 0)
+
     title_width = max((_text_width(line, title_font) for line in title_lines), default=0)
-    size = left + max(grid_width, title_width) + MARGIN, top + rows * (height + GAP) - GAP + MARGIN
+    size = left + max(grid_width, title_width) + MARGIN, top + rows * pitch - GAP + MARGIN
     picture = Image.new("RGB", size, PAPER)
     draw = ImageDraw.Draw(picture)
     for line, text in enumerate(title_lines):
         draw.text((left, MARGIN + line * line_height), text, INK, title_font)
     for row, label in enumerate(labels):
-        middle = top + row * (height + GAP) + height // 2
+        middle = top + row * pitch + height // 2
         draw.text((left - MARGIN, middle), label, INK, label_font, anchor="rm")
     for place in range(rows * columns):
-        x, y = left + place % columns * (width + GAP), top + place // columns * (height + GAP)
+        x, y = left + place % columns * (width + GAP), top + place // columns * pitch
         if place < len(pixels):
             picture.paste(Image.fromarray(pixels[place]), (x, y))
+            if captions:
+                draw.text((x, y + height + GAP), _fit(captions[place], caption_font, width), INK, caption_font)
         else:
             draw.rectangle((x, y, x + width - 1, y + height - 1), EMPTY)
     return picture
+
+
+def class_labels(labels: Sequence[int], class_names: Sequence[str]) -> list[str] | None:
+    """What pictures call classes: their names up to the first comma, without ImageNet's numbers, _ as a space.
+
+    Returns:
+        one name per label; None where the dataset has no names.
+    """
+    if not class_names:
+        return None
+    names = [WORDNET_NUMBER.sub("", class_names[label], count=1) for label in labels]
+    return [name.split(",")[0].replace("_", " ").strip() for name in names]
 
 
 def save_image(image: Tensor, path: Path) -> None:
@@ -184,6 +207,13 @@ def _few_colours(frame: Image.Image) -> Image.Image:
 
 def _shorten(label: str) -> str:
     return label if len(label) <= LABEL_LETTERS else label[: LABEL_LETTERS - 1].rstrip(" ,-") + "…"
+
+
+def _fit(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
+    cut = text
+    while cut and _text_width(cut, font) > width:
+        cut = cut[:-2].rstrip() + "…" if len(cut) > 2 else ""
+    return cut
 
 
 def _text_width(text: str, font: ImageFont.FreeTypeFont) -> int:

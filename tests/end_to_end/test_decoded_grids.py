@@ -1,0 +1,173 @@
+"""Runs on latents whose grids are decoded images: what they show, and that training does not know of it."""
+
+import json
+import os
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.decoding import CLASS_NAMES, decoded_by_hand, write_encoded_store
+from tests.end_to_end.runs import checkpoint_tensors
+from tests.faults.forked import ForkedRun
+from tests.forked import ForkedProcess
+from tests.launcher import free_port
+from tests.unit.autoencoder_files import write_taef2
+from torchtitan.evaluation.pictures import class_labels, image_grid
+
+CONFIG = """
+[model]
+flavor = "debug"
+[data]
+name = "latents"
+path = "{folder}/store"
+[training]
+steps = 6
+local_batch_size = 4
+global_batch_size = 8
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+[checkpoint]
+interval = 3
+[sampling]
+interval = 3
+num_steps = 3
+images_per_class = 3
+[validation]
+enable = true
+interval = 2
+num_images = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("decoded")
+    index, matrix = write_encoded_store(folder / "store", folder / "tokenizer")
+    (folder / "latents.toml").write_text(CONFIG.format(folder=folder))
+    return folder, index, matrix
+
+
+@pytest.fixture(scope="module")
+def runs(encoded):
+    """The same run with and without an autoencoder, each on two ranks."""
+    folder = encoded[0]
+    decode = ["--autoencoder.name", "cosmos", "--autoencoder.path", str(folder / "tokenizer")]
+    found = {
+        "decoded": ForkedRun(folder / "latents.toml", "decoded", *decode, ranks=2, replicas=2),
+        "plain": ForkedRun(folder / "latents.toml", "plain", ranks=2, replicas=2),
+    }
+    return {name: (run, run.finish()[0]) for name, run in found.items()}
+
+
+def sample(folder, run, *options: str, ranks: int = 1) -> list[tuple[int, str]]:
+    """Exit code and output of every rank of scripts/sample.py."""
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment |= {"WORLD_SIZE": str(ranks)} if ranks > 1 else {}
+    processes = [
+        ForkedProcess(_sample, ([str(run), "--output", str(folder), *options],), environment | {"RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    return [(process.wait(120), process.said()) for process in processes]
+
+
+def _sample(words: list[str]) -> int:
+    sys.argv = ["sample.py", *words]
+    from scripts import sample  # reads RANK when it is imported
+
+    return sample.main()
+
+
+def differences(one, other) -> np.ndarray:
+    one, other = (np.asarray(Image.open(path).convert("RGB")).astype(int) for path in (one, other))
+    assert one.shape == other.shape
+    return np.abs(one - other)
+
+
+def test_training_is_the_same_bit_for_bit_with_and_without_decoding(runs):
+    (decoded, _), (plain, _) = runs["decoded"], runs["plain"]
+    timed = ("time", "throughput", "memory", "tflops", "mfu")
+    learned = [
+        [{tag: value for tag, value in point.items() if not tag.startswith(timed)} for point in run.points()]
+        for run in (decoded, plain)
+    ]
+    assert learned[0] == learned[1] and learned[0][-1]["step"] == 6
+    for step in (3, 6):
+        checkpoints = [run.folder / "checkpoint" / f"step-{step:08d}" for run in (decoded, plain)]
+        tensors = [checkpoint_tensors(checkpoint) for checkpoint in checkpoints]
+        assert tensors[0].keys() == tensors[1].keys()
+        assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+        states = [json.loads((checkpoint / "state.json").read_text()) for checkpoint in checkpoints]
+        assert states[0] == states[1]
+
+
+def test_grids_are_decoded_images_and_a_run_without_says_how_to_get_them(runs, encoded):
+    hint = "for images give --autoencoder.name and --autoencoder.path"
+    assert hint in runs["plain"][1] and hint not in runs["decoded"][1]
+    grids = {}
+    for name, (run, _) in runs.items():
+        names = {path.name for path in (run.folder / "samples").iterdir()}
+        assert ("held-out.png" in names) == (name == "decoded")
+        grids[name] = run.folder / "samples" / "step-00000006.png"
+    assert Image.open(grids["decoded"]).size == Image.open(grids["plain"]).size  # 32 pixels and 4 are both shown as 64
+    held_out = Image.open(runs["decoded"][0].folder / "samples" / "held-out.png")
+    assert held_out.width > 3 * 64
+    folder, index, matrix = encoded
+    (code, output), = sample(folder / "drawn", runs["decoded"][0].folder, "--images-per-class", "3", "--latents")
+    assert code == 0, output
+    (file,) = (folder / "drawn").glob("latents-*.safetensors")
+    content = load_file(file)
+    assert content["latents"].shape == (9, 16, 4, 4)
+    names = class_labels([0, 1, 2], CLASS_NAMES)
+    assert names == ["tench", "goldfish", "great white shark"]
+    image_grid(
+        decoded_by_hand(content["latents"], index, matrix), 3, 3, names, "step 6, ema"
+    ).save(folder / "by-hand.png")  # fmt: skip
+    assert differences(folder / "by-hand.png", folder / "drawn" / "grid-seed-0.png").max() == 0
+    # The run's own grid has the same images under another title; it was drawn by two ranks.
+    drawn, trained = (np.asarray(Image.open(path)).astype(int) for path in (folder / "by-hand.png", grids["decoded"]))
+    rows = 3 * 64 + 2 * 4
+    assert np.abs(drawn[-12 - rows : -12, -12 - rows : -12] - trained[-12 - rows : -12, -12 - rows : -12]).max() <= 1
+
+
+def test_two_ranks_draw_the_same_grid_and_weights_may_have_moved(runs, encoded):
+    folder, run = encoded[0], runs["decoded"][0].folder
+    shutil.copytree(folder, folder / "moved", ignore=shutil.ignore_patterns("outputs", "store", "moved"))
+    tokenizer, away = folder / "tokenizer", folder / "away"
+    tokenizer.rename(away)
+    try:
+        for code, output in sample(folder / "lost", run, ranks=2):
+            assert code == 2
+            assert len(output.splitlines()) <= 1  # of the first rank
+            assert not output or "no such folder" in output and "--autoencoder-path" in output
+        moved = ["--autoencoder-path", str(folder / "moved" / "tokenizer")]
+        for ranks in (1, 2):
+            results = sample(folder / f"on-{ranks}", run, *moved, "--images-per-class", "3", ranks=ranks)
+            assert [code for code, _ in results] == [0] * ranks, results
+        assert differences(folder / "on-1" / "grid-seed-0.png", folder / "on-2" / "grid-seed-0.png").max() <= 1
+        (code, output), = sample(folder / "raw", run, "--autoencoder", "none", "--classes", "0")
+        assert code == 0 and "--autoencoder NAME" not in output
+    finally:
+        away.rename(tokenizer)
+
+
+def test_weights_that_do_not_fit_end_a_run_before_it_starts_in_one_line(encoded):
+    folder = encoded[0]
+    write_taef2(folder / "taef2")
+    other = ["--autoencoder.name", "taef2", "--autoencoder.path", str(folder / "taef2")]
+    missing = ["--autoencoder.name", "cosmos", "--autoencoder.path", str(folder / "nowhere")]
+    for words, reason in ((other, "made with the autoencoder 'cosmos', not 'taef2'"), (missing, "no such folder")):
+        run = ForkedRun(folder / "latents.toml", "refused", *words, ranks=2, replicas=2)
+        codes, outputs = run.wait()
+        assert codes == [2, 2], outputs
+        said = [line for output in outputs for line in output.splitlines()]
+        assert len(said) == 1 and said[0].startswith("[autoencoder]: ") and reason in said[0]
+        assert not run.folder.exists()
+        checked = ForkedRun(folder / "latents.toml", "refused", *words, "--check-only")
+        codes, outputs = checked.wait()
+        assert codes == [2] and outputs[0].splitlines() == said

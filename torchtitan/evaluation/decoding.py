@@ -1,0 +1,194 @@
+"""From latents to the images of grids: the autoencoder of `[autoencoder]`, every rank decoding its share."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor
+
+from data import DATASETS, Dataset
+from torchtitan.autoencoders import AUTOENCODERS, build_autoencoder
+from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Normalization, denormalize
+from torchtitan.autoencoders.tiling import in_tiles
+from torchtitan.distributed.mesh import compute_device
+from torchtitan.evaluation.pictures import class_labels, image_grid
+from torchtitan.latents.index import LatentStoreError
+from torchtitan.latents.store import LatentStore, check_autoencoder
+from torchtitan.settings import setting
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
+
+WITH_WEIGHTS = tuple(name for name in AUTOENCODERS if name != "identity")
+LATENT_DATASETS = tuple(name for name, dataset in DATASETS.items() if hasattr(dataset, "store"))
+OF_LATENTS = {"data.name": LATENT_DATASETS}
+HELD_OUT_IMAGES, HELD_OUT_COLUMNS = 32, 8
+
+
+@dataclass(kw_only=True)
+class AutoencoderConfig:
+    """`[autoencoder]`: what decodes the latents of data.name = "latents", in grids and in scripts/sample.py."""
+
+    name: Literal[("none", *AUTOENCODERS)] = setting(
+        "none", "what turns drawn latents into images; none: grids show latent channels as colours",
+        applies=OF_LATENTS, because="training encodes no images (scripts/extract_latents.py does, once)",
+        trajectory=False,
+    )  # fmt: skip
+    path: str = setting(
+        "", "folder of its weights, or for cosmos and diffusers a name on the Hugging Face hub",
+        applies=OF_LATENTS | {"name": WITH_WEIGHTS}, trajectory=False,
+    )  # fmt: skip
+    dtype: Literal["float32", "bfloat16"] | None = setting(
+        None, "dtype of compute; default: float32, and for cosmos that of its files",
+        applies=OF_LATENTS | {"name": WITH_WEIGHTS}, trajectory=False,
+    )  # fmt: skip
+    tile: int = setting(
+        0, "side in pixels of the overlapping tiles that larger images are decoded in; 0: none", ge=0,
+        applies=OF_LATENTS | {"name": tuple(AUTOENCODERS)}, trajectory=False,
+    )  # fmt: skip
+    overlap: int | None = setting(
+        None, "pixels that neighbouring tiles share; default: a quarter of a tile", ge=1,
+        applies=OF_LATENTS | {"name": tuple(AUTOENCODERS), "tile": ">0"}, trajectory=False,
+    )  # fmt: skip
+    batch_size: int = setting(
+        16, "images decoded at a time on each rank", ge=1, applies=OF_LATENTS | {"name": tuple(AUTOENCODERS)},
+        trajectory=False,
+    )  # fmt: skip
+
+
+class LatentDecoder:
+    """Decodes latents as a model is trained on them, normalised, every rank its share.
+
+    Between calls the autoencoder waits in the host's memory: on a GPU it takes none from training.
+    """
+
+    def __init__(
+        self, autoencoder: Autoencoder, normalization: Normalization, batch_size: int, device: torch.device
+    ) -> None:
+        """
+        Args:
+            autoencoder: what decodes raw latents.
+            normalization: what was done to the latents that are trained on.
+            batch_size: images at a time on each rank.
+            device: where they are decoded.
+        """
+        self._autoencoder = autoencoder
+        self._normalization = normalization
+        self._batch_size = batch_size
+        self._device = device
+        autoencoder.move(torch.device("cpu"))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode the same latents on all ranks together.
+
+        Args:
+            latents: normalised, [N, C, h, w] float32, equal on every rank.
+
+        Returns:
+            images [N, 3, H, W] float32 in [-1, 1] on the CPU, on every rank.
+        """
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        share = math.ceil(len(latents) / ranks)
+        images = None
+        with self._on_device():
+            for places in torch.arange(share).split(self._batch_size):  # as many on every rank
+                mine = latents[(places + rank * share).clamp(max=len(latents) - 1)].to(self._device)
+                part = self._autoencoder.decode(denormalize(mine, self._normalization))
+                if images is None:
+                    images = torch.empty(ranks * share, *part.shape[1:])
+                for other, decoded in enumerate(_of_all_ranks(part, ranks)):
+                    images[places + other * share] = decoded.cpu()
+        return images[: len(latents)]
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        self._autoencoder.move(self._device)
+        try:
+            yield
+        finally:
+            self._autoencoder.move(torch.device("cpu"))
+            if self._device.type == "cuda":  # what decoding needed is training's again
+                torch.cuda.empty_cache()
+
+
+def open_decoder(config: AutoencoderConfig, store: LatentStore, device: torch.device) -> LatentDecoder:
+    """Open an autoencoder, and make sure that it is the one that a store was made with.
+
+    Args:
+        config: names an autoencoder other than "none".
+        store: whose latents are trained on.
+        device: where to decode.
+
+    Raises:
+        AutoencoderError: it cannot be opened, or decodes other latents than the store's.
+    """
+    dtype = getattr(torch, config.dtype) if config.dtype else None
+    try:
+        with torch.random.fork_rng(devices=[]):  # networks are filled with random numbers before their weights
+            autoencoder = build_autoencoder(config.name, config.path, dtype, device)
+        if config.tile:
+            autoencoder = in_tiles(autoencoder, config.tile, config.overlap)
+        check_autoencoder(store, autoencoder.identity())
+        _check_shape(store, autoencoder)
+    except (AutoencoderError, LatentStoreError) as error:
+        raise AutoencoderError(f"[autoencoder]: {error}") from error
+    normalization = store.index.normalization.model_dump(include={"shift", "scale"})
+    return LatentDecoder(autoencoder, normalization, config.batch_size, device)
+
+
+def run_decoder(config: "JobConfig") -> LatentDecoder | None:
+    """What a run decodes its pictures with; None where it names no autoencoder or draws no picture.
+
+    Raises:
+        AutoencoderError, DatasetError: as in `open_decoder`; the store cannot be opened.
+    """
+    if config.autoencoder.name == "none" or not (config.sampling.enable or config.validation.enable):
+        return None
+    return open_decoder(config.autoencoder, DATASETS[config.data.name].store(config.data), compute_device())
+
+
+def held_out_picture(dataset: Dataset, decoder: LatentDecoder, class_names: Sequence[str]) -> Image.Image:
+    """What the data look like through the store: up to 32 held-out latents, spread over the split; collective.
+
+    A wrong scale or shift, or another autoencoder's latents, show at a glance.
+
+    Args:
+        dataset: the validation split, whose latents are as the model sees them.
+        decoder: of those latents.
+        class_names: one per class, written under the images; empty where there are none.
+    """
+    count = min(HELD_OUT_IMAGES, len(dataset))
+    latents, labels = dataset.fetch((torch.arange(count) * len(dataset) // count).numpy())
+    columns = min(count, HELD_OUT_COLUMNS)
+    return image_grid(
+        decoder.decode(latents), -(-count // columns), columns, title="held-out latents, decoded",
+        captions=class_labels(labels.tolist(), class_names),
+    )  # fmt: skip
+
+
+def _check_shape(store: LatentStore, autoencoder: Autoencoder) -> None:
+    channels, height, _ = store.index.shape
+    if channels != autoencoder.channels:
+        raise AutoencoderError(
+            f"{store.folder}: latents of {channels} channels, and {autoencoder.name} decodes {autoencoder.channels}"
+        )
+    pixels = store.index.image_size
+    if pixels is not None and pixels != height * autoencoder.downscale:
+        raise AutoencoderError(
+            f"{store.folder}: made of images of {pixels} pixels, and {autoencoder.name} decodes them to "
+            f"{height * autoencoder.downscale}"
+        )
+
+
+def _of_all_ranks(part: Tensor, ranks: int) -> list[Tensor]:
+    if ranks == 1:
+        return [part]
+    parts = [torch.empty_like(part) for _ in range(ranks)]
+    dist.all_gather(parts, part.contiguous())
+    return parts
