@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from tests.decoding import write_encoded_store
 from tests.launcher import ROOT, run_on_ranks
 
 SMALL = [
@@ -34,13 +35,29 @@ def cifar10(tmp_path_factory):
     return folder
 
 
-def test_shipped_configurations_train_when_made_small(cifar10, tmp_path):
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory):
+    """A store of tiny latents in Cosmos' number of channels, and keys that put it and its tokenizer in place."""
+    folder = tmp_path_factory.mktemp("latents")
+    write_encoded_store(folder / "store", folder / "tokenizer", num_images=100)
+    tokenizer = str(folder / "tokenizer")
+    return [
+        "--data.path", str(folder / "store"), "--data.num_workers", "0",
+        "--autoencoder.name", "cosmos", "--autoencoder.path", tokenizer,
+    ]  # fmt: skip
+
+
+def test_shipped_configurations_train_when_made_small(cifar10, latents, tmp_path):
     arguments = {}
     for name in PRESETS:
         text = (ROOT / "train_configs" / name).read_text()
         arguments[name] = ["--job.config_file", str(ROOT / "train_configs" / name), "--job.dump_folder", str(tmp_path), *SMALL]
         if 'name = "cifar10"' in text:
             arguments[name] += ["--data.path", str(cifar10), "--data.num_workers", "0"]
+        if 'name = "latents"' in text:
+            arguments[name] += latents
+        if "validation_path" in text:
+            arguments[name] += ["--data.validation_path", latents[1]]
         if "[gns]" in text:
             arguments[name] += ["--gns.num_bins", "2", "--gns.interval", "2"]
         if "[validation]" in text:
@@ -52,6 +69,7 @@ def test_shipped_configurations_train_when_made_small(cifar10, tmp_path):
         losses = [point["loss_metrics/global_avg_loss"] for point in points if "grad_norm" in point]
         assert len(losses) == 3 and all(0 < loss < 10 for loss in losses), (name, losses)
         assert (folder / "samples" / "step-00000003.png").exists(), name
+        assert (folder / "samples" / "held-out.png").exists() == name.startswith("imagenet"), name
         assert json.loads((folder / "summary.json").read_text())["status"] == "completed", name
 
 
