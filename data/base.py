@@ -23,13 +23,15 @@ class UnreadableImage(DatasetError):
         index: position in the split.
         path: which file, or which part of one.
         reason: what is wrong with it, one line.
+        damaged: its bytes were had and are no image; false: they could not be had, which may pass.
     """
 
-    def __init__(self, index: int, path: str, reason: str) -> None:
-        super().__init__(index, path, reason)  # an exception travels between processes by its arguments
+    def __init__(self, index: int, path: str, reason: str, damaged: bool = True) -> None:
+        super().__init__(index, path, reason, damaged)  # an exception travels between processes by its arguments
         self.index = index
         self.path = path
         self.reason = reason
+        self.damaged = damaged
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"

@@ -98,6 +98,8 @@ def _open(config: HuggingFaceConfig, split: Split) -> tuple:
     """The images of a split, their columns and the number of classes. Raises DatasetError."""
     if not config.path:
         raise DatasetError("data.path: not given; huggingface needs a name on the hub, a folder or a URL")
+    if config.validation_split == config.split:
+        raise DatasetError(f"data.validation_split: {config.split!r} is what is trained on; name another, or leave it out")
     name = config.validation_split if split == "validation" and config.validation_split else config.split
     asked = (config.config, config.revision, name, config.image_column, config.label_column)
     if not config.streaming:
@@ -106,8 +108,8 @@ def _open(config: HuggingFaceConfig, split: Split) -> tuple:
         table = _open_table(config.path, *asked)
         return table, table.columns, table.num_classes
     groups = _open_groups(config.path, *asked)
-    _check_memory(config, groups)
     num_kept = config.shuffle_row_groups if split == "train" else 1  # held-out images are read in order
+    _check_memory(config, groups, num_kept)
     images = RowGroupImages(groups, num_kept, config.cache_path, int(config.cache_gib * GIB))
     return images, groups.columns, groups.num_classes
 
@@ -122,12 +124,12 @@ def _open_groups(path: str, subset: str, revision: str, split: str, image_column
     return read_footers(table_url(path, revision), subset, split, image_column, label_column)
 
 
-def _check_memory(config: HuggingFaceConfig, groups: RowGroups) -> None:
+def _check_memory(config: HuggingFaceConfig, groups: RowGroups, num_kept: int) -> None:
     """Refuse a window that may not fit."""
-    largest = np.sort(groups.image_bytes)[-config.shuffle_row_groups :].sum() / GIB
+    largest = np.sort(groups.image_bytes)[-num_kept:].sum() / GIB
     for key in ("window_gib", "cache_gib") if config.cache_path else ("window_gib",):
         if largest > getattr(config, key):
             raise DatasetError(
-                f"data.shuffle_row_groups: {config.shuffle_row_groups} row groups of {config.path} take up to "
+                f"data.shuffle_row_groups: {num_kept} row groups of {config.path} take up to "
                 f"{largest:.3g} GiB, more than data.{key} = {getattr(config, key):g}"
             )

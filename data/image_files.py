@@ -1,5 +1,6 @@
 """Encoded images: where they lie, and how one of any size, format and mode becomes a square of RGB pixels."""
 
+import hashlib
 import io
 import os
 from collections.abc import Iterable
@@ -134,6 +135,16 @@ class SquareImages:
     def __len__(self) -> int:
         return len(self._positions)
 
+    def listing_digest(self) -> str:
+        """Hash of what is listed: which images, their names where they have any, and their labels; not their content."""
+        names = getattr(self._source, "names", None)
+        parts = [self._positions] if names is None else [self._positions, names.offsets, names.letters]
+        parts += [] if self._labels is None else [self._labels]
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(f"{part.dtype.str} {len(part)} ".encode() + np.ascontiguousarray(part).tobytes())
+        return digest.hexdigest()
+
     def fetch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         images = np.empty((len(indices), self._image_size, self._image_size, 3), np.uint8)
         labels = np.empty(len(indices), np.int64)
@@ -144,8 +155,12 @@ class SquareImages:
                 labels[slot] = self._source.label(position) if self._labels is None else self._labels[index]
             except DatasetError:  # not of this image alone
                 raise
+            except MemoryError as error:
+                raise DatasetError(f"{self._source.shown(position)}: not enough memory to decode it") from error
             except Exception as error:  # a damaged file fails in any way
-                raise UnreadableImage(int(index), self._source.shown(position), _reason(error)) from error
+                damaged = not (isinstance(error, OSError) and error.errno is not None)  # the decoder's have no number
+                shown = self._source.shown(position)
+                raise UnreadableImage(int(index), shown, _reason(error), damaged) from error
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2)  # [B, 3, H, W]
         pixels = pixels.to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1
         return pixels, torch.from_numpy(labels)

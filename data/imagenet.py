@@ -135,7 +135,7 @@ def _open(path: str, index_path: str) -> tuple[_Part, _Part | None]:
 def _roots(path: str) -> list[Path]:
     """Where images and what describes them may lie."""
     folder = Path(path).expanduser()
-    inside = [folder.absolute().parents[2]] if folder.name == Path(KAGGLE_IMAGES).name else []
+    inside = list(folder.absolute().parents)[2:3] if folder.name == Path(KAGGLE_IMAGES).name else []
     return [folder, folder / KAGGLE_IMAGES, *inside]
 
 
@@ -172,6 +172,8 @@ def _open_validation(roots: list[Path], index_path: str) -> _Part | None:
         if (root / VALIDATION_ARCHIVE).is_file():
             images = _open_archive(root / VALIDATION_ARCHIVE, index_path)
             return _by_wnid(images, _wnids_of(_names(images), roots))
+        if folder.is_dir():
+            raise DatasetError(f"data.path: {folder} has no images in it (fill it, or remove it to hold out some of train)")
     return None
 
 

@@ -17,16 +17,19 @@ WNID = re.compile(r"n\d{8}")
 
 
 def find_class_names(roots: list[Path]) -> dict[str, str]:
-    """wnid -> the first of its names, from Kaggle's mapping or the devkit; empty where neither can be read.
+    """wnid -> the first of its names, from Kaggle's mapping or the devkit; empty where there is neither.
 
     Raises:
-        DatasetError: one of them is damaged.
+        DatasetError: one of them is damaged, or scipy is missing for the devkit's.
     """
     if mapping := _find(roots, SYNSET_MAPPING):
         return {wnid: _first(names) for wnid, names in read_classes(str(mapping)).items()}
     content = _devkit_file(roots, "meta.mat")
-    if content is None or not _has_scipy():
+    if content is None:
         return {}
+    if not _has_scipy():
+        advice = "pip install .[imagenet], or give data.classes_file"
+        raise DatasetError(f"data.path: {roots[0]}: reading class names from the devkit's meta.mat needs scipy: {advice}")
     return {wnid: _first(words) for wnid, words in _synsets(content).values()}
 
 

@@ -114,6 +114,9 @@ def open_storage(url: str) -> tuple[Any, str]:
 def _find_files(url: str, subset: str, split: str) -> tuple[str, ...]:
     storage, root = open_storage(url)
     if storage.isfile(root):
+        for key, given in (("config", subset), ("split", "" if split == "train" else split)):
+            if given:
+                raise DatasetError(f"data.path: {url} is one file, of which no data.{key} {given!r} can be chosen")
         return (root,)
     found = sorted(path for path in storage.find(root) if path.endswith(".parquet"))
     if not found:

@@ -12,11 +12,11 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from data.base import DatasetError
-from data.image_files import PackedNames, shown_path
+from data.image_files import PackedNames, is_image_name, shown_path
 from data.saved_index import Advance
 
 MAX_OPEN_ARCHIVES = 64
-COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
+COMPRESSIONS = {b"\x1f\x8b\x08": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 class Member(NamedTuple):
@@ -40,9 +40,10 @@ def read_members(path: Path, advance: Advance = lambda count: None, nested: bool
     """
     with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
-        head = file.read(2)
-        if head in COMPRESSIONS:
-            raise DatasetError(f"{path}: is compressed ({COMPRESSIONS[head]}); decompress it to read from it in place")
+        head = file.read(tarfile.BLOCKSIZE)
+        kind = next((kind for magic, kind in COMPRESSIONS.items() if head.startswith(magic)), "")
+        if kind and head[257:262] != b"ustar":  # a member's name may begin like one
+            raise DatasetError(f"{path}: is compressed ({kind}); decompress it to read from it in place")
         gone = 0
         for member in _members(path, file, 0, size):
             if nested and member.name.endswith(b".tar"):
@@ -63,6 +64,9 @@ def _members(path: Path, file: BinaryIO, begin: int, end: int) -> Iterator[Membe
             archive.members.clear()  # they are many
             if entry.offset_data + entry.size > end:
                 raise DatasetError(f"{path}: cut short: {entry.name!r} goes on past byte {end} (copy it again)")
+            if (entry.islnk() or entry.issym()) and is_image_name(os.fsencode(entry.name)):
+                advice = "pack it again with tar --hard-dereference --dereference"
+                raise DatasetError(f"{path}: {entry.name!r} is a link, which cannot be read in place ({advice})")
             if entry.isreg() and not entry.issparse():
                 yield Member(os.fsencode(entry.name), entry.offset_data, entry.size)
             file.seek(archive.offset)  # the caller may have read elsewhere

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+import tomllib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -31,11 +32,11 @@ from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
 from torchtitan.command_line import OneLineParser
 from torchtitan.config import ConfigError, load_data_section
-from torchtitan.distributed.agreement import from_first_rank, of_all_ranks
+from torchtitan.distributed.agreement import of_all_ranks
 from torchtitan.distributed.mesh import CommConfig, compute_device, init_process_group
 from torchtitan.distributed.restarts import FAILED, REFUSED, forbid_restart
 from torchtitan.latents.describe import describe_store, readable
-from torchtitan.latents.extraction import begin_store, extract, finish_store
+from torchtitan.latents.extraction import begin_store, check_alike, extract, finish_store
 from torchtitan.latents.extraction_plan import ExtractionOptions, estimated_size, plan_extraction
 from torchtitan.latents.image_source import ImageSource
 from torchtitan.latents.index import LatentStoreError
@@ -65,12 +66,14 @@ def run(arguments: argparse.Namespace, data_words: list[str]) -> int:
     torch.set_num_threads(arguments.threads)
     try:
         config, info = load_data_section(data_words, arguments.config)
+        warn_of_training_keys(arguments.config)
         init_process_group(CommConfig())
         group = dist.new_group(backend="gloo", timeout=LONGEST) if dist.is_initialized() else None
         options = options_of(arguments, config)
         source = on_all_ranks(lambda: ImageSource(config, info, arguments.split), group)
         autoencoder = on_all_ranks(lambda: open_autoencoder(arguments), group)
-        plan = from_first_rank(plan_extraction, source, autoencoder, options, group=group)
+        plan = on_all_ranks(lambda: plan_extraction(source, autoencoder, options), group)
+        check_alike(of_all_ranks(plan, group))
         pending = begin_store(arguments.output, plan, group)
     except ConfigError as error:
         return refuse(*error.problems)
@@ -160,6 +163,15 @@ def default_workers() -> int:
     return min(MOST_WORKERS, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
+def warn_of_training_keys(path: str | None) -> None:
+    """A file may be that of a training; say which of its keys are not used."""
+    given = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("data", {}) if path else {}
+    found = {key: instead for key, instead in OF_TRAINING.items() if key in given}
+    if found and speaks():
+        listed = ", ".join(f"{key} ({instead})" for key, instead in found.items())
+        print(f"{path}: keys of [data] for training, which have options of their own here: {listed}", file=sys.stderr)
+
+
 def options_of(arguments: argparse.Namespace, config: DataConfig) -> ExtractionOptions:
     return ExtractionOptions(
         mirrored=arguments.mirror,
@@ -204,14 +216,14 @@ class FirstRankParser(OneLineParser):
     """A parser that complains once, however many processes were started."""
 
     def error(self, message: str):
-        if is_first():
+        if speaks():
             super().error(message)
         self.exit(REFUSED)
 
 
 def refuse(*lines: str, code: int = REFUSED) -> int:
-    """Say what all ranks know on one of them."""
-    if is_first():
+    """Say what all ranks know on one of them, and before they are joined on one of each machine."""
+    if speaks():
         print(*lines, sep="\n", file=sys.stderr)
     return code
 
@@ -234,6 +246,10 @@ def fail(error: BaseException) -> int:
 def one_line(error: Exception) -> str:
     file = isinstance(error, OSError) and (error.filename2 or error.filename)
     return " ".join((f"{file}: {error.strerror}" if file else str(error)).split())
+
+
+def speaks() -> bool:
+    return is_first() if dist.is_initialized() else os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def is_first() -> bool:

@@ -45,7 +45,7 @@ def main() -> int:
         sampling = check(arguments, trained)
         decoder = open_autoencoder(arguments, trained)
     except (AutoencoderError, ConfigError, CheckpointError, WeightsError) as error:
-        if FIRST:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # processes are not joined yet: one of each machine says it
             print(error, file=sys.stderr)
         return 2
     for warning in trained.warnings if FIRST else ():

@@ -12,8 +12,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from data.base import DatasetError
+from data.class_folders import list_class_folders
 from data.latents import Latents, LatentsConfig
-from scripts.extract_latents import main, parse_arguments
+from scripts.extract_latents import main, open_autoencoder, options_of, parse_arguments
 from tests.extractions import SIDE, content, write_inputs, write_photographs
 from tests.unit.test_full_disk import files_end_at
 from torchtitan.autoencoders.base import Autoencoder
@@ -21,7 +23,10 @@ from torchtitan.autoencoders.base import Latents as Encoded
 from torchtitan.autoencoders.identity import IdentityAutoencoder
 from torchtitan.config import ConfigError, load_data_section
 from torchtitan.latents import LatentStore, verify_shards
-from torchtitan.latents.index import PARTIAL_FOLDER, SKIPPED_FILE
+from torchtitan.latents.extraction import check_alike
+from torchtitan.latents.extraction_plan import plan_extraction
+from torchtitan.latents.image_source import ImageSource
+from torchtitan.latents.index import PARTIAL_FOLDER, SKIPPED_FILE, LatentStoreError
 from torchtitan.latents.stage_times import StageTimes, summarize
 
 COUNT = 18
@@ -160,6 +165,37 @@ def test_splits(tmp_path):
     assert json.loads(skipped["all"].read_text())["image"] == 9 + 1
 
 
+def test_an_image_that_cannot_be_read_just_now_ends_the_work_instead_of_being_left_out(tmp_path, capsys):
+    words = write_inputs(tmp_path, 9)
+    config, info = load_data_section(words[words.index("--data.name") :])
+    source = ImageSource(config, info, "train")
+    lost = sorted((tmp_path / "photographs").rglob("*.png"))[4]
+    lost.rename(lost.with_suffix(".away"))
+    with pytest.raises(DatasetError, match=r"No such file or directory \(no damaged image; mend that\)"):
+        source.read(range(9))
+    lost.with_suffix(".away").rename(lost)
+    assert source.read(range(9))[2] == []
+
+
+def test_ranks_that_see_other_data_or_weights_are_refused(tmp_path):
+    plans, words = [], write_inputs(tmp_path, 30)
+    files = sorted((tmp_path / "photographs").rglob("*.png"))
+    for name in ("as it was", "another file"):
+        if name == "another file":  # one of which no sample is taken
+            files[28].rename(files[28].with_name(f"{files[28].stem}x.png"))
+            list_class_folders.cache_clear()
+        arguments, data_words = parse_arguments(["--output", "store", *words])
+        config, info = load_data_section(data_words)
+        source = ImageSource(config, info, "train")
+        plans.append(plan_extraction(source, open_autoencoder(arguments), options_of(arguments, config)))
+    check_alike([plans[0], plans[0]])
+    with pytest.raises(LatentStoreError, match="^rank 2: origin.listing is "):
+        check_alike([plans[0], plans[0], plans[1]])
+    other = plans[0].model_copy(update={"autoencoder": plans[0].autoencoder | {"sha256": "0" * 64}})
+    with pytest.raises(LatentStoreError, match=f"^rank 1: autoencoder.sha256 is '{'0' * 64}' there and"):
+        check_alike([plans[0], other])
+
+
 def test_posterior_and_the_normalization_of_the_autoencoder_are_kept(tmp_path, monkeypatch):
     normalization = {"shift": [0.5, 0.0, -0.5], "scale": [2.0, 1.0, 0.5]}
     monkeypatch.setattr(IdentityAutoencoder, "_encode", lambda self, images: Encoded(images, images.abs() + 1))
@@ -248,7 +284,7 @@ def test_bad_arguments_end_with_one_line_and_nothing_written(inputs, tmp_path, c
     assert not (tmp_path / "store").exists()
 
 
-def test_section_of_a_file_is_taken_and_its_other_sections_are_left_alone(inputs, whole, tmp_path):
+def test_section_of_a_file_is_taken_and_its_other_sections_are_left_alone(inputs, whole, tmp_path, capsys):
     folder, words = inputs
     config = tmp_path / "run.toml"
     config.write_text(
@@ -259,6 +295,9 @@ def test_section_of_a_file_is_taken_and_its_other_sections_are_left_alone(inputs
     more = ["--config", str(config), "--data.validation_fraction", "0", "--num-workers", "0"]  # nor do they matter
     assert main(["--output", str(tmp_path / "store"), *own, *more]) == 0
     assert content(tmp_path / "store") == content(whole)
+    assert f"{config}: keys of [data] for training, which have options of their own here: num_workers (--num" in (
+        capsys.readouterr().err
+    )
 
 
 def test_report_names_the_stage_that_the_others_wait_for(inputs, tmp_path):

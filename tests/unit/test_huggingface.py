@@ -337,6 +337,15 @@ BAD = {
     "cache too small": ({"cache_gib": 1e-6, "cache_path": "{}/cache"}, "GiB, more than data.cache_gib = 1e-06"),
     "url unstreamed": ({"path": "memory://x", "streaming": False}, "is a URL, which only data.streaming = true reads"),
     "damaged footer": ({"path": "{}/broken"}, "train-0.parquet cannot be read (ArrowInvalid: "),
+    "subset of one file": (
+        {"path": "{}/train-00000-of-00002.parquet", "config": "x"}, "/train-00000-of-00002.parquet is one file, of which no data.config 'x' can"
+    ),
+    "split of one file": (
+        {"path": "{}/train-00000-of-00002.parquet", "validation_split": "test"}, "is one file, of which no data.split 'test' can be"
+    ),
+    "held out is trained on": (
+        {"validation_split": "train"}, "data.validation_split: 'train' is what is trained on; name another, or leave"
+    ),
     "other classes": ({"validation_split": "test"}, "data.validation_split: classes of 'test' are not those of 'tr"),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from data import DatasetError, UnreadableImage, saved_index
+from data import DatasetError, UnreadableImage, imagenet, imagenet_metadata, saved_index
 from data.imagenet import ImageNet, ImageNetConfig
 from tests.encoded_images import SIDE, assert_resumes_in_mid_epoch, decoded, everything, image_bytes, write_tar
 
@@ -271,6 +271,11 @@ def flatten(folder):
     write_files(folder / "val", validation_files())
 
 
+def empty_val(folder):
+    (folder / "val").rename(folder / "away")
+    (folder / "val").mkdir()
+
+
 TRAIN, VALIDATION, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
 SECOND = 512 + 512 * -(-len(image_bytes(1000)) // 512)  # where the second member of the held-out archive begins
 
@@ -289,6 +294,7 @@ BAD = {
     "flat val without labels": (
         "folders", flatten, {}, "data.path: the held-out images of {} are in no class folders, and neither LOC_val"
     ),
+    "empty val": ("folders", empty_val, {}, "data.path: {}/val has no images in it (fill it, or remove it to hold out"),
     "unknown held-out image": (
         "kaggle", add("ILSVRC/Data/CLS-LOC/val/odd.JPEG"), {},
         "data.path: 1 held-out images are in no list of classes, first odd.JPEG",
@@ -306,12 +312,25 @@ BAD = {
         "archives", overwrite(TRAIN, b"\xff" * 100, 512), {}, "{}/ILSVRC2012_img_train.tar: damaged at byte 512: no tar"
     ),
     "no tar": ("archives", overwrite(TRAIN, b"text"), {}, "{}/ILSVRC2012_img_train.tar: no tar archive, or damaged ("),
-    "compressed": ("archives", overwrite(TRAIN, b"\x1f\x8b"), {}, "img_train.tar: is compressed (gzip); decompress it"),
+    "compressed": ("archives", overwrite(TRAIN, b"\x1f\x8b\x08" + bytes(300)), {}, "img_train.tar: is compressed (gzip); decompress it"),
     "empty": ("archives", overwrite(TRAIN, bytes(10**6)), {}, "{}/ILSVRC2012_img_train.tar: has no images in it"),
     "damaged devkit": (
         "archives", cut(DEVKIT, 100), {}, "{}/ILSVRC2012_devkit_t12.tar.gz: ILSVRC2012_devkit_t12/data/ILSVRC2012_val"
     ),
 }  # fmt: skip
+
+
+def test_names_that_only_the_devkit_has_need_scipy(tmp_path, monkeypatch):
+    write_archives(tmp_path)
+    monkeypatch.setattr(imagenet_metadata, "_has_scipy", lambda: False)
+    with pytest.raises(DatasetError, match="needs scipy: pip install"):
+        ImageNet.info(ImageNetConfig(path=str(tmp_path), image_size=SIDE))
+
+
+def test_kaggles_folder_may_lie_at_the_root_of_a_disk():
+    with pytest.raises(DatasetError, match="does not exist"):
+        ImageNet.info(ImageNetConfig(path="/none/CLS-LOC", image_size=SIDE))
+    assert imagenet._roots("/none/CLS-LOC")[0].name == "CLS-LOC"
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+import tarfile
 
 import numpy as np
 import pytest
@@ -154,6 +155,20 @@ def damage(folder, name="train-001.tar", keep=None, at=None, text=b""):
     (folder / name).write_bytes(content[:keep])
 
 
+def test_a_link_in_a_shard_is_refused_and_a_name_may_begin_as_compressed_files_do(tmp_path):
+    content = image_bytes(3)
+    write_tar(tmp_path / "a.tar", {"BZh91.jpg": content, "BZh91.cls": b"0"})
+    images, _ = everything(WebDataset(config_of(tmp_path, validation_fraction=0.0), "train"))
+    assert torch.equal(images[0], decoded(content))
+    webdataset._open_shards.cache_clear()
+    with tarfile.open(tmp_path / "a.tar", "a") as archive:
+        link = tarfile.TarInfo("other.jpg")
+        link.type, link.linkname = tarfile.LNKTYPE, "BZh91.jpg"
+        archive.addfile(link)
+    with pytest.raises(DatasetError, match="'other.jpg' is a link, which cannot be read in place"):
+        WebDataset.info(config_of(tmp_path))
+
+
 BAD = {
     "no path": ({"path": ""}, {}, "data.path: not given; webdataset needs a folder of tar shards, or train-{{000..12"),
     "no size": ({"image_size": None}, {}, "data.image_size: not given; webdataset needs the side of its square images"),
@@ -169,7 +184,7 @@ BAD = {
     "cut": ({}, {"keep": 10_000}, "{}/train-001.tar: cut short"),
     "cut between members": ({}, {"keep": 1024}, "{}/train-001.tar: cut short at byte 1024: a tar's last block is"),
     "damaged": ({}, {"at": 1024, "text": b"\xff" * 100}, "{}/train-001.tar: damaged at byte 1024: no tar header"),
-    "compressed": ({}, {"at": 0, "text": b"\x1f\x8b"}, "{}/train-001.tar: is compressed (gzip); decompress it"),
+    "compressed": ({}, {"at": 0, "text": b"\x1f\x8b\x08" + bytes(300)}, "{}/train-001.tar: is compressed (gzip); decompress it"),
     "no labels": ({"label_key": "class"}, {}, "none of 16 of its 100 images can be read; the first is {}/train-000"),
     "index nowhere": ({"index_path": "{}/train-000.tar/x"}, {}, "data.index_path: {}/train-000.tar/x: cannot be wr"),
 }  # fmt: skip

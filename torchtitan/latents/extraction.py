@@ -15,10 +15,17 @@ from torchtitan.autoencoders.base import Autoencoder
 from torchtitan.distributed.agreement import from_first_rank, of_all_ranks
 from torchtitan.latents.extraction_plan import ExtractionOptions, check_room
 from torchtitan.latents.image_source import ImageSource
-from torchtitan.latents.index import StoreIndex, StorePlan, read_index
+from torchtitan.latents.index import (
+    INDEX_FILE,
+    PARTIAL_FOLDER,
+    LatentStoreError,
+    StoreIndex,
+    StorePlan,
+    read_index,
+)
 from torchtitan.latents.shard_encoding import check_skipped, encode_shards
 from torchtitan.latents.stage_times import summarize
-from torchtitan.latents.writer import StoreWriter
+from torchtitan.latents.writer import StoreWriter, first_difference
 
 SECONDS_BETWEEN_LOOKS = 1.0  # at what other ranks have finished
 
@@ -39,10 +46,32 @@ def begin_store(folder: Path, plan: StorePlan, group: dist.ProcessGroup | None =
     """
 
     def begin() -> list[int]:
-        check_room(folder, plan)
-        return StoreWriter(folder, plan).pending()
+        begun = any((folder / name).exists() for name in (INDEX_FILE, PARTIAL_FOLDER))
+        if not begun:  # or else a disk that is too small would find a plan on it
+            check_room(folder, plan)
+        pending = StoreWriter(folder, plan).pending()
+        if begun and pending:
+            check_room(folder, plan)
+        return pending
 
     return from_first_rank(begin, group=group)
+
+
+def check_alike(plans: list[StorePlan]) -> None:
+    """Make sure that every rank is about to write the same store: a rank has its own dataset and autoencoder.
+
+    Args:
+        plans: of all ranks, in their order.
+
+    Raises:
+        LatentStoreError: they differ.
+    """
+    for rank, plan in enumerate(plans):
+        if difference := first_difference(plans[0], plan):
+            name, wanted, found = difference
+            raise LatentStoreError(
+                f"rank {rank}: {name} is {found} there and {wanted} on rank 0; give all the same data, files and options"
+            )
 
 
 def extract(

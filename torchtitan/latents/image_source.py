@@ -88,6 +88,8 @@ class ImageSource:
                 images.append(image)
                 labels.append(label)
             except UnreadableImage as error:
+                if not error.damaged:  # left out, it would be for good
+                    raise DatasetError(f"{error} (no damaged image; mend that)") from error
                 path = self._without_place(error.path)
                 skipped.append(SkippedImage(image=start + index, path=path, reason=error.reason))
         return torch.cat(images), torch.cat(labels), skipped
@@ -102,8 +104,14 @@ class ImageSource:
             and name != "horizontal_flip"  # of training
         }
         return {
-            "data": keys, "split": self.split, "num_images": len(self), "sample": self._sample_digest(),
+            "data": keys, "split": self.split, "num_images": len(self), "listing": self._listing_digest(),
+            "sample": self._sample_digest(),
         }  # fmt: skip
+
+    def _listing_digest(self) -> str:
+        """Hash of what the dataset lists, where it lists files or rows."""
+        listings = [part.listing_digest() for part in self._parts if hasattr(part, "listing_digest")]
+        return hashlib.sha256("".join(listings).encode()).hexdigest()[:16]
 
     def _sample_digest(self) -> str:
         """Hash of some images and labels spread over the source."""

@@ -176,15 +176,23 @@ class StoreWriter:
         return hashlib.sha256(self.plan.model_dump_json().encode()).hexdigest()
 
     def _compare(self, begun: StorePlan, verb: str) -> None:
-        plans = begun.model_dump(mode="json"), self.plan.model_dump(mode="json")  # as they come back from a file
-        for name in StorePlan.model_fields:
-            before, now = (plan[name] for plan in plans)
-            if before != now:
-                place, before, now = _difference(name, before, now)
-                raise LatentStoreError(
-                    f"{self.folder}: {verb} {place} = {_shown(before)}, this would be {_shown(now)}; give another "
-                    "folder, or the same settings and source"
-                )
+        if difference := first_difference(begun, self.plan):
+            place, before, now = difference
+            raise LatentStoreError(
+                f"{self.folder}: {verb} {place} = {before}, this would be {now}; give another folder, or the same "
+                "settings and source"
+            )
+
+
+def first_difference(one: StorePlan, other: StorePlan) -> tuple[str, str, str] | None:
+    """The first place in which two plans differ, as `origin.encoding.threads`, and what stands there in each."""
+    plans = one.model_dump(mode="json"), other.model_dump(mode="json")  # as they come back from a file
+    for name in StorePlan.model_fields:
+        values = [plan[name] for plan in plans]
+        if values[0] != values[1]:
+            place, *found = _difference(name, *values)
+            return place, *map(_shown, found)
+    return None
 
 
 def _difference(place: str, before: Any, now: Any) -> tuple[str, Any, Any]:

@@ -343,7 +343,7 @@ class _ReplacingReader:
                 try:
                     return read_checked(self._dataset, self._info, np.array([index]), draws)
                 except UnreadableImage as error:
-                    self._unreadable[index] = UnreadableImage(index, error.path, error.reason)
+                    self._unreadable[index] = UnreadableImage(index, error.path, error.reason, error.damaged)
             met[index] = self._unreadable[index]
         raise DatasetError(
             f"dataset {_name(self._dataset)}: {step + 1} images in a row cannot be decoded, the first is {met[wanted]}"
