@@ -21,6 +21,7 @@ from torchtitan.config_schema import Problem, nearest, no_effect, shown, shown_n
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
+from torchtitan.diffusion.timestep_samplers import given_slot_edges
 from torchtitan.distributed.activation_checkpoint import checkpoint_problems
 from torchtitan.distributed.compile import compile_problems
 from torchtitan.evaluation.decoding import LATENT_DATASETS, WITH_WEIGHTS
@@ -118,6 +119,9 @@ def resolve(checked: Checked, config: Any) -> None:
         config.sampling.guidance_scale = 1.0
     if "sampling.schedule" not in checked.given:
         config.sampling.schedule = default_schedule(config.objective.path)
+    if config.objective.slot_edges_path:  # so that the run's own record does not depend on the file
+        config.objective.slot_edges = given_slot_edges(config.objective, PATHS[config.objective.path]())
+        config.objective.slot_edges_path = ""
 
 
 def _attempt(check: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Problem]:

@@ -220,6 +220,7 @@ class Trainer:
         lr *= lr_multiple(factor)
         set_lr(self.optimizer, lr)
         skip = self.guard.judge(StepSamples(self.step, samples, microbatches), norm)
+        self.objective.timestep_sampler.update(skip)
         with self.phases("optimizer"):
             self.optimizer.step(skip)
             self.optimizer.zero_grad(set_to_none=True)
@@ -251,6 +252,7 @@ class Trainer:
             if self.gns:
                 self.gns.end_microbatch(terms.loss, microbatches, list(self.parameters.values()), samples, number)
             self.window.add(terms)
+            self.objective.timestep_sampler.observe(samples, batch[1], terms.t, terms.loss)
             self.guard.add_loss(terms.loss, microbatches)
 
     def loss_terms(
@@ -446,8 +448,8 @@ class Trainer:
         gns_state = dict(state.get("gns", {}))
         try:
             self.objective.timestep_sampler.load_state_dict(state["timestep_sampler"])
-        except ValueError as other:  # allocation was turned off, or its bins changed
-            logger.warning(f"the allocation of timesteps in {checkpoint} is not gone on with: {other}")
+        except ValueError as other:  # the sampler or its bins are others now
+            logger.warning(f"the state of the timestep sampler in {checkpoint} is not gone on with: {other}")
             gns_state.pop("schedule", None)
         self.window.load_state_dict(state["loss_window"])
         self.guard.load_state_dict(state.get("guard", {}))

@@ -7,9 +7,10 @@ import torch
 from scipy import stats
 
 from torchtitan.diffusion.allocated import AllocatedTimesteps, bin_masses, bin_means
-from torchtitan.diffusion.objective import ObjectiveConfig, build_density
+from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timestep_densities import LogitNormal, Uniform
+from torchtitan.diffusion.timestep_samplers import build_density
 from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
 
 PATH_NAMES = ("rectified_flow", "ddpm_linear", "ddpm_cosine", "ddpm_linear_continuous", "ddpm_cosine_continuous")

@@ -5,9 +5,10 @@ import torch
 
 from torchtitan.diffusion import philox
 from torchtitan.diffusion.bin_pure import BinPureTimesteps
-from torchtitan.diffusion.objective import ObjectiveConfig, build_density
+from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timestep_densities import CosMap, LogitNormal, Mode, Shifted, Uniform, UniformIndex
+from torchtitan.diffusion.timestep_samplers import build_density
 from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
 
 

@@ -86,8 +86,8 @@ BAD_FILES = [
     ('[job]\ndump_folder = "a\\u0000b"', r"job.dump_folder: must have printable characters only, is 'a\x00b'"),
     (
         '[objective]\ntimestep_sampler = "unifrom"',
-        "objective.timestep_sampler: must be one of uniform, logit_normal, lognormal_sigma, mode, cosmap,"
-        " is 'unifrom' (did you mean uniform?)",
+        "objective.timestep_sampler: must be one of uniform, logit_normal, lognormal_sigma, laplace, mode, cosmap,"
+        " cubic, beta, speed, slots, loss_second_moment, time_warping, adaptive_log_snr, is 'unifrom' (did you mean uniform?)",
     ),
     ('[metrics]\npeak_tflops = "x"', "metrics.peak_tflops: must be a number, or none, is 'x'"),
     ("[sampling]\nclasses = [1, 2.5]", "sampling.classes[1]: must be an integer, is 2.5"),
@@ -160,8 +160,64 @@ BAD_FILES = [
     ),
     (
         "[objective]\npath = 'ddpm_linear'\ntimestep_sampler = 'logit_normal'\nlogit_mean = 30.0",
-        "objective.timestep_sampler: the density has a mass of 0 on the path's indices: logit_normal lies beside"
+        "objective.timestep_sampler: the density has a mass of 0 from t = 0.00990148 to 0.993687: logit_normal lies"
+        " beside objective.path = ddpm_linear",
+    ),
+    (
+        "[objective]\nt_min = 0.6\nt_max = 0.4",
+        "objective.t_min: 0.6 is not below objective.t_max = 0.4 (no time is left)",
+    ),
+    ("[objective]\nt_max = 0.0", "objective.t_max: must be above 0 and at most 1, is 0.0"),
+    (
+        "[objective]\npath = 'ddpm_linear'\ntimestep_sampler = 'uniform'\nt_min = 0.5000001\nt_max = 0.5000002",
+        "objective.timestep_sampler: no index of the path has a time from 0.5000001 to 0.5000002: uniform lies beside"
         " objective.path = ddpm_linear",
+    ),
+    (
+        "[objective]\ntimestep_sampler = 'speed'",
+        "objective.timestep_sampler: speed goes by how noise grows along a DDPM's indices, and objective.path ="
+        " rectified_flow has none (use a ddpm path, or cubic)",
+    ),
+    (
+        "[objective]\ntimestep_sampler = 'loss_second_moment'\npath = 'ddpm_linear_continuous'",
+        "objective.timestep_sampler: loss_second_moment keeps losses of every integer index, and objective.path ="
+        " ddpm_linear_continuous has none (use ddpm_linear or ddpm_cosine, or adaptive_log_snr)",
+    ),
+    (
+        "[objective]\ntimestep_sampler = 'slots'",
+        "objective.timestep_sampler: slots needs objective.slot_edges, rising from 0 to 1, in t (or"
+        " objective.slot_edges_path, a file of them)",
+    ),
+    (
+        "[objective]\ntimestep_sampler = 'slots'\npath = 'ddpm_linear'\nslot_edges = [0, 10.5, 1000]",
+        "objective.slot_edges: must be whole numbers, indices of the path: is [0, 10.5, 1000]",
+    ),
+    (
+        "[objective]\ntimestep_sampler = 'slots'\nslot_edges = [0, 0.5, 0.5, 1]",
+        "objective.slot_edges: must rise from 0 to 1, in t: is [0, 0.5, 0.5, 1]",
+    ),
+    (
+        "[objective]\ntimestep_sampler = 'slots'\nslot_edges = [0, 1]\nslot_edges_path = 'edges.json'",
+        "objective.slot_edges_path: objective.slot_edges is given too (remove one of them)",
+    ),
+    (
+        "[objective]\nslot_importance = true",
+        "objective.slot_importance: has no effect when objective.timestep_sampler = logit_normal; remove it or set"
+        " objective.timestep_sampler = slots",
+    ),
+    (
+        "[objective]\ntimestep_sampler = 'beta'\nbeta_a = 0.1",
+        "objective.beta_a: must be at least 0.2 and at most 50, is 0.1",
+    ),
+    (
+        "[objective]\ntimestep_sampler = 'time_warping'\n[gns]\nenable = true",
+        "gns.enable: objective.timestep_sampler draws with a state or importance weights of its own, of which the"
+        " measured bins know nothing (set it to false, or use another sampler)",
+    ),
+    (
+        "[objective]\ntimestep_sampler = 'adaptive_log_snr'\nprediction = 'x0'\nweighting = 'snr_plus_one'",
+        "objective.timestep_sampler: uniform draws so many timesteps near clean data that objective.weighting ="
+        " snr_plus_one on objective.prediction = x0 has an infinite mean loss (use logit_normal or another weighting)",
     ),
     (
         "[objective]\ntimestep_sampler = 'uniform'\nprediction = 'x0'\nweighting = 'snr_plus_one'",

@@ -119,7 +119,7 @@ def test_help_has_every_key_with_its_description():
             assert f"--{section.name}.{field.name} " in text
             assert " ".join(field.metadata["description"].split()) in text
     assert "--objective.logit_std a number, above 0 (default 1.0)" in text
-    assert "only with objective.timestep_sampler = logit_normal" in text
+    assert "only with objective.timestep_sampler or objective.base_density = logit_normal" in text
     assert "--data.num_classes" in text and "DiT-XL/2," in text
 
 

@@ -1,5 +1,6 @@
 """Paths, weightings and whole objectives against golden values, closed forms and float64."""
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -27,6 +28,14 @@ from torchtitan.models.dit.model import DiT
 
 DDPM_PATHS = [name for name in PATHS if name.startswith("ddpm")]
 DISCRETE = ["ddpm_linear", "ddpm_cosine"]
+
+
+def with_slots(config: ObjectiveConfig) -> ObjectiveConfig:
+    """The only sampler that cannot do without a key of its own gets it."""
+    if config.timestep_sampler != "slots":
+        return config
+    edges = [0.0, 10.0, 300.0, 1000.0] if config.path.startswith("ddpm") else [0.0, 0.2, 0.7, 1.0]
+    return dataclasses.replace(config, slot_edges=edges)
 
 
 def choices(key: str) -> list[str]:
@@ -246,7 +255,7 @@ def test_index_preconditioning_gives_whole_numbers_and_the_real_index():
 @pytest.mark.parametrize("sampler", choices("timestep_sampler"))
 @pytest.mark.parametrize("path", DISCRETE)
 def test_every_draw_on_a_discrete_path_is_one_of_its_indices(path, sampler):
-    objective = Objective(ObjectiveConfig(path=path, timestep_sampler=sampler), seed=3)
+    objective = Objective(with_slots(ObjectiveConfig(path=path, timestep_sampler=sampler)), seed=3)
     draw = objective.draw((1, 1, 1), GlobalBatch(0, 4000), torch.arange(4000))
     assert draw.index.dtype == torch.int64 and draw.index.min() >= 0 and draw.index.max() <= 999
     assert torch.equal(draw.t, objective.path.index_to_t(draw.index).float())
@@ -359,18 +368,21 @@ def test_every_accepted_combination_has_a_finite_loss_and_effective_weight():
     images, noise = torch.randn(2, 64, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     model, log_sigma = lambda x, time, _: torch.tanh(x) + 1e-4 * time.reshape(-1, 1, 1, 1), torch.linspace(-9, 9, 37)
     keys = ("path", "prediction", "preconditioning", "weighting", "timestep_sampler")
-    accepted = 0
-    for values in itertools.product(*map(choices, keys)):
-        config = ObjectiveConfig(**dict(zip(keys, values, strict=True)))
+    accepted, of_samplers = 0, collections.Counter()
+    few = [choices("path"), ["v", "x0", "edm"], ["identity"], ["none", "snr_plus_one"], choices("timestep_sampler")]
+    every = [*map(choices, keys[:-1]), ["uniform", "logit_normal", "mode", "cosmap"]]
+    for values in dict.fromkeys((*itertools.product(*few), *itertools.product(*every))):
+        config = with_slots(ObjectiveConfig(**dict(zip(keys, values, strict=True))))
         if list(objective_problems(config)):
             continue
         accepted += 1
+        of_samplers[config.timestep_sampler] += 1
         objective = Objective(config, 0)
         t, importance = objective.timestep_sampler.sample(GlobalBatch(0, 64), torch.arange(64))
         assert torch.isfinite(objective.loss(model, images, None, Draw(t, noise, importance)).loss).all(), config
         weight = objective.effective_weight(log_sigma.double())
         assert torch.isfinite(weight).all() and (weight >= 0).all() and (weight > 0).any(), config
-    assert accepted > 1000
+    assert accepted > 1000 and set(of_samplers) == set(choices("timestep_sampler")) and min(of_samplers.values()) >= 10
 
 
 # --- learned variance

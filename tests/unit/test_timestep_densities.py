@@ -7,10 +7,11 @@ import pytest
 import torch
 from scipy import integrate, stats
 
-from torchtitan.diffusion.objective import ObjectiveConfig, build_density
+from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timestep_densities import (
     CosMap,
+    Laplace,
     LogitNormal,
     Mode,
     OnContinuousIndices,
@@ -19,6 +20,8 @@ from torchtitan.diffusion.timestep_densities import (
     Uniform,
     UniformIndex,
 )
+from torchtitan.diffusion.timestep_samplers import build_density
+from torchtitan.diffusion.timestep_warps import Beta, Cubic, Warped
 from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
 
 CONTINUOUS = PATHS["ddpm_cosine_continuous"]()
@@ -32,6 +35,10 @@ SMOOTH = {
     "shifted mode": Shifted(Mode(0.81), 0.25),
     "index": UniformIndex(CONTINUOUS),
     "shifted index": Shifted(UniformIndex(CONTINUOUS), 2.0),
+    "laplace": Laplace(0.7, 2.0),
+    "shifted cubic to data": Shifted(Warped(Uniform(), Cubic("data")), 0.5),
+    "beta 0.7 3": Warped(Uniform(), Beta(0.7, 3.0)),
+    "beta 5 0.5": Warped(Uniform(), Beta(5.0, 0.5)),
 }
 
 

@@ -89,20 +89,24 @@ class AllocatedTimesteps(TimestepSampler):
         self.set_shares(state["shares"])
 
     def _use(self, shares: Tensor) -> None:
+        # No step here waits for the device, so that shares may change after every step.
         self.shares = shares
-        start = self._below if torch.equal(shares, self.masses) else torch.cat((shares.new_zeros(1), shares.cumsum(0)))
-        inner = start[1:-1].clone()
-        inner[shares.nonzero().max() :] = torch.inf  # what rounding leaves beyond the last share belongs to it
+        running = torch.cat((shares.new_zeros(1), _running_sums(shares)))
+        start = torch.where((shares == self.masses).all(), self._below, running)
+        places = torch.arange(len(shares), device=shares.device)
+        last = torch.where(shares > 0, places, 0).amax()
+        # What rounding leaves beyond the last share belongs to it.
+        inner = torch.where(places[:-1] < last, start[1:-1], torch.inf)
         stretch = torch.where(shares > 0, self.masses / shares, 1.0)
         per_bin = torch.stack((start[:-1], self._below[:-1], stretch, self._first, self._last))  # [5, K]
         zero, one = self.edges.new_zeros(1), self.edges.new_ones(1)
         above = torch.nextafter(self.edges, one)
         per_bin_t = torch.stack((torch.cat((zero, above)), torch.cat((self.edges, one))))  # [2, K]
-        self._tables = {torch.device("cpu"): (inner, per_bin, per_bin_t)}
+        self._tables = {shares.device: (inner, per_bin, per_bin_t)}
 
     def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         if device not in self._tables:
-            self._tables[device] = tuple(table.to(device) for table in self._tables[torch.device("cpu")])
+            self._tables[device] = tuple(table.to(device) for table in next(iter(self._tables.values())))
         return self._tables[device]
 
 
@@ -145,6 +149,13 @@ def _checked_edges(edges: Tensor) -> Tensor:
     if not (edges.diff() >= 0).all():
         raise ValueError(f"edges of timestep bins must rise: {edges.tolist()}")
     return edges
+
+
+def _running_sums(values: Tensor) -> Tensor:
+    """Sums of the first 1 .. K values, [K]; the same every time on a GPU too, where `cumsum` is not."""
+    if values.device.type == "cpu":
+        return values.cumsum(0)
+    return values.expand(len(values), -1).tril().sum(1)
 
 
 def _masses(below: Tensor) -> Tensor:

@@ -13,22 +13,11 @@ from torch import Tensor
 
 from torchtitan.diffusion import philox
 from torchtitan.diffusion.learned_variance import BOUND_WEIGHT, variational_bound
-from torchtitan.diffusion.paths import DDPM, PATHS, Path, per_image
+from torchtitan.diffusion.paths import PATHS, per_image
 from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
 from torchtitan.diffusion.predictions import noise_error_weight, target, to_x0_and_noise
-from torchtitan.diffusion.timestep_densities import (
-    CosMap,
-    Density,
-    LogitNormal,
-    Mode,
-    OnContinuousIndices,
-    OnDiscreteIndices,
-    Shifted,
-    SmoothDensity,
-    Uniform,
-    UniformIndex,
-)
-from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timestep_samplers import LEARNING, build_sampler
+from torchtitan.diffusion.timesteps import GlobalBatch
 from torchtitan.diffusion.weightings import prediction_weight
 from torchtitan.settings import setting
 
@@ -37,6 +26,7 @@ Network = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 _EDM_IN_USE = {"prediction or preconditioning or weighting": ("edm",)}
+_DRAWN_FROM = "timestep_sampler or base_density"
 
 
 @dataclass(kw_only=True)
@@ -62,23 +52,60 @@ class ObjectiveConfig:
     )
     p2_k: float = setting(1.0, "k of (k + snr)^-gamma", gt=0, applies={"weighting": ("p2",)})
     p2_gamma: float = setting(1.0, "gamma of (k + snr)^-gamma", ge=0, applies={"weighting": ("p2",)})
-    timestep_sampler: Literal["uniform", "logit_normal", "lognormal_sigma", "mode", "cosmap"] = setting(
-        "logit_normal", "density of the training timesteps; uniform: over t, on a DDPM path over its indices"
+    timestep_sampler: Literal[
+        "uniform", "logit_normal", "lognormal_sigma", "laplace", "mode", "cosmap", "cubic", "beta", "speed", "slots",
+        "loss_second_moment", "time_warping", "adaptive_log_snr",
+    ] = setting("logit_normal", "density of the training timesteps; uniform: over t, on a DDPM path over its indices")
+    base_density: Literal["uniform", "logit_normal", "lognormal_sigma", "laplace", "mode", "cosmap"] = setting(
+        "uniform", "density that a sampler which learns from losses starts from, and weights refer to",
+        applies={"timestep_sampler": LEARNING},
     )
-    logit_mean: float = setting(0.0, "mean of logit(t)", applies={"timestep_sampler": ("logit_normal",)})
-    logit_std: float = setting(
-        1.0, "standard deviation of logit(t)", gt=0, applies={"timestep_sampler": ("logit_normal",)}
-    )
-    p_mean: float = setting(-1.2, "mean of ln(sigma)", applies={"timestep_sampler": ("lognormal_sigma",)})
-    p_std: float = setting(
-        1.2, "standard deviation of ln(sigma)", gt=0, applies={"timestep_sampler": ("lognormal_sigma",)}
+    logit_mean: float = setting(0.0, "mean of logit(t)", applies={_DRAWN_FROM: ("logit_normal",)})
+    logit_std: float = setting(1.0, "standard deviation of logit(t)", gt=0, applies={_DRAWN_FROM: ("logit_normal",)})
+    p_mean: float = setting(-1.2, "mean of ln(sigma)", applies={_DRAWN_FROM: ("lognormal_sigma",)})
+    p_std: float = setting(1.2, "standard deviation of ln(sigma)", gt=0, applies={_DRAWN_FROM: ("lognormal_sigma",)})
+    laplace_mean: float = setting(0.0, "mean of ln(snr)", applies={_DRAWN_FROM: ("laplace",)})
+    laplace_scale: float = setting(
+        0.5, "mean distance of ln(snr) from its mean", ge=0.01, le=100, applies={_DRAWN_FROM: ("laplace",)}
     )
     mode_scale: float = setting(
-        1.29, "weight of the middle; 0 is uniform", gt=-1, lt=1.75, applies={"timestep_sampler": ("mode",)}
+        1.29, "weight of the middle; 0 is uniform", gt=-1, lt=1.75, applies={_DRAWN_FROM: ("mode",)}
+    )
+    cubic_towards: Literal["noise", "data"] = setting(
+        "noise", "where timesteps crowd: noise decides content, data style", applies={"timestep_sampler": ("cubic",)}
+    )
+    beta_a: float = setting(
+        1.5, "a of Beta(a, b), the density of t or of the index over T: below 1 crowds at data, above 1 leaves it",
+        ge=0.2, le=50, applies={"timestep_sampler": ("beta",)},
+    )
+    beta_b: float = setting(
+        1.0, "b of Beta(a, b): below 1 crowds at noise, above 1 leaves it", ge=0.2, le=50,
+        applies={"timestep_sampler": ("beta",)},
+    )
+    speed_ratio: float = setting(
+        5.0, "times as often is an index drawn before the noise has nearly stopped growing as after", ge=1, le=1000,
+        applies={"timestep_sampler": ("speed",)},
+    )
+    slot_edges: list[float] = setting(
+        [], "edges of slots that are drawn equally often, from 0 to 1 in t, on a DDPM path to the number of indices",
+        applies={"timestep_sampler": ("slots",)},
+    )
+    slot_edges_path: str = setting(
+        "", "file of slot edges, in the place of slot_edges", applies={"timestep_sampler": ("slots",)}
+    )
+    slot_importance: bool = setting(
+        False, "weigh samples so that the mean loss stays that of uniform timesteps",
+        applies={"timestep_sampler": ("slots",)},
+    )
+    loss_half_life: float = setting(
+        20000.0, "images after which an observed loss counts half", ge=1,
+        applies={"timestep_sampler": ("time_warping", "adaptive_log_snr")},
     )
     shift: float = setting(
         1.0, "factor on sigma at every timestep drawn: above 1 towards noise, for larger images", ge=0.01, le=100
     )
+    t_min: float = setting(0.0, "smallest timestep trained, in the common time t = sigma / (1 + sigma)", ge=0, lt=1)
+    t_max: float = setting(1.0, "largest timestep trained; indices of other times are left out", gt=0, le=1)
     spread: Literal["none", "stratified", "low_discrepancy"] = setting(
         "none", "how a global batch's timesteps cover the density: each by itself, one per interval, equally spaced"
     )
@@ -126,7 +153,7 @@ class Objective:
         self.sigma_data = config.sigma_data
         self.preconditioning = PRECONDITIONINGS[config.preconditioning](self.path, self.prediction, self.sigma_data)
         self.weighting = partial(prediction_weight, config, self.path)
-        self.timestep_sampler = TimestepSampler(build_density(config, self.path), seed, config.spread)
+        self.timestep_sampler = build_sampler(config, self.path, seed)
         self.seed = seed
 
     def draw(self, shape: tuple[int, ...], batch: GlobalBatch, indices: Tensor) -> Draw:
@@ -187,7 +214,8 @@ class Objective:
     def effective_weight(self, log_sigma: Tensor) -> Tensor:
         """p(ln sigma) x weight, in the currency of the noise's squared error.
 
-        Two configurations with proportional effective weights are the same objective in expectation.
+        Two configurations with proportional effective weights are the same objective in expectation. That of time
+        warping is what it begins with.
 
         Args:
             log_sigma: values of ln sigma [N].
@@ -212,24 +240,3 @@ class Objective:
         if output.shape != x_t.shape:  # it might broadcast
             raise ValueError(f"the model's output is {list(output.shape)}, the target {list(x_t.shape)}")
         return per_image(scaling.c_skip, x_t) * x_t + per_image(scaling.c_out, x_t) * output, interpolation
-
-
-def build_density(config: ObjectiveConfig, path: Path) -> Density:
-    """The density of t that a configuration asks for, on this path.
-
-    Raises:
-        ValueError: the density lies outside the times of the path's indices.
-    """
-    indexed = isinstance(path, DDPM)
-    density: SmoothDensity = {
-        "uniform": lambda: UniformIndex(path) if indexed else Uniform(),
-        "logit_normal": lambda: LogitNormal(config.logit_mean, config.logit_std),
-        "lognormal_sigma": lambda: LogitNormal(config.p_mean, config.p_std),
-        "mode": lambda: Mode(config.mode_scale),
-        "cosmap": CosMap,
-    }[config.timestep_sampler]()
-    if config.shift != 1.0:
-        density = Shifted(density, config.shift)
-    if not indexed:
-        return density
-    return OnDiscreteIndices(density, path) if path.discrete else OnContinuousIndices(density, path)

@@ -5,11 +5,16 @@ from collections.abc import Iterator
 import torch
 
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
-from torchtitan.diffusion.paths import DDPM, PATHS
+from torchtitan.diffusion.paths import DDPM, PATHS, Path
 from torchtitan.diffusion.predictions import noise_error_weight
+from torchtitan.diffusion.slot_edges import slot_positions
+from torchtitan.diffusion.timestep_densities import Uniform, UniformIndex
+from torchtitan.diffusion.timestep_samplers import LEARNING, given_slot_edges
 
-# Densities whose tails fall only as 1 / sigma and sigma, so that a weight can outgrow them.
-_HEAVY_TAILED = ("uniform", "mode", "cosmap")
+# Densities whose tails fall faster than every weight grows; the others' fall as powers of sigma.
+_LIGHT_TAILED = ("logit_normal", "lognormal_sigma")
+# Of an index, so that ten of each are met within a million samples.
+_LEAST_MASS = 1e-5
 # ln sigma far outside of what any of them has in its middle.
 _TAIL = (12.0, 14.0)
 
@@ -38,19 +43,67 @@ def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
         yield "objective.preconditioning", (
             f"edm makes x0 of the network's output, not objective.prediction = {config.prediction} (use x0 or edm)"
         )
+    sampler_problems = list(_sampler_problems(config, path))
+    yield from sampler_problems
+    if sampler_problems:
+        return
     try:
         objective = Objective(config, seed=0)
     except ValueError as problem:
         text = f"{problem}: {config.timestep_sampler} lies beside objective.path = {config.path}"
         yield "objective.timestep_sampler", text
         return
-    if config.timestep_sampler in _HEAVY_TAILED and not isinstance(path, DDPM):
+    if config.timestep_sampler == "loss_second_moment":
+        masses = objective.timestep_sampler.masses
+        least = masses[masses > 0].min().item()
+        if least < _LEAST_MASS:
+            yield "objective.base_density", (
+                f"{config.base_density} draws some index once in {1 / least:.0e} samples, and loss_second_moment begins"
+                " when it has seen each ten times (use uniform, or cut the range by objective.t_min and t_max)"
+            )
+    name = config.base_density if config.timestep_sampler in LEARNING else config.timestep_sampler
+    if name not in _LIGHT_TAILED and not isinstance(path, DDPM):
         if end := _end_without_mean(objective):
             yield "objective.timestep_sampler", (
-                f"{config.timestep_sampler} draws so many timesteps near {end} that objective.weighting ="
+                f"{name} draws so many timesteps near {end} that objective.weighting ="
                 f" {config.weighting} on objective.prediction = {config.prediction} has an infinite mean loss"
                 " (use logit_normal or another weighting)"
             )
+
+
+def _sampler_problems(config: ObjectiveConfig, path: Path) -> Iterator[tuple[str, str]]:
+    name, beside = config.timestep_sampler, f"objective.path = {config.path}"
+    if config.t_min >= config.t_max:
+        yield "objective.t_min", f"{config.t_min:g} is not below objective.t_max = {config.t_max:g} (no time is left)"
+    if name == "loss_second_moment" and not path.discrete:
+        yield "objective.timestep_sampler", (
+            f"{name} keeps losses of every integer index, and {beside} has none (use ddpm_linear or ddpm_cosine, or"
+            " adaptive_log_snr)"
+        )
+    if name == "speed" and not isinstance(path, DDPM):
+        yield "objective.timestep_sampler", (
+            f"{name} goes by how noise grows along a DDPM's indices, and {beside} has none (use a ddpm path, or cubic)"
+        )
+    if name == "slots":
+        yield from _slot_problems(config, path)
+
+
+def _slot_problems(config: ObjectiveConfig, path: Path) -> Iterator[tuple[str, str]]:
+    if config.slot_edges and config.slot_edges_path:
+        yield "objective.slot_edges_path", "objective.slot_edges is given too (remove one of them)"
+        return
+    key = "objective.slot_edges_path" if config.slot_edges_path else "objective.slot_edges"
+    indexed = isinstance(path, DDPM)
+    if not (config.slot_edges or config.slot_edges_path):
+        end = f"{path.num_indices}, in indices" if indexed else "1, in t"
+        yield "objective.timestep_sampler", (
+            f"slots needs objective.slot_edges, rising from 0 to {end} (or objective.slot_edges_path, a file of them)"
+        )
+        return
+    try:
+        slot_positions(given_slot_edges(config, path), path, UniformIndex(path) if indexed else Uniform())
+    except ValueError as problem:
+        yield key, str(problem)
 
 
 def _end_without_mean(objective: Objective) -> str:

@@ -108,6 +108,30 @@ class CosMap:
         return 1.0 / (torch.pi * torch.cosh(log_sigma))
 
 
+@dataclass(frozen=True)
+class Laplace:
+    """ln snr = -2 ln sigma ~ Laplace(mean, scale), which is ln sigma ~ Laplace(-mean / 2, scale / 2).
+
+    Source: Hang et al., "Improved noise schedule for diffusion training", arXiv 2407.03297.
+    """
+
+    mean: float = 0.0
+    scale: float = 0.5
+
+    def quantile(self, u: Tensor) -> Tensor:
+        # Each half from its own end, so that neither tail is a difference of close numbers.
+        distance = -torch.log(2.0 * torch.minimum(u, 1.0 - u))
+        return torch.sigmoid(-0.5 * self.mean + 0.5 * self.scale * distance * torch.sign(u - 0.5))
+
+    def distribution(self, log_sigma: Tensor) -> Tensor:
+        z = (log_sigma + 0.5 * self.mean) / (0.5 * self.scale)
+        tail = 0.5 * torch.exp(-z.abs())
+        return torch.where(z < 0, tail, 1.0 - tail)
+
+    def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
+        return torch.exp(-(log_sigma + 0.5 * self.mean).abs() / (0.5 * self.scale)) / self.scale
+
+
 class UniformIndex:
     """Uniform over a DDPM path's indices: real ones in [0, T - 1], or integers, each as the interval around it."""
 
@@ -151,23 +175,40 @@ class Shifted:
         return self.density.log_sigma_density(log_sigma - math.log(self.factor))
 
 
-class OnContinuousIndices:
-    """Another density, restricted to the times of the indices 0 .. T - 1 of a continuous DDPM path."""
+class Truncated:
+    """Another density, restricted to a range of ln sigma."""
 
-    def __init__(self, density: SmoothDensity, path: DDPM) -> None:
-        self.density = density
-        ends = path.index_to_log_sigma(torch.tensor([0.0, path.num_indices - 1.0]))
-        self.low, self.high = ends.tolist()
+    def __init__(self, density: SmoothDensity, low: float, high: float) -> None:
+        """Cut off what lies below ln sigma = low and above high, -inf <= low < high <= inf.
+
+        Raises:
+            ValueError: the density has no mass between them.
+        """
+        self.density, self.low, self.high = density, low, high
+        ends = torch.tensor([low, high], dtype=torch.float64)
         self.t_low, self.t_high = torch.sigmoid(ends).tolist()
         self.below, above = density.distribution(ends).tolist()
-        self.mass = _positive(above - self.below)
+        self.mass = _positive(above - self.below, self.t_low, self.t_high)
 
     def quantile(self, u: Tensor) -> Tensor:
         return self.density.quantile(self.below + self.mass * u).clamp(self.t_low, self.t_high)
 
+    def distribution(self, log_sigma: Tensor) -> Tensor:
+        return ((self.density.distribution(log_sigma) - self.below) / self.mass).clamp(0.0, 1.0)
+
     def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
         inside = (log_sigma >= self.low) & (log_sigma <= self.high)
         return inside * self.density.log_sigma_density(log_sigma) / self.mass
+
+
+class OnContinuousIndices(Truncated):
+    """Another density, restricted to the times of the indices 0 .. T - 1 of a continuous DDPM path."""
+
+    def __init__(self, density: SmoothDensity, path: DDPM, t_min: float = 0.0, t_max: float = 1.0) -> None:
+        """t_min, t_max: a narrower range. Raises ValueError: the density has no mass there."""
+        first, last = path.index_to_log_sigma(torch.tensor([0.0, path.num_indices - 1.0])).tolist()
+        low, high = torch.logit(torch.tensor([t_min, t_max], dtype=torch.float64)).tolist()
+        super().__init__(density, max(first, low), min(last, high))
 
 
 class OnDiscreteIndices:
@@ -176,11 +217,19 @@ class OnDiscreteIndices:
     What lies beyond half an interval outside the first and the last index is cut off.
     """
 
-    def __init__(self, density: SmoothDensity, path: DDPM) -> None:
+    def __init__(self, density: SmoothDensity, path: DDPM, t_min: float = 0.0, t_max: float = 1.0) -> None:
+        """t_min, t_max: leave out the indices of other times, compared in float32. Raises ValueError: none is left."""
         self.path = path
         self.edges = path.index_to_log_sigma(torch.arange(path.num_indices + 1) - 0.5)  # [T + 1]
+        t = path.index_to_t(torch.arange(path.num_indices)).to(torch.float32)
+        low, high = torch.tensor([t_min, t_max], dtype=torch.float32)
+        inside = ((t >= low) & (t <= high)).nonzero().flatten()
+        if not len(inside):
+            raise ValueError(f"no index of the path has a time from {t_min:.9g} to {t_max:.9g}")
         cumulative = density.distribution(self.edges)
-        self.cumulative = (cumulative - cumulative[0]) / _positive((cumulative[-1] - cumulative[0]).item())
+        below, above = cumulative[inside[0]], cumulative[inside[-1] + 1]
+        mass = _positive((above - below).item(), t[inside[0]].item(), t[inside[-1]].item())
+        self.cumulative = ((cumulative - below) / mass).clamp(0.0, 1.0)
 
     def quantile(self, u: Tensor) -> Tensor:
         index = torch.searchsorted(self.cumulative.to(u.device), u, right=True) - 1
@@ -194,7 +243,7 @@ class OnDiscreteIndices:
         return inside * heights.to(log_sigma.device)[place.clamp(0, self.path.num_indices - 1)]
 
 
-def _positive(mass: float) -> float:
+def _positive(mass: float, t_low: float, t_high: float) -> float:
     if not mass > 1e-9:
-        raise ValueError(f"the density has a mass of {mass:.1g} on the path's indices")
+        raise ValueError(f"the density has a mass of {mass:.1g} from t = {t_low:.6g} to {t_high:.6g}")
     return mass

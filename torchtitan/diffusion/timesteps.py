@@ -64,6 +64,12 @@ class TimestepSampler:
         stratum[order] = torch.arange(batch.size, device=indices.device)
         return stratum[indices - batch.first_sample]
 
+    def observe(self, batch: GlobalBatch, indices: Tensor, t: Tensor, loss: Tensor) -> None:
+        """Take note of the losses of a microbatch, [B], with their importance; here nothing comes of them."""
+
+    def update(self, skip: Tensor) -> None:
+        """After the backward of a whole global batch: learn from what was observed, unless `skip`; collective."""
+
     def state_dict(self) -> dict:
         """Nothing: every draw is a function of the sample's number."""
         return {}

@@ -6,6 +6,7 @@ import torch
 
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.paths import DDPM
+from torchtitan.diffusion.timesteps import TimestepSampler
 from torchtitan.gns.monitor import GNSConfig, inner_edges
 
 # Fewer samples of a bin in a step hold hardly a pair, and only pairs say anything of the mean gradient.
@@ -28,6 +29,12 @@ def gns_problems(
     Returns:
         pairs of a key of the section and the reason.
     """
+    if type(objective.timestep_sampler) is not TimestepSampler:
+        yield "enable", (
+            "objective.timestep_sampler draws with a state or importance weights of its own, of which the measured bins"
+            " know nothing (set it to false, or use another sampler)"
+        )
+        return
     yield from _rank_problems(config, objective, microbatches, ranks)
     if not config.single_pass and not config.rank_gradients:
         yield "single_pass", "without it and without gns.rank_gradients nothing is measured (set gns.enable to false)"

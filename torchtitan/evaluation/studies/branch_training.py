@@ -22,6 +22,7 @@ from torchtitan.distributed.agreement import StopRequest
 from torchtitan.distributed.mesh import ParallelismConfig
 from torchtitan.evaluation.studies.frame import StudyError
 from torchtitan.training.checkpoint import CheckpointConfig, Checkpointer, checkpoint_path, checkpoint_steps
+from torchtitan.training.checkpoint_reading import read_state
 from torchtitan.training.comparison import open_checkpoint
 from torchtitan.training.ema import EMAConfig, EMATrackConfig
 from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor
@@ -202,7 +203,7 @@ def write_start(checkpoint: AnyPath, folder: Path) -> Path:
         "step": 0,
         "data": {"next_sample": 0, "attempt": 0},
         "corrupt_images": {},
-        "timestep_sampler": {},
+        "timestep_sampler": _learned(read_state(checkpoint).get("timestep_sampler", {})),
         "loss_window": {"sums": []},
         "gns": {},
     }
@@ -210,6 +211,11 @@ def write_start(checkpoint: AnyPath, folder: Path) -> Path:
     keeper.save(0, tensors, state)
     keeper.require_saved()
     return checkpoint_path(folder, 0)
+
+
+def _learned(state: dict) -> dict:
+    """A sampler's state if it is one that learns, which is part of what the run minimises; shares are the branch's own."""
+    return state if "sampler" in state else {}
 
 
 def begin_branch(start: Path, branch: Path) -> None:
