@@ -41,6 +41,14 @@ def package(tmp_path, monkeypatch):
     return datasets
 
 
+@pytest.fixture(params=["map-style", "streaming"])
+def streaming(request):
+    """Streaming needs no package beside the trainer's own."""
+    if request.param == "map-style":
+        request.getfixturevalue("package")
+    return request.param == "streaming"
+
+
 def table_of(first, count, features=FEATURES, change=None):
     rows = [{"bytes": image_bytes(number), "path": None} for number in range(first, first + count)]
     labels = [number % 5 for number in range(first, first + count)]
@@ -76,8 +84,7 @@ def config_of(path, **keys):
 # --- what is read
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_images_labels_and_names_are_those_of_the_rows(tmp_path, streaming, package):
+def test_images_labels_and_names_are_those_of_the_rows(tmp_path, streaming):
     write_files(tmp_path / "a")
     config = config_of(tmp_path / "a", streaming=streaming)
     info = HuggingFace.info(config)
@@ -101,8 +108,7 @@ def test_streaming_reads_the_same_images_in_an_epoch_and_holds_out_the_same(tmp_
     assert epochs[0][1] == epochs[1][1] and epochs[0][0] != epochs[1][0]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_both_resume_in_mid_epoch_on_other_ranks_and_loader_processes(tmp_path, streaming, package):
+def test_both_resume_in_mid_epoch_on_other_ranks_and_loader_processes(tmp_path, streaming):
     write_files(tmp_path / "a")
     assert_resumes_in_mid_epoch(HuggingFace, config_of(tmp_path / "a", streaming=streaming))
 
