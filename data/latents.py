@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from data.base import DataConfig, DatasetError, DatasetInfo, Draws, Split
+from data.splits import spread_evenly
 from torchtitan.latents.index import LatentStoreError
 from torchtitan.latents.store import LatentStore
 from torchtitan.settings import setting
@@ -51,7 +52,7 @@ class Latents:
     @staticmethod
     def info(config: LatentsConfig) -> DatasetInfo:
         store = _open(config, "train")
-        has_validation = bool(config.validation_path) or bool(_held_out(store, config).any())
+        has_validation = bool(config.validation_path) or bool(spread_evenly(len(store), config.validation_fraction).any())
         if config.validation_path:
             _open(config, "validation")
         index = store.index
@@ -65,7 +66,7 @@ class Latents:
         if config.validation_path:
             self._numbers = np.arange(len(self._store))
         else:
-            held_out = _held_out(self._store, config)
+            held_out = spread_evenly(len(self._store), config.validation_fraction)
             self._numbers = np.flatnonzero(held_out if split == "validation" else ~held_out)
         if len(self._numbers) == 0:
             raise DatasetError(f"data.validation_fraction: {config.validation_fraction} leaves no image for {split}")
@@ -136,10 +137,3 @@ def _check_alike(store: LatentStore, trained: LatentStore) -> None:
         held_out, wanted = getattr(store.index, name), getattr(trained.index, name)
         if held_out != wanted:
             raise DatasetError(f"data.validation_path: {store.folder}: its {name} is not that of {trained.folder}")
-
-
-def _held_out(store: LatentStore, config: LatentsConfig) -> np.ndarray:
-    """Which images of `data.path` belong to validation, bool [N]."""
-    # A product may end just below a whole number.
-    shares = np.floor(np.arange(len(store) + 1) * config.validation_fraction + 1e-9)
-    return np.diff(shares) > 0
