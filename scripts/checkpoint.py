@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from data import DATASETS
 from data.base import DatasetError
-from torchtitan.command_line import OneLineParser
+from torchtitan.command_line import OneLineParser, readable_size
 from torchtitan.config import ConfigError, JobConfig
 from torchtitan.evaluation.run_check import Finding, check_run
 from torchtitan.evaluation.trained_model import load_run, read_config
@@ -108,7 +108,7 @@ def list_checkpoints(arguments: argparse.Namespace) -> int:
     print(f"{'step':>10}  {'size':>10}  {'date':16}  {'state':7}  EMA tracks")
     for path in checkpoints:
         problem = verify(path)
-        size = readable(sum(file.stat().st_size for file in path.iterdir() if file.is_file()))
+        size = readable_size(sum(file.stat().st_size for file in path.iterdir() if file.is_file()))
         tracks = ", ".join(ema_tracks(open_checkpoint(path))) or "none" if problem is None else problem
         state = "damaged" if problem else "good"
         print(f"{step_of(path):>10}  {size:>10}  {date_of(path):16}  {state:7}  {tracks}")
@@ -313,14 +313,6 @@ def trained_for(config: JobConfig) -> str:
 
 def prefixed(path: Path, error: Exception) -> str:
     return "\n".join(f"{path}: {line}" for line in str(error).splitlines())
-
-
-def readable(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.{0 if unit == 'B' else 1}f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 if __name__ == "__main__":

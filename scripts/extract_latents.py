@@ -30,12 +30,12 @@ from cosmos_latent_decoder import DTYPES, CosmosLatentDecoder, at_least
 from data.base import DataConfig, DatasetError
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
-from torchtitan.command_line import OneLineParser
+from torchtitan.command_line import OneLineParser, readable_size
 from torchtitan.config import ConfigError, load_data_section
 from torchtitan.distributed.agreement import of_all_ranks
 from torchtitan.distributed.mesh import CommConfig, compute_device, init_process_group
 from torchtitan.distributed.restarts import FAILED, REFUSED, forbid_restart
-from torchtitan.latents.describe import describe_store, readable
+from torchtitan.latents.describe import describe_store
 from torchtitan.latents.extraction import begin_store, check_alike, extract, finish_store
 from torchtitan.latents.extraction_plan import ExtractionOptions, estimated_size, plan_extraction
 from torchtitan.latents.image_source import ImageSource
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace, data_words: list[str]) -> int:
     except (RuntimeError, MemoryError) as error:
         return fail(error)
     if is_first() and pending:
-        size = readable(estimated_size(plan))
+        size = readable_size(estimated_size(plan))
         print(f"{arguments.output}: {len(source):,} images in {plan.num_shards} files, about {size} in all", flush=True)
     try:
         summary = extract(arguments.output, pending, source, autoencoder, plan, options, group) if pending else None

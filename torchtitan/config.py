@@ -162,14 +162,7 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
     Raises:
         ConfigError: with all problems at once.
     """
-    flags, unreadable = read_command_line(argv)
-    path = flags.pop("job.config_file", None)
-    document: dict[str, Any] = {}
-    if path is not None:
-        document, failure = read_toml(path)
-        unreadable += failure
-    if unreadable:
-        raise ConfigError(unreadable)
+    flags, path, document = _read(argv)
     filled = _fill(document, flags, path)
     config, checked, origins, known = filled.config, filled.checked(world_size), filled.origins, filled.known
     problems = filled.problems + find_problems(checked, known)
@@ -192,13 +185,7 @@ def load_data_section(argv: list[str], path: str | None = None) -> tuple[DataCon
     Raises:
         ConfigError: with all problems at once.
     """
-    flags, unreadable = read_command_line(argv)
-    document: dict[str, Any] = {}
-    if path is not None:
-        document, failure = read_toml(path)
-        unreadable += failure
-    if unreadable:
-        raise ConfigError(unreadable)
+    flags, path, document = _read([*argv, "--job.config_file", path] if path is not None else argv)
     filled = _fill({section: table for section, table in document.items() if section == "data"}, flags, path)
     if not filled.problems and "data.name" not in filled.origins:
         raise ConfigError([f"data.name: not given (one of {', '.join(DATASETS)})"])
@@ -209,6 +196,19 @@ def load_data_section(argv: list[str], path: str | None = None) -> tuple[DataCon
     if problems:
         raise ConfigError([_line(problem, filled.origins, filled.known, path) for problem in problems])
     return filled.config.data, checked.dataset()
+
+
+def _read(argv: list[str]) -> tuple[dict[str, str], str | None, dict[str, Any]]:
+    """The command line's keys, the file it names, and what stands there. Raises ConfigError."""
+    flags, unreadable = read_command_line(argv)
+    path = flags.pop("job.config_file", None)
+    document: dict[str, Any] = {}
+    if path is not None:
+        document, failure = read_toml(path)
+        unreadable += failure
+    if unreadable:
+        raise ConfigError(unreadable)
+    return flags, path, document
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from torchtitan.command_line import readable_size
 from torchtitan.latents.index import SKIPPED_FILE, StoreIndex
 
 
@@ -17,7 +18,7 @@ def describe_store(folder: Path, index: StoreIndex) -> list[str]:
     pixels = f", of {index.image_size}x{index.image_size} pixels" if index.image_size else ""
     skipped = [f"  left out       {left_out:,} that could not be decoded, listed in {SKIPPED_FILE}"] if left_out else []
     return [
-        f"{folder}: {index.num_images:,} images{pixels}, {readable(size)} in {index.num_shards} files",
+        f"{folder}: {index.num_images:,} images{pixels}, {readable_size(size)} in {index.num_shards} files",
         *skipped,
         f"  kept           {kept}, {'x'.join(map(str, index.shape))}, {index.dtype}{step}",
         f"  classes        {classes}",
@@ -30,12 +31,3 @@ def describe_store(folder: Path, index: StoreIndex) -> list[str]:
 
 def _figures(values: list[float]) -> str:
     return " ".join(f"{value:.4g}" for value in values)
-
-
-def readable(size: float) -> str:
-    """A number of bytes in its unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
