@@ -1,0 +1,169 @@
+"""A model's error at given timesteps, on fixed images with fixed noise: two models, or two timesteps, are paired."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from data.base import Dataset, DatasetError, UnreadableImage
+from torchtitan.diffusion import philox
+from torchtitan.diffusion.objective import Draw, Objective
+from torchtitan.diffusion.paths import DDPM
+from torchtitan.diffusion.predictions import noise_error_weight
+from torchtitan.distributed.precision import compute_context
+from torchtitan.evaluation.mode import evaluating
+
+# Outside of these quantiles of the training density nothing can be said to have been learned.
+_TAIL = 1e-3
+# Apart from the noise of other evaluations.
+_NOISE_OFFSET = 1 << 41
+
+
+@dataclass(frozen=True)
+class TimestepNodes:
+    """Timesteps at which errors are measured, rising.
+
+    Attributes:
+        t: in (0, 1), float64 [N].
+        index: the DDPM indices that they are, int64 [N]; None where the path has none or they lie between.
+    """
+
+    t: Tensor
+    index: Tensor | None = None
+
+    @property
+    def log_sigma(self) -> Tensor:
+        """ln sigma, float64 [N]."""
+        return torch.logit(self.t)
+
+
+def timestep_nodes(objective: Objective, count: int | None = None) -> TimestepNodes:
+    """Where to look at an objective: its DDPM indices, or nodes equally spaced in ln sigma.
+
+    Args:
+        objective: whose path and density are meant.
+        count: number of nodes; default: every index of a discrete path, else 128. Fewer indices are spread evenly,
+            the first and the last among them.
+
+    Raises:
+        ValueError: count is below 2, or above the number of indices.
+    """
+    path = objective.path
+    if count is not None and count < 2:
+        raise ValueError(f"{count} timesteps: at least 2 are needed")
+    if isinstance(path, DDPM) and path.discrete:
+        if count is not None and count > path.num_indices:
+            raise ValueError(f"{count} timesteps: the path has {path.num_indices}")
+        index = torch.linspace(0, path.num_indices - 1, count or path.num_indices, dtype=torch.float64).round().long()
+        return TimestepNodes(path.index_to_t(index), index)
+    ends = objective.timestep_sampler.density.quantile(torch.tensor([_TAIL, 1.0 - _TAIL], dtype=torch.float64))
+    return TimestepNodes(torch.sigmoid(torch.linspace(*torch.logit(ends).tolist(), count or 128, dtype=torch.float64)))
+
+
+@dataclass(frozen=True)
+class FixedSamples:
+    """Images with the noise that is added to each of them at every timestep.
+
+    Attributes:
+        images, noise: float32 [K, C, H, W].
+        labels: int64 [K].
+    """
+
+    images: Tensor
+    noise: Tensor
+    labels: Tensor
+
+
+def fixed_samples(dataset: Dataset, count: int, seed: int) -> FixedSamples:
+    """The first readable images of an order that the seed fixes, each with noise of its own.
+
+    Args:
+        dataset: one split.
+        count: number of images K.
+        seed: of the order and of the noise.
+
+    Raises:
+        DatasetError: the split has fewer readable images.
+    """
+    order = philox.uniform(seed, "evaluation", torch.arange(len(dataset))).argsort().numpy()
+    images, labels = [], []
+    for index in order:
+        if len(images) == count:
+            break
+        try:
+            image, label = dataset.fetch(np.array([index]))
+        except UnreadableImage:
+            continue
+        images.append(image)
+        labels.append(label)
+    if len(images) < count:
+        raise DatasetError(f"{count} images are asked for, the split has {len(images)} that can be read")
+    found = torch.cat(images)
+    noise = philox.normal(seed, "evaluation", torch.arange(count) + _NOISE_OFFSET, tuple(found.shape[1:]))
+    return FixedSamples(found, noise, torch.cat(labels))
+
+
+@torch.no_grad()
+def timestep_errors(
+    model: nn.Module,
+    objective: Objective,
+    samples: FixedSamples,
+    nodes: TimestepNodes,
+    *,
+    batch_size: int = 256,
+    param_dtype: str = "float32",
+    device: torch.device | None = None,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Tensor:
+    """Mean squared error of the objective's prediction, for every sample at every timestep.
+
+    Args:
+        model: a whole network, on `device`; put into eval mode meanwhile.
+        objective: what it was trained for. Its weights do not count.
+        samples: K images with noise.
+        nodes: N timesteps.
+        batch_size: images at a time.
+        param_dtype: what the model computes in.
+        device: where it computes, the CPU by default.
+        advance: told how many of the K x N errors have been found since the last call.
+
+    Returns:
+        float64 [K, N] on the CPU.
+    """
+    device = device or torch.device("cpu")
+    count, num_nodes = len(samples.images), len(nodes.t)
+    found = torch.empty(count * num_nodes, dtype=torch.float64)
+    with evaluating(model):
+        for numbers in torch.arange(count * num_nodes).split(batch_size):
+            which, node = numbers // num_nodes, numbers % num_nodes
+            t = nodes.t[node].to(device, torch.float32)
+            index = objective.path.t_to_index(t) if objective.path.discrete else None
+            images, noise = samples.images[which].to(device), samples.noise[which].to(device)
+            condition = None if model.null_class is None else samples.labels[which].to(device)
+            with compute_context(param_dtype, device, False):
+                terms = objective.loss(model, images, condition, Draw(t, noise, torch.ones_like(t), index))
+            found[numbers] = terms.error.to("cpu", torch.float64)
+            advance(len(numbers))
+    return found.view(count, num_nodes)
+
+
+def in_currency(errors: Tensor, objective: Objective, nodes: TimestepNodes, currency: str) -> Tensor:
+    """Errors of the objective's prediction as those of another one.
+
+    Args:
+        errors: squared errors [..., N] at the nodes.
+        objective: whose prediction they are of.
+        nodes: N timesteps.
+        currency: a key of `predictions.PREDICTIONS`.
+
+    Returns:
+        squared errors of the `currency` that follows from the same estimate of x0, [..., N].
+    """
+    sigma = torch.exp(nodes.log_sigma)
+    a, _ = objective.path.coefficients(nodes.t)
+    wanted, given = (
+        noise_error_weight(name, sigma, a, objective.sigma_data) for name in (currency, objective.prediction)
+    )
+    return errors * (wanted / given)
