@@ -113,6 +113,8 @@ def resolve(checked: Checked, config: Any) -> None:
         training.local_batch_size = training.global_batch_size // checked.world_size
     if training.global_batch_size == -1:
         training.global_batch_size = checked.world_size * training.local_batch_size
+    if config.objective.heads:
+        config.model.num_predictions = len(config.objective.heads)
     if checked.dataset().num_classes == 0 and hasattr(config.model, "label_dropout"):
         config.model.label_dropout = 0.0
     if _cannot_guide(checked):
@@ -215,6 +217,21 @@ def _learned_variance(checked: Checked) -> Iterator[Problem]:
     if getattr(checked.whole("model"), "learned_variance", False) and not PATHS[path]().discrete:
         text = f"objective.path = {path} has no integer steps, whose variance it would be (set it to false)"
         yield Problem("model.learned_variance", text)
+
+
+def _heads(checked: Checked) -> Iterator[Problem]:
+    model, heads = checked.whole("model"), checked.objective.heads
+    if heads and not hasattr(model, "num_predictions"):
+        yield Problem("objective.heads", f"model.name = {model.name} makes one prediction (leave them out)")
+        return
+    if heads and getattr(model, "learned_variance", False):
+        yield Problem("model.learned_variance", "is for a network of one prediction, without objective.heads (set it to false)")
+    wanted = max(len(heads), 1)
+    if "model.num_predictions" in checked.given and model.num_predictions != wanted:
+        text = f"{model.num_predictions} is not {wanted}, the number of objective.heads (leave it out: it follows)"
+        yield Problem("model.num_predictions", text)
+    if heads and checked.sampling.enable and checked.sampling.guidance_channels != "all":
+        yield Problem("sampling.guidance_channels", "first_three is for a network of one prediction (use all)")
 
 
 def _autoencoder(checked: Checked) -> Iterator[Problem]:
@@ -424,6 +441,7 @@ CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
     _dataset_is_usable,
     _model_fits_images,
     _learned_variance,
+    _heads,
     _autoencoder,
     _objective,
     _gns,

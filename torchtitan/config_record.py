@@ -8,6 +8,7 @@ from typing import Any
 import tomli_w
 
 from torchtitan.config_schema import default_of, plain
+from torchtitan.settings import meets
 
 
 def dump_config(config: Any) -> str:
@@ -75,7 +76,7 @@ def unmet_condition(config: Any, section: str, field: dataclasses.Field) -> tupl
 def _unmet(config: Any, section: str, condition: str, accepted: tuple | str) -> tuple[str, Any, tuple | str] | None:
     of_section, key = condition.split(".") if "." in condition else (section, condition)
     value = getattr(getattr(config, of_section), key)
-    if not (value > 0 if accepted == ">0" else value in accepted):
+    if not meets(value, accepted):
         return f"{of_section}.{key}", value, accepted
     return unmet_condition(config, of_section, getattr(config, of_section).__dataclass_fields__[key])
 

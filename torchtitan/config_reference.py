@@ -129,7 +129,8 @@ def _meaning(field: dataclasses.Field, section: str, indent: int) -> list[str]:
     for key, accepted in field.metadata.get("applies", {}).items():
         alternatives = key.split(" or ")
         name = " or ".join(each if "." in each or not section else f"{section}.{each}" for each in alternatives)
-        values = "above 0" if accepted == ">0" else "= " + " or ".join(map(_default_text, accepted))
+        named = {">0": "above 0", "set": "is set"}
+        values = named[accepted] if isinstance(accepted, str) else "= " + " or ".join(map(_default_text, accepted))
         conditions.append(f"{name} {values}")
     text = field.metadata.get("description", "") + (f"; only with {' and '.join(conditions)}" if conditions else "")
     return _wrapped(text, indent)

@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import pydantic
 import pydantic_core
 
+from torchtitan.settings import meets
+
 
 class Problem(NamedTuple):
     """One reason to refuse a configuration.
@@ -96,14 +98,15 @@ def unmet_in_table(table: Any, field: dataclasses.Field) -> tuple[str, Any, tupl
     """
     for key, accepted in field.metadata.get("applies", {}).items():
         value = getattr(table, key)
-        if not (value > 0 if accepted == ">0" else value in accepted):
+        if not meets(value, accepted):
             return key, value, accepted
     return None
 
 
 def no_effect(key: str, value: Any, accepted: tuple | str, because: str = "") -> str:
     """Say that a key is ignored because another one has a value that is not among the accepted ones."""
-    remedy = f"{key} above 0" if accepted == ">0" else f"{key} = {' or '.join(map(_unquoted, accepted))}"
+    named = {">0": f"{key} above 0", "set": key}
+    remedy = named[accepted] if isinstance(accepted, str) else f"{key} = {' or '.join(map(_unquoted, accepted))}"
     reason = f": {because}" if because else ""
     return f"has no effect when {key} = {_unquoted(value)}{reason}; remove it or set {remedy}"
 

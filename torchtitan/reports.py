@@ -142,7 +142,7 @@ class Reports:
         """
         step = self._trainer.step
         metrics = self._trainer.window.reduce() | {"grad_norm": float(norm), "lr": lr}
-        metrics |= self._rates(step) | self._memory()
+        metrics |= self._rates(step) | self._memory() | self._uncertainties()
         if self._config.compile.enable:
             counts = self._compilations.counts()
             metrics |= {f"compile/{name}": counts[name] for name in ("recompiles", "graph_breaks")}
@@ -353,6 +353,12 @@ class Reports:
     def _noise_scale(self) -> Path:
         return self._trainer.folder.path / GNS_FOLDER / PICTURE_FILE
 
+    def _uncertainties(self) -> dict[str, float]:
+        """The learned ln of the loss in the middle of each bin of `loss_by_bin`."""
+        bins, density = self._config.metrics.loss_bins, self._trainer.objective.timestep_sampler.density
+        t = density.quantile((torch.arange(bins, dtype=torch.float64) + 0.5) / bins)
+        return self._trainer.objective.log_uncertainties(torch.logit(t).to(self._device))
+
     def _summary(self, status: str) -> dict[str, Any]:
         trainer = self._trainer
         metrics = trainer.folder.path / METRICS_FILE
@@ -388,10 +394,11 @@ class Reports:
             logger.warning(advice)
         points = torch.linspace(-6.0, 6.0, 13, dtype=torch.float64)
         weights = trainer.objective.effective_weight(points)
-        weights = weights / weights.max()
-        logger.info("effective weight of the noise error over ln sigma (highest = 1): " + "  ".join(
-            f"{point:+.0f}: {weight:.2g}" for point, weight in zip(points.tolist(), weights.tolist(), strict=True)
-        ))
+        if weights is not None:
+            weights = weights / weights.max()
+            logger.info("effective weight of the noise error over ln sigma (highest = 1): " + "  ".join(
+                f"{point:+.0f}: {weight:.2g}" for point, weight in zip(points.tolist(), weights.tolist(), strict=True)
+            ))
         if config.sampling.enable and config.data.name in LATENT_DATASETS and trainer.decoder is None:
             logger.info(
                 "grids show three latent channels as colours; for images give --autoencoder.name and --autoencoder.path"

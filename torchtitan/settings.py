@@ -28,8 +28,8 @@ def setting(
         description: one line, printed by `--help`.
         ge, gt, le, lt: bounds of a number (inclusive, exclusive, inclusive, exclusive).
         applies: other key -> the values of it under which this one has an effect, or ">0" for any positive
-            number; given under another value, this key is refused instead of ignored. A key without a dot is
-            of the same section. "one or other" is met when either is.
+            number, or "set" for any list but the empty one; given under another value, this key is refused instead of
+            ignored. A key without a dot is of the same section. "one or other" is met when either is.
         because: why it has no effect otherwise, where that is not plain; said when it is refused.
         trajectory: whether a change of this key changes what a run learns, so that a checkpoint of another
             value must not be continued silently.
@@ -47,3 +47,10 @@ def setting(
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def meets(value: Any, accepted: tuple | str) -> bool:
+    """Whether a key's value is among those of `applies` under which another one has an effect."""
+    if accepted == "set":
+        return bool(value)
+    return value > 0 if accepted == ">0" else value in accepted

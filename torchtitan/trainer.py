@@ -20,6 +20,7 @@ from torchtitan.distributed.agreement import StopRequest, from_first_rank
 from torchtitan.distributed.mesh import Layout, init_process_group, set_train_timeout
 from torchtitan.distributed.parallelize import (
     accumulate_locally,
+    average_gradients,
     clamp_gradients,
     clip_gradients,
     gradient_norm,
@@ -88,7 +89,7 @@ class Trainer:
 
         dataset = DATASETS[config.data.name](config.data, "train")
         self.info = DATASETS[config.data.name].info(config.data)
-        self.objective = Objective(config.objective, config.debug.seed)
+        self.objective = Objective(config.objective, config.debug.seed).to(layout.device)
         self.checkpointer = Checkpointer(self.folder.checkpoints, config.checkpoint, layout.rank)
         resumed_step = self.checkpointer.find() if config.checkpoint.enable else None
         self.model = self._build_model(new=resumed_step is None)
@@ -108,7 +109,11 @@ class Trainer:
             reduce_dtype=config.training.mixed_precision_reduce,
         )
         self.parameters = named_parameters(self.model)
-        self.optimizer = build_optimizer(self.parameters, config.optimizer, self.model.blocks())
+        beside = self.objective.parameters()
+        self.optimizer = build_optimizer(
+            self.parameters | beside, config.optimizer, self.model.blocks(),
+            lr_scales=dict.fromkeys(beside, config.objective.uncertainty_lr_scale),
+        )  # fmt: skip
         self.ema = EMABank(self.parameters, config.ema, config.training.global_batch_size)
         self.corrupt_images = CorruptImages(self.folder.path)
         self.data = TrainingData(
@@ -126,7 +131,7 @@ class Trainer:
         )
         self.gns = self._build_gns(edges, taps) if config.gns.enable else None
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
-        self.window = LossWindow(self.bin_edges)
+        self.window = LossWindow(self.bin_edges, config.objective.heads)
         self.guard = NumericalGuard(config.training.max_skipped_steps, config.training.spike_threshold, layout.device)
         self.step = 0
         self.progress = 0  # in steps of training.global_batch_size: ahead of `step` once the batch has grown
@@ -220,7 +225,7 @@ class Trainer:
         lr *= lr_multiple(factor)
         set_lr(self.optimizer, lr)
         skip = self.guard.judge(StepSamples(self.step, samples, microbatches), norm)
-        self.objective.timestep_sampler.update(skip)
+        self.objective.update(skip)
         with self.phases("optimizer"):
             self.optimizer.step(skip)
             self.optimizer.zero_grad(set_to_none=True)
@@ -252,7 +257,7 @@ class Trainer:
             if self.gns:
                 self.gns.end_microbatch(terms.loss, microbatches, list(self.parameters.values()), samples, number)
             self.window.add(terms)
-            self.objective.timestep_sampler.observe(samples, batch[1], terms.t, terms.loss)
+            self.objective.observe(samples, batch[1], terms)
             self.guard.add_loss(terms.loss, microbatches)
 
     def loss_terms(
@@ -272,6 +277,7 @@ class Trainer:
         training, parameters = self.config.training, list(self.parameters.values())
         if self.gns:
             self.gns.end_step(parameters, self.batch_size // self.layout.world_size, microbatches)
+        average_gradients(self.objective.parameters().values(), self.layout)
         norm = gradient_norm(parameters, self.layout)
         if training.max_norm > 0:
             clip_gradients(parameters, norm, training.max_norm)
@@ -398,7 +404,8 @@ class Trainer:
         """Every tensor of the run's state by name; the tensors themselves."""
         parts = {
             "model": {name: parameter.detach() for name, parameter in self.parameters.items()},
-            "optimizer": optimizer_tensors(self.optimizer, self.parameters),
+            "objective": self.objective.tensors(),
+            "optimizer": optimizer_tensors(self.optimizer, self.parameters | self.objective.parameters()),
             "ema": self.ema.tensors(),
             "gns": self.gns.tensors() if self.gns else {},
         }

@@ -1,6 +1,8 @@
 """The training objective: path + prediction + preconditioning + weighting + timestep sampler.
 
     x_t = a x0 + b noise,   loss = importance x weight(sigma) x mean over pixels of (output - target)^2
+
+With `heads` the network makes several predictions, and the error is what `torchtitan.diffusion.heads` makes of theirs.
 """
 
 from collections.abc import Callable
@@ -9,15 +11,17 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan.diffusion import philox
+from torchtitan.diffusion.heads import HeadErrors, Heads, InverseVariance
 from torchtitan.diffusion.learned_variance import BOUND_WEIGHT, variational_bound
 from torchtitan.diffusion.paths import PATHS, per_image
 from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
 from torchtitan.diffusion.predictions import noise_error_weight, target, to_x0_and_noise
 from torchtitan.diffusion.timestep_samplers import LEARNING, build_sampler
 from torchtitan.diffusion.timesteps import GlobalBatch
+from torchtitan.diffusion.uncertainty import LogUncertainty
 from torchtitan.diffusion.weightings import prediction_weight
 from torchtitan.settings import setting
 
@@ -26,6 +30,7 @@ Network = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 _EDM_IN_USE = {"prediction or preconditioning or weighting": ("edm",)}
+_UNCERTAINTY_IN_USE = {"learned_uncertainty or combine": (True, "inverse_variance")}
 _DRAWN_FROM = "timestep_sampler or base_density"
 
 
@@ -52,6 +57,30 @@ class ObjectiveConfig:
     )
     p2_k: float = setting(1.0, "k of (k + snr)^-gamma", gt=0, applies={"weighting": ("p2",)})
     p2_gamma: float = setting(1.0, "gamma of (k + snr)^-gamma", ge=0, applies={"weighting": ("p2",)})
+    learned_uncertainty: bool = setting(
+        False, "learn u, the ln of the loss at each noise level, and train on loss / e^u + u: EDM2's weighting"
+    )
+    uncertainty_features: int = setting(
+        128, "waves in ln(sigma) that u is made of", ge=1, le=65536, applies=_UNCERTAINTY_IN_USE
+    )
+    uncertainty_lr_scale: float = setting(
+        10.0, "learning rate of u, as a multiple of the network's", ge=0, applies=_UNCERTAINTY_IN_USE
+    )
+    heads: list[str] = setting(
+        [], "predictions that the network makes side by side, as x0, noise and v; `prediction` is then the one whose error"
+        " is weighted and reported",
+    )
+    combine: Literal["raw_minimum", "minimum", "soft_minimum", "snr_handover", "inverse_variance"] = setting(
+        "inverse_variance", "which heads a sample trains, and how they are mixed", applies={"heads": "set"}
+    )
+    head_temperature: float = setting(
+        0.1, "relative excess of a head's error over the least that lowers its share by 1 / e", gt=0,
+        applies={"combine": ("soft_minimum",)},
+    )
+    handover_snr: list[float] = setting(
+        [], "signal-to-noise ratios, rising, at which one of `heads`, then in the order from noise to data, hands over",
+        applies={"combine": ("snr_handover",)},
+    )
     timestep_sampler: Literal[
         "uniform", "logit_normal", "lognormal_sigma", "laplace", "mode", "cosmap", "cubic", "beta", "speed", "slots",
         "loss_second_moment", "time_warping", "adaptive_log_snr",
@@ -135,26 +164,46 @@ class LossTerms:
     Attributes:
         loss: what is minimised, with the bound of a learned variance; its mean over the global batch is the
             training loss.
-        error: the plain mean squared error of the prediction, for loss by timestep; no gradient.
+        error: the plain mean squared error of the prediction, for loss by timestep; no gradient. Of heads, that of
+            their mix.
         t: the timesteps.
+        shares: of each head in the loss, [B, K]; None without heads.
+        head_errors: what their rule may remember; None without heads.
     """
 
     loss: Tensor
     error: Tensor
     t: Tensor
+    shares: Tensor | None = None
+    head_errors: HeadErrors | None = None
 
 
 class Objective:
-    """A diffusion training objective and the reading of the trained network."""
+    """A diffusion training objective and the reading of the trained network.
+
+    Attributes:
+        heads: of a network with several predictions, else None.
+        uncertainty: the learned ln of the loss, where `learned_uncertainty` is set, else None.
+        learned: all that is trained or measured beside the network, and belongs into a checkpoint.
+    """
 
     def __init__(self, config: ObjectiveConfig, seed: int) -> None:
         self.path = PATHS[config.path]()
         self.prediction = config.prediction
         self.sigma_data = config.sigma_data
         self.preconditioning = PRECONDITIONINGS[config.preconditioning](self.path, self.prediction, self.sigma_data)
-        self.weighting = partial(prediction_weight, config, self.path)
+        self._fixed_weighting = partial(prediction_weight, config, self.path)
+        self.heads = Heads(config, self.path) if config.heads else None
+        self.uncertainty = LogUncertainty(1, config.uncertainty_features) if config.learned_uncertainty else None
+        named = {"heads": self.heads, "uncertainty": self.uncertainty}
+        self.learned = nn.ModuleDict({name: module for name, module in named.items() if module is not None})
         self.timestep_sampler = build_sampler(config, self.path, seed)
         self.seed = seed
+
+    def to(self, device: torch.device) -> "Objective":
+        """Put what is learned on a device; returns the objective itself."""
+        self.learned.to(device)
+        return self
 
     def draw(self, shape: tuple[int, ...], batch: GlobalBatch, indices: Tensor) -> Draw:
         """Draw timesteps and noise for the samples `indices` [B] of a global batch; `shape` is one image's."""
@@ -175,16 +224,26 @@ class Objective:
         x_t = a * x0 + b * draw.noise
         output, interpolation = self._output(model, x_t, draw.t, condition)
         wanted = target(self.prediction, x0, draw.noise, a, b, self.sigma_data)
-        error = (output - wanted).square().flatten(1).mean(1)  # [B]
+        shares = head_errors = None
+        if self.heads is None:
+            trained = (output - wanted).square().flatten(1).mean(1)  # [B]
+            error = trained.detach()
+        else:
+            head_errors = self.heads.errors(output, x0, draw.noise, draw.t)
+            trained, shares = self.heads.rule.loss(head_errors, torch.logit(draw.t))
+            error = self._mixed_error(output.detach(), x_t, draw.t, wanted)
         sigma = draw.t / (1.0 - draw.t).clamp_min(torch.finfo(torch.float32).tiny)
-        loss = self.weighting(sigma) * error
+        loss = self._fixed_weighting(sigma) * trained
+        if self.uncertainty is not None:
+            u = self.uncertainty(torch.logit(draw.t))[0]
+            loss = loss * torch.exp(-u) + u
         if interpolation is not None:
             # The mean is trained by the weighted error alone.
             x0_estimate, _ = to_x0_and_noise(self.prediction, output.detach(), x_t, a, b, self.sigma_data)
             index = self.path.t_to_index(draw.t)
             bound = variational_bound(self.path, x0, x_t, x0_estimate, interpolation, index)
             loss = loss + BOUND_WEIGHT * self.path.num_indices * bound
-        return LossTerms(draw.importance * loss, error.detach(), draw.t)
+        return LossTerms(draw.importance * loss, error, draw.t, shares, head_errors)
 
     def predict(self, model: Network, x_t: Tensor, t: Tensor, condition: Tensor | None) -> tuple[Tensor, Tensor]:
         """Estimate the clean image and the noise at times t [B] in noisy images x_t [B, C, H, W]; float32."""
@@ -208,25 +267,81 @@ class Objective:
         """
         a, b = (per_image(c, x_t) for c in self.path.coefficients(t))
         output, interpolation = self._output(model, x_t, t, condition)
+        if self.heads is not None:
+            return *self.heads.combine(output, x_t, t), None
         x0, noise = to_x0_and_noise(self.prediction, output, x_t, a, b, self.sigma_data)
         return x0, noise, None if interpolation is None else 0.5 * (interpolation + 1.0)
 
-    def effective_weight(self, log_sigma: Tensor) -> Tensor:
+    @torch.no_grad()
+    def weighting(self, sigma: Tensor) -> Tensor:
+        """Factor on the squared error of the prediction at noise levels [N], as learned so far; of sigma's dtype."""
+        weight = self._fixed_weighting(sigma)
+        if self.uncertainty is not None:
+            weight = weight * torch.exp(-self.uncertainty(torch.log(sigma))[0]).to(weight.dtype)
+        return weight
+
+    def effective_weight(self, log_sigma: Tensor) -> Tensor | None:
         """p(ln sigma) x weight, in the currency of the noise's squared error.
 
         Two configurations with proportional effective weights are the same objective in expectation. That of time
-        warping is what it begins with.
+        warping and of a learned uncertainty is what they begin with.
 
         Args:
             log_sigma: values of ln sigma [N].
 
         Returns:
-            density of the training noise levels x weight of the noise error at each, [N].
+            density of the training noise levels x weight of the noise error at each, [N]; None where each head is
+            trained by its own error.
         """
+        if self.heads is not None and not self.heads.of_one_error:
+            return None
         sigma = torch.exp(log_sigma)
         a, _ = self.path.coefficients(torch.sigmoid(log_sigma))
         density = self.timestep_sampler.density.log_sigma_density(log_sigma)
         return density * self.weighting(sigma) * noise_error_weight(self.prediction, sigma, a, self.sigma_data)
+
+    def observe(self, batch: GlobalBatch, indices: Tensor, terms: LossTerms) -> None:
+        """Take note of a microbatch's losses, for what learns from them; indices [B] as given to `draw`."""
+        self.timestep_sampler.observe(batch, indices, terms.t, terms.loss)
+        if self.heads is not None:
+            self.heads.observe(terms.head_errors, terms.t)
+
+    def update(self, skip: Tensor) -> None:
+        """After the backward of a whole global batch: learn from what was observed, unless `skip`; collective."""
+        self.timestep_sampler.update(skip)
+        if self.heads is not None:
+            self.heads.update(skip)
+
+    @property
+    def mixes_by_state(self) -> bool:
+        """Whether `predict` depends on what was learned in training."""
+        return self.heads is not None and bool(self.tensors())
+
+    @torch.no_grad()
+    def log_uncertainties(self, log_sigma: Tensor) -> dict[str, float]:
+        """What has been learned of u at ln sigma [N], as `log_uncertainty/<n>`, or by head `log_uncertainty/<head>/<n>`."""
+        found = {}
+        if self.uncertainty is not None:
+            found["log_uncertainty"] = self.uncertainty(log_sigma)[0]
+        elif self.heads is not None and isinstance(self.heads.rule, InverseVariance):
+            u = self.heads.rule.uncertainty(log_sigma)
+            found = {f"log_uncertainty/{name}": of_head for name, of_head in zip(self.heads.names, u, strict=True)}
+        return {f"{tag}/{n}": value for tag, values in found.items() for n, value in enumerate(values.tolist())}
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained beside the network, by name; whole on every rank."""
+        return {f"objective.{name}": parameter for name, parameter in self.learned.named_parameters()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What `learned` holds for a checkpoint, by name; the tensors themselves."""
+        return {name: tensor.detach() for name, tensor in self.learned.state_dict(keep_vars=True).items()}
+
+    def _mixed_error(self, output: Tensor, x_t: Tensor, t: Tensor, wanted: Tensor) -> Tensor:
+        """Squared error [B] of what the heads' mix says of the prediction."""
+        x0, noise = self.heads.combine(output, x_t, t)
+        a, b = (per_image(c, x_t) for c in self.path.coefficients(t))
+        mix = target(self.prediction, x0, noise, a, b, self.sigma_data)
+        return (mix - wanted).square().flatten(1).mean(1)
 
     def _output(
         self, model: Network, x_t: Tensor, t: Tensor, condition: Tensor | None
@@ -235,8 +350,11 @@ class Objective:
         scaling = self.preconditioning.scaling(t)
         output = model(per_image(scaling.c_in, x_t) * x_t, scaling.c_noise, condition).to(torch.float32)
         interpolation = None
-        if self.path.discrete and output.shape[1] == 2 * x_t.shape[1]:
+        count = 1 if self.heads is None else len(self.heads.names)
+        if self.heads is None and self.path.discrete and output.shape[1] == 2 * x_t.shape[1]:
             output, interpolation = output.chunk(2, dim=1)
-        if output.shape != x_t.shape:  # it might broadcast
-            raise ValueError(f"the model's output is {list(output.shape)}, the target {list(x_t.shape)}")
+        if output.shape != (len(x_t), count * x_t.shape[1], *x_t.shape[2:]):  # it might broadcast
+            raise ValueError(f"the model's output is {list(output.shape)}, the target {count} times {list(x_t.shape)}")
+        if self.heads is not None:
+            return output, None
         return per_image(scaling.c_skip, x_t) * x_t + per_image(scaling.c_out, x_t) * output, interpolation

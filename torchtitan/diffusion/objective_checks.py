@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from torchtitan.diffusion.heads import head_problems
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import DDPM, PATHS, Path
 from torchtitan.diffusion.predictions import noise_error_weight
@@ -43,9 +44,9 @@ def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
         yield "objective.preconditioning", (
             f"edm makes x0 of the network's output, not objective.prediction = {config.prediction} (use x0 or edm)"
         )
-    sampler_problems = list(_sampler_problems(config, path))
-    yield from sampler_problems
-    if sampler_problems:
+    found = [*head_problems(config, path), *_sampler_problems(config, path), *_unfed_problems(config)]
+    yield from found
+    if found:
         return
     try:
         objective = Objective(config, seed=0)
@@ -69,6 +70,16 @@ def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
                 f" {config.weighting} on objective.prediction = {config.prediction} has an infinite mean loss"
                 " (use logit_normal or another weighting)"
             )
+
+
+def _unfed_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
+    if config.timestep_sampler not in LEARNING:
+        return
+    text = f"{config.timestep_sampler} learns from losses, which %s makes alike at all timesteps (use a density, or %s)"
+    if config.learned_uncertainty:
+        yield "objective.timestep_sampler", text % ("objective.learned_uncertainty", "set that to false")
+    elif config.heads and config.combine == "inverse_variance":
+        yield "objective.timestep_sampler", text % ("objective.combine = inverse_variance", "another combine")
 
 
 def _sampler_problems(config: ObjectiveConfig, path: Path) -> Iterator[tuple[str, str]]:

@@ -26,6 +26,7 @@ PURPOSES = {
     "bin_order": 10,
     "gns_projection": 11,
     "posterior": 12,
+    "waves": 13,
 }
 
 _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -1,6 +1,6 @@
 """One function that turns a model into a parallel one, in a fixed order."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -145,6 +145,15 @@ def gradient_norm(parameters: list[nn.Parameter], layout: Layout) -> Tensor:
     if layout.sharded:
         torch.distributed.all_reduce(total, group=layout.shard_group)
     return total.sqrt()
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter], layout: Layout) -> None:
+    """Bring the gradients of parameters that stand whole and unwrapped on every rank to their mean over the ranks."""
+    for parameter in parameters:
+        if layout.world_size > 1 and parameter.grad is not None:
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= layout.world_size
 
 
 @torch.no_grad()

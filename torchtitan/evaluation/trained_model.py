@@ -72,22 +72,33 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
         checkpoint_path(checkpoints, step),
         {prefix + name: parameter.detach() for name, parameter in model.named_parameters()},
     )
+    objective = Objective(config.objective, config.debug.seed).to(device)
+    learned = {f"objective.{name}": tensor for name, tensor in objective.tensors().items()}
+    if learned:
+        read_tensors(checkpoint_path(checkpoints, step), learned)
     label = f"step {step}, {'trained weights' if track == 'none' else track}"
-    return TrainedModel(config, info, model, Objective(config.objective, config.debug.seed), label, tuple(warnings))
+    return TrainedModel(config, info, model, objective, label, tuple(warnings))
 
 
 def load_weights(path: Path, config_file: Path, device: torch.device) -> TrainedModel:
     """Read a safetensors file of weights, named as the model's parameters, for a configuration.
 
     Raises:
-        WeightsError: not a safetensors file, or tensors are missing, superfluous or of another shape.
+        WeightsError: not a safetensors file, tensors are missing, superfluous or of another shape, or heads are mixed
+            by what only a checkpoint holds.
         ConfigError: the configuration is refused.
     """
     config = read_config(config_file)
     info = DATASETS[config.data.name].info(config.data)
+    objective = Objective(config.objective, config.debug.seed).to(device)
+    if objective.mixes_by_state:
+        raise WeightsError(
+            f"{path}: holds weights alone, but objective.combine = {config.objective.combine} mixes the heads by what was"
+            " learned in training (give the run's folder, or use snr_handover)"
+        )
     model = _empty_model(config, info, device)
     fill(model, path)
-    return TrainedModel(config, info, model, Objective(config.objective, config.debug.seed), path.stem)
+    return TrainedModel(config, info, model, objective, path.stem)
 
 
 def read_config(path: Path) -> JobConfig:

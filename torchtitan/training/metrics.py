@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,12 +45,18 @@ METRICS_FILE = "metrics.jsonl"
 class LossWindow:
     """Losses summed on the device since the last logged point, without any host synchronisation."""
 
-    def __init__(self, bin_edges: Tensor) -> None:
-        """bin_edges: inner edges in t, rising, [K - 1]; bin k holds edges[k - 1] < t <= edges[k]."""
+    def __init__(self, bin_edges: Tensor, heads: Sequence[str] = ()) -> None:
+        """
+        Args:
+            bin_edges: inner edges in t, rising, [K - 1]; bin k holds edges[k - 1] < t <= edges[k].
+            heads: names of the predictions whose shares in the loss are counted.
+        """
+        self._heads = tuple(heads)
         self._edges = bin_edges
         bins, device = len(bin_edges) + 1, bin_edges.device
         self._loss = torch.zeros(2, dtype=torch.float64, device=device)  # sum, count
-        self._by_bin = torch.zeros(2, bins, dtype=torch.float64, device=device)  # sums, counts
+        # Sums of errors, counts, sums of each head's share.
+        self._by_bin = torch.zeros(2 + len(self._heads), bins, dtype=torch.float64, device=device)
 
     def add(self, terms: LossTerms) -> None:
         """Count one microbatch; samples whose loss is not finite are left out."""
@@ -61,6 +67,9 @@ class LossWindow:
         bins = torch.bucketize(terms.t, self._edges)
         self._by_bin[0].index_add_(0, bins, torch.where(finite, error, 0.0))
         self._by_bin[1].index_add_(0, bins, finite.to(torch.float64))
+        for k in range(len(self._heads)):
+            share = terms.shares[:, k].to(torch.float64)
+            self._by_bin[2 + k].index_add_(0, bins, torch.where(finite, share, 0.0))
 
     def reduce(self) -> dict[str, float]:
         """Metrics over all ranks' samples; starts a new window. Called by all ranks together."""
@@ -72,11 +81,16 @@ class LossWindow:
             dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         self._loss.zero_()
         self._by_bin.zero_()
-        sums, counts = by_bin.tolist()
+        sums, counts, *shares = by_bin.tolist()
+        filled = [k for k in range(len(counts)) if counts[k]]
         return {
             "loss_metrics/global_avg_loss": float(total[0] / total[1]),
             "loss_metrics/global_max_loss": float(highest),
-            **{f"loss_by_bin/{k}": sums[k] / counts[k] for k in range(len(sums)) if counts[k]},
+            **{f"loss_by_bin/{k}": sums[k] / counts[k] for k in filled},
+            **{
+                f"head_share/{name}/{k}": of_head[k] / counts[k]
+                for name, of_head in zip(self._heads, shares, strict=True) for k in filled
+            },
         }
 
     def state_dict(self) -> dict:

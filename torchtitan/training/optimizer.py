@@ -85,7 +85,10 @@ class OptimizerSet:
 
 
 def build_optimizer(
-    parameters: dict[str, nn.Parameter], config: OptimizerConfig, blocks: Iterable[nn.Module] = ()
+    parameters: dict[str, nn.Parameter],
+    config: OptimizerConfig,
+    blocks: Iterable[nn.Module] = (),
+    lr_scales: dict[str, float] | None = None,
 ) -> OptimizerSet:
     """Build the optimizer of named parameters; without a group of their own, vectors (gains, biases) are not decayed.
 
@@ -93,17 +96,21 @@ def build_optimizer(
         parameters: name -> parameter, plain or sharded.
         config: update rule and groups.
         blocks: modules whose matrices Muon takes.
+        lr_scales: parameters in a group of their own, not decayed, with these multiples of the learning rate unless
+            `param_groups` says otherwise.
 
     Raises:
         OptimizerError: a pattern of `param_groups` selects no parameter.
     """
     of_blocks = {parameter for block in blocks for parameter in block.parameters()}
+    own = lr_scales or {}
     groups: dict[str, dict[tuple, dict[str, Any]]] = {}
-    for name, (lr_scale, weight_decay) in _group_settings(parameters, config).items():
+    for name, (lr_scale, weight_decay) in _group_settings(parameters, config, own).items():
         parameter = parameters[name]
         rule = update_rule(parameter, config, parameter in of_blocks)
         new = {"params": [], "lr_scale": lr_scale, "weight_decay": weight_decay}
-        groups.setdefault(rule, {}).setdefault((lr_scale, weight_decay), new)["params"].append(parameter)
+        key = (lr_scale, weight_decay, name in own)
+        groups.setdefault(rule, {}).setdefault(key, new)["params"].append(parameter)
     optimizers = [_RULES[rule](list(of_rule.values()), config) for rule, of_rule in groups.items()]
     set_lr(together := OptimizerSet(optimizers), config.lr)
     return together
@@ -163,9 +170,12 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
         group["lr"] = rate
 
 
-def _group_settings(parameters: dict[str, nn.Parameter], config: OptimizerConfig) -> dict[str, tuple[float, float]]:
+def _group_settings(
+    parameters: dict[str, nn.Parameter], config: OptimizerConfig, own: dict[str, float]
+) -> dict[str, tuple[float, float]]:
     """Name -> (multiple of the learning rate, decay), by the first pattern that fits."""
     settings = {name: (1.0, config.weight_decay if p.ndim > 1 else 0.0) for name, p in parameters.items()}
+    settings |= {name: (scale, 0.0) for name, scale in own.items()}
     free = set(parameters)
     for index, group in enumerate(config.param_groups):
         found = {name for name in parameters if re.search(group.pattern, name)}

@@ -35,6 +35,9 @@ class DiTConfig:
         0.1, "probability of replacing the class by the null class in training, for guidance", ge=0, lt=1
     )
     learned_variance: bool = setting(False, "twice the output channels: prediction and variance interpolation")
+    num_predictions: int = setting(
+        1, "images that the network gives for each input; follows from objective.heads, one for each of them", ge=1
+    )
 
 
 def _peebles_xie(size: str, dim: int, num_layers: int, num_heads: int) -> dict[str, DiTConfig]:

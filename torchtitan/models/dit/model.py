@@ -43,7 +43,7 @@ class DiT(DiffusionModel):
         self.null_class = num_classes if num_classes > 0 else None
         channels, height, width = image_shape
         self.grid = (height // config.patch_size, width // config.patch_size)
-        self.out_channels = 2 * channels if config.learned_variance else channels
+        self.out_channels = (2 if config.learned_variance else config.num_predictions) * channels
 
         self.patch_embed = nn.Linear(channels * config.patch_size**2, config.dim)
         self.time_embed = TimestepEmbedding(config)

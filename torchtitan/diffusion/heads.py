@@ -1,0 +1,311 @@
+"""Several predictions by one network, and how they are trained and become one.
+
+The network gives K images for each of its inputs; the k-th stands for the k-th prediction. A rule says which of them a
+sample trains, and with which shares, functions of the noise level alone, their estimates of x0 are added up.
+
+Source: Xie and Agam, "Rethinking timesteps samplers and prediction types", arXiv 2502.01990, where the least of the raw
+errors is trained; the other rules are meant to mend what fails there.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.diffusion.paths import Path, per_image
+from torchtitan.diffusion.predictions import PREDICTIONS, noise_error_weight, target, to_x0_and_noise
+from torchtitan.diffusion.uncertainty import LOG_SIGMA_RANGE, LogUncertainty
+
+HEADS = tuple(name for name in PREDICTIONS if name != "edm")  # whose target goes by sigma_data, a key of one prediction
+# Where the errors of rules that compare them are remembered: steps of 1/4 in ln sigma.
+_LOG_SIGMA_EDGES = torch.linspace(-8.0, 8.0, 65, dtype=torch.float64)
+_HALF_LIFE = 20_000  # samples
+
+
+class HeadErrors(NamedTuple):
+    """Mean squared errors of the heads for each sample, [B, K].
+
+    Attributes:
+        raw: each of its own prediction.
+        common: all of one and the same prediction, that of `objective.prediction`.
+    """
+
+    raw: Tensor
+    common: Tensor
+
+
+class Rule(Protocol):
+    """How heads are trained and mixed; a module where it has a state."""
+
+    def loss(self, errors: HeadErrors, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
+        """What is minimised, before its weight, [B], and each head's share of it, [B, K], without gradient."""
+
+    def shares(self, log_sigma: Tensor) -> Tensor:
+        """Of the heads' estimates in the one that is used, at ln sigma [N]: [N, K], each row sums to 1."""
+
+
+class RunningErrors(nn.Module):
+    """Mean error of each head by noise level, over some of the latest samples.
+
+    An error loses half of its weight with every 20,000 samples. Levels without any go by the nearest that has one.
+    """
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        bins = len(_LOG_SIGMA_EDGES) + 1
+        self.register_buffer("sums", torch.zeros(heads, bins, dtype=torch.float64))
+        self.register_buffer("weight", torch.zeros(bins, dtype=torch.float64))
+        self._seen: Tensor | None = None  # [1 + K, bins] of the step under way
+
+    def observe(self, errors: Tensor, log_sigma: Tensor) -> None:
+        """Take note of a microbatch: errors [B, K] at ln sigma [B]."""
+        if self._seen is None:
+            self._seen = torch.zeros(1 + len(self.sums), len(self.weight), dtype=torch.float64, device=errors.device)
+        bins = torch.bucketize(log_sigma.to(torch.float64), _LOG_SIGMA_EDGES.to(errors.device))
+        errors = errors.detach().to(torch.float64)
+        finite = errors.isfinite().all(1, keepdim=True)
+        rows = torch.cat((finite.to(torch.float64), torch.where(finite, errors, 0.0)), dim=1)  # [B, 1 + K]
+        membership = F.one_hot(bins, len(self.weight)).to(torch.float64)  # a product's sum has one order, on a GPU too
+        self._seen += rows.T @ membership
+
+    def update(self, skip: Tensor) -> None:
+        """After a whole global batch: remember what was observed, unless `skip`; collective."""
+        seen, self._seen = self._seen, None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(seen)
+        seen = torch.where(skip, 0.0, seen)
+        decay = torch.exp2(-seen[0].sum() / _HALF_LIFE)
+        self.weight.mul_(decay).add_(seen[0])
+        self.sums.mul_(decay).add_(seen[1:])
+
+    def forward(self, log_sigma: Tensor) -> Tensor:
+        """Mean errors at ln sigma [N]: float64 [N, K]; all 1 before the first sample."""
+        sums, weight = self.sums.to(log_sigma.device), self.weight.to(log_sigma.device)
+        places = torch.arange(len(weight), device=log_sigma.device)
+        distance = (places[:, None] - places).abs() + torch.where(weight > 0, 0, len(weight))
+        nearest = distance.argmin(1)
+        means = torch.where(weight > 0, sums / weight.clamp_min(1e-300), 1.0)[:, nearest]
+        bins = torch.bucketize(log_sigma.to(torch.float64), _LOG_SIGMA_EDGES.to(log_sigma.device))
+        return means[:, bins].T
+
+
+class Minimum(nn.Module):
+    """The head of the least error trains; the one whose error has been the least on average is used.
+
+    raw: each head's own error, as published. With equally good heads the noise level alone decides then: x0's error is
+    below that of the noise exactly where snr > 1, and v's always above both. Else errors of one prediction.
+    """
+
+    def __init__(self, heads: int, raw: bool) -> None:
+        super().__init__()
+        self.raw = raw
+        self.errors = RunningErrors(heads)
+
+    def compared(self, errors: HeadErrors) -> Tensor:
+        return errors.raw if self.raw else errors.common
+
+    def loss(self, errors: HeadErrors, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
+        return _shared(self.compared(errors), lambda compared: _one_hot_least(compared))
+
+    def shares(self, log_sigma: Tensor) -> Tensor:
+        return _one_hot_least(self.errors(log_sigma))
+
+
+class SoftMinimum(nn.Module):
+    """All heads train, each with a share that falls as its error rises above the least: exp(-(e / e_min - 1) / T).
+
+    Errors are of one prediction; T -> 0 is the minimum, T -> infinity the mean of all heads.
+    """
+
+    def __init__(self, heads: int, temperature: float) -> None:
+        super().__init__()
+        self._temperature = temperature
+        self.errors = RunningErrors(heads)
+
+    def compared(self, errors: HeadErrors) -> Tensor:
+        return errors.common
+
+    def loss(self, errors: HeadErrors, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
+        return _shared(errors.common, self._soft)
+
+    def shares(self, log_sigma: Tensor) -> Tensor:
+        return self._soft(self.errors(log_sigma))
+
+    def _soft(self, errors: Tensor) -> Tensor:
+        least = errors.amin(1, keepdim=True).clamp_min(torch.finfo(errors.dtype).tiny)
+        return torch.softmax(-(errors / least) / self._temperature, dim=1)
+
+
+class Handover(nn.Module):
+    """One head for each range of the signal-to-noise ratio, in the order from noise to data."""
+
+    def __init__(self, heads: int, snr: list[float]) -> None:
+        """snr: where one head hands over to the next, rising, K - 1 numbers."""
+        super().__init__()
+        self._heads = heads
+        # snr = sigma^-2
+        self._log_sigma = -0.5 * torch.tensor(snr, dtype=torch.float64).log()
+
+    def loss(self, errors: HeadErrors, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
+        return _shared(errors.common, lambda compared: self.shares(log_sigma).to(compared.dtype))
+
+    def shares(self, log_sigma: Tensor) -> Tensor:
+        edges = self._log_sigma.to(log_sigma.device)
+        in_charge = (log_sigma.to(torch.float64)[:, None] <= edges).sum(1)  # [N]
+        return F.one_hot(in_charge, self._heads).to(torch.float64)
+
+
+class InverseVariance(nn.Module):
+    """All heads train, each on its own error over what is to be expected of it; mixed by what they are worth.
+
+    The loss is the mean over heads of e_k / exp(u_k) + u_k, so that exp(u_k) becomes head k's mean squared error, and its
+    share goes as 1 / the error of x0 that follows from it. That is the best mix of estimates whose errors are
+    independent.
+    """
+
+    def __init__(self, heads: "Heads", features: int) -> None:
+        super().__init__()
+        self.uncertainty = LogUncertainty(len(heads.names), features)
+        self._heads = [heads]  # in a list, for a module's modules are its own
+
+    def loss(self, errors: HeadErrors, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
+        u = self.uncertainty(log_sigma).T  # [B, K]
+        return (errors.raw * torch.exp(-u) + u).mean(1), self.shares(log_sigma)
+
+    @torch.no_grad()
+    def shares(self, log_sigma: Tensor) -> Tensor:
+        log_sigma = log_sigma.to(torch.float64).clamp(*LOG_SIGMA_RANGE)
+        to_x0 = self._heads[0].conversion(log_sigma, "x0").log()
+        return torch.softmax(-(self.uncertainty(log_sigma).T + to_x0), dim=1)
+
+
+class Heads(nn.Module):
+    """The predictions of one network, in the order of its output's channels.
+
+    Attributes:
+        names: keys of PREDICTIONS, [K].
+        rule: how they are trained and mixed.
+    """
+
+    def __init__(self, config: Any, path: Path) -> None:
+        """config: the `[objective]` section."""
+        super().__init__()
+        self.names = tuple(config.heads)
+        self._path, self._common, self._sigma_data = path, config.prediction, config.sigma_data
+        count = len(self.names)
+        self.rule: Rule = {
+            "raw_minimum": lambda: Minimum(count, raw=True),
+            "minimum": lambda: Minimum(count, raw=False),
+            "soft_minimum": lambda: SoftMinimum(count, config.head_temperature),
+            "snr_handover": lambda: Handover(count, config.handover_snr),
+            "inverse_variance": lambda: InverseVariance(self, config.uncertainty_features),
+        }[config.combine]()
+
+    @property
+    def of_one_error(self) -> bool:
+        """Whether all heads are trained by the error of `objective.prediction`."""
+        return not (isinstance(self.rule, InverseVariance) or (isinstance(self.rule, Minimum) and self.rule.raw))
+
+    def conversion(self, log_sigma: Tensor, prediction: str) -> Tensor:
+        """(squared error of `prediction`) / (squared error of head k) for one estimate, float64 [N, K].
+
+        Args:
+            log_sigma: noise levels [N].
+            prediction: a key of PREDICTIONS.
+        """
+        sigma = torch.exp(log_sigma.to(torch.float64).clamp(*LOG_SIGMA_RANGE))
+        a, _ = self._path.coefficients(self._path.sigma_to_t(sigma))
+        wanted, *given = (
+            noise_error_weight(name, sigma, a, self._sigma_data) for name in (prediction, *self.names)
+        )
+        return wanted[:, None] / torch.stack(given, dim=1)
+
+    def errors(self, output: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> HeadErrors:
+        """Errors of an output [B, K C, H, W] for clean images x0 and noise [B, C, H, W] at t [B]."""
+        a, b = (per_image(c, x0) for c in self._path.coefficients(t))
+        raw = torch.stack([
+            (part - target(name, x0, noise, a, b, self._sigma_data)).square().flatten(1).mean(1)
+            for name, part in zip(self.names, self._split(output), strict=True)
+        ], dim=1)
+        return HeadErrors(raw, raw * self.conversion(torch.logit(t), self._common).to(raw.dtype))
+
+    def combine(self, output: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """x0 and noise, of x_t's shape, by the shares at t [B]; a x0 + b noise = x_t."""
+        a, b = (per_image(c, x_t) for c in self._path.coefficients(t))
+        shares = self.rule.shares(torch.logit(t.to(torch.float64))).to(x_t.dtype)
+        x0, noise = torch.zeros_like(x_t), torch.zeros_like(x_t)
+        for k, (name, part) in enumerate(zip(self.names, self._split(output), strict=True)):
+            share = per_image(shares[:, k], x_t)
+            # A head without a share may have no finite estimate here.
+            estimates = to_x0_and_noise(name, part, x_t, a, b, self._sigma_data)
+            x0, noise = (
+                total + torch.where(share > 0, share * estimate, 0.0)
+                for total, estimate in zip((x0, noise), estimates, strict=True)
+            )
+        return x0, noise
+
+    def observe(self, errors: HeadErrors, t: Tensor) -> None:
+        """Take note of a microbatch's errors, where the rule needs it."""
+        if isinstance(self.rule, Minimum | SoftMinimum):
+            self.rule.errors.observe(self.rule.compared(errors), torch.logit(t))
+
+    def update(self, skip: Tensor) -> None:
+        """After a whole global batch; skip: the optimizer leaves it out, bool scalar. Collective."""
+        if isinstance(self.rule, Minimum | SoftMinimum):
+            self.rule.errors.update(skip)
+
+    def _split(self, output: Tensor) -> tuple[Tensor, ...]:
+        return output.chunk(len(self.names), dim=1)
+
+
+def head_problems(config: Any, path: Path) -> Iterator[tuple[str, str]]:
+    """Heads that cannot be trained together: pairs of a dotted key and the reason."""
+    if not config.heads:
+        return
+    if unknown := [name for name in config.heads if name not in HEADS]:
+        yield "objective.heads", f"{unknown[0]!r} is no prediction of a head (there are: {', '.join(HEADS)})"
+        return
+    if len(config.heads) < 2 or len(set(config.heads)) < len(config.heads):
+        yield "objective.heads", f"{config.heads} must be two predictions or more, each once"
+    if "noise" in config.heads and path.t_max == 1.0:
+        yield "objective.heads", (
+            f"the noise does not convert to x0 at t = 1, where objective.path = {config.path} starts to sample (leave it"
+            " out)"
+        )
+    if config.preconditioning not in ("identity", "index"):
+        yield "objective.heads", (
+            f"objective.preconditioning = {config.preconditioning} makes one prediction of the network's output (use"
+            " identity or index)"
+        )
+    if config.combine == "snr_handover":
+        yield from _handover_problems(config)
+    if config.combine in ("raw_minimum", "inverse_variance") and config.weighting != "none":
+        yield "objective.weighting", (
+            f"{config.weighting} is for errors of one prediction; objective.combine = {config.combine} trains each head by"
+            " its own (use none)"
+        )
+    if config.combine == "inverse_variance" and config.learned_uncertainty:
+        yield "objective.learned_uncertainty", "objective.combine = inverse_variance has its own (set it to false)"
+
+
+def _handover_problems(config: Any) -> Iterator[tuple[str, str]]:
+    snr, wanted = config.handover_snr, len(config.heads) - 1
+    rising = all(low < high for low, high in zip(snr, snr[1:], strict=False))
+    if len(snr) != wanted or not rising or not all(0 < value < float("inf") for value in snr):
+        yield "objective.handover_snr", (
+            f"{snr} must be {wanted} rising, positive number{'s' if wanted > 1 else ''}: the signal-to-noise ratios at"
+            f" which {', '.join(config.heads)}, from noise to data, hand over"
+        )
+
+
+def _one_hot_least(errors: Tensor) -> Tensor:
+    return F.one_hot(errors.argmin(1), errors.shape[1]).to(errors.dtype)
+
+
+def _shared(errors: Tensor, rule) -> tuple[Tensor, Tensor]:
+    share = rule(errors.detach())
+    # Where a head has no share its error may be infinite.
+    return torch.where(share > 0, share * errors, 0.0).sum(1), share
