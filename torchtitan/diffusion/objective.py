@@ -64,7 +64,7 @@ class ObjectiveConfig:
         128, "waves in ln(sigma) that u is made of", ge=1, le=65536, applies=_UNCERTAINTY_IN_USE
     )
     uncertainty_lr_scale: float = setting(
-        10.0, "learning rate of u, as a multiple of the network's", ge=0, applies=_UNCERTAINTY_IN_USE
+        100.0, "learning rate of u, as a multiple of the network's", ge=0, applies=_UNCERTAINTY_IN_USE
     )
     heads: list[str] = setting(
         [], "predictions that the network makes side by side, as x0, noise and v; `prediction` is then the one whose error"

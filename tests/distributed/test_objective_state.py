@@ -1,0 +1,125 @@
+"""What an objective learns beside the network: the same on every layout, in the checkpoint, and read back for sampling."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.cases import make_trainer, remove, shared_folder
+from tests.launcher import run_on_ranks
+from torchtitan.evaluation.trained_model import WeightsError, load_run, load_weights
+
+HEADS = '--objective.heads=["x0","noise","v"]'
+BASE = (
+    "--objective.path=ddpm_linear", "--objective.prediction=v", "--objective.preconditioning=index",
+    "--objective.timestep_sampler=uniform", "--metrics.loss_bins=2",
+)  # fmt: skip
+OBJECTIVES = {
+    "learned uncertainty": (*BASE, "--objective.learned_uncertainty=true"),
+    "inverse variance": (*BASE, HEADS),
+    "soft minimum": (*BASE, HEADS, "--objective.combine=soft_minimum"),
+}
+
+
+def trained(layouts: dict[str, dict]) -> dict[str, dict]:
+    """Train each objective on each layout for 4 steps; the last gradient norm, loss, and what was learned."""
+    folder, found = shared_folder(), {}
+    for place, (layout, case) in enumerate(layouts.items()):
+        for number, (name, overrides) in enumerate(OBJECTIVES.items()):
+            trainer = make_trainer(folder, f"run{place}-{number}", steps=10, overrides=overrides, **case)
+            for _ in range(4):
+                trainer.step += 1
+                norm, _ = trainer.train_step()
+            found[f"{layout}, {name}"] = {
+                "norm": norm.item(),
+                "metrics": trainer.window.reduce(),
+                "learned": {key: value.tolist() for key, value in trainer.objective.tensors().items()},
+                "plain": not any(isinstance(value, DTensor) for value in trainer.objective.tensors().values()),
+            }
+            trainer.close()
+    remove(folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_layout() -> dict[str, dict]:
+    alone = {"alone": dict(replicas=1, shards=1, accumulation=2)}
+    (found,) = run_on_ranks("tests.distributed.test_objective_state:trained", 1, {"layouts": alone})
+    pairs = {"DDP": dict(replicas=2, shards=1, accumulation=1), "FSDP": dict(replicas=1, shards=2, accumulation=2)}
+    one, other = run_on_ranks("tests.distributed.test_objective_state:trained", 2, {"layouts": pairs})
+    assert one.keys() == other.keys() and all(one[key]["learned"] == other[key]["learned"] for key in one)
+    return found | one
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("layout", ["DDP", "FSDP"])
+def test_every_layout_learns_what_one_process_learns(layout, objective, by_layout):
+    wanted, found = by_layout[f"alone, {objective}"], by_layout[f"{layout}, {objective}"]
+    assert found["plain"]  # whole on every rank, whatever the network is
+    assert found["norm"] == pytest.approx(wanted["norm"], rel=1e-4)
+    assert found["metrics"].keys() == wanted["metrics"].keys()
+    for key, value in wanted["metrics"].items():
+        if key != "loss_metrics/global_max_loss":  # of ranks
+            assert found["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+    for key, value in wanted["learned"].items():
+        torch.testing.assert_close(torch.tensor(found["learned"][key]), torch.tensor(value), rtol=1e-3, atol=1e-5)
+        assert torch.tensor(value).abs().max() > 1e-3, key  # it has moved
+
+
+def test_shares_of_the_heads_are_logged_by_timestep_and_sum_to_1(by_layout):
+    metrics = by_layout["alone, soft minimum"]["metrics"]
+    for k in range(2):
+        shares = [metrics[f"head_share/{name}/{k}"] for name in ("x0", "noise", "v")]
+        assert sum(shares) == pytest.approx(1.0) and min(shares) >= 0
+
+
+@pytest.mark.parametrize("objective", ["learned uncertainty", "soft minimum"])
+def test_a_run_that_stopped_goes_on_with_it_bit_for_bit_and_sampling_reads_it(objective, tmp_path):
+    overrides = (*OBJECTIVES[objective], "--checkpoint.enable=true", "--checkpoint.interval=3")
+    case = dict(steps=6, replicas=1, shards=1, accumulation=1, overrides=overrides)
+    straight = make_trainer(str(tmp_path), "straight", **case)
+    assert straight.train() == 0
+    straight.close()
+    stopped = make_trainer(str(tmp_path), "stopped", **case)
+    for _ in range(4):
+        stopped.step += 1
+        stopped.train_step()
+        if stopped.step == 3:
+            stopped._save()
+            stopped.checkpointer.require_saved()
+    stopped.close()
+    resumed = make_trainer(str(tmp_path), "stopped", **case)
+    assert resumed.step == 3
+    assert resumed.train() == 0
+    resumed.close()
+    wanted, found = straight.tensors(), resumed.tensors()
+    own = [name for name in wanted if "objective." in name]
+    assert any(name.startswith("objective.") for name in own)
+    if objective == "learned uncertainty":
+        assert "optimizer.objective.uncertainty.weight.exp_avg" in own
+    assert wanted.keys() == found.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(tensor, found[name]), name
+
+    read = load_run(Path(tmp_path) / "straight", "none", None, torch.device("cpu"))
+    for name, tensor in read.objective.tensors().items():
+        assert torch.equal(tensor, wanted[f"objective.{name}"]), name
+    weights = tmp_path / "weights.safetensors"
+    save_file({name: p.detach() for name, p in straight.parameters.items()}, weights)
+    config = Path(tmp_path) / "straight" / "config.toml"
+    if objective == "soft minimum":  # how heads are mixed is not in a file of weights
+        with pytest.raises(WeightsError, match="mixes the heads by what was learned in training"):
+            load_weights(weights, config, torch.device("cpu"))
+    else:
+        load_weights(weights, config, torch.device("cpu"))
+
+
+def test_u_has_a_parameter_group_of_its_own(tmp_path):
+    overrides = (*OBJECTIVES["learned uncertainty"], "--objective.uncertainty_lr_scale=7", "--optimizer.weight_decay=0.1")
+    trainer = make_trainer(str(tmp_path), "run", steps=10, replicas=1, shards=1, accumulation=1, overrides=overrides)
+    weight = trainer.objective.uncertainty.weight
+    (group,) = [group for group in trainer.optimizer.param_groups if any(p is weight for p in group["params"])]
+    assert len(group["params"]) == 1 and group["lr_scale"] == 7 and group["weight_decay"] == 0
+    trainer.close()
