@@ -141,6 +141,22 @@ BAD_FILES = [
         " be (set it to false)",
     ),
     (
+        "[model]\nnum_predictions = 2\n[objective]\nheads = ['x0', 'v', 'velocity']",
+        "model.num_predictions: 2 is not 3, the number of objective.heads (leave it out: it follows)",
+    ),
+    (
+        "[model]\nlearned_variance = true\n[objective]\npath = 'ddpm_linear'\nheads = ['x0', 'v']",
+        "model.learned_variance: is for a network of one prediction, without objective.heads (set it to false)",
+    ),
+    (
+        "[objective]\nheads = ['x0', 'v']\n[sampling]\nguidance_channels = 'first_three'",
+        "sampling.guidance_channels: first_three is for a network of one prediction (use all)",
+    ),
+    (
+        "[objective]\ncombine = 'minimum'",
+        "objective.combine: has no effect when objective.heads = []; remove it or set objective.heads",
+    ),
+    (
         "[objective]\nprediction = 'noise'",
         "objective.prediction: the noise does not determine x0 at t = 1, where objective.path = rectified_flow starts"
         " to sample (use velocity, v, x0 or edm)",

@@ -58,7 +58,7 @@ def test_u_converges_to_the_log_of_the_loss_on_gaussian_data():
     found = objective.uncertainty(log_sigma)[0].detach()
     assert (found - wanted).abs().max() < 0.15
     # Every level then counts alike: the weight is 1 / its loss.
-    weight = objective.weighting(torch.exp(log_sigma))
+    weight = objective.learned_weighting(torch.exp(log_sigma))
     torch.testing.assert_close(weight, torch.exp(-wanted), rtol=0.17, atol=0)
 
 

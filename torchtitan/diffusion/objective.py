@@ -192,7 +192,7 @@ class Objective:
         self.prediction = config.prediction
         self.sigma_data = config.sigma_data
         self.preconditioning = PRECONDITIONINGS[config.preconditioning](self.path, self.prediction, self.sigma_data)
-        self._fixed_weighting = partial(prediction_weight, config, self.path)
+        self.weighting = partial(prediction_weight, config, self.path)
         self.heads = Heads(config, self.path) if config.heads else None
         self.uncertainty = LogUncertainty(1, config.uncertainty_features) if config.learned_uncertainty else None
         named = {"heads": self.heads, "uncertainty": self.uncertainty}
@@ -233,7 +233,7 @@ class Objective:
             trained, shares = self.heads.rule.loss(head_errors, torch.logit(draw.t))
             error = self._mixed_error(output.detach(), x_t, draw.t, wanted)
         sigma = draw.t / (1.0 - draw.t).clamp_min(torch.finfo(torch.float32).tiny)
-        loss = self._fixed_weighting(sigma) * trained
+        loss = self.weighting(sigma) * trained
         if self.uncertainty is not None:
             u = self.uncertainty(torch.logit(draw.t))[0]
             loss = loss * torch.exp(-u) + u
@@ -273,9 +273,9 @@ class Objective:
         return x0, noise, None if interpolation is None else 0.5 * (interpolation + 1.0)
 
     @torch.no_grad()
-    def weighting(self, sigma: Tensor) -> Tensor:
+    def learned_weighting(self, sigma: Tensor) -> Tensor:
         """Factor on the squared error of the prediction at noise levels [N], as learned so far; of sigma's dtype."""
-        weight = self._fixed_weighting(sigma)
+        weight = self.weighting(sigma)
         if self.uncertainty is not None:
             weight = weight * torch.exp(-self.uncertainty(torch.log(sigma))[0]).to(weight.dtype)
         return weight
@@ -298,7 +298,7 @@ class Objective:
         sigma = torch.exp(log_sigma)
         a, _ = self.path.coefficients(torch.sigmoid(log_sigma))
         density = self.timestep_sampler.density.log_sigma_density(log_sigma)
-        return density * self.weighting(sigma) * noise_error_weight(self.prediction, sigma, a, self.sigma_data)
+        return density * self.learned_weighting(sigma) * noise_error_weight(self.prediction, sigma, a, self.sigma_data)
 
     def observe(self, batch: GlobalBatch, indices: Tensor, terms: LossTerms) -> None:
         """Take note of a microbatch's losses, for what learns from them; indices [B] as given to `draw`."""

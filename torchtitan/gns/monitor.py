@@ -295,7 +295,7 @@ class GNSMonitor:
     def predicted_ratios(self) -> list[PredictedRatio]:
         """Gradient variance of other timestep samplers over the present one's, for the same objective."""
         density, others = self._objective.timestep_sampler.density, {}
-        multiplier = bin_means(density, self._edges, lambda t: self._objective.weighting(t / (1.0 - t)))
+        multiplier = bin_means(density, self._edges, lambda t: self._objective.learned_weighting(t / (1.0 - t)))
         if multiplier.max() > 1.01 * multiplier.min():
             others[FROM_WEIGHT] = weight_shares(self._mass, multiplier)
         others["loss_second_moment"] = loss_second_moment_shares(self._mass, self.pool.mean_square_loss())
