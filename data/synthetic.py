@@ -119,3 +119,21 @@ def optimal_velocity_loss(config: SyntheticConfig, t: Tensor) -> Tensor:
     variances = mode_variances(config)[0].flatten()  # channels are alike
     t = t.to(torch.float64)[:, None]
     return (variances / ((1 - t) ** 2 * variances + t**2)).mean(dim=1)
+
+
+def optimal_noise_loss(config: SyntheticConfig, log_sigma: Tensor) -> Tensor:
+    """Smallest mean squared error per pixel of any prediction of the noise on this data, on any path.
+
+    A mode of x_t / a = x0 + sigma noise has variance s + sigma^2, so the best prediction of the noise, linear again,
+    leaves 1 - sigma^2 / (s + sigma^2) = s / (s + sigma^2). The loss is the mean over modes, from 1 for clean images
+    to pixel_variance / sigma^2 for noise.
+
+    Args:
+        config: kind "gaussian" or "noise".
+        log_sigma: values of ln sigma [N].
+
+    Returns:
+        float64 [N].
+    """
+    variances = mode_variances(config)[0].flatten()  # channels are alike
+    return (variances / (variances + torch.exp(2 * log_sigma.to(torch.float64))[:, None])).mean(dim=1)

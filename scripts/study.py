@@ -31,12 +31,16 @@ def main(words: list[str] | None = None) -> int:
     study = load_study(name)
     parser = OneLineParser(prog=f"study.py {name}", description=STUDIES[name].description)
     alone = hasattr(study, "run_alone")  # it reads tables, not a run
+    several_weights = getattr(study, "SEVERAL_WEIGHTS", False)
     if not alone:
-        add_run_options(parser)
+        add_run_options(parser, several_weights)
     study.add_options(parser)
     arguments = parser.parse_args(words[1:])
     try:
-        summary = study.run_alone(arguments) if alone else run_study(name, study, open_run(arguments))
+        if alone:
+            summary = study.run_alone(arguments)
+        else:
+            summary = run_study(name, study, open_run(arguments, several_weights))
     except (StudyError, ConfigError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return 2

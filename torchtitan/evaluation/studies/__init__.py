@@ -21,6 +21,11 @@ STUDIES: dict[str, StudyEntry] = {
         "gns_critical_batch", "noise scale as an estimate of the critical batch size, and allocations to bins by it"
     ),
     "gns_published": StudyEntry("gns_published", "published tables of the noise scale, as reported and corrected"),
+    "loss_curve": StudyEntry("loss_curve", "error at every timestep, of trained and EMA weights, on fixed noise"),
+    "slots": StudyEntry("slots", "timesteps cut into slots of equal loss, from a loss_curve, as a file of slot edges"),
+    "posterior_coefficients": StudyEntry(
+        "posterior_coefficients", "what the image and the noisy image weigh in the reverse step of a DDPM path"
+    ),
 }
 
 

@@ -23,6 +23,7 @@ from data import DATASETS
 from data.base import Dataset, DatasetError, Split
 from torchtitan.config import ConfigError, JobConfig
 from torchtitan.distributed.mesh import compute_device
+from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples
 from torchtitan.evaluation.trained_model import TrainedModel, WeightsError, load_run, read_config
 from torchtitan.gns.offline import GradientError
 from torchtitan.gns.published import EstimateFailed
@@ -49,7 +50,7 @@ class StudyRun:
         folder: the run's folder.
         config: its configuration.
         steps: checkpoints to look at, rising.
-        track: EMA track, "none" for the trained (live) weights.
+        track: EMA track, "none" for the trained (live) weights, "both" for these and every track.
         options: the study's own.
         device: where models are put.
     """
@@ -60,19 +61,28 @@ class StudyRun:
     track: str
     options: argparse.Namespace
     device: torch.device
-    _opened: tuple[int, TrainedModel] | None = field(default=None, repr=False)
+    _opened: tuple[tuple[int, str], TrainedModel] | None = field(default=None, repr=False)
     _datasets: dict[str, Dataset] = field(default_factory=dict, repr=False)
+    _samples: tuple[tuple[str, int, int], FixedSamples] | None = field(default=None, repr=False)
+
+    @property
+    def tracks(self) -> list[str]:
+        """The weights to look at: "none" and names of EMA tracks."""
+        return ["none", *(track.name for track in self.config.ema.tracks)] if self.track == "both" else [self.track]
 
     @property
     def weights(self) -> str:
         """What is measured, in words for tables and pictures."""
+        if self.track == "both":
+            return " and ".join(["live weights", *(f"EMA weights ({track})" for track in self.tracks[1:])])
         return "live weights" if self.track == "none" else f"EMA weights ({self.track})"
 
-    def model(self, step: int) -> TrainedModel:
-        """The model of a checkpoint; kept until another is asked for. Raises CheckpointError."""
-        if self._opened is None or self._opened[0] != step:
+    def model(self, step: int, track: str | None = None) -> TrainedModel:
+        """The model of a checkpoint, of the run's track or another; kept until the next one. Raises CheckpointError."""
+        wanted = (step, track or self.track)
+        if self._opened is None or self._opened[0] != wanted:
             self._opened = None  # frees the memory first
-            self._opened = (step, load_run(self.folder, self.track, step, self.device))
+            self._opened = (wanted, load_run(self.folder, wanted[1], step, self.device))
         return self._opened[1]
 
     def dataset(self, split: Split) -> Dataset:
@@ -80,6 +90,13 @@ class StudyRun:
         if split not in self._datasets:
             self._datasets[split] = DATASETS[self.config.data.name](self.config.data, split)
         return self._datasets[split]
+
+    def samples(self, split: Split, count: int, seed: int) -> FixedSamples:
+        """`fixed_samples` of one split; kept until others are asked for. Raises DatasetError."""
+        wanted = (split, count, seed)
+        if self._samples is None or self._samples[0] != wanted:
+            self._samples = (wanted, fixed_samples(self.dataset(split), count, seed))
+        return self._samples[1]
 
 
 class Study(Protocol):
@@ -89,6 +106,7 @@ class Study(Protocol):
         COLUMNS: of results.csv, `status`, `reason`, `date` and `runtime` among them.
         KEY: columns that a cell is known by.
         UNIT: what `cost` counts, in the singular.
+        SEVERAL_WEIGHTS: optional; True where cells of one study are of several weights, `--weights both`.
     """
 
     COLUMNS: Sequence[str]
@@ -176,19 +194,23 @@ def number(row: Row, name: str) -> float:
 # ---------------------------------------------------------------------- running
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Options of every study of a run."""
+def add_run_options(parser: argparse.ArgumentParser, several_weights: bool = False) -> None:
+    """Options of every study of a run; several_weights: the study takes `--weights both`, its default."""
     add = parser.add_argument
     add("run", metavar="RUN_FOLDER", type=Path, help="a run's folder, as outputs/digits")
-    add("--weights", default="none", metavar="none|TRACK", help="none: the trained (live) weights; else an EMA track "
-        "(default: none)")
+    if several_weights:
+        add("--weights", default="both", metavar="none|TRACK|both", help="none: the trained (live) weights; TRACK: an EMA "
+            "track; both: these and every track (default: both)")
+    else:
+        add("--weights", default="none", metavar="none|TRACK", help="none: the trained (live) weights; else an EMA "
+            "track (default: none)")
     add("--steps", type=int, nargs="+", metavar="STEP", help="checkpoints to look at (default: all)")
     add("--retry-failed", action="store_true", help="measure again the cells whose row says failed")
     add("--output", type=Path, help="folder of the results (default: RUN_FOLDER/studies/NAME)")
 
 
-def open_run(arguments: argparse.Namespace) -> StudyRun:
-    """The run that the options name.
+def open_run(arguments: argparse.Namespace, several_weights: bool = False) -> StudyRun:
+    """The run that the options name; several_weights as in add_run_options.
 
     Raises:
         StudyError, ConfigError, CheckpointError: no such run, EMA track or checkpoint.
@@ -198,7 +220,7 @@ def open_run(arguments: argparse.Namespace) -> StudyRun:
         raise StudyError(f"{folder}: is no run folder (it has no config.toml)")
     config = read_config(folder / "config.toml")
     tracks = ["none", *(track.name for track in config.ema.tracks)]
-    if arguments.weights not in tracks:
+    if arguments.weights not in [*tracks, *(["both"] if several_weights else [])]:
         raise StudyError(f"--weights: {arguments.weights!r} is no EMA track (there are: {', '.join(tracks)})")
     checkpoints = run_checkpoints(folder)
     there = sorted(checkpoint_steps(checkpoints))
@@ -220,7 +242,7 @@ def run_study(name: str, study: Study, run: StudyRun) -> Path:
     Raises:
         StudyError: bad options, or a folder that cannot be written.
     """
-    folder = run.options.output or run.folder / "studies" / name
+    folder = results_folder(name, run)
     cells = study.cells(run)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -234,6 +256,11 @@ def run_study(name: str, study: Study, run: StudyRun) -> Path:
     except OSError as error:
         raise StudyError(f"{folder}: cannot be written: {error.strerror or error}") from error
     return summary
+
+
+def results_folder(name: str, run: StudyRun) -> Path:
+    """Where a study of this run leaves everything."""
+    return run.options.output or run.folder / "studies" / name
 
 
 def _is_missing(table: ResultTable, cell: Cell, retry_failed: bool) -> bool:
