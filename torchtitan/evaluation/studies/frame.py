@@ -199,8 +199,8 @@ def add_run_options(parser: argparse.ArgumentParser, several_weights: bool = Fal
     add = parser.add_argument
     add("run", metavar="RUN_FOLDER", type=Path, help="a run's folder, as outputs/digits")
     if several_weights:
-        add("--weights", default="both", metavar="none|TRACK|both", help="none: the trained (live) weights; TRACK: an EMA "
-            "track; both: these and every track (default: both)")
+        add("--weights", default="both", metavar="none|TRACK|both", help="none: the trained (live) weights; "
+            "TRACK: an EMA track; both: these and every track (default: both)")
     else:
         add("--weights", default="none", metavar="none|TRACK", help="none: the trained (live) weights; else an EMA "
             "track (default: none)")

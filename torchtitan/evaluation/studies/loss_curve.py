@@ -38,7 +38,8 @@ _RESAMPLES = 200
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--nodes", type=int, metavar="N", help="timesteps, 2 at least (default: every index of a discrete path, else 128)")
+    add("--nodes", type=int, metavar="N",
+        help="timesteps, 2 at least (default: every index of a discrete path, else 128)")  # fmt: skip
     add("--images", type=int, default=64, metavar="K", help="images, each with noise of its own (default: 64)")
     add("--split", choices=("train", "validation"), default="validation", help="images (default: validation)")
     add("--seed", type=int, default=0, help="which images and noise (default: 0)")
@@ -141,11 +142,12 @@ def _optimal_noise(run: StudyRun, nodes: TimestepNodes) -> Tensor | None:
 def _description(run: StudyRun, objective: Objective, nodes: TimestepNodes) -> str:
     indexed = "" if nodes.index is None else f", DDPM indices {nodes.index[0]} to {nodes.index[-1]}"
     return (
-        f"Squared error of the prediction {objective.prediction!r} (mean over pixels) at {len(nodes.t)} timesteps, t from "
-        f"{nodes.t[0]:.4g} to {nodes.t[-1]:.4g}{indexed}; the first {run.options.images} images of the "
-        f"{run.options.split} split in the order of seed {run.options.seed}, each with noise of its own, the same at every "
-        "timestep and for every model. Weights of the loss do not count. Intervals are of 95 %, over images: "
-        "2.5 to 97.5 % of resampled images for spans, 1.96 standard errors elsewhere.\n\n"
+        f"Squared error of the prediction {objective.prediction!r} (mean over pixels) at {len(nodes.t)} timesteps, "
+        f"t from {nodes.t[0]:.4g} to {nodes.t[-1]:.4g}{indexed}; the first {run.options.images} images of the "
+        f"{run.options.split} split in the order of seed {run.options.seed}, each with noise of its own, the same at "
+        "every timestep and for every model. Weights of the loss do not count. Intervals are of 95 %, over images: "
+        "2.5 to 97.5 % of resampled images for spans, 1.96 standard errors elsewhere; the interval at the largest "
+        "ratio does not know that it was picked as the largest.\n\n"
         "curve.csv has the curves, errors.safetensors the error of every image.\n\n"
     )
 

@@ -1,0 +1,254 @@
+"""Timesteps cut into slots whose summed losses are equal, from a measured curve, with intervals over images."""
+
+import argparse
+import csv
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtitan.diffusion.paths import NUM_INDICES
+from torchtitan.diffusion.slot_edges import equal_loss_edges, write_slot_edges
+from torchtitan.evaluation.studies import curve_plots
+from torchtitan.evaluation.studies.curve_table import ERRORS, LossCurve, read_curves, read_errors
+from torchtitan.evaluation.studies.frame import StudyError, as_text, markdown_table
+
+# First and last index of each slot as published; they are 1001 indices.
+# Source: Xie and Agam, "Rethinking timesteps samplers and prediction types", arXiv 2502.01990, Table 1.
+PAPER_SLOTS = (
+    (0, 4), (5, 12), (13, 22), (23, 36), (37, 55), (56, 81), (82, 119), (120, 176), (177, 276), (277, 1000),
+)  # fmt: skip
+COLUMNS = (
+    "slot", "unit", "first", "end", "end_lower", "end_upper", "width", "loss_share", "paper_first", "paper_last",
+    "paper_width", "paper_loss_share",
+)  # fmt: skip
+_RESAMPLES = 1000
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", metavar="RUN_FOLDER|CURVE.csv", type=Path,
+        help="a run's folder with studies/loss_curve, or the curve.csv of a loss_curve")  # fmt: skip
+    add("--slots", type=int, default=10, metavar="K", help="number of slots (default: 10)")
+    add("--weights", metavar="none|TRACK", help="whose curve (default: none, the trained weights, where there are)")
+    add("--step", type=int, help="of which checkpoint (default: the last)")
+    add("--compare-paper", action="store_true", help="put the paper's ten slots of 1000 indices beside")
+    add("--output", type=Path,
+        help="folder of the results (default: RUN_FOLDER/studies/slots, or slots beside CURVE.csv)")  # fmt: skip
+
+
+def run_alone(arguments: argparse.Namespace) -> Path:
+    """Cut the slots; writes slots.json, slots.csv, slots.png and summary.md, and returns the latter.
+
+    Raises:
+        StudyError: no curve, a bad one, or bad options; one line.
+    """
+    source, folder = _places(arguments)
+    curve = _choose(read_curves(source), arguments, source)
+    like_paper = curve.discrete and curve.index[-1] + 1 == NUM_INDICES and arguments.slots == len(PAPER_SLOTS)
+    if arguments.compare_paper and not like_paper:
+        raise StudyError(f"--compare-paper: needs --slots 10 and a curve over {NUM_INDICES} integer DDPM indices")
+    try:
+        edges = slot_edges(curve, curve.error, arguments.slots)
+    except ValueError as error:
+        raise StudyError(f"{source}: {error}") from error
+    errors = read_errors(source.with_name(ERRORS), curve.weights, curve.step)
+    if errors is not None and errors.shape != (curve.images, len(curve.t)):
+        raise StudyError(f"{source.with_name(ERRORS)}: is not of the curve in {source.name} (run loss_curve again)")
+    intervals = None if errors is None else edge_intervals(curve, errors, arguments.slots)
+    paper = paper_edges() if arguments.compare_paper else None
+    rows = _rows(curve, edges, intervals, paper)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_slot_edges(folder / "slots.json", edges, _unit(curve))
+        with open(folder / "slots.csv", "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows({name: as_text(row.get(name)) for name in COLUMNS} for row in rows)
+        text = _summary(curve, edges, rows, errors, paper)
+        text += curve_plots.slots(curve, edges, paper, folder / "slots.png")
+        (folder / "summary.md").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StudyError(f"{folder}: cannot be written: {error.strerror}") from error
+    return folder / "summary.md"
+
+
+def slot_edges(curve: LossCurve, error: Tensor, num_slots: int) -> list[float]:
+    """Edges between which the curve's loss is equal.
+
+    On integer indices the losses are summed, every index counting alike; where nodes leave indices out, ln(loss)
+    is interpolated over them linearly. Between other nodes training density x loss is integrated over ln sigma by
+    the trapezoid rule, and edges lie where its running integral, linear between nodes, reaches k / K.
+
+    Args:
+        curve: the timesteps.
+        error: the error at each, [N].
+        num_slots: K, from 1 to the number of timesteps.
+
+    Returns:
+        [K + 1], from 0 to the number of indices, or to 1 in t; whole numbers on integer indices.
+
+    Raises:
+        ValueError: K is otherwise, or no loss is positive.
+    """
+    if curve.discrete:
+        return equal_loss_edges(_at_every_index(curve, error), num_slots)
+    if not 1 <= num_slots <= len(error):
+        raise ValueError(f"{num_slots} slots of {len(error)} timesteps: give 1 to {len(error)}")
+    running = _running_integral(curve, error)
+    if not running[-1] > 0:
+        raise ValueError("all losses are zero")
+    wanted = running[-1] * np.arange(1, num_slots) / num_slots
+    log_sigma = np.interp(wanted, running, curve.log_sigma.numpy())
+    if curve.index is None:
+        return [0.0, *torch.sigmoid(torch.from_numpy(log_sigma)).tolist(), 1.0]
+    inner = np.interp(log_sigma, curve.log_sigma.numpy(), curve.index.numpy())
+    return [0.0, *inner.tolist(), float(NUM_INDICES)]
+
+
+def edge_intervals(curve: LossCurve, errors: Tensor, num_slots: int) -> Tensor:
+    """95 % interval of each edge: 2.5 and 97.5 % of those of images drawn anew with replacement, [2, K + 1].
+
+    Args:
+        curve: the timesteps.
+        errors: errors of every image at every one, [images, N].
+        num_slots: K.
+    """
+    count, generator = len(errors), torch.Generator().manual_seed(0)
+    drawn = torch.randint(count, (_RESAMPLES, count), generator=generator)
+    shares = torch.zeros(_RESAMPLES, count, dtype=torch.float64)
+    shares.scatter_add_(1, drawn, torch.full((_RESAMPLES, count), 1 / count, dtype=torch.float64))
+    edges = torch.tensor([slot_edges(curve, error, num_slots) for error in shares @ errors], dtype=torch.float64)
+    return torch.quantile(edges, torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0)
+
+
+def paper_edges() -> list[int]:
+    """The paper's slots as edges over 1000 indices: its last slot ends at index 1000, which is cut to 999."""
+    return [first for first, _ in PAPER_SLOTS] + [min(PAPER_SLOTS[-1][1], NUM_INDICES - 1) + 1]
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def _places(arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """The curve, and the folder of the results."""
+    source = arguments.source
+    if not source.is_dir():
+        return source, arguments.output or source.parent / "slots"
+    curve = source / "studies" / "loss_curve" / "curve.csv"
+    if not curve.is_file():
+        raise StudyError(f"{curve}: is missing (run scripts/study.py loss_curve {source} first)")
+    return curve, arguments.output or source / "studies" / "slots"
+
+
+def _choose(curves: Sequence[LossCurve], arguments: argparse.Namespace, source: Path) -> LossCurve:
+    step = arguments.step if arguments.step is not None else max(curve.step for curve in curves)
+    of_step = {curve.weights: curve for curve in curves if curve.step == step}
+    if not of_step:
+        there = ", ".join(map(str, sorted({curve.step for curve in curves})))
+        raise StudyError(f"--step: {step} is not in {source} (there are: {there})")
+    weights = arguments.weights or ("none" if "none" in of_step else next(iter(of_step)))
+    if weights not in of_step:
+        raise StudyError(f"--weights: {weights!r} is not in {source} at step {step} (there are: {', '.join(of_step)})")
+    return of_step[weights]
+
+
+def _unit(curve: LossCurve) -> str:
+    return "t" if curve.index is None else "index"
+
+
+def _at_every_index(curve: LossCurve, error: Tensor) -> Tensor:
+    """Losses of all indices from 0 to the last, [T]."""
+    every = np.arange(int(curve.index[-1]) + 1)
+    if len(every) == len(error):
+        return error
+    smallest = np.finfo(np.float64).tiny
+    return torch.from_numpy(np.exp(np.interp(every, curve.index.numpy(), np.log(error.numpy().clip(smallest)))))
+
+
+def _running_integral(curve: LossCurve, error: Tensor) -> np.ndarray:
+    """Integral of training density x loss over ln sigma up to each node, [N]."""
+    return np.concatenate(([0.0], torch.cumulative_trapezoid(curve.training_density * error, curve.log_sigma).numpy()))
+
+
+def _shares(curve: LossCurve, edges: Sequence[float]) -> list[float]:
+    """Share of the whole loss between edges."""
+    if curve.discrete:
+        losses = _at_every_index(curve, curve.error)
+        return [(losses[int(low) : int(high)].sum() / losses.sum()).item() for low, high in pairwise(edges)]
+    position = (curve.t if curve.index is None else curve.index).numpy()
+    running = _running_integral(curve, curve.error)
+    return np.diff(np.interp(edges, position, running / running[-1])).tolist()
+
+
+def _rows(
+    curve: LossCurve, edges: Sequence[float], intervals: Tensor | None, paper: Sequence[int] | None
+) -> list[dict[str, float | int | str]]:
+    rows = []
+    for place, ((low, high), share) in enumerate(zip(pairwise(edges), _shares(curve, edges), strict=True)):
+        row = {
+            "slot": place + 1, "unit": _unit(curve), "first": low, "end": high, "width": high - low,
+            "loss_share": share,
+        }  # fmt: skip
+        if intervals is not None:
+            row |= {"end_lower": intervals[0, place + 1].item(), "end_upper": intervals[1, place + 1].item()}
+        rows.append(row)
+    if paper:
+        for row, (first, last), share in zip(rows, PAPER_SLOTS, _shares(curve, paper), strict=True):
+            width = last - first + 1
+            row |= {"paper_first": first, "paper_last": last, "paper_width": width, "paper_loss_share": share}
+    return rows
+
+
+def _summary(
+    curve: LossCurve, edges: Sequence[float], rows: list[dict], errors: Tensor | None, paper: Sequence[int] | None
+) -> str:
+    if curve.discrete:
+        counted = f"the sum of the losses of {int(curve.index[-1]) + 1} indices, each counting alike"
+        if int(curve.index[-1]) + 1 > len(curve.t):
+            counted += f"; {len(curve.t)} of them were measured, ln(loss) is interpolated between them"
+    else:
+        counted = (
+            "the integral of training density x loss over ln sigma by the trapezoid rule, from "
+            f"t = {curve.t[0]:.4g} to {curve.t[-1]:.4g}; what training draws beyond is left out"
+        )
+    text = (
+        f"# slots\n\n{len(rows)} slots of equal loss, {curve.name}. Loss: the mean squared error of the run's "
+        f"prediction over {curve.images} images, without weights. What is equal: {counted}. A slot is [first, end). "
+    )
+    if errors is None:
+        text += "No intervals: the errors of every image (errors.safetensors beside the curve) are not there.\n\n"
+    else:
+        text += f"Intervals of ends: 95 %, {_RESAMPLES} times the images drawn anew.\n\n"
+    text += markdown_table(["slot", "first", "end", "interval", "width", "share of the loss"], map(_cells, rows))
+    if paper:
+        text += _beside_paper(rows, edges)
+    return text + "`slots.json` can be named by `objective.slot_edges_path`.\n\n"
+
+
+def _cells(row: dict) -> list[str]:
+    interval = f"{row['end_lower']:.4g} to {row['end_upper']:.4g}" if "end_lower" in row else "–"
+    numbers = [f"{row[name]:.4g}" for name in ("first", "end", "width")]
+    return [str(row["slot"]), *numbers[:2], interval, numbers[2], f"{row['loss_share']:.4f}"]
+
+
+def _beside_paper(rows: list[dict], edges: Sequence[float]) -> str:
+    outside = [row["end"] for row, edge in zip(rows[:-1], paper_edges()[1:-1], strict=True)
+               if "end_lower" in row and not row["end_lower"] <= edge <= row["end_upper"]]  # fmt: skip
+    text = "Beside the paper's table (its last slot ends at 1000, which is cut to the last index, 999):\n\n"
+    text += markdown_table(
+        ["slot", "this run", "the paper", "width", "paper's width", "share of this run's loss in the paper's slot"],
+        ([
+            str(row["slot"]), f"{row['first']} to {row['end'] - 1}", f"{row['paper_first']} to {row['paper_last']}",
+            str(row["width"]), str(row["paper_width"]), f"{row['paper_loss_share']:.4f}",
+        ] for row in rows),
+    )  # fmt: skip
+    ratio, paper_ratio = rows[-1]["width"] / rows[0]["width"], rows[-1]["paper_width"] / rows[0]["paper_width"]
+    text += f"Mean loss of the first slot against the last, from the widths: {ratio:.1f}"
+    text += f" (the paper's: {paper_ratio:.1f}). "
+    if "end_lower" in rows[0]:
+        text += f"{len(outside)} of the {len(edges) - 2} inner edges have an interval that leaves the paper's edge out."
+    return text + "\n\n"
