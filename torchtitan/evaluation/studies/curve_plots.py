@@ -72,7 +72,7 @@ def posterior(name: str, path: DDPM, marks: dict[str, int], picture: Path) -> st
     figure, axes = gns_plots.new_figure(f"Reverse step of {name}", size=(11, 5.6))
     axis, at = axes[0, 0], torch.arange(path.num_indices) + 1
     axis.plot(at, path.posterior_x0, color="tab:blue", label="weight of x0")
-    axis.plot(at, path.posterior_x_t, color="tab:orange", label="weight of x_t")
+    axis.plot(at[1:], path.posterior_x_t[1:], color="tab:orange", label="weight of x_t (0 at index 0)")
     axis.plot(at[1:], path.posterior_variance[1:], color="tab:green", label="variance (0 at index 0)")
     axis.plot(at, path.alphas_cumprod / (1 - path.alphas_cumprod), color="0.5", linewidth=1, label="SNR of x_t")
     for place, (label, index) in enumerate(marks.items()):

@@ -1,0 +1,224 @@
+"""The studies of losses by timestep on a run: against what is possible, stopped, gone on with, and refused."""
+
+import csv
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from data.synthetic import Synthetic, optimal_noise_loss
+from tests.end_to_end.test_gns_studies import rows_of, study  # noqa: F401 (a fixture)
+from tests.faults.forked import ForkedRun
+from tests.launcher import ROOT
+from tests.unit.test_timestep_errors import BestDenoiser
+from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.slot_edges import equal_loss_edges
+from torchtitan.evaluation.studies.curve_table import LossCurve, read_curves, read_errors
+from torchtitan.evaluation.timestep_errors import fixed_samples, timestep_errors, timestep_nodes
+from torchtitan.evaluation.trained_model import read_config
+
+# One patch is the whole image: little more than a filter has to be learned. The variance puts the first inner edge
+# at index 38, where 5 % are two indices.
+CONFIG = """
+[model]
+flavor = "debug"
+num_layers = 2
+num_heads = 1
+patch_size = 4
+[data]
+name = "synthetic"
+kind = "gaussian"
+shape = [1, 4, 4]
+num_classes = 0
+pixel_variance = 4.0
+[objective]
+path = "ddpm_linear"
+prediction = "noise"
+preconditioning = "index"
+timestep_sampler = "uniform"
+spread = "stratified"
+[optimizer]
+lr = 2e-3
+[lr_scheduler]
+warmup_steps = 50
+decay_type = "cosine"
+[training]
+steps = 600
+local_batch_size = 256
+global_batch_size = 256
+[[ema.tracks]]
+name = "slow"
+decay = 0.99
+[metrics]
+enable_tensorboard = false
+[checkpoint]
+interval = 300
+[sampling]
+enable = false
+"""
+FEW = ["--nodes", "120", "--images", "128"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    config = tmp_path_factory.mktemp("curves") / "gaussian.toml"
+    config.write_text(CONFIG)
+    trained = ForkedRun(config, "gaussian")
+    trained.finish()
+    return trained.folder
+
+
+@pytest.fixture(scope="module")
+def measured(run) -> Path:
+    """The folder of a loss_curve of the last checkpoint."""
+    words = ["scripts/study.py", "loss_curve", str(run), "--steps", "600", *FEW]
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True, capture_output=True)
+    return run / "studies" / "loss_curve"
+
+
+def test_a_trained_network_comes_near_the_least_error_and_its_slots_near_the_closed_form(run, measured, study):
+    config = read_config(run / "config.toml")
+    objective = Objective(config.objective, config.debug.seed)
+    nodes = timestep_nodes(objective, 120)
+    best = optimal_noise_loss(config.data, nodes.log_sigma)
+    samples = fixed_samples(Synthetic(config.data, "validation"), 128, 0)
+    least = timestep_errors(BestDenoiser(config.data, objective), objective, samples, nodes)
+    for curve in read_curves(measured / "curve.csv"):
+        torch.testing.assert_close(curve.optimum, best)
+        errors = read_errors(measured / "errors.safetensors", curve.weights, curve.step)
+        excess = errors - least  # of the same images and noise
+        assert (excess.mean(0) > -3.5 * excess.std(0) / 128**0.5).all()
+        assert 1 <= errors.mean() / least.mean() < 1.02
+        ratio = errors.mean(0) / least.mean(0)
+        assert (ratio[best > 0.01] < 1.1).all() and (best > 0.01).sum() > 80
+    summary = (measured / "summary.md").read_text()
+    assert "Ratio to the smallest possible error" in summary and "EMA against trained weights" in summary
+
+    code, output, _ = study("slots", run, "--compare-paper")
+    assert code == 0 and output == f"{run / 'studies' / 'slots' / 'summary.md'}\n"
+    wanted = equal_loss_edges(optimal_noise_loss(config.data, timestep_nodes(objective).log_sigma), 10)
+    written = json.loads((run / "studies" / "slots" / "slots.json").read_text())
+    assert written["unit"] == "index" and written["edges"][0] == 0 and written["edges"][-1] == 1000
+    for edge, closed in zip(written["edges"][1:-1], wanted[1:-1], strict=True):
+        assert abs(edge - closed) <= 0.05 * closed
+    for name in ("studies/slots/slots.png", "studies/loss_curve/curve.png"):
+        with Image.open(run / name) as image:
+            assert len(set(image.convert("RGB").resize((90, 60)).get_flattened_data())) > 5
+
+
+def test_slots_can_be_trained_on(run, measured, study, tmp_path):
+    code, _, _ = study("slots", measured / "curve.csv", "--weights", "slow", "--slots", "5", "--output", tmp_path)
+    assert code == 0
+    config = tmp_path / "slots.toml"
+    named = f'timestep_sampler = "slots"\nslot_edges_path = "{tmp_path / "slots.json"}"'
+    config.write_text(CONFIG.replace('timestep_sampler = "uniform"', named).replace("steps = 600", "steps = 2"))
+    trained = ForkedRun(config, "on_slots")
+    trained.finish()
+    assert json.loads((trained.folder / "summary.json").read_text())["status"] == "completed"
+
+
+def test_trained_and_ema_weights_are_measured_apart_on_the_same_samples(run, study, tmp_path):
+    study("loss_curve", run, "--nodes", "6", "--images", "4", "--steps", "300", "--output", tmp_path / "both")
+    trained, slow = read_curves(tmp_path / "both" / "curve.csv")
+    assert (trained.weights, slow.weights) == ("none", "slow") and not torch.equal(trained.error, slow.error)
+    study("loss_curve", run, "--nodes", "6", "--images", "4", "--weights", "slow", "--output", tmp_path / "slow")
+    early, late = read_curves(tmp_path / "slow" / "curve.csv")
+    assert torch.equal(early.error, slow.error) and (early.step, late.step) == (300, 600)
+    assert not torch.equal(early.error, late.error)
+
+
+def test_a_killed_curve_goes_on_and_ends_in_the_same_numbers(run, measured, study, tmp_path):
+    options = ["loss_curve", run, "--steps", "600", *FEW, "--output", tmp_path]
+    process = subprocess.Popen(
+        [sys.executable, "scripts/study.py", *map(str, options)], cwd=ROOT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )
+    results = tmp_path / "results.csv"
+    deadline = time.monotonic() + 120
+    while not (results.exists() and results.read_bytes().count(b"\n") >= 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    before = rows_of(tmp_path)
+    assert 2 <= len(before) < 8 and not (tmp_path / "curve.csv").exists()
+    code, _, _ = study(*options)
+    rows = rows_of(tmp_path)
+    assert code == 0 and len(rows) == len(rows_of(measured)) == 8 and rows[: len(before)] == before
+    assert (tmp_path / "curve.csv").read_bytes() == (measured / "curve.csv").read_bytes()
+
+
+def test_more_images_keep_what_is_measured(run, study, tmp_path):
+    options = ["loss_curve", run, "--steps", "600", "--weights", "none", "--nodes", "1000", "--output", tmp_path]
+    study(*options, "--images", "4")
+    first = rows_of(tmp_path)
+    study(*options, "--images", "6")
+    assert len(first) == 1 and rows_of(tmp_path)[0] == first[0] and len(rows_of(tmp_path)) == 2
+    (curve,) = read_curves(tmp_path / "curve.csv")
+    assert curve.images == 6 and isinstance(curve, LossCurve) and curve.discrete and len(curve.t) == 1000
+
+
+@pytest.mark.parametrize("source", ["--path", "run"])
+def test_coefficients_of_the_reverse_step_are_the_published_ones(run, study, tmp_path, source):
+    words = [run] if source == "run" else ["--path", "ddpm_linear"]
+    code, output, _ = study("posterior_coefficients", *words, "--output", tmp_path)
+    assert code == 0 and output == f"{tmp_path / 'summary.md'}\n"
+    with open(tmp_path / "coefficients.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 1000 and float(rows[999]["alpha_bar"]) == pytest.approx(4.03583e-5, rel=1e-6)
+    golden = {0: 1, 1: 0.54529, 2: 0.38871, 5: 0.22208, 10: 0.13628, 14: 0.1055, 15: 0.099946, 100: 0.018895,
+              500: 0.0030581, 999: 1.2835e-4}  # fmt: skip
+    for index, value in golden.items():
+        assert float(rows[index]["posterior_x0"]) == pytest.approx(value, rel=5e-4 if index == 14 else 5e-5)
+    summary = (tmp_path / "summary.md").read_text()
+    for line in ("x0 weighs less than x_t | 2", "less than 0.1 | 15", "below 20 | 65", "below 5 | 130", "below 1 | 259"):
+        assert f"{line} |" in summary
+
+
+def test_the_cosine_path_has_its_own_coefficients(study, tmp_path):
+    study("posterior_coefficients", "--path", "ddpm_cosine", "--output", tmp_path)
+    with open(tmp_path / "coefficients.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert float(rows[499]["alpha_bar"]) == pytest.approx(0.493844, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["loss_curve", "{run}", "--weights", "fast"], "there are: none, slow"),
+        (["loss_curve", "{run}", "--nodes", "1"], "at least 2"),
+        (["loss_curve", "{run}", "--nodes", "1001"], "the path has 1000"),
+        (["loss_curve", "{run}", "--images", "1"], "below 2"),
+        (["loss_curve", "{run}", "--images", "20000"], "the validation split has 10000"),
+        (["slots", "{empty}"], "run scripts/study.py loss_curve"),
+        (["slots", "{empty}/none.csv"], "cannot be read: No such file"),
+        (["slots", "{picture}"], "is no"),
+        (["slots", "{table}"], "it has no column weights"),
+        (["slots", "{curve}", "--slots", "1001"], "1001 slots of 1000 timesteps"),
+        (["slots", "{curve}", "--slots", "0"], "0 slots of 1000 timesteps"),
+        (["slots", "{curve}", "--slots", "5", "--compare-paper"], "needs --slots 10"),
+        (["slots", "{curve}", "--step", "5"], "5 is not in"),
+        (["slots", "{curve}", "--weights", "fast"], "there are: none, slow"),
+        (["slots", "{nan}"], "row 4: error is nan"),
+        (["posterior_coefficients"], "either a run's folder or --path"),
+        (["posterior_coefficients", "{empty}"], "is no run folder"),
+        (["posterior_coefficients", "--path", "edm"], "invalid choice"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(run, measured, study, tmp_path, words, message):
+    empty, table, nan = tmp_path / "empty", tmp_path / "table.csv", tmp_path / "nan.csv"
+    empty.mkdir()
+    table.write_text("a,b\n1,2\n")
+    lines = (measured / "curve.csv").read_text().splitlines(keepends=True)
+    values = lines[3].split(",")
+    nan.write_text("".join([*lines[:3], ",".join([*values[:7], "nan", *values[8:]]), *lines[4:]]))
+    places = {"run": run, "empty": empty, "table": table, "nan": nan, "curve": measured / "curve.csv",
+              "picture": measured / "curve.png"}  # fmt: skip
+    code, output, error = study(*(word.format(**places) for word in words))
+    assert code == 2 and output == "" and message in error
+    assert error.count("\n") == 1
