@@ -209,7 +209,10 @@ def _summary(
     if curve.discrete:
         counted = f"the sum of the losses of {int(curve.index[-1]) + 1} indices, each counting alike"
         if int(curve.index[-1]) + 1 > len(curve.t):
-            counted += f"; {len(curve.t)} of them were measured, ln(loss) is interpolated between them"
+            counted += (
+                f"; {len(curve.t)} of them were measured, ln(loss) is interpolated between them, and what that errs is "
+                "not in the intervals"
+            )
     else:
         counted = (
             "the integral of training density x loss over ln sigma by the trapezoid rule, from "
