@@ -26,6 +26,7 @@ STUDIES: dict[str, StudyEntry] = {
     "posterior_coefficients": StudyEntry(
         "posterior_coefficients", "what the image and the noisy image weigh in the reverse step of a DDPM path"
     ),
+    "compare_samplers": StudyEntry("compare_samplers", "timestep samplers at equal samples, over seeds; trains the runs"),
 }
 
 

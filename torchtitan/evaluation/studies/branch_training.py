@@ -96,14 +96,14 @@ def plan_batches(
         StudyError: a batch size or the samples do not divide.
     """
     base = config.training.global_batch_size
-    microbatch = _largest_divisor(_share(base, processes, 1.0), config.training.local_batch_size)
+    microbatch = largest_divisor(_share(base, processes, 1.0), config.training.local_batch_size)
     sizes = []
     for factor in sorted(set(factors)):
         size = base * factor
         if not (size > 0 and float(size).is_integer()):
             raise StudyError(f"--factors: {factor:g} x {base} images is no whole batch")
         share = _share(int(size), processes, factor)
-        local = _largest_divisor(share, microbatch) if factor < 1 else microbatch
+        local = largest_divisor(share, microbatch) if factor < 1 else microbatch
         if share % local:
             raise StudyError(
                 f"--factors: {factor:g} x {base} = {size:g} images are no multiple of {processes} processes x {local} "
@@ -132,7 +132,7 @@ def _share(batch_size: int, processes: int, factor: float) -> int:
     return share
 
 
-def _largest_divisor(number: int, limit: int) -> int:
+def largest_divisor(number: int, limit: int) -> int:
     return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)
 
 
@@ -270,7 +270,7 @@ def train_branch(branch: Path, processes: int, lock: int, progress: Callable[[in
                 if stop.poll() and not passed_on:
                     process.send_signal(signal.SIGTERM)
                     passed_on = True
-                progress(_samples_seen(branch))
+                progress(samples_seen(branch))
                 time.sleep(_POLL_SECONDS)
         except BaseException:  # a second request to stop, or this process failed
             os.killpg(process.pid, signal.SIGKILL)
@@ -285,7 +285,7 @@ def train_branch(branch: Path, processes: int, lock: int, progress: Callable[[in
         raise Diverged(f"the gradient norm is not finite: {skipped} steps were skipped")
 
 
-def _samples_seen(branch: Path) -> int:
+def samples_seen(branch: Path) -> int:
     try:
         with open(branch / METRICS_FILE, "rb") as file:
             file.seek(-min(os.fstat(file.fileno()).st_size, 8192), os.SEEK_END)

@@ -1,0 +1,73 @@
+"""What studies that train a grid of runs are told, and the configuration that all their runs start from."""
+
+import argparse
+from pathlib import Path
+
+from torchtitan.config import JobConfig, load_config
+from torchtitan.evaluation.studies.equal_samples import study_base, whole_samples
+from torchtitan.evaluation.studies.frame import StudyError
+
+
+def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, config: str | None = None) -> None:
+    """Options of every study that trains; `config` replaces the positional argument's name and count."""
+    add = parser.add_argument
+    if config is None:
+        add("config", metavar="CONFIG.toml", type=Path, help="what every run starts from")
+    add("--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="keys of the configuration to "
+        "override, as model.flavor=debug")
+    add("--seeds", type=at_least(1), default=seeds, metavar="N", help="runs of each kind, of the configuration's seed "
+        f"and those that follow it (default: {seeds})")
+    add("--samples", type=at_least(1), required=config is None, metavar="N", help="images that every run sees; the "
+        "nearest number that is whole steps of every batch size is taken")
+    add("--checkpoints", type=at_least(1), default=8, metavar="N", help="of every run, equally spaced (default: 8)")
+    add("--processes", type=at_least(1), default=1, metavar="N", help="of every run (default: 1)")
+    add("--retry-failed", action="store_true", help="train and measure again what failed")
+    add("--output", type=Path, help=f"folder of runs and results (default: outputs/<configuration>/studies/{name})")
+
+
+def at_least(least: int):
+    """A type of options: whole numbers from `least` on."""
+
+    def whole(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, is {value}")
+        return value
+
+    whole.__name__ = "int"
+    return whole
+
+
+def batch_list(text: str) -> list[int]:
+    """Batch sizes with commas between, rising."""
+    sizes = sorted({at_least(1)(size) for size in text.split(",")})
+    return sizes
+
+
+def read_base(arguments: argparse.Namespace) -> JobConfig:
+    """The configuration of CONFIG.toml and --set, made ready for runs of a study.
+
+    Raises:
+        ConfigError: it is refused.
+        StudyError: --set is no key=value.
+    """
+    words = ["--job.config_file", str(arguments.config)]
+    for pair in arguments.set:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise StudyError(f"--set: {pair!r} is no KEY=VALUE")
+        words.append(f"--{key}={value}")
+    return study_base(load_config(words, arguments.processes))
+
+
+def study_folder(arguments: argparse.Namespace, base: JobConfig, name: str) -> Path:
+    """Where a study's runs and results lie."""
+    return arguments.output or Path(base.job.dump_folder) / base.job.name / "studies" / name
+
+
+def equal_samples(arguments: argparse.Namespace, batches: list[int]) -> int:
+    """Samples of every run. Raises StudyError."""
+    return whole_samples(arguments.samples, batches, arguments.checkpoints)
+
+
+batch_list.__name__ = "batch sizes"

@@ -1,0 +1,215 @@
+"""A grid of runs, trained one after the other in processes of their own: what is finished is not trained again.
+
+    <study folder>/training.csv          a row per run that has ended, failed ones too; of two rows, the later counts
+                   runs/<name>.toml      what a run is asked to train
+                   runs/<name>.log       what its processes said
+                   runs/<name>/          its folder, with every checkpoint
+"""
+
+import json
+import math
+import sys
+import tempfile
+import threading
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from torchtitan.config import ConfigError, JobConfig, config_differences, dump_config, load_config
+from torchtitan.evaluation.studies.branch_training import samples_seen
+from torchtitan.evaluation.studies.frame import ResultTable, StudyError
+from torchtitan.sweep.process import Outcome, Stopped, run_processes
+from torchtitan.training.run_lock import RunLock
+
+COLUMNS = ("run", "status", "reason", "samples", "date", "runtime")
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class GridRun:
+    """One run of a grid.
+
+    Attributes:
+        name: of the run and of its folder.
+        overrides: dotted key -> value, over the grid's base.
+    """
+
+    name: str
+    overrides: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainingGrid:
+    """Runs that differ from one base.
+
+    Attributes:
+        folder: of the study.
+        configs: name of a run -> its whole configuration, in the order of training.
+        processes: of each run.
+    """
+
+    folder: Path
+    configs: dict[str, JobConfig]
+    processes: int
+
+    def run_folder(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+
+def plan_grid(base: JobConfig, runs: Sequence[GridRun], folder: Path, processes: int) -> TrainingGrid:
+    """Check every run; nothing is written.
+
+    Args:
+        base: configuration that all runs share but for their overrides.
+        runs: of different names.
+        folder: of the study.
+        processes: of each run; torchrun starts more than one.
+
+    Raises:
+        StudyError: a run cannot be trained as configured, or its folder holds another one; the first reason.
+    """
+    configs = {}
+    for run in runs:
+        configs[run.name] = configure(base, run.overrides | _place(folder, run.name), processes, run.name)
+        _refuse_other_run(folder / "runs" / run.name, configs[run.name])
+    return TrainingGrid(folder, configs, processes)
+
+
+def configure(base: JobConfig, overrides: dict[str, Any], processes: int, name: str) -> JobConfig:
+    """The base with some keys of other values, checked as any configuration is.
+
+    Args:
+        base: resolved.
+        overrides: dotted key -> value, or its text as a command line has it.
+        processes: that it is for.
+        name: said before the reason where it is refused.
+
+    Raises:
+        StudyError: with the first reason.
+    """
+    with tempfile.TemporaryDirectory() as place:  # the loader reads files
+        path = Path(place) / "base.toml"
+        path.write_text(dump_config(base), encoding="utf-8")
+        words = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in overrides.items()]
+        try:
+            return load_config(["--job.config_file", str(path), *words], processes)
+        except ConfigError as error:
+            raise StudyError(f"{name}: {error.problems[0].removeprefix(f'{path}: ')}") from None
+
+
+def train_grid(grid: TrainingGrid, retry_failed: bool = False) -> dict[str, str]:
+    """Train what is not trained yet, each run from its newest checkpoint.
+
+    Args:
+        grid: as `plan_grid` returns it.
+        retry_failed: train again what failed.
+
+    Returns:
+        name of a run -> why it failed, of those that did.
+
+    Raises:
+        StudyError: another process is at work in the folder, or it cannot be written.
+        KeyboardInterrupt: asked to stop; the run that was training goes on from its newest checkpoint.
+    """
+    lock = RunLock(grid.folder)
+    try:
+        (grid.folder / "runs").mkdir(parents=True, exist_ok=True)
+        if owner := lock.acquire():
+            raise StudyError(f"{grid.folder}: another process trains here: {owner} (wait for it, or give --output)")
+        table = ResultTable(grid.folder / "training.csv", COLUMNS, ("run",))
+        _train_missing(grid, table, retry_failed)
+    except OSError as error:
+        raise StudyError(f"{grid.folder}: cannot be written: {error.strerror or error}") from error
+    finally:
+        lock.release()
+    rows = {name: table.find({"run": name}) for name in grid.configs}
+    return {name: row["reason"] for name, row in rows.items() if row and row["status"] != "ok"}
+
+
+def samples_of(config: JobConfig) -> int:
+    """Images that a run sees."""
+    return config.training.steps * config.training.global_batch_size
+
+
+def _train_missing(grid: TrainingGrid, table: ResultTable, retry_failed: bool) -> None:
+    missing = [name for name in grid.configs if _is_missing(table, name, retry_failed)]
+    total = sum(map(samples_of, grid.configs.values()))
+    left = sum(samples_of(grid.configs[name]) for name in missing)
+    with tqdm(
+        total=total, initial=total - left, unit="sample", unit_scale=True, mininterval=0.5, file=sys.stderr
+    ) as bar:
+        for number, name in enumerate(missing, len(grid.configs) - len(missing) + 1):
+            bar.set_description(f"run {number} of {len(grid.configs)}, {name}")
+            end = bar.n + samples_of(grid.configs[name])
+            outcome = _train(grid, name, bar)
+            bar.update(end - bar.n)
+            table.add(
+                {
+                    "run": name,
+                    "status": "ok" if outcome.status == "ok" else "failed",
+                    "reason": outcome.reason if outcome.status in ("ok", "failed") else f"{outcome.status}: {outcome.reason}",
+                    "samples": samples_of(grid.configs[name]),
+                    "date": datetime.now().isoformat(" ", "seconds"),
+                    "runtime": str(timedelta(seconds=outcome.seconds)),
+                }
+            )
+
+
+def _is_missing(table: ResultTable, name: str, retry_failed: bool) -> bool:
+    row = table.find({"run": name})
+    return row is None or (retry_failed and row["status"] != "ok")
+
+
+def _train(grid: TrainingGrid, name: str, bar: tqdm) -> Outcome:
+    """Train one run to its end; a stop ends its processes, and another start goes on from its checkpoints."""
+    path, folder = grid.folder / "runs" / f"{name}.toml", grid.run_folder(name)
+    path.write_text(dump_config(grid.configs[name]), encoding="utf-8")
+    before, stop, found = bar.n, threading.Event(), []
+
+    def work() -> None:
+        try:
+            found.append(run_processes(
+                ["--job.config_file", str(path)], processes=grid.processes, timeout_s=math.inf,
+                log=path.with_suffix(".log"), stop=stop,
+            ))  # fmt: skip
+        except Stopped:
+            pass
+        except BaseException as error:  # raised again in the thread that waits
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(_POLL_SECONDS)
+            bar.update(max(before + samples_seen(folder) - bar.n, 0))
+    finally:
+        stop.set()
+        thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def _place(folder: Path, name: str) -> dict[str, str]:
+    return {"job.dump_folder": str((folder / "runs").absolute()), "job.name": name}
+
+
+def _refuse_other_run(folder: Path, config: JobConfig) -> None:
+    try:
+        old = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise StudyError(f"{folder / 'config.toml'}: is damaged (remove the run's folder, or give --output)") from error
+    differences = config_differences(old, config)
+    interval = old.get("checkpoint", {}).get("interval")
+    if interval != config.checkpoint.interval:
+        differences.append(f"checkpoint.interval: {interval} -> {config.checkpoint.interval}")
+    if differences:
+        raise StudyError(f"{folder}: holds another run ({differences[0]}; give another --output)")
