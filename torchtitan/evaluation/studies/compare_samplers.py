@@ -3,11 +3,12 @@
 import argparse
 from pathlib import Path
 
-from torchtitan.evaluation.studies import grid_options
+from torchtitan.config import JobConfig
+from torchtitan.evaluation.studies import grid_options, grid_study
 from torchtitan.evaluation.studies.equal_samples import LR_RULES, batch_overrides
-from torchtitan.evaluation.studies.frame import StudyError
+from torchtitan.evaluation.studies.grid_study import Arm, PlannedRun
 from torchtitan.evaluation.studies.sampler_specs import parse_samplers, without_sampler
-from torchtitan.evaluation.studies.training_grid import GridRun, plan_grid, train_grid
+from torchtitan.evaluation.studies.training_grid import GridRun
 
 NAME = "compare_samplers"
 
@@ -21,23 +22,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "the configuration's)")
     add("--lr-rule", choices=LR_RULES, default="sqrt", help="learning rate at other batch sizes than the "
         "configuration's: the same, or times the root of the ratio, or times the ratio (default: sqrt)")
+    add("--target", choices=("reference", "worst"), default="reference", help="samples are counted until the loss that "
+        "the reference, or the worst sampler, has at the end (default: reference)")
+    grid_study.add_measure_options(parser)
 
 
 def run_alone(arguments: argparse.Namespace) -> Path:
-    """Train; returns the table of runs. Raises StudyError, ConfigError."""
-    if arguments.seeds < 2:
-        raise StudyError("--seeds: intervals need 2 seeds at least")
+    """Train and measure what is missing; returns summary.md. Raises StudyError, ConfigError."""
+    grid_options.require_seeds(arguments)
     base = grid_options.read_base(arguments)
     batches = arguments.batches or [base.training.global_batch_size]
     samples = grid_options.equal_samples(arguments, batches)
-    folder = grid_options.study_folder(arguments, base, NAME)
-    runs = []
+    return grid_study.train_and_measure(
+        NAME, without_sampler(base), _planned(arguments, base, batches, samples), arguments, "sampler",
+        f"{samples} samples per run; learning rate by the rule {arguments.lr_rule} from {base.optimizer.lr:g} at batch "
+        f"size {base.training.global_batch_size}.",
+    )  # fmt: skip
+
+
+def _planned(arguments: argparse.Namespace, base: JobConfig, batches: list[int], samples: int) -> list[PlannedRun]:
+    """A seed's runs one after the other, so that a grid that is not finished has whole seeds."""
+    specs, found = parse_samplers(arguments.samplers), []
     for seed in range(arguments.seeds):
         for batch in batches:
             of_batch = batch_overrides(base, batch, samples, arguments.checkpoints, arguments.lr_rule, arguments.processes)
-            for spec in parse_samplers(arguments.samplers):
+            for spec in specs:
                 overrides = of_batch | spec.overrides | {"debug.seed": base.debug.seed + seed}
-                runs.append(GridRun(f"b{batch}_{spec.slug}_s{seed}", overrides))
-    grid = plan_grid(without_sampler(base), runs, folder, arguments.processes)
-    train_grid(grid, arguments.retry_failed)
-    return folder / "training.csv"
+                run = GridRun(f"b{batch}_{spec.slug}_s{seed}", overrides)
+                found.append(PlannedRun(run, Arm(f"batch size {batch}", spec.label), seed))
+    return found

@@ -34,8 +34,16 @@ Row = dict[str, str]
 Cell = dict[str, Any]
 Advance = Callable[[int], None]
 
+
+class TrainingFailed(Exception):
+    """A run that a study wanted to measure did not finish; the message is one line."""
+
+
 # What ends a cell with a row that says so, not the study.
-CELL_FAILURES = (GradientError, EstimateFailed, DatasetError, CheckpointError, WeightsError, torch.OutOfMemoryError)
+CELL_FAILURES = (
+    GradientError, EstimateFailed, DatasetError, CheckpointError, WeightsError, TrainingFailed,
+    torch.OutOfMemoryError,
+)  # fmt: skip
 
 
 class StudyError(Exception):
@@ -77,6 +85,17 @@ class StudyRun:
             return " and ".join(["live weights", *(f"EMA weights ({track})" for track in self.tracks[1:])])
         return "live weights" if self.track == "none" else f"EMA weights ({self.track})"
 
+    @property
+    def results(self) -> Path:
+        """The folder that all studies of the run lie in."""
+        return self.folder / "studies"
+
+    @property
+    def description(self) -> str:
+        """What is studied, for the first line of the summary."""
+        name, steps = self.folder.resolve().name, ", ".join(map(str, self.steps))
+        return f"Run {name}, {self.weights}, checkpoints at steps {steps}."
+
     def model(self, step: int, track: str | None = None) -> TrainedModel:
         """The model of a checkpoint, of the run's track or another; kept until the next one. Raises CheckpointError."""
         wanted = (step, track or self.track)
@@ -100,7 +119,7 @@ class StudyRun:
 
 
 class Study(Protocol):
-    """A module that is a study.
+    """A module that is a study, of a run or of anything else with the `options`, `results` and `description` of one.
 
     Attributes:
         COLUMNS: of results.csv, `status`, `reason`, `date` and `runtime` among them.
@@ -260,7 +279,7 @@ def run_study(name: str, study: Study, run: StudyRun) -> Path:
 
 def results_folder(name: str, run: StudyRun) -> Path:
     """Where a study of this run leaves everything."""
-    return run.options.output or run.folder / "studies" / name
+    return run.options.output or run.results / name
 
 
 def _is_missing(table: ResultTable, cell: Cell, retry_failed: bool) -> bool:
@@ -313,9 +332,8 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _header(name: str, run: StudyRun, rows: list[Row]) -> str:
     failed = sum(row["status"] != "ok" for row in rows)
     return (
-        f"# {name}\n\nRun {run.folder.resolve().name}, {run.weights}, checkpoints at steps "
-        f"{', '.join(map(str, run.steps))}. {len(rows)} cells, {failed} of them without an answer; every cell is a row "
-        "of results.csv.\n\n"
+        f"# {name}\n\n{run.description} {len(rows)} cells, {failed} of them without an answer; every cell is a row of "
+        "results.csv.\n\n"
     )
 
 

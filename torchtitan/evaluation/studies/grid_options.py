@@ -8,19 +8,21 @@ from torchtitan.evaluation.studies.equal_samples import study_base, whole_sample
 from torchtitan.evaluation.studies.frame import StudyError
 
 
-def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, config: str | None = None) -> None:
-    """Options of every study that trains; `config` replaces the positional argument's name and count."""
+def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, positional: bool = True) -> None:
+    """Options of every study that trains; without `positional`, CONFIG.toml and --samples are the study's to ask for."""
     add = parser.add_argument
-    if config is None:
+    if positional:
         add("config", metavar="CONFIG.toml", type=Path, help="what every run starts from")
     add("--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="keys of the configuration to "
         "override, as model.flavor=debug")
     add("--seeds", type=at_least(1), default=seeds, metavar="N", help="runs of each kind, of the configuration's seed "
         f"and those that follow it (default: {seeds})")
-    add("--samples", type=at_least(1), required=config is None, metavar="N", help="images that every run sees; the "
+    add("--samples", type=at_least(1), required=positional, metavar="N", help="images that every run sees; the "
         "nearest number that is whole steps of every batch size is taken")
     add("--checkpoints", type=at_least(1), default=8, metavar="N", help="of every run, equally spaced (default: 8)")
     add("--processes", type=at_least(1), default=1, metavar="N", help="of every run (default: 1)")
+    add("--weights", metavar="none|TRACK", help="what is compared: an EMA track, none for the trained weights (default: "
+        "the first track)")
     add("--retry-failed", action="store_true", help="train and measure again what failed")
     add("--output", type=Path, help=f"folder of runs and results (default: outputs/<configuration>/studies/{name})")
 
@@ -40,8 +42,7 @@ def at_least(least: int):
 
 def batch_list(text: str) -> list[int]:
     """Batch sizes with commas between, rising."""
-    sizes = sorted({at_least(1)(size) for size in text.split(",")})
-    return sizes
+    return sorted({at_least(1)(size) for size in text.split(",")})
 
 
 def read_base(arguments: argparse.Namespace) -> JobConfig:
@@ -60,9 +61,20 @@ def read_base(arguments: argparse.Namespace) -> JobConfig:
     return study_base(load_config(words, arguments.processes))
 
 
+def require_seeds(arguments: argparse.Namespace) -> None:
+    """Raises StudyError for too few seeds."""
+    if arguments.seeds < 2:
+        raise StudyError("--seeds: intervals need 2 seeds at least")
+
+
 def study_folder(arguments: argparse.Namespace, base: JobConfig, name: str) -> Path:
     """Where a study's runs and results lie."""
-    return arguments.output or Path(base.job.dump_folder) / base.job.name / "studies" / name
+    return arguments.output or results_folder(base) / name
+
+
+def results_folder(base: JobConfig) -> Path:
+    """The folder that all studies of a configuration lie in."""
+    return Path(base.job.dump_folder) / base.job.name / "studies"
 
 
 def equal_samples(arguments: argparse.Namespace, batches: list[int]) -> int:

@@ -1,0 +1,119 @@
+"""Pictures of a grid of trained runs: loss by timestep bin with its change against the reference; learning curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matplotlib import colormaps
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from torchtitan.evaluation.studies.branch_decision import mean_and_margin
+from torchtitan.evaluation.studies.gns_plots import legend_outside, new_figure, note, save
+from torchtitan.evaluation.studies.grid_statistics import difference
+from torchtitan.evaluation.studies.slot_nodes import TimestepBin
+
+if TYPE_CHECKING:
+    from torchtitan.evaluation.studies.grid_report import GridResults
+
+_MARKERS = "osD^vP*X<>"
+_WIDTH_OF_A_BIN = 0.7  # that the arms' bars share
+
+
+def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], path: Path) -> str:
+    """The loss in every bin, and its change against the reference with 95 % intervals over seeds."""
+    arms = results.labels(group)
+    figure, axes = new_figure(f"Held-out loss by timestep, {group}", rows=2, size=(10.5, 7.5), sharex=True)
+    absolute, relative = axes[:, 0]
+    for number, arm in enumerate(arms):
+        style = {"color": arm_color(number), "marker": _MARKERS[number % len(_MARKERS)], "markersize": 4}
+        found = [mean_and_margin(list(results.of_bin(group, arm, place).values())) for place in range(len(bins))]
+        means = [math.exp(mean) for mean, _ in found]
+        absolute.plot(range(len(bins)), means, linewidth=1.2, label=arm, **style)
+        absolute.fill_between(
+            range(len(bins)), *([math.exp(mean + sign * _finite(margin)) for mean, margin in found] for sign in (-1, 1)),
+            color=style["color"], alpha=0.12, linewidth=0,
+        )  # fmt: skip
+        if number:
+            _draw_changes(relative, results, group, arm, len(bins), (number - 1, len(arms) - 1), style)
+    absolute.set_yscale("log")
+    absolute.yaxis.set_minor_formatter(NullFormatter())
+    absolute.set_ylabel(f"squared error of {results.currency}")
+    absolute.grid(alpha=0.25)
+    legend_outside(absolute, results.arm_column)
+    relative.axhline(0.0, color="black", linewidth=1)
+    for place in range(1, len(bins)):
+        relative.axvline(place - 0.5, color="0.9", linewidth=0.8)
+    relative.set_ylabel(f"change against\n{arms[0]} (%)")
+    unit = "DDPM indices" if bins[0].unit == "index" else "t"
+    relative.set_xticks(range(len(bins)), [where.label for where in bins], fontsize=8)
+    relative.set_xlabel(f"timestep bin ({unit}), from data to noise")
+    seeds = len(results.seeds)
+    note(figure, f"bands and bars: 95 % intervals over {seeds} seeds; changes are paired by seed")
+    return save(figure, path)
+
+
+def draw_curves(results: GridResults, scores: Mapping[str, Callable], path: Path) -> str:
+    """Loss over the samples seen: a column per group, a row per way to sum up."""
+    groups = results.groups
+    size = (4.2 * len(groups) + 3.2, 3.4 * len(scores) + 0.8)
+    figure, axes = new_figure("Held-out loss over the samples seen", len(scores), len(groups), size)
+    for column, group in enumerate(groups):
+        for row, (name, score) in enumerate(scores.items()):
+            ax = axes[row, column]
+            for number, arm in enumerate(results.labels(group)):
+                _draw_curve(ax, results, group, arm, score, number)
+            ax.set_xscale("log")
+            ax.set_yscale("log")
+            ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ax.xaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+            ax.yaxis.set_major_formatter("{x:.3g}")
+            for axis in (ax.xaxis, ax.yaxis):
+                axis.set_minor_formatter(NullFormatter())
+            ax.grid(alpha=0.25)
+            ax.set_title(f"{group}: {name}", fontsize=10)
+            ax.set_xlabel("samples seen")
+            if column == 0:
+                ax.set_ylabel(f"squared error of {results.currency}")
+            if row == 0 and (column == len(groups) - 1 or len(results.labels(group)) > len(results.labels(groups[-1]))):
+                legend_outside(ax, results.arm_column)
+    note(figure, f"bands: 95 % intervals over {len(results.seeds)} seeds")
+    return save(figure, path)
+
+
+def arm_color(number: int) -> tuple:
+    """Ten colours, then twenty."""
+    return colormaps["tab10"](number) if number < 10 else colormaps["tab20"](number % 20)
+
+
+def _draw_changes(axes, results: GridResults, group: str, arm: str, count: int, position: tuple[int, int], style) -> None:
+    number, of = position
+    shift = _WIDTH_OF_A_BIN * ((number + 0.5) / of - 0.5)
+    reference = results.labels(group)[0]
+    for place in range(count):
+        found = difference(results.of_bin(group, arm, place), results.of_bin(group, reference, place))
+        if math.isnan(found.mean):
+            continue
+        low, middle, high = (100 * math.expm1(found.mean + sign * _finite(found.margin)) for sign in (-1, 0, 1))
+        axes.vlines(place + shift, low, high, color=style["color"], linewidth=1.4)
+        axes.plot([place + shift], [middle], linestyle="none", **style)
+
+
+def _draw_curve(axes, results: GridResults, group: str, arm: str, score: Callable, number: int) -> None:
+    found = {n: mean_and_margin(list(results.scores(group, arm, score, n).values())) for n in results.samples}
+    found = {n: pair for n, pair in found.items() if not math.isnan(pair[0])}
+    marker = _MARKERS[number % len(_MARKERS)]
+    axes.plot(
+        list(found), [math.exp(mean) for mean, _ in found.values()], label=arm, color=arm_color(number), marker=marker,
+        markersize=3.5, linewidth=1.3,
+    )  # fmt: skip
+    ends = ([math.exp(mean + sign * _finite(margin)) for mean, margin in found.values()] for sign in (-1, 1))
+    axes.fill_between(list(found), *ends, color=arm_color(number), alpha=0.1, linewidth=0)
+
+
+def _finite(margin: float) -> float:
+    """A margin that can be drawn: none for one seed."""
+    return margin if math.isfinite(margin) else 0.0

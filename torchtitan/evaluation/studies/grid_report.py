@@ -1,0 +1,222 @@
+"""Pictures and tables of a grid of trained runs: loss by bin, learning curves, ranking, samples to a target loss."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from torchtitan.evaluation.studies import grid_plots
+from torchtitan.evaluation.studies.branch_decision import mean_and_margin
+from torchtitan.evaluation.studies.frame import Row, markdown_table, number
+from torchtitan.evaluation.studies.grid_statistics import (
+    Difference,
+    difference,
+    mean_log_loss,
+    percent,
+    ranking,
+    samples_to_target,
+    uniform_log_loss,
+)
+from torchtitan.evaluation.studies.slot_nodes import TimestepBin
+
+Score = Callable[[Sequence[float], Sequence[float]], float]
+
+# What the errors of all bins are summed up to, as ln of a loss.
+SCORES: dict[str, Score] = {
+    "uniform mean": uniform_log_loss,
+    "geometric mean over bins": lambda errors, shares: mean_log_loss(errors),
+}
+
+
+@dataclass
+class GridResults:
+    """The rows of a grid, by group, arm and seed.
+
+    Attributes:
+        rows: as the table has them.
+        arms: (group, label) in order; the first of a group is its reference.
+        arm_column: what differs between arms.
+        weights: that are compared.
+    """
+
+    rows: list[Row]
+    arms: list[tuple[str, str]]
+    arm_column: str
+    weights: str
+    _errors: dict[tuple, dict[int, float]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._errors = {}
+        for row in self.rows:
+            if row["status"] == "ok":
+                key = (row["group"], row[self.arm_column], int(row["seed"]), row["weights"], int(row["samples"]))
+                self._errors.setdefault(key, {})[int(row["bin"])] = number(row, "error")
+        good = [row for row in self.rows if row["status"] == "ok"]
+        bins = {int(row["bin"]): number(row, "share") for row in good}
+        self.shares = [bins[place] for place in sorted(bins)]
+        self.seeds = sorted({int(row["seed"]) for row in self.rows})
+        self.samples = sorted({int(row["samples"]) for row in good})
+        self.images = max((int(row["images"]) for row in good), default=0)
+        self.currency = self.rows[0]["currency"] if self.rows else ""
+
+    @property
+    def groups(self) -> list[str]:
+        return list(dict.fromkeys(group for group, _ in self.arms))
+
+    def labels(self, group: str) -> list[str]:
+        """Arms of a group, its reference first."""
+        return [label for of_group, label in self.arms if of_group == group]
+
+    def errors(self, group: str, arm: str, seed: int, samples: int, weights: str | None = None) -> list[float]:
+        """Errors in every bin, or nothing where they are not all there."""
+        found = self._errors.get((group, arm, seed, weights or self.weights, samples), {})
+        complete = len(found) == len(self.shares)
+        return [found[place] for place in sorted(found)] if complete else []
+
+    def scores(
+        self, group: str, arm: str, score: Score, samples: int | None = None, weights: str | None = None
+    ) -> dict[int, float]:
+        """Seed -> ln loss at a number of samples, the last by default."""
+        found = {}
+        for seed in self.seeds:
+            if errors := self.errors(group, arm, seed, samples or self.samples[-1], weights):
+                found[seed] = score(errors, self.shares)
+        return found
+
+    def of_bin(self, group: str, arm: str, place: int) -> dict[int, float]:
+        """Seed -> ln loss of one bin at the end."""
+        found = {seed: self.errors(group, arm, seed, self.samples[-1]) for seed in self.seeds}
+        return {seed: math.log(errors[place]) for seed, errors in found.items() if errors}
+
+
+def write(results: GridResults, target: str | None, bins: Sequence[TimestepBin], folder: Path) -> str:
+    """Draw the pictures into the folder; returns the text of the summary.
+
+    Args:
+        results: of the grid.
+        target: "reference" or "worst": whose last loss the samples to a target are for; None: no target.
+        bins: in which the errors were measured.
+        folder: of the study.
+    """
+    if not results.samples:
+        return "No run could be measured.\n\n"
+    text = _explained(results, bins)
+    for place, group in enumerate(results.groups):
+        text += f"## {group}\n\n"
+        for name, score in SCORES.items():
+            text += _score_table(results, group, name, score, target)
+        if results.weights != "none":
+            text += _trained_weights(results, group)
+        text += _bin_table(results, group, bins)
+        text += grid_plots.draw_bins(results, group, bins, folder / f"bins_{place + 1}.png")
+    return text + grid_plots.draw_curves(results, SCORES, folder / "curves.png")
+
+
+def _explained(results: GridResults, bins: Sequence[TimestepBin]) -> str:
+    weights = "trained weights" if results.weights == "none" else f"EMA weights ({results.weights})"
+    density = "DDPM indices" if bins[0].unit == "index" else "t"
+    return (
+        f"Held-out squared error of {results.currency} ({weights}, {results.images} images with fixed noise, "
+        f"{len(bins)} bins of timesteps), {len(results.seeds)} seeds. Two ways to sum up: the mean under uniform "
+        f"{density} (uniform mean), which bins of large errors decide, and the mean of ln error over bins (geometric "
+        "mean over bins), in which every bin counts the same. Differences are paired by seed: runs of one seed have the "
+        "same initial weights, order of data and noise. Brackets hold 95 % intervals by Student's t over seeds; each is "
+        "for one comparison, not adjusted for their number.\n\n"
+    )
+
+
+def _score_table(results: GridResults, group: str, name: str, score: Score, target: str | None) -> str:
+    arms = results.labels(group)
+    losses = {arm: results.scores(group, arm, score) for arm in arms}
+    header = ["rank", results.arm_column, "loss", f"against {arms[0]}", "verdict", "cannot be told apart from"]
+    reached = _samples_to_target(results, group, score, target) if target else {}
+    rows = []
+    for rank, (arm, like) in enumerate(ranking(losses), 1):
+        found = difference(losses[arm], losses[arms[0]])
+        loss = math.exp(fmean(losses[arm].values()))
+        compared = ["-", "reference"] if arm == arms[0] else [percent(found), found.verdict]
+        rows.append([str(rank), arm, f"{loss:.5g}", *compared, ", ".join(like) or "none"])
+        if target:
+            rows[-1].append(reached[arm])
+    text = f"### {name[0].upper()}{name[1:]}\n\n"
+    if target:
+        header.append("samples to target")
+        whose = f"{arms[0]} reaches" if target == "reference" else "the worst arm of a seed reaches"
+        text += (
+            f"Samples to target: until the loss is what {whose} at the end with the same seed; mean over seeds, ln loss "
+            "interpolated over ln samples.\n\n"
+        )
+    return text + markdown_table(header, rows)
+
+
+def _samples_to_target(results: GridResults, group: str, score: Score, target: str) -> dict[str, str]:
+    arms, last = results.labels(group), results.samples[-1]
+    final = {arm: results.scores(group, arm, score) for arm in arms}
+    curves = {arm: {n: results.scores(group, arm, score, n) for n in results.samples} for arm in arms}
+    found = {}
+    for arm in arms:
+        counts = []
+        for seed in final[arm]:
+            others = [final[other][seed] for other in arms if seed in final[other]]
+            if target == "reference" and seed not in final[arms[0]]:
+                continue
+            goal = final[arms[0]][seed] if target == "reference" else max(others)
+            points = [(n, at[seed]) for n, at in curves[arm].items() if seed in at]
+            counts.append(samples_to_target([n for n, _ in points], [value for _, value in points], goal))
+        found[arm] = _counts_text(counts, results.samples[0], last)
+    return found
+
+
+def _counts_text(counts: Sequence[float], first: int, last: int) -> str:
+    if not counts:
+        return "-"
+    missed, early = sum(map(math.isinf, counts)), counts.count(0.0)
+    known = [count for count in counts if math.isfinite(count) and count > 0]
+    parts = []
+    if known:
+        mean, margin = mean_and_margin(known)
+        interval = f" [{max(mean - margin, 0):.0f}, {mean + margin:.0f}]" if math.isfinite(margin) else ""
+        of = f" ({len(known)} of {len(counts)} seeds)" if len(known) < len(counts) else ""
+        parts.append(f"{mean:.0f}{interval}{of}")
+    if early:
+        parts.append(f"before {first} ({early} of {len(counts)})")
+    if missed:
+        parts.append(f"not within {last} ({missed} of {len(counts)})")
+    return ", ".join(parts)
+
+
+def _trained_weights(results: GridResults, group: str) -> str:
+    arms = results.labels(group)
+    rows = []
+    for arm in arms[1:]:
+        cells = []
+        for score in SCORES.values():
+            live, reference = (results.scores(group, one, score, weights="none") for one in (arm, arms[0]))
+            found = difference(live, reference)
+            cells += [percent(found), found.verdict]
+        rows.append([arm, *cells])
+    if not rows:
+        return ""
+    header = [results.arm_column, *(part for name in SCORES for part in (name, "verdict"))]
+    return f"### Trained weights against {arms[0]}\n\n" + markdown_table(header, rows)
+
+
+def _bin_table(results: GridResults, group: str, bins: Sequence[TimestepBin]) -> str:
+    arms = results.labels(group)
+    rows = []
+    for place, where in enumerate(bins):
+        of_reference = results.of_bin(group, arms[0], place)
+        row = [where.label, f"{math.exp(fmean(of_reference.values())):.4g}" if of_reference else "-"]
+        for arm in arms[1:]:
+            found = difference(results.of_bin(group, arm, place), of_reference)
+            row.append(_marked(found))
+        rows.append(row)
+    unit = "indices" if bins[0].unit == "index" else "t"
+    text = "### By timestep\n\nChange of the loss in each bin; bold where the interval excludes 0.\n\n"
+    return text + markdown_table([unit, f"{arms[0]}: loss", *arms[1:]], rows)
+
+
+def _marked(found: Difference) -> str:
+    told = found.verdict in ("lower", "higher")
+    return f"**{percent(found)}**" if told else percent(found)
