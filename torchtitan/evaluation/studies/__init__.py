@@ -27,7 +27,7 @@ STUDIES: dict[str, StudyEntry] = {
         "posterior_coefficients", "what the image and the noisy image weigh in the reverse step of a DDPM path"
     ),
     "compare_samplers": StudyEntry("compare_samplers", "timestep samplers at equal samples; trains runs of a config"),
-    "batch_size": StudyEntry("batch_size", "batch sizes and learning-rate rules at equal samples; trains runs of a config"),
+    "batch_size": StudyEntry("batch_size", "batch sizes and learning rates at equal samples; trains runs of a config"),
     "prediction_types": StudyEntry("prediction_types", "what models predict, in one currency: of runs, or trained"),
 }
 

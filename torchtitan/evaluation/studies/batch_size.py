@@ -42,8 +42,8 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     samples = grid_options.equal_samples(arguments, arguments.batches)
     return grid_study.train_and_measure(
         NAME, base, plan_runs(arguments, base, samples), arguments, "setting",
-        f"{samples} samples per run; learning rate {base.optimizer.lr:g} at batch size {base.training.global_batch_size},"
-        " the configuration's.",
+        f"{samples} samples per run; learning rate {base.optimizer.lr:g} at batch size "
+        f"{base.training.global_batch_size}, the configuration's.",
     )  # fmt: skip
 
 

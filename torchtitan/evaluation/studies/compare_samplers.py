@@ -43,9 +43,10 @@ def run_alone(arguments: argparse.Namespace) -> Path:
 def _planned(arguments: argparse.Namespace, base: JobConfig, batches: list[int], samples: int) -> list[PlannedRun]:
     """A seed's runs one after the other, so that a grid that is not finished has whole seeds."""
     specs, found = parse_samplers(arguments.samplers), []
+    checkpoints, rule, processes = arguments.checkpoints, arguments.lr_rule, arguments.processes
     for seed in range(arguments.seeds):
         for batch in batches:
-            of_batch = batch_overrides(base, batch, samples, arguments.checkpoints, arguments.lr_rule, arguments.processes)
+            of_batch = batch_overrides(base, batch, samples, checkpoints, rule, processes)
             for spec in specs:
                 overrides = of_batch | spec.overrides | {"debug.seed": base.debug.seed + seed}
                 run = GridRun(f"b{batch}_{spec.slug}_s{seed}", overrides)

@@ -9,7 +9,14 @@ from torchtitan.evaluation.studies.frame import StudyError
 
 
 def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, positional: bool = True) -> None:
-    """Options of every study that trains; without `positional`, CONFIG.toml and --samples are the study's to ask for."""
+    """Options of every study that trains.
+
+    Args:
+        parser: of the study.
+        name: of the study.
+        seeds: default of --seeds.
+        positional: whether CONFIG.toml is an argument of its own and --samples is required.
+    """
     add = parser.add_argument
     if positional:
         add("config", metavar="CONFIG.toml", type=Path, help="what every run starts from")
@@ -21,8 +28,8 @@ def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, 
         "nearest number that is whole steps of every batch size is taken")
     add("--checkpoints", type=at_least(1), default=8, metavar="N", help="of every run, equally spaced (default: 8)")
     add("--processes", type=at_least(1), default=1, metavar="N", help="of every run (default: 1)")
-    add("--weights", metavar="none|TRACK", help="what is compared: an EMA track, none for the trained weights (default: "
-        "the first track)")
+    add("--weights", metavar="none|TRACK", help="what is compared: an EMA track, none for the trained weights "
+        "(default: the first track)")
     add("--retry-failed", action="store_true", help="train and measure again what failed")
     add("--output", type=Path, help=f"folder of runs and results (default: outputs/<configuration>/studies/{name})")
 

@@ -32,10 +32,8 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
         found = [mean_and_margin(list(results.of_bin(group, arm, place).values())) for place in range(len(bins))]
         means = [math.exp(mean) for mean, _ in found]
         absolute.plot(range(len(bins)), means, linewidth=1.2, label=arm, **style)
-        absolute.fill_between(
-            range(len(bins)), *([math.exp(mean + sign * _finite(margin)) for mean, margin in found] for sign in (-1, 1)),
-            color=style["color"], alpha=0.12, linewidth=0,
-        )  # fmt: skip
+        ends = ([math.exp(mean + sign * _finite(margin)) for mean, margin in found] for sign in (-1, 1))
+        absolute.fill_between(range(len(bins)), *ends, color=style["color"], alpha=0.12, linewidth=0)
         if number:
             _draw_changes(relative, results, group, arm, len(bins), (number - 1, len(arms) - 1), style)
     absolute.set_yscale("log")
@@ -89,7 +87,9 @@ def arm_color(number: int) -> tuple:
     return colormaps["tab10"](number) if number < 10 else colormaps["tab20"](number % 20)
 
 
-def _draw_changes(axes, results: GridResults, group: str, arm: str, count: int, position: tuple[int, int], style) -> None:
+def _draw_changes(
+    axes, results: GridResults, group: str, arm: str, count: int, position: tuple[int, int], style: dict
+) -> None:
     number, of = position
     shift = _WIDTH_OF_A_BIN * ((number + 0.5) / of - 0.5)
     reference = results.labels(group)[0]

@@ -120,9 +120,9 @@ def _explained(results: GridResults, bins: Sequence[TimestepBin]) -> str:
         f"Held-out squared error of {results.currency} ({weights}, {results.images} images with fixed noise, "
         f"{len(bins)} bins of timesteps), {len(results.seeds)} seeds. Two ways to sum up: the mean under uniform "
         f"{density} (uniform mean), which bins of large errors decide, and the mean of ln error over bins (geometric "
-        "mean over bins), in which every bin counts the same. Differences are paired by seed: runs of one seed have the "
-        "same initial weights, order of data and noise. Brackets hold 95 % intervals by Student's t over seeds; each is "
-        "for one comparison, not adjusted for their number.\n\n"
+        "mean over bins), in which every bin counts the same. Differences are paired by seed: runs of one seed have "
+        "the same initial weights, order of data and noise. Brackets hold 95 % intervals by Student's t over seeds; "
+        "each is for one comparison, not adjusted for their number. Losses are geometric means over seeds.\n\n"
     )
 
 
@@ -144,8 +144,8 @@ def _score_table(results: GridResults, group: str, name: str, score: Score, targ
         header.append("samples to target")
         whose = f"{arms[0]} reaches" if target == "reference" else "the worst arm of a seed reaches"
         text += (
-            f"Samples to target: until the loss is what {whose} at the end with the same seed; mean over seeds, ln loss "
-            "interpolated over ln samples.\n\n"
+            f"Samples to target: until the loss is what {whose} at the end with the same seed; mean over seeds, ln "
+            "loss interpolated over ln samples.\n\n"
         )
     return text + markdown_table(header, rows)
 
@@ -164,7 +164,8 @@ def _samples_to_target(results: GridResults, group: str, score: Score, target: s
             goal = final[arms[0]][seed] if target == "reference" else max(others)
             points = [(n, at[seed]) for n, at in curves[arm].items() if seed in at]
             counts.append(samples_to_target([n for n, _ in points], [value for _, value in points], goal))
-        found[arm] = _counts_text(counts, results.samples[0], last)
+        is_target = target == "reference" and arm == arms[0]
+        found[arm] = "sets the target" if is_target else _counts_text(counts, results.samples[0], last)
     return found
 
 

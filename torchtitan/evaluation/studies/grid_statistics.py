@@ -100,6 +100,6 @@ def percent(found: Difference) -> str:
         return "-"
     change = 100 * math.expm1(found.mean)
     if not math.isfinite(found.margin):
-        return f"{change:+.1f} %"
+        return f"{change:+.2f} %"
     low, high = (100 * math.expm1(found.mean + sign * found.margin) for sign in (-1, 1))
-    return f"{change:+.1f} % [{low:+.1f}, {high:+.1f}]"
+    return f"{change:+.2f} % [{low:+.2f}, {high:+.2f}]"

@@ -19,7 +19,7 @@ from torchtitan.evaluation.studies import grid_options, grid_report
 from torchtitan.evaluation.studies.frame import Advance, Cell, Row, StudyError, TrainingFailed, run_study
 from torchtitan.evaluation.studies.grid_options import at_least
 from torchtitan.evaluation.studies.slot_nodes import TimestepBin, timestep_bins
-from torchtitan.evaluation.studies.training_grid import GridRun, TrainingGrid, plan_grid, samples_of, train_grid
+from torchtitan.evaluation.studies.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
 from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples, in_currency, timestep_errors
 from torchtitan.evaluation.trained_model import TrainedModel, load_run
 
@@ -188,8 +188,9 @@ class GridStudy:
         wanted = [(step, run.weights) for step in range(interval, last + 1, interval)]
         if run.weights != "none":
             wanted.append((last, "none"))
+        batch = config.training.global_batch_size
         return [
-            of_run | {"step": step, "samples": step * samples_of(config) // last, "weights": track} | _of_bin(number, where)
+            of_run | {"step": step, "samples": step * batch, "weights": track} | _of_bin(number, where)
             for step, track in wanted for number, where in enumerate(run.bins())
         ]  # fmt: skip
 
@@ -223,7 +224,8 @@ def train_and_measure(
     folder = grid_options.study_folder(options, base, name)
     weights = choose_weights(base, options.weights)
     grid = plan_grid(base, [planned.run for planned in runs], folder, options.processes)
-    study = GridStudy(arm_column, getattr(options, "currency", None) or base.objective.prediction, getattr(options, "target", None))
+    currency = getattr(options, "currency", base.objective.prediction)
+    study = GridStudy(arm_column, currency, getattr(options, "target", None))
     trained = TrainedGrid(grid, list(runs), {}, options, grid_options.results_folder(base), "", weights)
     trained.bins()  # before hours of training
     trained.samples()

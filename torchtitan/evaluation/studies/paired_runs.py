@@ -64,8 +64,10 @@ class ComparedRuns:
     @property
     def description(self) -> str:
         """What is compared, for the first line of the summary."""
-        described = (f"{run.name} ({run.config.objective.prediction}, step {run.step}, {run.weights})" for run in self.runs)
-        return f"{', '.join(described)} on {self.runs[0].config.data.name}, {self.runs[0].config.objective.path}."
+        described = ", ".join(
+            f"{run.name} ({run.config.objective.prediction}, step {run.step}, {run.weights})" for run in self.runs
+        )
+        return f"{described} on {self.runs[0].config.data.name}, {self.runs[0].config.objective.path}."
 
     def errors(self, name: str, place: int, advance: Advance) -> Tensor:
         """Mean error of each image in a bin, in the currency asked for, float64 [K]. Raises CheckpointError."""
@@ -114,8 +116,8 @@ def _refuse_unlike(first: ComparedRun, run: ComparedRun) -> None:
     for key in mine:
         if other.get(key) != mine[key]:
             raise StudyError(
-                f"{run.folder}: data.{key} = {other.get(key)}, that of {first.name} is {mine[key]} (compare runs of the "
-                "same data)"
+                f"{run.folder}: data.{key} = {other.get(key)}, that of {first.name} is {mine[key]} (compare runs of "
+                "the same data)"
             )
     paths = first.config.objective.path, run.config.objective.path
     if paths[0] != paths[1]:
@@ -162,9 +164,9 @@ class PairedStudy:
         good = [row for row in rows if row["status"] == "ok"]
         text = (
             f"Held-out squared error of {run.options.currency}, {run.options.images} images with fixed noise, "
-            f"{len(run.bins)} bins of timesteps. Changes are against {run.runs[0].name}, paired by image; brackets hold "
-            "95 % intervals over images. They are about these trained weights: another seed of the same training may "
-            "differ by more.\n\n"
+            f"{len(run.bins)} bins of timesteps. Changes are against {run.runs[0].name}, paired by image; brackets "
+            "hold 95 % intervals over images. They are about these trained weights: another seed of the same training "
+            "may differ by more.\n\n"
         )
         header = ["timesteps", f"{run.runs[0].name}: error", *(one.name for one in run.runs[1:])]
         by_place = {(row["model"], int(row["bin"])): row for row in good}

@@ -16,8 +16,8 @@ NAME = "prediction_types"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("sources", metavar="RUN_FOLDER|CONFIG.toml", type=Path, nargs="+", help="trained runs of the same data and path, "
-        "the reference first; or one configuration, of which --predictions are trained")
+    add("sources", metavar="RUN_FOLDER|CONFIG.toml", type=Path, nargs="+", help="trained runs of the same data and "
+        "path, the reference first; or one configuration, of which --predictions are trained")
     add("--predictions", metavar="LIST", help=f"to be trained, commas between, the reference first "
         f"({', '.join(PREDICTIONS)})")
     add("--currency", choices=PREDICTIONS, default="v", help="what the errors are of, whatever the model predicts "

@@ -95,7 +95,8 @@ def configure(base: JobConfig, overrides: dict[str, Any], processes: int, name: 
     with tempfile.TemporaryDirectory() as place:  # the loader reads files
         path = Path(place) / "base.toml"
         path.write_text(dump_config(base), encoding="utf-8")
-        words = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in overrides.items()]
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in overrides.items()}
+        words = [f"--{key}={text}" for key, text in texts.items()]
         try:
             return load_config(["--job.config_file", str(path), *words], processes)
         except ConfigError as error:
@@ -148,16 +149,16 @@ def _train_missing(grid: TrainingGrid, table: ResultTable, retry_failed: bool) -
             end = bar.n + samples_of(grid.configs[name])
             outcome = _train(grid, name, bar)
             bar.update(end - bar.n)
-            table.add(
-                {
-                    "run": name,
-                    "status": "ok" if outcome.status == "ok" else "failed",
-                    "reason": outcome.reason if outcome.status in ("ok", "failed") else f"{outcome.status}: {outcome.reason}",
-                    "samples": samples_of(grid.configs[name]),
-                    "date": datetime.now().isoformat(" ", "seconds"),
-                    "runtime": str(timedelta(seconds=outcome.seconds)),
-                }
-            )
+            table.add(_row(name, samples_of(grid.configs[name]), outcome))
+
+
+def _row(name: str, samples: int, outcome: Outcome) -> dict[str, Any]:
+    kind = "" if outcome.status in ("ok", "failed") else f"{outcome.status}: "
+    return {
+        "run": name, "status": "ok" if outcome.status == "ok" else "failed", "reason": kind + outcome.reason,
+        "samples": samples, "date": datetime.now().isoformat(" ", "seconds"),
+        "runtime": str(timedelta(seconds=outcome.seconds)),
+    }  # fmt: skip
 
 
 def _is_missing(table: ResultTable, name: str, retry_failed: bool) -> bool:

@@ -1,0 +1,268 @@
+"""Studies that train: stopped and gone on with, equal samples, failures as rows, pictures, refusals in one line."""
+
+import csv
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.faults.forked import _train
+from tests.forked import ForkedProcess
+from tests.launcher import ROOT
+from torchtitan.evaluation.studies import training_grid
+from torchtitan.sweep.process import Outcome, Stopped
+
+SPEC = importlib.util.spec_from_file_location("study_tool", ROOT / "scripts" / "study.py")
+tool = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(tool)
+
+CONFIG = """
+[model]
+flavor = "DiT-S/2"
+dim = 16
+num_layers = 1
+num_heads = 2
+mlp_hidden_dim = 32
+[data]
+name = "digits"
+[objective]
+path = "ddpm_linear"
+prediction = "v"
+preconditioning = "index"
+timestep_sampler = "uniform"
+[training]
+steps = 10
+local_batch_size = 4
+global_batch_size = 4
+[[ema.tracks]]
+name = "slow"
+decay = 0.9
+"""
+QUICK = ["--seeds", "2", "--samples", "32", "--checkpoints", "2", "--images", "4", "--nodes", "1"]
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+class Trainings:
+    """Trains as `run_processes` does, in forks; remembers what it trained."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.interrupt: str | None = None  # run that is killed after its first checkpoint, as by Ctrl-C
+        self.fail: str | None = None  # run that fails
+
+    def __call__(self, arguments, *, processes, timeout_s, log, stop) -> Outcome:
+        name = log.stem
+        self.names.append(name)
+        if name == self.fail:
+            return Outcome("failed", "made to fail", 0.1, 1)
+        environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0"}
+        process = ForkedProcess(_train, (arguments,), environment)
+        while process.poll() is None:
+            if stop.is_set():
+                process.kill()
+                raise Stopped
+            if name == self.interrupt and (log.with_suffix("") / "checkpoint" / "step-00000004").exists():
+                process.kill()
+                process.wait()
+                self.interrupt = None
+                raise KeyboardInterrupt
+            time.sleep(0.005)
+        assert process.returncode == 0, process.said()
+        return Outcome("ok", "", 0.1, 0)
+
+
+@pytest.fixture
+def trainings(monkeypatch) -> Trainings:
+    found = Trainings()
+    monkeypatch.setattr(training_grid, "run_processes", found)
+    return found
+
+
+@pytest.fixture
+def study(capsys):
+    def run_study(*words) -> tuple[int, str, str]:
+        try:
+            code = tool.main([str(word) for word in words])
+        except SystemExit as stop:  # argparse
+            code = stop.code
+        output, error = capsys.readouterr()
+        assert "Traceback" not in output + error
+        return code, output, error
+
+    return run_study
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def assert_picture(path: Path) -> None:
+    with Image.open(path) as image:
+        assert len(set(image.convert("RGB").resize((90, 60)).get_flattened_data())) > 5
+
+
+def test_samplers_interrupted_failed_and_gone_on_with(config, trainings, study, tmp_path):
+    folder = tmp_path / "results"
+    words = ["compare_samplers", config, "--samplers", "uniform,beta", *QUICK, "--output", folder]
+    names = ["b4_uniform_s0", "b4_beta_s0", "b4_uniform_s1", "b4_beta_s1"]
+    trainings.interrupt = names[1]
+    code, _, error = study(*words)
+    assert code == 130 and "goes on from here" in error and trainings.names == names[:2]
+    first = folder / "runs" / names[0] / "checkpoint" / "step-00000008" / "manifest.json"
+    half = folder / "runs" / names[1] / "checkpoint" / "step-00000004" / "manifest.json"
+    before = [path.stat().st_mtime_ns for path in (first, half)]
+
+    trainings.names.clear()
+    trainings.fail = names[3]
+    code, output, _ = study(*words)
+    assert code == 0 and output == f"{folder / 'summary.md'}\n"
+    assert trainings.names == names[1:]  # the finished one is left alone, the interrupted one goes on
+    assert [path.stat().st_mtime_ns for path in (first, half)] == before
+    assert [row["status"] for row in rows_of(folder / "training.csv")] == ["ok", "ok", "ok", "failed"]
+    assert {row["samples"] for row in rows_of(folder / "training.csv")} == {"32"}
+    rows = rows_of(folder / "results.csv")
+    # Two checkpoints of EMA weights and the last one's trained weights, ten bins each; one row for the failed run.
+    assert len(rows) == 3 * 3 * 10 + 1 and "made to fail" in rows[-1]["reason"]
+    assert {row["samples"] for row in rows[:-1]} == {"16", "32"}
+    summary = (folder / "summary.md").read_text()
+    assert "made to fail" in summary and "cannot be told apart" in summary  # one pair of seeds has no interval
+
+    trainings.names.clear()
+    trainings.fail = None
+    study(*words)
+    assert trainings.names == [] and len(rows_of(folder / "results.csv")) == len(rows)
+    study(*words, "--retry-failed")
+    assert trainings.names == names[3:] and len(rows_of(folder / "results.csv")) == len(rows) + 30
+    summary = (folder / "summary.md").read_text()
+    assert "without an answer" in summary and "Cells without" not in summary
+    assert "| 2 |" in summary and "| reference |" in summary and "277-999" in summary
+    for picture in ("bins_1", "curves"):
+        assert f"({picture}.png)" in summary
+        assert_picture(folder / f"{picture}.png")
+
+    code, _, error = study(*words[:-1], folder, "--checkpoints", "4")
+    assert code == 2 and "holds another run (checkpoint.interval: 4 -> 2" in error and error.count("\n") == 1
+
+
+def test_batch_sizes_at_equal_samples_and_prediction_types_of_their_runs(config, trainings, study, tmp_path):
+    folder = tmp_path / "batches"
+    code, _, error = study("batch_size", config, "--batches", "4,16", "--rules", "sqrt,linear", *QUICK, "--output", folder)
+    assert code == 0, error
+    assert trainings.names == [f"{kind}_s{seed}" for seed in (0, 1) for kind in ("b4", "b16_sqrt", "b16_linear")]
+    rows = rows_of(folder / "results.csv")
+    found = {(row["setting"], float(row["lr"])) for row in rows}
+    assert found == {("4", 1e-4), ("16, sqrt", 2e-4), ("16, linear", 4e-4)}
+    assert {row["samples"] for row in rows} == {"16", "32"} and {row["currency"] for row in rows} == {"v"}
+    assert "16, linear" in (folder / "summary.md").read_text()
+
+    runs = [folder / "runs" / name for name in ("b4_s0", "b16_sqrt_s0", "b16_linear_s0")]
+    compared = tmp_path / "compared"
+    words = ["prediction_types", *runs, "--images", "4", "--nodes", "1", "--output", compared]
+    code, _, error = study(*words, "--currency", "x0")
+    assert code == 0, error
+    rows = rows_of(compared / "results.csv")
+    assert len(rows) == 30 and {row["log_ratio"] for row in rows[:10]} == {"0"}
+    assert any(float(row["log_ratio"]) != 0 for row in rows[10:])
+    assert_picture(compared / "bins.png")
+    study(*words)
+    in_v = rows_of(compared / "results.csv")[30:]
+    # One factor per timestep, the same for every run: the ratios of errors of one timestep per bin stay.
+    for old, new in zip(rows, in_v, strict=True):
+        assert old["error"] != new["error"]
+        assert float(old["log_ratio"]) == pytest.approx(float(new["log_ratio"]), abs=1e-6)
+
+
+def test_trained_prediction_types(config, trainings, study, tmp_path):
+    words = ["prediction_types", config, "--predictions", "v,x0", *QUICK, "--output", tmp_path / "p"]
+    code, _, error = study(*words)
+    assert code == 0, error
+    assert trainings.names == ["v_s0", "x0_s0", "v_s1", "x0_s1"]
+    assert "against v" in (tmp_path / "p" / "summary.md").read_text()
+
+
+def test_a_killed_study_leaves_no_process_and_goes_on(config, trainings, study, tmp_path, monkeypatch):
+    folder = tmp_path / "killed"
+    words = ["compare_samplers", config, "--samplers", "uniform", *QUICK, "--output", folder]
+    process = subprocess.Popen(
+        [sys.executable, "scripts/study.py", *map(str, words)], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    lock = folder / "runs" / "b4_uniform_s1" / ".lock"
+    deadline = time.monotonic() + 240
+    while not lock.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    rows = rows_of(folder / "training.csv")
+    assert [row["status"] for row in rows] == ["ok"]
+    time.sleep(0.5)  # until the guard has ended the training
+    code, _, error = study(*words)
+    assert code == 0, error
+    assert trainings.names == ["b4_uniform_s1"] and rows_of(folder / "training.csv")[:1] == rows
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["compare_samplers", "{config}", "--samplers", "unform"], "is no sampler (there are: uniform"),
+        (["compare_samplers", "{config}", "--samplers", "slots"], "slots needs objective.slot_edges"),
+        (["compare_samplers", "{config}", "--samplers", "uniform", "--seeds", "1"], "intervals need 2 seeds"),
+        (["compare_samplers", "{config}", "--samplers", "beta:beta_a=0"], "must be at least 0.2"),
+        (["compare_samplers", "{config}", "--samplers", "uniform", "--set", "model.depth=2"], "unknown key"),
+        (["compare_samplers", "{config}", "--samplers", "uniform", "--set", "depth"], "is no KEY=VALUE"),
+        (["compare_samplers", "{config}", "--samplers", "uniform", "--weights", "fast"], "there are: none, slow"),
+        (["compare_samplers", "{config}", "--samplers", "uniform", "--batches", "8,x"], "invalid batch sizes value"),
+        (["compare_samplers", "{config}", "--samplers", "uniform", "--images", "9999"], "9999 images are asked for"),
+        (["compare_samplers", "{config}", "--samplers", "uniform", "--edges", "{missing}"], "cannot be read"),
+        (["compare_samplers", "{missing}", "--samplers", "uniform"], "no such file"),
+        (["batch_size", "{config}", "--batches", "4"], "give 2 sizes"),
+        (["batch_size", "{config}", "--batches", "4,64"], "too few for"),
+        (["batch_size", "{config}", "--batches", "4,8", "--rules", "cubic"], "is no rule"),
+        (["prediction_types", "{config}"], "--predictions"),
+        (["prediction_types", "{config}", "--predictions", "v,y"], "'y' is none"),
+        (["prediction_types", "{config}", "--predictions", "v", "--currency", "w"], "invalid choice"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(config, study, trainings, tmp_path, words, message):
+    quick = [] if words[0] == "compare_samplers" and "--images" in words else QUICK[4:]
+    asked = [word.format(config=config, missing=tmp_path / "missing.toml") for word in words]
+    code, output, error = study(*asked, "--samples", "32", *quick, "--output", tmp_path / "out")
+    assert code == 2 and output == "" and message in error
+    assert error.count("\n") == 1 and trainings.names == [] and not (tmp_path / "out").exists()
+
+
+def test_runs_of_other_data_or_path_are_refused(config, study, tmp_path):
+    def run(name: str, data: str, path: str) -> Path:
+        folder = tmp_path / name
+        (folder / "checkpoint" / "step-00000001").mkdir(parents=True)
+        (folder / "config.toml").write_text(
+            f'[data]\nname = "{data}"\n[objective]\npath = "{path}"\nprediction = "v"\ntimestep_sampler = "uniform"\n'
+        )
+        return folder
+
+    runs = {
+        "one": run("one", "digits", "ddpm_linear"), "two": run("two", "synthetic", "ddpm_linear"),
+        "three": run("three", "digits", "ddpm_cosine"),
+    }  # fmt: skip
+    for names, message in (
+        (["one", "two"], "compare runs of the same data"),
+        (["one", "three"], "compare runs of one path"),
+        (["one"], "give 2 at least"),
+        (["one", "one"], "two runs are called one"),
+    ):
+        code, _, error = study("prediction_types", *(runs[name] for name in names))
+        assert code == 2 and message in error and error.count("\n") == 1, error

@@ -1,0 +1,176 @@
+"""Parts of studies that train grids: equal samples, samplers by name, bins, and statistics over seeds."""
+
+import math
+
+import pytest
+import torch
+
+from torchtitan.config import load_config
+from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.diffusion.slot_edges import write_slot_edges
+from torchtitan.evaluation.studies.equal_samples import batch_overrides, study_base, whole_samples
+from torchtitan.evaluation.studies.frame import StudyError
+from torchtitan.evaluation.studies.grid_statistics import (
+    difference,
+    mean_log_loss,
+    percent,
+    ranking,
+    samples_to_target,
+    uniform_log_loss,
+)
+from torchtitan.evaluation.studies.paired_runs import log_ratio
+from torchtitan.evaluation.studies.sampler_specs import parse_samplers, without_sampler
+from torchtitan.evaluation.studies.slot_nodes import PUBLISHED_EDGES, timestep_bins
+from torchtitan.evaluation.studies.training_grid import configure
+from torchtitan.training.ema import kept_share
+
+# Student's t at 0.975 in closed form: one and two degrees of freedom.
+T1, T2 = math.tan(0.475 * math.pi), 0.95 * math.sqrt(2.0 / (4 * 0.975 * 0.025))
+WORDS = [
+    "--training.global_batch_size=32", "--training.local_batch_size=32", "--training.steps=200", "--optimizer.lr=1e-3",
+    "--lr_scheduler.warmup_steps=20", '--ema.tracks=[{"name": "ema", "decay": 0.99, "warmup_power": 0}]',
+    "--objective.path=ddpm_linear", "--objective.timestep_sampler=beta", "--objective.beta_a=3.0",
+    "--objective.spread=stratified",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base():
+    return study_base(load_config(WORDS, 1))
+
+
+def test_margin_of_two_seeds_is_the_closed_form_of_their_paired_difference():
+    found = difference({0: 1.0, 1: 1.4, 7: 99.0}, {0: 0.9, 1: 1.1})
+    deviation = abs(0.3 - 0.1) / math.sqrt(2)
+    assert (found.mean, found.seeds) == (pytest.approx(0.2), 2)
+    assert found.margin == pytest.approx(T1 * deviation / math.sqrt(2), rel=1e-6)
+    assert found.verdict == "cannot be told apart"
+
+
+def test_margin_of_three_seeds_is_the_closed_form():
+    found = difference({0: 0.1, 1: 0.2, 2: 0.3}, {0: 0.0, 1: 0.0, 2: 0.0})
+    assert found.margin == pytest.approx(T2 * 0.1 / math.sqrt(3), rel=1e-6)
+
+
+def test_pairing_by_seed_takes_away_what_a_seed_does_to_all():
+    of_seed = {0: 0.0, 1: 5.0, 2: -3.0}
+    better = {seed: value - 0.1 + 0.001 * seed for seed, value in of_seed.items()}
+    assert difference(better, of_seed).verdict == "lower"
+    assert difference(of_seed, better).verdict == "higher"
+    assert percent(difference(better, of_seed)) == ("-9.43 % [-9.65, -9.20]")
+
+
+def test_a_single_seed_tells_nothing_apart():
+    found = difference({0: 0.0}, {0: 9.0})
+    assert found.margin == math.inf and found.verdict == "cannot be told apart"
+    assert difference({0: 0.0}, {1: 9.0}).verdict == "cannot be told apart"
+
+
+def test_ranking_names_what_intervals_do_not_separate():
+    losses = {"a": {0: 1.0, 1: 2.0, 2: 3.0}, "b": {0: 0.9, 1: 2.1, 2: 3.0}, "c": {0: 0.5, 1: 1.5, 2: 2.501}, "d": {}}
+    assert ranking(losses) == [("c", []), ("a", ["b"]), ("b", ["a"])]
+
+
+def test_samples_to_target_is_exact_on_a_power_law():
+    samples = [1000, 3000, 4000, 9000]
+    curve = [2.0 - 0.5 * math.log(n) for n in samples]
+    for wanted in (1000.0, 1700.0, 3000.0, 8765.0):
+        assert samples_to_target(samples, curve, 2.0 - 0.5 * math.log(wanted)) == pytest.approx(wanted, rel=1e-12)
+    assert samples_to_target(samples, curve, curve[0] + 0.1) == 0.0
+    assert samples_to_target(samples, curve, curve[-1] - 0.1) == math.inf
+
+
+def test_samples_to_target_takes_the_first_crossing():
+    assert samples_to_target([1, 2, 3, 4], [1.0, 0.0, 1.0, 0.0], 0.5) == pytest.approx(math.sqrt(2))
+
+
+def test_the_two_sums_of_bins():
+    errors, shares = [4.0, 1.0], [0.25, 0.75]
+    assert uniform_log_loss(errors, shares) == pytest.approx(math.log(1.75))
+    assert mean_log_loss(errors) == pytest.approx(math.log(2.0))
+
+
+def test_ratio_of_proportional_errors_has_no_uncertainty():
+    reference = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+    ratio, error = log_ratio(3 * reference, reference)
+    assert ratio == pytest.approx(math.log(3.0)) and error == pytest.approx(0.0, abs=1e-15)
+    other = torch.tensor([2.0, 2.0, 2.0], dtype=torch.float64)
+    residual = torch.tensor([1 - 3 / 8, 1 - 6 / 8, 1 - 15 / 8], dtype=torch.float64)
+    assert log_ratio(other, reference)[1] == pytest.approx(residual.std().item() / math.sqrt(3))
+
+
+def test_samples_are_whole_steps_and_checkpoints_of_every_batch_size():
+    assert whole_samples(40_000, [16, 128], 8) == 39_936
+    assert whole_samples(512, [16, 128], 4) == 512
+    with pytest.raises(StudyError, match="give 1024"):
+        whole_samples(500, [16, 128], 8)
+
+
+@pytest.mark.parametrize(("rule", "factors"), [("const", (1, 1)), ("sqrt", (0.5, 2)), ("linear", (0.25, 4))])
+def test_equal_samples_warmup_and_lr_rule(base, rule, factors):
+    for batch, factor in zip((8, 128), factors, strict=True):
+        config = configure(base, batch_overrides(base, batch, 5120, 4, rule, 1), 1, "run")
+        assert config.training.steps * config.training.global_batch_size == 5120
+        assert config.training.local_batch_size == min(batch, 32)
+        assert config.optimizer.lr == pytest.approx(1e-3 * factor, rel=1e-12)
+        assert config.lr_scheduler.warmup_steps == config.training.steps / 10
+        assert config.checkpoint.interval * 4 == config.training.steps and config.checkpoint.keep_latest_k == 0
+
+
+def test_an_average_forgets_by_images_at_every_batch_size(base):
+    (track,) = base.ema.tracks
+    for batch in (8, 32, 128):
+        kept = kept_share(track, 10**9, batch)
+        assert kept ** (32 / batch) == pytest.approx(0.99, rel=1e-9)
+
+
+def test_samplers_by_name_have_their_own_keys_only(base):
+    text = "uniform,logit_normal+low_discrepancy:logit_mean=0,logit_std=2,slots:slot_edges=[0,10,1000],slot_importance=true"
+    specs = parse_samplers(text)
+    assert [spec.label for spec in specs] == [
+        "uniform", "logit_normal+low_discrepancy (logit_mean=0, logit_std=2)", "slots (weighted)",
+    ]  # fmt: skip
+    plain = without_sampler(base)
+    objectives = [configure(plain, spec.overrides, 1, spec.label).objective for spec in specs]
+    assert [(o.timestep_sampler, o.spread) for o in objectives] == [
+        ("uniform", "none"), ("logit_normal", "low_discrepancy"), ("slots", "none"),
+    ]  # fmt: skip
+    assert objectives[1].logit_std == 2.0 and objectives[2].slot_edges == [0, 10, 1000]
+    assert {o.path for o in objectives} == {"ddpm_linear"}
+    assert configure(plain, parse_samplers("beta")[0].overrides, 1, "").objective.beta_a == ObjectiveConfig().beta_a
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("uniforn", "is no sampler"),
+        ("uniform+even", "is no spread"),
+        ("uniform,uniform", "is there twice"),
+        ("beta:path=edm", "no key=value of a sampler"),
+        ("beta:beta_a", "no key=value of a sampler"),
+    ],
+)
+def test_samplers_that_are_none_are_refused(text, message):
+    with pytest.raises(StudyError, match=message):
+        parse_samplers(text)
+
+
+def test_published_slots_are_the_bins_of_a_ddpm_path():
+    bins = timestep_bins(Objective(ObjectiveConfig(path="ddpm_linear", prediction="noise"), 0), 7)
+    assert [where.low for where in bins] == list(PUBLISHED_EDGES[:-1]) and bins[-1].high == 1000
+    assert [where.label for where in bins][:2] == ["0-4", "5-12"]
+    assert sum(where.share for where in bins) == pytest.approx(1.0) and bins[0].share == 0.005
+    assert bins[0].nodes.index.tolist() == [0, 1, 2, 3, 4]  # fewer indices than nodes
+    assert all((n := where.nodes.index).min() >= where.low and n.max() < where.high for where in bins)
+    assert (bins[-1].nodes.index.double().mean().item() + 0.5) == pytest.approx(638.5, abs=1.0)
+
+
+def test_bins_of_other_paths_are_ten_parts_of_t(tmp_path):
+    objective = Objective(ObjectiveConfig(), 0)
+    bins = timestep_bins(objective, 2)
+    assert len(bins) == 10 and bins[3].nodes.t.tolist() == pytest.approx([0.325, 0.375])
+    assert {round(where.share, 12) for where in bins} == {0.1}
+    write_slot_edges(tmp_path / "edges.json", [0.0, 0.25, 1.0], "t")
+    assert [where.share for where in timestep_bins(objective, 2, tmp_path / "edges.json")] == [0.25, 0.75]
+    with pytest.raises(ValueError, match="needs 'index'"):
+        timestep_bins(Objective(ObjectiveConfig(path="ddpm_linear"), 0), 2, tmp_path / "edges.json")
