@@ -159,7 +159,8 @@ def test_samplers_interrupted_failed_and_gone_on_with(config, trainings, study, 
 
 def test_batch_sizes_at_equal_samples_and_prediction_types_of_their_runs(config, trainings, study, tmp_path):
     folder = tmp_path / "batches"
-    code, _, error = study("batch_size", config, "--batches", "4,16", "--rules", "sqrt,linear", *QUICK, "--output", folder)
+    asked = ["--batches", "4,16", "--rules", "sqrt,linear", "--output", folder]
+    code, _, error = study("batch_size", config, *asked, *QUICK)
     assert code == 0, error
     assert trainings.names == [f"{kind}_s{seed}" for seed in (0, 1) for kind in ("b4", "b16_sqrt", "b16_linear")]
     rows = rows_of(folder / "results.csv")

@@ -125,7 +125,8 @@ def test_an_average_forgets_by_images_at_every_batch_size(base):
 
 
 def test_samplers_by_name_have_their_own_keys_only(base):
-    text = "uniform,logit_normal+low_discrepancy:logit_mean=0,logit_std=2,slots:slot_edges=[0,10,1000],slot_importance=true"
+    slots = "slots:slot_edges=[0,10,1000],slot_importance=true"
+    text = f"uniform,logit_normal+low_discrepancy:logit_mean=0,logit_std=2,{slots}"
     specs = parse_samplers(text)
     assert [spec.label for spec in specs] == [
         "uniform", "logit_normal+low_discrepancy (logit_mean=0, logit_std=2)", "slots (weighted)",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from matplotlib import colormaps
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from torchtitan.evaluation.studies.branch_decision import mean_and_margin
 from torchtitan.evaluation.studies.gns_plots import legend_outside, new_figure, note, save
@@ -37,10 +37,11 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
         if number:
             _draw_changes(relative, results, group, arm, len(bins), (number - 1, len(arms) - 1), style)
     absolute.set_yscale("log")
-    absolute.yaxis.set_minor_formatter(NullFormatter())
+    _label_log_axis(absolute)
     absolute.set_ylabel(f"squared error of {results.currency}")
     absolute.grid(alpha=0.25)
     legend_outside(absolute, results.arm_column)
+    _limit_changes(relative)
     relative.axhline(0.0, color="black", linewidth=1)
     for place in range(1, len(bins)):
         relative.axvline(place - 0.5, color="0.9", linewidth=0.8)
@@ -67,10 +68,8 @@ def draw_curves(results: GridResults, scores: Mapping[str, Callable], path: Path
             ax.set_yscale("log")
             ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             ax.xaxis.set_major_formatter("{x:g}")
-            ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-            ax.yaxis.set_major_formatter("{x:.3g}")
-            for axis in (ax.xaxis, ax.yaxis):
-                axis.set_minor_formatter(NullFormatter())
+            ax.xaxis.set_minor_formatter(NullFormatter())
+            _label_log_axis(ax)
             ax.grid(alpha=0.25)
             ax.set_title(f"{group}: {name}", fontsize=10)
             ax.set_xlabel("samples seen")
@@ -112,6 +111,23 @@ def _draw_curve(axes, results: GridResults, group: str, arm: str, score: Callabl
     )  # fmt: skip
     ends = ([math.exp(mean + sign * _finite(margin)) for mean, margin in found.values()] for sign in (-1, 1))
     axes.fill_between(list(found), *ends, color=arm_color(number), alpha=0.1, linewidth=0)
+
+
+def _label_log_axis(axes) -> None:
+    """Enough labels on a logarithmic y axis, even where it spans less than a power of ten."""
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(MaxNLocator(6) if high < 10 * low else LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:.3g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _limit_changes(axes) -> None:
+    """One wide interval must not flatten all others: its ends may leave the picture, estimates may not."""
+    estimates = [abs(y) for line in axes.get_lines() for y in line.get_ydata()]
+    low, high = axes.get_ylim()
+    if estimates:
+        roof = max(4 * max(estimates), 0.1)
+        axes.set_ylim(max(low, -roof), min(high, roof))
 
 
 def _finite(margin: float) -> float:
