@@ -43,6 +43,8 @@ global_batch_size = 4
 [[ema.tracks]]
 name = "slow"
 decay = 0.9
+[sampling]
+enable = false
 """
 QUICK = ["--seeds", "2", "--samples", "32", "--checkpoints", "2", "--images", "4", "--nodes", "1"]
 
