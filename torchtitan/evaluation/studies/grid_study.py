@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from data import DATASETS
-from data.base import Dataset
+from data.base import Dataset, DatasetError
 from torchtitan.config import JobConfig
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.predictions import PREDICTIONS
@@ -228,7 +228,10 @@ def train_and_measure(
     study = GridStudy(arm_column, currency, getattr(options, "target", None))
     trained = TrainedGrid(grid, list(runs), {}, options, grid_options.results_folder(base), "", weights)
     trained.bins()  # before hours of training
-    trained.samples()
+    try:
+        trained.samples()
+    except DatasetError as error:
+        raise StudyError(f"--images: {error}") from error
     trained.failures = train_grid(grid, options.retry_failed)
     trained.description = f"{len(runs)} runs of {base.model.flavor} on {base.data.name}, {base.objective.path}: {what}"
     return run_study(name, study, trained)
