@@ -7,6 +7,7 @@ Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ PURPOSES = {
 _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
+_ROUNDS = 10
 
 
 def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -44,15 +46,16 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, 
     Returns:
         four int64 tensors of random words in [0, 2^32).
     """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        # int64 wraps modulo 2^64, so both halves of the unsigned product are exact.
-        product_0, product_1 = c0 * _ROUND_MULTIPLIERS[0], c2 * _ROUND_MULTIPLIERS[1]
-        c0, c2 = ((product_1 >> 32) & _MASK) ^ c1 ^ k0, ((product_0 >> 32) & _MASK) ^ c3 ^ k1
-        c1, c3 = product_1 & _MASK, product_0 & _MASK
-        k0, k1 = (k0 + _KEY_INCREMENTS[0]) & _MASK, (k1 + _KEY_INCREMENTS[1]) & _MASK
-    return c0, c1, c2, c3
+    words = torch.stack(torch.broadcast_tensors(*counter))  # [4, *]
+    multiplied, mixed_in = words[0::2], words[1::2]  # [2, *]: words 0 and 2, 1 and 3
+    multipliers, round_keys = (_per_row(constants, words) for constants in _constants(key, words.device))
+    for round_key in round_keys:
+        # int64 wraps modulo 2^64, so both halves of the unsigned product are exact. The two change places.
+        product = (multiplied * multipliers).flip(0)
+        multiplied = (product >> 32).bitwise_xor_(mixed_in).bitwise_xor_(round_key).bitwise_and_(_MASK)
+        mixed_in = product  # whose upper half the mask of the next round takes away
+    mixed_in = mixed_in & _MASK
+    return multiplied[0], mixed_in[0], multiplied[1], mixed_in[1]
 
 
 def random_words(seed: int, purpose: str, indices: Tensor, count: int, attempt: int = 0) -> Tensor:
@@ -68,19 +71,39 @@ def random_words(seed: int, purpose: str, indices: Tensor, count: int, attempt: 
     Returns:
         int64 [B, count], values in [0, 2^32), on the device of `indices`.
     """
-    blocks = torch.arange(-(-count // 4), device=indices.device)[None, :]  # [1, N]
-    low, high = indices[:, None] & _MASK, (indices[:, None] >> 32) & _MASK  # [B, 1]
-    stream = torch.full_like(low, PURPOSES[purpose] | (attempt << 8))
-    words = philox_4x32((blocks.expand(len(indices), -1), low, high, stream), (seed & _MASK, (seed >> 32) & _MASK))
-    return torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :count]  # [B, count]
+    blocks = torch.arange(-(-count // 4), device=indices.device)  # [N]
+    low, high, stream = (words[:, None] for words in _index_words(purpose, indices, attempt))  # [B, 1]
+    words = philox_4x32((blocks, low, high, stream), _key(seed))
+    return torch.stack(words, dim=-1).flatten(1)[:, :count]  # [B, count]
 
 
 def uniform(seed: int, purpose: str, indices: Tensor, attempt: int = 0) -> Tensor:
     """One float64 uniform draw in (0, 1) per index [B]: the middles of 2^52 equal intervals."""
-    words = random_words(seed, purpose, indices, 2, attempt)
-    high, low = (words[:, 0] >> 6).to(torch.float64), (words[:, 1] >> 6).to(torch.float64)
+    (bits,) = uniform_bits(seed, ((purpose, indices),), attempt)
+    return middles(bits)
+
+
+def uniform_bits(seed: int, draws: Sequence[tuple[str, Tensor]], attempt: int = 0) -> tuple[Tensor, ...]:
+    """The interval of 2^52 in whose middle `uniform` is, for draws of several purposes in one pass.
+
+    Args:
+        seed, attempt: as in `random_words`.
+        draws: purpose and sample numbers [B_i] of each.
+
+    Returns:
+        int64 [B_i], values in [0, 2^52), for each; they are ordered as the uniform draws are.
+    """
+    parts = [_index_words(purpose, indices, attempt) for purpose, indices in draws]
+    low, high, stream = (torch.cat(words) for words in zip(*parts, strict=True))
+    first, second, _, _ = philox_4x32((torch.zeros_like(low), low, high, stream), _key(seed))
+    bits = torch.add(second >> 6, first >> 6, alpha=1 << 26)
+    return bits.split([len(indices) for _, indices in draws])
+
+
+def middles(bits: Tensor) -> Tensor:
+    """Middles of 2^52 equal intervals of (0, 1), float64, by their number."""
     # One more bit and the highest sum would be rounded to 1.
-    return (high * 2.0**26 + low + 0.5) * 2.0**-52
+    return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
 
 def normal(seed: int, purpose: str, indices: Tensor, shape: tuple[int, ...], attempt: int = 0) -> Tensor:
@@ -91,3 +114,29 @@ def normal(seed: int, purpose: str, indices: Tensor, shape: tuple[int, ...], att
     angle = words[:, 1::2] * (2.0 * math.pi * 2.0**-32)
     pairs = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1)  # [B, N/2, 2]
     return pairs.flatten(1)[:, :count].reshape(len(indices), *shape)
+
+
+def _index_words(purpose: str, indices: Tensor, attempt: int) -> tuple[Tensor, Tensor, Tensor]:
+    stream = torch.full_like(indices, PURPOSES[purpose] | (attempt << 8))
+    return indices & _MASK, (indices >> 32) & _MASK, stream
+
+
+def _key(seed: int) -> tuple[int, int]:
+    return seed & _MASK, (seed >> 32) & _MASK
+
+
+def _constants(key: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Multipliers [2] and round keys [10, 2], these up to multiples of 2^32."""
+    # Made on the device, since a copy from the host would wait for it.
+    first, second = _ROUND_MULTIPLIERS
+    multipliers = torch.arange(first, 2 * second - first, second - first, device=device)
+    columns = [
+        torch.arange(start, start + _ROUNDS * increment, increment, device=device)
+        for start, increment in zip(key, _KEY_INCREMENTS, strict=True)
+    ]
+    return multipliers, torch.stack(columns, dim=1)
+
+
+def _per_row(constants: Tensor, words: Tensor) -> Tensor:
+    """View constants [..., 2] so that they broadcast over words [2, *]."""
+    return constants.view(*constants.shape, *([1] * (words.ndim - 1)))

@@ -221,7 +221,8 @@ class OnDiscreteIndices:
         """t_min, t_max: leave out the indices of other times, compared in float32. Raises ValueError: none is left."""
         self.path = path
         self.edges = path.index_to_log_sigma(torch.arange(path.num_indices + 1) - 0.5)  # [T + 1]
-        t = path.index_to_t(torch.arange(path.num_indices)).to(torch.float32)
+        self.times = path.index_to_t(torch.arange(path.num_indices))  # [T]
+        t = self.times.to(torch.float32)
         low, high = torch.tensor([t_min, t_max], dtype=torch.float32)
         inside = ((t >= low) & (t <= high)).nonzero().flatten()
         if not len(inside):
@@ -230,10 +231,12 @@ class OnDiscreteIndices:
         below, above = cumulative[inside[0]], cumulative[inside[-1] + 1]
         mass = _positive((above - below).item(), t[inside[0]].item(), t[inside[-1]].item())
         self.cumulative = ((cumulative - below) / mass).clamp(0.0, 1.0)
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def quantile(self, u: Tensor) -> Tensor:
-        index = torch.searchsorted(self.cumulative.to(u.device), u, right=True) - 1
-        return self.path.index_to_t(index.clamp(0, self.path.num_indices - 1))
+        cumulative, times = self._tables_on(u.device)
+        index = torch.searchsorted(cumulative, u, right=True) - 1
+        return times[index.clamp(0, self.path.num_indices - 1)]
 
     def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
         edges = self.edges.to(log_sigma.device)
@@ -241,6 +244,11 @@ class OnDiscreteIndices:
         inside = (place >= 0) & (place < self.path.num_indices)
         heights = self.cumulative.diff() / self.edges.diff()
         return inside * heights.to(log_sigma.device)[place.clamp(0, self.path.num_indices - 1)]
+
+    def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._tables:
+            self._tables[device] = (self.cumulative.to(device), self.times.to(device))
+        return self._tables[device]
 
 
 def _positive(mass: float, t_low: float, t_high: float) -> float:

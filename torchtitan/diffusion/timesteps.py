@@ -50,19 +50,17 @@ class TimestepSampler:
         return t, torch.ones_like(t)
 
     def _quantiles(self, batch: GlobalBatch, indices: Tensor) -> Tensor:
-        if self.spread == "low_discrepancy":
-            offset = philox.uniform(self.seed, "timestep", torch.full_like(indices, batch.first_sample), batch.attempt)
-            # Never exactly 0, where a density without bounds has no quantile.
-            return ((offset + self._strata(batch, indices).to(torch.float64) / batch.size) % 1.0).clamp_min(2.0**-53)
-        u = philox.uniform(self.seed, "timestep", indices, batch.attempt)
-        return (self._strata(batch, indices) + u) / batch.size if self.spread == "stratified" else u
-
-    def _strata(self, batch: GlobalBatch, indices: Tensor) -> Tensor:
+        if self.spread == "none":
+            return philox.uniform(self.seed, "timestep", indices, batch.attempt)
         members = torch.arange(batch.first_sample, batch.first_sample + batch.size, device=indices.device)
-        order = philox.uniform(self.seed, "stratum", members, batch.attempt).argsort()
-        stratum = torch.empty_like(order)
-        stratum[order] = torch.arange(batch.size, device=indices.device)
-        return stratum[indices - batch.first_sample]
+        common = self.spread == "low_discrepancy"
+        draws = (("timestep", members[:1] if common else indices), ("stratum", members))
+        places, order = philox.uniform_bits(self.seed, draws, batch.attempt)
+        strata = _ranks(order).index_select(0, indices - batch.first_sample)
+        if not common:
+            return (strata + philox.middles(places)) / batch.size
+        # Never exactly 0, where a density without bounds has no quantile.
+        return ((philox.middles(places) + strata.to(torch.float64) / batch.size) % 1.0).clamp_min(2.0**-53)
 
     def observe(self, batch: GlobalBatch, indices: Tensor, t: Tensor, loss: Tensor) -> None:
         """Take note of the losses of a microbatch, [B], with their importance; here nothing comes of them."""
@@ -77,3 +75,8 @@ class TimestepSampler:
     def load_state_dict(self, state: dict) -> None:
         if state:
             raise ValueError(f"this timestep sampler has no state, the checkpoint holds {sorted(state)}")
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """How many of the values are smaller than each, [N], of different ones."""
+    return torch.empty_like(values).scatter_(0, values.argsort(), torch.arange(len(values), device=values.device))
