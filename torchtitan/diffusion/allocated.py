@@ -1,6 +1,7 @@
 """Timesteps of which every bin gets a chosen share, with importance weights that leave the objective as it is."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,36 @@ from torchtitan.diffusion.timestep_densities import Density
 from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
 
 _BISECTIONS = 64
+
+
+class _Bins(NamedTuple):
+    """What there is to know of K bins before any share is.
+
+    below: mass below each and below the end, float64 [K + 1].
+    places: that below each again, its first and its last quantile, float64 [K, 3].
+    ends: the last t below each, and its own last, float32 [K, 2].
+    empty: whether it has no mass, bool [K].
+    beyond: whether nothing but bins without mass follows on each, bool [K - 1], the last bin left out.
+    only_t: t of each, float32 [K], where every bin with mass holds one timestep alone; else None.
+    """
+
+    below: Tensor
+    places: Tensor
+    ends: Tensor
+    empty: Tensor
+    beyond: Tensor
+    only_t: Tensor | None
+
+    def on(self, device: torch.device) -> "_Bins":
+        return _Bins(*(table if table is None else table.to(device) for table in self))
+
+
+class _Lookup(NamedTuple):
+    """What a quantile is looked up in: where shares end, float64 [K - 1], begin, and masses / shares, float64 [K]."""
+
+    inner: Tensor
+    start: Tensor
+    stretch: Tensor
 
 
 class AllocatedTimesteps(TimestepSampler):
@@ -39,8 +70,8 @@ class AllocatedTimesteps(TimestepSampler):
         """
         super().__init__(density, seed, spread)
         self.edges = _checked_edges(edges)
-        self._below, self._first, self._last = bin_quantiles(density, self.edges)
-        self.masses = _masses(self._below)
+        self._bins = _bins(density, self.edges)
+        self.masses = _masses(self._bins.below)
         self._use(self.masses)
 
     def set_shares(self, shares: Sequence[float] | Tensor) -> None:
@@ -52,7 +83,7 @@ class AllocatedTimesteps(TimestepSampler):
         Raises:
             ValueError: they are not.
         """
-        shares = torch.as_tensor(shares, dtype=torch.float64).detach().cpu()
+        shares = torch.as_tensor(shares, dtype=torch.float64).detach().to(self.masses.device)
         if shares.shape != self.masses.shape:
             raise ValueError(f"{shares.numel()} shares for {len(self.masses)} timestep bins")
         if not (((shares > 0) == (self.masses > 0)).all() and abs(shares.sum().item() - 1.0) <= 1e-9):
@@ -63,14 +94,19 @@ class AllocatedTimesteps(TimestepSampler):
     def sample(self, batch: GlobalBatch, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Draw timesteps: see TimestepSampler.sample. The importance is pi_b / q_b of the timestep's bin b."""
         u = self._quantiles(batch, indices)
-        inner, per_bin, per_bin_t = self._tables_on(u.device)
-        bins = torch.bucketize(u, inner)
-        start, below, stretch, first, last = per_bin[:, bins]
+        tables, lookup = self._tables_on(u.device)
+        bins = torch.bucketize(u, lookup.inner)
+        stretch = lookup.stretch.index_select(0, bins)
+        importance = stretch.to(torch.float32)
+        if tables.only_t is not None:
+            return tables.only_t.index_select(0, bins), importance
+        start = lookup.start.index_select(0, bins)
+        below, first, last = tables.places.index_select(0, bins).unbind(1)
         v = u + (below - start) + (u - start) * (stretch - 1.0)  # u itself where shares are masses
         # Rounding may have led out of the bin.
         t = self.density.quantile(torch.minimum(torch.maximum(v, first), last)).to(torch.float32)
-        above, end = per_bin_t[:, bins]
-        return torch.minimum(torch.maximum(t, above), end), stretch.to(torch.float32)
+        above, end = tables.ends.index_select(0, bins).unbind(1)
+        return torch.minimum(torch.maximum(t, above), end), importance
 
     def state_dict(self) -> dict:
         """Shares and edges as plain numbers, which JSON holds exactly."""
@@ -92,21 +128,16 @@ class AllocatedTimesteps(TimestepSampler):
         # No step here waits for the device, so that shares may change after every step.
         self.shares = shares
         running = torch.cat((shares.new_zeros(1), _running_sums(shares)))
-        start = torch.where((shares == self.masses).all(), self._below, running)
-        places = torch.arange(len(shares), device=shares.device)
-        last = torch.where(shares > 0, places, 0).amax()
+        start = torch.where((shares == self.masses).all(), self._bins.below, running)
         # What rounding leaves beyond the last share belongs to it.
-        inner = torch.where(places[:-1] < last, start[1:-1], torch.inf)
-        stretch = torch.where(shares > 0, self.masses / shares, 1.0)
-        per_bin = torch.stack((start[:-1], self._below[:-1], stretch, self._first, self._last))  # [5, K]
-        zero, one = self.edges.new_zeros(1), self.edges.new_ones(1)
-        above = torch.nextafter(self.edges, one)
-        per_bin_t = torch.stack((torch.cat((zero, above)), torch.cat((self.edges, one))))  # [2, K]
-        self._tables = {shares.device: (inner, per_bin, per_bin_t)}
+        inner = start[1:-1].masked_fill(self._bins.beyond, torch.inf)
+        stretch = (self.masses / shares).masked_fill_(self._bins.empty, 1.0)
+        self._tables = {shares.device: (self._bins, _Lookup(inner, start[:-1], stretch))}
 
-    def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def _tables_on(self, device: torch.device) -> tuple[_Bins, _Lookup]:
         if device not in self._tables:
-            self._tables[device] = tuple(table.to(device) for table in next(iter(self._tables.values())))
+            lookup = self._tables[self.shares.device][1]
+            self._tables[device] = (self._bins.on(device), _Lookup(*(table.to(device) for table in lookup)))
         return self._tables[device]
 
 
@@ -160,6 +191,17 @@ def _running_sums(values: Tensor) -> Tensor:
 
 def _masses(below: Tensor) -> Tensor:
     return below.diff()
+
+
+def _bins(density: Density, edges: Tensor) -> _Bins:
+    below, first, last = bin_quantiles(density, edges)
+    empty = _masses(below) == 0
+    zero, one = edges.new_zeros(1), edges.new_ones(1)
+    ends = torch.stack((torch.cat((zero, torch.nextafter(edges, one))), torch.cat((edges, one))), dim=1)
+    first_t, last_t = (density.quantile(ends_of_bins).to(torch.float32) for ends_of_bins in (first, last))
+    only_t = first_t if ((first_t == last_t) | empty).all() else None
+    follows = (~empty).flip(0).cumsum(0).flip(0)  # bins with mass, from each on
+    return _Bins(below, torch.stack((below[:-1], first, last), dim=1), ends, empty, follows[1:] == 0, only_t)
 
 
 def bin_quantiles(density: Density, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,7 +42,7 @@ class LossFedTimesteps(AllocatedTimesteps):
     def __init__(self, density: Density, seed: int, spread: str = "none", *, edges: Tensor) -> None:
         """See AllocatedTimesteps."""
         super().__init__(density, seed, spread, edges=edges)
-        self._seen: Tensor | None = None  # [2, B] of the step under way: losses, 1 + bins
+        self._seen: Tensor | None = None  # [2, B] of the step under way: losses, K - bins; 0 of a sample not seen
         self._state = {key: value.to(torch.float64) for key, value in self._fresh_state().items()}
 
     def sample(self, batch: GlobalBatch, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,12 +61,12 @@ class LossFedTimesteps(AllocatedTimesteps):
         if self._seen is None:
             self._move(loss.device)
             self._seen = torch.zeros(2, batch.size, dtype=torch.float64, device=loss.device)
-        _, per_bin, per_bin_t = self._tables_on(loss.device)
-        bins = torch.bucketize(t, per_bin_t[1, :-1])
+        bins = torch.bucketize(t, self.edges)
         loss = loss.detach().to(torch.float64)
         if self.keeps_objective:
-            loss = loss / per_bin[2, bins]
-        seen = torch.stack((loss, (bins + 1).to(torch.float64)))
+            _, lookup = self._tables_on(loss.device)
+            loss = loss / lookup.stretch.index_select(0, bins)
+        seen = torch.stack((loss, (len(self.masses) - bins).to(torch.float64)))
         self._seen.index_copy_(1, indices - batch.first_sample, seen)
 
     def update(self, skip: Tensor) -> None:
@@ -78,10 +78,9 @@ class LossFedTimesteps(AllocatedTimesteps):
         seen, self._seen = self._seen, None
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(seen)  # each sample has been seen by one rank and is 0 on the others: exact
-        losses, bins = seen[0], seen[1].long() - 1
-        counted = (bins >= 0) & losses.isfinite() & ~skip
-        num_bins = len(self.masses)
-        self._learn(torch.where(counted, bins, num_bins), torch.where(counted, losses, 0.0))
+        ignored = ~seen[0].isfinite() | skip
+        losses, from_the_last = seen.masked_fill_(ignored, 0.0)
+        self._learn(len(self.masses) - from_the_last.long(), losses)
         self._use(self._wanted_shares())
 
     def state_dict(self) -> dict:
@@ -122,16 +121,17 @@ class LossFedTimesteps(AllocatedTimesteps):
     def _move(self, device: torch.device) -> None:
         if self.masses.device == device:
             return
-        for name in ("edges", "masses", "shares", "_below", "_first", "_last"):
+        for name in ("edges", "masses", "shares"):
             setattr(self, name, getattr(self, name).to(device))
+        self._bins = self._bins.on(device)
         self._state = {key: value.to(device) for key, value in self._state.items()}
         self._use(self.shares)
 
     def _mixed(self, wanted: Tensor, floor: float, ready: Tensor) -> Tensor:
         """Shares in proportion to `wanted`, with a floor of the objective's masses; those masses where not ready."""
         total = wanted.sum()
-        ready = ready & (total > 0) & total.isfinite()
-        mixed = floor * self.masses + (1.0 - floor) * wanted / torch.where(ready, total, 1.0)
+        ready = ready & (total > 0) & (total < torch.inf)  # nor is it where it is NaN
+        mixed = floor * self.masses + (1.0 - floor) * wanted / total
         return torch.where(ready, mixed, self.masses)
 
 
@@ -152,19 +152,20 @@ class LossSecondMoment(LossFedTimesteps):
         history, count = self._state["losses"], self._state["count"].long()
         num_bins = len(count)
         ordered, order = bins.sort(stable=True)
-        ends = torch.searchsorted(ordered, torch.arange(num_bins + 2, device=bins.device))
-        counts = ends.diff()  # of each bin, and in the last place of what does not count
-        place = torch.arange(len(bins), device=bins.device) - ends[ordered]  # among the bin's losses of this batch
-        kept = (ordered < num_bins) & (place >= counts[ordered] - HISTORY)
-        row = torch.where(kept, ordered, num_bins)
-        column = (count[ordered.clamp(max=num_bins - 1)] + place) % HISTORY
+        # Of each bin, and in the last place of what does not count. (`bincount` would wait for the device.)
+        counts = bins.new_zeros(num_bins + 1).scatter_add_(0, bins, torch.ones_like(bins))
+        places = torch.arange(len(bins), device=bins.device)
+        left = counts.cumsum(0).index_select(0, ordered) - places  # of the bin's losses of this batch, from each on
+        counts[:-1] += count
+        column = (counts.index_select(0, ordered) - left) % HISTORY
+        row = ordered.masked_fill(left > HISTORY, num_bins)
         extended = torch.cat((history, history.new_zeros(1, HISTORY)))
         extended[row, column] = losses[order]
-        self._state = {"losses": extended[:-1], "count": (count + counts[:-1]).to(torch.float64)}
+        self._state = {"losses": extended[:-1], "count": counts[:-1].to(torch.float64)}
 
     def _wanted_shares(self) -> Tensor:
         root_mean_square = self._state["losses"].square().mean(1).sqrt()
-        ready = ((self._state["count"] >= HISTORY) | (self.masses == 0)).all()
+        ready = ((self._state["count"] >= HISTORY) | self._bins.empty).all()
         return self._mixed(self.masses * root_mean_square, SECOND_MOMENT_FLOOR, ready)
 
 
@@ -193,12 +194,13 @@ class _BinnedLoss(LossFedTimesteps):
 
     def _wanted_shares(self) -> Tensor:
         total, weight = self._state["sum"], self._state["weight"]
-        met = torch.where(weight > 0, self.masses, 0.0)
-        ready = met.sum() > 0
+        unmet = weight <= 0
+        met = self.masses.masked_fill(unmet, 0.0)
+        mass = met.sum()
         # Under the density, not under the shares, which lean to where losses are large.
-        overall = (met * total / torch.where(weight > 0, weight, 1.0)).sum() / torch.where(ready, met.sum(), 1.0)
+        overall = (met * total / weight.masked_fill(unmet, 1.0)).sum() / mass
         mean = (total + _PRIOR_LOSSES * overall) / (weight + _PRIOR_LOSSES)
-        return self._mixed(self.masses * mean.clamp_min(0.0), BINNED_FLOOR, ready)
+        return self._mixed(self.masses * mean.clamp_min(0.0), BINNED_FLOOR, mass > 0)
 
 
 class TimeWarping(_BinnedLoss):
