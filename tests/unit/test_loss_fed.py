@@ -73,6 +73,21 @@ def test_of_many_losses_of_an_index_in_one_batch_the_last_ten_count():
     assert sampler._state["count"][6:10].tolist() == [0, 50, 6, 0]
 
 
+@pytest.mark.parametrize("path", ["ddpm_linear", "ddpm_cosine"])
+@pytest.mark.parametrize("keys", [{}, dict(t_min=0.2, t_max=0.9)])
+def test_the_one_timestep_of_a_bin_is_the_one_that_its_quantiles_lead_to(path, keys):
+    sampler = sampler_of("loss_second_moment", path, **keys)
+    for number in range(12):
+        step(sampler, noisy, 3000 * number, 3000)
+    batch, indices = GlobalBatch(36_000, 20_000), torch.arange(36_000, 56_000)
+    t, importance = sampler.sample(batch, indices)
+    assert importance.std() > 0.1 and sampler._bins.only_t is not None
+    sampler._bins = sampler._bins._replace(only_t=None)
+    sampler._use(sampler.shares)
+    by_quantiles, same_importance = sampler.sample(batch, indices)
+    assert torch.equal(t, by_quantiles) and torch.equal(importance, same_importance)
+
+
 @pytest.mark.parametrize("name", ["time_warping", "adaptive_log_snr"])
 @pytest.mark.parametrize("path", ["rectified_flow", "ddpm_cosine", "ddpm_linear_continuous"])
 def test_binned_samplers_draw_each_bin_by_its_share_of_the_loss(name, path):

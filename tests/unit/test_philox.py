@@ -38,10 +38,11 @@ def philox_in_python(counter: list[int], key: list[int]) -> list[int]:
 def fixed_words(monkeypatch, *words: int) -> None:
     """Let every draw see the given words over and over."""
 
-    def repeated(seed, purpose, indices, count, attempt=0):
-        return torch.tensor(words).repeat(-(-count // len(words)))[:count].expand(len(indices), -1)
+    def repeated(counter, key):
+        shape = torch.broadcast_shapes(*(word.shape for word in counter))
+        return tuple(torch.full(shape, words[k % len(words)]) for k in range(4))
 
-    monkeypatch.setattr(philox, "random_words", repeated)
+    monkeypatch.setattr(philox, "philox_4x32", repeated)
 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
@@ -64,6 +65,14 @@ def test_words_equal_an_integer_implementation_of_the_documented_layout():
         ]
         words = philox.random_words(seed, purpose, torch.tensor([index]), count, attempt)
         assert words.tolist() == [wanted[:count]]
+
+
+def test_draws_of_several_purposes_in_one_pass_are_those_of_each_alone():
+    seed, few, many = 2**63 + 5, torch.tensor([2**40 + 1]), torch.arange(7, 40)
+    found = philox.uniform_bits(seed, (("timestep", few), ("stratum", many), ("timestep", many)), attempt=3)
+    for bits, (purpose, indices) in zip(found, (("timestep", few), ("stratum", many), ("timestep", many)), strict=True):
+        assert torch.equal(philox.middles(bits), philox.uniform(seed, purpose, indices, 3))
+    assert philox.uniform(seed, "timestep", many[:0]).shape == (0,)
 
 
 def test_purposes_are_numbered_apart_and_fit_their_bits():

@@ -78,7 +78,7 @@ class LossFedTimesteps(AllocatedTimesteps):
         seen, self._seen = self._seen, None
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(seen)  # each sample has been seen by one rank and is 0 on the others: exact
-        ignored = ~seen[0].isfinite() | skip
+        ignored = ~(seen[0].abs() < torch.inf) | skip
         losses, from_the_last = seen.masked_fill_(ignored, 0.0)
         self._learn(len(self.masses) - from_the_last.long(), losses)
         self._use(self._wanted_shares())
@@ -127,12 +127,14 @@ class LossFedTimesteps(AllocatedTimesteps):
         self._state = {key: value.to(device) for key, value in self._state.items()}
         self._use(self.shares)
 
-    def _mixed(self, wanted: Tensor, floor: float, ready: Tensor) -> Tensor:
-        """Shares in proportion to `wanted`, with a floor of the objective's masses; those masses where not ready."""
+    def _mixed(self, wanted: Tensor, floor: float) -> Tensor:
+        """Shares in proportion to `wanted`, with a floor of the objective's masses.
+
+        Those masses alone where `wanted` are all zero, or their sum is infinite or NaN.
+        """
         total = wanted.sum()
-        ready = ready & (total > 0) & (total < torch.inf)  # nor is it where it is NaN
         mixed = floor * self.masses + (1.0 - floor) * wanted / total
-        return torch.where(ready, mixed, self.masses)
+        return torch.where((total > 0) & (total < torch.inf), mixed, self.masses)
 
 
 class LossSecondMoment(LossFedTimesteps):
@@ -166,7 +168,7 @@ class LossSecondMoment(LossFedTimesteps):
     def _wanted_shares(self) -> Tensor:
         root_mean_square = self._state["losses"].square().mean(1).sqrt()
         ready = ((self._state["count"] >= HISTORY) | self._bins.empty).all()
-        return self._mixed(self.masses * root_mean_square, SECOND_MOMENT_FLOOR, ready)
+        return self._mixed(self.masses * root_mean_square * ready, SECOND_MOMENT_FLOOR)
 
 
 class _BinnedLoss(LossFedTimesteps):
@@ -196,11 +198,10 @@ class _BinnedLoss(LossFedTimesteps):
         total, weight = self._state["sum"], self._state["weight"]
         unmet = weight <= 0
         met = self.masses.masked_fill(unmet, 0.0)
-        mass = met.sum()
-        # Under the density, not under the shares, which lean to where losses are large.
-        overall = (met * total / weight.masked_fill(unmet, 1.0)).sum() / mass
+        # Under the density, not under the shares, which lean to where losses are large. NaN before the first loss.
+        overall = (met * total / weight.masked_fill(unmet, 1.0)).sum() / met.sum()
         mean = (total + _PRIOR_LOSSES * overall) / (weight + _PRIOR_LOSSES)
-        return self._mixed(self.masses * mean.clamp_min(0.0), BINNED_FLOOR, mass > 0)
+        return self._mixed(self.masses * mean.clamp_min(0.0), BINNED_FLOOR)
 
 
 class TimeWarping(_BinnedLoss):

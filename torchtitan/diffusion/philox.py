@@ -8,9 +8,12 @@ Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+_Number = TypeVar("_Number", int, Tensor)
 
 # What a draw is for. Numbers are part of the checkpoint's meaning: append, never renumber.
 PURPOSES = {
@@ -34,6 +37,8 @@ _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
+# Operands as tensors, which are not made anew for every operation as Python's numbers are; usable on every device.
+_MASK_OPERAND, _HALF_OPERAND = torch.tensor(_MASK, device="cpu"), torch.tensor(32, device="cpu")
 
 
 def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -52,7 +57,8 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, 
     for round_key in round_keys:
         # int64 wraps modulo 2^64, so both halves of the unsigned product are exact. The two change places.
         product = (multiplied * multipliers).flip(0)
-        multiplied = (product >> 32).bitwise_xor_(mixed_in).bitwise_xor_(round_key).bitwise_and_(_MASK)
+        upper = (product >> _HALF_OPERAND).bitwise_xor_(mixed_in).bitwise_xor_(round_key)
+        multiplied = upper.bitwise_and_(_MASK_OPERAND)
         mixed_in = product  # whose upper half the mask of the next round takes away
     mixed_in = mixed_in & _MASK
     return multiplied[0], mixed_in[0], multiplied[1], mixed_in[1]
@@ -72,8 +78,9 @@ def random_words(seed: int, purpose: str, indices: Tensor, count: int, attempt: 
         int64 [B, count], values in [0, 2^32), on the device of `indices`.
     """
     blocks = torch.arange(-(-count // 4), device=indices.device)  # [N]
-    low, high, stream = (words[:, None] for words in _index_words(purpose, indices, attempt))  # [B, 1]
-    words = philox_4x32((blocks, low, high, stream), _key(seed))
+    low, high = (words[:, None] for words in _halves(indices))  # [B, 1]
+    stream = torch.full_like(low, _stream(purpose, attempt))
+    words = philox_4x32((blocks, low, high, stream), _halves(seed))
     return torch.stack(words, dim=-1).flatten(1)[:, :count]  # [B, count]
 
 
@@ -93,9 +100,9 @@ def uniform_bits(seed: int, draws: Sequence[tuple[str, Tensor]], attempt: int = 
     Returns:
         int64 [B_i], values in [0, 2^52), for each; they are ordered as the uniform draws are.
     """
-    parts = [_index_words(purpose, indices, attempt) for purpose, indices in draws]
-    low, high, stream = (torch.cat(words) for words in zip(*parts, strict=True))
-    first, second, _, _ = philox_4x32((torch.zeros_like(low), low, high, stream), _key(seed))
+    stream = torch.cat([torch.full_like(indices, _stream(purpose, attempt)) for purpose, indices in draws])
+    low, high = _halves(torch.cat([indices for _, indices in draws]))
+    first, second, _, _ = philox_4x32((torch.zeros_like(low), low, high, stream), _halves(seed))
     bits = torch.add(second >> 6, first >> 6, alpha=1 << 26)
     return bits.split([len(indices) for _, indices in draws])
 
@@ -116,13 +123,13 @@ def normal(seed: int, purpose: str, indices: Tensor, shape: tuple[int, ...], att
     return pairs.flatten(1)[:, :count].reshape(len(indices), *shape)
 
 
-def _index_words(purpose: str, indices: Tensor, attempt: int) -> tuple[Tensor, Tensor, Tensor]:
-    stream = torch.full_like(indices, PURPOSES[purpose] | (attempt << 8))
-    return indices & _MASK, (indices >> 32) & _MASK, stream
+def _stream(purpose: str, attempt: int) -> int:
+    return PURPOSES[purpose] | (attempt << 8)
 
 
-def _key(seed: int) -> tuple[int, int]:
-    return seed & _MASK, (seed >> 32) & _MASK
+def _halves(number: _Number) -> tuple[_Number, _Number]:
+    """The lower and the upper 32 bits of 0 <= number < 2^64."""
+    return number & _MASK, number >> 32
 
 
 def _constants(key: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
