@@ -231,7 +231,7 @@ class Gradients:
         square_norms = []
         with self._cleared():
             for size in sizes:
-                self._accumulate(where, stream, first, size, 1.0 / size, advance)
+                self.accumulate(where, stream, torch.arange(first, first + size), 1.0 / size, advance)
                 first += size
                 square_norms.append(self._close_group(size))
             mean_square_norm = square_norm(self._total) / sum(sizes) ** 2
@@ -245,15 +245,40 @@ class Gradients:
         parts = sub_batch_sizes(size, SUB_BATCH)
         with self._cleared():
             for part in parts:
-                self._accumulate(where, stream, first, part, 1.0 / (part * len(parts)), advance)
+                numbers = torch.arange(first, first + part)
+                self.accumulate(where, stream, numbers, 1.0 / (part * len(parts)), advance)
                 first += part
             return _finite(square_norm([parameter.grad for parameter in self.parameters]))
 
-    def _accumulate(
-        self, where: TimestepBin, stream: int, first: int, count: int, weight: float, advance: Advance | None
+    def mean_gradient(
+        self, where: TimestepBin, numbers: Tensor, stream: int, advance: Advance | None = None
+    ) -> Tensor:
+        """Mean gradient of samples of a bin, in one vector.
+
+        Args:
+            where: the bin.
+            numbers: of the samples, int64 [N].
+            stream: which stream of samples, 0 <= stream < 2^24.
+            advance: called with the number of samples after each of them is done.
+
+        Returns:
+            float32 [P], the parameters in their order.
+
+        Raises:
+            GradientError: it is not finite.
+            DatasetError: an image could not be read.
+        """
+        with self._cleared():
+            self.accumulate(where, stream, numbers, 1.0 / len(numbers), advance)
+            found = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self.parameters])
+        _finite(square_norm([found]))
+        return found
+
+    def accumulate(
+        self, where: TimestepBin, stream: int, numbers: Tensor, weight: float, advance: Advance | None = None
     ) -> None:
-        """Add weight x the sum of the samples' gradients to `.grad`."""
-        for samples in torch.arange(first, first + count).split(self.batch_size):
+        """Add weight x the sum of the gradients of samples `numbers` [N] of a bin to `.grad`. Raises DatasetError."""
+        for samples in numbers.split(self.batch_size):
             images, condition, draw = self._samples(where, stream, samples)
             with compute_context(self.dtype, self.device, sharded=False):
                 terms = self.objective.loss(self.model, images, condition, draw)

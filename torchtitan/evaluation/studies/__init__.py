@@ -20,6 +20,8 @@ STUDIES: dict[str, StudyEntry] = {
     "gns_critical_batch": StudyEntry(
         "gns_critical_batch", "noise scale as an estimate of the critical batch size, and allocations to bins by it"
     ),
+    "forgetting": StudyEntry("forgetting", "what training on one slot of timesteps does to the others"),
+    "oracle_replace": StudyEntry("oracle_replace", "sampling with the true image in the place of some predictions"),
     "gns_published": StudyEntry("gns_published", "published tables of the noise scale, as reported and corrected"),
     "loss_curve": StudyEntry("loss_curve", "error at every timestep, of trained and EMA weights, on fixed noise"),
     "slots": StudyEntry("slots", "timesteps cut into slots of equal loss, from a loss_curve, as a file of slot edges"),

@@ -61,6 +61,7 @@ class StudyRun:
         track: EMA track, "none" for the trained (live) weights, "both" for these and every track.
         options: the study's own.
         device: where models are put.
+        kept: what a study holds from one cell to the next, by names of its own.
     """
 
     folder: Path
@@ -69,6 +70,7 @@ class StudyRun:
     track: str
     options: argparse.Namespace
     device: torch.device
+    kept: dict[str, Any] = field(default_factory=dict, repr=False)
     _opened: tuple[tuple[int, str], TrainedModel] | None = field(default=None, repr=False)
     _datasets: dict[str, Dataset] = field(default_factory=dict, repr=False)
     _samples: tuple[tuple[str, int, int], FixedSamples] | None = field(default=None, repr=False)
