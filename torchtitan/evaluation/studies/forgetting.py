@@ -53,14 +53,14 @@ _TRAINING_COST = 3
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--slots", type=int, default=10, metavar="K",
-        help="slots of equal loss, cut by a quick curve; of equal mass on a path without indices (default: 10)")  # fmt: skip
+        help="slots of equal loss, cut by a quick curve; of equal mass without indices (default: 10)")  # fmt: skip
     add("--slots-file", type=Path, metavar="JSON", help="edges of the slots instead, as the study slots writes them")
     add("--groups", nargs="*", metavar="SLOTS", help='slots trained together, by number from 1, as "3,5,7,9" '
         "(default: these of ten slots, else none)")  # fmt: skip
     add("--finetune-steps", type=int, default=100, metavar="N", help="optimizer steps of each training (default: 100)")
     add("--batch", type=int, default=64, help="samples of a step (default: 64)")
     add("--lr", type=float, help="learning rate, constant (default: the run's peak)")
-    add("--seeds", type=int, default=3, metavar="R", help="trainings of each slot, with draws of their own (default: 3)")
+    add("--seeds", type=int, default=3, metavar="R", help="trainings of each, with draws of their own (default: 3)")
     add("--images", type=int, default=64, metavar="K", help="images that errors are measured on (default: 64)")
     add("--nodes", type=int, default=8, metavar="N", help="timesteps that stand for a slot, at most (default: 8)")
     add("--split", choices=("validation", "train"), default="validation", help="of these images (default: validation)")
@@ -213,7 +213,8 @@ def _equal_loss_edges(run: StudyRun, objective: Objective) -> list[int]:
     path = folder / name
     if path.exists():
         return [int(edge) for edge in read_slot_edges(path, "index")]
-    samples = fixed_samples(run.dataset(options.split), min(_CURVE_IMAGES, len(run.dataset(options.split))), options.seed)
+    dataset = run.dataset(options.split)
+    samples = fixed_samples(dataset, min(_CURVE_IMAGES, len(dataset)), options.seed)
     nodes = curve_nodes(objective.path, _CURVE_NODES)
     work = len(samples.images) * len(nodes.t)
     with tqdm(total=work, desc="curve for the slots", unit=UNIT, file=sys.stderr, mininterval=0.5) as bar:

@@ -171,17 +171,17 @@ def _findings(grid: Grid, factors: Matrix, controlled: Matrix) -> str:
     text += f"On the slot itself: {_count(own, 'F')}.\n\n"
     text += f"The control, on every slot: {_count(entries(factors, [ALL], False), 'F')}.\n\n"
     against = entries(controlled, single, False)
-    text += f"Against the control with the same images and noise, on the other slots: {_count(against, 'F / F(control)')}.\n\n"
+    text += "Against the control with the same images and noise, on the other slots: "
+    text += f"{_count(against, 'F / F(control)')}.\n\n"
     for trained in grid.trained[len(single) :]:
-        text += (
-            f"Training {grid.label(trained)} together, on the others: {_count(entries(factors, [trained], False), 'F')}; "
-            f"on themselves: {_count(entries(factors, [trained], True), 'F')}.\n\n"
-        )
+        own, others = (entries(factors, [trained], own) for own in (True, False))
+        text += f"Training {grid.label(trained)} together, on the others: {_count(others, 'F')}; "
+        text += f"on themselves: {_count(own, 'F')}.\n\n"
     far = {near: _by_distance(grid, factors, near) for near in (True, False)}
     if all(far.values()):
         text += (
-            f"Geometric mean of F on the neighbours of the trained slot: {math.exp(sum(far[True]) / len(far[True])):.3g}; "
-            f"on slots further away: {math.exp(sum(far[False]) / len(far[False])):.3g} (no interval).\n\n"
+            f"Geometric mean of F on the neighbours of the trained slot: {_geometric(far[True]):.3g}; on slots further "
+            f"away: {_geometric(far[False]):.3g} (no interval).\n\n"
         )
     return text + "Intervals are of one entry each: of 20 entries at 1, about one excludes it by chance.\n\n"
 
@@ -195,11 +195,15 @@ def _by_distance(grid: Grid, factors: Matrix, near: bool) -> list[float]:
     ]
 
 
+def _geometric(logs: list[float]) -> float:
+    return math.exp(sum(logs) / len(logs))
+
+
 def _count(entries: list[Interval], name: str) -> str:
     if not entries:
         return "nothing was measured"
     above, below = sum(entry.lower > 0 for entry in entries), sum(entry.upper < 0 for entry in entries)
-    mean = math.exp(sum(entry.value for entry in entries) / len(entries))
+    mean = _geometric([entry.value for entry in entries])
     return (
         f"{above} of {len(entries)} entries have {name} above 1 with an interval that excludes 1, {below} below, "
         f"{len(entries) - above - below} undecided; geometric mean of {name} {mean:.3g}"
@@ -215,8 +219,10 @@ def _exp(value: float) -> float:
 
 
 def _write_matrix(grid: Grid, before: Tensor, factors: Matrix, controlled: Matrix, path: Path) -> None:
-    header = ["trained", "trained_timesteps", "measured", "measured_timesteps", "error_before", "factor", "lower", "upper",
-              "over_control", "over_control_lower", "over_control_upper"]  # fmt: skip
+    header = [
+        "trained", "trained_timesteps", "measured", "measured_timesteps", "error_before", "factor", "lower", "upper",
+        "over_control", "over_control_lower", "over_control_upper",
+    ]  # fmt: skip
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)
@@ -242,10 +248,10 @@ def _cosines(run: StudyRun, grid: Grid, products: Tensor, folder: Path) -> str:
     missing = size * (size - 1) // 2 - len(known)
     positive, negative = sum(value.lower > 0 for value in known), sum(value.upper < 0 for value in known)
     text = (
-        f"Cosines between the slots' expected gradients at the checkpoint ({run.options.gradient_samples} samples each, "
-        f"freed of the samples' noise, intervals over {len(products)} independent parts): of {len(known)} pairs of slots "
-        f"{positive} are above 0 with an interval that excludes 0, {negative} below, {len(known) - positive - negative} "
-        "undecided"
+        "Cosines between the slots' expected gradients at the checkpoint "
+        f"({run.options.gradient_samples} samples each, freed of the samples' noise, intervals over {len(products)} "
+        f"independent parts): of {len(known)} pairs of slots {positive} are above 0 with an interval that excludes 0, "
+        f"{negative} below, {len(known) - positive - negative} undecided"
     )
     text += f"; {missing} pairs have no answer, as a gradient cannot be told from noise.\n\n" if missing else ".\n\n"
     return text + _draw_cosines(run, grid, found, folder / "cosines.png")
@@ -263,18 +269,22 @@ def _draw_factors(run: StudyRun, grid: Grid, factors: Matrix, path: Path) -> str
     figure, axes = gns_plots.new_figure(
         f"Error after fine-tuning over error before, F; {run.weights}, step {run.steps[0]}", size=size
     )
-    texts = [[f"{math.exp(e.value):.3g}" + ("*" if e.excludes(0.0) else "") if e else "" for e in row] for row in values]
+    texts = [
+        [f"{math.exp(e.value):.3g}" + ("*" if e.excludes(0.0) else "") if e else "" for e in row] for row in values
+    ]
     picture = _heat_map(axes[0, 0], [[e.value if e else math.nan for e in row] for row in values], texts, scale)
     for place, by in enumerate(trained):  # what was trained itself
         for slot in grid.slots_of(by):
-            axes[0, 0].add_patch(Rectangle((grid.place(slot.range) - 0.5, place - 0.5), 1, 1, fill=False, linewidth=1.4))
+            corner = (grid.place(slot.range) - 0.5, place - 0.5)
+            axes[0, 0].add_patch(Rectangle(corner, 1, 1, fill=False, linewidth=1.4))
     axes[0, 0].axhline(len(trained) - 1.5, color="black", linewidth=2.0)
     axes[0, 0].set_yticks(range(len(trained)), [_row_label(grid, by) for by in trained], fontsize=8)
     axes[0, 0].set_ylabel("trained")
     _slot_ticks(axes[0, 0], grid)
     axes[0, 0].set_xlabel("measured slot")
     figure.colorbar(picture, ax=axes[0, 0], label="ln F (red: error grew)", shrink=0.9)
-    gns_plots.note(figure, "numbers: F; *: 95 % interval excludes 1; framed: slots that were trained; below the line: control")
+    marks = "numbers: F; *: 95 % interval excludes 1\nframed: slots that were trained; below the line: the control"
+    gns_plots.note(figure, marks)
     return gns_plots.save(figure, path)
 
 
@@ -294,7 +304,8 @@ def _draw_cosines(run: StudyRun, grid: Grid, found: dict[tuple[int, int], Interv
     axes[0, 0].set_yticks(size, [_row_label(grid, slot.range) for slot in grid.slots], fontsize=8)
     _slot_ticks(axes[0, 0], grid)
     figure.colorbar(picture, ax=axes[0, 0], label="cosine", shrink=0.9)
-    gns_plots.note(figure, "freed of sampling noise; *: 95 % interval excludes 0; ?: a gradient cannot be told from noise")
+    marks = "freed of sampling noise; *: 95 % interval excludes 0\n?: a gradient cannot be told from noise"
+    gns_plots.note(figure, marks)
     return gns_plots.save(figure, path)
 
 

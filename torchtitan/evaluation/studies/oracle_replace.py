@@ -39,8 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--ranges", metavar="LOW-HIGH,...", help="ranges of indices from 0, both ends included (default: those of "
         f"{DEFAULT_RANGES} that hold an index of the chain)")
     add("--variants", nargs="+", choices=(REPLACE, EXCEPT, INJECT, INJECT_TRUE), metavar="VARIANT",
-        default=[REPLACE, EXCEPT, INJECT], help="replace: truth in the range; except: truth everywhere else; inject: an "
-        "error is added in the range; inject_true: the same with truth everywhere (default: the first three)")  # fmt: skip
+        default=[REPLACE, EXCEPT, INJECT],
+        help="replace: truth in the range; except: truth everywhere else; inject: an "
+        "error added in the range; inject_true: the same with truth everywhere (default: the first three)")  # fmt: skip
     add("--images", type=int, default=64, metavar="K", help="images (default: 64)")
     add("--num-steps", type=int, metavar="N", help="steps of the chain, quadratically spaced (default: every index)")
     add("--error", choices=("colour", "white"), default="colour", dest="error_kind",
@@ -154,7 +155,7 @@ def _ranges(options: argparse.Namespace, indices: list[int]) -> list[tuple[int, 
             found.append((low, high))
         elif options.ranges:
             near = min(indices, key=lambda index: abs(index - low))
-            raise StudyError(f"--ranges: {word} holds no index of the chain, the nearest is {near} (try more --num-steps)")
+            raise StudyError(f"--ranges: {word} holds no index of the chain, the nearest is {near} (more --num-steps?)")
     return list(dict.fromkeys(found))
 
 

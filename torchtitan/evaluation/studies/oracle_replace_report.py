@@ -64,13 +64,13 @@ def _description(run: StudyRun) -> str:
         "noised to the last index, with the true labels, without guidance or clipping; all chains have the same noise. "
         "Ranges are of indices from 0, both ends included; errors are root mean squares over images and pixels, whose "
         "values are scaled to [-1, 1], with 95 % intervals over images.\n\n"
-        "The last step returns its estimate as it is: the truth in a range that holds index 0 gives the truth, whatever "
-        "the model. Only the ranges without it, and the other variants, say something of the model.\n\n"
+        "The last step returns its estimate as it is: the truth in a range that holds index 0 gives the truth, "
+        "whatever the model. Only the ranges without it, and the other variants, say something of the model.\n\n"
     )
     if INJECT in options.variants or INJECT_TRUE in options.variants:
         text += (
-            f"Errors put in: {options.error_kind}, of root mean square {options.error_size:g}, the same at every step of "
-            "the range; the change of the final image is divided by that size.\n\n"
+            f"Errors put in: {options.error_kind}, of root mean square {options.error_size:g}, the same at every step "
+            "of the range; the change of the final image is divided by that size.\n\n"
         )
     return text
 
@@ -160,5 +160,5 @@ def _draw_variant(axes: Axes, variant: str, found: dict[Key, Interval], plain: I
     axes.set_ylabel("indices of the range")
     axes.set_title(TITLES[variant], fontsize=10)
     per_unit = variant in (INJECT, INJECT_TRUE)
-    axes.set_xlabel("change of the image per unit of error" if per_unit else "error of the image (RMS, pixels in [-1, 1])")
+    axes.set_xlabel("change of the image per unit of error" if per_unit else "error of the image (RMS)")
     axes.grid(axis="x", alpha=0.25)
