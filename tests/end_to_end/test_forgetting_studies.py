@@ -14,7 +14,7 @@ from tests.faults.forked import ForkedRun
 DDPM = """
 [objective]
 path = "ddpm_linear"
-prediction = "noise"
+prediction = "v"
 timestep_sampler = "uniform"
 """
 SMALL = ["--finetune-steps", "4", "--batch", "8", "--seeds", "2", "--images", "8", "--nodes", "2", "--steps", "4"]
@@ -148,9 +148,7 @@ def test_bad_input_is_one_line_and_exit_code_2(run, flow_run, study, tmp_path, w
     for name, edges in (("good", "0, 50, 1000"), ("nan", "0, NaN, 1000"), ("empty", ""), ("reversed", "1000, 50, 0")):
         places[name] = tmp_path / f"{name}.json"
         places[name].write_text(f'{{"unit": "index", "edges": [{edges}]}}')
-    step = [] if message.startswith("one checkpoint") else ["--steps", "4"]
-    if message.startswith("one checkpoint"):
-        step = ["--steps", "2", "4"]
+    step = ["--steps", "2", "4"] if message.startswith("one checkpoint") else ["--steps", "4"]
     code, output, error = study(*(word.format(**places) for word in words), *step)
     assert code == 2 and output == "" and message in error, error
     assert error.count("\n") == 1
