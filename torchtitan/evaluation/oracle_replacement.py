@@ -1,8 +1,8 @@
 """Ancestral sampling in which the truth stands for the model's estimate of x0 at some indices, or an error is added.
 
 The last step of the chain returns its estimate of x0 as it is. So whatever the model, the truth at the last index gives
-the truth at the end: replacing a range that holds it says nothing of the range. Replacing everywhere except a range,
-and the error at the end per unit of error put in, do.
+the truth at the end: replacing a range that holds it says nothing of the range, nor does replacing everywhere except a
+range that does not hold it. The error at the end per unit of error put in says something of every range.
 """
 
 import math

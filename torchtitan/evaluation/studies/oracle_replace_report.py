@@ -65,7 +65,9 @@ def _description(run: StudyRun) -> str:
         "Ranges are of indices from 0, both ends included; errors are root mean squares over images and pixels, whose "
         "values are scaled to [-1, 1], with 95 % intervals over images.\n\n"
         "The last step returns its estimate as it is: the truth in a range that holds index 0 gives the truth, "
-        "whatever the model. Only the ranges without it, and the other variants, say something of the model.\n\n"
+        "whatever the model, and the truth everywhere but in a range without index 0 gives it too. So the first kind "
+        "says something of the model for ranges without index 0, the second for ranges with it; the change by an error put "
+        "in does for all.\n\n"
     )
     if INJECT in options.variants or INJECT_TRUE in options.variants:
         text += (
@@ -141,20 +143,24 @@ def _draw(run: StudyRun, variants: list[str], found: dict[Key, Interval], path: 
 def _draw_variant(axes: Axes, variant: str, found: dict[Key, Interval], plain: Interval | None) -> None:
     shown = [(key, value) for key, value in found.items() if key[0] == variant]
     seen = [value for _, value in shown if value.value > _NOUGHT]
+    if plain and variant in (REPLACE, EXCEPT):
+        axes.axvline(plain.value, color="0.4", linestyle="--", linewidth=1)
+        seen.append(plain)
+    least = 0.0
+    if seen and max(value.value for value in seen) > 8 * min(value.value for value in seen):
+        axes.set_xscale("log")
+        least = min(value.value for value in seen) / 3  # where an interval down to 0 leaves the picture
     for place, (_, value) in enumerate(shown):
         if value.value > _NOUGHT:
-            axes.hlines(place, max(value.lower, 0.5 * value.value), value.upper, color="C0", linewidth=2)
+            axes.hlines(place, max(value.lower, least), value.upper, color="C0", linewidth=2)
             axes.plot([value.value], [place], "o", color="C0", markersize=5)
             axes.annotate(f"{value.value:.3g}", (value.value, place), (0, 6), textcoords="offset points",
                           ha="center", fontsize=8)  # fmt: skip
         else:
             axes.text(0.02, place, "0", transform=axes.get_yaxis_transform(), va="center", fontsize=9)
-    if plain and variant in (REPLACE, EXCEPT):
-        axes.axvline(plain.value, color="0.4", linestyle="--", linewidth=1)
-        seen.append(plain)
-    if seen and max(value.value for value in seen) > 8 * min(value.value for value in seen):
-        axes.set_xscale("log")
     axes.margins(x=0.15)
+    if least:
+        axes.set_xlim(left=least)
     axes.set_yticks(range(len(shown)), [f"{low}-{high}" for (_, low, high), _ in shown], fontsize=8)
     axes.set_ylim(len(shown) - 0.4, -0.8)
     axes.set_ylabel("indices of the range")
