@@ -66,8 +66,8 @@ def _description(run: StudyRun) -> str:
         "values are scaled to [-1, 1], with 95 % intervals over images.\n\n"
         "The last step returns its estimate as it is: the truth in a range that holds index 0 gives the truth, "
         "whatever the model, and the truth everywhere but in a range without index 0 gives it too. So the first kind "
-        "says something of the model for ranges without index 0, the second for ranges with it; the change by an error put "
-        "in does for all.\n\n"
+        "says something of the model for ranges without index 0, the second for ranges with it; the change by an "
+        "error put in does for all.\n\n"
     )
     if INJECT in options.variants or INJECT_TRUE in options.variants:
         text += (
