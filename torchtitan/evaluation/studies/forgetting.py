@@ -31,7 +31,7 @@ from torchtitan.evaluation.slot_training import (
 from torchtitan.evaluation.studies import forgetting_report
 from torchtitan.evaluation.studies.forgetting_report import AFTER, PRODUCT, Grid
 from torchtitan.evaluation.studies.frame import CELL_FAILURES, Advance, Cell, Row, StudyError, StudyRun, checkpoint_name
-from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples, timestep_errors
+from torchtitan.evaluation.timestep_errors import timestep_errors
 from torchtitan.gns.offline import WHOLE, Gradients, TimestepBin, equal_mass_edges
 from torchtitan.training.optimizer import build_optimizer
 
@@ -213,8 +213,8 @@ def _equal_loss_edges(run: StudyRun, objective: Objective) -> list[int]:
     path = folder / name
     if path.exists():
         return [int(edge) for edge in read_slot_edges(path, "index")]
-    dataset = run.dataset(options.split)
-    samples = fixed_samples(dataset, min(_CURVE_IMAGES, len(dataset)), options.seed)
+    images = min(_CURVE_IMAGES, len(run.dataset(options.split)))
+    samples = run.samples(options.split, images, options.seed)
     nodes = curve_nodes(objective.path, _CURVE_NODES)
     work = len(samples.images) * len(nodes.t)
     with tqdm(total=work, desc="curve for the slots", unit=UNIT, file=sys.stderr, mininterval=0.5) as bar:
@@ -258,10 +258,11 @@ def _finetune(run: StudyRun, cell: Cell, advance: Advance) -> None:
 
 
 def _slot_errors(run: StudyRun, advance: Advance) -> Tensor:
-    trained, grid, samples = run.model(run.steps[0]), run.kept["grid"], _held_out(run)
+    trained, grid, options = run.model(run.steps[0]), run.kept["grid"], run.options
+    samples = run.samples(options.split, options.images, options.seed)
     errors = []
     for slot in grid.slots:
-        nodes = slot_nodes(trained.objective, slot.where, run.options.nodes)
+        nodes = slot_nodes(trained.objective, slot.where, options.nodes)
         found = timestep_errors(
             trained.model, trained.objective, samples, nodes, device=run.device, advance=advance
         )  # fmt: skip
@@ -285,12 +286,6 @@ def _gradients(run: StudyRun) -> Gradients:
         horizontal_flip=getattr(config.data, "horizontal_flip", False), seed=run.options.seed, device=run.device,
         dtype=config.training.mixed_precision_param, batch_size=config.training.local_batch_size,
     )  # fmt: skip
-
-
-def _held_out(run: StudyRun) -> FixedSamples:
-    if "samples" not in run.kept:
-        run.kept["samples"] = fixed_samples(run.dataset(run.options.split), run.options.images, run.options.seed)
-    return run.kept["samples"]
 
 
 def _stream(*names: object) -> int:

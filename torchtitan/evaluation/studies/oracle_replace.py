@@ -18,7 +18,7 @@ from torchtitan.evaluation.oracle_replacement import ancestral_chain, unit_error
 from torchtitan.evaluation.studies import oracle_replace_report
 from torchtitan.evaluation.studies.frame import Advance, Cell, Row, StudyError, StudyRun, checkpoint_name
 from torchtitan.evaluation.studies.oracle_replace_report import EXCEPT, INJECT, INJECT_TRUE, NONE, REPLACE
-from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples
+from torchtitan.evaluation.timestep_errors import FixedSamples
 
 COLUMNS = (
     "model", "weights", "variant", "low", "high", "num_steps", "first_image", "images", "error_kind", "error_size",
@@ -198,9 +198,8 @@ def _untouched(run: StudyRun, cell: Cell) -> Tensor:
 
 
 def _batch(run: StudyRun, cell: Cell) -> FixedSamples:
-    if "samples" not in run.kept:
-        run.kept["samples"] = fixed_samples(run.dataset(run.options.split), run.options.images, run.options.seed)
-    samples, part = run.kept["samples"], slice(cell["first_image"], cell["first_image"] + cell["images"])
+    options = run.options
+    samples, part = run.samples(options.split, options.images, options.seed), slice(cell["first_image"], cell["first_image"] + cell["images"])
     return FixedSamples(samples.images[part], samples.noise[part], samples.labels[part])
 
 
