@@ -199,7 +199,8 @@ def _untouched(run: StudyRun, cell: Cell) -> Tensor:
 
 def _batch(run: StudyRun, cell: Cell) -> FixedSamples:
     options = run.options
-    samples, part = run.samples(options.split, options.images, options.seed), slice(cell["first_image"], cell["first_image"] + cell["images"])
+    samples = run.samples(options.split, options.images, options.seed)
+    part = slice(cell["first_image"], cell["first_image"] + cell["images"])
     return FixedSamples(samples.images[part], samples.noise[part], samples.labels[part])
 
 
