@@ -230,8 +230,6 @@ def _heads(checked: Checked) -> Iterator[Problem]:
     if "model.num_predictions" in checked.given and model.num_predictions != wanted:
         text = f"{model.num_predictions} is not {wanted}, the number of objective.heads (leave it out: it follows)"
         yield Problem("model.num_predictions", text)
-    if heads and checked.sampling.enable and checked.sampling.guidance_channels != "all":
-        yield Problem("sampling.guidance_channels", "first_three is for a network of one prediction (use all)")
 
 
 def _autoencoder(checked: Checked) -> Iterator[Problem]:
@@ -293,7 +291,7 @@ def _sampling_method(checked: Checked) -> Iterator[Problem]:
             text = f"has no effect on the schedule of objective.path = {path_name}, {schedule} (remove it)"
             yield Problem("sampling.shift", text)
     learned_variance = getattr(checked.whole("model"), "learned_variance", False)
-    for key, text in sampling_problems(sampling, path_name, learned_variance):
+    for key, text in sampling_problems(sampling, path_name, learned_variance, bool(checked.objective.heads)):
         yield Problem(f"sampling.{key}", text)
 
 

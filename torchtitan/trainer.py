@@ -258,7 +258,7 @@ class Trainer:
                 self.gns.end_microbatch(terms.loss, microbatches, list(self.parameters.values()), samples, number)
             self.window.add(terms)
             self.objective.observe(samples, batch[1], terms)
-            self.guard.add_loss(terms.loss, microbatches)
+            self.guard.add_loss(terms.weighted, microbatches)
 
     def loss_terms(
         self, batch: tuple[Tensor, Tensor, Tensor], samples: GlobalBatch, *, measure: bool = False

@@ -197,6 +197,8 @@ def test_running_errors_are_means_that_fade():
     running.observe(torch.zeros(20_000, 2), torch.full((20_000,), 0.1))
     running.update(torch.tensor(False))
     torch.testing.assert_close(running(torch.tensor([0.1]))[0], torch.tensor([2.0, 3.0]).double() / 20_001)
+    # Half a sample is left at -3, so that it goes by what is known better.
+    torch.testing.assert_close(running(torch.tensor([-3.0]))[0], torch.tensor([2.0, 3.0]).double() / 20_001)
 
 
 def test_the_head_in_use_is_the_one_whose_error_has_been_the_least():
@@ -230,6 +232,33 @@ def test_the_loss_weighs_the_common_error_whatever_head_it_is_of():
     terms, wanted = several.loss(network(THREE), x0, None, draw), single.loss(network(["v"]), x0, None, draw)
     torch.testing.assert_close(terms.loss, wanted.loss, rtol=1e-3, atol=0)
     torch.testing.assert_close(terms.error, wanted.error, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("combine", ["minimum", "soft_minimum", "inverse_variance", "raw_minimum"])
+def test_the_error_reported_is_that_of_the_mix(combine):
+    """As of the estimates that sampling uses, and finite at the ends of a path, where these do not give it back."""
+    objective = objective_of(combine, ["x0", "velocity"], path="rectified_flow", preconditioning="identity", prediction="v")
+    x0 = torch.randn(6, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    t = torch.tensor([0.0, 1e-20, 0.2, 0.5, 0.9, 1.0])
+    draw = Draw(t, torch.randn(6, 1, 2, 2, generator=torch.Generator().manual_seed(1)), torch.ones(6))
+    a, b = (per_image(c, x0) for c in objective.path.coefficients(t))
+    output = torch.cat([target(name, x0, draw.noise, a, b) for name in ("x0", "velocity")], dim=1)
+    output = output + 0.1 * torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
+    errors = objective.heads.errors(output, x0, draw.noise, t)
+    objective.heads.observe(errors, t)
+    objective.heads.update(torch.tensor(False))
+    terms = objective.loss(lambda *_: output, x0, None, draw)
+    assert terms.error.isfinite().all() and (terms.weighted >= 0).all()
+    mixed = target("v", *objective.heads.combine(output, a * x0 + b * draw.noise, t), a, b)
+    wanted = (mixed - target("v", x0, draw.noise, a, b)).square().flatten(1).mean(1)
+    torch.testing.assert_close(terms.error[2:5], wanted[2:5], rtol=1e-4, atol=1e-6)
+
+
+def test_a_head_whose_error_grows_without_bounds_is_refused():
+    keys = dict(path="rectified_flow", prediction="velocity", timestep_sampler="uniform", combine="snr_handover")
+    found = list(objective_problems(ObjectiveConfig(**keys, heads=["velocity", "x0"], handover_snr=[1.0])))
+    assert found and "infinite mean loss" in found[0][1]
+    assert not list(objective_problems(ObjectiveConfig(**keys, heads=["x0", "velocity"], handover_snr=[1.0])))
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_a_skipped_step_changes_nothing_and_any_other_everything_as_before(name)
 def test_samples_without_a_finite_loss_are_left_out_of_the_means():
     window = LossWindow(torch.tensor([0.5]))
     loss, t = torch.tensor([1.0, math.nan, 3.0, math.inf]), torch.tensor([0.1, 0.2, 0.7, 0.9])
-    window.add(LossTerms(loss=loss, error=loss, t=t))
+    window.add(LossTerms(loss=loss, error=loss, t=t, weighted=loss))
     assert window.reduce() == {
         "loss_metrics/global_avg_loss": 2.0, "loss_metrics/global_max_loss": 2.0, "loss_by_bin/0": 1.0, "loss_by_bin/1": 3.0,
     }  # fmt: skip

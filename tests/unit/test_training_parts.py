@@ -146,7 +146,7 @@ def test_clipping_scales_the_gradient_to_the_norm_and_no_further(max_norm):
 def terms(generator: np.random.Generator, size: int) -> LossTerms:
     t = torch.from_numpy(generator.choice([0.0, 0.1, 0.25, 0.3, 0.6, 0.75, 1.0], size).astype(np.float32))
     loss, error = torch.from_numpy(generator.random((2, size)).astype(np.float32))
-    return LossTerms(loss, error, t)
+    return LossTerms(loss, error, t, loss)
 
 
 def test_window_means_equal_numpy_s_and_start_anew():
@@ -164,7 +164,7 @@ def test_window_means_equal_numpy_s_and_start_anew():
         wanted |= {f"loss_by_bin/{k}": error[bins == k].mean() for k in range(6) if (bins == k).any()}
         assert window.reduce() == pytest.approx(wanted, rel=1e-12)
     # nothing fell between the last sample at an edge and the next bin; bins without samples are left out
-    window.add(LossTerms(torch.ones(2), torch.tensor([2.0, 4.0]), torch.tensor([0.1, 0.1001])))
+    window.add(LossTerms(torch.ones(2), torch.tensor([2.0, 4.0]), torch.tensor([0.1, 0.1001]), torch.ones(2)))
     assert window.reduce() == {
         "loss_metrics/global_avg_loss": 1, "loss_metrics/global_max_loss": 1, "loss_by_bin/0": 2, "loss_by_bin/1": 4
     }

@@ -63,7 +63,7 @@ def test_u_converges_to_the_log_of_the_loss_on_gaussian_data():
 
 
 def test_waves_are_the_same_in_every_process_and_of_unit_norm():
-    one, other = LogUncertainty(2, 4096), LogUncertainty(2, 4096)
+    one, other = (LogUncertainty(2, 4096, (-9.0, 9.0)) for _ in range(2))
     assert torch.equal(one.frequency, other.frequency) and torch.equal(one.phase, other.phase)
     level = torch.tensor([-3.0, 0.0, 4.0])
     with torch.no_grad():
@@ -75,6 +75,31 @@ def test_waves_are_the_same_in_every_process_and_of_unit_norm():
     waves = torch.cos(2 * torch.pi * (one.frequency * 0.25 * level[:, None] + one.phase)) * (2 / 4096) ** 0.5
     torch.testing.assert_close(u[0], waves.sum(1))
     torch.testing.assert_close(waves.square().sum(1), torch.ones(3), rtol=0.05, atol=0)
+
+
+def test_u_stays_beyond_the_levels_that_train_it():
+    """Where waves would say anything: 1 in 1,000 timesteps lies beyond each end."""
+    objective = Objective(ObjectiveConfig(learned_uncertainty=True), 0)
+    ends = torch.logit(objective.timestep_sampler.density.quantile(torch.tensor([1e-3, 1 - 1e-3], dtype=torch.float64)))
+    with torch.no_grad():
+        objective.uncertainty.weight.normal_(generator=torch.Generator().manual_seed(0))
+    low, high = objective.uncertainty(ends)[0].tolist()
+    beyond = objective.uncertainty(torch.tensor([-50.0, ends[0] - 1, ends[1] + 1, torch.inf]))[0].tolist()
+    assert beyond == pytest.approx([low, low, high, high]) and low != pytest.approx(high)
+
+
+def test_validation_and_the_guard_see_the_loss_without_u():
+    """The loss itself may be negative; held-out losses of runs with and without u are one and the same quantity."""
+    keys = dict(path="ddpm_linear", prediction="v", preconditioning="index", timestep_sampler="uniform", weighting="min_snr")
+    learned, plain = Objective(ObjectiveConfig(**keys, learned_uncertainty=True), 0), Objective(ObjectiveConfig(**keys), 0)
+    with torch.no_grad():
+        learned.uncertainty.weight.normal_(generator=torch.Generator().manual_seed(0))
+    x0 = torch.randn(64, 1, 2, 2, generator=torch.Generator().manual_seed(1))
+    draw = plain.draw((1, 2, 2), GlobalBatch(0, 64), torch.arange(64))
+    found, wanted = (one.loss(lambda x, *_: 0.5 * x, x0, None, draw) for one in (learned, plain))
+    assert torch.equal(found.weighted, wanted.loss) and torch.equal(wanted.weighted, wanted.loss)
+    u = learned.uncertainty(torch.logit(draw.t))[0]
+    torch.testing.assert_close(found.loss, wanted.loss * torch.exp(-u) + u)
 
 
 def test_t_of_1_has_a_finite_u():

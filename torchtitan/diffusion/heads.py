@@ -16,13 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.diffusion.paths import Path, per_image
-from torchtitan.diffusion.predictions import PREDICTIONS, noise_error_weight, target, to_x0_and_noise
-from torchtitan.diffusion.uncertainty import LOG_SIGMA_RANGE, LogUncertainty
+from torchtitan.diffusion.predictions import PREDICTIONS, noise_error_factor, target, to_x0_and_noise
+from torchtitan.diffusion.uncertainty import LogUncertainty
 
 HEADS = tuple(name for name in PREDICTIONS if name != "edm")  # whose target goes by sigma_data, a key of one prediction
 # Where the errors of rules that compare them are remembered: steps of 1/4 in ln sigma.
-_LOG_SIGMA_EDGES = torch.linspace(-8.0, 8.0, 65, dtype=torch.float64)
+_LOG_SIGMA_ENDS, _NUM_EDGES = (-8.0, 8.0), 65
 _HALF_LIFE = 20_000  # samples
+# Beyond these no float32 timestep lies.
+_LOG_SIGMA_RANGE = (-40.0, 17.0)
 
 
 class HeadErrors(NamedTuple):
@@ -41,7 +43,10 @@ class Rule(Protocol):
     """How heads are trained and mixed; a module where it has a state."""
 
     def loss(self, errors: HeadErrors, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """What is minimised, before its weight, [B], and each head's share of it, [B, K], without gradient."""
+        """What is minimised, before its weight, [B], and each head's share, [B, K], without gradient.
+
+        The share is that of the loss where heads compete for a sample, and of the mix where all of them train.
+        """
 
     def shares(self, log_sigma: Tensor) -> Tensor:
         """Of the heads' estimates in the one that is used, at ln sigma [N]: [N, K], each row sums to 1."""
@@ -50,12 +55,15 @@ class Rule(Protocol):
 class RunningErrors(nn.Module):
     """Mean error of each head by noise level, over some of the latest samples.
 
-    An error loses half of its weight with every 20,000 samples. Levels without any go by the nearest that has one.
+    An error loses half of its weight with every 20,000 samples. Levels with less than one left go by the nearest that has
+    more.
     """
 
     def __init__(self, heads: int) -> None:
         super().__init__()
-        bins = len(_LOG_SIGMA_EDGES) + 1
+        bins = _NUM_EDGES + 1
+        edges = torch.linspace(*_LOG_SIGMA_ENDS, _NUM_EDGES, dtype=torch.float64)
+        self.register_buffer("edges", edges, persistent=False)
         self.register_buffer("sums", torch.zeros(heads, bins, dtype=torch.float64))
         self.register_buffer("weight", torch.zeros(bins, dtype=torch.float64))
         self._seen: Tensor | None = None  # [1 + K, bins] of the step under way
@@ -64,7 +72,7 @@ class RunningErrors(nn.Module):
         """Take note of a microbatch: errors [B, K] at ln sigma [B]."""
         if self._seen is None:
             self._seen = torch.zeros(1 + len(self.sums), len(self.weight), dtype=torch.float64, device=errors.device)
-        bins = torch.bucketize(log_sigma.to(torch.float64), _LOG_SIGMA_EDGES.to(errors.device))
+        bins = torch.bucketize(log_sigma.to(torch.float64), self.edges)
         errors = errors.detach().to(torch.float64)
         finite = errors.isfinite().all(1, keepdim=True)
         rows = torch.cat((finite.to(torch.float64), torch.where(finite, errors, 0.0)), dim=1)  # [B, 1 + K]
@@ -85,10 +93,11 @@ class RunningErrors(nn.Module):
         """Mean errors at ln sigma [N]: float64 [N, K]; all 1 before the first sample."""
         sums, weight = self.sums.to(log_sigma.device), self.weight.to(log_sigma.device)
         places = torch.arange(len(weight), device=log_sigma.device)
-        distance = (places[:, None] - places).abs() + torch.where(weight > 0, 0, len(weight))
+        known = weight > 0.5 * weight.amax().clamp(max=1.0)
+        distance = (places[:, None] - places).abs() + torch.where(known, 0, len(weight))
         nearest = distance.argmin(1)
-        means = torch.where(weight > 0, sums / weight.clamp_min(1e-300), 1.0)[:, nearest]
-        bins = torch.bucketize(log_sigma.to(torch.float64), _LOG_SIGMA_EDGES.to(log_sigma.device))
+        means = torch.where(known, sums / torch.where(known, weight, 1.0), 1.0)[:, nearest]
+        bins = torch.bucketize(log_sigma.to(torch.float64), self.edges.to(log_sigma.device))
         return means[:, bins].T
 
 
@@ -147,14 +156,13 @@ class Handover(nn.Module):
         super().__init__()
         self._heads = heads
         # snr = sigma^-2
-        self._log_sigma = -0.5 * torch.tensor(snr, dtype=torch.float64).log()
+        self.register_buffer("log_sigma", -0.5 * torch.tensor(snr, dtype=torch.float64).log(), persistent=False)
 
     def loss(self, errors: HeadErrors, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
         return _shared(errors.common, lambda compared: self.shares(log_sigma).to(compared.dtype))
 
     def shares(self, log_sigma: Tensor) -> Tensor:
-        edges = self._log_sigma.to(log_sigma.device)
-        in_charge = (log_sigma.to(torch.float64)[:, None] <= edges).sum(1)  # [N]
+        in_charge = (log_sigma.to(torch.float64)[:, None] <= self.log_sigma.to(log_sigma.device)).sum(1)  # [N]
         return F.one_hot(in_charge, self._heads).to(torch.float64)
 
 
@@ -166,9 +174,9 @@ class InverseVariance(nn.Module):
     independent.
     """
 
-    def __init__(self, heads: "Heads", features: int) -> None:
+    def __init__(self, heads: "Heads", features: int, log_sigma_range: tuple[float, float]) -> None:
         super().__init__()
-        self.uncertainty = LogUncertainty(len(heads.names), features)
+        self.uncertainty = LogUncertainty(len(heads.names), features, log_sigma_range)
         self._heads = [heads]  # in a list, for a module's modules are its own
 
     def loss(self, errors: HeadErrors, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,7 +185,6 @@ class InverseVariance(nn.Module):
 
     @torch.no_grad()
     def shares(self, log_sigma: Tensor) -> Tensor:
-        log_sigma = log_sigma.to(torch.float64).clamp(*LOG_SIGMA_RANGE)
         to_x0 = self._heads[0].conversion(log_sigma, "x0").log()
         return torch.softmax(-(self.uncertainty(log_sigma).T + to_x0), dim=1)
 
@@ -190,8 +197,8 @@ class Heads(nn.Module):
         rule: how they are trained and mixed.
     """
 
-    def __init__(self, config: Any, path: Path) -> None:
-        """config: the `[objective]` section."""
+    def __init__(self, config: Any, path: Path, log_sigma_range: tuple[float, float]) -> None:
+        """config: the `[objective]` section; log_sigma_range: where levels are trained."""
         super().__init__()
         self.names = tuple(config.heads)
         self._path, self._common, self._sigma_data = path, config.prediction, config.sigma_data
@@ -201,7 +208,7 @@ class Heads(nn.Module):
             "minimum": lambda: Minimum(count, raw=False),
             "soft_minimum": lambda: SoftMinimum(count, config.head_temperature),
             "snr_handover": lambda: Handover(count, config.handover_snr),
-            "inverse_variance": lambda: InverseVariance(self, config.uncertainty_features),
+            "inverse_variance": lambda: InverseVariance(self, config.uncertainty_features, log_sigma_range),
         }[config.combine]()
 
     @property
@@ -216,21 +223,46 @@ class Heads(nn.Module):
             log_sigma: noise levels [N].
             prediction: a key of PREDICTIONS.
         """
-        sigma = torch.exp(log_sigma.to(torch.float64).clamp(*LOG_SIGMA_RANGE))
+        return self._factors(log_sigma, prediction).square()
+
+    def least_conversion(self, log_sigma: Tensor) -> Tensor:
+        """What an error of 1 in the output of the heads that train at these levels counts at least, float64 [N]."""
+        if not self.of_one_error:
+            return torch.ones_like(log_sigma)
+        conversion = self.conversion(log_sigma, self._common)
+        if isinstance(self.rule, Handover):
+            return (self.rule.shares(log_sigma) * conversion).sum(1)
+        return conversion.amin(1)
+
+    def _factors(self, log_sigma: Tensor, prediction: str) -> Tensor:
+        """(error of `prediction`) / (error of head k), with its sign, float64 [N, K]."""
+        sigma = torch.exp(log_sigma.to(torch.float64).clamp(*_LOG_SIGMA_RANGE))
         a, _ = self._path.coefficients(self._path.sigma_to_t(sigma))
         wanted, *given = (
-            noise_error_weight(name, sigma, a, self._sigma_data) for name in (prediction, *self.names)
+            noise_error_factor(name, sigma, a, self._sigma_data) for name in (prediction, *self.names)
         )
         return wanted[:, None] / torch.stack(given, dim=1)
 
     def errors(self, output: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> HeadErrors:
         """Errors of an output [B, K C, H, W] for clean images x0 and noise [B, C, H, W] at t [B]."""
-        a, b = (per_image(c, x0) for c in self._path.coefficients(t))
         raw = torch.stack([
-            (part - target(name, x0, noise, a, b, self._sigma_data)).square().flatten(1).mean(1)
-            for name, part in zip(self.names, self._split(output), strict=True)
+            part.square().flatten(1).mean(1) for part in self._residuals(output, x0, noise, t)
         ], dim=1)
         return HeadErrors(raw, raw * self.conversion(torch.logit(t), self._common).to(raw.dtype))
+
+    @torch.no_grad()
+    def mixed_error(self, output: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """Mean squared error [B] of what `combine` says of `objective.prediction`; arguments as of `errors`.
+
+        From the heads' errors, since x0 and noise do not give a prediction back at the ends of a path.
+        """
+        log_sigma = torch.logit(t.to(torch.float64))
+        shares = self.rule.shares(log_sigma)
+        factors = torch.where(shares > 0, shares * self._factors(log_sigma, self._common), 0.0).to(x0.dtype)
+        mix = sum(
+            per_image(factors[:, k], x0) * part for k, part in enumerate(self._residuals(output, x0, noise, t))
+        )
+        return mix.square().flatten(1).mean(1)
 
     def combine(self, output: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """x0 and noise, of x_t's shape, by the shares at t [B]; a x0 + b noise = x_t."""
@@ -256,6 +288,13 @@ class Heads(nn.Module):
         """After a whole global batch; skip: the optimizer leaves it out, bool scalar. Collective."""
         if isinstance(self.rule, Minimum | SoftMinimum):
             self.rule.errors.update(skip)
+
+    def _residuals(self, output: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> list[Tensor]:
+        a, b = (per_image(c, x0) for c in self._path.coefficients(t))
+        return [
+            part - target(name, x0, noise, a, b, self._sigma_data)
+            for name, part in zip(self.names, self._split(output), strict=True)
+        ]
 
     def _split(self, output: Tensor) -> tuple[Tensor, ...]:
         return output.chunk(len(self.names), dim=1)

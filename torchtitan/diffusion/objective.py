@@ -32,6 +32,8 @@ Network = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _EDM_IN_USE = {"prediction or preconditioning or weighting": ("edm",)}
 _UNCERTAINTY_IN_USE = {"learned_uncertainty or combine": (True, "inverse_variance")}
 _DRAWN_FROM = "timestep_sampler or base_density"
+# Beyond these quantiles of the training density hardly any level is met.
+_TAIL = 1e-3
 
 
 @dataclass(kw_only=True)
@@ -167,13 +169,16 @@ class LossTerms:
         error: the plain mean squared error of the prediction, for loss by timestep; no gradient. Of heads, that of
             their mix.
         t: the timesteps.
-        shares: of each head in the loss, [B, K]; None without heads.
+        weighted: importance x (weight x error + the bound), never negative: the loss itself, but for heads, of which it
+            is the mix's, and without a learned uncertainty; no gradient.
+        shares: of each head, [B, K], as `Rule.loss` tells; None without heads.
         head_errors: what their rule may remember; None without heads.
     """
 
     loss: Tensor
     error: Tensor
     t: Tensor
+    weighted: Tensor
     shares: Tensor | None = None
     head_errors: HeadErrors | None = None
 
@@ -193,11 +198,15 @@ class Objective:
         self.sigma_data = config.sigma_data
         self.preconditioning = PRECONDITIONINGS[config.preconditioning](self.path, self.prediction, self.sigma_data)
         self.weighting = partial(prediction_weight, config, self.path)
-        self.heads = Heads(config, self.path) if config.heads else None
-        self.uncertainty = LogUncertainty(1, config.uncertainty_features) if config.learned_uncertainty else None
+        self.timestep_sampler = build_sampler(config, self.path, seed)
+        ends = torch.tensor([_TAIL, 1.0 - _TAIL], dtype=torch.float64)
+        trained = tuple(torch.logit(self.timestep_sampler.density.quantile(ends)).tolist())
+        self.heads = Heads(config, self.path, trained) if config.heads else None
+        self.uncertainty = None
+        if config.learned_uncertainty:
+            self.uncertainty = LogUncertainty(1, config.uncertainty_features, trained)
         named = {"heads": self.heads, "uncertainty": self.uncertainty}
         self.learned = nn.ModuleDict({name: module for name, module in named.items() if module is not None})
-        self.timestep_sampler = build_sampler(config, self.path, seed)
         self.seed = seed
 
     def to(self, device: torch.device) -> "Objective":
@@ -231,9 +240,11 @@ class Objective:
         else:
             head_errors = self.heads.errors(output, x0, draw.noise, draw.t)
             trained, shares = self.heads.rule.loss(head_errors, torch.logit(draw.t))
-            error = self._mixed_error(output.detach(), x_t, draw.t, wanted)
+            error = self.heads.mixed_error(output.detach(), x0, draw.noise, draw.t)
         sigma = draw.t / (1.0 - draw.t).clamp_min(torch.finfo(torch.float32).tiny)
-        loss = self.weighting(sigma) * trained
+        weight = self.weighting(sigma)
+        loss = weight * trained
+        held_out = weight * error
         if self.uncertainty is not None:
             u = self.uncertainty(torch.logit(draw.t))[0]
             loss = loss * torch.exp(-u) + u
@@ -242,8 +253,10 @@ class Objective:
             x0_estimate, _ = to_x0_and_noise(self.prediction, output.detach(), x_t, a, b, self.sigma_data)
             index = self.path.t_to_index(draw.t)
             bound = variational_bound(self.path, x0, x_t, x0_estimate, interpolation, index)
-            loss = loss + BOUND_WEIGHT * self.path.num_indices * bound
-        return LossTerms(draw.importance * loss, error, draw.t, shares, head_errors)
+            bound = BOUND_WEIGHT * self.path.num_indices * bound
+            loss, held_out = loss + bound, held_out + bound.detach()
+        importance = draw.importance
+        return LossTerms(importance * loss, error, draw.t, importance * held_out, shares, head_errors)
 
     def predict(self, model: Network, x_t: Tensor, t: Tensor, condition: Tensor | None) -> tuple[Tensor, Tensor]:
         """Estimate the clean image and the noise at times t [B] in noisy images x_t [B, C, H, W]; float32."""
@@ -313,6 +326,11 @@ class Objective:
             self.heads.update(skip)
 
     @property
+    def learns_weights(self) -> bool:
+        """Whether losses are divided by what has been learned of them, which makes them alike at all timesteps."""
+        return self.uncertainty is not None or (self.heads is not None and isinstance(self.heads.rule, InverseVariance))
+
+    @property
     def mixes_by_state(self) -> bool:
         """Whether `predict` depends on what was learned in training."""
         return self.heads is not None and bool(self.tensors())
@@ -335,13 +353,6 @@ class Objective:
     def tensors(self) -> dict[str, Tensor]:
         """What `learned` holds for a checkpoint, by name; the tensors themselves."""
         return {name: tensor.detach() for name, tensor in self.learned.state_dict(keep_vars=True).items()}
-
-    def _mixed_error(self, output: Tensor, x_t: Tensor, t: Tensor, wanted: Tensor) -> Tensor:
-        """Squared error [B] of what the heads' mix says of the prediction."""
-        x0, noise = self.heads.combine(output, x_t, t)
-        a, b = (per_image(c, x_t) for c in self.path.coefficients(t))
-        mix = target(self.prediction, x0, noise, a, b, self.sigma_data)
-        return (mix - wanted).square().flatten(1).mean(1)
 
     def _output(
         self, model: Network, x_t: Tensor, t: Tensor, condition: Tensor | None

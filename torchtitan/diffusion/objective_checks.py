@@ -121,14 +121,17 @@ def _end_without_mean(objective: Objective) -> str:
     """The end of the path at which density x weight x squared error does not fall, or "".
 
     The error is what no network can avoid, 1 / (1 + sigma^2) in the noise of unit Gaussian data, or an error of 1
-    in the network's own output, whichever is larger.
+    in the network's own output, whichever is larger; of several heads, in that of the one that counts least.
     """
     for end, sign in (("clean data", -1.0), ("noise", 1.0)):
         log_sigma = sign * torch.tensor(_TAIL, dtype=torch.float64)
         sigma, t = torch.exp(log_sigma), torch.sigmoid(log_sigma)
         a, _ = objective.path.coefficients(t)
         unavoidable = noise_error_weight(objective.prediction, sigma, a, objective.sigma_data) / (1.0 + sigma**2)
-        error = torch.maximum(unavoidable, objective.preconditioning.scaling(t).c_out ** 2)
+        own = objective.preconditioning.scaling(t).c_out ** 2
+        if objective.heads is not None:
+            own = objective.heads.least_conversion(log_sigma)
+        error = torch.maximum(unavoidable, own)
         density = objective.timestep_sampler.density.log_sigma_density(log_sigma)
         middle, far = (density * objective.weighting(sigma) * error).tolist()
         if far > 0.999 * middle:

@@ -84,5 +84,14 @@ def noise_error_weight(prediction: str, sigma: Tensor, a: Tensor, sigma_data: fl
         a: the path's coefficient of x0 at that sigma, of sigma's shape.
         sigma_data: deviation of the data that the prediction edm is made for.
     """
+    return noise_error_factor(prediction, sigma, a, sigma_data) ** 2
+
+
+def noise_error_factor(prediction: str, sigma: Tensor, a: Tensor, sigma_data: float = 0.5) -> Tensor:
+    """Factor q - p sigma with (error of y) = factor x (error of the noise): what `noise_error_weight` is the square of.
+
+    Args:
+        prediction, sigma, a, sigma_data: as there.
+    """
     p, q = PREDICTIONS[prediction](a, a * sigma, sigma_data)
-    return (q - p * sigma) ** 2
+    return q - p * sigma

@@ -11,9 +11,6 @@ from torch import Tensor, nn
 
 from torchtitan.diffusion import philox
 
-# Beyond these no float32 timestep lies.
-LOG_SIGMA_RANGE = (-40.0, 17.0)
-
 
 class LogUncertainty(nn.Module):
     """u(ln sigma), one or several functions: a linear map of fixed random waves in ln(sigma) / 4.
@@ -25,13 +22,15 @@ class LogUncertainty(nn.Module):
         weight: of the waves, float32 [K, F]; the only parameter.
     """
 
-    def __init__(self, functions: int, features: int) -> None:
+    def __init__(self, functions: int, features: int, log_sigma_range: tuple[float, float]) -> None:
         """
         Args:
             functions: number of functions K.
             features: number of waves F, the same ones in every run.
+            log_sigma_range: where levels are trained. Beyond, where waves would say anything, u stays as at the end.
         """
         super().__init__()
+        self.log_sigma_range = log_sigma_range
         self.weight = nn.Parameter(torch.zeros(functions, features))
         numbers = torch.arange(features)
         frequency = philox.normal(0, "waves", numbers, (1,))[:, 0]
@@ -44,7 +43,7 @@ class LogUncertainty(nn.Module):
         weight, frequency, phase = (
             value.to(log_sigma.device) for value in (self.weight, self.frequency, self.phase)
         )
-        level = 0.25 * log_sigma.clamp(*LOG_SIGMA_RANGE).to(torch.float32)
+        level = 0.25 * log_sigma.clamp(*self.log_sigma_range).to(torch.float32)
         angle = 2.0 * math.pi * (frequency * level[:, None] + phase)  # [N, F]
         # Of unit norm, so that one step of Adam moves u by at most some sqrt(F) learning rates.
         waves = torch.cos(angle) * math.sqrt(2.0 / len(frequency))

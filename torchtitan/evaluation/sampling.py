@@ -134,13 +134,16 @@ SOLVER_KEYS = {
 SCHEDULE_KEYS = {"uniform": ("shift",), "edm": ("sigma_min", "sigma_max", "rho"), "ddpm": ()}
 
 
-def sampling_problems(config: SamplingConfig, path_name: str, learned_variance: bool) -> list[tuple[str, str]]:
+def sampling_problems(
+    config: SamplingConfig, path_name: str, learned_variance: bool, heads: bool = False
+) -> list[tuple[str, str]]:
     """Why a model cannot be sampled in this way.
 
     Args:
         config: how it is to be sampled.
         path_name: a key of PATHS, the path that it was trained on.
         learned_variance: whether it has learned the variance of the reverse step.
+        heads: whether it makes several predictions.
 
     Returns:
         (key of `[sampling]`, what is wrong and what to do) of each problem.
@@ -175,6 +178,8 @@ def sampling_problems(config: SamplingConfig, path_name: str, learned_variance: 
     if config.solver == "ddpm" and config.ddpm_variance == "learned" and not learned_variance:
         text = "the model has not learned the variance (use small or large, or train with model.learned_variance)"
         found.append(("ddpm_variance", text))
+    if heads and config.guidance_channels != "all":
+        found.append(("guidance_channels", "first_three is for a network of one prediction (use all)"))
     return found
 
 

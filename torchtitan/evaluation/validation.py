@@ -73,7 +73,7 @@ def validation_loss(
         param_dtype, device, sharded: how the model computes.
 
     Returns:
-        {"loss": mean, "loss_stderr": its standard error, "loss_by_bin/k": mean of bin k's plain error,
+        {"loss": mean of `LossTerms.weighted`, "loss_stderr": its standard error, "loss_by_bin/k": mean of bin k's plain error,
         "loss_stderr_by_bin/k": its standard error}; without the bins that have no image, and without the errors of
         those that have one. The errors are those of independent draws; timesteps are spread evenly, so the true
         ones are smaller.
@@ -92,7 +92,7 @@ def validation_loss(
                 terms = objective.loss(model, images, condition, draw)
             which = torch.bucketize(terms.t, bin_edges)
             whole = torch.full_like(which, bins)
-            for where, values in ((which, terms.error), (whole, terms.loss)):
+            for where, values in ((which, terms.error), (whole, terms.weighted)):
                 values = values.to(torch.float64)
                 moments = torch.stack([torch.ones_like(values), values, values.square()])  # [3, B]
                 sums.index_add_(1, where, moments * weights)

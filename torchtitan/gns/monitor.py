@@ -298,7 +298,8 @@ class GNSMonitor:
         multiplier = bin_means(density, self._edges, lambda t: self._objective.learned_weighting(t / (1.0 - t)))
         if multiplier.max() > 1.01 * multiplier.min():
             others[FROM_WEIGHT] = weight_shares(self._mass, multiplier)
-        others["loss_second_moment"] = loss_second_moment_shares(self._mass, self.pool.mean_square_loss())
+        if not self._objective.learns_weights:
+            others["loss_second_moment"] = loss_second_moment_shares(self._mass, self.pool.mean_square_loss())
         for name, density in (("uniform", Uniform()), ("logit_normal", LogitNormal())):
             masses = bin_masses(density, self._edges)
             if (masses / self._mass - 1.0).abs().max() > 0.01:

@@ -30,6 +30,7 @@ _FIXED = {
     "attention_bias": True,
     "position": "sincos",
     "final_modulation": True,
+    "num_predictions": 1,
 }
 
 # Tensor of this model -> its copies there -> the pieces of each copy, to be joined along the first dimension.
