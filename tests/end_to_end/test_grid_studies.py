@@ -3,9 +3,8 @@
 import csv
 import importlib.util
 import os
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,8 +14,10 @@ from PIL import Image
 from tests.faults.forked import _train
 from tests.forked import ForkedProcess
 from tests.launcher import ROOT
-from torchtitan.evaluation.studies import training_grid
+from torchtitan.diffusion.slot_edges import write_slot_edges
+from torchtitan.evaluation.studies import grid_plots, paired_runs, training_grid
 from torchtitan.sweep.process import Outcome, Stopped
+from torchtitan.training.run_lock import RunLock
 
 SPEC = importlib.util.spec_from_file_location("study_tool", ROOT / "scripts" / "study.py")
 tool = importlib.util.module_from_spec(SPEC)
@@ -62,10 +63,14 @@ class Trainings:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.interrupt: str | None = None  # run that is killed after its first checkpoint, as by Ctrl-C
+        self.stop: str | None = None  # run before which all ends, as by Ctrl-C
         self.fail: str | None = None  # run that fails
 
     def __call__(self, arguments, *, processes, timeout_s, log, stop) -> Outcome:
         name = log.stem
+        if name == self.stop:
+            self.stop = None
+            raise KeyboardInterrupt
         self.names.append(name)
         if name == self.fail:
             return Outcome("failed", "made to fail", 0.1, 1)
@@ -93,6 +98,18 @@ def trainings(monkeypatch) -> Trainings:
 
 
 @pytest.fixture
+def no_pictures(monkeypatch):
+    """A call: from then on nothing is drawn, which takes longer than measuring."""
+
+    def stop_drawing() -> None:
+        monkeypatch.setattr(grid_plots, "draw_bins", lambda *of: "")
+        monkeypatch.setattr(grid_plots, "draw_curves", lambda *of: "")
+        monkeypatch.setattr(paired_runs, "_draw", lambda *of: "")
+
+    return stop_drawing
+
+
+@pytest.fixture
 def study(capsys):
     def run_study(*words) -> tuple[int, str, str]:
         try:
@@ -116,7 +133,13 @@ def assert_picture(path: Path) -> None:
         assert len(set(image.convert("RGB").resize((90, 60)).get_flattened_data())) > 5
 
 
-def test_samplers_interrupted_failed_and_gone_on_with(config, trainings, study, tmp_path):
+def losses_by_bin(summary: Path) -> dict[str, str]:
+    """Timesteps -> loss of the reference, as the last table has them."""
+    lines = summary.read_text().rpartition("### By timestep")[2].splitlines()
+    return {cells[1].strip(): cells[2].strip() for line in lines if len(cells := line.split("|")) > 3}
+
+
+def test_samplers_interrupted_failed_and_gone_on_with(config, trainings, study, no_pictures, tmp_path):
     folder = tmp_path / "results"
     words = ["compare_samplers", config, "--samplers", "uniform,beta", *QUICK, "--output", folder]
     names = ["b4_uniform_s0", "b4_beta_s0", "b4_uniform_s1", "b4_beta_s1"]
@@ -140,8 +163,12 @@ def test_samplers_interrupted_failed_and_gone_on_with(config, trainings, study, 
     assert len(rows) == 3 * 3 * 10 + 1 and "made to fail" in rows[-1]["reason"]
     assert {row["samples"] for row in rows[:-1]} == {"16", "32"}
     summary = (folder / "summary.md").read_text()
-    assert "made to fail" in summary and "cannot be told apart" in summary  # one pair of seeds has no interval
+    assert "made to fail" in summary and "| 1 of 2 seeds; 1 failed |" in summary
+    for picture in ("bins_1", "curves"):
+        assert f"({picture}.png)" in summary
+        assert_picture(folder / f"{picture}.png")
 
+    no_pictures()
     trainings.names.clear()
     trainings.fail = None
     study(*words)
@@ -149,30 +176,36 @@ def test_samplers_interrupted_failed_and_gone_on_with(config, trainings, study, 
     study(*words, "--retry-failed")
     assert trainings.names == names[3:] and len(rows_of(folder / "results.csv")) == len(rows) + 30
     summary = (folder / "summary.md").read_text()
-    assert "without an answer" in summary and "Cells without" not in summary
+    assert "without an answer" in summary and "Cells without" not in summary and "1 failed" not in summary
     assert "| 2 |" in summary and "| reference |" in summary and "277-999" in summary
-    for picture in ("bins_1", "curves"):
-        assert f"({picture}.png)" in summary
-        assert_picture(folder / f"{picture}.png")
 
-    code, _, error = study(*words[:-1], folder, "--checkpoints", "4")
+    # A bin of the same edges is another one's number among other bins.
+    before = losses_by_bin(folder / "summary.md")
+    write_slot_edges(tmp_path / "edges.json", [0, 56, 82, 1000], "index")
+    code, _, error = study(*words, "--edges", tmp_path / "edges.json")
+    assert code == 0, error
+    after = losses_by_bin(folder / "summary.md")
+    assert after["56-81"] == before["56-81"] and list(after)[-3:] == ["0-55", "56-81", "82-999"]
+    assert len(set(after.values())) == len(after)
+
+    code, _, error = study(*words, "--checkpoints", "4")
     assert code == 2 and "holds another run (checkpoint.interval: 4 -> 2" in error and error.count("\n") == 1
 
 
-def test_batch_sizes_at_equal_samples_and_prediction_types_of_their_runs(config, trainings, study, tmp_path):
-    folder = tmp_path / "batches"
-    asked = ["--batches", "4,16", "--rules", "sqrt,linear", "--output", folder]
+def test_batch_sizes_at_equal_samples_and_prediction_types_of_their_runs(
+    config, trainings, study, no_pictures, tmp_path
+):
+    folder, compared = tmp_path / "batches", tmp_path / "compared"
+    asked = ["--batches", "4,16", "--rules", "linear", "--output", folder]
     code, _, error = study("batch_size", config, *asked, *QUICK)
     assert code == 0, error
-    assert trainings.names == [f"{kind}_s{seed}" for seed in (0, 1) for kind in ("b4", "b16_sqrt", "b16_linear")]
+    assert trainings.names == [f"{kind}_s{seed}" for seed in (0, 1) for kind in ("b4", "b16_linear")]
     rows = rows_of(folder / "results.csv")
-    found = {(row["setting"], float(row["lr"])) for row in rows}
-    assert found == {("4", 1e-4), ("16, sqrt", 2e-4), ("16, linear", 4e-4)}
+    assert {(row["setting"], float(row["lr"])) for row in rows} == {("4", 1e-4), ("16, linear", 4e-4)}
     assert {row["samples"] for row in rows} == {"16", "32"} and {row["currency"] for row in rows} == {"v"}
     assert "16, linear" in (folder / "summary.md").read_text()
 
-    runs = [folder / "runs" / name for name in ("b4_s0", "b16_sqrt_s0", "b16_linear_s0")]
-    compared = tmp_path / "compared"
+    runs = [folder / "runs" / name for name in ("b4_s0", "b16_linear_s0", "b4_s1")]
     words = ["prediction_types", *runs, "--images", "4", "--nodes", "1", "--output", compared]
     code, _, error = study(*words, "--currency", "x0")
     assert code == 0, error
@@ -180,6 +213,10 @@ def test_batch_sizes_at_equal_samples_and_prediction_types_of_their_runs(config,
     assert len(rows) == 30 and {row["log_ratio"] for row in rows[:10]} == {"0"}
     assert any(float(row["log_ratio"]) != 0 for row in rows[10:])
     assert_picture(compared / "bins.png")
+    summary = (compared / "summary.md").read_text()
+    assert "b16_linear_s0 (v, step 2, 32 images seen, EMA slow, half-life 26" in summary
+    assert "the same number of images" not in summary and "are not averaged alike" not in summary
+    no_pictures()
     study(*words)
     in_v = rows_of(compared / "results.csv")[30:]
     # One factor per timestep, the same for every run: the ratios of errors of one timestep per bin stay.
@@ -187,35 +224,57 @@ def test_batch_sizes_at_equal_samples_and_prediction_types_of_their_runs(config,
         assert old["error"] != new["error"]
         assert float(old["log_ratio"]) == pytest.approx(float(new["log_ratio"]), abs=1e-6)
 
-
-def test_trained_prediction_types(config, trainings, study, tmp_path):
-    words = ["prediction_types", config, "--predictions", "v,x0", *QUICK, "--output", tmp_path / "p"]
-    code, _, error = study(*words)
+    # Another run of the same name is another; the same run elsewhere is not.
+    elsewhere = [tmp_path / "elsewhere" / name for name in ("b4_s0", "b16_linear_s0")]
+    shutil.copytree(runs[0], elsewhere[0])
+    shutil.copytree(folder / "runs" / "b16_linear_s1", elsewhere[1])
+    code, _, error = study("prediction_types", *elsewhere, *words[4:])
     assert code == 0, error
-    assert trainings.names == ["v_s0", "x0_s0", "v_s1", "x0_s1"]
-    assert "against v" in (tmp_path / "p" / "summary.md").read_text()
+    new = rows_of(compared / "results.csv")[60:]
+    assert {row["model"] for row in new} == {"b16_linear_s0"} and len(new) == 10
+    assert new[0]["error"] != in_v[10]["error"] and new[0]["checkpoint"] != in_v[10]["checkpoint"]
+
+    code, _, error = study("prediction_types", *runs, "--images", "99999", "--output", tmp_path / "none")
+    assert code == 2 and "99999 images are asked for" in error and error.count("\n") == 1
+    shutil.rmtree(elsewhere[1] / "checkpoint" / "step-00000002")
+    code, _, error = study("prediction_types", *elsewhere, *words[4:])
+    assert code == 0 and "have not seen the same number of images" in (compared / "summary.md").read_text(), error
 
 
-def test_a_killed_study_leaves_no_process_and_goes_on(config, trainings, study, tmp_path, monkeypatch):
+def _study_process(words: list[str]) -> int:
+    return tool.main(words)
+
+
+def test_trained_prediction_types_killed_leave_no_process_and_go_on(
+    config, trainings, study, no_pictures, tmp_path, monkeypatch
+):
     folder = tmp_path / "killed"
-    words = ["compare_samplers", config, "--samplers", "uniform", *QUICK, "--output", folder]
-    process = subprocess.Popen(
-        [sys.executable, "scripts/study.py", *map(str, words)], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    lock = folder / "runs" / "b4_uniform_s1" / ".lock"
-    deadline = time.monotonic() + 240
-    while not lock.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    words = ["prediction_types", config, "--predictions", "v,x0", *QUICK, "--output", folder]
+    trainings.stop = "x0_s0"
+    assert study(*words)[0] == 130
     rows = rows_of(folder / "training.csv")
-    assert [row["status"] for row in rows] == ["ok"]
-    time.sleep(0.5)  # until the guard has ended the training
+    assert [(row["run"], row["status"]) for row in rows] == [("v_s0", "ok")]
+
+    process = ForkedProcess(_study_process, (list(map(str, words)),), dict(os.environ))  # its training is a real one
+    lock = folder / "runs" / "x0_s0" / ".lock"
+    deadline = time.monotonic() + 240
+    while not lock.exists() or not lock.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, process.said()
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    training = RunLock(lock.parent)
+    while training.acquire():  # until the guard has ended it
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    training.release()
+
+    no_pictures()
+    trainings.names.clear()
     code, _, error = study(*words)
     assert code == 0, error
-    assert trainings.names == ["b4_uniform_s1"] and rows_of(folder / "training.csv")[:1] == rows
+    assert trainings.names == ["x0_s0", "v_s1", "x0_s1"] and rows_of(folder / "training.csv")[:1] == rows
+    assert "against v" in (folder / "summary.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -249,23 +308,29 @@ def test_bad_input_is_one_line_and_exit_code_2(config, study, trainings, tmp_pat
 
 
 def test_runs_of_other_data_or_path_are_refused(config, study, tmp_path):
-    def run(name: str, data: str, path: str) -> Path:
+    def run(name: str, data: str, path: str, more: str = "") -> Path:
         folder = tmp_path / name
         (folder / "checkpoint" / "step-00000001").mkdir(parents=True)
         (folder / "config.toml").write_text(
-            f'[data]\nname = "{data}"\n[objective]\npath = "{path}"\nprediction = "v"\ntimestep_sampler = "uniform"\n'
+            f'[objective]\npath = "{path}"\nprediction = "v"\ntimestep_sampler = "uniform"\n'
+            f'[data]\nname = "{data}"\n{more}\n'
         )
         return folder
 
     runs = {
         "one": run("one", "digits", "ddpm_linear"), "two": run("two", "synthetic", "ddpm_linear"),
         "three": run("three", "digits", "ddpm_cosine"),
+        "four": run("four", "digits", "ddpm_linear", "[ema]\ntracks = []"),
     }  # fmt: skip
     for names, message in (
         (["one", "two"], "compare runs of the same data"),
         (["one", "three"], "compare runs of one path"),
+        (["one", "four"], "would be measured by its trained weights, one by its EMA ema, decay"),
         (["one"], "give 2 at least"),
         (["one", "one"], "two runs are called one"),
     ):
         code, _, error = study("prediction_types", *(runs[name] for name in names))
         assert code == 2 and message in error and error.count("\n") == 1, error
+    for option in (["--seeds", "2"], ["--checkpoints", "3"], ["--processes", "5"], ["--set", "a=1"], ["--samples", "9"]):
+        code, _, error = study("prediction_types", runs["one"], runs["one"], *option)
+        assert code == 2 and f"{option[0]}: goes with a CONFIG.toml" in error and error.count("\n") == 1, error

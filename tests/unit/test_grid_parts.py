@@ -11,14 +11,15 @@ from torchtitan.diffusion.slot_edges import write_slot_edges
 from torchtitan.evaluation.studies.equal_samples import batch_overrides, study_base, whole_samples
 from torchtitan.evaluation.studies.frame import StudyError
 from torchtitan.evaluation.studies.grid_statistics import (
+    counts_text,
     difference,
     mean_log_loss,
     percent,
     ranking,
     samples_to_target,
     uniform_log_loss,
+    verdict,
 )
-from torchtitan.evaluation.studies.paired_runs import log_ratio
 from torchtitan.evaluation.studies.sampler_specs import parse_samplers, without_sampler
 from torchtitan.evaluation.studies.slot_nodes import PUBLISHED_EDGES, timestep_bins
 from torchtitan.evaluation.studies.training_grid import configure
@@ -71,6 +72,26 @@ def test_ranking_names_what_intervals_do_not_separate():
     assert ranking(losses) == [("c", []), ("a", ["b"]), ("b", ["a"])]
 
 
+def test_ranking_is_over_the_seeds_that_all_share():
+    # Of "a" the seed with the largest loss is missing; on those that both have, "b" is better.
+    losses = {"a": {0: 1.0, 1: 2.0}, "b": {0: 0.9, 1: 1.9, 2: 9.0}, "none": {}}
+    assert [arm for arm, _ in ranking(losses)] == ["b", "a"]
+    assert [arm for arm, _ in ranking({"a": {0: 1.0}, "b": {1: 0.0}})] == ["a", "b"]
+
+
+def test_an_arm_that_lost_seeds_has_no_verdict():
+    reference, lower = {0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.0, 1: 1.0, 2: 2.001}
+    assert verdict(lower, reference, 3) == "lower"
+    assert verdict(lower, reference, 4) == "3 of 4 seeds; 1 failed"
+    assert verdict(lower, {0: 1.0}, 3) == "reference: 1 of 3 seeds; 2 failed"
+
+
+def test_samples_to_target_have_an_interval_only_if_every_seed_has_a_count():
+    assert counts_text([100.0, 120.0], 50, 200) == f"110 [{max(110 - T1 * 10, 0):.0f}, {110 + T1 * 10:.0f}]"
+    assert counts_text([100.0, math.inf, 120.0, None, 0.0], 50, 200) == "100, not within 200, 120, failed, before 50"
+    assert counts_text([math.inf, math.inf], 50, 200) == "not within 200"
+
+
 def test_samples_to_target_is_exact_on_a_power_law():
     samples = [1000, 3000, 4000, 9000]
     curve = [2.0 - 0.5 * math.log(n) for n in samples]
@@ -88,15 +109,6 @@ def test_the_two_sums_of_bins():
     errors, shares = [4.0, 1.0], [0.25, 0.75]
     assert uniform_log_loss(errors, shares) == pytest.approx(math.log(1.75))
     assert mean_log_loss(errors) == pytest.approx(math.log(2.0))
-
-
-def test_ratio_of_proportional_errors_has_no_uncertainty():
-    reference = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
-    ratio, error = log_ratio(3 * reference, reference)
-    assert ratio == pytest.approx(math.log(3.0)) and error == pytest.approx(0.0, abs=1e-15)
-    other = torch.tensor([2.0, 2.0, 2.0], dtype=torch.float64)
-    residual = torch.tensor([1 - 3 / 8, 1 - 6 / 8, 1 - 15 / 8], dtype=torch.float64)
-    assert log_ratio(other, reference)[1] == pytest.approx(residual.std().item() / math.sqrt(3))
 
 
 def test_samples_are_whole_steps_and_checkpoints_of_every_batch_size():
@@ -149,11 +161,20 @@ def test_samplers_by_name_have_their_own_keys_only(base):
         ("uniform,uniform", "is there twice"),
         ("beta:path=edm", "no key=value of a sampler"),
         ("beta:beta_a", "no key=value of a sampler"),
+        ("logit_normal:logit_mean=0,logit_mean=1", "logit_mean is there twice"),
+        ("uniform+stratified:spread=none", "spread is there twice"),
+        ("slots:slot_edges_path=a/e.json,slots:slot_edges_path=./a/e.json", "is there twice"),
+        ("slots:slot_edges=[0,10,1000],slots:slot_edges=[0,20,1000]", "would both be called slots"),
     ],
 )
 def test_samplers_that_are_none_are_refused(text, message):
     with pytest.raises(StudyError, match=message):
         parse_samplers(text)
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders():
+    text = "slots:slot_edges_path=a/e.json,slots:slot_edges_path=b/e.json,slots:slot_edges_path=c.json"
+    assert [spec.label for spec in parse_samplers(text)] == ["slots (a/e)", "slots (b/e)", "slots (c)"]
 
 
 def test_published_slots_are_the_bins_of_a_ddpm_path():

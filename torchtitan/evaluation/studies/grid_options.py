@@ -7,6 +7,9 @@ from torchtitan.config import JobConfig, load_config
 from torchtitan.evaluation.studies.equal_samples import study_base, whole_samples
 from torchtitan.evaluation.studies.frame import StudyError
 
+# Options of training that have defaults, besides --seeds, whose default is the study's.
+_DEFAULTS = {"checkpoints": 8, "processes": 1}
+
 
 def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, positional: bool = True) -> None:
     """Options of every study that trains.
@@ -15,23 +18,41 @@ def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, 
         parser: of the study.
         name: of the study.
         seeds: default of --seeds.
-        positional: whether CONFIG.toml is an argument of its own and --samples is required.
+        positional: whether CONFIG.toml is an argument of its own and --samples is required. If not, options of
+            training are None where they are not given, for `refuse_training_options` or `fill_training_options`.
     """
+    checkpoints, processes = _DEFAULTS.values()
     add = parser.add_argument
     if positional:
         add("config", metavar="CONFIG.toml", type=Path, help="what every run starts from")
     add("--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="keys of the configuration to "
         "override, as model.flavor=debug")
-    add("--seeds", type=at_least(1), default=seeds, metavar="N", help="runs of each kind, of the configuration's seed "
+    add("--seeds", type=at_least(1), default=seeds if positional else None, metavar="N", help="runs of each kind, of the configuration's seed "
         f"and those that follow it (default: {seeds})")
     add("--samples", type=at_least(1), required=positional, metavar="N", help="images that every run sees; the "
         "nearest number that is whole steps of every batch size is taken")
-    add("--checkpoints", type=at_least(1), default=8, metavar="N", help="of every run, equally spaced (default: 8)")
-    add("--processes", type=at_least(1), default=1, metavar="N", help="of every run (default: 1)")
+    add("--checkpoints", type=at_least(1), default=checkpoints if positional else None, metavar="N", help="of every "
+        f"run, equally spaced (default: {checkpoints})")
+    add("--processes", type=at_least(1), default=processes if positional else None, metavar="N", help="of every run "
+        f"(default: {processes})")
     add("--weights", metavar="none|TRACK", help="what is compared: an EMA track, none for the trained weights "
         "(default: the first track)")
     add("--retry-failed", action="store_true", help="train and measure again what failed")
     add("--output", type=Path, help=f"folder of runs and results (default: outputs/<configuration>/studies/{name})")
+
+
+def refuse_training_options(arguments: argparse.Namespace) -> None:
+    """Raises StudyError where an option of training is given and nothing is trained."""
+    for name in ("set", "samples", "seeds", *_DEFAULTS):
+        if getattr(arguments, name):
+            raise StudyError(f"--{name}: goes with a CONFIG.toml; runs that exist are not trained")
+
+
+def fill_training_options(arguments: argparse.Namespace, seeds: int) -> None:
+    """Put defaults in the place of options that were not given."""
+    for name, value in {"seeds": seeds, **_DEFAULTS}.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
 
 
 def at_least(least: int):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchtitan.evaluation.studies.grid_report import GridResults
 
 _MARKERS = "osD^vP*X<>"
+_HOLLOW = "hollow: one seed alone, without an interval"
 _WIDTH_OF_A_BIN = 0.7  # that the arms' bars share
 
 
@@ -30,10 +31,7 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
     for number, arm in enumerate(arms):
         style = {"color": arm_color(number), "marker": _MARKERS[number % len(_MARKERS)], "markersize": 4}
         found = [mean_and_margin(list(results.of_bin(group, arm, place).values())) for place in range(len(bins))]
-        means = [math.exp(mean) for mean, _ in found]
-        absolute.plot(range(len(bins)), means, linewidth=1.2, label=arm, **style)
-        ends = ([math.exp(mean + sign * _finite(margin)) for mean, margin in found] for sign in (-1, 1))
-        absolute.fill_between(range(len(bins)), *ends, color=style["color"], alpha=0.12, linewidth=0)
+        _draw_line(absolute, range(len(bins)), found, label=results.legend(group, arm), linewidth=1.2, **style)
         if number:
             _draw_changes(relative, results, group, arm, len(bins), (number - 1, len(arms) - 1), style)
     absolute.set_yscale("log")
@@ -50,7 +48,7 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
     relative.set_xticks(range(len(bins)), [where.label for where in bins], fontsize=8)
     relative.set_xlabel(f"timestep bin ({unit}), from data to noise")
     seeds = len(results.seeds)
-    note(figure, f"bands and bars: 95 % intervals over {seeds} seeds; changes are paired by seed")
+    note(figure, f"bands and bars: 95 % intervals over {seeds} seeds; changes are paired by seed; {_HOLLOW}")
     return save(figure, path)
 
 
@@ -77,7 +75,7 @@ def draw_curves(results: GridResults, scores: Mapping[str, Callable], path: Path
                 ax.set_ylabel(f"squared error of {results.currency}")
             if row == 0 and (column == len(groups) - 1 or len(results.labels(group)) > len(results.labels(groups[-1]))):
                 legend_outside(ax, results.arm_column)
-    note(figure, f"bands: 95 % intervals over {len(results.seeds)} seeds")
+    note(figure, f"bands: 95 % intervals over {len(results.seeds)} seeds; {_HOLLOW}")
     return save(figure, path)
 
 
@@ -96,28 +94,45 @@ def _draw_changes(
         found = difference(results.of_bin(group, arm, place), results.of_bin(group, reference, place))
         if math.isnan(found.mean):
             continue
-        low, middle, high = (100 * math.expm1(found.mean + sign * _finite(found.margin)) for sign in (-1, 0, 1))
-        axes.vlines(place + shift, low, high, color=style["color"], linewidth=1.4)
-        axes.plot([place + shift], [middle], linestyle="none", **style)
+        known = math.isfinite(found.margin)
+        if known:
+            low, high = (100 * math.expm1(found.mean + sign * found.margin) for sign in (-1, 1))
+            axes.vlines(place + shift, low, high, color=style["color"], linewidth=1.4)
+        middle, fill = 100 * math.expm1(found.mean), "full" if known else "none"
+        axes.plot([place + shift], [middle], linestyle="none", fillstyle=fill, **style)
 
 
 def _draw_curve(axes, results: GridResults, group: str, arm: str, score: Callable, number: int) -> None:
     found = {n: mean_and_margin(list(results.scores(group, arm, score, n).values())) for n in results.samples}
     found = {n: pair for n, pair in found.items() if not math.isnan(pair[0])}
-    marker = _MARKERS[number % len(_MARKERS)]
-    axes.plot(
-        list(found), [math.exp(mean) for mean, _ in found.values()], label=arm, color=arm_color(number), marker=marker,
-        markersize=3.5, linewidth=1.3,
+    _draw_line(
+        axes, list(found), list(found.values()), label=results.legend(group, arm), color=arm_color(number),
+        marker=_MARKERS[number % len(_MARKERS)], markersize=3.5, linewidth=1.3,
     )  # fmt: skip
-    ends = ([math.exp(mean + sign * _finite(margin)) for mean, margin in found.values()] for sign in (-1, 1))
-    axes.fill_between(list(found), *ends, color=arm_color(number), alpha=0.1, linewidth=0)
+
+
+def _draw_line(axes, places: Sequence[float], found: Sequence[tuple[float, float]], *, label: str, **style) -> None:
+    """Means of ln loss with their margins, as losses: a band where the margin is known, else hollow markers."""
+    means = [math.exp(mean) for mean, _ in found]
+    known = [place for place, (_, margin) in enumerate(found) if math.isfinite(margin)]
+    unknown = [place for place in range(len(found)) if place not in known]
+    filled, every = ("full", known) if known else ("none", unknown)
+    axes.plot(places, means, label=label, fillstyle=filled, markevery=every, **style)
+    if known and unknown:
+        axes.plot(places, means, fillstyle="none", markevery=unknown, **style | {"linewidth": 0})
+    ends = (
+        [math.exp(mean + sign * margin) if math.isfinite(margin) else math.nan for mean, margin in found]
+        for sign in (-1, 1)
+    )
+    axes.fill_between(places, *ends, color=style["color"], alpha=0.12, linewidth=0)
 
 
 def _label_log_axis(axes) -> None:
-    """Enough labels on a logarithmic y axis, even where it spans less than a power of ten."""
+    """Enough labels on a logarithmic y axis, even where it spans less than a power of ten, and no two the same."""
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(MaxNLocator(6) if high < 10 * low else LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:.3g}")
+    digits = max(3, math.ceil(math.log10(high / (high - low))) + 2)
+    axes.yaxis.set_major_formatter(f"{{x:.{digits}g}}")
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
@@ -128,8 +143,3 @@ def _limit_changes(axes) -> None:
     if estimates:
         roof = max(4 * max(estimates), 0.1)
         axes.set_ylim(max(low, -roof), min(high, roof))
-
-
-def _finite(margin: float) -> float:
-    """A margin that can be drawn: none for one seed."""
-    return margin if math.isfinite(margin) else 0.0

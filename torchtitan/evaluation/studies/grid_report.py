@@ -1,22 +1,23 @@
 """Pictures and tables of a grid of trained runs: loss by bin, learning curves, ranking, samples to a target loss."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
 from torchtitan.evaluation.studies import grid_plots
-from torchtitan.evaluation.studies.branch_decision import mean_and_margin
 from torchtitan.evaluation.studies.frame import Row, markdown_table, number
 from torchtitan.evaluation.studies.grid_statistics import (
-    Difference,
+    counts_text,
     difference,
     mean_log_loss,
     percent,
     ranking,
     samples_to_target,
+    shared_seeds,
     uniform_log_loss,
+    verdict,
 )
 from torchtitan.evaluation.studies.slot_nodes import TimestepBin
 
@@ -52,13 +53,19 @@ class GridResults:
             if row["status"] == "ok":
                 key = (row["group"], row[self.arm_column], int(row["seed"]), row["weights"], int(row["samples"]))
                 self._errors.setdefault(key, {})[int(row["bin"])] = number(row, "error")
-        good = [row for row in self.rows if row["status"] == "ok"]
-        bins = {int(row["bin"]): number(row, "share") for row in good}
+        # What was to be measured counts, failed or not: a bin, a checkpoint or a seed must not drop out unseen.
+        asked = [row for row in self.rows if row["bin"]]
+        bins = {int(row["bin"]): number(row, "share") for row in asked}
         self.shares = [bins[place] for place in sorted(bins)]
         self.seeds = sorted({int(row["seed"]) for row in self.rows})
-        self.samples = sorted({int(row["samples"]) for row in good})
-        self.images = max((int(row["images"]) for row in good), default=0)
+        self.samples = sorted({int(row["samples"]) for row in asked})
+        self.images = max((int(row["images"]) for row in asked), default=0)
         self.currency = self.rows[0]["currency"] if self.rows else ""
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is anything to report."""
+        return bool(self._errors)
 
     @property
     def groups(self) -> list[str]:
@@ -67,6 +74,11 @@ class GridResults:
     def labels(self, group: str) -> list[str]:
         """Arms of a group, its reference first."""
         return [label for of_group, label in self.arms if of_group == group]
+
+    def legend(self, group: str, arm: str) -> str:
+        """The arm's label, with the number of its seeds where it lost some."""
+        there = sum(bool(self.errors(group, arm, seed, self.samples[-1])) for seed in self.seeds)
+        return arm if there == len(self.seeds) else f"{arm} ({there} of {len(self.seeds)} seeds)"
 
     def errors(self, group: str, arm: str, seed: int, samples: int, weights: str | None = None) -> list[float]:
         """Errors in every bin, or nothing where they are not all there."""
@@ -99,7 +111,7 @@ def write(results: GridResults, target: str | None, bins: Sequence[TimestepBin],
         bins: in which the errors were measured.
         folder: of the study.
     """
-    if not results.samples:
+    if not results.measured:
         return "No run could be measured.\n\n"
     text = _explained(results, bins)
     for place, group in enumerate(results.groups):
@@ -121,31 +133,38 @@ def _explained(results: GridResults, bins: Sequence[TimestepBin]) -> str:
         f"{len(bins)} bins of timesteps), {len(results.seeds)} seeds. Two ways to sum up: the mean under uniform "
         f"{density} (uniform mean), which bins of large errors decide, and the mean of ln error over bins (geometric "
         "mean over bins), in which every bin counts the same. Differences are paired by seed: runs of one seed have "
-        "the same initial weights, order of data and noise. Brackets hold 95 % intervals by Student's t over seeds; "
-        "each is for one comparison, not adjusted for their number. Losses are geometric means over seeds.\n\n"
+        "the same initial weights, order of data and noise. Brackets hold 95 % intervals by Student's t over seeds, "
+        f"for these {results.images} images, which are the same for all runs; each is for one comparison, not adjusted "
+        "for their number. Ranks and losses (geometric means) are over the seeds that all arms share; an arm that lost "
+        "seeds has no verdict.\n\n"
     )
 
 
 def _score_table(results: GridResults, group: str, name: str, score: Score, target: str | None) -> str:
     arms = results.labels(group)
     losses = {arm: results.scores(group, arm, score) for arm in arms}
-    header = ["rank", results.arm_column, "loss", f"against {arms[0]}", "verdict", "cannot be told apart from"]
+    header = ["rank", results.arm_column, "seeds", "loss", f"against {arms[0]}", "verdict", "cannot be told apart from"]
     reached = _samples_to_target(results, group, score, target) if target else {}
-    rows = []
-    for rank, (arm, like) in enumerate(ranking(losses), 1):
-        found = difference(losses[arm], losses[arms[0]])
-        loss = math.exp(fmean(losses[arm].values()))
-        compared = ["-", "reference"] if arm == arms[0] else [percent(found), found.verdict]
-        rows.append([str(rank), arm, f"{loss:.5g}", *compared, ", ".join(like) or "none"])
-        if target:
-            rows[-1].append(reached[arm])
+    shared, count, rows = shared_seeds(losses), len(results.seeds), []
+    whole = {arm for arm in arms if len(losses[arm]) == count}
+    ranked = ranking(losses)
+    for rank, (arm, like) in enumerate(ranked + [(arm, []) for arm in arms if not losses[arm]], 1):
+        row = ["-", arm, str(len(losses[arm])), "-"]
+        if losses[arm] and shared:
+            row[0], row[3] = str(rank), f"{math.exp(fmean(losses[arm][seed] for seed in shared)):.5g}"
+        if arm == arms[0]:
+            row += ["-", "reference"]
+        else:
+            row += [percent(difference(losses[arm], losses[arms[0]])), verdict(losses[arm], losses[arms[0]], count)]
+        row.append((", ".join(other for other in like if other in whole) or "none") if arm in whole else "-")
+        rows.append([*row, reached[arm]] if target else row)
     text = f"### {name[0].upper()}{name[1:]}\n\n"
     if target:
         header.append("samples to target")
-        whose = f"{arms[0]} reaches" if target == "reference" else "the worst arm of a seed reaches"
+        whose = f"{arms[0]} reaches" if target == "reference" else "the worst arm that did not fail reaches"
         text += (
-            f"Samples to target: until the loss is what {whose} at the end with the same seed; mean over seeds, ln "
-            "loss interpolated over ln samples.\n\n"
+            f"Samples to target: until the loss is what {whose} at the end with the same seed, ln loss interpolated "
+            "over ln samples; the mean over seeds, or every seed's number where one of them has none.\n\n"
         )
     return text + markdown_table(header, rows)
 
@@ -156,35 +175,18 @@ def _samples_to_target(results: GridResults, group: str, score: Score, target: s
     curves = {arm: {n: results.scores(group, arm, score, n) for n in results.samples} for arm in arms}
     found = {}
     for arm in arms:
-        counts = []
-        for seed in final[arm]:
+        counts: list[float | None] = []
+        for seed in results.seeds:
             others = [final[other][seed] for other in arms if seed in final[other]]
-            if target == "reference" and seed not in final[arms[0]]:
+            if seed not in final[arm] or (target == "reference" and seed not in final[arms[0]]):
+                counts.append(None)
                 continue
             goal = final[arms[0]][seed] if target == "reference" else max(others)
             points = [(n, at[seed]) for n, at in curves[arm].items() if seed in at]
             counts.append(samples_to_target([n for n, _ in points], [value for _, value in points], goal))
         is_target = target == "reference" and arm == arms[0]
-        found[arm] = "sets the target" if is_target else _counts_text(counts, results.samples[0], last)
+        found[arm] = "sets the target" if is_target else counts_text(counts, results.samples[0], last)
     return found
-
-
-def _counts_text(counts: Sequence[float], first: int, last: int) -> str:
-    if not counts:
-        return "-"
-    missed, early = sum(map(math.isinf, counts)), counts.count(0.0)
-    known = [count for count in counts if math.isfinite(count) and count > 0]
-    parts = []
-    if known:
-        mean, margin = mean_and_margin(known)
-        interval = f" [{max(mean - margin, 0):.0f}, {mean + margin:.0f}]" if math.isfinite(margin) else ""
-        of = f" ({len(known)} of {len(counts)} seeds)" if len(known) < len(counts) else ""
-        parts.append(f"{mean:.0f}{interval}{of}")
-    if early:
-        parts.append(f"before {first} ({early} of {len(counts)})")
-    if missed:
-        parts.append(f"not within {last} ({missed} of {len(counts)})")
-    return ", ".join(parts)
 
 
 def _trained_weights(results: GridResults, group: str) -> str:
@@ -194,8 +196,7 @@ def _trained_weights(results: GridResults, group: str) -> str:
         cells = []
         for score in SCORES.values():
             live, reference = (results.scores(group, one, score, weights="none") for one in (arm, arms[0]))
-            found = difference(live, reference)
-            cells += [percent(found), found.verdict]
+            cells += [percent(difference(live, reference)), verdict(live, reference, len(results.seeds))]
         rows.append([arm, *cells])
     if not rows:
         return ""
@@ -210,14 +211,13 @@ def _bin_table(results: GridResults, group: str, bins: Sequence[TimestepBin]) ->
         of_reference = results.of_bin(group, arms[0], place)
         row = [where.label, f"{math.exp(fmean(of_reference.values())):.4g}" if of_reference else "-"]
         for arm in arms[1:]:
-            found = difference(results.of_bin(group, arm, place), of_reference)
-            row.append(_marked(found))
+            row.append(_marked(results.of_bin(group, arm, place), of_reference, len(results.seeds)))
         rows.append(row)
     unit = "indices" if bins[0].unit == "index" else "t"
-    text = "### By timestep\n\nChange of the loss in each bin; bold where the interval excludes 0.\n\n"
+    text = "### By timestep\n\nChange of the loss in each bin; bold: the interval excludes 0, and no seed was lost.\n\n"
     return text + markdown_table([unit, f"{arms[0]}: loss", *arms[1:]], rows)
 
 
-def _marked(found: Difference) -> str:
-    told = found.verdict in ("lower", "higher")
-    return f"**{percent(found)}**" if told else percent(found)
+def _marked(losses: Mapping[int, float], reference: Mapping[int, float], seeds: int) -> str:
+    text = percent(difference(losses, reference))
+    return f"**{text}**" if verdict(losses, reference, seeds) in ("lower", "higher") else text

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from torchtitan.evaluation.studies.branch_decision import mean_and_margin
 
@@ -40,8 +41,14 @@ def difference(losses: Mapping[int, float], reference: Mapping[int, float]) -> D
     return Difference(mean, margin, len(paired))
 
 
+def shared_seeds(losses: Mapping[str, Mapping[int, float]]) -> list[int]:
+    """Seeds that all arms have, apart from arms that have none."""
+    present = [set(of_arm) for of_arm in losses.values() if of_arm]
+    return sorted(set.intersection(*present)) if present else []
+
+
 def ranking(losses: Mapping[str, Mapping[int, float]]) -> list[tuple[str, list[str]]]:
-    """Order arms by mean ln loss, the lowest first.
+    """Order arms by mean ln loss over the seeds that all share, the lowest first; as given where they share none.
 
     Args:
         losses: arm -> seed -> ln loss.
@@ -50,13 +57,28 @@ def ranking(losses: Mapping[str, Mapping[int, float]]) -> list[tuple[str, list[s
         each arm with the others from which its paired differences cannot tell it apart, in the same order.
     """
     present = {arm: of_arm for arm, of_arm in losses.items() if of_arm}
-    order = sorted(present, key=lambda arm: mean_and_margin(list(present[arm].values()))[0])
+    shared, order = shared_seeds(present), list(present)
+    if shared:
+        order.sort(key=lambda arm: fmean(present[arm][seed] for seed in shared))
     found = []
     for arm in order:
         others = [other for other in order if other != arm]
         like = [o for o in others if difference(present[arm], present[o]).verdict == "cannot be told apart"]
         found.append((arm, like))
     return found
+
+
+def verdict(losses: Mapping[int, float], reference: Mapping[int, float], seeds: int) -> str:
+    """The verdict of a difference, or how many seeds there are of an arm that lost some: those left are a selection.
+
+    Args:
+        losses, reference: seed -> ln loss.
+        seeds: that both arms were to have.
+    """
+    for whose, present in (("", len(losses)), ("reference: ", len(reference))):
+        if present < seeds:
+            return f"{whose}{present} of {seeds} seeds; {seeds - present} failed"
+    return difference(losses, reference).verdict
 
 
 def samples_to_target(samples: Sequence[float], log_losses: Sequence[float], target: float) -> float:
@@ -82,6 +104,22 @@ def samples_to_target(samples: Sequence[float], log_losses: Sequence[float], tar
         low, high = math.log(samples[place - 1]), math.log(samples[place])
         return math.exp(low + share * (high - low))
     return math.inf
+
+
+def counts_text(counts: Sequence[float | None], first: int, last: int) -> str:
+    """Samples to a target of every seed: their mean with its 95 % interval if all are known, else one by one.
+
+    Args:
+        counts: as `samples_to_target` returns them; None for a seed that failed.
+        first, last: samples at the first and the last checkpoint.
+    """
+    known = [count for count in counts if count is not None and 0 < count < math.inf]
+    if known and len(known) == len(counts):
+        mean, margin = mean_and_margin(known)
+        return f"{mean:.0f}" + (f" [{max(mean - margin, 0):.0f}, {mean + margin:.0f}]" if math.isfinite(margin) else "")
+    words = {None: "failed", 0.0: f"before {first}", math.inf: f"not within {last}"}
+    each = [words[count] if count in words else f"{count:.0f}" for count in counts]
+    return each[0] if len(set(each)) == 1 else ", ".join(each)
 
 
 def uniform_log_loss(errors: Sequence[float], shares: Sequence[float]) -> float:

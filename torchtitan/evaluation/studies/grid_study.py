@@ -19,12 +19,14 @@ from torchtitan.evaluation.studies import grid_options, grid_report
 from torchtitan.evaluation.studies.frame import Advance, Cell, Row, StudyError, TrainingFailed, run_study
 from torchtitan.evaluation.studies.grid_options import at_least
 from torchtitan.evaluation.studies.slot_nodes import TimestepBin, timestep_bins
+from torchtitan.evaluation.studies.trained_checkpoint import checkpoint_digest
 from torchtitan.evaluation.studies.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
 from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples, in_currency, timestep_errors
 from torchtitan.evaluation.trained_model import TrainedModel, load_run
+from torchtitan.training.checkpoint import CheckpointError
 
 _MEASURED = (
-    "step", "samples", "weights", "bin", "unit", "low", "high", "share", "nodes", "images", "currency", "error",
+    "checkpoint", "step", "samples", "weights", "bin", "unit", "low", "high", "share", "nodes", "images", "currency", "error",
     "error_se", "status", "reason", "date", "runtime",
 )  # fmt: skip
 
@@ -151,7 +153,8 @@ class GridStudy:
             raise StudyError(f"--currency: {currency!r} is none (there are: {', '.join(PREDICTIONS)})")
         self._arm_column, self._currency, self._target = arm_column, currency, target
         self.COLUMNS = ("model", "group", arm_column, "batch", "lr", "seed", *_MEASURED)
-        self.KEY = ("model", "step", "weights", "low", "high", "nodes", "images", "currency")
+        # Reports place a row by the number of its bin, and a run may have been trained anew under its old name.
+        self.KEY = ("model", "checkpoint", "step", "weights", "bin", "low", "high", "nodes", "images", "currency")
 
     def cells(self, run: TrainedGrid) -> list[Cell]:
         return [cell for planned in run.runs for cell in self._of_run(run, planned)]
@@ -185,6 +188,7 @@ class GridStudy:
         if name in run.failures:
             return [of_run | {"nodes": 0}]
         interval, last = config.checkpoint.interval, config.training.steps
+        of_run["checkpoint"] = _digest(run, name, last)
         wanted = [(step, run.weights) for step in range(interval, last + 1, interval)]
         if run.weights != "none":
             wanted.append((last, "none"))
@@ -193,6 +197,14 @@ class GridStudy:
             of_run | {"step": step, "samples": step * batch, "weights": track} | _of_bin(number, where)
             for step, track in wanted for number, where in enumerate(run.bins())
         ]  # fmt: skip
+
+
+def _digest(run: TrainedGrid, name: str, last: int) -> str:
+    """Of the last checkpoint, by which a run is known; nothing where it is damaged, which measuring it will say."""
+    try:
+        return checkpoint_digest(run.grid.run_folder(name), last)
+    except CheckpointError:
+        return ""
 
 
 def _of_bin(number: int, where: TimestepBin) -> Cell:

@@ -10,21 +10,28 @@ import torch
 from torch import Tensor
 
 from data import DATASETS
+from data.base import DatasetError
 from torchtitan.config import JobConfig
 from torchtitan.diffusion.objective import Objective
 from torchtitan.distributed.mesh import compute_device
-from torchtitan.evaluation.studies.frame import Advance, Cell, Row, StudyError, markdown_table, number
+from torchtitan.evaluation.intervals_by_image import log_ratio
+from torchtitan.evaluation.studies.frame import Advance, Cell, Row, StudyError, TrainingFailed, markdown_table, number
 from torchtitan.evaluation.studies.gns_plots import legend_outside, new_figure, note, save
 from torchtitan.evaluation.studies.grid_plots import arm_color
 from torchtitan.evaluation.studies.grid_study import bin_errors, choose_weights, read_bins
 from torchtitan.evaluation.studies.slot_nodes import TimestepBin
+from torchtitan.evaluation.studies.trained_checkpoint import checkpoint_digest, samples_seen
 from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples
 from torchtitan.evaluation.trained_model import TrainedModel, load_run, read_config
+from torchtitan.gns.intervals import student_quantile
 from torchtitan.training.checkpoint import checkpoint_steps
 from torchtitan.training.checkpoint_location import run_checkpoints
+from torchtitan.training.ema import EMATrackConfig
 
 # Keys of `[data]` that change neither the held-out images nor what is learned of them.
-_DATA_KEYS_APART = ("num_workers", "path", "horizontal_flip")
+_DATA_KEYS_APART = ("num_workers", "prefetch_factor", "horizontal_flip")
+# Datasets whose images are the same wherever they lie.
+_FIXED_DATA = ("cifar10", "cifar100", "digits")
 
 
 @dataclass(frozen=True)
@@ -47,14 +54,25 @@ class ComparedRun:
 
 @dataclass
 class ComparedRuns:
-    """What the frame of studies takes in the place of a run; the first is the reference."""
+    """What the frame of studies takes in the place of a run; the first is the reference.
+
+    Attributes:
+        runs: of different names.
+        digests: name of a run -> `checkpoint_digest` of what is measured of it.
+        seen: name of a run -> images that it has seen.
+        bins: of timesteps.
+        samples: held-out images with noise.
+        options: the study's.
+    """
 
     runs: list[ComparedRun]
+    digests: dict[str, str]
+    seen: dict[str, int]
     bins: list[TimestepBin]
+    samples: FixedSamples
     options: argparse.Namespace
     _models: dict[str, TrainedModel] = field(default_factory=dict, repr=False)
     _errors: dict[tuple[str, int], Tensor] = field(default_factory=dict, repr=False)
-    _samples: FixedSamples | None = field(default=None, repr=False)
 
     @property
     def results(self) -> Path:
@@ -65,9 +83,15 @@ class ComparedRuns:
     def description(self) -> str:
         """What is compared, for the first line of the summary."""
         described = ", ".join(
-            f"{run.name} ({run.config.objective.prediction}, step {run.step}, {run.weights})" for run in self.runs
-        )
-        return f"{described} on {self.runs[0].config.data.name}, {self.runs[0].config.objective.path}."
+            f"{run.name} ({run.config.objective.prediction}, step {run.step}, {self.seen[run.name]} images seen, "
+            f"{_averaging(run)})" for run in self.runs
+        )  # fmt: skip
+        unequal = ""
+        if len(set(self.seen.values())) > 1:
+            unequal += " The runs have not seen the same number of images, so changes are of that, too."
+        if len({_averaging(run) for run in self.runs}) > 1:
+            unequal += " Their weights are not averaged alike, so changes are of that, too."
+        return f"{described} on {self.runs[0].config.data.name}, {self.runs[0].config.objective.path}.{unequal}"
 
     def errors(self, name: str, place: int, advance: Advance) -> Tensor:
         """Mean error of each image in a bin, in the currency asked for, float64 [K]. Raises CheckpointError."""
@@ -75,11 +99,8 @@ class ComparedRuns:
             run = next(run for run in self.runs if run.name == name)
             if name not in self._models:
                 self._models[name] = load_run(run.folder, run.weights, run.step, compute_device())
-            if self._samples is None:
-                dataset = DATASETS[run.config.data.name](run.config.data, "validation")
-                self._samples = fixed_samples(dataset, self.options.images, seed=0)
             self._errors[name, place] = bin_errors(
-                self._models[name], self._samples, self.bins[place], self.options.currency, advance
+                self._models[name], self.samples, self.bins[place], self.options.currency, advance
             )
         return self._errors[name, place]
 
@@ -89,7 +110,8 @@ def open_runs(folders: list[Path], options: argparse.Namespace) -> tuple["Paired
 
     Raises:
         StudyError, ConfigError, CheckpointError: a folder is no run, has no checkpoint, or is of other data or of
-            another path than the first.
+            another path than the first; averages would be compared with trained weights; or the held-out images
+            cannot be had.
     """
     if len(folders) < 2:
         raise StudyError(f"{folders[0]}: one run alone is no comparison (give 2 at least, or a CONFIG.toml)")
@@ -98,7 +120,15 @@ def open_runs(folders: list[Path], options: argparse.Namespace) -> tuple["Paired
         if [other.name for other in runs].count(run.name) > 1:
             raise StudyError(f"{run.folder}: two runs are called {run.name} (rename a folder)")
         _refuse_unlike(runs[0], run)
-    return PairedStudy(), ComparedRuns(runs, read_bins(Objective(runs[0].config.objective, 0), options), options)
+    bins = read_bins(Objective(runs[0].config.objective, 0), options)
+    digests = {run.name: checkpoint_digest(run.folder, run.step) for run in runs}
+    seen = {run.name: samples_seen(run.folder, run.step) for run in runs}
+    data = runs[0].config.data
+    try:
+        samples = fixed_samples(DATASETS[data.name](data, "validation"), options.images, seed=0)
+    except DatasetError as error:
+        raise StudyError(f"--images: {error}") from error
+    return PairedStudy(), ComparedRuns(runs, digests, seen, bins, samples, options)
 
 
 def _open(folder: Path, weights: str | None) -> ComparedRun:
@@ -111,8 +141,21 @@ def _open(folder: Path, weights: str | None) -> ComparedRun:
     return ComparedRun(folder.resolve().name, folder, config, max(there), choose_weights(config, weights))
 
 
+def _averaging(run: ComparedRun) -> str:
+    """The weights that are measured, in words."""
+    if run.weights == "none":
+        return "trained weights"
+    track: EMATrackConfig = next(track for track in run.config.ema.tracks if track.name == run.weights)
+    length = {
+        "constant": f"decay {track.decay:g} per step", "half_life": f"half-life {track.half_life:g} images",
+        "power": f"sigma_rel {track.sigma_rel:g}",
+    }  # fmt: skip
+    return f"EMA {run.weights}, {length[track.kind]}"
+
+
 def _refuse_unlike(first: ComparedRun, run: ComparedRun) -> None:
-    mine, other = ({k: v for k, v in vars(r.config.data).items() if k not in _DATA_KEYS_APART} for r in (first, run))
+    apart = (*_DATA_KEYS_APART, "path") if first.config.data.name in _FIXED_DATA else _DATA_KEYS_APART
+    mine, other = ({k: v for k, v in vars(r.config.data).items() if k not in apart} for r in (first, run))
     for key in mine:
         if other.get(key) != mine[key]:
             raise StudyError(
@@ -124,6 +167,11 @@ def _refuse_unlike(first: ComparedRun, run: ComparedRun) -> None:
         raise StudyError(
             f"{run.folder}: objective.path = {paths[1]}, that of {first.name} is {paths[0]} (compare runs of one path)"
         )
+    if (first.weights == "none") != (run.weights == "none"):
+        raise StudyError(
+            f"{run.folder}: would be measured by its {_averaging(run)}, {first.name} by its {_averaging(first)} (give "
+            "--weights none)"
+        )
 
 
 class PairedStudy:
@@ -131,18 +179,24 @@ class PairedStudy:
 
     UNIT = "error"
     COLUMNS = (
-        "model", "prediction", "step", "weights", "reference", "bin", "unit", "low", "high", "share", "nodes", "images",
-        "currency", "error", "error_se", "log_ratio", "log_ratio_se", "status", "reason", "date", "runtime",
+        "model", "checkpoint", "prediction", "step", "samples", "weights", "reference", "bin", "unit", "low", "high",
+        "share", "nodes", "images", "currency", "error", "error_se", "log_ratio", "log_ratio_low", "log_ratio_high",
+        "status", "reason", "date", "runtime",
     )  # fmt: skip
-    KEY = ("model", "step", "weights", "reference", "low", "high", "nodes", "images", "currency")
+    # A folder's name is not the run: another run may have it, or the same be trained further.
+    KEY = (
+        "model", "checkpoint", "step", "weights", "reference", "bin", "low", "high", "nodes", "images", "currency",
+    )  # fmt: skip
 
     def cells(self, run: ComparedRuns) -> list[Cell]:
         first, options = run.runs[0], run.options
-        shared = {"reference": f"{first.name} step {first.step} {first.weights}", "images": options.images}
+        reference = f"{first.name} step {first.step} {first.weights} {run.digests[first.name]}"
+        shared = {"reference": reference, "images": options.images}
         return [
             shared | {
-                "model": one.name, "prediction": one.config.objective.prediction, "step": one.step,
-                "weights": one.weights, "bin": place, "unit": where.unit, "low": where.low, "high": where.high,
+                "model": one.name, "checkpoint": run.digests[one.name], "step": one.step,
+                "prediction": one.config.objective.prediction, "samples": run.seen[one.name], "weights": one.weights,
+                "bin": place, "unit": where.unit, "low": where.low, "high": where.high,
                 "share": where.share, "nodes": len(where.nodes.t), "currency": options.currency,
             }
             for one in run.runs for place, where in enumerate(run.bins)
@@ -154,10 +208,12 @@ class PairedStudy:
     def measure(self, run: ComparedRuns, cell: Cell, advance: Advance) -> dict[str, Any]:
         errors = run.errors(cell["model"], cell["bin"], advance)
         reference = run.errors(run.runs[0].name, cell["bin"], lambda count: None)
-        ratio, ratio_se = log_ratio(errors, reference)
+        if not (errors.isfinite().all() and reference.isfinite().all()):
+            raise TrainingFailed("the error, or the reference's, is not finite")
+        ratio = log_ratio(errors[None], reference[None])
         return {
             "error": errors.mean().item(), "error_se": errors.std().item() / math.sqrt(len(errors)),
-            "log_ratio": ratio, "log_ratio_se": ratio_se,
+            "log_ratio": ratio.value, "log_ratio_low": ratio.lower, "log_ratio_high": ratio.upper,
         }  # fmt: skip
 
     def report(self, run: ComparedRuns, rows: list[Row], folder: Path) -> str:
@@ -165,7 +221,7 @@ class PairedStudy:
         text = (
             f"Held-out squared error of {run.options.currency}, {run.options.images} images with fixed noise, "
             f"{len(run.bins)} bins of timesteps. Changes are against {run.runs[0].name}, paired by image; brackets "
-            "hold 95 % intervals over images. They are about these trained weights: another seed of the same training "
+            "hold 95 % intervals by Student's t over images. They are about these trained weights: another seed of the same training "
             "may differ by more.\n\n"
         )
         header = ["timesteps", f"{run.runs[0].name}: error", *(one.name for one in run.runs[1:])]
@@ -179,22 +235,9 @@ class PairedStudy:
         return text + markdown_table(header, lines) + _draw(run, by_place, folder / "bins.png")
 
 
-def log_ratio(errors: Tensor, reference: Tensor) -> tuple[float, float]:
-    """ln of the ratio of two mean errors of the same images, and its standard error.
-
-    The standard error is that of the mean of e_i / mean(e) - r_i / mean(r), the ratio's linear part (delta method).
-
-    Args:
-        errors, reference: of each image [K], K >= 2, positive.
-    """
-    residual = errors / errors.mean() - reference / reference.mean()
-    return math.log(errors.mean() / reference.mean()), residual.std().item() / math.sqrt(len(errors))
-
-
 def _interval(row: Row) -> tuple[float, float, float]:
-    middle, margin = number(row, "log_ratio"), 1.96 * number(row, "log_ratio_se")
-    low, mid, high = (100 * math.expm1(middle + sign * margin) for sign in (-1, 0, 1))
-    return low, mid, high
+    low, middle, high = (100 * math.expm1(number(row, f"log_ratio{end}")) for end in ("_low", "", "_high"))
+    return low, middle, high
 
 
 def _change(row: Row | None) -> str:
@@ -208,11 +251,12 @@ def _change(row: Row | None) -> str:
 def _draw(run: ComparedRuns, rows: dict[tuple[str, int], Row], path: Path) -> str:
     figure, axes = new_figure("Held-out error by timestep, in one currency", rows=2, size=(10.5, 7.5), sharex=True)
     absolute, relative = axes[:, 0]
+    quantile = student_quantile(0.975, run.options.images - 1.0)
     for place, one in enumerate(run.runs):
         there = [k for k in range(len(run.bins)) if (one.name, k) in rows]
         color, label = arm_color(place), f"{one.name} ({one.config.objective.prediction})"
         values = [number(rows[one.name, k], "error") for k in there]
-        margins = [1.96 * number(rows[one.name, k], "error_se") for k in there]
+        margins = [quantile * number(rows[one.name, k], "error_se") for k in there]
         absolute.errorbar(there, values, margins, color=color, marker="o", markersize=4, linewidth=1.3, label=label)
         if place:
             found = torch.tensor([_interval(rows[one.name, k]) for k in there], dtype=torch.float64).reshape(-1, 3)
@@ -232,4 +276,4 @@ def _draw(run: ComparedRuns, rows: dict[tuple[str, int], Row], path: Path) -> st
     return save(figure, path)
 
 
-__all__ = ["ComparedRuns", "PairedStudy", "log_ratio", "open_runs"]
+__all__ = ["ComparedRuns", "PairedStudy", "open_runs"]

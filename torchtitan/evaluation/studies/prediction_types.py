@@ -12,6 +12,7 @@ from torchtitan.evaluation.studies.grid_study import Arm, PlannedRun
 from torchtitan.evaluation.studies.training_grid import GridRun
 
 NAME = "prediction_types"
+_SEEDS = 2
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"({', '.join(PREDICTIONS)})")
     add("--currency", choices=PREDICTIONS, default="v", help="what the errors are of, whatever the model predicts "
         "(default: v)")
-    grid_options.add_grid_options(parser, NAME, seeds=2, positional=False)
+    grid_options.add_grid_options(parser, NAME, seeds=_SEEDS, positional=False)
     grid_study.add_measure_options(parser)
 
 
@@ -32,14 +33,14 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     if configuration != bool(arguments.predictions):
         raise StudyError("--predictions: goes with a CONFIG.toml, which is trained; runs have theirs already")
     if not configuration:
-        if arguments.set or arguments.samples:
-            raise StudyError("--set, --samples: go with a CONFIG.toml; runs that exist are not trained")
+        grid_options.refuse_training_options(arguments)
         study, runs = paired_runs.open_runs(arguments.sources, arguments)
         return run_study(NAME, study, runs)
     if len(arguments.sources) > 1:
         raise StudyError(f"{arguments.sources[1]}: a configuration is trained alone (give no more than one)")
     if arguments.samples is None:
         raise StudyError("--samples: not given (images that every run sees)")
+    grid_options.fill_training_options(arguments, _SEEDS)
     grid_options.require_seeds(arguments)
     arguments.config = arguments.sources[0]
     base = grid_options.read_base(arguments)

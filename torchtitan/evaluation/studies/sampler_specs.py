@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -43,14 +44,15 @@ def parse_samplers(text: str) -> list[SamplerSpec]:
             A key without `objective.` is of that section; `shift`, `t_min` and `t_max` may be among a sampler's keys.
 
     Raises:
-        StudyError: an unknown sampler or spread, text that is no such list, or one sampler twice.
+        StudyError: an unknown sampler or spread, text that is no such list, a key twice, or one sampler twice.
     """
-    specs = [_parse(entry) for entry in _entries(text)]
-    slugs = [spec.slug for spec in specs]
+    entries = _entries(text)
+    specs = [_parse(entry) for entry in entries]
+    meant = [_meant(spec) for spec in specs]
     for place, spec in enumerate(specs):
-        if spec.slug in slugs[:place]:
+        if meant[place] in meant[:place]:
             raise StudyError(f"--samplers: {spec.label} is there twice")
-    return specs
+    return _told_apart(entries, specs)
 
 
 def without_sampler(config: JobConfig) -> JobConfig:
@@ -83,7 +85,32 @@ def _entries(text: str) -> list[str]:
     return entries
 
 
-def _parse(entry: str) -> SamplerSpec:
+def _meant(spec: SamplerSpec) -> dict[str, str]:
+    """The overrides with one spelling for each file."""
+    return {
+        key: str(Path(value).resolve()) if key.endswith("_path") else value for key, value in spec.overrides.items()
+    }
+
+
+def _told_apart(entries: list[str], specs: list[SamplerSpec]) -> list[SamplerSpec]:
+    """Files of one name are called by as much of their folders' names as it takes. Raises StudyError."""
+    paths = [Path(path) for spec in specs for key, path in _meant(spec).items() if key.endswith("_path")]
+    for parts in range(2, max((len(path.parts) for path in paths), default=0) + 1):
+        names = Counter(spec.slug for spec in specs)
+        specs = [
+            _parse(entry, parts) if names[spec.slug] > 1 else spec for entry, spec in zip(entries, specs, strict=True)
+        ]
+    names = Counter(spec.slug for spec in specs)
+    for spec in specs:
+        if names[spec.slug] > 1:
+            raise StudyError(
+                f"--samplers: two that differ would both be called {spec.label} (write edges to files of other names)"
+            )
+    return specs
+
+
+def _parse(entry: str, path_parts: int = 1) -> SamplerSpec:
+    """A file is called in the label by the last parts of its path."""
     head, _, keys = entry.strip().partition(":")
     name, plus, spread = head.partition("+")
     if name not in SAMPLERS:
@@ -97,11 +124,13 @@ def _parse(entry: str) -> SamplerSpec:
         key = key.removeprefix("objective.")
         if not equals or key not in sampler_keys():
             raise StudyError(f"--samplers: {head}: {pair!r} is no key=value of a sampler")
+        if f"objective.{key}" in overrides:
+            raise StudyError(f"--samplers: {head}: {key} is there twice")
         overrides[f"objective.{key}"] = value
         if key == "slot_importance":
             shown += ["weighted"] if value == "true" else []
         elif key.endswith("_path"):
-            shown.append(Path(value).stem)
+            shown.append(Path(*Path(value).resolve().with_suffix("").parts[-path_parts:]).as_posix())
         elif not value.startswith("["):
             shown.append(f"{key}={value}")
     return SamplerSpec(head + (f" ({', '.join(shown)})" if shown else ""), overrides)

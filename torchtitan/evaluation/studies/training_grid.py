@@ -24,6 +24,7 @@ from torchtitan.config import ConfigError, JobConfig, config_differences, dump_c
 from torchtitan.evaluation.studies.branch_training import samples_seen
 from torchtitan.evaluation.studies.frame import ResultTable, StudyError
 from torchtitan.sweep.process import Outcome, Stopped, run_processes
+from torchtitan.training.checkpoint import checkpoint_steps
 from torchtitan.training.run_lock import RunLock
 
 COLUMNS = ("run", "status", "reason", "samples", "date", "runtime")
@@ -106,6 +107,9 @@ def configure(base: JobConfig, overrides: dict[str, Any], processes: int, name: 
 def train_grid(grid: TrainingGrid, retry_failed: bool = False) -> dict[str, str]:
     """Train what is not trained yet, each run from its newest checkpoint.
 
+    A run is trained when its last checkpoint is in its folder; one that failed counts as that as long as the same is
+    asked of it.
+
     Args:
         grid: as `plan_grid` returns it.
         retry_failed: train again what failed.
@@ -138,7 +142,7 @@ def samples_of(config: JobConfig) -> int:
 
 
 def _train_missing(grid: TrainingGrid, table: ResultTable, retry_failed: bool) -> None:
-    missing = [name for name in grid.configs if _is_missing(table, name, retry_failed)]
+    missing = [name for name in grid.configs if _is_missing(grid, table, name, retry_failed)]
     total = sum(map(samples_of, grid.configs.values()))
     left = sum(samples_of(grid.configs[name]) for name in missing)
     with tqdm(
@@ -161,14 +165,22 @@ def _row(name: str, samples: int, outcome: Outcome) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _is_missing(table: ResultTable, name: str, retry_failed: bool) -> bool:
-    row = table.find({"run": name})
-    return row is None or (retry_failed and row["status"] != "ok")
+def _is_missing(grid: TrainingGrid, table: ResultTable, name: str, retry_failed: bool) -> bool:
+    row, config = table.find({"run": name}), grid.configs[name]
+    if row is None:
+        return True
+    if row["status"] == "ok":  # plan_grid has compared the folder's configuration
+        return config.training.steps not in checkpoint_steps(grid.run_folder(name) / "checkpoint")
+    try:
+        asked = tomllib.loads(_request(grid.folder, name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True
+    return retry_failed or bool(_differences(asked, config))
 
 
 def _train(grid: TrainingGrid, name: str, bar: tqdm) -> Outcome:
     """Train one run to its end; a stop ends its processes, and another start goes on from its checkpoints."""
-    path, folder = grid.folder / "runs" / f"{name}.toml", grid.run_folder(name)
+    path, folder = _request(grid.folder, name), grid.run_folder(name)
     path.write_text(dump_config(grid.configs[name]), encoding="utf-8")
     before, stop, found = bar.n, threading.Event(), []
 
@@ -197,6 +209,10 @@ def _train(grid: TrainingGrid, name: str, bar: tqdm) -> Outcome:
     return found[0]
 
 
+def _request(folder: Path, name: str) -> Path:
+    return folder / "runs" / f"{name}.toml"
+
+
 def _place(folder: Path, name: str) -> dict[str, str]:
     return {"job.dump_folder": str((folder / "runs").absolute()), "job.name": name}
 
@@ -205,12 +221,20 @@ def _refuse_other_run(folder: Path, config: JobConfig) -> None:
     try:
         old = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if checkpoint_steps(folder / "checkpoint"):
+            raise StudyError(
+                f"{folder}: holds checkpoints without a config.toml (remove it, or give --output)"
+            ) from None
         return
     except (OSError, ValueError) as error:
         raise StudyError(f"{folder / 'config.toml'}: is damaged (remove the run's folder, or give --output)") from error
-    differences = config_differences(old, config)
+    if differences := _differences(old, config):
+        raise StudyError(f"{folder}: holds another run ({differences[0]}; give another --output)")
+
+
+def _differences(old: dict[str, Any], config: JobConfig) -> list[str]:
+    found = config_differences(old, config)
     interval = old.get("checkpoint", {}).get("interval")
     if interval != config.checkpoint.interval:
-        differences.append(f"checkpoint.interval: {interval} -> {config.checkpoint.interval}")
-    if differences:
-        raise StudyError(f"{folder}: holds another run ({differences[0]}; give another --output)")
+        found.append(f"checkpoint.interval: {interval} -> {config.checkpoint.interval}")
+    return found

@@ -1,0 +1,75 @@
+"""Which runs of a grid are trained again: what is in their folders decides, not the table alone."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from torchtitan.config import dump_config, load_config
+from torchtitan.evaluation.studies import training_grid
+from torchtitan.evaluation.studies.equal_samples import study_base
+from torchtitan.evaluation.studies.frame import StudyError
+from torchtitan.evaluation.studies.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
+from torchtitan.sweep.process import Outcome
+
+STEPS = 4
+
+
+class Trainings:
+    """In the place of `run_processes`: leaves a configuration and the last checkpoint's folder."""
+
+    def __init__(self) -> None:
+        self.learning_rates: list[float] = []
+        self.fail = False
+
+    def __call__(self, arguments, *, processes, timeout_s, log, stop) -> Outcome:
+        config = load_config(arguments, processes)
+        self.learning_rates.append(config.optimizer.lr)
+        if self.fail:
+            return Outcome("failed", "made to fail", 0.1, 1)
+        folder = Path(config.job.dump_folder) / config.job.name
+        (folder / "checkpoint" / f"step-{config.training.steps:08d}").mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(dump_config(config))
+        return Outcome("ok", "", 0.1, 0)
+
+
+@pytest.fixture
+def trainings(monkeypatch) -> Trainings:
+    found = Trainings()
+    monkeypatch.setattr(training_grid, "run_processes", found)
+    return found
+
+
+def plan(folder: Path, lr: float) -> TrainingGrid:
+    base = study_base(load_config([f"--training.steps={STEPS}", f"--checkpoint.interval={STEPS}"], 1))
+    return plan_grid(base, [GridRun("run", {"optimizer.lr": lr})], folder, 1)
+
+
+def test_a_run_without_its_last_checkpoint_is_trained_again(trainings, tmp_path):
+    assert train_grid(plan(tmp_path, 1e-3)) == {}
+    assert train_grid(plan(tmp_path, 1e-3)) == {} and trainings.learning_rates == [1e-3]
+    with pytest.raises(StudyError, match=r"holds another run \(optimizer.lr: 0.001 -> 0.002"):
+        plan(tmp_path, 2e-3)
+    shutil.rmtree(tmp_path / "runs")  # training.csv still says that it was trained, at another learning rate
+    train_grid(plan(tmp_path, 2e-3))
+    train_grid(plan(tmp_path, 2e-3))
+    assert trainings.learning_rates == [1e-3, 2e-3]
+    shutil.rmtree(tmp_path / "runs" / "run" / "checkpoint")
+    train_grid(plan(tmp_path, 2e-3))
+    assert trainings.learning_rates == [1e-3, 2e-3, 2e-3]
+
+
+def test_checkpoints_of_an_unknown_configuration_are_refused(trainings, tmp_path):
+    train_grid(plan(tmp_path, 1e-3))
+    (tmp_path / "runs" / "run" / "config.toml").unlink()
+    with pytest.raises(StudyError, match="holds checkpoints without a config.toml"):
+        plan(tmp_path, 1e-3)
+
+
+def test_a_failure_counts_for_what_was_asked(trainings, tmp_path):
+    trainings.fail = True
+    assert train_grid(plan(tmp_path, 1e-3)) == {"run": "made to fail"}
+    assert train_grid(plan(tmp_path, 1e-3)) == {"run": "made to fail"} and trainings.learning_rates == [1e-3]
+    trainings.fail = False
+    assert train_grid(plan(tmp_path, 2e-3)) == {}
+    assert train_grid(plan(tmp_path, 2e-3)) == {} and trainings.learning_rates == [1e-3, 2e-3]
