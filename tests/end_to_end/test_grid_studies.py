@@ -320,7 +320,7 @@ def test_runs_of_other_data_or_path_are_refused(config, study, tmp_path):
     runs = {
         "one": run("one", "digits", "ddpm_linear"), "two": run("two", "synthetic", "ddpm_linear"),
         "three": run("three", "digits", "ddpm_cosine"),
-        "four": run("four", "digits", "ddpm_linear", "[ema]\ntracks = []"),
+        "four": run("four", "digits", "ddpm_linear", '[ema]\ntracks = []\n[sampling]\nema_track = "none"'),
     }  # fmt: skip
     for names, message in (
         (["one", "two"], "compare runs of the same data"),
