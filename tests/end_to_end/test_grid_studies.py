@@ -4,7 +4,6 @@ import csv
 import importlib.util
 import os
 import shutil
-import signal
 import time
 from pathlib import Path
 

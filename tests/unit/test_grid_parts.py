@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 
 from torchtitan.config import load_config
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig

@@ -27,8 +27,8 @@ def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, 
         add("config", metavar="CONFIG.toml", type=Path, help="what every run starts from")
     add("--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="keys of the configuration to "
         "override, as model.flavor=debug")
-    add("--seeds", type=at_least(1), default=seeds if positional else None, metavar="N", help="runs of each kind, of the configuration's seed "
-        f"and those that follow it (default: {seeds})")
+    add("--seeds", type=at_least(1), default=seeds if positional else None, metavar="N", help="runs of each kind, of "
+        f"the configuration's seed and those that follow it (default: {seeds})")
     add("--samples", type=at_least(1), required=positional, metavar="N", help="images that every run sees; the "
         "nearest number that is whole steps of every batch size is taken")
     add("--checkpoints", type=at_least(1), default=checkpoints if positional else None, metavar="N", help="of every "

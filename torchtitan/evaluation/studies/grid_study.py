@@ -26,8 +26,8 @@ from torchtitan.evaluation.trained_model import TrainedModel, load_run
 from torchtitan.training.checkpoint import CheckpointError
 
 _MEASURED = (
-    "checkpoint", "step", "samples", "weights", "bin", "unit", "low", "high", "share", "nodes", "images", "currency", "error",
-    "error_se", "status", "reason", "date", "runtime",
+    "checkpoint", "step", "samples", "weights", "bin", "unit", "low", "high", "share", "nodes", "images", "currency",
+    "error", "error_se", "status", "reason", "date", "runtime",
 )  # fmt: skip
 
 

@@ -221,8 +221,8 @@ class PairedStudy:
         text = (
             f"Held-out squared error of {run.options.currency}, {run.options.images} images with fixed noise, "
             f"{len(run.bins)} bins of timesteps. Changes are against {run.runs[0].name}, paired by image; brackets "
-            "hold 95 % intervals by Student's t over images. They are about these trained weights: another seed of the same training "
-            "may differ by more.\n\n"
+            "hold 95 % intervals by Student's t over images. They are about these trained weights: another seed of the "
+            "same training may differ by more.\n\n"
         )
         header = ["timesteps", f"{run.runs[0].name}: error", *(one.name for one in run.runs[1:])]
         by_place = {(row["model"], int(row["bin"])): row for row in good}
