@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -18,12 +19,14 @@ from tests.launcher import ROOT
 from tests.unit.test_timestep_errors import BestDenoiser
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.slot_edges import equal_loss_edges
+from torchtitan.evaluation.studies import loss_curve
 from torchtitan.evaluation.studies.curve_table import LossCurve, read_curves, read_errors
-from torchtitan.evaluation.timestep_errors import fixed_samples, timestep_errors, timestep_nodes
+from torchtitan.evaluation.timestep_errors import fixed_samples, in_currency, timestep_errors, timestep_nodes
 from torchtitan.evaluation.trained_model import read_config
 
 # One patch is the whole image: little more than a filter has to be learned. The variance puts the first inner edge
-# at index 38, where 5 % are two indices.
+# at index 38, where 5 % are two indices. Trained in v, whose error counts at every timestep: that of the noise at high
+# noise is next to nothing beside the rest, and a short training leaves it far above its optimum.
 CONFIG = """
 [model]
 flavor = "debug"
@@ -38,7 +41,7 @@ num_classes = 0
 pixel_variance = 4.0
 [objective]
 path = "ddpm_linear"
-prediction = "noise"
+prediction = "v"
 preconditioning = "index"
 timestep_sampler = "uniform"
 spread = "stratified"
@@ -105,18 +108,18 @@ def test_a_trained_network_comes_near_the_least_error_and_its_slots_near_the_clo
     samples = fixed_samples(Synthetic(config.data, "validation"), 96, 0)
     least = timestep_errors(BestDenoiser(config.data, objective), objective, samples, nodes)
     for curve in read_curves(measured / "curve.csv"):
-        torch.testing.assert_close(curve.optimum, best)
+        torch.testing.assert_close(curve.of_noise().optimum, best)
         errors = read_errors(measured / "errors.safetensors", curve.weights, curve.step)
         excess = errors - least  # of the same images and noise
         assert (excess.mean(0) > -3.5 * excess.std(0) / 96**0.5).all()
-        assert 1 <= errors.mean() / least.mean() < 1.02
-        ratio = errors.mean(0) / least.mean(0)
-        # Above, the optimum is lost in what a short training leaves, which slots do not notice.
-        assert (ratio[best > 0.03] < 1.1).all() and (best > 0.03).sum() > 80
+        ratio = errors.mean(0) / least.mean(0)  # in any currency
+        assert (ratio >= 1).all() and (ratio < 1.1).all()
+        of_noise = (in_currency(each, objective, nodes, "noise").mean() for each in (errors, least))
+        assert next(of_noise) / next(of_noise) < 1.03
     summary = (measured / "summary.md").read_text()
     assert "Ratio to the smallest possible error" in summary and "EMA against trained weights" in summary
 
-    code, output, _ = study("slots", run, "--compare-paper")
+    code, output, _ = study("slots", run, "--error", "noise", "--compare-paper")
     assert code == 0 and output == f"{run / 'studies' / 'slots' / 'summary.md'}\n"
     wanted = equal_loss_edges(optimal_noise_loss(config.data, timestep_nodes(objective).log_sigma), 10)
     written = json.loads((run / "studies" / "slots" / "slots.json").read_text())
@@ -205,6 +208,42 @@ def test_the_cosine_path_has_its_own_coefficients(study, tmp_path):
     assert float(rows[499]["alpha_bar"]) == pytest.approx(0.493844, rel=1e-5)
 
 
+def test_results_of_another_run_are_not_taken_for_one_s_own(run, study, tmp_path):
+    output, copy, moved = tmp_path / "results", tmp_path / "copy", tmp_path / "moved"
+    options = ["--nodes", "3", "--images", "2", "--steps", "500", "--weights", "none"]
+    assert study("loss_curve", run, *options, "--output", output)[0] == 0
+    before = (output / "results.csv").read_bytes()
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("studies"))
+    code, _, error = study("loss_curve", copy, *options, "--output", output)
+    assert code == 2 and error.count("\n") == 1 and f"results of another run, {run.resolve()}" in error
+    assert (output / "results.csv").read_bytes() == before
+    (output / "run.json").unlink()  # as one that was written before there were such files
+    assert study("loss_curve", run, *options, "--output", output)[0] == 0 and (output / "run.json").exists()
+    assert (output / "results.csv").read_bytes() == before
+
+    assert study("loss_curve", copy, *options)[0] == 0
+    copy.rename(moved)  # with its studies
+    assert study("loss_curve", moved, *options)[0] == 0
+    assert len(rows_of(moved / "studies" / "loss_curve")) == 1
+    config = moved / "config.toml"
+    config.write_text(config.read_text().replace("lr = 0.002", "lr = 0.004"))
+    code, _, error = study("loss_curve", moved, *options)
+    assert code == 2 and "optimizer.lr: 0.002 -> 0.004" in error
+    (moved / "studies" / "loss_curve" / "run.json").write_text("{")
+    code, _, error = study("loss_curve", moved, *options)
+    assert code == 2 and "run.json: is damaged" in error
+
+
+def test_a_model_that_gives_no_numbers_is_a_failed_cell(run, study, tmp_path, monkeypatch):
+    nothing = torch.full((2, 3), torch.nan, dtype=torch.float64)
+    monkeypatch.setattr(loss_curve, "timestep_errors", lambda *_, **__: nothing)
+    options = ["--nodes", "3", "--images", "2", "--steps", "500", "--output", tmp_path]
+    assert study("loss_curve", run, *options)[0] == 0
+    assert {row["status"] for row in rows_of(tmp_path)} == {"failed"}
+    assert {row["reason"] for row in rows_of(tmp_path)} == {"an error of the model is not finite"}
+    assert "| weights | reason |" in (tmp_path / "summary.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -221,6 +260,7 @@ def test_the_cosine_path_has_its_own_coefficients(study, tmp_path):
         (["slots", "{curve}", "--slots", "0"], "0 slots of 1000 timesteps"),
         (["slots", "{curve}", "--slots", "5", "--compare-paper"], "needs --slots 10"),
         (["slots", "{curve}", "--step", "5"], "5 is not in"),
+        (["slots", "{curve}", "--error", "v"], "invalid choice"),
         (["slots", "{curve}", "--weights", "fast"], "there are: none, slow"),
         (["slots", "{nan}"], "row 4: error is nan"),
         (["posterior_coefficients"], "either a run's folder or --path"),

@@ -81,6 +81,24 @@ def test_forgetting_leaves_a_matrix_and_goes_on_where_it_was(run, study, tmp_pat
     assert numbers(tmp_path) == whole and (tmp_path / "matrix.csv").read_bytes() == matrix
 
 
+def test_parts_of_gradient_samples_are_known_by_their_size(run, study, tmp_path):  # noqa: F811
+    options = ["forgetting", run, "--slots", "2", *SMALL, "--finetune-steps", "0", "--output", tmp_path]
+    sizes = []
+    for repeats in ("4", "2", "4"):
+        assert study(*options, "--gradient-samples", "16", "--gradient-repeats", repeats)[0] == 0
+        products = [row for row in table(tmp_path / "results.csv") if row["kind"] == "product"]
+        sizes.append([row["samples"] for row in products])
+    assert sizes == [["4"] * 12, ["4"] * 12 + ["8"] * 6, ["4"] * 12 + ["8"] * 6]  # two slots have three pairs
+
+
+def test_a_training_that_diverges_in_its_last_step_has_no_answer(run, study, tmp_path):  # noqa: F811
+    options = ["--slots", "2", *SMALL, "--finetune-steps", "1", "--lr", "1e30", "--gradient-samples", "0"]
+    assert study("forgetting", run, *options, "--output", tmp_path)[0] == 0
+    rows = table(tmp_path / "results.csv")
+    failed = {row["reason"] for row in rows if row["kind"] == "after"}
+    assert failed == {"an error of the model is not finite"} and rows[0]["status"] == "ok"
+
+
 def test_no_training_changes_nothing(run, flow_run, study, tmp_path):  # noqa: F811
     for name, folder in (("ddpm", run), ("flow", flow_run)):
         options = ["--slots", "2", *SMALL, "--finetune-steps", "0", "--gradient-samples", "0"]
@@ -138,7 +156,9 @@ def test_oracle_replacement_leaves_a_table_and_goes_on_where_it_was(run, study, 
         (["oracle_replace", "{flow}"], "has no indices"),
         (["oracle_replace", "{run}", "--ranges", "9-0"], "is reversed (try 0-9)"),
         (["oracle_replace", "{run}", "--ranges", "0-x"], "is no range of indices"),
-        (["oracle_replace", "{run}", "--ranges", "1000-1200"], "holds no index of the chain, the nearest is 999"),
+        (["oracle_replace", "{run}", "--ranges", "1000-1200"], "goes beyond the path's last index, 999"),
+        (["oracle_replace", "{run}", "--ranges", "0-5000"], "goes beyond the path's last index, 999"),
+        (["oracle_replace", "{run}", "--ranges", "1-1", "--num-steps", "4"], "holds no index of the chain"),
         (["oracle_replace", "{run}", "--num-steps", "1001"], "give 2 to 1000"),
         (["oracle_replace", "{run}", "--error-size", "0"], "must be positive"),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from data.base import UnreadableImage
+from data.base import Draws, UnreadableImage
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.gns.offline import (
     WHOLE,
@@ -214,8 +214,24 @@ def test_an_image_that_cannot_be_read_is_replaced():
                     raise UnreadableImage(index, f"{index}.png", "truncated")
             return super().fetch(indices)
 
-    images, labels = gradients(data=Damaged())._read(np.array([2, 3, 9, 4]))
+    images, labels = gradients(data=Damaged())._read(np.array([2, 3, 9, 4]), Draws(7, torch.arange(4)))
     assert torch.equal(images, Images().images[[2, 5, 9, 5]]) and labels.tolist() == [2, 1, 1, 1]
+
+
+def test_images_that_are_drawn_for_training_are_drawn_here_by_the_sample():
+    class Drawn(Images):
+        def fetch_drawn(self, indices, draws):
+            images, labels = self.fetch(indices)
+            return torch.where((draws.uniform("horizontal_flip") < 0.5)[:, None, None, None], -images, images), labels
+
+    source = gradients(data=Drawn(), horizontal_flip=False)
+    plain = gradients(horizontal_flip=False)
+    numbers = torch.arange(64)
+    images, (as_stored, *_) = source._samples(WHOLE, 3, numbers)[0], plain._samples(WHOLE, 3, numbers)
+    signs = (images / as_stored).mean((1, 2, 3))
+    assert set(signs.tolist()) == {1.0, -1.0} and 16 < (signs < 0).sum() < 48
+    assert torch.equal(source._samples(WHOLE, 3, numbers[40:])[0], images[40:])
+    assert not torch.equal(source._samples(WHOLE, 4, numbers)[0].sign(), images.sign())
 
 
 def test_a_gradient_that_is_not_finite_is_refused():

@@ -14,7 +14,7 @@ from tests.unit.test_timestep_samplers import power_law_curve, scalar_curve
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.predictions import PREDICTIONS
-from torchtitan.diffusion.slot_edges import equal_loss_edges
+from torchtitan.diffusion.slot_edges import equal_loss_edges, interpolate_loss
 from torchtitan.evaluation.studies import slots
 from torchtitan.evaluation.studies.curve_table import LossCurve, curve_of, write_curves, write_errors
 from torchtitan.evaluation.studies.frame import StudyError
@@ -49,10 +49,8 @@ class BestDenoiser(nn.Module):
 
 def objective_of(prediction="noise", path="ddpm_linear", **more) -> Objective:
     scaling = "index" if path.startswith("ddpm") else "identity"
-    config = ObjectiveConfig(
-        path=path, prediction=prediction, preconditioning=scaling, timestep_sampler="uniform", **more
-    )
-    return Objective(config, 0)
+    keys = {"path": path, "prediction": prediction, "preconditioning": scaling, "timestep_sampler": "uniform"}
+    return Objective(ObjectiveConfig(**keys | more), 0)
 
 
 def white_design(data: SyntheticConfig) -> FixedSamples:
@@ -73,7 +71,8 @@ def cut(folder, curves: list[LossCurve], errors=None, **options) -> list[dict[st
     write_curves(folder / "curve.csv", curves)
     if errors is not None:
         write_errors(folder / "errors.safetensors", errors)
-    wanted = {"slots": 10, "weights": None, "step": None, "compare_paper": False, "output": None} | options
+    wanted = {"slots": 10, "weights": None, "step": None, "compare_paper": False, "error": "prediction",
+              "output": None} | options
     slots.run_alone(argparse.Namespace(source=folder / "curve.csv", **wanted))
     with open(folder / "slots" / "slots.csv", newline="") as file:
         return list(csv.DictReader(file))
@@ -139,9 +138,10 @@ def test_slots_of_written_curves_are_the_golden_ones_beside_the_paper_s(tmp_path
     assert [int(row["first"]) for row in rows] == edges[:-1] and rows[-1]["end"] == "1000"
     assert [int(row["paper_width"]) for row in rows] == [5, 8, 10, 14, 19, 26, 38, 57, 100, 724]
     assert rows[-1]["paper_last"] == "1000" and slots.paper_edges()[-1] == 1000  # 1001 indices, cut to 999
-    assert sum(float(row["loss_share"]) for row in rows) == pytest.approx(1)
-    assert sum(float(row["paper_loss_share"]) for row in rows) == pytest.approx(1)
-    assert "(the paper's: 144.8)" in (tmp_path / "slots" / "summary.md").read_text()
+    assert sum(float(row["uniform_loss_share"]) for row in rows) == pytest.approx(1)
+    assert sum(float(row["paper_uniform_loss_share"]) for row in rows) == pytest.approx(1)
+    summary = (tmp_path / "slots" / "summary.md").read_text()
+    assert "(the paper's: 144.8)" in summary and "No intervals" in summary
 
 
 def test_intervals_of_edges_are_the_spread_over_new_images(tmp_path):
@@ -166,23 +166,68 @@ def test_intervals_of_edges_are_the_spread_over_new_images(tmp_path):
         cut(tmp_path, [curve], wrong)
 
 
+def test_a_few_images_have_no_intervals(tmp_path):
+    errors = torch.rand(8, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
+    objective = objective_of()
+    for count in (7, 8):
+        curve = curve_of(errors[:count], objective, timestep_nodes(objective), "none", 1)
+        rows = cut(tmp_path, [curve], {("none", 1): errors[:count]}, slots=4)
+        assert bool(rows[0]["end_lower"]) == (count == 8)
+        assert ("needs 8 images" in (tmp_path / "slots" / "summary.md").read_text()) == (count == 7)
+
+
+@pytest.mark.parametrize("prediction", ["x0", "v"])
+def test_slots_of_the_noise_do_not_depend_on_the_prediction(tmp_path, prediction):
+    """The best denoiser's errors in another currency, with intervals: cut by the noise as if trained in it."""
+    samples = fixed_samples(Synthetic(POWER_LAW, "validation"), 8, seed=1)
+    rows = []
+    for name in ("noise", prediction):
+        objective = objective_of(name)
+        nodes = timestep_nodes(objective, 100)
+        errors = timestep_errors(BestDenoiser(POWER_LAW, objective), objective, samples, nodes)
+        curve = curve_of(errors, objective, nodes, "none", 1)
+        rows.append(cut(tmp_path, [curve], {("none", 1): errors}, error="noise", slots=4))
+        ends = ("end", "end_lower", "end_upper")
+        assert [float(row[end]) for row in rows[-1] for end in ends] == pytest.approx(
+            [float(row[end]) for row in rows[0] for end in ends], abs=1
+        )
+    own = cut(tmp_path, [curve], {("none", 1): errors}, slots=4)
+    assert abs(int(own[0]["end"]) - int(rows[0][0]["end"])) > 20
+    assert "squared error of the run's prediction" in (tmp_path / "slots" / "summary.md").read_text()
+
+
+def test_losses_between_indices_are_straight_in_both_logarithms():
+    index = torch.tensor([0, 3, 40, 99])
+    every = torch.arange(100, dtype=torch.float64)
+    torch.testing.assert_close(interpolate_loss(index, 0.9 * (1.0 + index) ** -0.8, 100), 0.9 * (1.0 + every) ** -0.8)
+    assert interpolate_loss(torch.tensor([2, 4]), torch.tensor([3.0, 5.0]), 6)[[0, 1, 2, 4, 5]].tolist() == (
+        pytest.approx([3.0, 3.0, 3.0, 5.0, 5.0])
+    )
+    measured = torch.tensor([0.0, 1.0])  # nothing is between these
+    assert torch.equal(interpolate_loss(torch.arange(2), measured, 2), measured.double())
+    with pytest.raises(ValueError, match="not positive"):
+        interpolate_loss(torch.tensor([0, 3]), measured, 4)
+
+
+@pytest.mark.parametrize("sampler", [{}, {"timestep_sampler": "logit_normal", "logit_mean": -0.5, "logit_std": 2.0}])
 @pytest.mark.parametrize("path", ["rectified_flow", "ddpm_linear_continuous"])
-def test_slots_between_indices_have_equal_integrals_under_the_training_density(tmp_path, path):
-    objective = objective_of("velocity", path)
+def test_slots_between_indices_have_equal_integrals_however_training_drew(tmp_path, path, sampler):
+    objective = objective_of("velocity", path, **sampler)
     nodes = timestep_nodes(objective)
+    # What the sampler `slots` is uniform in.
+    uniform = objective_of("velocity", path).timestep_sampler.density.quantile
 
     def loss(t):
         return 2.0 + torch.cos(5 * t)
 
     rows = cut(tmp_path, [curve_of(loss(nodes.t).expand(2, -1), objective, nodes, "none", 1)], slots=4)
     u = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
-    t = objective.timestep_sampler.density.quantile(u)  # equal masses of training
+    t = uniform(u)
     inner = t[torch.searchsorted(loss(t).cumsum(0) / loss(t).sum(), torch.tensor([0.25, 0.5, 0.75]).double())]
     wanted = inner if path == "rectified_flow" else PATHS[path]().log_sigma_to_index(torch.logit(inner))
-    # Not measured, so left out: one draw in a thousand at either end.
-    assert [float(row["end"]) for row in rows[:-1]] == pytest.approx(wanted.tolist(), rel=7e-3)
+    assert [float(row["end"]) for row in rows[:-1]] == pytest.approx(wanted.tolist(), rel=3e-3)
     assert rows[-1]["end"] == ("1" if path == "rectified_flow" else "1000")
-    assert [float(row["loss_share"]) for row in rows] == pytest.approx([0.25] * 4, abs=0.003)
+    assert [float(row["uniform_loss_share"]) for row in rows] == pytest.approx([0.25] * 4, abs=0.003)
 
 
 def test_indices_that_were_left_out_are_interpolated(tmp_path):

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,31 @@ def equal_loss_edges(loss_by_timestep: Tensor, num_slots: int) -> list[int]:
     for k, place in enumerate(torch.searchsorted(running, wanted).tolist(), start=1):
         edges.append(min(max(place + 1, edges[-1] + 1), count - num_slots + k))  # no slot is empty
     return [*edges, count]
+
+
+def interpolate_loss(index: Tensor, loss: Tensor, num_indices: int) -> Tensor:
+    """The loss at every index of a path from that at some: ln(loss) is linear in ln(1 + index) between them.
+
+    The curves of trained models are nearly straight in these near data, where few indices hold much of the loss.
+
+    Args:
+        index: N indices, rising, 0 or more; beyond the first and the last of them the loss is theirs.
+        loss: at each, positive, [N]; where all indices are given, as it is.
+        num_indices: T.
+
+    Returns:
+        float64 [T].
+
+    Raises:
+        ValueError: a loss is not positive and finite.
+    """
+    loss = loss.detach().to("cpu", torch.float64)
+    if len(loss) == num_indices:
+        return loss
+    if not (loss.isfinite() & (loss > 0)).all():
+        raise ValueError("an error of the curve is not positive and finite")
+    known, every = np.log1p(index.numpy().astype(np.float64)), np.log1p(np.arange(num_indices))
+    return torch.from_numpy(np.exp(np.interp(every, known, np.log(loss.numpy()))))
 
 
 def write_slot_edges(path: Path, edges: Sequence[float], unit: str) -> None:

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from torchtitan.gns.intervals import student_quantile
 
+# Fewer, drawn anew, say too little of what other images would give.
+LEAST_RESAMPLED = 8
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -64,13 +67,25 @@ def log_ratio(after: Tensor, before: Tensor) -> Interval:
     return with_student(each.mean().item(), parts)
 
 
+def mean_interval(values: Tensor) -> Interval:
+    """95 % interval of the mean of values [K]; with one value it is infinite."""
+    mean = values.mean().item()
+    if len(values) < 2:
+        return Interval(mean, -math.inf, math.inf)
+    return with_student(mean, [(values.var().item() / len(values), len(values) - 1.0)])
+
+
 def root_mean(errors: Tensor) -> Interval:
     """95 % interval of sqrt(mean) of squared errors [K], by the mean's own."""
-    mean = errors.mean().item()
-    if len(errors) < 2:
-        return Interval(math.sqrt(mean), 0.0, math.inf)
-    found = with_student(mean, [(errors.var().item() / len(errors), len(errors) - 1.0)])
-    return Interval(math.sqrt(mean), math.sqrt(max(found.lower, 0.0)), math.sqrt(found.upper))
+    found = mean_interval(errors)
+    return Interval(math.sqrt(found.value), math.sqrt(max(found.lower, 0.0)), math.sqrt(found.upper))
+
+
+def resampled_shares(images: int, resamples: int) -> Tensor:
+    """Share of each image in sets of as many, drawn with replacement: float64 [resamples, images], always the same."""
+    drawn = torch.randint(images, (resamples, images), generator=torch.Generator().manual_seed(0))
+    shares = torch.zeros(resamples, images, dtype=torch.float64)
+    return shares.scatter_add_(1, drawn, torch.full_like(shares, 1 / images))
 
 
 def cosine(products: Tensor, i: int, j: int) -> Interval | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.paths import DDPM
-from torchtitan.diffusion.slot_edges import equal_loss_edges
+from torchtitan.diffusion.slot_edges import equal_loss_edges, interpolate_loss
 from torchtitan.distributed.parallelize import clamp_gradients, clip_gradients
 from torchtitan.evaluation.timestep_errors import TimestepNodes
 from torchtitan.gns.offline import Advance, GradientError, Gradients, TimestepBin, square_norm, timestep_bin
@@ -69,7 +69,7 @@ def curve_nodes(path: DDPM, count: int) -> TimestepNodes:
 
 
 def edges_of_curve(objective: Objective, nodes: TimestepNodes, errors: Tensor, num_slots: int) -> list[int]:
-    """Equal-loss edges of a curve known at some indices; ln(error) is linear in ln(1 + index) between them.
+    """Equal-loss edges of a curve known at some indices, by `interpolate_loss` between them.
 
     Args:
         objective: on a discrete path. Indices that it does not train count as without loss.
@@ -83,15 +83,8 @@ def edges_of_curve(objective: Objective, nodes: TimestepNodes, errors: Tensor, n
     Raises:
         ValueError: an error is not positive and finite, or there are too many slots.
     """
-    if not (errors.isfinite() & (errors > 0)).all():
-        raise ValueError("an error of the curve is not positive and finite")
     path = objective.path
-    every = torch.log1p(torch.arange(path.num_indices, dtype=torch.float64))
-    known = torch.log1p(nodes.index.to(torch.float64))
-    place = (torch.searchsorted(known, every, right=True) - 1).clamp(0, len(known) - 2)
-    share = (every - known[place]) / (known[place + 1] - known[place])
-    logs = errors.to(torch.float64).log()
-    curve = torch.lerp(logs[place], logs[place + 1], share).exp()
+    curve = interpolate_loss(nodes.index, errors, path.num_indices)
     ends = objective.timestep_sampler.density.quantile(torch.tensor([1e-12, 1.0 - 1e-12], dtype=torch.float64))
     first, last = path.t_to_index(ends).tolist()
     curve[:first] = 0.0

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.base import Dataset, UnreadableImage
+from data.base import Dataset, Draws, UnreadableImage
 from torchtitan.diffusion import philox
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.diffusion.paths import DDPM
@@ -192,7 +192,7 @@ class Gradients:
         Args:
             model: whole, on `device`.
             objective: whose loss is differentiated.
-            dataset: the split that images are drawn from.
+            dataset: the split that images are drawn from, by fetch_drawn where it has that.
             label_dropout: share of labels replaced by the null class.
             horizontal_flip: whether half of the images are mirrored.
             seed: of every draw.
@@ -310,7 +310,7 @@ class Gradients:
     def _samples(self, where: TimestepBin, stream: int, samples: Tensor) -> tuple[Tensor, Tensor | None, Draw]:
         uniform = partial(self._uniform, samples, stream)
         chosen = (uniform(_IMAGE) * len(self.dataset)).long()
-        images, labels = self._read(chosen.numpy())
+        images, labels = self._read(chosen.numpy(), Draws(self.seed, samples, stream))
         if self.horizontal_flip:
             images = torch.where((uniform(_MIRROR) < 0.5)[:, None, None, None], images.flip(-1), images)
         condition, null_class = None, self.model.null_class
@@ -328,11 +328,12 @@ class Gradients:
     def _uniform(self, samples: Tensor, stream: int, purpose: int) -> Tensor:
         return philox.uniform(self.seed, "evaluation", samples + purpose, stream)
 
-    def _read(self, chosen: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _read(self, chosen: np.ndarray, draws: Draws) -> tuple[Tensor, Tensor]:
         """Images and labels; the next readable image stands for one that cannot be decoded."""
         for _ in range(_MAX_UNREADABLE):
             try:
-                return self.dataset.fetch(chosen)
+                drawn = getattr(self.dataset, "fetch_drawn", None)
+                return drawn(chosen, draws) if drawn else self.dataset.fetch(chosen)
             except UnreadableImage as error:
                 last, chosen = error, np.where(chosen == error.index, (chosen + 1) % len(self.dataset), chosen)
         raise last

@@ -10,6 +10,7 @@ from torch import Tensor
 from torchtitan.diffusion.paths import DDPM
 from torchtitan.evaluation.studies import gns_plots
 from torchtitan.evaluation.studies.curve_table import LossCurve
+from torchtitan.gns.intervals import student_quantile
 
 _LOWEST_BAND = 0.02  # of its value: the lower end of a band that would reach 0 on a logarithmic axis
 _INDEX = "DDPM index + 1 (left is clean data)"
@@ -25,19 +26,19 @@ def loss_curves(curves: Sequence[LossCurve], prediction: str, path: Path) -> str
     left, right = axes[0]
     for curve in curves:
         style = {"color": colors[curve.step], "linestyle": lines[curve.weights], "label": curve.name}
-        _draw(left, _position(curve), curve.error, curve.stderr, **style)
-        _draw(right, curve.log_sigma.exp(), curve.noise_error, curve.noise_stderr, **style)
+        _draw(left, curve, _position(curve), curve.error, curve.stderr, **style)
+        _draw(right, curve, curve.log_sigma.exp(), curve.noise_error, curve.noise_stderr, **style)
     first = curves[0]
     if first.optimum is not None:
         style = {"color": "black", "linewidth": 1.0, "label": "smallest possible"}
         left.plot(_position(first), first.optimum, **style)
-        right.plot(first.log_sigma.exp(), first.optimum * first.noise_error / first.error, **style)
+        right.plot(first.log_sigma.exp(), first.optimum * first.noise_factor, **style)
     _set_timestep_axis(left, first)
-    left.set_ylabel(f"squared error of {prediction} (mean over pixels)")
+    left.set_ylabel(f"squared error of {prediction} (mean over values)")
     left.set_title(f"of the prediction trained: {prediction}", fontsize=10)
     right.set_xscale("log")
     right.set_xlabel("sigma = b / a (left is clean data)")
-    right.set_ylabel("squared error of the noise (mean over pixels)")
+    right.set_ylabel("squared error of the noise (mean over values)")
     right.set_title("in the currency of the noise", fontsize=10)
     for axis in (left, right):
         axis.set_yscale("log")
@@ -47,11 +48,11 @@ def loss_curves(curves: Sequence[LossCurve], prediction: str, path: Path) -> str
     return gns_plots.save(figure, path)
 
 
-def slots(curve: LossCurve, edges: Sequence[float], paper: Sequence[int] | None, path: Path) -> str:
-    """A curve with the inner edges of its slots, and the paper's if given."""
+def slots(curve: LossCurve, error: str, edges: Sequence[float], paper: Sequence[int] | None, path: Path) -> str:
+    """A curve of `error` with the inner edges of its slots, and the paper's if given."""
     figure, axes = gns_plots.new_figure(f"Slots of equal loss, {curve.name}", size=(11, 5.4))
     axis = axes[0, 0]
-    _draw(axis, _position(curve), curve.error, curve.stderr, color="tab:blue", label="squared error")
+    _draw(axis, curve, _position(curve), curve.error, curve.stderr, color="tab:blue", label="squared error")
     offset = 0 if curve.index is None else 1
     for place, edge in enumerate(edges[1:-1]):
         axis.axvline(edge + offset, color="tab:red", linewidth=1.1, label="edges, this run" if place == 0 else None)
@@ -60,7 +61,7 @@ def slots(curve: LossCurve, edges: Sequence[float], paper: Sequence[int] | None,
                      label="edges, the paper's" if place == 0 else None)  # fmt: skip
     _set_timestep_axis(axis, curve)
     axis.set_yscale("log")
-    axis.set_ylabel("squared error of the prediction (mean over pixels)")
+    axis.set_ylabel(f"squared error of the {error} (mean over values)")
     axis.grid(alpha=0.2)
     gns_plots.legend_outside(axis)
     gns_plots.note(figure, f"band: 95 % interval over {curve.images} images")
@@ -87,9 +88,9 @@ def posterior(name: str, path: DDPM, marks: dict[str, int], picture: Path) -> st
     return gns_plots.save(figure, picture)
 
 
-def _draw(axis: Axes, x: Tensor, value: Tensor, stderr: Tensor, **style) -> None:
+def _draw(axis: Axes, curve: LossCurve, x: Tensor, value: Tensor, stderr: Tensor, **style) -> None:
     axis.plot(x, value, linewidth=1.4, **style)
-    half = 1.96 * stderr
+    half = student_quantile(0.975, curve.images - 1.0) * stderr
     lower = torch.maximum(value - half, _LOWEST_BAND * value)
     axis.fill_between(x, lower, value + half, color=style["color"], alpha=0.15, linewidth=0)
 

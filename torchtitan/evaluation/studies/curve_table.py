@@ -3,7 +3,7 @@
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -62,6 +62,16 @@ class LossCurve:
     def name(self) -> str:
         """What it is of, in words."""
         return f"step {self.step}, {'trained weights' if self.weights == 'none' else f'EMA ({self.weights})'}"
+
+    @property
+    def noise_factor(self) -> Tensor:
+        """What makes an error of the prediction one of the noise, at each timestep; 0 where there is no error."""
+        return torch.where(self.error > 0, self.noise_error / self.error, 0.0)
+
+    def of_noise(self) -> "LossCurve":
+        """The curve with errors of the noise in the place of those of the prediction."""
+        optimum = None if self.optimum is None else self.optimum * self.noise_factor
+        return replace(self, error=self.noise_error, stderr=self.noise_stderr, optimum=optimum)
 
 
 def curve_of(

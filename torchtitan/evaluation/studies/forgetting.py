@@ -31,8 +31,9 @@ from torchtitan.evaluation.slot_training import (
 from torchtitan.evaluation.studies import forgetting_report
 from torchtitan.evaluation.studies.forgetting_report import AFTER, PRODUCT, Grid
 from torchtitan.evaluation.studies.frame import CELL_FAILURES, Advance, Cell, Row, StudyError, StudyRun, checkpoint_name
+from torchtitan.evaluation.studies.run_identity import claim
 from torchtitan.evaluation.timestep_errors import timestep_errors
-from torchtitan.gns.offline import WHOLE, Gradients, TimestepBin, equal_mass_edges
+from torchtitan.gns.offline import WHOLE, GradientError, Gradients, TimestepBin, equal_mass_edges
 from torchtitan.training.optimizer import build_optimizer
 
 COLUMNS = (
@@ -94,12 +95,12 @@ def cells(run: StudyRun) -> list[Cell]:
             work = 0 if place else measuring + (training if kind == AFTER else 0)
             cell = {"kind": kind, "trained": trained, "measured": slot.range, "draw": draw, "work": work}
             found.append(whose | held_out | settings | cell)
-    samples = options.gradient_samples
-    for draw in range(options.gradient_repeats if samples else 0):
+    part = options.gradient_samples // options.gradient_repeats
+    for draw in range(options.gradient_repeats if part else 0):
         for place, (one, other) in enumerate(grid.pairs()):
-            work = 0 if place else len(slots) * samples // options.gradient_repeats * _TRAINING_COST
+            work = 0 if place else len(slots) * part * _TRAINING_COST
             cell = {"kind": PRODUCT, "trained": one.range, "measured": other.range, "draw": draw, "work": work}
-            found.append(whose | cell | {"samples": samples})
+            found.append(whose | cell | {"samples": part})
     return found
 
 
@@ -223,7 +224,7 @@ def _equal_loss_edges(run: StudyRun, objective: Objective) -> list[int]:
         )  # fmt: skip
     edges = edges_of_curve(objective, nodes, errors.mean(0), options.slots)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        claim(folder, run)
         partial = path.with_suffix(".partial")
         write_slot_edges(partial, edges, "index")
         partial.replace(path)
@@ -236,12 +237,15 @@ def _equal_loss_edges(run: StudyRun, objective: Objective) -> list[int]:
 
 
 def _errors(run: StudyRun, cell: Cell, advance: Advance) -> Tensor:
-    """Mean error of each image on each slot [S, K], after the training of a cell or before all."""
+    """Mean error of each image on each slot [S, K], after a cell's training or before all. Raises GradientError."""
     model = run.model(run.steps[0]).model
     with restored(model):
         if cell["kind"] == AFTER:
             _finetune(run, cell, lambda images: advance(_TRAINING_COST * images))
-        return _slot_errors(run, advance)
+        errors = _slot_errors(run, advance)
+    if not errors.isfinite().all():  # the last step of a training that diverges has a gradient that is finite
+        raise GradientError("an error of the model is not finite")
+    return errors
 
 
 def _finetune(run: StudyRun, cell: Cell, advance: Advance) -> None:
@@ -271,8 +275,7 @@ def _slot_errors(run: StudyRun, advance: Advance) -> Tensor:
 
 
 def _products(run: StudyRun, cell: Cell, advance: Advance) -> Tensor:
-    size = cell["samples"] // run.options.gradient_repeats
-    numbers = torch.arange(cell["draw"] * size, (cell["draw"] + 1) * size)
+    numbers = torch.arange(cell["draw"] * cell["samples"], (cell["draw"] + 1) * cell["samples"])
     slots = [(slot.where, _stream("products", slot.range)) for slot in run.kept["grid"].slots]
     with restored(run.model(run.steps[0]).model):
         return gradient_products(_gradients(run), slots, numbers, lambda images: advance(_TRAINING_COST * images))

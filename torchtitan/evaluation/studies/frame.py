@@ -23,6 +23,7 @@ from data import DATASETS
 from data.base import Dataset, DatasetError, Split
 from torchtitan.config import ConfigError, JobConfig
 from torchtitan.distributed.mesh import compute_device
+from torchtitan.evaluation.studies.run_identity import claim, refuse_other_run
 from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples
 from torchtitan.evaluation.trained_model import TrainedModel, WeightsError, load_run, read_config
 from torchtitan.gns.offline import GradientError
@@ -261,18 +262,26 @@ def run_study(name: str, study: Study, run: StudyRun) -> Path:
         summary.md.
 
     Raises:
-        StudyError: bad options, or a folder that cannot be written.
+        StudyError: bad options, or a folder that cannot be written or holds results of another run.
     """
     folder = results_folder(name, run)
+    of_one_run = isinstance(run, StudyRun)  # else what is measured names its runs itself
+    if of_one_run:
+        try:
+            refuse_other_run(folder, run)
+        except ValueError as error:
+            raise StudyError(str(error)) from error
     cells = study.cells(run)
     try:
+        if of_one_run:
+            claim(folder, run)
         folder.mkdir(parents=True, exist_ok=True)
         table = ResultTable(folder / "results.csv", study.COLUMNS, study.KEY)
         missing = [cell for cell in cells if _is_missing(table, cell, run.options.retry_failed)]
         _measure(study, run, table, cells, missing)
         rows = [row for cell in cells if (row := table.find(cell))]
         summary = folder / "summary.md"
-        text = _header(name, run, rows) + study.report(run, rows, folder) + _failures(rows)
+        text = _header(name, run, rows) + study.report(run, rows, folder) + _failures(rows, study.KEY)
         summary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise StudyError(f"{folder}: cannot be written: {error.strerror or error}") from error
@@ -339,12 +348,14 @@ def _header(name: str, run: StudyRun, rows: list[Row]) -> str:
     )
 
 
-def _failures(rows: list[Row]) -> str:
+def _failures(rows: list[Row], key: Sequence[str]) -> str:
+    """The failed cells by what tells the study's cells apart."""
     failed = [row for row in rows if row["status"] != "ok"]
     if not failed:
         return ""
-    described = ([row.get("model", ""), row.get("t_min", ""), row["reason"]] for row in failed)
-    return "## Cells without an answer\n\n" + markdown_table(["checkpoint", "bin from", "reason"], described)
+    names = [name for name in key if len({row[name] for row in rows}) > 1] or list(key[:1])
+    described = ([*(row[name] for name in names), row["reason"]] for row in failed)
+    return "## Cells without an answer\n\n" + markdown_table([*names, "reason"], described)
 
 
 __all__ = ["ConfigError", "StudyError", "StudyRun", "add_run_options", "open_run", "run_study"]

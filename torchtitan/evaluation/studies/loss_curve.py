@@ -1,6 +1,7 @@
 """The error at every timestep, of trained and of EMA weights: the same images, each with the same noise everywhere."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from data.base import DatasetError
 from data.synthetic import SyntheticConfig, optimal_noise_loss
 from torchtitan.diffusion.objective import Objective
+from torchtitan.evaluation.intervals_by_image import LEAST_RESAMPLED, log_ratio, mean_interval, resampled_shares
 from torchtitan.evaluation.studies import curve_plots
 from torchtitan.evaluation.studies.curve_table import ERRORS, LossCurve, curve_of, write_curves, write_errors
 from torchtitan.evaluation.studies.frame import (
@@ -26,6 +28,8 @@ from torchtitan.evaluation.studies.frame import (
     step_of,
 )
 from torchtitan.evaluation.timestep_errors import FixedSamples, TimestepNodes, timestep_errors, timestep_nodes
+from torchtitan.gns.intervals import student_quantile
+from torchtitan.gns.offline import GradientError
 
 SEVERAL_WEIGHTS = True
 KEY = ("model", "weights", "split", "seed", "nodes", "first_image", "last_image")
@@ -81,6 +85,8 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
         trained.model, trained.objective, FixedSamples(samples.images[part], samples.noise[part], samples.labels[part]),
         _nodes(run), batch_size=run.options.batch_size, device=run.device, advance=advance,
     )  # fmt: skip
+    if not errors.isfinite().all():
+        raise GradientError("an error of the model is not finite")
     path = _cell_file(run, cell)
     path.parent.mkdir(exist_ok=True)
     unfinished = path.with_name(f".{path.name}")
@@ -142,12 +148,12 @@ def _optimal_noise(run: StudyRun, nodes: TimestepNodes) -> Tensor | None:
 def _description(run: StudyRun, objective: Objective, nodes: TimestepNodes) -> str:
     indexed = "" if nodes.index is None else f", DDPM indices {nodes.index[0]} to {nodes.index[-1]}"
     return (
-        f"Squared error of the prediction {objective.prediction!r} (mean over pixels) at {len(nodes.t)} timesteps, "
+        f"Squared error of the prediction {objective.prediction!r} (mean over values) at {len(nodes.t)} timesteps, "
         f"t from {nodes.t[0]:.4g} to {nodes.t[-1]:.4g}{indexed}; the first {run.options.images} images of the "
         f"{run.options.split} split in the order of seed {run.options.seed}, each with noise of its own, the same at "
         "every timestep and for every model. Weights of the loss do not count. Intervals are of 95 %, over images: "
-        "2.5 to 97.5 % of resampled images for spans, 1.96 standard errors elsewhere; the interval at the largest "
-        "ratio does not know that it was picked as the largest.\n\n"
+        f"2.5 to 97.5 % of resampled images for spans (given {LEAST_RESAMPLED} at least), by Student's t elsewhere; "
+        "the interval at the largest ratio does not know that it was picked as the largest.\n\n"
         "curve.csv has the curves, errors.safetensors the error of every image.\n\n"
     )
 
@@ -156,11 +162,10 @@ def _table(run: StudyRun, curves: list[LossCurve], errors: dict[tuple[str, int],
     lines = []
     for curve in curves:
         values = errors[curve.weights, curve.step]
-        to_noise = curve.noise_error / curve.error
-        mean, half = _mean_interval(values.mean(1))
+        mean = mean_interval(values.mean(1))
         lines.append([
-            str(curve.step), _weights(curve), str(curve.images), f"{mean:.4g} ± {half:.2g}", _span(values),
-            _span(values * to_noise),
+            str(curve.step), _weights(curve), str(curve.images), f"{mean.value:.4g} ± {mean.upper - mean.value:.2g}",
+            _span(values), _span(values * curve.noise_factor),
         ])  # fmt: skip
     return markdown_table(
         ["step", "weights", "images", "mean over timesteps", "span (largest / smallest)", "span as error of the noise"],
@@ -171,7 +176,8 @@ def _table(run: StudyRun, curves: list[LossCurve], errors: dict[tuple[str, int],
 def _ratios(curves: list[LossCurve]) -> str:
     lines = []
     for curve in curves:
-        ratio, half = curve.error / curve.optimum, 1.96 * curve.stderr / curve.optimum
+        quantile = student_quantile(0.975, curve.images - 1.0)
+        ratio, half = curve.error / curve.optimum, quantile * curve.stderr / curve.optimum
         place = int(ratio.argmax())
         lines.append([
             str(curve.step), _weights(curve), f"{curve.error.sum() / curve.optimum.sum():.4g}", f"{ratio.median():.4g}",
@@ -189,20 +195,21 @@ def _pairs(curves: list[LossCurve], errors: dict[tuple[str, int], Tensor]) -> st
         trained, averaged = errors.get(("none", curve.step)), errors[curve.weights, curve.step]
         if curve.weights == "none" or trained is None or trained.shape != averaged.shape:
             continue
-        relative = (averaged - trained).mean(1) / trained.mean()
-        mean, half = _mean_interval(relative)
+        change = log_ratio(averaged.mean(1)[None], trained.mean(1)[None])
+        mean, lower, upper = (100 * math.expm1(ln) for ln in (change.value, change.lower, change.upper))
         by_node = (averaged - trained).mean(0)
-        sure = by_node.abs() > 1.96 * (averaged - trained).std(0) / len(trained) ** 0.5
+        quantile = student_quantile(0.975, len(trained) - 1.0)
+        sure = by_node.abs() > quantile * (averaged - trained).std(0) / len(trained) ** 0.5
         lines.append([
-            str(curve.step), curve.weights, f"{100 * mean:+.2f} ± {100 * half:.2f} %",
+            str(curve.step), curve.weights, f"{mean:+.2f} % [{lower:+.2f}, {upper:+.2f}]",
             f"{int((sure & (by_node < 0)).sum())}", f"{int((sure & (by_node > 0)).sum())}", str(len(by_node)),
         ])  # fmt: skip
     if not lines:
         return ""
     header = ["step", "EMA", "its mean error against the trained", "timesteps lower", "higher", "of"]
     return (
-        "EMA against trained weights, paired by image and noise (lower and higher: beyond 1.96 standard errors at that "
-        "timestep alone, so one in twenty of equal ones would be counted):\n\n" + markdown_table(header, lines)
+        "EMA against trained weights, paired by image and noise (lower and higher: the 95 % interval of that timestep "
+        "alone leaves 0 out, so one in twenty of equal ones would be counted):\n\n" + markdown_table(header, lines)
     )
 
 
@@ -214,18 +221,13 @@ def _where(curve: LossCurve, place: int) -> str:
     return f"t = {curve.t[place]:.4g}" if curve.index is None else f"index {curve.index[place]:.4g}"
 
 
-def _mean_interval(values: Tensor) -> tuple[float, float]:
-    return values.mean().item(), (1.96 * values.std() / len(values) ** 0.5).item()
-
-
 def _span(errors: Tensor) -> str:
-    """Largest over smallest mean error, with the interval over images resampled."""
-    count = len(errors)
-    drawn = torch.randint(count, (_RESAMPLES, count), generator=torch.Generator().manual_seed(0))
-    shares = torch.zeros(_RESAMPLES, count, dtype=torch.float64).scatter_add_(
-        1, drawn, torch.full((_RESAMPLES, count), 1 / count, dtype=torch.float64)
-    )
-    means = torch.cat((errors.mean(0, keepdim=True), shares @ errors))
+    """Largest over smallest mean error, with the interval over images resampled where these are enough."""
+    mean = errors.mean(0)
+    span = f"{mean.max() / mean.min():.4g}"
+    if len(errors) < LEAST_RESAMPLED:
+        return span
+    means = resampled_shares(len(errors), _RESAMPLES) @ errors
     spans = means.amax(1) / means.amin(1)
-    low, high = torch.quantile(spans[1:], torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return f"{spans[0]:.4g} ({low:.3g} to {high:.3g})"
+    low, high = torch.quantile(spans, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return f"{span} ({low:.3g} to {high:.3g})"

@@ -149,6 +149,8 @@ def _ranges(options: argparse.Namespace, indices: list[int]) -> list[tuple[int, 
             low, high = (int(end) for end in word.split("-"))
         except ValueError as error:
             raise StudyError(f'--ranges: {word!r} is no range of indices (as "0-9,10-99")') from error
+        if high > indices[-1] and options.ranges:
+            raise StudyError(f"--ranges: {word} goes beyond the path's last index, {indices[-1]}")
         if low > high:
             raise StudyError(f"--ranges: {word} is reversed (try {high}-{low})")
         if any(low <= index <= high for index in indices):

@@ -7,7 +7,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from torchtitan.evaluation.intervals_by_image import Interval, from_text, root_mean, with_student
+from torchtitan.evaluation.intervals_by_image import Interval, from_text, mean_interval, root_mean
 from torchtitan.evaluation.studies import gns_plots
 from torchtitan.evaluation.studies.frame import Row, StudyRun, markdown_table
 
@@ -18,6 +18,8 @@ TITLES = {
     INJECT: "error added in the range",
     INJECT_TRUE: "error added in the range, truth for the model",
 }
+# What errors are of, where it is not pixels.
+_VALUES = {"latents": "values of latents, normalised as for training", "synthetic": "values as generated"}
 # What a picture on a logarithmic axis cannot show.
 _NOUGHT = 1e-6
 
@@ -62,8 +64,8 @@ def _description(run: StudyRun) -> str:
     text = (
         f"Ancestral sampling with the posterior's variance over {steps}, from {options.images} {options.split} images "
         "noised to the last index, with the true labels, without guidance or clipping; all chains have the same noise. "
-        "Ranges are of indices from 0, both ends included; errors are root mean squares over images and pixels, whose "
-        "values are scaled to [-1, 1], with 95 % intervals over images.\n\n"
+        "Ranges are of indices from 0, both ends included; errors are root mean squares over images and "
+        f"{_VALUES.get(run.config.data.name, 'pixels, scaled to [-1, 1]')}, with 95 % intervals over images.\n\n"
         "The last step returns its estimate as it is: the truth in a range that holds index 0 gives the truth, "
         "whatever the model, and the truth everywhere but in a range without index 0 gives it too. So the first kind "
         "says something of the model for ranges without index 0, the second for ranges with it; the change by an "
@@ -97,18 +99,13 @@ def _findings(errors: dict[Key, Tensor]) -> str:
     verdicts = []
     for (variant, low, high), values in errors.items():
         if variant == REPLACE and low != "0":
-            found = _difference(values, plain)
+            found = mean_interval(values - plain)
             word = "lowers" if found.upper < 0 else "raises" if found.lower > 0 else "does not measurably change"
             verdicts.append(
                 f"- the truth in {low}-{high} {word} the mean squared error (by {found.value:+.3g} "
                 f"[{found.lower:+.3g}, {found.upper:+.3g}])"
             )
     return "Against nothing replaced, paired by image:\n\n" + "\n".join(verdicts) + "\n\n" if verdicts else ""
-
-
-def _difference(values: Tensor, plain: Tensor) -> Interval:
-    change = values - plain
-    return with_student(change.mean().item(), [(change.var().item() / len(change), len(change) - 1.0)])
 
 
 def _text(interval: Interval) -> str:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from torchtitan.diffusion.paths import NUM_INDICES
-from torchtitan.diffusion.slot_edges import equal_loss_edges, write_slot_edges
+from torchtitan.diffusion.slot_edges import equal_loss_edges, interpolate_loss, write_slot_edges
+from torchtitan.evaluation.intervals_by_image import LEAST_RESAMPLED, resampled_shares
 from torchtitan.evaluation.studies import curve_plots
 from torchtitan.evaluation.studies.curve_table import ERRORS, LossCurve, read_curves, read_errors
 from torchtitan.evaluation.studies.frame import StudyError, as_text, markdown_table
@@ -22,10 +23,12 @@ PAPER_SLOTS = (
     (0, 4), (5, 12), (13, 22), (23, 36), (37, 55), (56, 81), (82, 119), (120, 176), (177, 276), (277, 1000),
 )  # fmt: skip
 COLUMNS = (
-    "slot", "unit", "first", "end", "end_lower", "end_upper", "width", "loss_share", "paper_first", "paper_last",
-    "paper_width", "paper_loss_share",
+    "slot", "unit", "first", "end", "end_lower", "end_upper", "width", "uniform_loss_share", "paper_first",
+    "paper_last", "paper_width", "paper_uniform_loss_share",
 )  # fmt: skip
 _RESAMPLES = 1000
+# What `--error` may cut by, in words.
+_ERRORS = {"prediction": "run's prediction", "noise": "noise that follows from the run's prediction"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +36,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("source", metavar="RUN_FOLDER|CURVE.csv", type=Path,
         help="a run's folder with studies/loss_curve, or the curve.csv of a loss_curve")  # fmt: skip
     add("--slots", type=int, default=10, metavar="K", help="number of slots (default: 10)")
+    add("--error", choices=tuple(_ERRORS), default="prediction", help="what the loss is the squared error of: the "
+        "run's own prediction, or the noise that follows from it (default: prediction)")  # fmt: skip
     add("--weights", metavar="none|TRACK", help="whose curve (default: none, the trained weights, where there are)")
     add("--step", type=int, help="of which checkpoint (default: the last)")
     add("--compare-paper", action="store_true", help="put the paper's ten slots of 1000 indices beside")
@@ -51,14 +56,18 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     like_paper = curve.discrete and curve.index[-1] + 1 == NUM_INDICES and arguments.slots == len(PAPER_SLOTS)
     if arguments.compare_paper and not like_paper:
         raise StudyError(f"--compare-paper: needs --slots 10 and a curve over {NUM_INDICES} integer DDPM indices")
-    try:
-        edges = slot_edges(curve, curve.error, arguments.slots)
-    except ValueError as error:
-        raise StudyError(f"{source}: {error}") from error
     errors = read_errors(source.with_name(ERRORS), curve.weights, curve.step)
     if errors is not None and errors.shape != (curve.images, len(curve.t)):
         raise StudyError(f"{source.with_name(ERRORS)}: is not of the curve in {source.name} (run loss_curve again)")
-    intervals = None if errors is None else edge_intervals(curve, errors, arguments.slots)
+    if arguments.error == "noise":
+        errors = None if errors is None else errors * curve.noise_factor
+        curve = curve.of_noise()
+    try:
+        edges = slot_edges(curve, curve.error, arguments.slots)
+        enough = errors is not None and len(errors) >= LEAST_RESAMPLED
+        intervals = edge_intervals(curve, errors, arguments.slots) if enough else None
+    except ValueError as error:
+        raise StudyError(f"{source}: {error}") from error
     paper = paper_edges() if arguments.compare_paper else None
     rows = _rows(curve, edges, intervals, paper)
     try:
@@ -68,8 +77,8 @@ def run_alone(arguments: argparse.Namespace) -> Path:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows({name: as_text(row.get(name)) for name in COLUMNS} for row in rows)
-        text = _summary(curve, edges, rows, errors, paper)
-        text += curve_plots.slots(curve, edges, paper, folder / "slots.png")
+        text = _summary(curve, arguments.error, edges, rows, errors, paper)
+        text += curve_plots.slots(curve, arguments.error, edges, paper, folder / "slots.png")
         (folder / "summary.md").write_text(text, encoding="utf-8")
     except OSError as error:
         raise StudyError(f"{folder}: cannot be written: {error.strerror}") from error
@@ -79,9 +88,10 @@ def run_alone(arguments: argparse.Namespace) -> Path:
 def slot_edges(curve: LossCurve, error: Tensor, num_slots: int) -> list[float]:
     """Edges between which the curve's loss is equal.
 
-    On integer indices the losses are summed, every index counting alike; where nodes leave indices out, ln(loss)
-    is interpolated over them linearly. Between other nodes training density x loss is integrated over ln sigma by
-    the trapezoid rule, and edges lie where its running integral, linear between nodes, reaches k / K.
+    Every timestep counts alike, as those within a slot do for the sampler that the edges are for, however the run was
+    trained. On integer indices the losses are summed, `interpolate_loss` between nodes. Elsewhere the loss is
+    integrated over the real index, or over t, by the trapezoid rule, the end nodes' loss standing for what lies beyond
+    them; edges lie where the running integral, linear between nodes, reaches k / K.
 
     Args:
         curve: the timesteps.
@@ -92,21 +102,17 @@ def slot_edges(curve: LossCurve, error: Tensor, num_slots: int) -> list[float]:
         [K + 1], from 0 to the number of indices, or to 1 in t; whole numbers on integer indices.
 
     Raises:
-        ValueError: K is otherwise, or no loss is positive.
+        ValueError: K is otherwise, no loss is positive, or one that others are interpolated from is not.
     """
     if curve.discrete:
-        return equal_loss_edges(_at_every_index(curve, error), num_slots)
+        return equal_loss_edges(interpolate_loss(curve.index, error, _num_indices(curve)), num_slots)
     if not 1 <= num_slots <= len(error):
         raise ValueError(f"{num_slots} slots of {len(error)} timesteps: give 1 to {len(error)}")
-    running = _running_integral(curve, error)
+    position, running = _running_integral(curve, error)
     if not running[-1] > 0:
         raise ValueError("all losses are zero")
-    wanted = running[-1] * np.arange(1, num_slots) / num_slots
-    log_sigma = np.interp(wanted, running, curve.log_sigma.numpy())
-    if curve.index is None:
-        return [0.0, *torch.sigmoid(torch.from_numpy(log_sigma)).tolist(), 1.0]
-    inner = np.interp(log_sigma, curve.log_sigma.numpy(), curve.index.numpy())
-    return [0.0, *inner.tolist(), float(NUM_INDICES)]
+    inner = np.interp(running[-1] * np.arange(1, num_slots) / num_slots, running, position)
+    return [0.0, *inner.tolist(), 1.0 if curve.index is None else float(NUM_INDICES)]
 
 
 def edge_intervals(curve: LossCurve, errors: Tensor, num_slots: int) -> Tensor:
@@ -117,11 +123,8 @@ def edge_intervals(curve: LossCurve, errors: Tensor, num_slots: int) -> Tensor:
         errors: errors of every image at every one, [images, N].
         num_slots: K.
     """
-    count, generator = len(errors), torch.Generator().manual_seed(0)
-    drawn = torch.randint(count, (_RESAMPLES, count), generator=generator)
-    shares = torch.zeros(_RESAMPLES, count, dtype=torch.float64)
-    shares.scatter_add_(1, drawn, torch.full((_RESAMPLES, count), 1 / count, dtype=torch.float64))
-    edges = torch.tensor([slot_edges(curve, error, num_slots) for error in shares @ errors], dtype=torch.float64)
+    means = resampled_shares(len(errors), _RESAMPLES) @ errors
+    edges = torch.tensor([slot_edges(curve, error, num_slots) for error in means], dtype=torch.float64)
     return torch.quantile(edges, torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0)
 
 
@@ -160,27 +163,26 @@ def _unit(curve: LossCurve) -> str:
     return "t" if curve.index is None else "index"
 
 
-def _at_every_index(curve: LossCurve, error: Tensor) -> Tensor:
-    """Losses of all indices from 0 to the last, [T]."""
-    every = np.arange(int(curve.index[-1]) + 1)
-    if len(every) == len(error):
-        return error
-    smallest = np.finfo(np.float64).tiny
-    return torch.from_numpy(np.exp(np.interp(every, curve.index.numpy(), np.log(error.numpy().clip(smallest)))))
+def _num_indices(curve: LossCurve) -> int:
+    return int(curve.index[-1]) + 1
 
 
-def _running_integral(curve: LossCurve, error: Tensor) -> np.ndarray:
-    """Integral of training density x loss over ln sigma up to each node, [N]."""
-    return np.concatenate(([0.0], torch.cumulative_trapezoid(curve.training_density * error, curve.log_sigma).numpy()))
+def _running_integral(curve: LossCurve, error: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Ends of the range with the nodes between them, in t or index, and the loss's integral up to each, [N + 2]."""
+    nodes, end = (curve.t, 1.0) if curve.index is None else (curve.index, NUM_INDICES - 1.0)
+    if nodes[-1] > end:
+        raise ValueError(f"{_unit(curve)} {nodes[-1]:g} is above {end:g}")
+    position = torch.cat((torch.zeros_like(nodes[:1]), nodes, torch.full_like(nodes[:1], end)))
+    loss = torch.cat((error[:1], error, error[-1:]))
+    return position.numpy(), np.concatenate(([0.0], torch.cumulative_trapezoid(loss, position).numpy()))
 
 
 def _shares(curve: LossCurve, edges: Sequence[float]) -> list[float]:
     """Share of the whole loss between edges."""
     if curve.discrete:
-        losses = _at_every_index(curve, curve.error)
+        losses = interpolate_loss(curve.index, curve.error, _num_indices(curve))
         return [(losses[int(low) : int(high)].sum() / losses.sum()).item() for low, high in pairwise(edges)]
-    position = (curve.t if curve.index is None else curve.index).numpy()
-    running = _running_integral(curve, curve.error)
+    position, running = _running_integral(curve, curve.error)
     return np.diff(np.interp(edges, position, running / running[-1])).tolist()
 
 
@@ -191,7 +193,7 @@ def _rows(
     for place, ((low, high), share) in enumerate(zip(pairwise(edges), _shares(curve, edges), strict=True)):
         row = {
             "slot": place + 1, "unit": _unit(curve), "first": low, "end": high, "width": high - low,
-            "loss_share": share,
+            "uniform_loss_share": share,
         }  # fmt: skip
         if intervals is not None:
             row |= {"end_lower": intervals[0, place + 1].item(), "end_upper": intervals[1, place + 1].item()}
@@ -199,31 +201,39 @@ def _rows(
     if paper:
         for row, (first, last), share in zip(rows, PAPER_SLOTS, _shares(curve, paper), strict=True):
             width = last - first + 1
-            row |= {"paper_first": first, "paper_last": last, "paper_width": width, "paper_loss_share": share}
+            row |= {"paper_first": first, "paper_last": last, "paper_width": width, "paper_uniform_loss_share": share}
     return rows
 
 
 def _summary(
-    curve: LossCurve, edges: Sequence[float], rows: list[dict], errors: Tensor | None, paper: Sequence[int] | None
-) -> str:
+    curve: LossCurve, error: str, edges: Sequence[float], rows: list[dict], errors: Tensor | None,
+    paper: Sequence[int] | None,
+) -> str:  # fmt: skip
     if curve.discrete:
-        counted = f"the sum of the losses of {int(curve.index[-1]) + 1} indices, each counting alike"
-        if int(curve.index[-1]) + 1 > len(curve.t):
+        counted = f"the sum of the losses of {_num_indices(curve)} indices, each counting alike"
+        if _num_indices(curve) > len(curve.t):
             counted += (
-                f"; {len(curve.t)} of them were measured, ln(loss) is interpolated between them, and what that errs is "
-                "not in the intervals"
+                f"; {len(curve.t)} of them were measured, ln(loss) is linear in ln(1 + index) between them, and what "
+                "that errs is not in the intervals"
             )
     else:
+        position, _ = _running_integral(curve, curve.error)
+        first, last = position[[1, -2]]
+        beyond = 1.0 - (last - first) / position[-1]
         counted = (
-            "the integral of training density x loss over ln sigma by the trapezoid rule, from "
-            f"t = {curve.t[0]:.4g} to {curve.t[-1]:.4g}; what training draws beyond is left out"
+            f"the integral of the loss over {_unit(curve)}, every {_unit(curve)} counting alike however often training "
+            f"drew it, by the trapezoid rule; measured from {first:.4g} to {last:.4g}, beyond which ({beyond:.1%} of "
+            "the range) the loss at the end stands"
         )
     text = (
-        f"# slots\n\n{len(rows)} slots of equal loss, {curve.name}. Loss: the mean squared error of the run's "
-        f"prediction over {curve.images} images, without weights. What is equal: {counted}. A slot is [first, end). "
+        f"# slots\n\n{len(rows)} slots of equal loss, {curve.name}. Loss: the mean squared error of the "
+        f"{_ERRORS[error]} over {curve.images} images, without weights. What is equal: {counted}. A slot is "
+        "[first, end). "
     )
     if errors is None:
         text += "No intervals: the errors of every image (errors.safetensors beside the curve) are not there.\n\n"
+    elif "end_lower" not in rows[0]:
+        text += f"No intervals: resampling needs {LEAST_RESAMPLED} images at least.\n\n"
     else:
         text += f"Intervals of ends: 95 %, {_RESAMPLES} times the images drawn anew.\n\n"
     text += markdown_table(["slot", "first", "end", "interval", "width", "share of the loss"], map(_cells, rows))
@@ -235,7 +245,7 @@ def _summary(
 def _cells(row: dict) -> list[str]:
     interval = f"{row['end_lower']:.4g} to {row['end_upper']:.4g}" if "end_lower" in row else "–"
     numbers = [f"{row[name]:.4g}" for name in ("first", "end", "width")]
-    return [str(row["slot"]), *numbers[:2], interval, numbers[2], f"{row['loss_share']:.4f}"]
+    return [str(row["slot"]), *numbers[:2], interval, numbers[2], f"{row['uniform_loss_share']:.4f}"]
 
 
 def _beside_paper(rows: list[dict], edges: Sequence[float]) -> str:
@@ -246,12 +256,13 @@ def _beside_paper(rows: list[dict], edges: Sequence[float]) -> str:
         ["slot", "this run", "the paper", "width", "paper's width", "share of this run's loss in the paper's slot"],
         ([
             str(row["slot"]), f"{row['first']} to {row['end'] - 1}", f"{row['paper_first']} to {row['paper_last']}",
-            str(row["width"]), str(row["paper_width"]), f"{row['paper_loss_share']:.4f}",
+            str(row["width"]), str(row["paper_width"]), f"{row['paper_uniform_loss_share']:.4f}",
         ] for row in rows),
     )  # fmt: skip
     ratio, paper_ratio = rows[-1]["width"] / rows[0]["width"], rows[-1]["paper_width"] / rows[0]["paper_width"]
     text += f"Mean loss of the first slot against the last, from the widths: {ratio:.1f}"
     text += f" (the paper's: {paper_ratio:.1f}). "
     if "end_lower" in rows[0]:
-        text += f"{len(outside)} of the {len(edges) - 2} inner edges have an interval that leaves the paper's edge out."
+        text += f"{len(outside)} of the {len(edges) - 2} inner edges have an interval that leaves the paper's edge out "
+        text += "(for this one model; training and seed are not in the interval)."
     return text + "\n\n"
