@@ -53,7 +53,8 @@ def equal_loss_edges(loss_by_timestep: Tensor, num_slots: int) -> list[int]:
 def interpolate_loss(index: Tensor, loss: Tensor, num_indices: int) -> Tensor:
     """The loss at every index of a path from that at some: ln(loss) is linear in ln(1 + index) between them.
 
-    On the curves of trained models it errs less than over the index itself: few indices near data hold much of the loss.
+    On the curves of trained models it errs less than over the index itself, as few indices near data hold much of the
+    loss.
 
     Args:
         index: N indices, rising, 0 or more; beyond the first and the last of them the loss is theirs.
