@@ -35,7 +35,7 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
         if number:
             _draw_changes(relative, results, group, arm, len(bins), (number - 1, len(arms) - 1), style)
     absolute.set_yscale("log")
-    _label_log_axis(absolute)
+    label_log_axis(absolute)
     absolute.set_ylabel(f"squared error of {results.currency}")
     absolute.grid(alpha=0.25)
     legend_outside(absolute, results.arm_column)
@@ -67,7 +67,7 @@ def draw_curves(results: GridResults, scores: Mapping[str, Callable], path: Path
             ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             ax.xaxis.set_major_formatter("{x:g}")
             ax.xaxis.set_minor_formatter(NullFormatter())
-            _label_log_axis(ax)
+            label_log_axis(ax)
             ax.grid(alpha=0.25)
             ax.set_title(f"{group}: {name}", fontsize=10)
             ax.set_xlabel("samples seen")
@@ -127,7 +127,7 @@ def _draw_line(axes, places: Sequence[float], found: Sequence[tuple[float, float
     axes.fill_between(places, *ends, color=style["color"], alpha=0.12, linewidth=0)
 
 
-def _label_log_axis(axes) -> None:
+def label_log_axis(axes) -> None:
     """Enough labels on a logarithmic y axis, even where it spans less than a power of ten, and no two the same."""
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(MaxNLocator(6) if high < 10 * low else LogLocator(subs=(1, 2, 5)))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from torchtitan.evaluation.intervals_by_image import Interval, from_text, mean_interval, root_mean
@@ -146,6 +147,9 @@ def _draw_variant(axes: Axes, variant: str, found: dict[Key, Interval], plain: I
     least = 0.0
     if seen and max(value.value for value in seen) > 8 * min(value.value for value in seen):
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         least = min(value.value for value in seen) / 3  # where an interval down to 0 leaves the picture
     for place, (_, value) in enumerate(shown):
         if value.value > _NOUGHT:

@@ -17,7 +17,7 @@ from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.intervals_by_image import log_ratio
 from torchtitan.evaluation.studies.frame import Advance, Cell, Row, StudyError, TrainingFailed, markdown_table, number
 from torchtitan.evaluation.studies.gns_plots import legend_outside, new_figure, note, save
-from torchtitan.evaluation.studies.grid_plots import arm_color
+from torchtitan.evaluation.studies.grid_plots import arm_color, label_log_axis
 from torchtitan.evaluation.studies.grid_study import bin_errors, choose_weights, read_bins
 from torchtitan.evaluation.studies.slot_nodes import TimestepBin
 from torchtitan.evaluation.studies.trained_checkpoint import checkpoint_digest, samples_seen
@@ -259,20 +259,24 @@ def _draw(run: ComparedRuns, rows: dict[tuple[str, int], Row], path: Path) -> st
         margins = [quantile * number(rows[one.name, k], "error_se") for k in there]
         absolute.errorbar(there, values, margins, color=color, marker="o", markersize=4, linewidth=1.3, label=label)
         if place:
-            found = torch.tensor([_interval(rows[one.name, k]) for k in there], dtype=torch.float64).reshape(-1, 3)
+            changes = torch.tensor([_interval(rows[one.name, k]) for k in there], dtype=torch.float64).reshape(-1, 3)
+            found = 1.0 + changes / 100  # as ratios: on one axis with some that are a hundred times as large
             middle = found[:, 1]
             ends = torch.stack((middle - found[:, 0], found[:, 2] - middle))
             relative.errorbar(there, middle, ends.numpy(), color=color, marker="o", markersize=4, linewidth=1.3)
     absolute.set_yscale("log")
+    label_log_axis(absolute)
     absolute.set_ylabel(f"squared error of {run.options.currency}")
     absolute.grid(alpha=0.25)
     legend_outside(absolute, "run (prediction)")
-    relative.axhline(0.0, color="black", linewidth=1)
+    relative.set_yscale("log")
+    label_log_axis(relative)
+    relative.axhline(1.0, color="black", linewidth=1)
     relative.grid(alpha=0.25)
-    relative.set_ylabel(f"change against\n{run.runs[0].name} (%)")
+    relative.set_ylabel(f"ratio to the error\nof {run.runs[0].name}")
     relative.set_xticks(range(len(run.bins)), [where.label for where in run.bins], fontsize=8)
     relative.set_xlabel(f"timestep bin ({'DDPM indices' if run.bins[0].unit == 'index' else 't'}), from data to noise")
-    note(figure, f"bars: 95 % intervals over {run.options.images} images; changes are paired by image")
+    note(figure, f"bars: 95 % intervals over {run.options.images} images; ratios are paired by image")
     return save(figure, path)
 
 
