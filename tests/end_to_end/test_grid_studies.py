@@ -330,6 +330,6 @@ def test_runs_of_other_data_or_path_are_refused(config, study, tmp_path):
     ):
         code, _, error = study("prediction_types", *(runs[name] for name in names))
         assert code == 2 and message in error and error.count("\n") == 1, error
-    for option in (["--seeds", "2"], ["--checkpoints", "3"], ["--processes", "5"], ["--set", "a=1"], ["--samples", "9"]):
-        code, _, error = study("prediction_types", runs["one"], runs["one"], *option)
-        assert code == 2 and f"{option[0]}: goes with a CONFIG.toml" in error and error.count("\n") == 1, error
+    for option, value in {"seeds": 2, "checkpoints": 3, "processes": 5, "set": "a=1", "samples": 9}.items():
+        code, _, error = study("prediction_types", runs["one"], runs["one"], f"--{option}", value)
+        assert code == 2 and f"--{option}: goes with a CONFIG.toml" in error and error.count("\n") == 1, error
