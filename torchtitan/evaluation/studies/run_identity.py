@@ -33,7 +33,7 @@ def refuse_other_run(results: Path, run: Run) -> None:
         other, config = kept["run"], kept["config"]
         if not (isinstance(other, str) and isinstance(config, dict)):
             raise ValueError("no run and its configuration")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
