@@ -39,8 +39,8 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
     absolute.set_ylabel(f"squared error of {results.currency}")
     absolute.grid(alpha=0.25)
     legend_outside(absolute, results.arm_column)
-    _limit_changes(relative)
     relative.axhline(0.0, color="black", linewidth=1)
+    _limit_changes(relative)
     for place in range(1, len(bins)):
         relative.axvline(place - 0.5, color="0.9", linewidth=0.8)
     relative.set_ylabel(f"change against\n{arms[0]} (%)")
@@ -130,7 +130,8 @@ def _draw_line(axes, places: Sequence[float], found: Sequence[tuple[float, float
 def label_log_axis(axes) -> None:
     """Enough labels on a logarithmic y axis, even where it spans less than a power of ten, and no two the same."""
     low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(MaxNLocator(6) if high < 10 * low else LogLocator(subs=(1, 2, 5)))
+    wide = LogLocator(subs=(1, 2, 5)) if high < 1e4 * low else LogLocator(numticks=8)  # parts of many decades: no label
+    axes.yaxis.set_major_locator(MaxNLocator(6) if high < 10 * low else wide)
     digits = max(3, math.ceil(math.log10(high / (high - low))) + 2)
     axes.yaxis.set_major_formatter(f"{{x:.{digits}g}}")
     axes.yaxis.set_minor_formatter(NullFormatter())
