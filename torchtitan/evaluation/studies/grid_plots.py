@@ -39,16 +39,18 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
     absolute.set_ylabel(f"squared error of {results.currency}")
     absolute.grid(alpha=0.25)
     legend_outside(absolute, results.arm_column)
-    relative.axhline(0.0, color="black", linewidth=1)
-    _limit_changes(relative)
+    relative.set_yscale("log")
+    relative.axhline(1.0, color="black", linewidth=1)
+    _limit_ratios(relative)
+    label_log_axis(relative)
     for place in range(1, len(bins)):
         relative.axvline(place - 0.5, color="0.9", linewidth=0.8)
-    relative.set_ylabel(f"change against\n{arms[0]} (%)")
+    relative.set_ylabel(f"ratio to the loss\nof {arms[0]}")
     unit = "DDPM indices" if bins[0].unit == "index" else "t"
     relative.set_xticks(range(len(bins)), [where.label for where in bins], fontsize=8)
     relative.set_xlabel(f"timestep bin ({unit}), from data to noise")
     seeds = len(results.seeds)
-    note(figure, f"bands and bars: 95 % intervals over {seeds} seeds; changes are paired by seed; {_HOLLOW}")
+    note(figure, f"bands and bars: 95 % intervals over {seeds} seeds; ratios are paired by seed; {_HOLLOW}")
     return save(figure, path)
 
 
@@ -96,10 +98,10 @@ def _draw_changes(
             continue
         known = math.isfinite(found.margin)
         if known:
-            low, high = (100 * math.expm1(found.mean + sign * found.margin) for sign in (-1, 1))
+            low, high = (math.exp(found.mean + sign * found.margin) for sign in (-1, 1))
             axes.vlines(place + shift, low, high, color=style["color"], linewidth=1.4)
-        middle, fill = 100 * math.expm1(found.mean), "full" if known else "none"
-        axes.plot([place + shift], [middle], linestyle="none", fillstyle=fill, **style)
+        fill = "full" if known else "none"
+        axes.plot([place + shift], [math.exp(found.mean)], linestyle="none", fillstyle=fill, **style)
 
 
 def _draw_curve(axes, results: GridResults, group: str, arm: str, score: Callable, number: int) -> None:
@@ -137,10 +139,11 @@ def label_log_axis(axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _limit_changes(axes) -> None:
+def _limit_ratios(axes) -> None:
     """One wide interval must not flatten all others: its ends may leave the picture, estimates may not."""
-    estimates = [abs(y) for line in axes.get_lines() for y in line.get_ydata()]
+    estimates = [abs(math.log(y)) for line in axes.get_lines() for y in line.get_ydata()]
     low, high = axes.get_ylim()
     if estimates:
-        roof = max(4 * max(estimates), 0.1)
-        axes.set_ylim(max(low, -roof), min(high, roof))
+        roof = math.exp(min(max(4 * max(estimates), 1e-3), 700.0))
+        low, high = max(low, 1 / roof), min(high, roof)
+        axes.set_ylim(low, high)
