@@ -1,7 +1,6 @@
 """scripts/checkpoint.py on a run that was trained sharded: right weights out and in, damage and strangers refused."""
 
 import argparse
-import importlib.util
 import json
 import os
 import pickle
@@ -17,12 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.end_to_end.runs import Run, checkpoint_tensors
 from tests.end_to_end.test_bad_input import call
+from tests.end_to_end.tools import caller, load_tool
 from tests.faults.forked import ForkedRun
 from tests.launcher import ROOT
-
-SPEC = importlib.util.spec_from_file_location("checkpoint_tool", ROOT / "scripts" / "checkpoint.py")
-tool = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(tool)
 
 CONFIG = """
 [model]
@@ -70,18 +66,8 @@ def config_file(run) -> Path:
 
 @pytest.fixture
 def command(capsys):
-    """Run one command in this process; returns its exit code, output and errors."""
-
-    def run_command(*words) -> tuple[int, str, str]:
-        try:
-            code = tool.main([str(word) for word in words])
-        except SystemExit as stop:  # argparse
-            code = stop.code
-        output, error = capsys.readouterr()
-        assert "Traceback" not in output + error
-        return code, output, error
-
-    return run_command
+    """scripts/checkpoint.py in this process: words of a command line -> (exit code, output, errors)."""
+    return caller(load_tool("checkpoint"), capsys)
 
 
 def weights_of(run: Run, prefix: str, step: int = 4) -> dict[str, torch.Tensor]:
@@ -328,7 +314,7 @@ def test_commands_of_the_documentation_are_accepted(page):
     commands = re.findall(r"\.venv/bin/python scripts/checkpoint\.py ([^`\n]+)", (ROOT / page).read_text())
     assert {command.split()[0] for command in commands} == {"list", "verify", "diff", "export", "import"}
     for command in commands:
-        tool.parse_arguments(shlex.split(command))
+        load_tool("checkpoint").parse_arguments(shlex.split(command))
 
 
 # --- initial weights

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from data.synthetic import Synthetic, optimal_noise_loss
-from tests.end_to_end.test_gns_studies import rows_of, tool
+from tests.end_to_end.tools import rows_of
 from tests.faults.forked import ForkedRun
 from tests.launcher import ROOT
 from tests.unit.test_timestep_errors import BestDenoiser
@@ -74,22 +74,6 @@ def run(tmp_path_factory) -> Path:
     trained = ForkedRun(config, "gaussian")
     trained.finish()
     return trained.folder
-
-
-@pytest.fixture
-def study(capsys):
-    """Run a study in this process; returns its exit code, output and errors."""
-
-    def run_study(*words) -> tuple[int, str, str]:
-        try:
-            code = tool.main([str(word) for word in words])
-        except SystemExit as stop:  # argparse
-            code = stop.code
-        output, error = capsys.readouterr()
-        assert "Traceback" not in output + error
-        return code, output, error
-
-    return run_study
 
 
 @pytest.fixture(scope="module")

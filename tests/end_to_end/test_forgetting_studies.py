@@ -1,6 +1,5 @@
 """scripts/study.py forgetting and oracle_replace on a small run: tables, going on after a stop, bad input."""
 
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -8,7 +7,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.end_to_end.test_gns_studies import CONFIG, study  # noqa: F401
+from tests.end_to_end.test_gns_studies import CONFIG
+from tests.end_to_end.tools import table
 from tests.faults.forked import ForkedRun
 
 DDPM = """
@@ -40,18 +40,13 @@ def flow_run(run, tmp_path_factory) -> Path:
     return copy
 
 
-def table(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def numbers(folder: Path) -> list[tuple[str, ...]]:
     """What was measured, without dates and run times."""
     names = ("kind", "trained", "measured", "draw", "error", "product", "errors", "status")
     return [tuple(row[name] for name in names) for row in table(folder / "results.csv")]
 
 
-def test_forgetting_leaves_a_matrix_and_goes_on_where_it_was(run, study, tmp_path):  # noqa: F811
+def test_forgetting_leaves_a_matrix_and_goes_on_where_it_was(run, study, tmp_path):
     options = ["forgetting", run, "--slots", "3", "--groups", "1,3", *SMALL, *GRADIENTS, "--output", tmp_path]
     code, output, _ = study(*options)
     assert code == 0 and output == f"{tmp_path / 'summary.md'}\n"
@@ -81,7 +76,7 @@ def test_forgetting_leaves_a_matrix_and_goes_on_where_it_was(run, study, tmp_pat
     assert numbers(tmp_path) == whole and (tmp_path / "matrix.csv").read_bytes() == matrix
 
 
-def test_parts_of_gradient_samples_are_known_by_their_size(run, study, tmp_path):  # noqa: F811
+def test_parts_of_gradient_samples_are_known_by_their_size(run, study, tmp_path):
     options = ["forgetting", run, "--slots", "2", *SMALL, "--finetune-steps", "0", "--output", tmp_path]
     sizes = []
     for repeats in ("4", "2", "4"):
@@ -91,7 +86,7 @@ def test_parts_of_gradient_samples_are_known_by_their_size(run, study, tmp_path)
     assert sizes == [["4"] * 12, ["4"] * 12 + ["8"] * 6, ["4"] * 12 + ["8"] * 6]  # two slots have three pairs
 
 
-def test_a_training_that_diverges_in_its_last_step_has_no_answer(run, study, tmp_path):  # noqa: F811
+def test_a_training_that_diverges_in_its_last_step_has_no_answer(run, study, tmp_path):
     options = ["--slots", "2", *SMALL, "--finetune-steps", "1", "--lr", "1e30", "--gradient-samples", "0"]
     assert study("forgetting", run, *options, "--output", tmp_path)[0] == 0
     rows = table(tmp_path / "results.csv")
@@ -99,7 +94,7 @@ def test_a_training_that_diverges_in_its_last_step_has_no_answer(run, study, tmp
     assert failed == {"an error of the model is not finite"} and rows[0]["status"] == "ok"
 
 
-def test_no_training_changes_nothing(run, flow_run, study, tmp_path):  # noqa: F811
+def test_no_training_changes_nothing(run, flow_run, study, tmp_path):
     for name, folder in (("ddpm", run), ("flow", flow_run)):
         options = ["--slots", "2", *SMALL, "--finetune-steps", "0", "--gradient-samples", "0"]
         assert study("forgetting", folder, *options, "--output", tmp_path / name)[0] == 0
@@ -109,7 +104,7 @@ def test_no_training_changes_nothing(run, flow_run, study, tmp_path):  # noqa: F
     assert {row["measured_timesteps"] for row in table(tmp_path / "flow" / "matrix.csv")} == {"0-0.5", "0.5-1"}
 
 
-def test_slots_of_a_file_are_used(run, study, tmp_path):  # noqa: F811
+def test_slots_of_a_file_are_used(run, study, tmp_path):
     edges = tmp_path / "edges.json"
     edges.write_text('{"unit": "index", "edges": [0, 100, 1000]}')
     options = [*SMALL, "--finetune-steps", "0", "--seeds", "1", "--gradient-samples", "0", "--output", tmp_path]
@@ -117,7 +112,7 @@ def test_slots_of_a_file_are_used(run, study, tmp_path):  # noqa: F811
     assert {row["measured_timesteps"] for row in table(tmp_path / "matrix.csv")} == {"0-99", "100-999"}
 
 
-def test_oracle_replacement_leaves_a_table_and_goes_on_where_it_was(run, study, tmp_path):  # noqa: F811
+def test_oracle_replacement_leaves_a_table_and_goes_on_where_it_was(run, study, tmp_path):
     options = [
         "oracle_replace", run, "--steps", "4", "--num-steps", "12", "--images", "6", "--batch-size", "3", "--ranges",
         "100-999,1-99,0-9", "--variants", "replace", "except", "inject", "inject_true", "--output", tmp_path,
@@ -163,7 +158,7 @@ def test_oracle_replacement_leaves_a_table_and_goes_on_where_it_was(run, study, 
         (["oracle_replace", "{run}", "--error-size", "0"], "must be positive"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(run, flow_run, study, tmp_path, words, message):  # noqa: F811
+def test_bad_input_is_one_line_and_exit_code_2(run, flow_run, study, tmp_path, words, message):
     places = {"run": run, "flow": flow_run}
     for name, edges in (("good", "0, 50, 1000"), ("nan", "0, NaN, 1000"), ("empty", ""), ("reversed", "1000, 50, 0")):
         places[name] = tmp_path / f"{name}.json"

@@ -1,7 +1,5 @@
 """scripts/study.py on a run: every study, stopped and gone on with, and what cannot be studied refused in one line."""
 
-import csv
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -11,14 +9,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.end_to_end.tools import rows_of
 from tests.faults.forked import ForkedRun
 from tests.launcher import ROOT
 from torchtitan.evaluation.studies import STUDIES
 from torchtitan.gns.published import COLUMNS
-
-SPEC = importlib.util.spec_from_file_location("study_tool", ROOT / "scripts" / "study.py")
-tool = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(tool)
 
 CONFIG = """
 [model]
@@ -57,27 +52,6 @@ def run(tmp_path_factory) -> Path:
     trained = ForkedRun(config, "trained")
     trained.finish()
     return trained.folder
-
-
-@pytest.fixture
-def study(capsys):
-    """Run a study in this process; returns its exit code, output and errors."""
-
-    def run_study(*words) -> tuple[int, str, str]:
-        try:
-            code = tool.main([str(word) for word in words])
-        except SystemExit as stop:  # argparse
-            code = stop.code
-        output, error = capsys.readouterr()
-        assert "Traceback" not in output + error
-        return code, output, error
-
-    return run_study
-
-
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    with open(folder / "results.csv", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Studies that train: stopped and gone on with, equal samples, failures as rows, pictures, refusals in one line."""
 
-import csv
-import importlib.util
 import os
 import shutil
 import time
@@ -10,17 +8,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.end_to_end.tools import load_tool, table
 from tests.faults.forked import _train
 from tests.forked import ForkedProcess
-from tests.launcher import ROOT
 from torchtitan.diffusion.slot_edges import write_slot_edges
 from torchtitan.evaluation.studies import grid_plots, paired_runs, training_grid
 from torchtitan.sweep.process import Outcome, Stopped
 from torchtitan.training.run_lock import RunLock
-
-SPEC = importlib.util.spec_from_file_location("study_tool", ROOT / "scripts" / "study.py")
-tool = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(tool)
 
 CONFIG = """
 [model]
@@ -108,25 +102,6 @@ def no_pictures(monkeypatch):
     return stop_drawing
 
 
-@pytest.fixture
-def study(capsys):
-    def run_study(*words) -> tuple[int, str, str]:
-        try:
-            code = tool.main([str(word) for word in words])
-        except SystemExit as stop:  # argparse
-            code = stop.code
-        output, error = capsys.readouterr()
-        assert "Traceback" not in output + error
-        return code, output, error
-
-    return run_study
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def assert_picture(path: Path) -> None:
     with Image.open(path) as image:
         assert len(set(image.convert("RGB").resize((90, 60)).get_flattened_data())) > 5
@@ -155,9 +130,9 @@ def test_samplers_interrupted_failed_and_gone_on_with(config, trainings, study, 
     assert code == 0 and output == f"{folder / 'summary.md'}\n"
     assert trainings.names == names[1:]  # the finished one is left alone, the interrupted one goes on
     assert [path.stat().st_mtime_ns for path in (first, half)] == before
-    assert [row["status"] for row in rows_of(folder / "training.csv")] == ["ok", "ok", "ok", "failed"]
-    assert {row["samples"] for row in rows_of(folder / "training.csv")} == {"32"}
-    rows = rows_of(folder / "results.csv")
+    assert [row["status"] for row in table(folder / "training.csv")] == ["ok", "ok", "ok", "failed"]
+    assert {row["samples"] for row in table(folder / "training.csv")} == {"32"}
+    rows = table(folder / "results.csv")
     # Two checkpoints of EMA weights and the last one's trained weights, ten bins each; one row for the failed run.
     assert len(rows) == 3 * 3 * 10 + 1 and "made to fail" in rows[-1]["reason"]
     assert {row["samples"] for row in rows[:-1]} == {"16", "32"}
@@ -171,9 +146,9 @@ def test_samplers_interrupted_failed_and_gone_on_with(config, trainings, study, 
     trainings.names.clear()
     trainings.fail = None
     study(*words)
-    assert trainings.names == [] and len(rows_of(folder / "results.csv")) == len(rows)
+    assert trainings.names == [] and len(table(folder / "results.csv")) == len(rows)
     study(*words, "--retry-failed")
-    assert trainings.names == names[3:] and len(rows_of(folder / "results.csv")) == len(rows) + 30
+    assert trainings.names == names[3:] and len(table(folder / "results.csv")) == len(rows) + 30
     summary = (folder / "summary.md").read_text()
     assert "without an answer" in summary and "Cells without" not in summary and "1 failed" not in summary
     assert "| 2 |" in summary and "| reference |" in summary and "277-999" in summary
@@ -199,7 +174,7 @@ def test_batch_sizes_at_equal_samples_and_prediction_types_of_their_runs(
     code, _, error = study("batch_size", config, *asked, *QUICK)
     assert code == 0, error
     assert trainings.names == [f"{kind}_s{seed}" for seed in (0, 1) for kind in ("b4", "b16_linear")]
-    rows = rows_of(folder / "results.csv")
+    rows = table(folder / "results.csv")
     assert {(row["setting"], float(row["lr"])) for row in rows} == {("4", 1e-4), ("16, linear", 4e-4)}
     assert {row["samples"] for row in rows} == {"16", "32"} and {row["currency"] for row in rows} == {"v"}
     assert "16, linear" in (folder / "summary.md").read_text()
@@ -208,7 +183,7 @@ def test_batch_sizes_at_equal_samples_and_prediction_types_of_their_runs(
     words = ["prediction_types", *runs, "--images", "4", "--nodes", "1", "--output", compared]
     code, _, error = study(*words, "--currency", "x0")
     assert code == 0, error
-    rows = rows_of(compared / "results.csv")
+    rows = table(compared / "results.csv")
     assert len(rows) == 30 and {row["log_ratio"] for row in rows[:10]} == {"0"}
     assert any(float(row["log_ratio"]) != 0 for row in rows[10:])
     assert_picture(compared / "bins.png")
@@ -217,7 +192,7 @@ def test_batch_sizes_at_equal_samples_and_prediction_types_of_their_runs(
     assert "the same number of images" not in summary and "are not averaged alike" not in summary
     no_pictures()
     study(*words)
-    in_v = rows_of(compared / "results.csv")[30:]
+    in_v = table(compared / "results.csv")[30:]
     # One factor per timestep, the same for every run: the ratios of errors of one timestep per bin stay.
     for old, new in zip(rows, in_v, strict=True):
         assert old["error"] != new["error"]
@@ -229,7 +204,7 @@ def test_batch_sizes_at_equal_samples_and_prediction_types_of_their_runs(
     shutil.copytree(folder / "runs" / "b16_linear_s1", elsewhere[1])
     code, _, error = study("prediction_types", *elsewhere, *words[4:])
     assert code == 0, error
-    new = rows_of(compared / "results.csv")[60:]
+    new = table(compared / "results.csv")[60:]
     assert {row["model"] for row in new} == {"b16_linear_s0"} and len(new) == 10
     assert new[0]["error"] != in_v[10]["error"] and new[0]["checkpoint"] != in_v[10]["checkpoint"]
 
@@ -241,7 +216,7 @@ def test_batch_sizes_at_equal_samples_and_prediction_types_of_their_runs(
 
 
 def _study_process(words: list[str]) -> int:
-    return tool.main(words)
+    return load_tool("study").main(words)
 
 
 def test_trained_prediction_types_killed_leave_no_process_and_go_on(
@@ -251,7 +226,7 @@ def test_trained_prediction_types_killed_leave_no_process_and_go_on(
     words = ["prediction_types", config, "--predictions", "v,x0", *QUICK, "--output", folder]
     trainings.stop = "x0_s0"
     assert study(*words)[0] == 130
-    rows = rows_of(folder / "training.csv")
+    rows = table(folder / "training.csv")
     assert [(row["run"], row["status"]) for row in rows] == [("v_s0", "ok")]
 
     process = ForkedProcess(_study_process, (list(map(str, words)),), dict(os.environ))  # its training is a real one
@@ -272,7 +247,7 @@ def test_trained_prediction_types_killed_leave_no_process_and_go_on(
     trainings.names.clear()
     code, _, error = study(*words)
     assert code == 0, error
-    assert trainings.names == ["x0_s0", "v_s1", "x0_s1"] and rows_of(folder / "training.csv")[:1] == rows
+    assert trainings.names == ["x0_s0", "v_s1", "x0_s1"] and table(folder / "training.csv")[:1] == rows
     assert "against v" in (folder / "summary.md").read_text()
 
 

@@ -30,7 +30,17 @@ from torchtitan.evaluation.slot_training import (
 )
 from torchtitan.evaluation.studies import forgetting_report
 from torchtitan.evaluation.studies.forgetting_report import AFTER, PRODUCT, Grid
-from torchtitan.evaluation.studies.frame import CELL_FAILURES, Advance, Cell, Row, StudyError, StudyRun, checkpoint_name
+from torchtitan.evaluation.studies.frame import (
+    CELL_FAILURES,
+    Advance,
+    Cell,
+    Row,
+    StudyError,
+    StudyRun,
+    checkpoint_name,
+    require_at_least,
+    require_images,
+)
 from torchtitan.evaluation.studies.run_identity import claim
 from torchtitan.evaluation.timestep_errors import timestep_errors
 from torchtitan.gns.offline import WHOLE, GradientError, Gradients, TimestepBin, equal_mass_edges
@@ -146,20 +156,13 @@ def _check(run: StudyRun) -> None:
         "slots": 2, "finetune_steps": 0, "batch": 1, "seeds": 1, "images": 2, "nodes": 1, "gradient_samples": 0,
         "gradient_repeats": 2, "seed": 0,
     }  # fmt: skip
-    for name, low in least.items():
-        if getattr(options, name) < low:
-            raise StudyError(f"--{name.replace('_', '-')}: must be at least {low}, is {getattr(options, name)}")
+    require_at_least(options, least)
     if not 0 < _lr(run) < float("inf"):
         raise StudyError(f"--lr: must be positive, is {_lr(run):g}")
     if options.gradient_samples % (2 * options.gradient_repeats):
         parts = f"2 x {options.gradient_repeats} (--gradient-repeats)"
         raise StudyError(f"--gradient-samples: {options.gradient_samples} is no multiple of {parts}")
-    try:
-        images = len(run.dataset(options.split))
-    except DatasetError as error:
-        raise StudyError(f"--split: {error}") from error
-    if options.images > images:
-        raise StudyError(f"--images: the {options.split} split has {images} (try --split or fewer)")
+    require_images(run)
 
 
 def _lr(run: StudyRun) -> float:

@@ -316,6 +316,24 @@ def _measure(study: Study, run: StudyRun, table: ResultTable, cells: list[Cell],
             table.add(row | {"runtime": str(timedelta(seconds=time.perf_counter() - begun))})
 
 
+def require_at_least(options: argparse.Namespace, least: dict[str, int]) -> None:
+    """Refuse options below the least that makes sense of each. Raises StudyError."""
+    for name, low in least.items():
+        if getattr(options, name) < low:
+            raise StudyError(f"--{name.replace('_', '-')}: must be at least {low}, is {getattr(options, name)}")
+
+
+def require_images(run: StudyRun) -> None:
+    """Refuse `--split` and `--images` that the data cannot serve. Raises StudyError."""
+    options = run.options
+    try:
+        images = len(run.dataset(options.split))
+    except DatasetError as error:
+        raise StudyError(f"--split: {error}") from error
+    if options.images > images:
+        raise StudyError(f"--images: the {options.split} split has {images} (try --split or fewer)")
+
+
 def checkpoint_name(run: StudyRun, step: int) -> str:
     """Name of a checkpoint's folder, as the tables have it."""
     return checkpoint_path(run.folder, step).name

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.base import DatasetError
 from torchtitan.diffusion import philox
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.paths import DDPM
@@ -16,7 +15,16 @@ from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.intervals_by_image import to_text
 from torchtitan.evaluation.oracle_replacement import ancestral_chain, unit_errors, visited_indices
 from torchtitan.evaluation.studies import oracle_replace_report
-from torchtitan.evaluation.studies.frame import Advance, Cell, Row, StudyError, StudyRun, checkpoint_name
+from torchtitan.evaluation.studies.frame import (
+    Advance,
+    Cell,
+    Row,
+    StudyError,
+    StudyRun,
+    checkpoint_name,
+    require_at_least,
+    require_images,
+)
 from torchtitan.evaluation.studies.oracle_replace_report import EXCEPT, INJECT, INJECT_TRUE, NONE, REPLACE
 from torchtitan.evaluation.timestep_errors import FixedSamples
 
@@ -121,17 +129,10 @@ def _check(run: StudyRun) -> None:
         run.steps = run.steps[-1:]
     if len(run.steps) != 1:
         raise StudyError(f"--steps: one checkpoint at a time, {len(run.steps)} are given")
-    for name, low in {"images": 2, "batch_size": 1, "seed": 0}.items():
-        if getattr(options, name) < low:
-            raise StudyError(f"--{name.replace('_', '-')}: must be at least {low}, is {getattr(options, name)}")
+    require_at_least(options, {"images": 2, "batch_size": 1, "seed": 0})
     if not 0 < options.error_size < math.inf:
         raise StudyError(f"--error-size: must be positive, is {options.error_size:g}")
-    try:
-        images = len(run.dataset(options.split))
-    except DatasetError as error:
-        raise StudyError(f"--split: {error}") from error
-    if options.images > images:
-        raise StudyError(f"--images: the {options.split} split has {images} (try --split or fewer)")
+    require_images(run)
 
 
 def _indices(run: StudyRun) -> list[int]:
