@@ -1,9 +1,13 @@
-"""Measure something over a run's checkpoints: scripts/study.py NAME RUN_FOLDER [options]; NAME --help lists them.
+"""Measure something over a run's checkpoints, or over runs that are trained for it.
 
-Results lie in RUN_FOLDER/studies/NAME: results.csv, pictures and summary.md. A study that was stopped goes on where it
-was.
+    scripts/study.py NAME RUN_FOLDER [options]      NAME --help lists them
+    scripts/study.py NAME CONFIG.toml [options]     of a study that trains
+
+Results lie in RUN_FOLDER/studies/NAME, or outputs/<configuration>/studies/NAME: results.csv, pictures and summary.md. A
+study that was stopped goes on where it was.
 """
 
+import argparse
 import logging
 import sys
 from pathlib import Path
@@ -13,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from torchtitan.command_line import OneLineParser
 from torchtitan.config import ConfigError
 from torchtitan.evaluation.studies import STUDIES, load_study
-from torchtitan.evaluation.studies.frame import StudyError, add_run_options, open_run, run_study
+from torchtitan.evaluation.studies.frame import Study, StudyError, add_run_options, open_run, run_study
 from torchtitan.training.checkpoint import CheckpointError
 
 
@@ -28,19 +32,12 @@ def main(words: list[str] | None = None) -> int:
     if name not in STUDIES:
         print(f"{name}: no such study (there are: {', '.join(STUDIES)})", file=sys.stderr)
         return 2
-    study = load_study(name)
-    parser = OneLineParser(prog=f"study.py {name}", description=STUDIES[name].description)
-    alone = hasattr(study, "run_alone")  # it reads tables, not a run
-    several_weights = getattr(study, "SEVERAL_WEIGHTS", False)
-    if not alone:
-        add_run_options(parser, several_weights)
-    study.add_options(parser)
-    arguments = parser.parse_args(words[1:])
+    study, arguments = load_study(name), parse_arguments(words)
     try:
-        if alone:
+        if hasattr(study, "run_alone"):
             summary = study.run_alone(arguments)
         else:
-            summary = run_study(name, study, open_run(arguments, several_weights))
+            summary = run_study(name, study, open_run(arguments, _several_weights(study)))
     except (StudyError, ConfigError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -49,6 +46,20 @@ def main(words: list[str] | None = None) -> int:
         return 130
     print(summary)
     return 0
+
+
+def parse_arguments(words: list[str]) -> argparse.Namespace:
+    """Read a study's name and its options; bad ones end the process."""
+    name, study = words[0], load_study(words[0])
+    parser = OneLineParser(prog=f"study.py {name}", description=STUDIES[name].description)
+    if not hasattr(study, "run_alone"):  # else it says itself what it is of
+        add_run_options(parser, _several_weights(study))
+    study.add_options(parser)
+    return parser.parse_args(words[1:])
+
+
+def _several_weights(study: Study) -> bool:
+    return getattr(study, "SEVERAL_WEIGHTS", False)
 
 
 if __name__ == "__main__":

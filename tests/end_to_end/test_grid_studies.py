@@ -1,6 +1,8 @@
 """Studies that train: stopped and gone on with, equal samples, failures as rows, pictures, refusals in one line."""
 
 import os
+import re
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -11,8 +13,10 @@ from PIL import Image
 from tests.end_to_end.tools import load_tool, table
 from tests.faults.forked import _train
 from tests.forked import ForkedProcess
+from tests.launcher import ROOT
 from torchtitan.diffusion.slot_edges import write_slot_edges
 from torchtitan.evaluation.studies import grid_plots, paired_runs, training_grid
+from torchtitan.evaluation.studies.sampler_specs import parse_samplers
 from torchtitan.sweep.process import Outcome, Stopped
 from torchtitan.training.run_lock import RunLock
 
@@ -100,6 +104,17 @@ def no_pictures(monkeypatch):
         monkeypatch.setattr(paired_runs, "_draw", lambda *of: "")
 
     return stop_drawing
+
+
+def test_commands_of_the_page_are_accepted_and_every_study_of_timesteps_has_one():
+    page = (ROOT / "docs" / "timestep_studies.md").read_text()
+    commands = re.findall(r"^    python scripts/study\.py (.+)$", page, re.MULTILINE)
+    named = {"loss_curve", "slots", "forgetting", "oracle_replace", "posterior_coefficients", "batch_size"}
+    assert {command.split()[0] for command in commands} == named | {"prediction_types", "compare_samplers"}
+    for command in commands:
+        arguments = load_tool("study").parse_arguments(shlex.split(command))
+        if command.startswith("compare_samplers"):
+            assert len(parse_samplers(arguments.samplers)) == 8
 
 
 def assert_picture(path: Path) -> None:
