@@ -9,7 +9,10 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.cases import make_trainer, remove, shared_folder
 from tests.launcher import run_on_ranks
+from torchtitan.diffusion.timesteps import GlobalBatch
 from torchtitan.evaluation.trained_model import WeightsError, load_run, load_weights
+from torchtitan.training.numerical_guard import StepSamples
+from torchtitan.training.recovery import go_back
 
 HEADS = '--objective.heads=["x0","noise","v"]'
 BASE = (
@@ -21,6 +24,7 @@ OBJECTIVES = {
     "inverse variance": (*BASE, HEADS),
     "soft minimum": (*BASE, HEADS, "--objective.combine=soft_minimum"),
 }
+CHECKPOINTS = ("--checkpoint.enable=true", "--checkpoint.interval=3")
 
 
 def trained(layouts: dict[str, dict]) -> dict[str, dict]:
@@ -50,11 +54,13 @@ def by_layout() -> dict[str, dict]:
     pairs = {"DDP": dict(replicas=2, shards=1, accumulation=2), "FSDP": dict(replicas=1, shards=2, accumulation=2)}
     one, other = run_on_ranks("tests.distributed.test_objective_state:trained", 2, {"layouts": pairs})
     assert one.keys() == other.keys() and all(one[key]["learned"] == other[key]["learned"] for key in one)
-    return found | one
+    copies = {"HSDP": dict(replicas=2, shards=2, accumulation=1)}
+    of_four, *_ = run_on_ranks("tests.distributed.test_objective_state:trained", 4, {"layouts": copies})
+    return found | one | of_four
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("layout", ["DDP", "FSDP"])
+@pytest.mark.parametrize("layout", ["DDP", "FSDP", "HSDP"])
 def test_every_layout_learns_what_one_process_learns(layout, objective, by_layout):
     wanted, found = by_layout[f"alone, {objective}"], by_layout[f"{layout}, {objective}"]
     assert found["plain"]  # whole on every rank, whatever the network is
@@ -114,6 +120,40 @@ def test_a_run_that_stopped_goes_on_with_it_bit_for_bit_and_sampling_reads_it(ob
             load_weights(weights, config, torch.device("cpu"))
     else:
         load_weights(weights, config, torch.device("cpu"))
+
+
+def saved_after_3_steps(folder: str, objective: str) -> dict[str, list]:
+    """Train on all ranks, sharded; returns what was learned when the checkpoint was written."""
+    overrides = (*OBJECTIVES[objective], *CHECKPOINTS)
+    trainer = make_trainer(folder, "moved", steps=10, replicas=1, shards=2, accumulation=1, overrides=overrides)
+    for _ in range(3):
+        trainer.step += 1
+        trainer.train_step()
+    trainer._save()
+    trainer.checkpointer.require_saved()
+    learned = {name: tensor.tolist() for name, tensor in trainer.objective.tensors().items()}
+    trainer.close()
+    return learned
+
+
+def test_it_goes_on_where_another_number_of_ranks_has_left_it(tmp_path):
+    """And goes back to it when steps have to be repeated."""
+    arguments = {"folder": str(tmp_path), "objective": "inverse variance"}
+    learned, _ = run_on_ranks("tests.distributed.test_objective_state:saved_after_3_steps", 2, arguments)
+    overrides = (*OBJECTIVES["inverse variance"], *CHECKPOINTS)
+    alone = make_trainer(str(tmp_path), "moved", steps=10, replicas=1, shards=1, accumulation=1, overrides=overrides)
+    assert alone.step == 3
+    assert {name: tensor.tolist() for name, tensor in alone.objective.tensors().items()} == learned
+    moments = [alone.optimizer.state[p]["exp_avg"] for p in alone.objective.parameters().values()]
+    assert all(moment.abs().max() > 0 for moment in moments)
+    alone.step += 1
+    alone.train_step()
+    assert {name: tensor.tolist() for name, tensor in alone.objective.tensors().items()} != learned
+    alone.guard.last_skipped = StepSamples(alone.step, GlobalBatch(0, 16), 1)
+    go_back(alone)
+    assert alone.step == 3
+    assert {name: tensor.tolist() for name, tensor in alone.objective.tensors().items()} == learned
+    alone.close()
 
 
 def test_u_has_a_parameter_group_of_its_own(tmp_path):
