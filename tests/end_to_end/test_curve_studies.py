@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from PIL import Image
 
 from data.synthetic import Synthetic, optimal_noise_loss
-from tests.end_to_end.tools import rows_of
+from tests.end_to_end.tools import rows_of, rows_of_killed
 from tests.faults.forked import ForkedRun
 from tests.launcher import ROOT
 from tests.unit.test_timestep_errors import BestDenoiser
@@ -139,18 +138,7 @@ def test_trained_and_ema_weights_are_measured_apart_on_the_same_samples(run, stu
 
 def test_a_killed_curve_goes_on_and_ends_in_the_same_numbers(run, measured, study, tmp_path):
     options = ["loss_curve", run, "--steps", "500", *FEW, "--output", tmp_path]
-    process = subprocess.Popen(
-        [sys.executable, "scripts/study.py", *map(str, options)], cwd=ROOT,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )
-    results = tmp_path / "results.csv"
-    deadline = time.monotonic() + 120
-    while not (results.exists() and results.read_bytes().count(b"\n") >= 3):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    before = rows_of(tmp_path)
+    before = rows_of_killed(options, tmp_path)
     assert 2 <= len(before) < 6 and not (tmp_path / "curve.csv").exists()
     code, _, _ = study(*options)
     rows = rows_of(tmp_path)

@@ -1,17 +1,13 @@
 """scripts/study.py on a run: every study, stopped and gone on with, and what cannot be studied refused in one line."""
 
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from tests.end_to_end.tools import rows_of
+from tests.end_to_end.tools import rows_of, rows_of_killed
 from tests.faults.forked import ForkedRun
-from tests.launcher import ROOT
 from torchtitan.evaluation.studies import STUDIES
 from torchtitan.gns.published import COLUMNS
 
@@ -132,18 +128,7 @@ def test_a_damaged_checkpoint_is_a_row_and_can_be_tried_again(run, study, tmp_pa
 
 def test_a_killed_study_goes_on_without_repeating_a_row(run, study, tmp_path):
     options = ["gns_bins", run, "--bins", "6", "--small", "8", "--large", "64", "--reps", "3", "--output", tmp_path]
-    process = subprocess.Popen(
-        [sys.executable, "scripts/study.py", *map(str, options)], cwd=ROOT,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )
-    results = tmp_path / "results.csv"
-    deadline = time.monotonic() + 60
-    while not (results.exists() and results.read_bytes().count(b"\n") >= 3):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    before = rows_of(tmp_path)
+    before, results = rows_of_killed(options, tmp_path), tmp_path / "results.csv"
     assert 2 <= len(before) < 12
     with open(results, "a") as file:
         file.write("step-00000004,0.1,,8")  # cut off in the middle of a row

@@ -2,7 +2,10 @@
 
 import csv
 import importlib.util
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -41,3 +44,18 @@ def table(path: Path) -> list[dict[str, str]]:
 def rows_of(folder: Path) -> list[dict[str, str]]:
     """The rows of a study's results."""
     return table(folder / "results.csv")
+
+
+def rows_of_killed(words: Sequence, folder: Path) -> list[dict[str, str]]:
+    """Kill a study, whose results go into a folder, once it has two rows or more; returns them."""
+    process = subprocess.Popen(
+        [sys.executable, "scripts/study.py", *map(str, words)], cwd=ROOT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )
+    results, deadline = folder / "results.csv", time.monotonic() + 120
+    while not (results.exists() and results.read_bytes().count(b"\n") >= 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    return rows_of(folder)

@@ -160,7 +160,8 @@ def test_intervals_of_edges_are_the_spread_over_new_images(tmp_path):
     for place, row in enumerate(rows[:-1], 1):
         width = float(row["end_upper"]) - float(row["end_lower"])
         assert float(row["end_lower"]) <= int(row["end"]) <= float(row["end_upper"])
-        assert width == pytest.approx(2 * 1.96 * fresh[:, place].std().item(), rel=0.4)
+        # Three standard errors: 11 % of a spread over 40 images, 6 % of one over 150 sets, 4 % of quantiles of 1000.
+        assert width == pytest.approx(2 * 1.96 * fresh[:, place].std().item(), rel=3 * 0.133)
     wrong = {("ema", 7): errors[:3]}
     with pytest.raises(StudyError, match="is not of the curve"):
         cut(tmp_path, [curve], wrong)

@@ -7,8 +7,8 @@ Source: Xie and Agam, "Rethinking timesteps samplers and prediction types", arXi
 errors is trained; the other rules are meant to mend what fails there.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,17 +39,40 @@ class HeadErrors(NamedTuple):
     common: Tensor
 
 
-class Rule(Protocol):
-    """How heads are trained and mixed; a module where it has a state."""
+class Rule(nn.Module):
+    """How heads are trained and mixed.
+
+    Attributes:
+        of_one_error: whether all heads are trained by the error of `objective.prediction`, and none by its own.
+    """
+
+    of_one_error = True
 
     def loss(self, errors: HeadErrors, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
         """What is minimised, before its weight, [B], and each head's share, [B, K], without gradient.
 
         The share is that of the loss where heads compete for a sample, and of the mix where all of them train.
         """
+        raise NotImplementedError
 
     def shares(self, log_sigma: Tensor) -> Tensor:
         """Of the heads' estimates in the one that is used, at ln sigma [N]: [N, K], each row sums to 1."""
+        raise NotImplementedError
+
+    def least_conversion(self, conversion: Tensor, log_sigma: Tensor) -> Tensor:
+        """What an error of 1 in the output of the heads that train at ln sigma [N] counts at least, [N].
+
+        Args:
+            conversion: (error that is trained) / (error of each head), [N, K].
+            log_sigma: noise levels.
+        """
+        return conversion.amin(1)
+
+    def observe(self, errors: HeadErrors, log_sigma: Tensor) -> None:
+        """Take note of a microbatch, where the rule goes by earlier errors."""
+
+    def update(self, skip: Tensor) -> None:
+        """After a whole global batch; skip: the optimizer leaves it out, bool scalar. Collective."""
 
 
 class RunningErrors(nn.Module):
@@ -101,7 +124,36 @@ class RunningErrors(nn.Module):
         return means[:, bins].T
 
 
-class Minimum(nn.Module):
+class Competition(Rule):
+    """Heads compete for every sample by their errors, and in use by their mean errors at the noise level."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.errors = RunningErrors(heads)
+
+    def compared(self, errors: HeadErrors) -> Tensor:
+        """The errors that decide, [B, K]."""
+        return errors.common
+
+    def by_errors(self, errors: Tensor) -> Tensor:
+        """Shares by errors [N, K]."""
+        raise NotImplementedError
+
+    def loss(self, errors: HeadErrors, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
+        compared = self.compared(errors)
+        return _shared(compared, self.by_errors(compared.detach()))
+
+    def shares(self, log_sigma: Tensor) -> Tensor:
+        return self.by_errors(self.errors(log_sigma))
+
+    def observe(self, errors: HeadErrors, log_sigma: Tensor) -> None:
+        self.errors.observe(self.compared(errors), log_sigma)
+
+    def update(self, skip: Tensor) -> None:
+        self.errors.update(skip)
+
+
+class Minimum(Competition):
     """The head of the least error trains; the one whose error has been the least on average is used.
 
     raw: each head's own error, as published. With equally good heads the noise level alone decides then: x0's error is
@@ -109,46 +161,32 @@ class Minimum(nn.Module):
     """
 
     def __init__(self, heads: int, raw: bool) -> None:
-        super().__init__()
-        self.raw = raw
-        self.errors = RunningErrors(heads)
+        super().__init__(heads)
+        self.of_one_error = not raw
 
     def compared(self, errors: HeadErrors) -> Tensor:
-        return errors.raw if self.raw else errors.common
+        return errors.common if self.of_one_error else errors.raw
 
-    def loss(self, errors: HeadErrors, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
-        return _shared(self.compared(errors), lambda compared: _one_hot_least(compared))
-
-    def shares(self, log_sigma: Tensor) -> Tensor:
-        return _one_hot_least(self.errors(log_sigma))
+    def by_errors(self, errors: Tensor) -> Tensor:
+        return F.one_hot(errors.argmin(1), errors.shape[1]).to(errors.dtype)
 
 
-class SoftMinimum(nn.Module):
+class SoftMinimum(Competition):
     """All heads train, each with a share that falls as its error rises above the least: exp(-(e / e_min - 1) / T).
 
     Errors are of one prediction; T -> 0 is the minimum, T -> infinity the mean of all heads.
     """
 
     def __init__(self, heads: int, temperature: float) -> None:
-        super().__init__()
+        super().__init__(heads)
         self._temperature = temperature
-        self.errors = RunningErrors(heads)
 
-    def compared(self, errors: HeadErrors) -> Tensor:
-        return errors.common
-
-    def loss(self, errors: HeadErrors, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
-        return _shared(errors.common, self._soft)
-
-    def shares(self, log_sigma: Tensor) -> Tensor:
-        return self._soft(self.errors(log_sigma))
-
-    def _soft(self, errors: Tensor) -> Tensor:
+    def by_errors(self, errors: Tensor) -> Tensor:
         least = errors.amin(1, keepdim=True).clamp_min(torch.finfo(errors.dtype).tiny)
         return torch.softmax(-(errors / least) / self._temperature, dim=1)
 
 
-class Handover(nn.Module):
+class Handover(Rule):
     """One head for each range of the signal-to-noise ratio, in the order from noise to data."""
 
     def __init__(self, heads: int, snr: list[float]) -> None:
@@ -159,14 +197,17 @@ class Handover(nn.Module):
         self.register_buffer("log_sigma", -0.5 * torch.tensor(snr, dtype=torch.float64).log(), persistent=False)
 
     def loss(self, errors: HeadErrors, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
-        return _shared(errors.common, lambda compared: self.shares(log_sigma).to(compared.dtype))
+        return _shared(errors.common, self.shares(log_sigma).to(errors.common.dtype))
 
     def shares(self, log_sigma: Tensor) -> Tensor:
         in_charge = (log_sigma.to(torch.float64)[:, None] <= self.log_sigma.to(log_sigma.device)).sum(1)  # [N]
         return F.one_hot(in_charge, self._heads).to(torch.float64)
 
+    def least_conversion(self, conversion: Tensor, log_sigma: Tensor) -> Tensor:
+        return (self.shares(log_sigma) * conversion).sum(1)
 
-class InverseVariance(nn.Module):
+
+class InverseVariance(Rule):
     """All heads train, each on its own error over what is to be expected of it; mixed by what they are worth.
 
     The loss is the mean over heads of e_k / exp(u_k) + u_k, so that exp(u_k) becomes head k's mean squared error, and its
@@ -174,10 +215,16 @@ class InverseVariance(nn.Module):
     independent.
     """
 
-    def __init__(self, heads: "Heads", features: int, log_sigma_range: tuple[float, float]) -> None:
+    of_one_error = False
+
+    def __init__(
+        self, heads: int, features: int, log_sigma_range: tuple[float, float],
+        conversion: Callable[[Tensor, str], Tensor],
+    ) -> None:  # fmt: skip
+        """conversion: as `Heads.conversion`."""
         super().__init__()
-        self.uncertainty = LogUncertainty(len(heads.names), features, log_sigma_range)
-        self._heads = [heads]  # in a list, for a module's modules are its own
+        self.uncertainty = LogUncertainty(heads, features, log_sigma_range)
+        self._conversion = conversion
 
     def loss(self, errors: HeadErrors, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
         u = self.uncertainty(log_sigma).T  # [B, K]
@@ -185,7 +232,7 @@ class InverseVariance(nn.Module):
 
     @torch.no_grad()
     def shares(self, log_sigma: Tensor) -> Tensor:
-        to_x0 = self._heads[0].conversion(log_sigma, "x0").log()
+        to_x0 = self._conversion(log_sigma, "x0").log()
         return torch.softmax(-(self.uncertainty(log_sigma).T + to_x0), dim=1)
 
 
@@ -208,13 +255,10 @@ class Heads(nn.Module):
             "minimum": lambda: Minimum(count, raw=False),
             "soft_minimum": lambda: SoftMinimum(count, config.head_temperature),
             "snr_handover": lambda: Handover(count, config.handover_snr),
-            "inverse_variance": lambda: InverseVariance(self, config.uncertainty_features, log_sigma_range),
+            "inverse_variance": lambda: InverseVariance(
+                count, config.uncertainty_features, log_sigma_range, self.conversion
+            ),
         }[config.combine]()
-
-    @property
-    def of_one_error(self) -> bool:
-        """Whether all heads are trained by the error of `objective.prediction`."""
-        return not (isinstance(self.rule, InverseVariance) or (isinstance(self.rule, Minimum) and self.rule.raw))
 
     def conversion(self, log_sigma: Tensor, prediction: str) -> Tensor:
         """(squared error of `prediction`) / (squared error of head k) for one estimate, float64 [N, K].
@@ -227,12 +271,9 @@ class Heads(nn.Module):
 
     def least_conversion(self, log_sigma: Tensor) -> Tensor:
         """What an error of 1 in the output of the heads that train at these levels counts at least, float64 [N]."""
-        if not self.of_one_error:
+        if not self.rule.of_one_error:
             return torch.ones_like(log_sigma)
-        conversion = self.conversion(log_sigma, self._common)
-        if isinstance(self.rule, Handover):
-            return (self.rule.shares(log_sigma) * conversion).sum(1)
-        return conversion.amin(1)
+        return self.rule.least_conversion(self.conversion(log_sigma, self._common), log_sigma)
 
     def _factors(self, log_sigma: Tensor, prediction: str) -> Tensor:
         """(error of `prediction`) / (error of head k), with its sign, float64 [N, K]."""
@@ -280,14 +321,12 @@ class Heads(nn.Module):
         return x0, noise
 
     def observe(self, errors: HeadErrors, t: Tensor) -> None:
-        """Take note of a microbatch's errors, where the rule needs it."""
-        if isinstance(self.rule, Minimum | SoftMinimum):
-            self.rule.errors.observe(self.rule.compared(errors), torch.logit(t))
+        """Take note of a microbatch's errors at t [B], where the rule goes by earlier ones."""
+        self.rule.observe(errors, torch.logit(t))
 
     def update(self, skip: Tensor) -> None:
         """After a whole global batch; skip: the optimizer leaves it out, bool scalar. Collective."""
-        if isinstance(self.rule, Minimum | SoftMinimum):
-            self.rule.errors.update(skip)
+        self.rule.update(skip)
 
     def _residuals(self, output: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> list[Tensor]:
         a, b = (per_image(c, x0) for c in self._path.coefficients(t))
@@ -340,11 +379,6 @@ def _handover_problems(config: Any) -> Iterator[tuple[str, str]]:
         )
 
 
-def _one_hot_least(errors: Tensor) -> Tensor:
-    return F.one_hot(errors.argmin(1), errors.shape[1]).to(errors.dtype)
-
-
-def _shared(errors: Tensor, rule) -> tuple[Tensor, Tensor]:
-    share = rule(errors.detach())
+def _shared(errors: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     # Where a head has no share its error may be infinite.
     return torch.where(share > 0, share * errors, 0.0).sum(1), share

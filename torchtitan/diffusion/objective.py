@@ -306,7 +306,7 @@ class Objective:
             density of the training noise levels x weight of the noise error at each, [N]; None where each head is
             trained by its own error.
         """
-        if self.heads is not None and not self.heads.of_one_error:
+        if self.heads is not None and not self.heads.rule.of_one_error:
             return None
         sigma = torch.exp(log_sigma)
         a, _ = self.path.coefficients(torch.sigmoid(log_sigma))

@@ -159,8 +159,8 @@ def read_errors(path: Path, weights: str, step: int) -> Tensor | None:
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            name = f"{weights}.{step}"
-            return file.get_tensor(name).to(torch.float64) if name in file.keys() else None  # noqa: SIM118
+            name, there = f"{weights}.{step}", list(file.keys())
+            return file.get_tensor(name).to(torch.float64) if name in there else None
     except (SafetensorError, OSError) as error:
         raise StudyError(f"{path}: is damaged (remove it, and run loss_curve again)") from error
 
