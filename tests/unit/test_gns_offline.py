@@ -114,12 +114,16 @@ def test_published_norm_weights_sub_batches_equally():
 
 
 def test_two_buffers_of_the_gradients_size_are_all():
+    def live() -> dict[int, torch.Tensor]:
+        gc.collect()
+        return {id(thing): thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)}
+
+    of_others = live()  # what earlier tests have left in caches
     source = gradients()
     size = sum(parameter.numel() for parameter in source.parameters)
 
     def held() -> int:
-        gc.collect()
-        tensors = {id(thing): thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)}
+        tensors = {key: thing for key, thing in live().items() if key not in of_others}
         grads = [parameter.grad for parameter in source.parameters if parameter.grad is not None]
         shapes = {parameter.shape for parameter in source.parameters}
         weights = {id(parameter) for parameter in source.parameters}
