@@ -17,7 +17,7 @@ import numpy as np
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from torchtitan.training.durable_files import sync, write_synced
+from torchtitan.files.durable import sync, write_synced
 
 INDEX_FILE = "index.json"
 SKIPPED_FILE = "skipped.jsonl"

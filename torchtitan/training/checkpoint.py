@@ -36,7 +36,7 @@ from torchtitan.training.checkpoint_files import (
 )
 from torchtitan.training.checkpoint_reading import read_state, read_tensors
 from torchtitan.training.checkpoint_store import store_of
-from torchtitan.training.durable_files import write_synced
+from torchtitan.files.durable import write_synced
 from torchtitan.training.faults import first_line
 from torchtitan.training.host_copies import HostCopies
 from torchtitan.training.remote_path import AnyPath

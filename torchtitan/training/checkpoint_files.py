@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.training.checkpoint_errors import DamagedFile, StoreError
-from torchtitan.training.durable_files import sync, write_synced
+from torchtitan.files.durable import sync, write_synced
 from torchtitan.training.remote_path import AnyPath, RemotePath
 from torchtitan.training.shard_files import DamagedShard, check_shards
 

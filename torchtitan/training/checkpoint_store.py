@@ -14,7 +14,7 @@ from typing import Protocol
 from torchtitan.training.checkpoint_errors import DamagedFile
 from torchtitan.training.checkpoint_files import MANIFEST, checkpoint_path, read_manifest, write_manifest
 from torchtitan.training.checkpoint_owner import read_owner, shown_owner
-from torchtitan.training.durable_files import sync
+from torchtitan.files.durable import sync
 from torchtitan.training.faults import first_line
 from torchtitan.training.remote_path import AnyPath, RemotePath
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan.training.durable_files import new_file
+from torchtitan.files.durable import new_file
 from torchtitan.training.remote_path import AnyPath
 
 MAX_HEADER_BYTES = 64 << 20

@@ -1,0 +1,97 @@
+"""Files that outlast a power cut: content and name are on the disk, or whole in the store, when a call returns.
+
+A name that is replaced is always the old content or the new one, never a part: the new content is written under a hidden
+name beside it, brought to the disk, and renamed.
+"""
+
+import errno
+import hashlib
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from torchtitan.training.remote_path import AnyPath, RemotePath
+
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{32}\.unfinished")
+
+
+@contextmanager
+def new_file(path: AnyPath) -> Iterator[BinaryIO]:
+    """Open a new file for writing; it is on the disk or in the store when the block has ended. Raises OSError."""
+    if isinstance(path, RemotePath):
+        with path.open("wb") as file:
+            yield file
+        return
+    with open(path, "xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_synced(path: AnyPath, content: bytes) -> dict:
+    """Write a new file; returns its {"size", "sha256"}. Raises OSError."""
+    if isinstance(path, RemotePath):
+        path.write_bytes(content)
+    else:
+        with new_file(path) as file:
+            file.write(content)
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a hidden path to write a file's whole new content to; `path` becomes it when the block has ended well.
+
+    For libraries that write to a path. They are told the format: the hidden name has another ending.
+
+    Raises:
+        OSError: it cannot be brought to the disk; `path` is as it was.
+    """
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
+    try:
+        yield unfinished
+        sync(unfinished)
+        unfinished.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def replace_file(path: Path, content: bytes | str) -> None:
+    """Make a file hold just this content (text as UTF-8), whether it was there or not. Raises OSError."""
+    with replacing(path) as unfinished, open(unfinished, "xb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, if they are missing. Raises OSError."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
+
+
+def sync(path: Path) -> None:
+    """Bring a file's content, or a folder's list of names, to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems know no sync of a folder.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what `replacing` left in a folder of the program's own when it was killed; not in folders below."""
+    for path in folder.glob(".*.unfinished"):
+        if _UNFINISHED.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            path.unlink(missing_ok=True)
