@@ -31,6 +31,7 @@ from torchtitan.autoencoders.tiling import in_tiles
 from torchtitan.command_line import OneLineParser
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.pictures import save_image
+from torchtitan.terminal import escape_output
 from torchtitan.training.weight_files import WeightsError, refuse_existing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -327,4 +328,5 @@ def read_images(
 
 
 if __name__ == "__main__":
+    escape_output()
     sys.exit(main())

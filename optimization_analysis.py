@@ -13,6 +13,7 @@ from torchtitan.analysis.collect import NoRuns
 from torchtitan.analysis.findings import headlines
 from torchtitan.analysis.report import analyse, write_report
 from torchtitan.command_line import OneLineParser
+from torchtitan.terminal import escape_output
 
 
 def main(words: list[str] | None = None) -> int:
@@ -55,4 +56,5 @@ def not_negative(text: str) -> int:
 
 
 if __name__ == "__main__":
+    escape_output()
     sys.exit(main())

@@ -10,6 +10,7 @@ import sys
 
 from torchtitan.config import ConfigError, help_text, load_config, report_and_exit
 from torchtitan.distributed.restarts import REFUSED, forbid_restart
+from torchtitan.terminal import escape_output
 
 
 def main(arguments: list[str]) -> int:
@@ -51,6 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    escape_output()
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()

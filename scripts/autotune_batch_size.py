@@ -20,6 +20,7 @@ from torchtitan.sweep.autotune import GOALS, MAX_BATCH_SIZE, NothingFits, autotu
 from torchtitan.sweep.autotune_candidates import AutotuneRefused
 from torchtitan.sweep.autotune_probe import ProbeFailed
 from torchtitan.sweep.autotune_record import RecordError
+from torchtitan.terminal import escape_output
 
 
 def main(words: list[str] | None = None) -> int:
@@ -97,6 +98,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
+    escape_output()
     logging.basicConfig(level=logging.WARNING)
     signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(main())

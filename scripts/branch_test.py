@@ -22,6 +22,7 @@ from torchtitan.evaluation.studies.branch_test import open_test, run_test
 from torchtitan.evaluation.studies.branch_training import LR_RULES, SCHEDULES
 from torchtitan.evaluation.studies.frame import StudyError
 from torchtitan.evaluation.trained_model import WeightsError
+from torchtitan.terminal import escape_output
 from torchtitan.training.checkpoint import CheckpointError
 
 
@@ -73,5 +74,6 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
+    escape_output()
     logging.basicConfig(level=logging.WARNING)
     sys.exit(main())

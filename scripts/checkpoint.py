@@ -31,6 +31,7 @@ from torchtitan.models.dit.conversion import (
     import_weights,
 )
 from torchtitan.models.dit.model import DiT
+from torchtitan.terminal import escape_output
 from torchtitan.training.checkpoint import CheckpointError, checkpoint_path, checkpoint_steps, newest_good, verify
 from torchtitan.training.checkpoint_files import MANIFEST
 from torchtitan.training.checkpoint_location import location, run_checkpoints
@@ -316,4 +317,5 @@ def prefixed(path: Path, error: Exception) -> str:
 
 
 if __name__ == "__main__":
+    escape_output()
     sys.exit(main())

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from torchtitan.command_line import OneLineParser
 from torchtitan.evaluation.compare_page import compare_page
 from torchtitan.evaluation.run_record import RunRecordError, read_runs
+from torchtitan.terminal import escape_output
 
 
 def main() -> int:
@@ -55,4 +56,5 @@ def not_negative(text: str) -> int:
 
 
 if __name__ == "__main__":
+    escape_output()
     sys.exit(main())

@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torchtitan.command_line import OneLineParser
+from torchtitan.terminal import escape_output
 
 CHUNK = 8 << 20  # bytes hashed at once
 UNFINISHED = ".unfinished"
@@ -241,4 +242,5 @@ def hub_errors_as_os_errors() -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    escape_output()
     sys.exit(main())

@@ -17,6 +17,7 @@ from torchtitan.estimate.devices import DEVICES, Device
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.report import as_record, as_text
 from torchtitan.estimate.roofline import Efficiency, estimate_step_time
+from torchtitan.terminal import escape_output
 
 
 def main(words: list[str] | None = None) -> int:
@@ -102,4 +103,5 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
+    escape_output()
     sys.exit(main())

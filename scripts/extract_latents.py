@@ -41,6 +41,7 @@ from torchtitan.latents.extraction_plan import ExtractionOptions, estimated_size
 from torchtitan.latents.image_source import ImageSource
 from torchtitan.latents.index import LatentStoreError
 from torchtitan.latents.stage_times import describe_times
+from torchtitan.terminal import escape_output
 from torchtitan.training.data_loading import MAX_CORRUPT_SHARE
 from torchtitan.training.faults import first_line, is_lost_rank, is_out_of_memory
 
@@ -257,6 +258,7 @@ def is_first() -> bool:
 
 
 if __name__ == "__main__":
+    escape_output()
     try:
         code = main()
     except SystemExit as ended:  # of the parser

@@ -25,6 +25,7 @@ from torchtitan.latents.index import (
 )
 from torchtitan.latents.sources import open_source
 from torchtitan.latents.store import LatentStore, verify_shards
+from torchtitan.terminal import escape_output
 
 
 def main(words: list[str] | None = None) -> int:
@@ -150,4 +151,5 @@ def positive(text: str) -> int:
 
 
 if __name__ == "__main__":
+    escape_output()
     sys.exit(main())

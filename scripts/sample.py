@@ -27,6 +27,7 @@ from torchtitan.evaluation.decoding import LATENT_DATASETS, AutoencoderConfig, L
 from torchtitan.evaluation.pictures import class_labels, image_grid, save_image
 from torchtitan.evaluation.sampling import ImageSampler, SamplingConfig, grid_labels, sampling_problems
 from torchtitan.evaluation.trained_model import TrainedModel, WeightsError, load_run, load_weights
+from torchtitan.terminal import escape_output
 from torchtitan.training.checkpoint import CheckpointError
 
 FIRST = os.environ.get("RANK", "0") == "0"
@@ -199,6 +200,7 @@ def draw(
 
 
 if __name__ == "__main__":
+    escape_output()
     logging.basicConfig(level=logging.WARNING)
     code = main()
     sys.stdout.flush()

@@ -18,6 +18,7 @@ from torchtitan.command_line import OneLineParser
 from torchtitan.config import ConfigError
 from torchtitan.evaluation.studies import STUDIES, load_study
 from torchtitan.evaluation.studies.frame import Study, StudyError, add_run_options, open_run, run_study
+from torchtitan.terminal import escape_output
 from torchtitan.training.checkpoint import CheckpointError
 
 
@@ -63,5 +64,6 @@ def _several_weights(study: Study) -> bool:
 
 
 if __name__ == "__main__":
+    escape_output()
     logging.basicConfig(level=logging.WARNING)
     sys.exit(main())

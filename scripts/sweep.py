@@ -18,6 +18,7 @@ from torchtitan.sweep.grid import SweepError, read_sweep
 from torchtitan.sweep.record import SweepFolder
 from torchtitan.sweep.runner import SweepPlan, plan_sweep, run_sweep
 from torchtitan.sweep.table import sweep_table
+from torchtitan.terminal import escape_output
 
 
 def main(words: list[str] | None = None) -> int:
@@ -96,4 +97,5 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
+    escape_output()
     sys.exit(main())

@@ -1,0 +1,53 @@
+"""What this program prints moves no cursor and hides nothing: control characters of names and messages are shown, not sent.
+
+File names, labels, captions and what other programs say may hold escape sequences. They are shown escaped (`\\x1b[2J`)
+at the one place where text leaves for a terminal or a log: the streams, through which prints, logging, warnings,
+tracebacks and progress bars all go.
+"""
+
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+# C0 and C1 controls and DEL but for tab and newline; line separators, marks and overrides of the writing direction; and
+# halves of surrogate pairs, as which Python holds the bytes of a name that is no UTF-8.
+_HIDDEN = (
+    *(code for code in range(0x20) if chr(code) not in "\t\n"), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F,
+    *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF, *range(0xD800, 0xE000),
+)  # fmt: skip
+_ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _HIDDEN}
+# A progress bar moves to another line in a write of its own, and to the start of its own line before each of its texts.
+_BAR_MOVES = re.compile(r"(\n|\x1b\[A)*")
+
+
+def printable(text: str) -> str:
+    """A text without characters that move the cursor, change colours or reverse what is read; newlines and tabs stay."""
+    return text.translate(_ESCAPED)
+
+
+def escape_output() -> None:
+    """Show control characters in all that this process prints from now on; for a program's main, before it prints."""
+    for name in ("stdout", "stderr"):
+        if (stream := getattr(sys, name)) is not None:  # None: it was closed when Python started
+            setattr(sys, name, PrintableStream(stream))
+
+
+class PrintableStream:
+    """A text stream whose writes are `printable`; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if not _BAR_MOVES.fullmatch(text):
+            start = "\r" if text.startswith("\r") else ""
+            text = start + printable(text.removeprefix(start))
+        return self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
