@@ -1,6 +1,5 @@
 """What CIFAR-10 and CIFAR-100 share: parquet files, the official python batches, or the Hugging Face hub."""
 
-import io
 import pickle
 import re
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from data.base import DataConfig, DatasetError, DatasetInfo, Split
+from data.image_decoding import decoding_problem, open_image
 from data.numpy_pickle import read_table
 from torchtitan.settings import setting
 
@@ -116,15 +116,16 @@ class _EncodedImages:
     offsets: np.ndarray  # int64 [N + 1]
 
     def image(self, row: int) -> np.ndarray:
-        from PIL import Image
-
         encoded = self.content[self.offsets[row] : self.offsets[row + 1]].tobytes()
         try:
-            pixels = np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))  # [H, W, 3]
+            with open_image(encoded) as image:
+                width, height = image.size
+                pixels = np.asarray(image.convert("RGB")) if width == height == 32 else None  # [32, 32, 3]
         except Exception as error:
-            raise DatasetError(f"{self.origin}: row {row}: the image cannot be decoded ({_one_line(error)})") from error
-        if pixels.shape != (32, 32, 3):
-            raise DatasetError(f"{self.origin}: row {row}: the image is {pixels.shape[1]}x{pixels.shape[0]}, not 32x32")
+            reason = decoding_problem(error)
+            raise DatasetError(f"{self.origin}: row {row}: the image cannot be decoded ({reason})") from error
+        if pixels is None:
+            raise DatasetError(f"{self.origin}: row {row}: the image is {width}x{height}, not 32x32")
         return pixels.transpose(2, 0, 1)
 
 

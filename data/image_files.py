@@ -1,24 +1,21 @@
-"""Encoded images: where they lie, and how one of any size, format and mode becomes a square of RGB pixels."""
+"""Encoded images of any kind of store: their names, where they lie, and batches of them as squares."""
 
 import hashlib
-import io
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data.base import DataConfig, DatasetError, UnreadableImage
+from data.image_decoding import MAX_FILE_BYTES, decode_square, decoding_problem
+from torchtitan.files.regular import UnsuitableFile, read_regular
 from torchtitan.settings import setting
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 SUFFIXES = frozenset((b"jpg", b"jpeg", b"png", b"webp", b"bmp", b"gif", b"tif", b"tiff", b"ppm", b"pgm"))
-ORIENTATION_TAG = 0x0112
 NUM_PROBES = 16
 
 
@@ -107,8 +104,7 @@ class ImageList:
         return os.path.join(self.folder, self.names[position])
 
     def content(self, position: int) -> bytes:
-        with open(self.path(position), "rb") as file:
-            return file.read()
+        return read_regular(self.path(position), MAX_FILE_BYTES)
 
     def shown(self, position: int) -> str:
         return shown_path(self.path(position))
@@ -155,12 +151,9 @@ class SquareImages:
                 labels[slot] = self._source.label(position) if self._labels is None else self._labels[index]
             except DatasetError:  # not of this image alone
                 raise
-            except MemoryError as error:
-                raise DatasetError(f"{self._source.shown(position)}: not enough memory to decode it") from error
             except Exception as error:  # a damaged file fails in any way
-                damaged = not (isinstance(error, OSError) and error.errno is not None)  # the decoder's have no number
                 shown = self._source.shown(position)
-                raise UnreadableImage(int(index), shown, _reason(error), damaged) from error
+                raise UnreadableImage(int(index), shown, decoding_problem(error), not _may_pass(error)) from error
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2)  # [B, 3, H, W]
         pixels = pixels.to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1
         return pixels, torch.from_numpy(labels)
@@ -216,67 +209,13 @@ def check_readable(source: ImageSource, key: str) -> None:
         except DatasetError:
             raise
         except Exception as error:
-            first = first or f"{source.shown(position)}: {_reason(error)}"
+            first = first or f"{source.shown(position)}: {decoding_problem(error)}"
     raise DatasetError(f"{key}: none of {len(probes)} of its {len(source)} images can be read; the first is {first}")
 
 
 def read_square(path: bytes, image_size: int) -> np.ndarray:
     """As `decode_square`, of a file."""
-    with open(path, "rb") as file:
-        return decode_square(file.read(), image_size)
-
-
-def decode_square(content: bytes, image_size: int) -> np.ndarray:
-    """Decode a file's content to pixels uint8 [image_size, image_size, 3]. Raises whatever the decoder does."""
-    from PIL import Image
-
-    if not content:
-        raise ValueError("the file is empty")
-    with Image.open(io.BytesIO(content)) as image:
-        return np.asarray(resize_and_crop(to_rgb(upright(image)), image_size))
-
-
-def upright(image: "Image") -> "Image":
-    """Turn or mirror as the EXIF orientation says; what is wrong in the EXIF data is no reason to lose the image."""
-    from PIL import ImageOps
-
-    image.load()  # a damaged image shall fail here, not below
-    try:
-        return ImageOps.exif_transpose(image) if image.getexif().get(ORIENTATION_TAG, 1) != 1 else image
-    except Exception:
-        return image
-
-
-def to_rgb(image: "Image") -> "Image":
-    """Convert any mode to RGB: what is transparent is laid on white, 16-bit grey is scaled to 8 bits."""
-    from PIL import Image
-
-    if image.mode.startswith("I"):
-        grey = np.asarray(image).astype(np.float64) / 257
-        return Image.fromarray(grey.round().clip(0, 255).astype(np.uint8)).convert("RGB")
-    if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
-        layer = image.convert("RGBA")
-        white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, layer).convert("RGB")
-    return image.convert("RGB")
-
-
-def resize_and_crop(image: "Image", image_size: int) -> "Image":
-    """Cut the centre square at a size, with the preprocessing of ADM.
-
-    Halve both sides with a box filter while the shorter is at least twice the target; resize with a bicubic
-    filter so that the shorter is the target; keep the middle of the longer.
-
-    Source: Dhariwal and Nichol, "Diffusion Models Beat GANs on Image Synthesis", the training data of its code.
-    """
-    from PIL.Image import Resampling
-
-    while min(image.size) >= 2 * image_size:
-        image = image.resize((image.width // 2, image.height // 2), Resampling.BOX)
-    scale = image_size / min(image.size)
-    image = image.resize((round(image.width * scale), round(image.height * scale)), Resampling.BICUBIC)
-    left, top = (image.width - image_size) // 2, (image.height - image_size) // 2
-    return image.crop((left, top, left + image_size, top + image_size))
+    return decode_square(read_regular(path, MAX_FILE_BYTES), image_size)
 
 
 def shown_path(path: bytes) -> str:
@@ -289,11 +228,8 @@ def shown_names(names: Iterable[bytes]) -> tuple[str, ...]:
     return tuple(shown_path(name) for name in names)
 
 
-def _reason(error: Exception) -> str:
-    from PIL import UnidentifiedImageError
-
-    if isinstance(error, UnidentifiedImageError):  # its own text shows where in memory the bytes were
-        return "not an image of a known format"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
+def _may_pass(error: Exception) -> bool:
+    """Whether the bytes could not be had or decoded just now; the decoder's own errors have no number."""
+    if isinstance(error, UnsuitableFile):
+        return False
+    return isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno is not None

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from PIL import Image
 
 from data import DatasetError, UnreadableImage
-from data.image_files import ImageList, list_images, read_square, resize_and_crop
+from data.image_decoding import resize_and_crop
+from data.image_files import ImageList, list_images, read_square
 from data.image_folder import ImageFolder, ImageFolderConfig
 from data.tinyimagenet import TinyImageNet, TinyImageNetConfig
 from tests.launcher import run_on_ranks
@@ -368,7 +369,7 @@ def test_the_reasons_are_one_line_and_name_the_file(tmp_path, caplog):
     reasons = {path.removeprefix(f"{tmp_path}/"): reason for path, reason in corrupt.state_dict().items()}
     assert reasons["a/003.png"] == "the file is empty"
     assert reasons["b/009.png"] == "not an image of a known format"
-    assert reasons["b/011.png"] == "Is a directory"
+    assert reasons["b/011.png"] == "is a folder, not a regular file"
     assert "truncated" in reasons["b/010.jpg"] and "truncated" in reasons["a/004.png"]
     assert len(caplog.messages) == 5 and not any("\n" in message for message in caplog.messages)
 

@@ -1,0 +1,212 @@
+"""From the bytes of an image file, whoever made it, to a square of RGB pixels; nothing else decodes images of users.
+
+A decoder gets only what begins as one of a few formats does: none of these starts a program, and a name decides nothing.
+How much memory and time it takes is bounded before it begins, by what the header says and by the file's structure.
+"""
+
+import io
+import re
+import warnings
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_FILE_BYTES = 512 << 20
+MAX_PIXELS = 1 << 26  # decoded, four bytes each at least: 256 MiB
+MAX_ASPECT_RATIO = 64  # resized to S on the shorter side, the longer has at most 64 S
+MAX_EXIF_BYTES = 1 << 16  # a segment of JPEG; a decoder may copy each of its parts as often as the tags in it ask
+MAX_SCANS = 500  # of a progressive JPEG, each of which goes over all pixels; cameras and the web have ten
+MAX_STEPS = 1 << 16  # markers and bytes of padding before the pixels of a JPEG
+PIXELS_AT_A_TIME = 1 << 20  # of conversions that need several copies
+
+FORMATS = {
+    "JPEG": rb"\xff\xd8\xff",
+    "PNG": rb"\x89PNG\r\n\x1a\n",
+    "WEBP": rb"RIFF....WEBP",
+    "GIF": rb"GIF8[79]a",
+    "BMP": rb"BM",
+    "TIFF": rb"II[*+]\0|MM\0[*+]",
+    "PPM": rb"P[1-6f]\s",
+}
+_BEGINNINGS = re.compile(b"|".join(b"(?P<%s>%s)" % (name.encode(), text) for name, text in FORMATS.items()), re.DOTALL)
+
+_ORIENTATION = 0x0112
+_TILE_WIDTH, _TILE_HEIGHT = 322, 323  # of TIFF
+_LONE_MARKERS = frozenset((0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)))  # of JPEG: no length follows
+
+
+def open_image(content: bytes) -> "Image":
+    """Read an image's header; no pixel is decoded.
+
+    Raises:
+        ValueError: it is of another format than FORMATS, or larger than a decoder is trusted with.
+        (and whatever the decoder raises)
+    """
+    # Their import makes the formats known; by itself the package would load every format it has.
+    from PIL import (  # noqa: F401
+        BmpImagePlugin,
+        GifImagePlugin,
+        Image,
+        JpegImagePlugin,
+        PngImagePlugin,
+        PpmImagePlugin,
+        TiffImagePlugin,
+        WebPImagePlugin,
+    )
+
+    if not content:
+        raise ValueError("the file is empty")
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"{len(content):,} bytes, more than {MAX_FILE_BYTES:,}")
+    kind = _BEGINNINGS.match(content)
+    if kind is None:
+        raise ValueError("not an image of a known format")
+    if kind.lastgroup == "JPEG":
+        _check_jpeg(content)
+    try:
+        image = Image.open(io.BytesIO(content), formats=(kind.lastgroup,))
+    except Image.DecompressionBombError as error:  # the package's own limit is higher
+        raise ValueError(f"more than {MAX_PIXELS:,} pixels") from error
+    _check_size(*image.size)
+    if kind.lastgroup == "TIFF":
+        tile = [int(image.tag_v2.get(tag, 1)) for tag in (_TILE_WIDTH, _TILE_HEIGHT)]
+        if tile[0] * tile[1] > MAX_PIXELS:
+            raise ValueError(f"tiles of {tile[0]} x {tile[1]} pixels, more than {MAX_PIXELS:,} each")
+    return image
+
+
+def decode_square(content: bytes, image_size: int) -> np.ndarray:
+    """Decode a file's content to pixels uint8 [image_size, image_size, 3]. Raises as `open_image`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a decoder's words on a large or odd file; it is read, or it raises
+        with open_image(content) as image:
+            return np.asarray(resize_and_crop(to_rgb(upright(image)), image_size))
+
+
+def upright(image: "Image") -> "Image":
+    """Turn or mirror as the EXIF orientation says; what is wrong in the EXIF data is no reason to lose the image."""
+    from PIL.Image import Transpose
+
+    image.load()  # a damaged image shall fail here, not below
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM, 5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90,
+    }  # fmt: skip
+    turn = turns.get(_orientation(image))
+    return image if turn is None else image.transpose(turn)
+
+
+def to_rgb(image: "Image") -> "Image":
+    """Convert any mode to RGB: what is transparent is laid on white, 16-bit grey is scaled to 8 bits."""
+    if image.mode.startswith("I"):
+        return _in_bands(image, _scaled_grey)
+    if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
+        return _in_bands(image, _on_white)
+    return image.convert("RGB")
+
+
+def resize_and_crop(image: "Image", image_size: int) -> "Image":
+    """Cut the centre square at a size, with the preprocessing of ADM.
+
+    Halve both sides with a box filter while the shorter is at least twice the target; resize with a bicubic
+    filter so that the shorter is the target; keep the middle of the longer.
+
+    Source: Dhariwal and Nichol, "Diffusion Models Beat GANs on Image Synthesis", the training data of its code.
+    """
+    from PIL.Image import Resampling
+
+    while min(image.size) >= 2 * image_size:
+        image = image.resize((image.width // 2, image.height // 2), Resampling.BOX)
+    scale = image_size / min(image.size)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), Resampling.BICUBIC)
+    left, top = (image.width - image_size) // 2, (image.height - image_size) // 2
+    return image.crop((left, top, left + image_size, top + image_size))
+
+
+def decoding_problem(error: Exception) -> str:
+    """Why an image cannot be had, from what reading or decoding it raised; one line."""
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):  # its own text shows where in memory the bytes were
+        return "not an image of a known format"
+    if isinstance(error, MemoryError):
+        return "not enough memory to decode it"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _check_size(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"{width} x {height} pixels, more than {MAX_PIXELS:,}")
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise ValueError(f"{width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other")
+
+
+def _check_jpeg(content: bytes) -> None:
+    """Walk over the segments before the pixels, as the decoder's slow loop will."""
+    scans = content.count(b"\xff\xda")
+    if scans > MAX_SCANS:
+        raise ValueError(f"a JPEG of {scans} scans, more than {MAX_SCANS}")
+    position = exif = 0
+    for _ in range(MAX_STEPS):
+        segment = content[position : position + 8]
+        if len(segment) < 4:
+            return
+        marker = segment[1]
+        if segment[0] != 0xFF or marker in (0x00, 0xFF):
+            position += 1
+        elif marker in _LONE_MARKERS:
+            position += 2
+        elif marker == 0xDA:
+            return
+        else:
+            length = max(int.from_bytes(segment[2:4], "big"), 2)
+            exif += length if marker == 0xE1 and segment[4:8] == b"Exif" else 0
+            if exif > MAX_EXIF_BYTES:
+                raise ValueError(f"EXIF data of more than {MAX_EXIF_BYTES:,} bytes")
+            position += 2 + length
+    raise ValueError(f"a JPEG of more than {MAX_STEPS:,} segments and bytes of padding before its pixels")
+
+
+def _orientation(image: "Image") -> int:
+    if any(len(image.info.get(key, "")) > MAX_EXIF_BYTES for key in ("exif", "Raw profile type exif")):
+        return 1
+    try:
+        return image.getexif().get(_ORIENTATION, 1)
+    except MemoryError:
+        raise
+    except Exception:  # a damaged tag fails in any way
+        return 1
+
+
+def _in_bands(image: "Image", convert) -> "Image":
+    """Apply a conversion of each pixel by itself to a few rows at a time."""
+    from PIL import Image
+
+    rows = max(1, PIXELS_AT_A_TIME // image.width)
+    if image.height <= rows:
+        return convert(image)
+    whole = Image.new("RGB", image.size)
+    for top in range(0, image.height, rows):
+        bottom = min(top + rows, image.height)
+        whole.paste(convert(image.crop((0, top, image.width, bottom))), (0, top))
+    return whole
+
+
+def _scaled_grey(image: "Image") -> "Image":
+    from PIL import Image
+
+    grey = np.asarray(image).astype(np.float64) / 257
+    return Image.fromarray(grey.round().clip(0, 255).astype(np.uint8)).convert("RGB")
+
+
+def _on_white(image: "Image") -> "Image":
+    from PIL import Image
+
+    layer = image.convert("RGBA")
+    white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, layer).convert("RGB")

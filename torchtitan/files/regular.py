@@ -1,0 +1,70 @@
+"""Files of others, read with bounds: regular files alone, and no more of them than the reader believes.
+
+A link to a regular file is followed. A pipe would wait for ever, a device has no end and may act on being opened; neither
+is opened.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}  # fmt: skip
+
+
+class UnsuitableFile(OSError):
+    """What is there is no regular file, or larger than the reader believes; another try would find the same."""
+
+
+def check_regular(path: str | bytes | Path) -> os.stat_result:
+    """Make sure that a path is a regular file or a link to one, without opening it.
+
+    Raises:
+        UnsuitableFile: it is something else.
+        OSError: it is missing or cannot be reached.
+    """
+    status = os.stat(path)
+    _refuse_special(status, path)
+    return status
+
+
+def open_regular(path: str | bytes | Path) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading. Raises as `check_regular`."""
+    check_regular(path)
+    # What was a file a moment ago may be a pipe now, on which opening must not wait.
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    try:
+        _refuse_special(os.fstat(file.fileno()), path)
+    except UnsuitableFile:
+        file.close()
+        raise
+    return file
+
+
+def read_regular(path: str | bytes | Path, limit: int) -> bytes:
+    """The whole content of a regular file.
+
+    Args:
+        path: of the file, or of a link to it.
+        limit: bytes; a larger file is not read.
+
+    Raises:
+        UnsuitableFile: it is no regular file, or larger.
+        OSError: it cannot be read.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(limit + 1) if size <= limit else b""
+    if max(size, len(content)) > limit:
+        raise UnsuitableFile(errno.EFBIG, f"{max(size, len(content)):,} bytes, more than {limit:,}", path)
+    return content
+
+
+def _refuse_special(status: os.stat_result, path: str | bytes | Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "of an unknown kind")
+        raise UnsuitableFile(errno.EINVAL, f"is {kind}, not a regular file", path)
