@@ -10,6 +10,8 @@ import tomli_w
 from torchtitan.config_schema import default_of, plain
 from torchtitan.settings import meets
 
+CONFIG_HEADER = "# The resolved configuration of this run; give it as --job.config_file to repeat the run.\n"
+
 
 def dump_config(config: Any) -> str:
     """Write a resolved JobConfig as TOML: every key that has an effect, sections in their order.
@@ -17,7 +19,7 @@ def dump_config(config: Any) -> str:
     Loading the text on as many processes gives an equal JobConfig, but for `job.config_file`.
     """
     text = tomli_w.dumps({name: table for name, table in effective(config).items() if table})
-    return "# The resolved configuration of this run; give it as --job.config_file to repeat the run.\n" + text
+    return CONFIG_HEADER + text
 
 
 def config_differences(old: Any, new: Any) -> list[str]:

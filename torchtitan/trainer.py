@@ -11,6 +11,7 @@ from torch import Tensor
 
 from data import DATASETS
 from torchtitan.config import JobConfig
+from torchtitan.config_record import effective
 from torchtitan.diffusion.allocated import AllocatedTimesteps
 from torchtitan.diffusion.bin_pure import BinPureTimesteps
 from torchtitan.diffusion.guidance import drop_labels
@@ -414,6 +415,7 @@ class Trainer:
     def state(self) -> dict:
         """Everything else of the run's state, equal on all ranks; called by all ranks."""
         return {
+            "config": effective(self.config),
             "step": self.step,
             "progress": self.progress,
             "data": self.data.state_dict(),

@@ -6,7 +6,6 @@ nothing of it.
 
 import os
 import resource
-import shutil
 import signal
 import sys
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchtitan.training import checkpoint_store
 from torchtitan.training.host_copies import HostCopies
 from torchtitan.training.phases import Phases
 
@@ -125,15 +125,15 @@ def _rename(before: str, killed_first: bool) -> Callable[[_Countdown], None]:
 
 
 def _delete(countdown: _Countdown) -> None:
-    rmtree = shutil.rmtree
+    remove_folder = checkpoint_store.remove_folder
 
-    def half_deleted(path: Any, *others: Any, **more: Any) -> None:
-        if Path(path).name.startswith(".deleted-") and countdown.is_over():
-            next(Path(path).iterdir()).unlink()
+    def half_deleted(folder: Path, is_own: Callable[[str], bool]) -> list[Path]:
+        if folder.name.startswith(".deleted-") and countdown.is_over():
+            next(folder.iterdir()).unlink()
             _die()
-        rmtree(path, *others, **more)
+        return remove_folder(folder, is_own)
 
-    shutil.rmtree = half_deleted
+    checkpoint_store.remove_folder = half_deleted
 
 
 MOMENTS: dict[str, Callable[[_Countdown], None]] = {

@@ -13,7 +13,8 @@ import torch
 
 from tests.launcher import run_on_ranks
 from tests.unit.test_checkpoint import saver
-from torchtitan.training import checkpoint, checkpoint_store, shard_files
+from torchtitan.files.durable import write_synced
+from torchtitan.training import checkpoint, checkpoint_files, checkpoint_store, shard_files
 from torchtitan.training.checkpoint import (
     CheckpointError,
     checkpoint_path,
@@ -186,6 +187,80 @@ def test_a_disk_that_keeps_other_bytes_is_found_out_before_anything_is_deleted(t
     assert checkpoint_steps(keeper.folder) == [1] and newest_good(keeper.folder) == (1, [])
 
 
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_manifest_that_the_disk_changes_drops_no_good_checkpoint(tmp_path, monkeypatch):
+    def forgetful(path, written):
+        entry = write_synced(path, written)
+        flip_a_bit(path)
+        return entry
+
+    keeper = saver(tmp_path, keep_latest_k=1)
+    keeper.save(1, some_tensors(1), {})
+    monkeypatch.setattr(checkpoint_files, "write_synced", forgetful)
+    for step in (2, 3):
+        keeper.save(step, some_tensors(step), {})
+        assert "manifest.json is damaged right after it was written" in keeper.wait()
+    assert newest_good(keeper.folder) == (1, []) and checkpoint_steps(keeper.folder) == [1]
+    with pytest.raises(CheckpointError, match="the newest good one is of step 1"):
+        keeper.require_saved()
+
+
+def test_checkpoints_damaged_after_they_were_saved_push_out_no_good_one(tmp_path, caplog):
+    keeper = saver(tmp_path, keep_latest_k=2)
+    for step in (1, 2, 3, 4):
+        keeper.save(step, some_tensors(step), {})
+        if step > 1:
+            flip_a_bit(checkpoint_path(keeper.folder, step) / "manifest.json")
+    assert newest_good(keeper.folder)[0] == 1  # beyond keep_latest_k, but the only good one
+    with pytest.raises(CheckpointError, match="step-00000004: manifest.json is damaged, though it was written"):
+        keeper.require_saved()
+    for step in (5, 6):
+        keeper.save(step, some_tensors(step), {})
+    assert checkpoint_steps(keeper.folder) == [6, 5] and keeper.wait() is None
+    assert "step-00000002: manifest.json is damaged; an older one is kept instead" in caplog.text
+
+
+def test_what_lies_beside_a_run_is_on_the_disk_before_its_checkpoint_counts(tmp_path):
+    keeper, seen = saver(tmp_path), []
+    keeper.save(1, some_tensors(1), {}, before=lambda: seen.append(checkpoint_steps(keeper.folder)))
+    assert seen == [[]] and checkpoint_steps(keeper.folder) == [1]
+
+
+# --- files of others
+
+
+def test_a_users_files_among_checkpoints_are_never_removed(tmp_path, caplog):
+    keeper = saver(tmp_path, keep_latest_k=1)
+    users = [
+        ".git/config", ".ssh/id", ".step-00000010-notes/a", ".step-00000009-0123abcd/a", ".replaced-mine/a", "step-00000001/a",
+        ".deleted-step-00000003-0123abcd/nested/shard-00001.safetensors", "step-00000007/shard-00001.safetensors",
+    ]  # fmt: skip
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "state.json").write_text("mine")
+    for name in users:
+        path = keeper.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    (keeper.folder / ".step-00000008-0123abcd").symlink_to(tmp_path / "elsewhere")
+    assert keeper.find() is None
+    assert [name for name in users if (keeper.folder / name).read_text() != "mine"] == []
+    for step in (1, 2, 3):  # the first in the place of a folder of the user's
+        keeper.save(step, some_tensors(step), {})
+        (checkpoint_path(keeper.folder, step) / "notes.txt").write_text("mine")
+    assert checkpoint_steps(keeper.folder) == [7, 3] and (tmp_path / "elsewhere" / "state.json").read_text() == "mine"
+    (moved,) = keeper.folder.glob("kept-step-00000001-*")
+    assert (moved / "a").read_text() == "mine" and f"it is kept as {moved.name}" in caplog.text
+    notes = [path.relative_to(keeper.folder).parts[0][:26] for path in keeper.folder.glob("kept-deleted-*/notes.txt")]
+    assert sorted(notes) == ["kept-deleted-step-00000001", "kept-deleted-step-00000002"]
+    assert (keeper.folder / "step-00000007" / "shard-00001.safetensors").read_text() == "mine"
+    assert [name for name in users if name != "step-00000001/a" and (keeper.folder / name).read_text() != "mine"] == []
+
+
 def test_old_checkpoints_go_only_when_the_new_one_is_on_the_disk(tmp_path, monkeypatch):
     order: list[str] = []
 
@@ -214,14 +289,14 @@ def test_old_checkpoints_go_only_when_the_new_one_is_on_the_disk(tmp_path, monke
 
 KILL_POINTS = {  # where a process dies when saving step 2, and the newest good step it leaves
     "write_shard": 1, "write_synced": 1, "read_back": 1, "check_content": 1, "write_manifest": 1, "rename 1": 1,
-    "after rename 1": 2, "rename 2": 2, "after rename 2": 2, "rmtree": 2, "after rmtree": 2,
+    "after rename 1": 2, "rename 2": 2, "after rename 2": 2, "remove_folder": 2, "after remove_folder": 2,
 }  # fmt: skip
 
 
 def die_at(point: str) -> None:
     """Let this process be killed when it comes to a point of a save."""
     name = point.removeprefix("after ").split(" ")[0]
-    where = {"rename": Path, "rmtree": shutil, "write_manifest": checkpoint_store}.get(name, checkpoint)
+    where = {"rename": Path, "remove_folder": checkpoint_store, "write_manifest": checkpoint_store}.get(name, checkpoint)
     original, wanted, calls = getattr(where, name), int(point[-1]) if point[-1].isdigit() else 1, []
 
     def dies(*given, **more):

@@ -90,8 +90,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def is_unfinished(name: str) -> bool:
+    """Whether a file of this name is what `replacing` writes to."""
+    return _UNFINISHED.fullmatch(name) is not None
+
+
 def remove_unfinished(folder: Path) -> None:
     """Remove what `replacing` left in a folder of the program's own when it was killed; not in folders below."""
     for path in folder.glob(".*.unfinished"):
-        if _UNFINISHED.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+        if is_unfinished(path.name) and path.is_file() and not path.is_symlink():
             path.unlink(missing_ok=True)

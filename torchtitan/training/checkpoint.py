@@ -14,6 +14,7 @@ group of their own, beside which training goes on.
 
 import json
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.distributed.agreement import from_first_rank, of_all_ranks
+from torchtitan.files.durable import write_synced
 from torchtitan.settings import setting
 from torchtitan.training.checkpoint_errors import CheckpointError, StoreError
 from torchtitan.training.checkpoint_files import (
@@ -30,13 +32,13 @@ from torchtitan.training.checkpoint_files import (
     check_content,
     checkpoint_path,
     checkpoint_steps,
+    glance,
     newest_good,
     read_back,
     verify,
 )
 from torchtitan.training.checkpoint_reading import read_state, read_tensors
 from torchtitan.training.checkpoint_store import store_of
-from torchtitan.files.durable import write_synced
 from torchtitan.training.faults import first_line
 from torchtitan.training.host_copies import HostCopies
 from torchtitan.training.remote_path import AnyPath
@@ -101,6 +103,7 @@ class Checkpointer:
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._group: dist.ProcessGroup | None = None
         self._problem: str | None = None  # of the last save
+        self._last: int | None = None  # step of the last save that came off, on the first rank
         self._pending: Future[None] | None = None
         self._copies = self._thread = None
         if config.async_mode != "disabled":
@@ -127,7 +130,9 @@ class Checkpointer:
         self.wait()
         return from_first_rank(lambda: newest_good(self.folder)[0])
 
-    def save(self, step: int, tensors: dict[str, Tensor], state: dict) -> None:
+    def save(
+        self, step: int, tensors: dict[str, Tensor], state: dict, before: Callable[[], None] = lambda: None
+    ) -> None:
         """Save a checkpoint of the values of now, then delete those beyond keep_latest_k.
 
         Returns when it is written, or with `checkpoint.async_mode` as soon as the values are copied; there is never
@@ -137,6 +142,8 @@ class Checkpointer:
             step: optimizer steps done.
             tensors: every tensor by name, plain (equal on all ranks) or sharded along one axis of the mesh.
             state: JSON-serialisable, equal on all ranks.
+            before: called on every rank before the checkpoint counts, perhaps in another thread: brings to the disk what
+                a run that resumes from it finds beside it. Raises nothing.
         """
         self.wait()
         if self._world_size > 1 and self._group is None:
@@ -144,9 +151,9 @@ class Checkpointer:
         frozen = json.dumps(state, indent=1).encode()
         pieces = pieces_of(tensors, self._rank, self._world_size)
         if self._thread is None:
-            self._save(step, pieces, frozen)
+            self._save(step, pieces, frozen, before)
         else:
-            self._pending = self._thread.submit(self._save, step, self._copies.take(pieces), frozen)
+            self._pending = self._thread.submit(self._save, step, self._copies.take(pieces), frozen, before)
 
     def wait(self) -> str | None:
         """Return when no save is under way: why the last one failed, on every rank, or None."""
@@ -161,11 +168,16 @@ class Checkpointer:
         return self._pending is not None and not self._pending.done()
 
     def require_saved(self) -> None:
-        """Wait for the last save. Raises CheckpointError if it failed."""
-        if problem := self.wait():
+        """Wait for the last save. Raises CheckpointError if it failed, or is damaged by now."""
+        if problem := self.wait() or from_first_rank(self._look_at_last):
             newest = self.newest()
             left = "none is there" if newest is None else f"the newest good one is of step {newest}"
             raise CheckpointError(f"the last checkpoint was not saved ({left}): {problem}")
+
+    def _look_at_last(self) -> str | None:
+        path = checkpoint_path(self.folder, self._last) if self._last is not None else None
+        problem = glance(path) if path else None
+        return f"{path}: {problem}, though it was written" if problem else None
 
     def close(self) -> None:
         """Let a save that is under way end; on a run that fails, too."""
@@ -174,10 +186,11 @@ class Checkpointer:
 
     # ---------------------------------------------------------------------- saving, perhaps beside training
 
-    def _save(self, step: int, pieces: list[Piece], state: bytes) -> None:
+    def _save(self, step: int, pieces: list[Piece], state: bytes, before: Callable[[], None]) -> None:
         try:
             if self._copies is not None:
                 self._copies.wait()
+            before()
             self._problem = self._write(step, pieces, state)
         except (OSError, RuntimeError) as error:  # another rank is gone
             self._problem = f"{checkpoint_path(self.folder, step)}: cannot be written: {first_line(error)}"
@@ -231,6 +244,7 @@ class Checkpointer:
         if problem:
             self._store.discard(partial)
             return problem
+        self._last = step
         try:
             self._delete_old(step)
         except OSError as error:
@@ -238,12 +252,19 @@ class Checkpointer:
         return None
 
     def _delete_old(self, saved: int) -> None:
-        if self._config.keep_latest_k == 0:
+        """Delete what is older than the newest keep_latest_k; one that is damaged by now is not one of them."""
+        keep, whole = self._config.keep_latest_k, 0
+        if keep == 0:
             return
         # Later steps are damaged; if they counted, they would push out the one just saved.
-        older = [step for step in checkpoint_steps(self.folder) if step < saved]
-        for step in older[self._config.keep_latest_k - 1 :]:
-            self._store.delete(step)
+        for step in (step for step in checkpoint_steps(self.folder) if step <= saved):
+            path = checkpoint_path(self.folder, step)
+            if whole >= keep:
+                self._store.delete(step)
+            elif problem := glance(path):
+                logger.warning(f"{path}: {problem}; an older one is kept instead")
+            else:
+                whole += 1
 
     # ---------------------------------------------------------------------- finding
 

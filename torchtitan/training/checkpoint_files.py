@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from torchtitan.training.checkpoint_errors import DamagedFile, StoreError
 from torchtitan.files.durable import sync, write_synced
+from torchtitan.training.checkpoint_errors import DamagedFile, StoreError
 from torchtitan.training.remote_path import AnyPath, RemotePath
 from torchtitan.training.shard_files import DamagedShard, check_shards
 
@@ -21,6 +21,7 @@ STATE, MANIFEST = "state.json", "manifest.json"
 MAX_JSON_BYTES = 64 << 20  # a manifest of 100,000 files has 15 MB; state.json holds counters and short lists
 
 _FOLDER = re.compile(r"step-(\d{8,18})")
+_WRITTEN = re.compile(r"shard-\d{5,}\.safetensors|" + re.escape(STATE) + "|" + re.escape(MANIFEST))
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -36,6 +37,37 @@ def checkpoint_steps(folder: AnyPath) -> list[int]:
 def checkpoint_path(folder: AnyPath, step: int) -> AnyPath:
     """Folder of one step's checkpoint."""
     return folder / f"step-{step:08d}"
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Whether a checkpoint's folder is written with a file of this name: nothing else in it is ever removed."""
+    return _WRITTEN.fullmatch(name) is not None
+
+
+def is_checkpoint_folder(name: str) -> bool:
+    """Whether this is the name of a step's folder, which counts as a checkpoint if it is good."""
+    return _FOLDER.fullmatch(name) is not None
+
+
+def glance(checkpoint: AnyPath) -> str | None:
+    """What is wrong with a checkpoint, as far as its manifest and the sizes of its files tell (on local disks).
+
+    Raises:
+        StoreError: the store does not answer.
+    """
+    try:
+        files = read_manifest(checkpoint)
+    except DamagedFile as error:
+        return str(error)
+    if isinstance(checkpoint, Path):
+        for name, entry in files.items():
+            try:
+                size = (checkpoint / name).lstat().st_size
+            except OSError:
+                return f"{name} is missing or unreadable"
+            if size != entry["size"]:
+                return f"{name} has {size} bytes instead of {entry['size']}"
+    return None
 
 
 def verify(checkpoint: AnyPath) -> str | None:
@@ -90,11 +122,12 @@ def newest_good(folder: AnyPath) -> tuple[int | None, list[str]]:
 
 
 def write_manifest(folder: AnyPath, files: dict[str, dict]) -> None:
-    """Complete a folder: name -> {"size", "sha256"} of each file. Raises OSError."""
+    """Complete a folder: name -> {"size", "sha256"} of each file; the manifest is read back. Raises OSError."""
     text = json.dumps({"files": files, "digest": _digest_of(files)}, indent=1)
-    write_synced(folder / MANIFEST, text.encode())
+    entry = write_synced(folder / MANIFEST, text.encode())
     if isinstance(folder, Path):
         sync(folder)
+    read_back(folder / MANIFEST, entry)
 
 
 def read_manifest(checkpoint: AnyPath) -> dict[str, dict]:

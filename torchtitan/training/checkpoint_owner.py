@@ -11,6 +11,7 @@ import uuid
 from datetime import datetime
 from pathlib import Path
 
+from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.training.checkpoint_errors import DamagedFile
 from torchtitan.training.checkpoint_files import read_json
 from torchtitan.training.remote_path import AnyPath, RemotePath
@@ -74,7 +75,5 @@ def _write(path: AnyPath, content: dict) -> None:
     if isinstance(path, RemotePath):
         path.write_bytes(text)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".json.tmp")
-    temporary.write_bytes(text)
-    temporary.replace(path)
+    make_folder(path.parent)
+    replace_file(path, text)

@@ -5,22 +5,30 @@ there it is written in its place, and the manifest, written last and removed fir
 """
 
 import logging
+import os
 import re
-import shutil
 import uuid
 from pathlib import Path
 from typing import Protocol
 
-from torchtitan.training.checkpoint_errors import DamagedFile
-from torchtitan.training.checkpoint_files import MANIFEST, checkpoint_path, read_manifest, write_manifest
-from torchtitan.training.checkpoint_owner import read_owner, shown_owner
-from torchtitan.files.durable import sync
+from torchtitan.files.durable import is_unfinished, make_folder, sync
+from torchtitan.files.removal import remove_folder
+from torchtitan.training.checkpoint_files import (
+    MANIFEST,
+    checkpoint_path,
+    is_checkpoint_file,
+    is_checkpoint_folder,
+    write_manifest,
+)
+from torchtitan.training.checkpoint_owner import OWNER_FILE, read_owner, shown_owner
 from torchtitan.training.faults import first_line
 from torchtitan.training.remote_path import AnyPath, RemotePath
 
 logger = logging.getLogger(__name__)
 
-_OURS = re.compile(r"(set-aside-)?step-\d{8,18}(-[0-9a-f]{8})?")
+_SET_ASIDE = re.compile(r"set-aside-step-\d{8,18}-[0-9a-f]{8}")
+# Of a save, a replacement or a removal that was cut off.
+_HIDDEN = re.compile(r"\.((deleted|replaced)-)?step-\d{8,18}(-[0-9a-f]{8})?")
 
 
 class CheckpointStore(Protocol):
@@ -58,43 +66,62 @@ class LocalStore:
 
     def prepare(self) -> None:
         if self._folder.is_dir():
-            for path in self._folder.glob(".*"):
-                shutil.rmtree(path, ignore_errors=True)
+            for path in sorted(self._folder.iterdir()):
+                if _HIDDEN.fullmatch(path.name) and _is_own(path):
+                    self._remove(path)
 
     def begin(self, step: int) -> str:
         name = f".step-{step:08d}-{_unique()}"
-        (self._folder / name).mkdir(parents=True)
+        make_folder(self._folder)
+        (self._folder / name).mkdir()
         return name
 
     def commit(self, name: str, step: int, files: dict[str, dict]) -> None:
         partial = self._folder / name
         write_manifest(partial, files)
         final, replaced = checkpoint_path(self._folder, step), None
-        if final.exists():
+        if (final / MANIFEST).exists():
             # Only one that does not count is there: a good one would have been resumed from or set aside.
             replaced = self._folder / f".replaced-{final.name}-{_unique()}"
             final.rename(replaced)
+        elif os.path.lexists(final):
+            kept = self._folder / f"kept-{final.name}-{_unique()}"
+            final.rename(kept)
+            logger.warning(f"{final}: is no checkpoint; it is kept as {kept.name}")
         partial.rename(final)
         sync(self._folder)
         sync(self._folder.parent)
         if replaced:
-            shutil.rmtree(replaced, ignore_errors=True)
+            self._remove(replaced)
 
     def discard(self, name: str) -> None:
-        shutil.rmtree(self._folder / name, ignore_errors=True)
+        self._remove(self._folder / name)
 
     def delete(self, step: int) -> None:
         path = checkpoint_path(self._folder, step)
+        if not (path / MANIFEST).exists():  # not made here, or somebody is at work on it
+            return
         # Renamed first: a delete that is cut off must not leave something that looks like a checkpoint.
         hidden = self._folder / f".deleted-{path.name}-{_unique()}"
         path.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        self._remove(hidden)
 
     def set_aside(self, step: int) -> str:
         path = checkpoint_path(self._folder, step)
         aside = path.with_name(f"set-aside-{path.name}-{_unique()}")
         path.rename(aside)
+        sync(self._folder)
         return aside.name
+
+    def _remove(self, hidden: Path) -> None:
+        """Remove a hidden folder, as much of it as can be removed; what the program did not write there stays, in sight."""
+        try:
+            if remove_folder(hidden, is_checkpoint_file):
+                kept = hidden.with_name(f"kept-{hidden.name.lstrip('.')}")
+                hidden.rename(kept)
+                logger.warning(f"{kept}: holds files that are not a checkpoint's; they are kept")
+        except OSError as error:
+            logger.warning(f"{hidden}: cannot be removed yet: {first_line(error)}")
 
 
 class RemoteStore:
@@ -107,8 +134,9 @@ class RemoteStore:
     def prepare(self) -> None:
         self._owner = read_owner(self._folder)
         for path in self._folder.iterdir():
-            if _OURS.fullmatch(path.name) and path.is_dir() and not (path / MANIFEST).exists():
-                path.remove_tree()
+            own = is_checkpoint_folder(path.name) or _SET_ASIDE.fullmatch(path.name)
+            if own and path.is_dir() and not (path / MANIFEST).exists():
+                _remove(path)
 
     def begin(self, step: int) -> str:
         # Another launch of the run, on another machine, holds no lock that is seen from here.
@@ -121,14 +149,7 @@ class RemoteStore:
         return path.name
 
     def commit(self, name: str, step: int, files: dict[str, dict]) -> None:
-        path = self._folder / name
-        write_manifest(path, files)
-        try:
-            if read_manifest(path) == files:
-                return
-        except DamagedFile as error:
-            raise OSError(f"{error} right after it was written: {self._folder} is not to be trusted") from error
-        raise OSError(f"{MANIFEST} is another than the one just written: {self._folder} is not to be trusted")
+        write_manifest(self._folder / name, files)
 
     def discard(self, name: str) -> None:
         try:
@@ -148,9 +169,31 @@ class RemoteStore:
         return aside.name
 
 
+def _is_own(folder: Path) -> bool:
+    """Whether a folder of a hidden name is what a save or a removal left: empty, or with a file of a checkpoint."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    names = [path.name for path in folder.iterdir()]
+    return not names or any(map(is_checkpoint_file, names))
+
+
+def foreign_content(folder: AnyPath) -> str | None:
+    """Name of something in a folder of checkpoints that the program does not put there; None if there is nothing."""
+    own = (is_checkpoint_folder, _SET_ASIDE.fullmatch, _HIDDEN.fullmatch, is_unfinished, {OWNER_FILE}.__contains__)
+    if isinstance(folder, Path) and not folder.exists():
+        return None
+    names = sorted(path.name for path in folder.iterdir())
+    return next((name for name in names if not any(is_own(name) for is_own in own)), None)
+
+
 def _remove(path: RemotePath) -> None:
+    """Remove what the program writes in a checkpoint's folder, and the folder if nothing else is in it."""
     (path / MANIFEST).unlink()  # first: what is left of a removal that is cut off must not count
-    path.remove_tree()
+    path.remove_files([file.name for file in path.iterdir() if is_checkpoint_file(file.name) and file.is_file()])
+    if left := next(path.iterdir(), None):
+        logger.warning(f"{left}: is not a checkpoint's file; it is kept")
+    else:
+        path.remove_empty()
 
 
 def _unique() -> str:

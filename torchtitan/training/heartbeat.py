@@ -8,14 +8,18 @@ that hangs. Across machines this needs what checkpoints need too, a run folder t
 
 import json
 import os
-import shutil
+import re
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torchtitan.files.removal import remove_folder
+
 FAULTS_FOLDER = "faults"
+_HEARTBEAT = re.compile(r"rank-\d{4,}\.(json|tmp)")
 STALE_AFTER = 4.0  # intervals without a heartbeat after which a rank of another machine counts as silent
 
 
@@ -118,7 +122,8 @@ class Heartbeats:
 
 def remove_heartbeats(run_folder: Path) -> None:
     """Forget the ranks of an attempt before; by the first rank, before any writes its own."""
-    shutil.rmtree(_heartbeat_folder(run_folder), ignore_errors=True)
+    with suppress(OSError):  # they are replaced one by one
+        remove_folder(_heartbeat_folder(run_folder), lambda name: _HEARTBEAT.fullmatch(name) is not None)
 
 
 def _heartbeat_folder(run_folder: Path) -> Path:

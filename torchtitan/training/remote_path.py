@@ -6,7 +6,7 @@ A store has no rename, and its folders exist only through the files in them. Not
 import errno
 import io
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -147,14 +147,18 @@ class RemotePath:
         except FileNotFoundError:
             return
 
-    def remove_tree(self) -> None:
-        """Remove a folder and what is in it, if it is there."""
-        try:
+    def remove_files(self, names: Sequence[str]) -> None:
+        """Remove files of this folder, in one request where the store can."""
+        if names:
             with _border(self):
-                self.fs.invalidate_cache()
-                self.fs.rm(self.path, recursive=True)
-        except FileNotFoundError:
-            return
+                self.fs.rm([f"{self.path}/{name}" for name in names])
+
+    def remove_empty(self) -> None:
+        """Remove a folder in which there is nothing, in stores that know such."""
+        with _border(self):
+            self.fs.invalidate_cache()
+            if self.fs.isdir(self.path):
+                self.fs.rmdir(self.path)
 
 
 # Where checkpoints may be.

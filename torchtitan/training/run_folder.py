@@ -1,7 +1,7 @@
 """The folder of a run: what it may continue, and the summary that closes it."""
 
 import json
-import os
+import logging
 import platform
 import subprocess
 import tomllib
@@ -13,12 +13,18 @@ import torch
 
 from torchtitan.config import JobConfig
 from torchtitan.config_record import config_differences, dump_config
-from torchtitan.training.checkpoint_errors import StoreError
-from torchtitan.training.checkpoint_files import checkpoint_steps
+from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
+from torchtitan.training.checkpoint_errors import CheckpointError, StoreError
+from torchtitan.training.checkpoint_files import checkpoint_path, checkpoint_steps, newest_good
 from torchtitan.training.checkpoint_location import checkpoint_folder, run_checkpoints
-from torchtitan.training.checkpoint_owner import claim
+from torchtitan.training.checkpoint_owner import claim, read_owner
+from torchtitan.training.checkpoint_reading import read_state
+from torchtitan.training.checkpoint_store import foreign_content as foreign_checkpoint_content
 from torchtitan.training.remote_path import AnyPath
 from torchtitan.training.run_lock import RunLock
+from torchtitan.training.run_ownership import CONFIG_FILE, foreign_content
+
+logger = logging.getLogger(__name__)
 
 
 class RunFolderError(Exception):
@@ -60,20 +66,20 @@ class RunFolder:
                 cannot be written; or the folder of its checkpoints is another run's.
             StoreError: that folder is in a store that does not answer.
         """
-        saved = self.path / "config.toml"
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            if name := foreign_content(self.path):
+                advice = "give another --job.name or --job.dump_folder"
+                raise RunFolderError([f"{self.path}: holds {name}, which is not a run's; nothing was written ({advice})"])
+            make_folder(self.path)
             if owner := self._lock.acquire():
                 advice = "wait for it, stop it, or give another --job.name"
                 raise RunFolderError([f"{self.path}: another run writes here: {owner} ({advice})"])
-            if saved.exists() and not self._config.job.allow_config_change:
-                self._refuse_changes(saved)
+            remove_unfinished(self.path)
+            if not self._config.job.allow_config_change:
+                self._refuse_changes()
             if self._config.checkpoint.enable:
                 self._open_checkpoints()
-            # Replaced in one go: a kill must not leave half a configuration.
-            temporary = saved.with_suffix(".toml.tmp")
-            temporary.write_text(dump_config(self._config), encoding="utf-8")
-            temporary.replace(saved)
+            replace_file(self.path / CONFIG_FILE, dump_config(self._config))
         except StoreError:
             raise
         except OSError as error:
@@ -83,25 +89,48 @@ class RunFolder:
         """Let others write into the folder; on the first rank."""
         self._lock.release()
 
-    def _refuse_changes(self, saved: Path) -> None:
+    def _refuse_changes(self) -> None:
+        saved = self.path / CONFIG_FILE
         try:
             old = tomllib.loads(saved.read_text(encoding="utf-8"))
+            damage = "" if old else "is empty"
+        except FileNotFoundError:
+            old, damage = {}, "is missing"
         except (ValueError, RecursionError) as error:  # no TOML, no text, an endless number, nested too deep
-            raise RunFolderError([f"{saved}: damaged ({error}); remove it or give another --job.name"]) from error
-        changes = config_differences(old, self._config)
-        if changes:
+            old, damage = {}, f"is damaged ({error})"
+        if damage:
+            old = self._recorded_config(f"{saved}: {damage}")
+        if old and (changes := config_differences(old, self._config)):
             advice = "give another --job.name, or --job.allow_config_change true to continue it all the same"
             raise RunFolderError(
                 [f"{self.path}: holds a run of another configuration ({advice})", *(f"  {line}" for line in changes)]
             )
 
+    def _recorded_config(self, damage: str) -> dict:
+        """The configuration that the newest good checkpoint was saved under; empty where there is no checkpoint.
+
+        Raises:
+            RunFolderError: no good checkpoint has a record of it.
+        """
+        if not self._config.checkpoint.enable or not checkpoint_steps(self.checkpoints):
+            return {}
+        step, _ = newest_good(self.checkpoints)
+        recorded = read_state(checkpoint_path(self.checkpoints, step)).get("config") if step is not None else None
+        if not isinstance(recorded, dict) or not recorded:
+            advice = "put a copy back, or --job.allow_config_change true to continue with the configuration given now"
+            raise RunFolderError([f"{damage}, and no checkpoint has a record of the configuration ({advice})"])
+        logger.warning(f"{damage}; restored from the checkpoint of step {step}")
+        return recorded
+
     def _open_checkpoints(self) -> None:
-        before = run_checkpoints(self.path)
+        before = self._checkpoints_before()
         if str(before) != str(self.checkpoints) and checkpoint_steps(before) and not checkpoint_steps(self.checkpoints):
             advice = "leave checkpoint.folder as it was, or copy them first, or give another --job.name"
             raise RunFolderError(
                 [f"checkpoint.folder: {self.checkpoints}: has none of the run's checkpoints: they are in {before} ({advice})"]
             )
+        if self._config.checkpoint.folder:
+            self._refuse_foreign_checkpoints()
         try:
             problem = claim(self.path, self.checkpoints) if self._config.checkpoint.folder else None
         except StoreError:
@@ -110,6 +139,19 @@ class RunFolder:
             problem = f"checkpoint.folder: {self.checkpoints}: cannot be written: {error.strerror}"
         if problem:
             raise RunFolderError([problem])
+
+    def _checkpoints_before(self) -> AnyPath:
+        try:
+            return run_checkpoints(self.path)
+        except CheckpointError:  # of a config.toml that a checkpoint's record takes the place of
+            return self.checkpoints
+
+    def _refuse_foreign_checkpoints(self) -> None:
+        if read_owner(self.checkpoints) is None and (name := foreign_checkpoint_content(self.checkpoints)):
+            advice = "give another --checkpoint.folder or --job.name"
+            raise RunFolderError(
+                [f"checkpoint.folder: {self.checkpoints}: holds {name}, which is no checkpoint; nothing was written ({advice})"]
+            )
 
     def is_finished(self) -> bool:
         """Whether the summary says that a run of as many steps was completed."""
@@ -122,9 +164,7 @@ class RunFolder:
 
     def write_summary(self, content: dict) -> None:
         """Replace summary.json."""
-        temporary = self.summary.with_suffix(f".json.{os.getpid()}.tmp")  # after a fault two ranks may write
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self.summary)
+        replace_file(self.summary, json.dumps(content, indent=1) + "\n")
 
 
 def versions() -> dict[str, str | None]:

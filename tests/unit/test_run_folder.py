@@ -1,0 +1,164 @@
+"""A run's folder: nobody else's is written into, and what a power cut leaves of it is enough to resume."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan.config import load_config
+from torchtitan.config_record import dump_config, effective
+from torchtitan.files import durable
+from torchtitan.files.durable import make_folder, remove_unfinished, replace_file, replacing
+from torchtitan.training.checkpoint import CheckpointConfig, Checkpointer
+from torchtitan.training.run_folder import RunFolder, RunFolderError
+from torchtitan.training.run_lock import LOCK_FILE
+
+
+def run_at(folder: Path, *more: str) -> RunFolder:
+    arguments = ["--job.dump_folder", str(folder), "--job.name", "one", "--data.name", "synthetic"]
+    return RunFolder(load_config([*arguments, *more], 1))
+
+
+def opened(run: RunFolder) -> RunFolder:
+    run.open()
+    run.close()
+    return run
+
+
+def contents(folder: Path) -> dict[str, str | None]:
+    return {
+        str(path.relative_to(folder)): path.read_text() if path.is_file() else None for path in sorted(folder.rglob("*"))
+    }
+
+
+def save(run: RunFolder, step: int) -> None:
+    state = {"config": effective(run._config)}
+    Checkpointer(run.checkpoints, CheckpointConfig(), 0).save(step, {"a": torch.ones(2)}, state)
+
+
+# --- folders of others
+
+
+@pytest.mark.parametrize("name", [
+    "notes.txt", ".git/config", "config.toml", "metrics.jsonl", ".config.toml.tmp", "checkpoints/step-00000001/state.json",
+])  # fmt: skip
+def test_a_folder_that_a_user_has_filled_is_refused_and_left_as_it_was(tmp_path, name):
+    path = tmp_path / "one" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("[package]\nname = 'mine'\n")
+    (tmp_path / "one" / LOCK_FILE).write_text("a lock of another program")
+    before = contents(tmp_path)
+    with pytest.raises(RunFolderError, match=rf"/one: holds {name.split('/')[0]}, which is not a run's; nothing was written"):
+        run_at(tmp_path).open()
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["notes.txt", ".cache/weights", "step-one/state.json", ".step-00000001-mine/a"])
+def test_a_folder_of_checkpoints_that_a_user_has_filled_is_refused_and_left_as_it_was(tmp_path, name):
+    path = tmp_path / "home" / "one" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    before = contents(tmp_path / "home")
+    with pytest.raises(RunFolderError, match=rf"^checkpoint.folder: .*/home/one: holds {name.split('/')[0]}, which is no"):
+        run_at(tmp_path / "outputs", "--checkpoint.folder", str(tmp_path / "home")).open()
+    assert contents(tmp_path / "home") == before
+
+
+def test_a_users_files_may_lie_in_a_folder_that_is_a_runs(tmp_path):
+    opened(run_at(tmp_path, "--checkpoint.folder", str(tmp_path / "home")))
+    for folder in (tmp_path / "one", tmp_path / "home" / "one"):
+        (folder / "notes.txt").write_text("mine")
+    run = opened(run_at(tmp_path, "--checkpoint.folder", str(tmp_path / "home")))
+    assert (run.path / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_of_a_run_before_there_were_records_is_a_runs(tmp_path):
+    (tmp_path / "one" / "figures").mkdir(parents=True)
+    text = dump_config(run_at(tmp_path)._config).partition("\n")[2]
+    (tmp_path / "one" / "config.toml").write_text(text)
+    opened(run_at(tmp_path))
+
+
+# --- what a power cut leaves
+
+
+@pytest.mark.parametrize("left", [b"", b"\0" * 700, b"[job]\ndump_fol", None])
+def test_a_configuration_cut_off_is_restored_from_the_newest_good_checkpoint(tmp_path, left, caplog):
+    run = opened(run_at(tmp_path))
+    before = (run.path / "config.toml").read_bytes()
+    save(run, 10)
+    save(run, 20)
+    (run.checkpoints / "step-00000020" / "state.json").write_text("{")
+    (run.path / LOCK_FILE).write_bytes(b"")
+    if left is None:
+        (run.path / "config.toml").unlink()
+    else:
+        (run.path / "config.toml").write_bytes(left)
+    with pytest.raises(RunFolderError, match=r"another configuration(.|\n)*optimizer\.lr: 0\.0001 -> 0\.5"):
+        run_at(tmp_path, "--optimizer.lr", "0.5").open()
+    run = opened(run_at(tmp_path))
+    assert (run.path / "config.toml").read_bytes() == before
+    assert "restored from the checkpoint of step 10" in caplog.text
+
+
+@pytest.mark.parametrize("left", [b"", b"\0" * 700])
+def test_a_first_start_cut_off_before_its_first_checkpoint_begins_anew(tmp_path, left):
+    run = opened(run_at(tmp_path))
+    for name in ("config.toml", LOCK_FILE, "metrics.jsonl"):
+        (run.path / name).write_bytes(left)
+    (run.path / f".config.toml.{'0' * 32}.unfinished").write_bytes(left)
+    (run.path / "tb").mkdir()
+    opened(run_at(tmp_path, "--optimizer.lr", "0.5"))
+    assert "lr = 0.5" in (run.path / "config.toml").read_text()
+    assert not list(run.path.glob(".*.unfinished"))
+
+
+def test_a_configuration_cut_off_beside_checkpoints_without_a_record_is_refused(tmp_path):
+    run = opened(run_at(tmp_path))
+    Checkpointer(run.checkpoints, CheckpointConfig(), 0).save(10, {"a": torch.ones(2)}, {})
+    (run.path / "config.toml").write_bytes(b"")
+    with pytest.raises(RunFolderError, match="config.toml: is empty, and no checkpoint has a record of the configuration"):
+        run_at(tmp_path).open()
+    opened(run_at(tmp_path, "--job.allow_config_change", "true"))
+
+
+# --- durable files
+
+
+def test_a_file_is_replaced_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+    order, fsync, replace = [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda number: order.append(os.readlink(f"/proc/self/fd/{number}")) or fsync(number))
+    monkeypatch.setattr(Path, "replace", lambda path, target: order.append("rename") or replace(path, target))
+    replace_file(tmp_path / "a.json", "one")
+    first, *rest = order
+    assert first.startswith(f"{tmp_path}/.a.json.") and rest == ["rename", str(tmp_path)]
+    order.clear()
+    make_folder(tmp_path / "b" / "c")
+    assert sorted(order) == [str(tmp_path), str(tmp_path / "b")]
+
+
+@pytest.mark.parametrize("fault", ["write", "sync", "rename"])
+def test_a_file_that_cannot_be_replaced_is_as_it_was(tmp_path, monkeypatch, fault):
+    def broken(*given):
+        raise OSError(5, "Input/output error")
+
+    replace_file(tmp_path / "a.json", "one")
+    if fault != "write":
+        monkeypatch.setattr(*{"sync": (durable, "sync", broken), "rename": (Path, "replace", broken)}[fault])
+    with pytest.raises(OSError, match="Input/output error"), replacing(tmp_path / "a.json") as unfinished:
+        unfinished.write_text("two")
+        if fault == "write":
+            broken()
+    assert contents(tmp_path) == {"a.json": "one"}
+
+
+def test_only_what_a_replacement_left_is_removed(tmp_path):
+    left = f".a.json.{'0a' * 16}.unfinished"
+    users = [".a.unfinished", "a.unfinished", f".a.{'0' * 31}.unfinished", f".b.{'1' * 32}.unfinished/c"]
+    for name in (left, *users):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(name))
+    remove_unfinished(tmp_path)
+    assert not (tmp_path / left).exists() and all((tmp_path / name).exists() for name in users)
