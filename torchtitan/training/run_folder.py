@@ -99,24 +99,26 @@ class RunFolder:
         except (ValueError, RecursionError) as error:  # no TOML, no text, an endless number, nested too deep
             old, damage = {}, f"is damaged ({error})"
         if damage:
-            old = self._recorded_config(f"{saved}: {damage}")
+            old = self._recorded_config(f"{saved}: {damage}", needed=saved.exists())
         if old and (changes := config_differences(old, self._config)):
             advice = "give another --job.name, or --job.allow_config_change true to continue it all the same"
             raise RunFolderError(
                 [f"{self.path}: holds a run of another configuration ({advice})", *(f"  {line}" for line in changes)]
             )
 
-    def _recorded_config(self, damage: str) -> dict:
+    def _recorded_config(self, damage: str, needed: bool) -> dict:
         """The configuration that the newest good checkpoint was saved under; empty where there is no checkpoint.
 
         Raises:
-            RunFolderError: no good checkpoint has a record of it.
+            RunFolderError: it is needed, and no good checkpoint has a record of it.
         """
         if not self._config.checkpoint.enable or not checkpoint_steps(self.checkpoints):
             return {}
         step, _ = newest_good(self.checkpoints)
         recorded = read_state(checkpoint_path(self.checkpoints, step)).get("config") if step is not None else None
         if not isinstance(recorded, dict) or not recorded:
+            if not needed:  # checkpoints were put here for a run that begins
+                return {}
             advice = "put a copy back, or --job.allow_config_change true to continue with the configuration given now"
             raise RunFolderError([f"{damage}, and no checkpoint has a record of the configuration ({advice})"])
         logger.warning(f"{damage}; restored from the checkpoint of step {step}")
