@@ -44,7 +44,7 @@ class HuggingFaceConfig(SquareImagesConfig):
     )  # fmt: skip
     cache_path: str = setting(
         "", "folder on this machine in which its processes share row groups; default: each reads its own",
-        applies={"streaming": (True,)}, trajectory=False,
+        applies={"streaming": (True,)}, trajectory=False, writes="shared",
     )  # fmt: skip
     cache_gib: float = setting(
         32.0, "largest size of that folder; those longest unused go first", gt=0, applies={"streaming": (True,)},

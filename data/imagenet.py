@@ -47,7 +47,7 @@ class ImageNetConfig(SquareImagesConfig):
         ge=0, lt=1,
     )  # fmt: skip
     index_path: str = setting(
-        "", "folder that keeps what tar archives hold; default: beside the archives", trajectory=False
+        "", "folder that keeps what tar archives hold; default: beside the archives", trajectory=False, writes="shared"
     )
 
 

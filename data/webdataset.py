@@ -54,7 +54,7 @@ class WebDatasetConfig(SquareImagesConfig):
         applies={"validation_path": ("",)},
     )  # fmt: skip
     index_path: str = setting(
-        "", "folder that keeps what the shards hold; default: beside the shards", trajectory=False
+        "", "folder that keeps what the shards hold; default: beside the shards", trajectory=False, writes="shared"
     )
 
 

@@ -58,8 +58,10 @@ class JobSection:
     """`[job]`"""
 
     config_file: str = setting("", "TOML file with the keys below", trajectory=False)
-    dump_folder: str = setting("outputs", "folder that holds the run folders", trajectory=False)
-    name: str = setting("", "name of the run and of its folder; default: the TOML's file name", trajectory=False)
+    dump_folder: str = setting("outputs", "folder that holds the run folders", trajectory=False, writes="run")
+    name: str = setting(
+        "", "name of the run and of its folder; default: the TOML's file name", trajectory=False, writes="run"
+    )
     allow_config_change: bool = setting(
         False, "continue a run folder although keys that change what is learned differ", trajectory=False
     )

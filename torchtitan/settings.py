@@ -6,7 +6,7 @@ so that every package may use it.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 
 def setting(
@@ -20,6 +20,7 @@ def setting(
     applies: dict[str, tuple | str] | None = None,
     because: str = "",
     trajectory: bool = True,
+    writes: Literal["", "run", "shared"] = "",
 ) -> Any:
     """Declare one configuration key as a dataclass field.
 
@@ -33,6 +34,8 @@ def setting(
         because: why it has no effect otherwise, where that is not plain; said when it is refused.
         trajectory: whether a change of this key changes what a run learns, so that a checkpoint of another
             value must not be continued silently.
+        writes: what is written at the place that this key names: files of one run alone, a folder that runs may share,
+            or nothing. What starts several runs keeps these places within its own folder (`config_places`).
 
     Returns:
         a `dataclasses.Field` whose metadata carries all of this.
@@ -43,6 +46,7 @@ def setting(
         "applies": applies or {},
         "because": because,
         "trajectory": trajectory,
+        "writes": writes,
     }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)

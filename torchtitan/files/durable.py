@@ -69,6 +69,27 @@ def replace_file(path: Path, content: bytes | str) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def append_synced(path: Path, content: bytes) -> None:
+    """Add to the end of a file, which is made if it is missing; whole on the disk when this returns.
+
+    Raises:
+        OSError: the disk is full or fails; the file is as long as it was, as far as that can be had.
+    """
+    there = path.exists()
+    with open(path, "ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            if file.write(content) < len(content):  # the rest would not have fitted
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
+    if not there:
+        sync(path.parent)
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and those above it, if they are missing. Raises OSError."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]

@@ -4,12 +4,12 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.sweep.autotune_probe import Probe
 
 
@@ -52,8 +52,8 @@ class SearchRecord:
             RecordError: the folder cannot be written.
         """
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path.with_suffix(".lock"), "w")
+            make_folder(self.path.parent)
+            lock = open(self.path.with_suffix(".lock"), "a")
         except OSError as error:
             raise RecordError(f"{self.path.parent}: cannot be written: {error.strerror}") from error
         with lock:
@@ -85,9 +85,7 @@ class SearchRecord:
             "probes": [dataclasses.asdict(probe) for probe in self.probes],
             "question": self._question,
         }
-        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            temporary.replace(self.path)
+            replace_file(self.path, json.dumps(content, indent=1) + "\n")
         except OSError as error:
             raise RecordError(f"{self.path}: cannot be written: {error.strerror}") from error

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config import ConfigError, load_config
+from torchtitan.config import ConfigError, JobConfig, load_config
+from torchtitan.config_places import place_problems
 from torchtitan.config_sources import read_toml
 from torchtitan.sweep.grid import BATCH_KEY, Cell, Sweep, SweepError
 
@@ -39,7 +40,8 @@ def check_cells(sweep: Sweep, cells: list[Cell], folder: Path) -> dict[str, str]
         id of a cell -> why it is refused, for cells of dtype float8 where float8 cannot be had.
 
     Raises:
-        SweepError: any other cell is refused; with the first reason.
+        SweepError: any other cell is refused, or would write elsewhere than into the sweep's folder; with the first
+            reason.
     """
     refused = {}
     for cell in cells:
@@ -53,10 +55,17 @@ def check_cells(sweep: Sweep, cells: list[Cell], folder: Path) -> dict[str, str]
                 refused[cell.id] = "; ".join(error.problems)
                 continue
             raise SweepError(f"{sweep.path}: cell {cell.id}: {error.problems[0]}") from None
+        _refuse_other_places(sweep, cell, config, folder)
         if sweep.settings.warmup_steps >= config.training.steps:
             text = f"{sweep.settings.warmup_steps} leaves none of training.steps = {config.training.steps}"
             raise SweepError(f"{sweep.path}: warmup_steps: {text} (lower it, or train longer)")
     return refused
+
+
+def _refuse_other_places(sweep: Sweep, cell: Cell, config: JobConfig, folder: Path) -> None:
+    for key, text in place_problems(config, folder, folder, run_name(cell, 0)):
+        given = next((f"{table}." for table in ("fixed", "axes") if key in sweep.table[table]), f"base: {sweep.base}: ")
+        raise SweepError(f"{sweep.path}: {given}{key}: {text}")
 
 
 def _seed_of(base: Path | None) -> Any:

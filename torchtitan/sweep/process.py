@@ -1,6 +1,5 @@
 """One run in fresh processes, and how it ended: done, out of memory, failed, too slow, or refused."""
 
-import json
 import os
 import re
 import signal
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan.config import ConfigError, load_config
+from torchtitan.training.checkpoint_errors import DamagedFile
+from torchtitan.training.checkpoint_files import read_json
 from torchtitan.training.faults import OUT_OF_MEMORY_WORDS
 
 Status = Literal["ok", "oom", "failed", "timeout", "refused"]
@@ -22,6 +23,8 @@ _GUARD = Path(__file__).with_name("guard.py")
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _POLL_SECONDS = 0.1
 _KILLED = 128 + signal.SIGKILL
+_LARGEST_SUMMARY = 1 << 24  # bytes
+_MOST_OF_A_LOG = 1 << 22  # bytes, of its beginning and of its end
 # What ranks say that have only lost another one.
 _OTHER_RANKS_END = ("Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Timeout)\b")
@@ -100,11 +103,13 @@ def run_processes(
         guard.stdin.close()  # the lifeline: the guard kills what is left
         guard.wait()
     seconds = time.perf_counter() - begun
-    text = log.read_text(encoding="utf-8", errors="replace")
+    text = _ends_of(log)
     if late:
         return Outcome("timeout", f"not done after {timeout_s:g} s", seconds, guard.returncode)
     fresh = _read_summary(summary) if _stamp(summary) != stale else {}
     status, reason = classify(guard.returncode, text, fresh)
+    if status == "ok" and (problem := _unfinished(summary)):
+        status, reason = "failed", f"exit code 0, but {problem}"
     return Outcome(status, reason, seconds, guard.returncode)
 
 
@@ -224,10 +229,27 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 def _read_summary(path: Path) -> dict:
     try:
-        summary = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return read_json(path, dict, _LARGEST_SUMMARY)
+    except DamagedFile:
         return {}
-    return summary if isinstance(summary, dict) else {}
+
+
+def _ends_of(log: Path) -> str:
+    """What a log begins and ends with, of a run that may have printed without end."""
+    with open(log, "rb") as file:
+        content = file.read(_MOST_OF_A_LOG)
+        middle = file.tell()
+        file.seek(max(file.seek(0, os.SEEK_END) - _MOST_OF_A_LOG, middle))
+        content += file.read(_MOST_OF_A_LOG)
+    return content.decode("utf-8", errors="replace")
+
+
+def _unfinished(summary: Path) -> str:
+    """Why a run that ended well left nothing to measure; a run that had been finished before does not write anew."""
+    if not summary.exists():
+        return f"{summary} was not written"
+    status = _read_summary(summary).get("status")
+    return "" if status == "completed" else f"{summary}: the run's status is {_one_line(status)}, not completed"
 
 
 def _one_line(text: str) -> str:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config_schema import shown
+from torchtitan.files.durable import append_synced, make_folder, remove_unfinished, replace_file
+from torchtitan.files.ownership import is_foreign
 from torchtitan.sweep.grid import Sweep, SweepError, saved_table
 
 STATE_FILE, SWEEP_FILE, BASE_FILE = "sweep.jsonl", "sweep.toml", "base.toml"
@@ -35,8 +37,15 @@ class SweepFolder:
         """Make sure that the folder, if it is there, is of this sweep.
 
         Raises:
-            SweepError: it is of another one; with the first difference.
+            SweepError: it is of another one, with the first difference; or it is no sweep's folder at all.
         """
+        try:
+            foreign = is_foreign(self.path, {SWEEP_FILE: b"", STATE_FILE: b"{"})
+        except OSError as error:
+            raise SweepError(f"{self.path}: cannot be written: {error.strerror} (give another --output)") from error
+        if foreign:
+            advice = f"it holds files, but no {SWEEP_FILE}; give another name or --output, or move them away"
+            raise SweepError(f"{self.path}: is no folder of a sweep ({advice})")
         state = self.path / STATE_FILE
         for name, text in self._files(sweep).items():
             try:
@@ -61,16 +70,15 @@ class SweepFolder:
             SweepError: another process is at work there.
             OSError: it cannot be written.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / ".lock", "w", encoding="utf-8") as lock:
+        make_folder(self.path)
+        with open(self.path / ".lock", "a", encoding="utf-8") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise SweepError(f"{self.path}: a sweep is at work there (wait, or give another --output)") from None
             for name, text in self._files(sweep).items():
-                temporary = self.path / f".{name}.tmp"
-                temporary.write_text(text, encoding="utf-8")
-                temporary.replace(self.path / name)
+                replace_file(self.path / name, text)
+            remove_unfinished(self.path)
             self._drop_torn_line()
             yield
 
@@ -102,13 +110,8 @@ class SweepFolder:
         return rows
 
     def add(self, row: Row) -> None:
-        """Append a row: whole and on the disk when this returns."""
-        descriptor = os.open(self.path / STATE_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(descriptor, (json.dumps(row) + "\n").encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        """Append a row: whole and on the disk when this returns. Raises OSError."""
+        append_synced(self.path / STATE_FILE, (json.dumps(row) + "\n").encode())
 
     def _read(self, name: str) -> str:
         return (self.path / name).read_text(encoding="utf-8")

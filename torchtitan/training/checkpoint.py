@@ -63,6 +63,7 @@ class CheckpointConfig:
     folder: str = setting(
         "", "path, or URL of a store (s3://bucket/prefix, gs://, hf:// and others), under which the checkpoints go, into a "
         "folder of the run's name; default: the run's own folder", applies={"enable": (True,)}, trajectory=False,
+        writes="run",
     )
     interval: int = setting(
         1000, "steps between checkpoints; the last step is always saved", ge=1, applies={"enable": (True,)},

@@ -9,7 +9,6 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -32,17 +31,20 @@ from torchtitan.evaluation.studies.branch_training import (
     BatchPlan,
     BranchFailed,
     Diverged,
+    BRANCH_MARKS,
     begin_branch,
     branch_config,
     plan_batches,
     run_lr,
     train_branch,
+    remove_checkpoints,
     write_config,
     write_start,
 )
-from torchtitan.evaluation.studies.frame import ResultTable, Row, StudyError
+from torchtitan.evaluation.studies.frame import ResultTable, Row, StudyError, require_own_folder
 from torchtitan.evaluation.trained_model import WeightsError, load_run, read_config
 from torchtitan.evaluation.validation import validation_loss
+from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.training.checkpoint import (
     CheckpointError,
     checkpoint_path,
@@ -154,6 +156,7 @@ def open_test(options: argparse.Namespace) -> BranchTest:
         raise StudyError(f"--lr: the run's rate is {options.lr:g} at step {step} (choose another step, or give --lr)")
     plans, samples = plan_batches(config, options.factors, options.lr_rule, options.lr, options.samples, options.nproc)
     folder = options.output or run / "branch_test" / checkpoint_path(run, step).name
+    require_own_folder(folder, {"settings.json": b"{"})
     test = BranchTest(run, config, step, plans, samples, options.seeds, folder.resolve(), options)
     with tempfile.TemporaryDirectory() as nowhere:  # what cannot run is refused before anything is trained
         for plan in plans:
@@ -197,8 +200,8 @@ def run_test(test: BranchTest) -> list[Row]:
         KeyboardInterrupt: asked to stop; the same test goes on from here.
     """
     try:
-        test.folder.mkdir(parents=True, exist_ok=True)
-        with open(test.folder / ".lock", "w", encoding="utf-8") as lock:
+        make_folder(test.folder)
+        with open(test.folder / ".lock", "a", encoding="utf-8") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -227,7 +230,7 @@ def _run_locked(test: BranchTest, lock: int) -> list[Row]:
                 bar.set_description(f"batch {plan.batch_size}, seed {seed}")
                 _run_branch(test, table, held_out, start, plan, seed, lock, bar)
         if not test.options.keep_checkpoints:
-            shutil.rmtree(test.folder / START)
+            remove_checkpoints(test.folder / START)
     rows = [table.find({"batch_size": test.config.training.global_batch_size, "seed": START})]
     for plan in test.plans:
         rows += [table.find({"batch_size": plan.batch_size, "seed": seed}) for seed in range(test.seeds)]
@@ -245,7 +248,7 @@ def _progress(run: Path, step: int) -> int:
 def _hold_to_settings(test: BranchTest) -> None:
     path, asked = test.folder / "settings.json", test.settings()
     if not path.exists():
-        path.write_text(json.dumps(asked, indent=1) + "\n", encoding="utf-8")
+        replace_file(path, json.dumps(asked, indent=1) + "\n")
         return
     try:
         there = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -295,7 +298,7 @@ def _run_branch(
     bar.update(before + test.samples - bar.n)
     table.add(row | {"runtime": str(timedelta(seconds=time.perf_counter() - begun))})
     if row["status"] == "ok" and not test.options.keep_checkpoints:
-        shutil.rmtree(test.branch(plan, seed) / "checkpoint", ignore_errors=True)
+        remove_checkpoints(test.branch(plan, seed) / "checkpoint")
 
 
 def _measure_branch(
@@ -303,7 +306,8 @@ def _measure_branch(
     progress: Callable[[int], None],
 ) -> dict[str, float]:  # fmt: skip
     branch = test.branch(plan, seed)
-    branch.mkdir(exist_ok=True)
+    require_own_folder(branch, BRANCH_MARKS)
+    make_folder(branch)
     config = _config(test, plan, seed)
     write_config(config, branch / "branch.toml", test.options.nproc)
     if not RunFolder(config).is_finished() or not checkpoint_steps(branch / "checkpoint"):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from torchtitan.config import JobConfig, dump_config, load_config
 from torchtitan.distributed.agreement import StopRequest
 from torchtitan.distributed.mesh import ParallelismConfig
 from torchtitan.evaluation.studies.frame import StudyError
+from torchtitan.files.durable import make_folder, replace_file, sync
 from torchtitan.training.checkpoint import CheckpointConfig, Checkpointer, checkpoint_path, checkpoint_steps
 from torchtitan.training.checkpoint_reading import read_state
+from torchtitan.training.checkpoint_store import store_of
 from torchtitan.training.comparison import open_checkpoint
 from torchtitan.training.ema import EMAConfig, EMATrackConfig
 from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor
@@ -35,6 +38,9 @@ TRACK = EMATrackConfig(name="branch", kind="power", sigma_rel=0.1)
 
 LR_RULES: dict[str, Callable[[float], float]] = {"sqrt": math.sqrt, "linear": float, "none": lambda factor: 1.0}
 SCHEDULES = ("constant", "linear", "cosine")
+
+# The file by which a branch's folder is known.
+BRANCH_MARKS = {"branch.toml": b"# The resolved configuration of this run"}
 
 _TRAIN = Path(__file__).resolve().parents[3] / "train.py"
 _POLL_SECONDS = 0.2
@@ -179,7 +185,7 @@ def branch_config(
 
 def write_config(config: JobConfig, path: Path, processes: int) -> None:
     """Write a branch's configuration. Raises ConfigError where it cannot run."""
-    path.write_text(dump_config(config), encoding="utf-8")
+    replace_file(path, dump_config(config))
     load_config(["--job.config_file", str(path)], processes)
 
 
@@ -223,10 +229,21 @@ def begin_branch(start: Path, branch: Path) -> None:
     checkpoints = branch / "checkpoint"
     if checkpoint_steps(checkpoints):
         return
+    make_folder(checkpoints)
+    store_of(checkpoints).prepare()  # what a copy that was cut off has left
     partial = checkpoints / f".{start.name}"
-    shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(start, partial, copy_function=_link_or_copy)
+    sync(partial)
     partial.rename(checkpoints / start.name)
+    sync(checkpoints)
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints in a folder of a branch test, and the folder if nothing else is in it. Raises OSError."""
+    for step in checkpoint_steps(folder):
+        store_of(folder).delete(step)
+    with suppress(OSError):  # there is something else in it
+        folder.rmdir()
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -234,6 +251,7 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
+        sync(Path(target))
 
 
 def train_branch(branch: Path, processes: int, lock: int, progress: Callable[[int], None]) -> None:

@@ -15,6 +15,7 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.paths import DDPM
 from torchtitan.evaluation.studies.frame import StudyError, as_text
 from torchtitan.evaluation.timestep_errors import TimestepNodes, in_currency
+from torchtitan.files.durable import replacing
 
 COLUMNS = (
     "weights", "step", "index", "t", "log_sigma", "training_density", "images", "error", "stderr", "noise_error",
@@ -103,8 +104,7 @@ def curve_of(
 
 def write_curves(path: Path, curves: Sequence[LossCurve]) -> None:
     """Write curve.csv, whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with open(unfinished, "w", encoding="utf-8", newline="") as file:
+    with replacing(path) as unfinished, open(unfinished, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         for curve in curves:
@@ -112,7 +112,6 @@ def write_curves(path: Path, curves: Sequence[LossCurve]) -> None:
             for place in range(len(curve.t)):
                 values = (column[place].item() if isinstance(column, Tensor) else column for column in columns)
                 writer.writerow(map(_as_text, values))
-    unfinished.replace(path)
 
 
 def read_curves(path: Path) -> list[LossCurve]:
@@ -143,10 +142,9 @@ def read_curves(path: Path) -> list[LossCurve]:
 
 def write_errors(path: Path, errors: dict[tuple[str, int], Tensor]) -> None:
     """Write the errors [K, N] of every image behind the curves, by (weights, step), whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
     tensors = {f"{weights}.{step}": values.to(torch.float32) for (weights, step), values in errors.items()}
-    save_file(tensors, unfinished)  # measured in float32: nothing is lost
-    unfinished.replace(path)
+    with replacing(path) as unfinished:
+        save_file(tensors, unfinished)  # measured in float32: nothing is lost
 
 
 def read_errors(path: Path, weights: str, step: int) -> Tensor | None:

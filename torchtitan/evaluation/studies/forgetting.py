@@ -43,6 +43,7 @@ from torchtitan.evaluation.studies.frame import (
 )
 from torchtitan.evaluation.studies.run_identity import claim
 from torchtitan.evaluation.timestep_errors import timestep_errors
+from torchtitan.files.durable import replacing
 from torchtitan.gns.offline import WHOLE, GradientError, Gradients, TimestepBin, equal_mass_edges
 from torchtitan.training.optimizer import build_optimizer
 
@@ -228,9 +229,8 @@ def _equal_loss_edges(run: StudyRun, objective: Objective) -> list[int]:
     edges = edges_of_curve(objective, nodes, errors.mean(0), options.slots)
     try:
         claim(folder, run)
-        partial = path.with_suffix(".partial")
-        write_slot_edges(partial, edges, "index")
-        partial.replace(path)
+        with replacing(path) as unfinished:
+            write_slot_edges(unfinished, edges, "index")
     except OSError as error:
         raise StudyError(f"{folder}: cannot be written: {error.strerror or error}") from error
     return edges

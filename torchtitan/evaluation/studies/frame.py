@@ -10,7 +10,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -26,6 +26,8 @@ from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.studies.run_identity import claim, refuse_other_run
 from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples
 from torchtitan.evaluation.trained_model import TrainedModel, WeightsError, load_run, read_config
+from torchtitan.files.durable import append_synced, replace_file
+from torchtitan.files.ownership import is_foreign
 from torchtitan.gns.offline import GradientError
 from torchtitan.gns.published import EstimateFailed
 from torchtitan.training.checkpoint import CheckpointError, checkpoint_path, checkpoint_steps
@@ -45,6 +47,10 @@ CELL_FAILURES = (
     GradientError, EstimateFailed, DatasetError, CheckpointError, WeightsError, TrainingFailed,
     torch.OutOfMemoryError,
 )  # fmt: skip
+
+
+# Files by which a study's folder is known, and what they begin with; the columns of a table are compared when it is read.
+MARKS = {"run.json": b"{", "results.csv": b"model,", "training.csv": b"run,"}
 
 
 class StudyError(Exception):
@@ -160,6 +166,7 @@ class ResultTable:
         self._columns = list(columns)
         self._key = list(key)
         self._rows: dict[tuple[str, ...], Row] = {}
+        self._begun = False
         if path.exists():
             self._read()
 
@@ -170,32 +177,36 @@ class ResultTable:
     def add(self, cell: Cell) -> Row:
         """Append a row, on the disk when this returns."""
         row = {name: as_text(cell.get(name)) for name in self._columns}
+        self.begin()
         buffer = io.StringIO(newline="")
-        writer = csv.DictWriter(buffer, self._columns, lineterminator="\n")
-        if not self.path.exists():
-            writer.writeheader()
-        writer.writerow(row)
-        with open(self.path, "a", encoding="utf-8", newline="") as file:
-            file.write(buffer.getvalue())
-            file.flush()
-            os.fsync(file.fileno())
+        csv.DictWriter(buffer, self._columns, lineterminator="\n").writerow(row)
+        append_synced(self.path, buffer.getvalue().encode())
         self._rows[self._key_of(row)] = row
         return row
+
+    def begin(self) -> None:
+        """Write the header where there is none yet: the folder is then known as the study's. Raises OSError."""
+        if not self._begun:
+            replace_file(self.path, self._header)
+            self._begun = True
 
     def _read(self) -> None:
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:  # a kill in the middle of a row
-            with open(self.path, "r+b") as file:
-                file.truncate(len(whole))
-        if not whole:
-            self.path.unlink()
-            return
         reader = csv.DictReader(io.StringIO(whole.decode("utf-8", errors="replace"), newline=""))
-        if reader.fieldnames != self._columns:
+        if not (reader.fieldnames == self._columns if whole else self._header.encode().startswith(content)):
             raise StudyError(f"{self.path}: has other columns than this study writes (move it away, or give --output)")
+        self._begun = bool(whole)
         for row in reader:
             self._rows[self._key_of(row)] = row
+        if whole and whole != content:  # a kill in the middle of a row, of a table that is the study's own
+            with open(self.path, "r+b") as file:
+                file.truncate(len(whole))
+                os.fsync(file.fileno())
+
+    @property
+    def _header(self) -> str:
+        return ",".join(self._columns) + "\n"
 
     def _key_of(self, cell: Cell) -> tuple[str, ...]:
         return tuple(as_text(cell.get(name)) for name in self._key)
@@ -265,6 +276,7 @@ def run_study(name: str, study: Study, run: StudyRun) -> Path:
         StudyError: bad options, or a folder that cannot be written or holds results of another run.
     """
     folder = results_folder(name, run)
+    require_own_folder(folder)
     of_one_run = isinstance(run, StudyRun)  # else what is measured names its runs itself
     if of_one_run:
         try:
@@ -277,12 +289,13 @@ def run_study(name: str, study: Study, run: StudyRun) -> Path:
             claim(folder, run)
         folder.mkdir(parents=True, exist_ok=True)
         table = ResultTable(folder / "results.csv", study.COLUMNS, study.KEY)
+        table.begin()
         missing = [cell for cell in cells if _is_missing(table, cell, run.options.retry_failed)]
         _measure(study, run, table, cells, missing)
         rows = [row for cell in cells if (row := table.find(cell))]
         summary = folder / "summary.md"
         text = _header(name, run, rows) + study.report(run, rows, folder) + _failures(rows, study.KEY)
-        summary.write_text(text, encoding="utf-8")
+        replace_file(summary, text)
     except OSError as error:
         raise StudyError(f"{folder}: cannot be written: {error.strerror or error}") from error
     return summary
@@ -291,6 +304,16 @@ def run_study(name: str, study: Study, run: StudyRun) -> Path:
 def results_folder(name: str, run: StudyRun) -> Path:
     """Where a study of this run leaves everything."""
     return run.options.output or run.results / name
+
+
+def require_own_folder(folder: Path, marks: Mapping[str, bytes] = MARKS) -> None:
+    """Refuse to write into somebody's folder; marks as `is_foreign` takes them. Raises StudyError."""
+    try:
+        foreign = is_foreign(folder, marks)
+    except OSError as error:
+        raise StudyError(f"{folder}: cannot be written: {error.strerror} (give another --output)") from error
+    if foreign:
+        raise StudyError(f"{folder}: holds files, but none of this study (give another --output, or move them away)")
 
 
 def _is_missing(table: ResultTable, cell: Cell, retry_failed: bool) -> bool:

@@ -7,7 +7,8 @@ from pathlib import Path
 from statistics import median
 
 from torchtitan.evaluation.studies import gns_plots
-from torchtitan.evaluation.studies.frame import StudyError, markdown_table
+from torchtitan.evaluation.studies.frame import StudyError, markdown_table, require_own_folder
+from torchtitan.files.durable import replace_file
 from torchtitan.gns.published import (
     EstimateFailed,
     PublishedRow,
@@ -20,6 +21,8 @@ from torchtitan.gns.published import (
 
 Cell = tuple[int, int | None]
 
+_HEADING = "# gns_published\n\n"
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tables", metavar="TABLES", type=Path, help="a folder of published CSV tables, or one of them")
@@ -30,13 +33,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run_alone(arguments: argparse.Namespace) -> Path:
     """Read the tables, write pictures and summary.md; returns the latter. Raises StudyError."""
     folder = arguments.output
+    require_own_folder(folder, {"summary.md": _HEADING.encode()})
     try:
         tables = read_tables(arguments.tables)
         folder.mkdir(parents=True, exist_ok=True)
-        text = "# gns_published\n\nEstimates of the gradient noise scale (samples), as published and corrected.\n\n"
+        replace_file(folder / "summary.md", _HEADING)  # by which the folder is known from now on
+        text = f"{_HEADING}Estimates of the gradient noise scale (samples), as published and corrected.\n\n"
         for name, rows in tables.items():
             text += _section(name, rows, folder)
-        (folder / "summary.md").write_text(text, encoding="utf-8")
+        replace_file(folder / "summary.md", text)
     except (TableError, EstimateFailed) as error:
         raise StudyError(str(error)) from error
     except OSError as error:

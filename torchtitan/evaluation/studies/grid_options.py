@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from torchtitan.config import JobConfig, load_config
+from torchtitan.config_places import written_places
 from torchtitan.evaluation.studies.equal_samples import study_base, whole_samples
 from torchtitan.evaluation.studies.frame import StudyError
 
@@ -78,7 +79,7 @@ def read_base(arguments: argparse.Namespace) -> JobConfig:
 
     Raises:
         ConfigError: it is refused.
-        StudyError: --set is no key=value.
+        StudyError: --set is no key=value, or names a place that runs write to.
     """
     words = ["--job.config_file", str(arguments.config)]
     for pair in arguments.set:
@@ -86,7 +87,12 @@ def read_base(arguments: argparse.Namespace) -> JobConfig:
         if not equals:
             raise StudyError(f"--set: {pair!r} is no KEY=VALUE")
         words.append(f"--{key}={value}")
-    return study_base(load_config(words, arguments.processes))
+    config = load_config(words, arguments.processes)
+    given = {pair.partition("=")[0] for pair in arguments.set}
+    for key, _, field in written_places(config):
+        if key in given and field.metadata["writes"] == "run":
+            raise StudyError(f"--set: {key}: every run has a folder of its own in the study's (--output FOLDER places that)")
+    return study_base(config)
 
 
 def require_seeds(arguments: argparse.Namespace) -> None:

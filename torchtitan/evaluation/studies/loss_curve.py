@@ -28,6 +28,7 @@ from torchtitan.evaluation.studies.frame import (
     step_of,
 )
 from torchtitan.evaluation.timestep_errors import FixedSamples, TimestepNodes, timestep_errors, timestep_nodes
+from torchtitan.files.durable import make_folder, replacing
 from torchtitan.gns.intervals import student_quantile
 from torchtitan.gns.offline import GradientError
 
@@ -88,10 +89,9 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
     if not errors.isfinite().all():
         raise GradientError("an error of the model is not finite")
     path = _cell_file(run, cell)
-    path.parent.mkdir(exist_ok=True)
-    unfinished = path.with_name(f".{path.name}")
-    save_file({"errors": errors.to(torch.float32)}, unfinished)
-    unfinished.replace(path)
+    make_folder(path.parent)
+    with replacing(path) as unfinished:
+        save_file({"errors": errors.to(torch.float32)}, unfinished)
     return {"error": errors.mean().item()}
 
 

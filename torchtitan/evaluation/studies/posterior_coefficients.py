@@ -9,8 +9,9 @@ from torch import Tensor
 
 from torchtitan.diffusion.paths import DDPM, PATHS
 from torchtitan.evaluation.studies import curve_plots
-from torchtitan.evaluation.studies.frame import StudyError, markdown_table
+from torchtitan.evaluation.studies.frame import StudyError, markdown_table, require_own_folder
 from torchtitan.evaluation.trained_model import read_config
+from torchtitan.files.durable import replace_file
 
 COLUMNS = ("index", "t", "log_sigma", "alpha_bar", "snr", "posterior_x0", "posterior_x_t", "posterior_variance")
 _SHOWN = (0, 1, 2, 5, 10, 15, 50, 100, 200, 500, 999)
@@ -28,6 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run_alone(arguments: argparse.Namespace) -> Path:
     """Write coefficients.csv, coefficients.png and summary.md; returns the latter. Raises StudyError, ConfigError."""
     name, folder = _path_and_folder(arguments)
+    require_own_folder(folder, {"coefficients.csv": ",".join(COLUMNS).encode()})
     path = PATHS[name]()
     marks = landmarks(path)
     try:
@@ -38,7 +40,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
             for index, values in enumerate(zip(*_columns(path), strict=True)):
                 writer.writerow([index, *(f"{value.item():.10g}" for value in values)])
         text = _summary(name, path, marks) + curve_plots.posterior(name, path, marks, folder / "coefficients.png")
-        (folder / "summary.md").write_text(text, encoding="utf-8")
+        replace_file(folder / "summary.md", text)
     except OSError as error:
         raise StudyError(f"{folder}: cannot be written: {error.strerror}") from error
     return folder / "summary.md"

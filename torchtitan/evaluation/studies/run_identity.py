@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torchtitan.config import JobConfig
 from torchtitan.config_record import config_differences, effective
+from torchtitan.files.durable import make_folder, replace_file
 
 _FILE = "run.json"
 
@@ -50,13 +51,11 @@ def refuse_other_run(results: Path, run: Run) -> None:
 
 def claim(results: Path, run: Run) -> None:
     """Make the folder, and say in it which run its results will be of, where it does not yet. Raises OSError."""
-    results.mkdir(parents=True, exist_ok=True)
+    make_folder(results)
     path = results / _FILE
     if not path.exists():
         kept: dict[str, Any] = {"run": _way(results, run), "config": effective(run.config)}
-        unfinished = results / f".{_FILE}.unfinished"
-        unfinished.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        replace_file(path, json.dumps(kept, indent=1) + "\n")
 
 
 def _way(results: Path, run: Run) -> str:

@@ -15,7 +15,8 @@ from torchtitan.diffusion.slot_edges import equal_loss_edges, interpolate_loss, 
 from torchtitan.evaluation.intervals_by_image import LEAST_RESAMPLED, resampled_shares
 from torchtitan.evaluation.studies import curve_plots
 from torchtitan.evaluation.studies.curve_table import ERRORS, LossCurve, read_curves, read_errors
-from torchtitan.evaluation.studies.frame import StudyError, as_text, markdown_table
+from torchtitan.evaluation.studies.frame import StudyError, as_text, markdown_table, require_own_folder
+from torchtitan.files.durable import replace_file, replacing
 
 # First and last index of each slot as published; they are 1001 indices.
 # Source: Xie and Agam, "Rethinking timesteps samplers and prediction types", arXiv 2502.01990, Table 1.
@@ -27,6 +28,7 @@ COLUMNS = (
     "paper_last", "paper_width", "paper_uniform_loss_share",
 )  # fmt: skip
 _RESAMPLES = 1000
+_MARKS = {"slots.json": b'{"unit": '}
 # What `--error` may cut by, in words.
 _ERRORS = {"prediction": "run's prediction", "noise": "noise that follows from the run's prediction"}
 
@@ -52,6 +54,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
         StudyError: no curve, a bad one, or bad options; one line.
     """
     source, folder = _places(arguments)
+    require_own_folder(folder, _MARKS)
     curve = _choose(read_curves(source), arguments, source)
     like_paper = curve.discrete and curve.index[-1] + 1 == NUM_INDICES and arguments.slots == len(PAPER_SLOTS)
     if arguments.compare_paper and not like_paper:
@@ -72,14 +75,15 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     rows = _rows(curve, edges, intervals, paper)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_slot_edges(folder / "slots.json", edges, _unit(curve))
+        with replacing(folder / "slots.json") as unfinished:
+            write_slot_edges(unfinished, edges, _unit(curve))
         with open(folder / "slots.csv", "w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows({name: as_text(row.get(name)) for name in COLUMNS} for row in rows)
         text = _summary(curve, arguments.error, edges, rows, errors, paper)
         text += curve_plots.slots(curve, arguments.error, edges, paper, folder / "slots.png")
-        (folder / "summary.md").write_text(text, encoding="utf-8")
+        replace_file(folder / "summary.md", text)
     except OSError as error:
         raise StudyError(f"{folder}: cannot be written: {error.strerror}") from error
     return folder / "summary.md"

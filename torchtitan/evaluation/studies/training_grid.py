@@ -21,8 +21,10 @@ from typing import Any
 from tqdm import tqdm
 
 from torchtitan.config import ConfigError, JobConfig, config_differences, dump_config, load_config
+from torchtitan.config_places import place_problems
 from torchtitan.evaluation.studies.branch_training import samples_seen
-from torchtitan.evaluation.studies.frame import ResultTable, StudyError
+from torchtitan.evaluation.studies.frame import ResultTable, StudyError, require_own_folder
+from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.sweep.process import Outcome, Stopped, run_processes
 from torchtitan.training.checkpoint import checkpoint_steps
 from torchtitan.training.run_lock import RunLock
@@ -72,11 +74,14 @@ def plan_grid(base: JobConfig, runs: Sequence[GridRun], folder: Path, processes:
         processes: of each run; torchrun starts more than one.
 
     Raises:
-        StudyError: a run cannot be trained as configured, or its folder holds another one; the first reason.
+        StudyError: the folder is somebody else's; or a run cannot be trained as configured, would write outside of the folder, or its folder holds another
+            one; the first reason.
     """
+    require_own_folder(folder)
     configs = {}
     for run in runs:
         configs[run.name] = configure(base, run.overrides | _place(folder, run.name), processes, run.name)
+        _refuse_other_places(configs[run.name], folder, run.name)
         _refuse_other_run(folder / "runs" / run.name, configs[run.name])
     return TrainingGrid(folder, configs, processes)
 
@@ -123,10 +128,11 @@ def train_grid(grid: TrainingGrid, retry_failed: bool = False) -> dict[str, str]
     """
     lock = RunLock(grid.folder)
     try:
-        (grid.folder / "runs").mkdir(parents=True, exist_ok=True)
+        make_folder(grid.folder / "runs")
         if owner := lock.acquire():
             raise StudyError(f"{grid.folder}: another process trains here: {owner} (wait for it, or give --output)")
         table = ResultTable(grid.folder / "training.csv", COLUMNS, ("run",))
+        table.begin()
         _train_missing(grid, table, retry_failed)
     except OSError as error:
         raise StudyError(f"{grid.folder}: cannot be written: {error.strerror or error}") from error
@@ -181,7 +187,7 @@ def _is_missing(grid: TrainingGrid, table: ResultTable, name: str, retry_failed:
 def _train(grid: TrainingGrid, name: str, bar: tqdm) -> Outcome:
     """Train one run to its end; a stop ends its processes, and another start goes on from its checkpoints."""
     path, folder = _request(grid.folder, name), grid.run_folder(name)
-    path.write_text(dump_config(grid.configs[name]), encoding="utf-8")
+    replace_file(path, dump_config(grid.configs[name]))
     before, stop, found = bar.n, threading.Event(), []
 
     def work() -> None:
@@ -214,7 +220,16 @@ def _request(folder: Path, name: str) -> Path:
 
 
 def _place(folder: Path, name: str) -> dict[str, str]:
-    return {"job.dump_folder": str((folder / "runs").absolute()), "job.name": name}
+    return {"job.dump_folder": str(_dump_folder(folder)), "job.name": name}
+
+
+def _dump_folder(folder: Path) -> Path:
+    return (folder / "runs").absolute()
+
+
+def _refuse_other_places(config: JobConfig, folder: Path, name: str) -> None:
+    for key, text in place_problems(config, folder, _dump_folder(folder), name):
+        raise StudyError(f"{name}: {key}: {text}")
 
 
 def _refuse_other_run(folder: Path, config: JobConfig) -> None:

@@ -1,0 +1,130 @@
+"""What is not provably the program's own is neither removed nor written over, wherever results are asked to go."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from torchtitan.evaluation.studies import gns_published, posterior_coefficients
+from torchtitan.evaluation.studies.branch_training import begin_branch, remove_checkpoints
+from torchtitan.evaluation.studies.frame import ResultTable, StudyError, require_own_folder
+from torchtitan.files.durable import append_synced
+from torchtitan.files.ownership import begins_with, is_foreign
+from torchtitan.sweep.grid import SweepError, read_sweep
+from torchtitan.sweep.record import SweepFolder
+
+COLUMNS, KEY = ("model", "value"), ("model",)
+UNFINISHED = ".results.csv." + 32 * "a" + ".unfinished"
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_is_known_by_a_mark_with_its_content(tmp_path):
+    marks = {"run.json": b"{"}
+    assert not is_foreign(tmp_path / "missing", marks) and not is_foreign(tmp_path, marks)
+    (tmp_path / ".lock").touch()
+    (tmp_path / UNFINISHED).touch()
+    assert not is_foreign(tmp_path, marks)  # of a start that was killed
+    (tmp_path / "thesis.tex").touch()
+    assert is_foreign(tmp_path, marks)
+    (tmp_path / "run.json").write_text("my runs: ...")
+    assert is_foreign(tmp_path, marks)
+    (tmp_path / "run.json").write_text("{}")
+    assert not is_foreign(tmp_path, marks)
+    (tmp_path / "elsewhere").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    assert not begins_with(tmp_path / "link", b"{") and not begins_with(tmp_path, b"")
+    with pytest.raises(NotADirectoryError):
+        is_foreign(tmp_path / "thesis.tex", marks)
+
+
+def test_a_sweep_leaves_a_folder_of_something_else_alone(tmp_path):
+    path = tmp_path / "grid.toml"
+    path.write_text('[axes]\ntraining.steps = [1]\n')
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "config.toml").write_text("of a run")
+    (folder / ".lock").write_text("somebody's")
+    with pytest.raises(SweepError, match="results: is no folder of a sweep .*give another name or --output"):
+        SweepFolder(folder).check(read_sweep(path))
+    assert content_of(folder) == {"config.toml": b"of a run", ".lock": b"somebody's"}
+    (folder / "config.toml").unlink()
+    SweepFolder(folder).check(read_sweep(path))
+    with SweepFolder(folder).held(read_sweep(path)):
+        pass
+    assert (folder / ".lock").read_text() == "somebody's"
+    SweepFolder(folder).check(read_sweep(path))
+
+
+@pytest.mark.parametrize("text", ["", "name,age\nme,30\nyou,29", "a note without an end", "model,value"])
+def test_a_table_of_somebody_else_is_refused_and_stays_as_it_is(tmp_path, text):
+    path = tmp_path / "results.csv"
+    path.write_text(text)
+    own = text in ("", "model,value")  # a header that a kill has cut off
+    if own:
+        ResultTable(path, COLUMNS, KEY).add({"model": "a", "value": 1})
+        assert path.read_text() == "model,value\na,1\n"
+        return
+    with pytest.raises(StudyError, match="has other columns"):
+        ResultTable(path, COLUMNS, KEY)
+    assert path.read_text() == text
+
+
+def test_a_torn_row_is_cut_off_and_measured_again(tmp_path):
+    path = tmp_path / "results.csv"
+    table = ResultTable(path, COLUMNS, KEY)
+    table.begin()
+    table.add({"model": "a", "value": 1})
+    path.write_text(path.read_text() + "b,")
+    assert ResultTable(path, COLUMNS, KEY).find({"model": "b"}) is None
+    assert path.read_text() == "model,value\na,1\n"
+
+
+def test_what_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path):
+    from tests.unit.test_full_disk import files_end_at
+
+    path = tmp_path / "rows"
+    append_synced(path, b"first\n")
+    with files_end_at(9), pytest.raises(OSError):
+        append_synced(path, b"second\n")
+    assert path.read_bytes() == b"first\n"
+    append_synced(path, b"second\n")
+    assert path.read_bytes() == b"first\nsecond\n"
+
+
+@pytest.mark.parametrize("study", [gns_published, posterior_coefficients])
+def test_studies_of_no_run_leave_a_folder_of_something_else_alone(tmp_path, study):
+    (tmp_path / "summary.md").write_text("# My thesis\n")
+    asked = argparse.Namespace(output=tmp_path, tables=tmp_path / "none", run=None, path="ddpm_linear")
+    with pytest.raises(StudyError, match="holds files, but none of this study"):
+        study.run_alone(asked)
+    assert content_of(tmp_path) == {"summary.md": b"# My thesis\n"}
+
+
+def test_a_study_goes_on_in_its_own_folder(tmp_path):
+    asked = argparse.Namespace(output=tmp_path / "new", run=None, path="ddpm_linear")
+    posterior_coefficients.run_alone(asked)
+    require_own_folder(tmp_path / "new", {"coefficients.csv": b"index,t,log_sigma,"})
+    with pytest.raises(StudyError, match="cannot be written: Not a directory"):
+        require_own_folder(tmp_path / "new" / "summary.md")
+
+
+def test_checkpoints_of_a_branch_go_and_what_else_lies_there_stays(tmp_path):
+    start, branch = tmp_path / "start" / "step-00000000", tmp_path / "branch"
+    start.mkdir(parents=True)
+    for name in ("state.json", "manifest.json", "shard-00000.safetensors"):
+        (start / name).write_text(name)
+    cut_off = branch / "checkpoint" / ".step-00000000"
+    cut_off.mkdir(parents=True)
+    (cut_off / "state.json").write_text("half")
+    begin_branch(start, branch)
+    assert content_of(branch / "checkpoint" / "step-00000000") == content_of(start)
+    assert sorted(path.name for path in (branch / "checkpoint").iterdir()) == ["step-00000000"]
+    (branch / "checkpoint" / "notes.txt").write_text("mine")
+    remove_checkpoints(branch / "checkpoint")
+    assert content_of(branch) == {"checkpoint/notes.txt": b"mine"}
+    remove_checkpoints(tmp_path / "start")
+    assert not (tmp_path / "start").exists()
+    remove_checkpoints(tmp_path / "never there")

@@ -1,0 +1,139 @@
+"""The runs of a sweep or a study write into its folder, each into its own, and nowhere else; what is not there is no result."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from data import DATASETS
+from torchtitan.config import JobConfig, load_config
+from torchtitan.config_places import place_problems, written_places
+from torchtitan.evaluation.studies.equal_samples import study_base
+from torchtitan.evaluation.studies.frame import StudyError
+from torchtitan.evaluation.studies.grid_options import read_base
+from torchtitan.evaluation.studies.training_grid import GridRun, plan_grid
+from torchtitan.sweep import process
+from torchtitan.sweep.grid import SweepError, read_sweep
+from torchtitan.sweep.process import run_processes
+from torchtitan.sweep.record import SweepFolder
+from torchtitan.sweep.runner import plan_sweep
+
+SWEEP = """
+[fixed]
+model.flavor = "debug"
+data.name = "synthetic"
+training.steps = 4
+{fixed}
+[axes]
+training.local_batch_size = [1, 2]
+{axes}
+"""
+
+
+def plan(tmp_path, fixed="", axes="", base=None):
+    text = SWEEP.format(fixed=fixed, axes=axes)
+    if base is not None:
+        (tmp_path / "base.toml").write_text(base)
+        text = 'base = "base.toml"\n' + text
+    path = tmp_path / "grid.toml"
+    path.write_text(text)
+    return plan_sweep(read_sweep(path), SweepFolder(tmp_path / "results"))
+
+
+def test_the_keys_that_name_written_places_are_declared_so():
+    found = {key: field.metadata["writes"] for key, _, field in written_places(JobConfig())}
+    for section in (dataclasses.replace(dataset.Config(), name=name) for name, dataset in DATASETS.items()):
+        places = written_places(dataclasses.replace(JobConfig(), data=section))
+        found |= {key: field.metadata["writes"] for key, _, field in places}
+    assert found == {
+        "job.dump_folder": "run", "job.name": "run", "checkpoint.folder": "run", "data.index_path": "shared",
+        "data.cache_path": "shared",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ({"fixed": 'job.dump_folder = "/elsewhere"'}, "fixed.job.dump_folder: every run writes into a folder of its own"),
+        ({"fixed": 'job.name = "one"'}, "fixed.job.name: every run writes into a folder of its own"),
+        ({"axes": 'job.name = ["one", "two"]'}, "axes.job.name: every run writes into a folder of its own"),
+        ({"fixed": 'checkpoint.enable = true\ncheckpoint.folder = "/elsewhere"'}, "fixed.checkpoint.folder: every run"),
+        ({"axes": 'checkpoint.enable = [true]\ncheckpoint.folder = ["memory://a", "memory://b"]'}, "axes.checkpoint.folder"),
+        ({"fixed": "checkpoint.enable = true", "base": '[checkpoint]\nfolder = "/elsewhere"\n'}, "base: {}/base.toml: check"),
+    ],
+)  # fmt: skip
+def test_a_sweep_whose_runs_would_write_elsewhere_is_refused_before_anything_is_written(tmp_path, where, words):
+    with pytest.raises(SweepError) as caught:
+        plan(tmp_path, **where)
+    assert words.format(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "results").exists()
+
+
+def test_places_of_a_base_that_the_sweep_replaces_do_not_matter(tmp_path):
+    base = '[job]\ndump_folder = "/elsewhere"\nname = "x"\n[checkpoint]\nfolder = "/elsewhere"\n'
+    assert len(plan(tmp_path, base=base).missing) == 2  # checkpoints are off, and the run's folder is the sweep's
+
+
+def test_what_runs_share_lies_in_one_folder_of_the_sweep(tmp_path):
+    data = dataclasses.replace(DATASETS["webdataset"].Config(), name="webdataset")
+    results = tmp_path / "results"
+
+    def problems(index_path):
+        config = JobConfig()
+        config.job.dump_folder, config.job.name = str(results), "cell"
+        config.data = dataclasses.replace(data, index_path=str(index_path))
+        return [key for key, _ in place_problems(config, results, results, "cell")]
+
+    assert problems("") == problems(results / "shared") == problems(results / "shared" / "index") == []
+    outside = (tmp_path, results, results / "cell", results / "shared" / ".." / "cell", results / "shared-not")
+    assert all(problems(path) == ["data.index_path"] for path in outside)
+    results.mkdir()
+    (results / "shared").mkdir()
+    (results / "shared" / "link").symlink_to(tmp_path)
+    assert problems(results / "shared" / "link") == ["data.index_path"]
+
+
+@pytest.mark.parametrize("pair", ["job.dump_folder=/elsewhere", "job.name=other", "checkpoint.folder=/elsewhere"])
+def test_a_study_refuses_places_of_its_runs(tmp_path, pair):
+    config = tmp_path / "base.toml"
+    config.write_text('[model]\nflavor = "debug"\n')
+    arguments = type("Arguments", (), {"config": config, "set": [pair], "processes": 1})
+    with pytest.raises(StudyError, match=f"--set: {pair.partition('=')[0]}: every run has a folder of its own"):
+        read_base(arguments)
+
+
+def test_no_run_of_a_grid_writes_outside_of_the_study(tmp_path):
+    base = study_base(load_config(["--training.steps=4", "--checkpoint.interval=4"], 1))
+    elsewhere = GridRun("run", {"checkpoint.folder": str(tmp_path)})
+    with pytest.raises(StudyError, match="run: checkpoint.folder: every run writes into a folder of its own"):
+        plan_grid(base, [elsewhere], tmp_path / "study", 1)
+
+
+@pytest.mark.parametrize(
+    ("left", "status", "words"),
+    [
+        (None, "failed", "exit code 0, but {}/run/summary.json was not written"),
+        ({"status": "interrupted"}, "failed", "the run's status is interrupted, not completed"),
+        ("torn", "failed", "not completed"),
+        ({"status": "completed"}, "ok", ""),
+    ],
+)
+def test_a_run_that_ends_well_and_leaves_no_result_has_failed(tmp_path, monkeypatch, left, status, words):
+    if left is not None:
+        (tmp_path / "run").mkdir()
+        text = left if left == "torn" else json.dumps(left)
+        (tmp_path / "run" / "summary.json").write_text(text)  # of a launch before: a finished run does not write again
+    monkeypatch.setattr(process, "_command", lambda arguments, processes: [sys.executable, "-S", "-c", "print('done')"])
+    arguments = ["--model.flavor=debug", f"--job.dump_folder={tmp_path}", "--job.name=run"]
+    outcome = run_processes(arguments, timeout_s=60, log=tmp_path / "run.log")
+    assert outcome.status == status and words.format(tmp_path) in outcome.reason and outcome.exit_code == 0
+
+
+def test_of_an_endless_log_the_ends_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_MOST_OF_A_LOG", 8)
+    for size in (0, 7, 8, 12, 16):
+        (tmp_path / "log").write_bytes(bytes(range(65, 65 + size)))
+        assert process._ends_of(tmp_path / "log").encode() == bytes(range(65, 65 + size))
+    (tmp_path / "log").write_text("beginning" + 100 * "x" + "the end")
+    assert process._ends_of(tmp_path / "log") == "beginnin" + "xthe end"
