@@ -12,6 +12,7 @@ import argparse
 import math
 import os
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -225,7 +226,7 @@ def picture_path(folder: Path, file: LatentFile, number: int) -> Path:
 @contextmanager
 def whole_picture(path: Path) -> Iterator[Path]:
     """A path to write to, which gets the name `path` when the block has succeeded."""
-    unfinished = path.with_name(f".unfinished-{path.name}")  # the same ending: it chooses the format
+    unfinished = path.with_name(f".unfinished-{uuid.uuid4().hex}-{path.name}")  # the same ending: it chooses the format
     try:
         yield unfinished
         os.replace(unfinished, path)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchtitan.analysis.collect import NoRuns
 from torchtitan.analysis.findings import headlines
-from torchtitan.analysis.report import analyse, write_report
+from torchtitan.analysis.report import analyse, refuse_other_files, write_report
 from torchtitan.command_line import OneLineParser
 from torchtitan.terminal import escape_output
 
@@ -20,6 +20,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     folder = arguments.out or arguments.folders[0] / "analysis"
     try:
+        refuse_other_files(folder)  # before everything is read
         results = analyse(arguments.folders, arguments.warmup_steps, progress=True)
         title = f"Analysis of {', '.join(path.resolve().name for path in arguments.folders)}"
         files = write_report(results, folder, title)
@@ -27,7 +28,7 @@ def main(words: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"{folder}: cannot be written: {error.strerror or error} (give another --out)", file=sys.stderr)
+        print(f"{error.filename or folder}: cannot be written: {error.strerror or error} (give another --out)", file=sys.stderr)
         return 2
     for remark in results.remarks:
         print(remark, file=sys.stderr)

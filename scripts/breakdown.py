@@ -14,13 +14,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torchtitan.command_line import OneLineParser
 from torchtitan.terminal import escape_output
-from torchtitan.training.breakdown import write_breakdown
+from torchtitan.training.breakdown import refuse_other_files, write_breakdown
 from torchtitan.training.trace import PROFILE_FOLDER, TraceError, find_trace
 
 
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
+        if arguments.output:
+            refuse_other_files(arguments.output)
         if arguments.source.is_dir():
             trace = find_trace(arguments.source, arguments.step, arguments.rank or 0)
             output = arguments.output or arguments.source / PROFILE_FOLDER
@@ -33,7 +35,7 @@ def main(words: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"{arguments.output or arguments.source}: cannot be written: {error.strerror or error}", file=sys.stderr)
+        print(f"{error.filename or arguments.output or arguments.source}: cannot be written: {error.strerror or error}", file=sys.stderr)
         return 2
     print(page)
     return 0

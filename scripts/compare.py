@@ -12,32 +12,41 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torchtitan.command_line import OneLineParser
-from torchtitan.evaluation.compare_page import compare_page
+from torchtitan.evaluation.compare_page import PAGE_START, compare_page
 from torchtitan.evaluation.run_record import RunRecordError, read_runs
+from torchtitan.files.durable import make_folder, replace_file
+from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.terminal import escape_output
 
 
-def main() -> int:
-    arguments = parse_arguments()
+def main(words: list[str] | None = None) -> int:
+    arguments = parse_arguments(words)
     try:
+        refuse_foreign_file(arguments.output, PAGE_START.encode())
         runs = read_runs(arguments.runs)
     except RunRecordError as error:
         print(error, file=sys.stderr)
         return 2
+    except OSError as error:
+        return refuse_output(arguments.output, error)
     page = compare_page(runs, arguments.smoothing)
     try:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(page, encoding="utf-8")
+        make_folder(arguments.output.parent)
+        replace_file(arguments.output, page)
     except OSError as error:
-        print(f"{arguments.output}: cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
+        return refuse_output(arguments.output, error)
     print(f"{arguments.output}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {len(page.encode()) / 1e6:.1f} MB")
     if arguments.open:
         webbrowser.open(arguments.output.resolve().as_uri())
     return 0
 
 
-def parse_arguments() -> argparse.Namespace:
+def refuse_output(path: Path, error: OSError) -> int:
+    print(f"{path}: cannot be written: {error.strerror or error} (give another --output)", file=sys.stderr)
+    return 2
+
+
+def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("runs", metavar="RUN_FOLDER", type=Path, nargs="+", help="a run's folder, as outputs/digits")
@@ -45,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--smoothing", type=not_negative, metavar="STEPS", help="steps that the running mean of training "
         "loss, gradient norm and loss by timestep spans; 0: none (default: 3 %% of the longest run)")
     add("--open", action="store_true", help="show the page in the browser")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def not_negative(text: str) -> int:

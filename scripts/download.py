@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -19,10 +20,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torchtitan.command_line import OneLineParser
+from torchtitan.files.durable import replace_file
+from torchtitan.files.ownership import refuse_foreign_file
+from torchtitan.files.removal import remove_folder
 from torchtitan.terminal import escape_output
 
 CHUNK = 8 << 20  # bytes hashed at once
 UNFINISHED = ".unfinished"
+PARTIAL = re.compile(r".+\.[0-9a-f]{16}")
 SOURCE_FILE = "source.json"
 
 
@@ -138,6 +143,7 @@ def fetch(name: str, folder: Path, revision: str | None) -> None:
     piece = PIECES[name]
     revision = revision or piece.revision
     try:
+        refuse_foreign_file(folder / SOURCE_FILE, b'{\n "repository": ')
         commit, files = on_record(piece, revision)
         for file in files:
             fetch_file(piece, file, folder, commit)
@@ -146,7 +152,8 @@ def fetch(name: str, folder: Path, revision: str | None) -> None:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         advice = f"by hand, where there is a network: {piece.command(folder, revision)}"
         raise DownloadError(f"{name}: cannot be fetched: {reason} ({advice})") from error
-    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+    if left := remove_folder(folder / UNFINISHED, lambda name: PARTIAL.fullmatch(name) is not None):
+        print(f"{left[0]}: is not of this download and was left there", file=sys.stderr)
     print(f"{folder}: {', '.join(file.name for file in files)} of {piece.repository} at {commit[:12]}")
 
 
@@ -225,9 +232,7 @@ def differs(path: Path, file: HubFile) -> str:
 def note_source(folder: Path, piece: Piece, commit: str, files: list[HubFile]) -> None:
     checksums = {file.name: file.sha256 or f"git {file.git_sha1}" for file in files}
     record = {"repository": piece.repository, "kind": piece.kind, "commit": commit, "sha256": checksums}
-    temporary = folder / f"{SOURCE_FILE}{UNFINISHED}"
-    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(folder / SOURCE_FILE)
+    replace_file(folder / SOURCE_FILE, json.dumps(record, indent=1) + "\n")
 
 
 @contextmanager

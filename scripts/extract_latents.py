@@ -35,6 +35,8 @@ from torchtitan.config import ConfigError, load_data_section
 from torchtitan.distributed.agreement import of_all_ranks
 from torchtitan.distributed.mesh import CommConfig, compute_device, init_process_group
 from torchtitan.distributed.restarts import FAILED, REFUSED, forbid_restart
+from torchtitan.files.durable import replace_file
+from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.latents.describe import describe_store
 from torchtitan.latents.extraction import begin_store, check_alike, extract, finish_store
 from torchtitan.latents.extraction_plan import ExtractionOptions, estimated_size, plan_extraction
@@ -66,6 +68,8 @@ def main(words: list[str] | None = None) -> int:
 def run(arguments: argparse.Namespace, data_words: list[str]) -> int:
     torch.set_num_threads(arguments.threads)
     try:
+        if arguments.report:
+            refuse_foreign_file(arguments.report, b'{\n "images":')
         config, info = load_data_section(data_words, arguments.config)
         warn_of_training_keys(arguments.config)
         init_process_group(CommConfig())
@@ -210,7 +214,7 @@ def report(arguments: argparse.Namespace, index: Any, summary: dict[str, Any] | 
     lines = describe_times(summary) if summary else ["nothing was missing"]
     print("\n".join(describe_store(arguments.output, index) + lines))
     if arguments.report and summary:
-        arguments.report.write_text(json.dumps(summary, indent=1) + "\n")
+        replace_file(arguments.report, json.dumps(summary, indent=1) + "\n")
 
 
 class FirstRankParser(OneLineParser):

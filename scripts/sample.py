@@ -118,10 +118,21 @@ def check(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfi
     outside = [number for number in arguments.classes if not 0 <= number < max(info.num_classes, 1)]
     if outside:
         raise WeightsError(f"--classes: {outside[0]} is not in 0..{max(info.num_classes, 1) - 1}")
+    if arguments.output:
+        refuse_earlier_pictures(arguments.output, arguments)
     sampling = sampling_method(arguments, trained)
     if sampling.guidance_scale != 1 and (not info.num_classes or trained.config.model.label_dropout == 0):
         raise WeightsError("--guidance-scale: the model was trained without a null class (leave it at 1)")
     return sampling
+
+
+def refuse_earlier_pictures(folder: Path, arguments: argparse.Namespace) -> None:
+    """Raises WeightsError: a folder of the user's has files of the names that would be written."""
+    names = [f"grid-seed-{arguments.seed}.png"]
+    names += [f"latents-seed-{arguments.seed}.safetensors"] if arguments.latents else []
+    names += [f"class-*-image-*-seed-{arguments.seed}.png"] if arguments.files else []
+    if there := [path for name in names for path in folder.glob(name)]:
+        raise WeightsError(f"{min(there)}: exists already (give another --output or --seed)")
 
 
 def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfig:

@@ -25,6 +25,8 @@ from torchtitan.distributed.mesh import CommConfig, ParallelismConfig
 from torchtitan.evaluation.decoding import AutoencoderConfig
 from torchtitan.evaluation.sampling import SamplingConfig
 from torchtitan.evaluation.validation import ValidationConfig
+from torchtitan.files.durable import replace_file
+from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.gns.monitor import GNSConfig
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import Float8Config
@@ -280,6 +282,13 @@ def json_schema() -> dict[str, Any]:
     return build_json_schema(_reference_sections())
 
 
+def write_schema(path: Path) -> None:
+    """Write the JSON schema to a file. Raises OSError, also where there is one that is no such schema."""
+    schema = json.dumps(json_schema(), indent=1) + "\n"
+    refuse_foreign_file(path, schema.partition(",")[0].encode())
+    replace_file(path, schema)
+
+
 def _section_defaults(section: str, name: str, flavor: str | None = None) -> Any:
     """The section of a model family or dataset, before anything is overridden."""
     if section == "data":
@@ -418,4 +427,8 @@ def _reference_sections() -> dict[str, Any]:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python -m torchtitan.config FILE")
-    Path(sys.argv[1]).write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")
+    try:
+        write_schema(Path(sys.argv[1]))
+    except OSError as error:
+        print(f"{sys.argv[1]}: cannot be written: {error.strerror or error}", file=sys.stderr)
+        sys.exit(2)

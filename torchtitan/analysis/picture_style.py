@@ -7,6 +7,7 @@ from matplotlib.axes import Axes as Panel
 from matplotlib.figure import Figure
 
 from torchtitan.analysis.measures import Estimate
+from torchtitan.files.durable import replacing
 
 # Okabe and Ito's colours without the yellow, which is too bright for lines on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4b4b4b")
@@ -31,7 +32,8 @@ def new_figure(
 
 
 def save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=110)
+    with replacing(path) as unfinished:
+        figure.savefig(unfinished, format="png", dpi=110)
     return path
 
 

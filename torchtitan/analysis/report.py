@@ -1,8 +1,10 @@
 """From folders of runs to tables, pictures and a page."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan.analysis.axes import NAMED_AXES
 from torchtitan.analysis.batch_pictures import draw_over_batch
 from torchtitan.analysis.cells import join_repeats
 from torchtitan.analysis.collect import collect
@@ -11,6 +13,14 @@ from torchtitan.analysis.effects import all_effects, interactions, scaling
 from torchtitan.analysis.findings import Results, markdown
 from torchtitan.analysis.page import report_page
 from torchtitan.analysis.tables import cell_rows, run_rows, write_csv, write_parquet
+from torchtitan.files.durable import make_folder, replace_file
+from torchtitan.files.ownership import refuse_foreign_file
+
+
+# The first table is written before all else, and is that by which a folder is known.
+_TEXTS = ("runs.csv", "runs.parquet", "cells.csv", "analysis.md", "report.html")
+_PICTURES = ("effects.png", "interactions.png", "scaling.png", "pareto.png")
+_NOTHING = b"\0"  # begins no file of a report
 
 
 def analyse(folders: Sequence[Path], warmup_steps: int | None = None, progress: bool = False) -> Results:
@@ -32,7 +42,7 @@ def analyse(folders: Sequence[Path], warmup_steps: int | None = None, progress: 
 def write_report(results: Results, folder: Path, title: str) -> list[Path]:
     """Write runs.csv, runs.parquet, cells.csv, the pictures, analysis.md and report.html.
 
-    Files of these names are replaced, and no other file is touched.
+    Files of these names are replaced where an analysis has written them, and no other file is touched.
 
     Args:
         folder: where to; made if it is not there.
@@ -42,19 +52,28 @@ def write_report(results: Results, folder: Path, title: str) -> list[Path]:
         the files written.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, or holds a file of such a name that is somebody else's.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    refuse_other_files(folder)
+    make_folder(folder)
     rows = run_rows(results.runs)
     write_csv(rows, folder / "runs.csv")
     write_parquet(rows, folder / "runs.parquet")
     write_csv(cell_rows(results.cells), folder / "cells.csv")
     pictures = draw_all(results, folder)
     text = markdown(results, [(name, path.name) for name, path in pictures])
-    (folder / "analysis.md").write_text(text, encoding="utf-8")
-    (folder / "report.html").write_text(report_page(results, pictures, title), encoding="utf-8")
-    written = ["runs.csv", "runs.parquet", "cells.csv", "analysis.md", "report.html"]
-    return [*(folder / name for name in written), *(path for _, path in pictures)]
+    replace_file(folder / "analysis.md", text)
+    replace_file(folder / "report.html", report_page(results, pictures, title))
+    return [*(folder / name for name in _TEXTS), *(path for _, path in pictures)]
+
+
+def refuse_other_files(folder: Path) -> None:
+    """Make sure that a report replaces nothing in a folder but another report. Raises OSError."""
+    table = folder / _TEXTS[0]
+    refuse_foreign_file(table, f"name,{','.join(NAMED_AXES)},".encode())
+    if not os.path.lexists(table):  # there was no report; what has its names is somebody else's
+        for path in (*(folder / name for name in (*_TEXTS, *_PICTURES)), *folder.glob("*_over_batch.png")):
+            refuse_foreign_file(path, _NOTHING)
 
 
 def draw_all(results: Results, folder: Path) -> list[tuple[str, Path]]:

@@ -12,6 +12,7 @@ from torchtitan.analysis.axes import NAMED_AXES, Axes
 from torchtitan.analysis.cells import Cell
 from torchtitan.analysis.collect import Run
 from torchtitan.analysis.measures import IMAGES, METRICS, Estimate
+from torchtitan.files.durable import replacing
 
 Row = dict[str, Any]
 
@@ -51,7 +52,7 @@ def cell_rows(cells: Sequence[Cell]) -> list[Row]:
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Floats with all their digits, nothing for None, true and false in small letters."""
-    with open(path, "w", encoding="utf-8", newline="") as file:
+    with replacing(path) as unfinished, open(unfinished, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(rows[0])
         writer.writerows([_csv_text(value) for value in row.values()] for row in rows)
@@ -60,7 +61,8 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 def write_parquet(rows: Sequence[Row], path: Path) -> None:
     """The same columns with types: int64, float64, bool, else string."""
     columns = {name: pa.array([_typed(name, row[name]) for row in rows], _type(name)) for name in rows[0]}
-    pq.write_table(pa.table(columns), path)
+    with replacing(path) as unfinished:
+        pq.write_table(pa.table(columns), unfinished)
 
 
 def _columns(measures: dict[str, Estimate]) -> Row:

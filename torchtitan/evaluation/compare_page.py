@@ -53,6 +53,10 @@ _COSTS = {
 }
 
 
+# What every page begins with, by which one that was written before is known.
+PAGE_START = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Comparison of '
+
+
 def compare_page(runs: Sequence[RunRecord], smoothing: float | None = None) -> str:
     """Write the page.
 

@@ -1,5 +1,6 @@
 """Which folders and files are the program's own: known by a name together with what the content begins with."""
 
+import errno
 import os
 import stat
 from collections.abc import Mapping
@@ -29,6 +30,16 @@ def is_foreign(folder: Path, marks: Mapping[str, bytes]) -> bool:
     if any(begins_with(folder / name, start) for name, start in marks.items() if name in names):
         return False
     return any(name != _LOCK_FILE and not is_unfinished(name) for name in names)
+
+
+def refuse_foreign_file(path: Path, start: bytes) -> None:
+    """Make sure that writing to a path replaces nothing but a plain file of the program's, which begins so.
+
+    Raises:
+        OSError: something else is there.
+    """
+    if os.path.lexists(path) and not begins_with(path, start):
+        raise FileExistsError(errno.EEXIST, "there is a file that this command did not write (move it away)", str(path))
 
 
 def begins_with(path: Path, start: bytes) -> bool:

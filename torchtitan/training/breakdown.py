@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchtitan.files.durable import replace_file
+from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.training.trace import OUTSIDE, PHASES, Span, Trace, read_trace
 
 ATTENTION, PRODUCTS, POINTWISE, COMMUNICATION = "attention", "matrix products", "pointwise and norms", "communication"
@@ -22,6 +24,8 @@ DATA, OPTIMIZER, EMA, OTHER, IDLE = "data", "optimizer", "EMA", "other", "idle"
 KINDS = (ATTENTION, PRODUCTS, POINTWISE, COMMUNICATION, DATA, OPTIMIZER, EMA, OTHER, IDLE)
 
 TOP = 10
+_FILES = ("breakdown.md", "breakdown.json")
+_HEADING = "# Where the time goes: "
 
 # Phases whose work is of one kind, whatever the operation.
 _KIND_OF_PHASE = {"data": DATA, "optimizer": OPTIMIZER, "ema": EMA}
@@ -137,11 +141,17 @@ def write_breakdown(trace: Path, folder: Path | None) -> str:
     if folder is None:
         return page
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("breakdown.md", page), ("breakdown.json", json.dumps(as_record(found), indent=1) + "\n")):
-        temporary = folder / f"{name}.tmp"
-        temporary.write_text(content, encoding="utf-8")
-        temporary.replace(folder / name)
+    for name, content in zip(_FILES, (page, json.dumps(as_record(found), indent=1) + "\n"), strict=True):
+        replace_file(folder / name, content)
     return page
+
+
+def refuse_other_files(folder: Path) -> None:
+    """Make sure that `write_breakdown` replaces nothing in a folder but what it has written itself. Raises OSError."""
+    page, record = (folder / name for name in _FILES)
+    refuse_foreign_file(page, _HEADING.encode())
+    if not page.exists():
+        refuse_foreign_file(record, b"\0")  # nothing is known of it
 
 
 def as_record(found: Breakdown) -> dict[str, Any]:
@@ -186,7 +196,7 @@ def as_text(found: Breakdown) -> str:
     longest = "longest kernels" if found.cuda else "longest operations"
     steps = "1 step" if found.num_steps == 1 else f"{found.num_steps} steps"
     return "\n".join((
-        f"# Where the time goes: {found.trace}, {steps}, {work}\n",
+        f"{_HEADING}{found.trace}, {steps}, {work}\n",
         _table(("kind", "ms per step", "share"), [*kinds, total]),
         f"Communication hidden behind computation: {_ms(found, found.hidden_communication):.2f} ms per step more.\n",
         _table(("phase", "ms per step", "share"), [*phases, total]),

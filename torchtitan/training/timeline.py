@@ -2,10 +2,16 @@
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
+from torchtitan.files.durable import make_folder, replace_file
+from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.training.events import EVENTS_FOLDER
+
+# What every trace begins with, by which one that was written before is known.
+_START = b'{"displayTimeUnit": "ms", "traceEvents": ['
 
 
 class TimelineError(Exception):
@@ -43,10 +49,22 @@ def build_timeline(run_folder: Path) -> tuple[dict[str, Any], int]:
 
 
 def write_timeline(trace: dict[str, Any], path: Path) -> None:
-    """Write a trace, gzipped if the name ends in .gz. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a trace, gzipped if the name ends in .gz. Raises OSError, also for a file that is no trace of this program."""
+    _refuse_foreign(path)
+    make_folder(path.parent)
     content = json.dumps(trace).encode()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    replace_file(path, gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def _refuse_foreign(path: Path) -> None:
+    if path.suffix == ".gz" and path.is_file():
+        try:
+            with gzip.open(path) as file:
+                if file.read(len(_START)) == _START:
+                    return
+        except (gzip.BadGzipFile, EOFError, zlib.error):
+            pass
+    refuse_foreign_file(path, _START)
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:

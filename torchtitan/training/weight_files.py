@@ -1,12 +1,12 @@
 """Files of weights: read without running what is in them, written whole or not at all."""
 
 import argparse
+import os
 import pickle
-import shutil
 import uuid
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from torchtitan.files.durable import make_folder, sync
+from torchtitan.files.removal import remove_folder
 from torchtitan.training.checkpoint import CheckpointError
 
 _NESTED = ("ema", "model", "state_dict")  # where training scripts put a state dict, the best weights first
@@ -97,31 +99,54 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
 def written_whole(path: Path, overwrite: bool) -> Iterator[Path]:
     """Yield a temporary path beside `path` and give what was written there its name, if the block succeeds.
 
+    A folder replaces one that holds nothing but plain files of the same names.
+
     Raises:
-        WeightsError: there is something already and `overwrite` is false, or it cannot be written.
+        WeightsError: there is something already and `overwrite` is false, or something else than was written; or it cannot
+            be written.
     """
     refuse_existing(path, overwrite)
-    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         yield temporary
-        if path.is_dir() and temporary.is_dir():
-            others = {entry.name for entry in path.iterdir()} - {entry.name for entry in temporary.iterdir()}
-            if others:
-                raise WeightsError(f"{path}: holds other files ({min(others)}); it was not replaced")
-            old = path.with_name(f".{path.name}-replaced-{uuid.uuid4().hex[:8]}")
-            path.rename(old)
-            temporary.rename(path)
-            shutil.rmtree(old, ignore_errors=True)
+        if temporary.is_dir():
+            _name_folder(temporary, path)
         else:
+            sync(temporary)
             temporary.replace(path)
+            sync(path.parent)
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{path}: cannot be written: {_first_line(error)}") from error
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            if temporary.is_dir():
+                remove_folder(temporary, lambda name: True)  # all of it was written just now
+            else:
+                temporary.unlink(missing_ok=True)
+
+
+def _name_folder(temporary: Path, path: Path) -> None:
+    """Bring a folder of files to the disk and give it its name. Raises OSError, WeightsError."""
+    names = {entry.name for entry in temporary.iterdir()}
+    for name in names:
+        sync(temporary / name)
+    sync(temporary)
+    if not os.path.lexists(path):
+        temporary.rename(path)
+        sync(path.parent)
+        return
+    if path.is_symlink() or not path.is_dir():
+        raise WeightsError(f"{path}: is no folder; it was not replaced")
+    others = [entry.name for entry in path.iterdir() if entry.name not in names or entry.is_symlink() or not entry.is_file()]
+    if others:
+        raise WeightsError(f"{path}: holds other files ({min(others)}); it was not replaced")
+    old = path.with_name(f".{path.name}-replaced-{uuid.uuid4().hex}")
+    path.rename(old)
+    temporary.rename(path)
+    sync(path.parent)
+    if left := remove_folder(old, names.__contains__):  # it came after we looked
+        raise WeightsError(f"{path}: was replaced; what came into the old folder meanwhile is kept: {left[0]}")
 
 
 def mismatches(wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> list[str]:

@@ -12,6 +12,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from torchtitan.evaluation.studies.frame import Row, number
 from torchtitan.evaluation.studies.gns_cells import bin_label, good, is_unbounded
+from torchtitan.files.durable import replacing
 
 NOISE_SCALE = "estimate of the gradient noise scale (samples)"
 ARROW = "arrow: interval without an upper end, from its lower end"
@@ -32,7 +33,8 @@ def new_figure(title: str, rows: int = 1, columns: int = 1, size: tuple[float, f
 
 def save(figure: Figure, path: Path) -> str:
     """Write the picture; returns a line of Markdown that shows it."""
-    figure.savefig(path, dpi=110)
+    with replacing(path) as unfinished:
+        figure.savefig(unfinished, format="png", dpi=110)
     return f"![{path.stem}]({path.name})\n\n"
 
 

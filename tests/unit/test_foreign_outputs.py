@@ -1,0 +1,162 @@
+"""A file or folder that the user names for output is written over where the program wrote it before, and nowhere else."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from optimization_analysis import main as analyse
+from scripts.breakdown import main as breakdown
+from scripts.compare import main as compare
+from scripts.download import PARTIAL
+from scripts.sample import refuse_earlier_pictures
+from scripts.timeline import main as timeline
+from torchtitan.config import write_schema
+from torchtitan.files.ownership import refuse_foreign_file
+from torchtitan.training.breakdown import refuse_other_files
+from torchtitan.training.timeline import write_timeline
+from torchtitan.training.weight_files import WeightsError, written_whole
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    folder = tmp_path / "run"
+    (folder / "events").mkdir(parents=True)
+    event = {"event": "phase", "name": "forward", "step": 1, "start": 1.0, "duration": 0.5}
+    (folder / "events" / "rank-0000.jsonl").write_text(json.dumps(event) + "\n")
+    (folder / "config.toml").write_text('[job]\nname = "run"\n')
+    (folder / "metrics.jsonl").write_text('{"step": 1, "throughput(img/s)": 2.0}\n')
+    (folder / "summary.json").write_text('{"status": "completed", "step": 1}')
+    return folder
+
+
+def refused(code: int, capsys, path: Path) -> bool:
+    error = capsys.readouterr().err
+    return code == 2 and error.count("\n") == 1 and str(path) in error and "move it away" in error
+
+
+def test_only_a_plain_file_that_begins_as_the_programs_is_replaced(tmp_path):
+    path, other = tmp_path / "page", tmp_path / "other"
+    refuse_foreign_file(path, b"<!-- ours")
+    other.write_text("<!-- ours and more")
+    refuse_foreign_file(other, b"<!-- ours")
+    path.symlink_to(other)
+    for there in (path, tmp_path):
+        with pytest.raises(FileExistsError):
+            refuse_foreign_file(there, b"<!-- ours")
+    path.unlink()
+    path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError):
+        refuse_foreign_file(path, b"<!-- ours")
+
+
+@pytest.mark.parametrize("content", [b"my notes", gzip.compress(b"my notes"), b""], ids=["text", "gzip", "empty"])
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_timeline_replaces_a_timeline_only(run, tmp_path, capsys, name, content):
+    output = tmp_path / name
+    output.write_bytes(content)
+    assert refused(timeline([str(run), "--output", str(output)]), capsys, output) and output.read_bytes() == content
+    output.unlink()
+    assert [timeline([str(run), "--output", str(output)]) for _ in range(2)] == [0, 0]
+    write_timeline({"displayTimeUnit": "ms", "traceEvents": []}, output)
+
+
+@pytest.mark.parametrize("name", ["breakdown.md", "breakdown.json"])
+def test_a_breakdown_replaces_a_breakdown_only(run, tmp_path, capsys, name):
+    output = tmp_path / "notes"
+    output.mkdir()
+    (output / name).write_text("mine")
+    assert refused(breakdown([str(run), "--output", str(output)]), capsys, output / name)
+    assert (output / name).read_text() == "mine"
+    (output / "breakdown.md").write_text("# Where the time goes: of another run")
+    refuse_other_files(output)
+
+
+@pytest.mark.parametrize("name", ["runs.csv", "cells.csv", "runs.parquet", "analysis.md", "report.html", "pareto.png",
+                                  "mfu_over_batch.png"])  # fmt: skip
+def test_an_analysis_replaces_an_analysis_only(run, tmp_path, capsys, name):
+    output = tmp_path / "thesis"
+    output.mkdir()
+    (output / name).write_text("mine")
+    assert refused(analyse([str(run), "--out", str(output)]), capsys, output)
+    assert [path.name for path in output.iterdir()] == [name] and (output / name).read_text() == "mine"
+
+
+def test_an_analysis_goes_beside_what_has_other_names_and_can_be_made_again(run, capsys):
+    (run / "analysis").mkdir()
+    (run / "analysis" / "notes.txt").write_text("mine")
+    assert [analyse([str(run)]) for _ in range(2)] == [0, 0]
+    assert (run / "analysis" / "notes.txt").read_text() == "mine"
+
+
+def test_pages_and_schemas_of_somebody_else_are_refused(run, tmp_path, capsys):
+    output = tmp_path / "index.html"
+    output.write_text("<!DOCTYPE html><title>my page</title>")
+    assert refused(compare([str(run), "--output", str(output)]), capsys, output)
+    with pytest.raises(FileExistsError):
+        write_schema(output)
+    assert output.read_text() == "<!DOCTYPE html><title>my page</title>"
+    output.unlink()
+    assert [compare([str(run), "--output", str(output)]) for _ in range(2)] == [0, 0]
+    for _ in range(2):
+        write_schema(tmp_path / "schema.json")
+
+
+def test_drawings_in_a_folder_of_the_users_are_not_replaced(tmp_path):
+    asked = type("Arguments", (), {"seed": 3, "files": True, "latents": False})
+    (tmp_path / "latents-seed-3.safetensors").touch()
+    refuse_earlier_pictures(tmp_path, asked)
+    (tmp_path / "class-0001-image-000000-seed-3.png").touch()
+    with pytest.raises(WeightsError, match=r"class-0001-image-000000-seed-3.png: exists already"):
+        refuse_earlier_pictures(tmp_path, asked)
+
+
+def test_partial_downloads_are_known_by_their_names():
+    assert PARTIAL.fullmatch("encoder.jit.0123456789abcdef") and not PARTIAL.fullmatch("notes.txt")
+
+
+def export(folder: Path, *names: str, overwrite: bool = True) -> None:
+    with written_whole(folder, overwrite) as path:
+        path.mkdir()
+        for name in names:
+            save_file({"w": torch.zeros(1)}, path / name)
+
+
+def test_an_exported_folder_replaces_plain_files_of_its_own_names_only(tmp_path):
+    folder = tmp_path / "weights"
+    export(folder, "a", "b")
+    export(folder, "a", "b")
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]
+    with pytest.raises(WeightsError, match="exists already"):
+        export(folder, "a", "b", overwrite=False)
+
+    (folder / "b").unlink()
+    (folder / "b").mkdir()
+    (folder / "b" / "thesis.tex").write_text("mine")
+    with pytest.raises(WeightsError, match=r"weights: holds other files \(b\); it was not replaced"):
+        export(folder, "a", "b")
+    assert (folder / "b" / "thesis.tex").read_text() == "mine" and load_file(folder / "a")
+
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    with pytest.raises(WeightsError, match="link: is no folder; it was not replaced"):
+        export(link, "a", "b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "weights"] and link.is_symlink()
+
+
+def test_what_comes_into_a_folder_while_it_is_replaced_is_kept(tmp_path, monkeypatch):
+    folder, rename = tmp_path / "weights", Path.rename
+    export(folder, "a")
+
+    def somebody_writes(path: Path, target: Path) -> Path:
+        if path == folder:
+            (folder / "late.txt").write_text("mine")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", somebody_writes)
+    with pytest.raises(WeightsError, match="what came into the old folder meanwhile is kept"):
+        export(folder, "a")
+    assert [path.read_text() for path in tmp_path.rglob("late.txt")] == ["mine"] and load_file(folder / "a")
