@@ -25,11 +25,11 @@ class SyntheticConfig(DataConfig):
         "constant: one value per class; noise: white, unit variance; gaussian: stationary, power-law spectrum",
     )
     shape: list[int] = setting([4, 32, 32], "channels, height and width")
-    num_classes: int = setting(10, "image i has label i modulo this; 0: no labels", ge=0)
-    num_images: int = setting(1_000_000, "training images", ge=1)
+    num_classes: int = setting(10, "image i has label i modulo this; 0: no labels", ge=0, le=100_000_000)
+    num_images: int = setting(1_000_000, "training images", ge=1, le=10_000_000_000)
     seed: int = setting(0, "another seed makes other images", ge=0, applies={"kind": ("noise", "gaussian")})
     spectrum_alpha: float = setting(
-        2.0, "variance at radial frequency f falls as f^-alpha", ge=0, applies={"kind": ("gaussian",)}
+        2.0, "variance at radial frequency f falls as f^-alpha", ge=0, le=100, applies={"kind": ("gaussian",)}
     )
     pixel_variance: float = setting(1.0, "variance of each pixel", gt=0, applies={"kind": ("gaussian",)})
 

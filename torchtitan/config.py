@@ -75,7 +75,8 @@ class TrainingConfig:
 
     steps: int = setting(10000, "optimizer steps", ge=1)
     local_batch_size: int = setting(
-        32, "images per rank in one forward; -1: the rank's share of global_batch_size", ge=-1, trajectory=False
+        32, "images per rank in one forward; -1: the rank's share of global_batch_size", ge=-1, le=16_777_216,
+        trajectory=False,
     )
     global_batch_size: int = setting(
         -1, "images per optimizer step; above ranks x local_batch_size, gradients accumulate; -1: ranks x local", ge=-1

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from data import DATASETS
 from data.base import DatasetError, DatasetInfo
 from torchtitan.config_record import unmet_condition
 from torchtitan.config_schema import Problem, nearest, no_effect, shown, shown_name
+from torchtitan.config_sizes import size_problems
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
@@ -145,6 +147,9 @@ def _has_effect(checked: Checked, key: str, field: Any) -> Iterator[Problem]:
 
 
 def _job_name(checked: Checked) -> Iterator[Problem]:
+    long = next((part for part in Path(checked.job.dump_folder).parts if len(os.fsencode(part)) > 255), None)
+    if long is not None:
+        yield Problem("job.dump_folder", f"{shown(long)} is longer than 255 bytes, the most that a file's name can be")
     if reason := _unsafe_as_folder(checked.job.name):
         yield Problem("job.name", f"{reason}; it names the run's folder (set --job.name NAME)")
 
@@ -188,6 +193,17 @@ def _batch_sizes(checked: Checked) -> Iterator[Problem]:
             f" (set a multiple, or -1 for {ranks * local})"
         )
         yield Problem("training.global_batch_size", text)
+
+
+def _sizes(checked: Checked) -> Iterator[Problem]:
+    growth = checked.gns.growth_limit if checked.gns.enable and checked.gns.grow_batch else 1
+    training, shape = checked.training, checked.dataset().image_shape
+    found = size_problems(
+        shape, checked.whole("data"), training.steps, training.local_batch_size, training.global_batch_size * growth,
+        checked.world_size,
+    )  # fmt: skip
+    for key, text in found:
+        yield Problem(key, text)
 
 
 def _warmup(checked: Checked) -> Iterator[Problem]:
@@ -427,7 +443,7 @@ def _no_compiler() -> bool:
 
 
 def _unsafe_as_folder(name: str) -> str:
-    if name in ("", ".", ".."):
+    if name in ("", ".", "..") or not name.isprintable():
         return f"{shown(name)} is no folder name"
     if "/" in name or "\\" in name:
         return f"{shown(name)} has a slash"
@@ -437,6 +453,7 @@ def _unsafe_as_folder(name: str) -> str:
 CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
     _job_name,
     _dataset_is_usable,
+    _sizes,
     _model_fits_images,
     _learned_variance,
     _heads,

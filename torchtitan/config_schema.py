@@ -21,6 +21,10 @@ import pydantic_core
 from torchtitan.settings import meets
 
 
+MOST_ENTRIES = 10_000  # of a list
+_SMALLEST, _LARGEST = 1.1754943508222875e-38, 3.4028234663852886e38  # normal numbers of float32
+
+
 class Problem(NamedTuple):
     """One reason to refuse a configuration.
 
@@ -176,7 +180,7 @@ def type_name(annotation: Any, many: bool = False) -> str:
 def range_name(bounds: dict[str, float]) -> str:
     """Bounds in words: "at least 0 and below 1"; empty without bounds."""
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    return " and ".join(f"{words[name]} {bound:g}" for name, bound in bounds.items())
+    return " and ".join(f"{words[name]} {bound:.10g}" for name, bound in bounds.items())
 
 
 def shown(value: Any, limit: int = 60) -> str:
@@ -203,13 +207,14 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def _strict_type(annotation: Any) -> Any:
     inner, optional = without_none(annotation)
     if typing.get_origin(inner) is list:
-        strict = list[_strict_type(typing.get_args(inner)[0])]
+        entries = list[_strict_type(typing.get_args(inner)[0])]
+        strict = Annotated[entries, pydantic.AfterValidator(_of_bounded_length)]
     elif dataclasses.is_dataclass(inner):
         strict = schema_of(inner)
     elif inner is int:
         strict = Annotated[int, pydantic.BeforeValidator(_integral_in_64_bits)]
     elif inner is float:
-        strict = Annotated[float, pydantic.BeforeValidator(_in_64_bits)]
+        strict = Annotated[float, pydantic.BeforeValidator(_in_64_bits), pydantic.AfterValidator(_in_float32)]
     elif inner is str:
         strict = Annotated[str, pydantic.AfterValidator(_printable)]
     else:
@@ -225,6 +230,19 @@ def _integral_in_64_bits(value: Any) -> Any:
 def _in_64_bits(value: Any) -> Any:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise pydantic_core.PydanticCustomError("worded", "must fit in 64 bits")
+    return value
+
+
+def _in_float32(value: float) -> float:
+    """Tensors of this program are float32 mostly: what is no normal number there would be 0 or infinite."""
+    if value and not _SMALLEST <= abs(value) <= _LARGEST:
+        raise pydantic_core.PydanticCustomError("worded", f"must be 0 or from {_SMALLEST:.2g} to {_LARGEST:.2g} in size")
+    return value
+
+
+def _of_bounded_length(value: list) -> list:
+    if len(value) > MOST_ENTRIES:
+        raise pydantic_core.PydanticCustomError("worded", f"must have at most {MOST_ENTRIES} entries, has {len(value)}")
     return value
 
 

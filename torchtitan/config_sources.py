@@ -10,6 +10,9 @@ from typing import Any
 from torchtitan.config_schema import shown, shown_name
 
 
+_LARGEST_FILE = 4 << 20  # bytes
+
+
 def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     """Split `--section.key value` and `--section.key=value` into key -> text; the last of equal flags counts.
 
@@ -48,7 +51,10 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
             return {}, [f"{shown_file(path)}: is a folder (give a TOML file)"]
         if not stat.S_ISREG(mode):
             return {}, [f"{shown_file(path)}: is not a regular file (give a TOML file)"]
-        content = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+        if len(content) > _LARGEST_FILE:
+            return {}, [f"{shown_file(path)}: is larger than {_LARGEST_FILE >> 20} MiB (is it a configuration?)"]
     except FileNotFoundError:
         return {}, [f"{shown_file(path)}: no such file (--job.config_file must name a TOML file)"]
     except (OSError, ValueError) as failure:  # ValueError: a NUL in the path

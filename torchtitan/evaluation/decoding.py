@@ -56,7 +56,7 @@ class AutoencoderConfig:
         applies=OF_LATENTS | {"name": tuple(AUTOENCODERS), "tile": ">0"}, trajectory=False,
     )  # fmt: skip
     batch_size: int = setting(
-        16, "images decoded at a time on each rank", ge=1, applies=OF_LATENTS | {"name": tuple(AUTOENCODERS)},
+        16, "images decoded at a time on each rank", ge=1, le=1_000_000, applies=OF_LATENTS | {"name": tuple(AUTOENCODERS)},
         trajectory=False,
     )  # fmt: skip
 

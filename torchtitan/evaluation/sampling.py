@@ -31,7 +31,7 @@ class SamplingConfig:
         "euler", "integrator from noise to image", applies={"enable": (True,)}, trajectory=False
     )
     num_steps: int = setting(
-        50, "solver steps from noise to image", ge=1, applies={"enable": (True,)}, trajectory=False
+        50, "solver steps from noise to image", ge=1, le=1_000_000, applies={"enable": (True,)}, trajectory=False
     )
     schedule: Literal["uniform", "edm", "ddpm"] = setting(
         "uniform", "times of the steps: equally spaced in t, in sigma^(1/rho), or in DDPM indices (the default on"
@@ -96,17 +96,19 @@ class SamplingConfig:
     classes: list[int] = setting(
         [], "classes of the grid, a row each; empty: the first ten", applies={"enable": (True,)}, trajectory=False
     )
-    images_per_class: int = setting(8, "columns of the grid", ge=1, applies={"enable": (True,)}, trajectory=False)
+    images_per_class: int = setting(
+        8, "columns of the grid", ge=1, le=10_000, applies={"enable": (True,)}, trajectory=False
+    )
     ema_track: str = setting(
         "ema", "weights to sample with: a name of ema.tracks, or 'none' for the trained weights",
         applies={"enable": (True,)}, trajectory=False,
     )
     judge_images: int = setting(
-        0, "images drawn at the end and judged against real ones; 0: none (the dataset must have a judge)", ge=0,
+        0, "images drawn at the end and judged against real ones; 0: none (the dataset must have a judge)", ge=0, le=10_000_000,
         applies={"enable": (True,)}, trajectory=False,
     )
     batch_size: int = setting(
-        256, "images drawn at a time on each rank", ge=1, applies={"enable": (True,)}, trajectory=False
+        256, "images drawn at a time on each rank", ge=1, le=1_000_000, applies={"enable": (True,)}, trajectory=False
     )
 
     def method(self) -> dict[str, Any]:

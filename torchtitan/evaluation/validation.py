@@ -27,7 +27,9 @@ class ValidationConfig:
         1000, "held-out images, each at one fixed timestep with fixed noise", ge=1, applies={"enable": (True,)},
         trajectory=False,
     )
-    batch_size: int = setting(128, "images at a time on each rank", ge=1, applies={"enable": (True,)}, trajectory=False)
+    batch_size: int = setting(
+        128, "images at a time on each rank", ge=1, le=1_000_000, applies={"enable": (True,)}, trajectory=False
+    )
 
 
 def held_out_draw(objective: Objective, seed: int, indices: Tensor, count: int, shape: tuple[int, ...]) -> Draw:

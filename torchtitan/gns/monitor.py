@@ -101,7 +101,7 @@ class GNSConfig:
         " stayed, and Adam's learning rate grows with its square root", applies=_TAPPED,
     )
     growth_limit: int = setting(
-        8, "largest batch, as a multiple of training.global_batch_size", ge=2, applies={"grow_batch": (True,)}
+        8, "largest batch, as a multiple of training.global_batch_size", ge=2, le=1_000_000, applies={"grow_batch": (True,)}
     )
     growth_warmup: int = setting(20_000, "images before the batch first grows", ge=0, applies={"grow_batch": (True,)})
     growth_interval: int = setting(

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torchtitan.config_sources import read_toml, shown_file
 from torchtitan.settings import setting
 
 BATCH_KEY = "training.local_batch_size"
+MOST_CELLS = 100_000
 LAYOUTS = ("ddp", "fsdp", "hsdp")
 DTYPES = ("float32", "bfloat16", "float8")
 _TABLES = ("fixed", "axes", "exclude")
@@ -44,8 +46,8 @@ class SweepSettings:
 
     name: str = setting("", "names the folder outputs/<name>; default: the file's name")
     base: str = setting("", "configuration that all cells start from, relative to this file; default: none")
-    processes: int = setting(1, "processes of every cell, unless they are an axis", ge=1)
-    repeats: int = setting(1, "runs of each cell; repeat r has debug.seed + r", ge=1)
+    processes: int = setting(1, "processes of every cell, unless they are an axis", ge=1, le=65536)
+    repeats: int = setting(1, "runs of each cell; repeat r has debug.seed + r", ge=1, le=10_000)
     timeout_s: float = setting(1800.0, "seconds after which a run is ended", gt=0)
     warmup_steps: int = setting(0, "first steps, left out of all medians", ge=0)
     order: str = setting(BATCH_KEY, "axis of rising memory: beyond a value that is out of memory, cells are skipped")
@@ -147,6 +149,8 @@ def _expand(sweep: Sweep) -> list[Cell]:
     _check_axes(sweep)
     names = sorted(axes, key=lambda axis: axis == order)  # stable: the batch comes last, so it changes fastest
     choices = [sorted(axes[axis]) if axis == order and _are_numbers(axes[axis]) else axes[axis] for axis in names]
+    if (size := math.prod(map(len, choices))) > MOST_CELLS:
+        raise _error(sweep.path, f"axes: their product has {size} cells, at most {MOST_CELLS} can be run (shorten an axis)")
     cells = []
     for values in itertools.product(*choices):
         point = dict(zip(names, values, strict=True))
@@ -177,8 +181,8 @@ def _check_axes(sweep: Sweep) -> None:
         for value in values:
             if known and value not in known:
                 raise _error(path, f"axes.{axis}: must be of {', '.join(known)}, is {shown(value)}")
-            if axis == "processes" and (type(value) is not int or value < 1):
-                raise _error(path, f"axes.processes: must be whole numbers from 1, is {shown(value)}")
+            if axis == "processes" and (type(value) is not int or not 1 <= value <= 65536):
+                raise _error(path, f"axes.processes: must be whole numbers from 1 to 65536, is {shown(value)}")
     if "processes" in axes and "processes" in sweep.table:
         raise _error(path, "axes.processes: processes is set for all cells too (remove one)")
     if settings.order not in axes and "order" in sweep.table:

@@ -132,7 +132,7 @@ class _Workers:
         )  # fmt: skip
 
     def run(self) -> None:
-        threads = [threading.Thread(target=self._work) for _ in range(self._jobs)]
+        threads = [threading.Thread(target=self._work) for _ in range(min(self._jobs, len(self._waiting)))]
         try:
             for thread in threads:
                 thread.start()

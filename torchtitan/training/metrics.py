@@ -36,7 +36,7 @@ class MetricsConfig:
     enable_events: bool = setting(
         True, "write each rank's phases and faults to <run>/events, for scripts/timeline.py", trajectory=False
     )
-    loss_bins: int = setting(10, "timestep bins of equal training mass for loss_by_bin", ge=1, trajectory=False)
+    loss_bins: int = setting(10, "timestep bins of equal training mass for loss_by_bin", ge=1, le=1000, trajectory=False)
 
 
 METRICS_FILE = "metrics.jsonl"

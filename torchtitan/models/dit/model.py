@@ -21,6 +21,10 @@ from torchtitan.models.dit.layers import (
 )
 
 
+# What no machine holds, and products of which fit in 64 bits.
+MOST_TOKENS, MOST_PARAMETERS = 2**24, 10**13
+
+
 class DiT(DiffusionModel):
     """Diffusion transformer with adaLN-Zero blocks, for images of one fixed shape, square or not.
 
@@ -152,4 +156,10 @@ def problems(config: DiTConfig, image_shape: tuple[int, int, int]) -> list[str]:
         found.append(f"model.num_heads: heads of {head_dim} channels; rotary embedding needs a multiple of 4")
     if config.position == "sincos" and config.dim % 4:
         found.append(f"model.dim: {config.dim} is no multiple of 4, as the sincos position table needs")
+    if (tokens := height * width // config.patch_size**2) > MOST_TOKENS:
+        found.append(f"model.patch_size: {config.patch_size} makes {tokens} tokens of an image, at most {MOST_TOKENS} can be")
+    of_block = config.dim * (10 * config.dim + 2 * config.mlp_hidden_dim)
+    if config.num_layers * of_block > MOST_PARAMETERS:
+        blocks = f"{config.num_layers} blocks of about {of_block:.1g} parameters"
+        found.append(f"model.num_layers: {blocks} are more than {MOST_PARAMETERS:.0e} (lower it, or model.dim)")
     return found

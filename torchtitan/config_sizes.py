@@ -1,0 +1,37 @@
+"""Sizes that multiply: what would not fit in 64 bits, or in the memory of any machine, is refused before it is allocated."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+MOST_VALUES_OF_AN_IMAGE = 2**31
+MOST_VALUES_OF_A_BATCH = 2**40
+MOST_SAMPLES = 2**62
+
+
+def size_problems(
+    image_shape: tuple[int, int, int], data: Any, steps: int, local_batch_size: int, global_batch_size: int, ranks: int
+) -> Iterator[tuple[str, str]]:
+    """Find products that no run can have.
+
+    Args:
+        image_shape: (C, H, W) of the dataset.
+        data: its section.
+        steps, local_batch_size, global_batch_size: of training; a negative batch size follows from the other one.
+        ranks: processes of the run.
+
+    Returns:
+        pairs of a dotted key and the reason.
+    """
+    values = math.prod(image_shape)
+    if values > MOST_VALUES_OF_AN_IMAGE:
+        key = next((key for key in ("image_size", "shape") if hasattr(data, key)), "path")
+        yield f"data.{key}", f"an image of {values} values is larger than {MOST_VALUES_OF_AN_IMAGE}, the most that there can be"
+        return
+    if local_batch_size * values > MOST_VALUES_OF_A_BATCH:
+        what = f"{local_batch_size} images of {values} values"
+        yield "training.local_batch_size", f"{what} are more than {MOST_VALUES_OF_A_BATCH} values in one forward (lower it)"
+    batch = max(global_batch_size, ranks * local_batch_size)
+    if steps * batch > MOST_SAMPLES:
+        text = f"{steps} steps of up to {batch} images are more than {MOST_SAMPLES} samples, which are numbered (lower it)"
+        yield "training.steps", text
