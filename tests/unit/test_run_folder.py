@@ -42,7 +42,8 @@ def save(run: RunFolder, step: int) -> None:
 
 
 @pytest.mark.parametrize("name", [
-    "notes.txt", ".git/config", "config.toml", "metrics.jsonl", ".config.toml.tmp", "checkpoints/step-00000001/state.json",
+    "notes.txt", ".git/config", "config.toml", "metrics.jsonl", "summary.json", ".config.toml.tmp",
+    "checkpoints/step-00000001/state.json",
 ])  # fmt: skip
 def test_a_folder_that_a_user_has_filled_is_refused_and_left_as_it_was(tmp_path, name):
     path = tmp_path / "one" / name
@@ -62,6 +63,16 @@ def test_a_folder_of_checkpoints_that_a_user_has_filled_is_refused_and_left_as_i
     path.write_text("mine")
     before = contents(tmp_path / "home")
     with pytest.raises(RunFolderError, match=rf"^checkpoint.folder: .*/home/one: holds {name.split('/')[0]}, which is no"):
+        run_at(tmp_path / "outputs", "--checkpoint.folder", str(tmp_path / "home")).open()
+    assert contents(tmp_path / "home") == before
+
+
+def test_a_users_file_with_the_name_of_an_owner_record_gives_no_folder_away(tmp_path):
+    (tmp_path / "home" / "one").mkdir(parents=True)
+    (tmp_path / "home" / "one" / "checkpoint_owner.json").write_text("not a record")
+    (tmp_path / "home" / "one" / "thesis.txt").write_text("mine")
+    before = contents(tmp_path / "home")
+    with pytest.raises(RunFolderError, match="holds the checkpoints of another run, whose checkpoint_owner.json is damaged"):
         run_at(tmp_path / "outputs", "--checkpoint.folder", str(tmp_path / "home")).open()
     assert contents(tmp_path / "home") == before
 

@@ -31,7 +31,7 @@ def claim(run: Path, folder: AnyPath) -> str | None:
         OSError.
     """
     identity, owner = _identity(run), read_owner(folder)
-    if owner is not None and owner.get("run") != identity:
+    if owner is not None and (identity is None or owner.get("run") != identity):
         return (
             f"checkpoint.folder: {folder}: holds the checkpoints of another run, {shown_owner(owner)} (give another "
             f"--job.name or --checkpoint.folder, or, to go on with that run, copy its {OWNER_FILE} from there into {run})"

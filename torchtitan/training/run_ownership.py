@@ -12,10 +12,10 @@ from torchtitan.training.run_lock import LOCK_FILE
 
 CONFIG_FILE = "config.toml"
 
-# What a run and its studies write into its folder.
-_OWN_NAMES = frozenset((
-    CONFIG_FILE, LOCK_FILE, "checkpoint", "checkpoint_owner.json", "corrupt_images.txt", "events", "faults", "gns",
-    "metrics.jsonl", "profile", "samples", "status.json", "studies", "summary.json", "tb", "wandb", "wandb_id",
+# What a run that begins writes before its first checkpoint.
+_BEGUN_NAMES = frozenset((
+    CONFIG_FILE, LOCK_FILE, "checkpoint", "checkpoint_owner.json", "events", "faults", "gns", "metrics.jsonl", "samples", "tb",
+    "wandb", "wandb_id",
 ))  # fmt: skip
 _SECTIONS = ("job", "model", "training")
 _MAX_BYTES = 1 << 20
@@ -25,7 +25,7 @@ def foreign_content(folder: Path) -> str | None:
     """Why a folder must not become a run's: what is in it was not put there by one.
 
     A folder is a run's if its config.toml, its lock or a checkpoint says so, and may then hold anything else. One
-    without any of them may hold nothing but what a run writes, which is what is left of a start that was cut off.
+    without any of them may hold nothing but what a start that was cut off leaves.
 
     Returns:
         the name of something in it that is not a run's; None where a run may write.
@@ -39,7 +39,7 @@ def foreign_content(folder: Path) -> str | None:
     if not names or _is_lock(folder / LOCK_FILE) or _is_config(folder / CONFIG_FILE) or _has_checkpoint(folder):
         return None
     for name in names:
-        if name not in _OWN_NAMES and not is_unfinished(name):
+        if name not in _BEGUN_NAMES and not is_unfinished(name):
             return name
         if name in (CONFIG_FILE, "metrics.jsonl") and not _may_be_cut_off(folder / name):
             return name
