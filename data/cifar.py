@@ -156,10 +156,11 @@ class _PythonBatches:
         except (pickle.UnpicklingError, OSError) as error:
             raise DatasetError(f"{path}: not a {self._edition.title} batch: {_one_line(error)}") from error
         key = self._edition.label_key
-        pixels, labels = table.get("data"), np.asarray(table.get(key))
+        pixels, labels = table.get("data"), table.get(key)
         if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (3072,):
             raise DatasetError(f"{path}: 'data' is not an array of bytes [N, 3072]")
-        if labels.shape != pixels.shape[:1] or labels.dtype.kind != "i":
+        labels = _integers(labels)
+        if labels is None or labels.shape != pixels.shape[:1]:
             raise DatasetError(f"{path}: '{key}' is not a list of {len(pixels)} integers")
         labels = _checked_labels(str(path), labels, self._edition)
         return _RawImages(str(path), labels, pixels.reshape(-1, *IMAGE_SHAPE))
@@ -326,6 +327,13 @@ def _label_array(origin: str, table: Any, edition: CifarEdition) -> np.ndarray:
     if column.null_count:
         raise DatasetError(f"{origin}: row {column.is_null().to_pylist().index(True)}: the label is missing")
     return _checked_labels(origin, column.to_numpy(), edition)
+
+
+def _integers(labels: Any) -> np.ndarray | None:
+    """A list of plain integers or an array of them as an array; None where it is neither, such as a ragged list."""
+    if isinstance(labels, list) and all(type(label) is int and abs(label) < 1 << 62 for label in labels):
+        return np.array(labels, np.int64)
+    return labels if isinstance(labels, np.ndarray) and labels.dtype.kind == "i" else None
 
 
 def _checked_labels(origin: str, labels: np.ndarray, edition: CifarEdition) -> np.ndarray:

@@ -58,7 +58,9 @@ def read_regular(path: str | bytes | Path, limit: int) -> bytes:
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(limit + 1) if size <= limit else b""
+        content = file.read(size + 1) if size <= limit else b""
+        if len(content) > size:  # it grows, or its size is not known
+            content += file.read(limit + 1 - len(content))
     if max(size, len(content)) > limit:
         raise UnsuitableFile(errno.EFBIG, f"{max(size, len(content)):,} bytes, more than {limit:,}", path)
     return content
