@@ -8,6 +8,9 @@ import numpy as np
 
 from data.base import DatasetError
 from data.image_files import ImageList, list_folders, list_images, shown_names, shown_path
+from torchtitan.files.regular import read_regular
+
+MAX_CLASSES_BYTES = 16 << 20  # of a file that names classes
 
 
 @functools.lru_cache(maxsize=4)  # a run opens the same folder several times, and may have a million files
@@ -64,7 +67,7 @@ def class_numbers(folders: list[bytes], classes_file: str) -> np.ndarray:
 def read_classes(path: str) -> dict[str, str]:
     """Folder -> name, in the order of a file with one "folder name" a line. Raises DatasetError."""
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = read_regular(Path(path).expanduser(), MAX_CLASSES_BYTES).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise DatasetError(f"data.classes_file: {path}: cannot be read: {reason}") from error

@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 
 from data.base import DatasetError
+from data.derived_classes import num_classes_of
 from data.image_columns import Columns, find_columns
+from data.image_decoding import MAX_FILE_BYTES
 from data.parquet_files import one_line
+from torchtitan.files.regular import read_regular
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class HubImages:
         image = self.rows[position][self.columns.image]
         if not image or (image["bytes"] is None and image["path"] is None):
             raise ValueError("the row has no image")
-        return Path(image["path"]).read_bytes() if image["bytes"] is None else image["bytes"]
+        return read_regular(image["path"], MAX_FILE_BYTES) if image["bytes"] is None else image["bytes"]
 
     def shown(self, position: int) -> str:
         return f"{self.place}: row {position}"
@@ -79,7 +82,9 @@ def open_hub_table(
         raise DatasetError(f"data.path: {place} has no rows")
     labels = _labels(place, table, columns)
     rows = table.select_columns([columns.image]).cast_column(columns.image, datasets.Image(decode=False))
-    return HubImages(place, columns, len(columns.class_names) or int(labels.max()) + 1, labels, rows)
+    advice = f"if it is meant, make {columns.label!r} a ClassLabel, which declares the classes"
+    num_classes = len(columns.class_names) or num_classes_of(labels, lambda row: f"{place}: row {row}", advice)
+    return HubImages(place, columns, num_classes, labels, rows)
 
 
 def _saved_split(datasets: Any, folder: Path, subset: str, split: str) -> Any:

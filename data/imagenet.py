@@ -23,7 +23,7 @@ from data.image_files import (
     shown_names,
 )
 from data.imagenet_metadata import WNID, find_class_names, find_validation_wnids
-from data.saved_index import Advance, Table, saved_tables
+from data.saved_index import Advance, Table, are_places, is_column, saved_tables
 from data.splits import chosen_positions, last_of_each_class
 from data.tar_files import Member, OpenArchives, TarImages, read_members
 from torchtitan.settings import setting
@@ -198,7 +198,7 @@ def _wnids_of(names: list[bytes], roots: list[Path]) -> list[bytes]:
 
 
 def _open_archive(path: Path, index_path: str) -> TarImages:
-    (table,) = saved_tables([path], "imagenet", _read_archive, index_path)
+    (table,) = saved_tables([path], "imagenet", _read_archive, _is_whole, index_path)
     names = PackedNames(table["letters"], table["letter_offsets"])
     archive = np.zeros(len(names), np.int32)
     return TarImages(OpenArchives([path]), archive, table["offsets"], table["sizes"], names)
@@ -218,9 +218,19 @@ def _read_archive(path: Path, advance: Advance) -> Table:
     return {
         "letters": names.letters,
         "letter_offsets": names.offsets,
-        "offsets": np.array([member.offset for member in found]),
-        "sizes": np.array([member.size for member in found]),
+        "offsets": np.array([member.offset for member in found], np.int64),
+        "sizes": np.array([member.size for member in found], np.int64),
     }
+
+
+def _is_whole(table: Table, archive_bytes: int) -> bool:
+    if not (is_column(table, "letters", np.uint8) and is_column(table, "letter_offsets", np.int64)):
+        return False
+    ends, count = table["letter_offsets"], len(table["letter_offsets"]) - 1
+    if count < 1 or ends[0] != 0 or ends[-1] != len(table["letters"]) or (np.diff(ends) < 0).any():
+        return False
+    columns = is_column(table, "offsets", np.int64, count) and is_column(table, "sizes", np.int64, count)
+    return columns and are_places(table["offsets"], table["sizes"], archive_bytes)
 
 
 def _is_shown(member: Member) -> bool:

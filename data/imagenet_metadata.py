@@ -3,16 +3,19 @@
 import csv
 import io
 import re
-import tarfile
+import zlib
 from pathlib import Path
 
 from data.base import DatasetError
 from data.class_folders import read_classes
+from data.tar_headers import REGULAR, TarError, walk
+from torchtitan.files.regular import read_regular
 
 SYNSET_MAPPING = "LOC_synset_mapping.txt"
 VALIDATION_SOLUTION = "LOC_val_solution.csv"
 DEVKIT = "ILSVRC2012_devkit_t12"
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+MAX_FILE_BYTES = 64 << 20  # of each of these, packed and unpacked; the devkit has 2.5 MB
 WNID = re.compile(r"n\d{8}")
 
 
@@ -68,7 +71,7 @@ def _first(names: str) -> str:
 def _read_solution(path: Path) -> dict[str, str]:
     """Lines "ImageId,PredictionString", where the prediction begins with the wnid."""
     try:
-        rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
+        rows = list(csv.reader(read_regular(path, MAX_FILE_BYTES).decode("utf-8").splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DatasetError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     wnids = {}
@@ -83,15 +86,32 @@ def _read_solution(path: Path) -> dict[str, str]:
 def _devkit_file(roots: list[Path], name: str) -> bytes | None:
     """A file of the devkit's folder `data`, unpacked or still in its archive."""
     inside = f"{DEVKIT}/data/{name}"
-    if file := _find(roots, inside):
-        return file.read_bytes()
-    if packed := _find(roots, f"{DEVKIT}.tar.gz"):
-        try:
-            with tarfile.open(packed, "r:gz") as archive:
-                return archive.extractfile(inside).read()
-        except (tarfile.TarError, KeyError, EOFError, OSError, AttributeError) as error:
-            raise DatasetError(f"{packed}: {inside} cannot be read from it ({error})") from error
-    return None
+    place = _find(roots, inside) or _find(roots, f"{DEVKIT}.tar.gz")
+    if place is None:
+        return None
+    try:
+        content = read_regular(place, MAX_FILE_BYTES)
+        return content if place.name == name else _packed_file(content, inside.encode())
+    except (OSError, EOFError, zlib.error, TarError) as error:
+        raise DatasetError(f"{place}: {inside} cannot be read from it ({error})") from error
+
+
+def _packed_file(packed: bytes, name: bytes) -> bytes:
+    """A file's content from an archive in the gzip format. Raises TarError, zlib.error."""
+    content = _unpacked(packed)
+    for entry in walk(lambda offset, count: content[offset : offset + count], 0, len(content)):
+        if entry.name == name and entry.kind in REGULAR:
+            return content[entry.offset : entry.offset + entry.size]
+    raise TarError("there is no such file in it")
+
+
+def _unpacked(packed: bytes) -> bytes:
+    """What gzip has packed, as far as it goes. Raises TarError where it is more than MAX_FILE_BYTES, zlib.error."""
+    unpacker = zlib.decompressobj(wbits=31)
+    content = unpacker.decompress(packed, MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise TarError(f"unpacked it has more than {MAX_FILE_BYTES:,} bytes")
+    return content
 
 
 def _has_scipy() -> bool:

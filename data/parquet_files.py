@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.base import DatasetError
+from data.derived_classes import num_classes_of
 from data.image_columns import Columns, arrow_features, find_columns
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -163,7 +164,7 @@ def _features(footer: Any) -> dict[str, Any]:
 
 
 def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns) -> RowGroups:
-    rows, sizes, keys, origin, largest = [], [], [], [], -1
+    rows, sizes, keys, origin, largest = [], [], [], [], []
     for file, footer in enumerate(footers):
         place = {footer.schema.column(number).path: number for number in range(footer.num_columns)}
         image = place.get(f"{columns.image}.bytes", place.get(columns.image))
@@ -180,15 +181,20 @@ def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns
             keys.append(hashlib.sha256(repr(described).encode()).hexdigest()[:32])
             origin.append((file, number))
             if not columns.class_names:
-                largest = max(largest, _largest(files[file], columns.label, chunks[1]))
+                largest.append(_largest(files[file], columns.label, chunks[1]))
     if not sum(rows):
         raise DatasetError(f"data.path: {url}: its parquet files have no rows")
     kept = np.flatnonzero(rows)
+    num_classes = len(columns.class_names)
+    if not num_classes:
+        advice = "or let the files' schema declare the classes, as the package datasets writes it"
+        places = [f"{files[file]}: row group {number}" for file, number in origin]
+        num_classes = num_classes_of(np.array(largest, np.int64)[kept], lambda group: places[kept[group]], advice)
     return RowGroups(
         url=url,
         files=files,
         columns=columns,
-        num_classes=len(columns.class_names) or largest + 1,
+        num_classes=num_classes,
         file=np.array(origin, np.int32)[kept, 0],
         number=np.array(origin, np.int32)[kept, 1],
         starts=np.cumsum([0] + [rows[group] for group in kept], dtype=np.int64),
@@ -202,4 +208,6 @@ def _largest(file: str, label_column: str, chunk: Any) -> int:
         raise DatasetError(
             f"{file}: names no classes and does not say the largest {label_column!r} (data.streaming = false finds it)"
         )
-    return int(chunk.statistics.max)
+    if not isinstance(chunk.statistics.max, int) or not 0 <= chunk.statistics.max < 1 << 62:
+        raise DatasetError(f"{file}: its largest {label_column!r}, {chunk.statistics.max!r:.40}, is no label")
+    return chunk.statistics.max

@@ -1,10 +1,11 @@
 """What archives hold, kept in a file for each of them, so that an archive is read through once only."""
 
+import errno
 import hashlib
 import json
 import logging
 import os
-import secrets
+import stat
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,10 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from data.base import DatasetError
+from torchtitan.files.durable import make_folder, replacing
+from torchtitan.files.regular import check_regular, open_regular
+
+MAX_HEADER_BYTES = 1 << 16
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +28,9 @@ Advance = Callable[[int], object]
 
 
 def saved_tables(
-    archives: Sequence[Path], kind: str, build: Callable[[Path, Advance], Table], folder: str = ""
-) -> list[Table]:
+    archives: Sequence[Path], kind: str, build: Callable[[Path, Advance], Table], is_whole: Callable[[Table, int], bool],
+    folder: str = "",
+) -> list[Table]:  # fmt: skip
     """The table of each archive: from its index file where that is as new as the archive, or else built and saved.
 
     An interruption loses the archive that was being read, no more.
@@ -33,13 +39,14 @@ def saved_tables(
         archives: files.
         kind: what else the tables depend on; an index of another kind is not used.
         build: makes an archive's table; calls its second argument with the number of bytes it has gone on.
+        is_whole: whether a table that was read can be of an archive of so many bytes: names, types, lengths, places.
         folder: where index files are kept; "": each beside its archive, hidden, or nowhere if that cannot be written.
 
     Raises:
         DatasetError: an archive cannot be read, or `folder` not be written.
         (and whatever `build` raises)
     """
-    tables = {path: _load(_index_file(path, folder), _mark(path, kind)) for path in archives}
+    tables = {path: _load(_index_file(path, folder), _mark(path, kind), is_whole) for path in archives}
     missing = [path for path in archives if tables[path] is None]
     unsaved = None
     total = sum(path.stat().st_size for path in missing)
@@ -76,9 +83,13 @@ def _mark(archive: Path, kind: str) -> dict[str, str]:
     return {"kind": kind, "size": str(status.st_size), "modified": str(status.st_mtime_ns)}
 
 
-def _load(path: Path, mark: dict[str, str]) -> Table | None:
+def _load(path: Path, mark: dict[str, str], is_whole: Callable[[Table, int], bool]) -> Table | None:
     """None where there is no index of that mark, or a damaged one."""
+    archive_bytes = int(mark["size"])
     try:
+        # Each member takes more room in its archive than in the index.
+        if check_regular(path).st_size > archive_bytes + MAX_HEADER_BYTES:
+            return None
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             if {key: metadata.get(key) for key in mark} != mark:
@@ -86,20 +97,46 @@ def _load(path: Path, mark: dict[str, str]) -> Table | None:
             table = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError):
         return None
-    return table if metadata.get("crc32") == _checksum(table) else None
+    good = metadata.get("crc32") == _checksum(table) and is_whole(table, archive_bytes)
+    return table if good else None
 
 
 def _save(path: Path, mark: dict[str, str], table: Table) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    make_folder(path.parent)
+    if not _may_replace(path):
+        raise OSError(errno.EEXIST, f"{path} is no index of this program (move it away)")
     try:
-        unfinished.touch()  # the library's own error is of another kind
-        save_file(table, unfinished, metadata=mark | {"crc32": _checksum(table)})
-        os.replace(unfinished, path)
+        with replacing(path) as unfinished:
+            unfinished.touch()  # the library's own error is of another kind
+            save_file(table, unfinished, metadata=mark | {"crc32": _checksum(table)})
     except SafetensorError as error:
-        raise OSError(0, " ".join(str(error).split())) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+        raise OSError(errno.EIO, " ".join(str(error).split())) from error
+
+
+def _may_replace(path: Path) -> bool:
+    """Whether nothing is there, or an index, good or damaged: its header has the marks of one. An empty file is nothing."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return True
+    if not stat.S_ISREG(status.st_mode):
+        return False
+    if status.st_size == 0:
+        return True
+    with open_regular(path) as file:
+        header = file.read(MAX_HEADER_BYTES)
+    return b"__metadata__" in header and b"crc32" in header and b"modified" in header
+
+
+def is_column(table: Table, name: str, dtype: type, length: int | None = None) -> bool:
+    """Whether a table has an array [length] of that type, any length where None is given."""
+    array = table.get(name)
+    return array is not None and array.dtype == dtype and array.ndim == 1 and length in (None, len(array))
+
+
+def are_places(offsets: np.ndarray, sizes: np.ndarray, archive_bytes: int) -> bool:
+    """Whether every offset and size, int64 [N] each, lies in an archive."""
+    return bool(((offsets >= 0) & (sizes >= 0) & (offsets <= archive_bytes) & (sizes <= archive_bytes - offsets)).all())
 
 
 def _checksum(table: Table) -> str:

@@ -1,7 +1,6 @@
 """Members of plain tar archives, read in place: a member is so many bytes from some byte of its archive."""
 
 import os
-import tarfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +11,11 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from data.base import DatasetError
-from data.image_files import PackedNames, is_image_name, shown_path
+from data.image_decoding import MAX_FILE_BYTES
+from data.image_files import PackedNames, shown_path
 from data.saved_index import Advance
+from data.tar_headers import BLOCK, REGULAR, SPECIAL, Entry, TarError, walk
+from torchtitan.files.regular import check_regular, open_regular
 
 MAX_OPEN_ARCHIVES = 64
 COMPRESSIONS = {b"\x1f\x8b\x08": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -36,18 +38,23 @@ def read_members(path: Path, advance: Advance = lambda count: None, nested: bool
         nested: instead of each member that is an archive itself, give its members, as "archive.tar/member".
 
     Raises:
-        DatasetError: it cannot be read, is compressed, cut short or damaged.
+        DatasetError: it cannot be read, is compressed, cut short or damaged, or holds a link, a pipe or the like.
     """
     with _opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        head = file.read(tarfile.BLOCKSIZE)
+        descriptor = file.fileno()
+        size = os.fstat(descriptor).st_size
+
+        def read_at(offset: int, count: int) -> bytes:  # the caller may have read elsewhere
+            return os.pread(descriptor, count, offset)
+
+        head = read_at(0, BLOCK)
         kind = next((kind for magic, kind in COMPRESSIONS.items() if head.startswith(magic)), "")
         if kind and head[257:262] != b"ustar":  # a member's name may begin like one
             raise DatasetError(f"{path}: is compressed ({kind}); decompress it to read from it in place")
         gone = 0
-        for member in _members(path, file, 0, size):
+        for member in _checked(path, walk(read_at, 0, size)):
             if nested and member.name.endswith(b".tar"):
-                for inner in _members(path, file, member.offset, member.offset + member.size):
+                for inner in _checked(path, walk(read_at, member.offset, member.offset + member.size)):
                     yield Member(member.name + b"/" + inner.name, inner.offset, inner.size)
             else:
                 yield member
@@ -55,35 +62,24 @@ def read_members(path: Path, advance: Advance = lambda count: None, nested: bool
             gone = member.offset + member.size
 
 
-def _members(path: Path, file: BinaryIO, begin: int, end: int) -> Iterator[Member]:
-    """Those of the archive between two bytes of a file."""
-    file.seek(begin)
+def _checked(path: Path, entries: Iterator[Entry]) -> Iterator[Member]:
+    """Those that are regular files. Raises DatasetError."""
     try:
-        archive = tarfile.open(fileobj=file, mode="r:", errors="surrogateescape")
-        while (entry := archive.next()) is not None:
-            archive.members.clear()  # they are many
-            if entry.offset_data + entry.size > end:
-                raise DatasetError(f"{path}: cut short: {entry.name!r} goes on past byte {end} (copy it again)")
-            if (entry.islnk() or entry.issym()) and is_image_name(os.fsencode(entry.name)):
-                advice = "pack it again with tar --hard-dereference --dereference"
-                raise DatasetError(f"{path}: {entry.name!r} is a link, which cannot be read in place ({advice})")
-            if entry.isreg() and not entry.issparse():
-                yield Member(os.fsencode(entry.name), entry.offset_data, entry.size)
-            file.seek(archive.offset)  # the caller may have read elsewhere
-    except tarfile.TarError as error:
-        raise DatasetError(f"{path}: no tar archive, or damaged ({error}; copy it again)") from error
-    # A damaged header, too, ends the archive for the package.
-    file.seek(archive.offset)
-    if archive.offset + tarfile.BLOCKSIZE > end:
-        raise DatasetError(f"{path}: cut short at byte {end}: a tar's last block is missing (copy it again)")
-    if any(file.read(tarfile.BLOCKSIZE)):
-        raise DatasetError(f"{path}: damaged at byte {archive.offset}: no tar header (copy it again)")
+        for entry in entries:
+            if entry.kind in SPECIAL:
+                advice = "pack it again with tar --hard-dereference --dereference, without --sparse"
+                name = shown_path(entry.name)
+                raise DatasetError(f"{path}: {name!r} is {SPECIAL[entry.kind]}, which cannot be read in place ({advice})")
+            if entry.kind in REGULAR:
+                yield Member(entry.name, entry.offset, entry.size)
+    except TarError as error:
+        raise DatasetError(f"{path}: {error} (copy it again)") from error
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             yield file
     except OSError as error:
         raise DatasetError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -97,11 +93,14 @@ class OpenArchives:
         self._descriptors: OrderedDict[int, int] = OrderedDict()
 
     def read(self, archive: int, offset: int, size: int) -> bytes:
-        """Raises OSError, or ValueError where the archive is shorter than that."""
+        """Raises OSError, or ValueError where the archive is shorter than that, or no image is as large."""
+        if size > MAX_FILE_BYTES:
+            raise ValueError(f"{size:,} bytes, more than {MAX_FILE_BYTES:,}")
         if archive not in self._descriptors:
             if len(self._descriptors) >= MAX_OPEN_ARCHIVES:
                 os.close(self._descriptors.popitem(last=False)[1])
-            self._descriptors[archive] = os.open(self.paths[archive], os.O_RDONLY)
+            check_regular(self.paths[archive])
+            self._descriptors[archive] = os.open(self.paths[archive], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._descriptors.move_to_end(archive)
         content = os.pread(self._descriptors[archive], size, offset)  # processes that share it share no position
         if len(content) < size:

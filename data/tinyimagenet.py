@@ -9,9 +9,11 @@ import numpy as np
 
 from data.base import DataConfig, DatasetError, DatasetInfo, Split
 from data.image_files import ImageList, SquareImages, check_readable, list_images
+from torchtitan.files.regular import read_regular
 from torchtitan.settings import setting
 
 IMAGE_SIZE = 64
+MAX_LIST_BYTES = 16 << 20  # words.txt has 2.6 MB
 ANNOTATIONS = "val/val_annotations.txt"
 
 
@@ -104,7 +106,7 @@ def _list_validation(folder: Path, wnids: list[str]) -> tuple[ImageList, np.ndar
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [line for line in read_regular(path, MAX_LIST_BYTES).decode("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise DatasetError(f"{path}: cannot be read: {reason}") from error

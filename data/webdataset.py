@@ -4,9 +4,10 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from data.base import DatasetError, DatasetInfo, Split
 from data.class_folders import read_classes
+from data.derived_classes import num_classes_of
 from data.image_files import (
     SUFFIXES,
     PackedNames,
@@ -21,9 +23,10 @@ from data.image_files import (
     SquareImagesConfig,
     check_readable,
 )
-from data.saved_index import Advance, Table, saved_tables
+from data.saved_index import Advance, Table, are_places, is_column, saved_tables
 from data.splits import chosen_positions, spread_evenly
 from data.tar_files import Member, OpenArchives, TarImages, read_members
+from torchtitan.files.regular import open_regular
 from torchtitan.settings import setting
 
 PROBLEMS = (
@@ -35,6 +38,8 @@ PROBLEMS = (
 )
 NO_IMAGE, SEVERAL_IMAGES, NO_LABEL, BAD_LABEL = 1, 2, 3, 4  # places in PROBLEMS
 LARGEST_LABEL = 999_999
+MAX_LABEL_BYTES = 1 << 20  # of the file that holds it; of a larger one the beginning is read, and is no label
+MAX_SHARDS = 1 << 20
 
 
 @dataclass(kw_only=True)
@@ -99,7 +104,8 @@ class WebDataset(SquareImages):
         train = _open(config, "train")
         check_readable(train, "data.path")
         names = tuple(read_classes(config.classes_file).values()) if config.classes_file else ()
-        num_classes = len(names) or int(train.labels.max()) + 1
+        advice = "if it is meant, data.classes_file declares the classes"
+        num_classes = len(names) or num_classes_of(train.labels, train.shown, advice)
         _check_labels(train, num_classes, config.classes_file)
         if config.validation_path:
             held_out = _open(config, "validation")
@@ -139,7 +145,7 @@ def _open_shards(key: str, path: str, image_extension: str, label_key: str, inde
     shards = find_shards(key, path)
     kind = json.dumps(["webdataset", image_extension, label_key])
     build = partial(_read_shard, image_extension=image_extension.encode(), label_key=label_key)
-    tables = saved_tables(shards, kind, build, index_path)
+    tables = saved_tables(shards, kind, build, _is_whole, index_path)
     counts = [len(table["labels"]) for table in tables]
     if sum(counts) == 0:
         raise DatasetError(f"{key}: {path!r} has no samples in it")
@@ -170,6 +176,8 @@ def find_shards(key: str, path: str) -> list[Path]:
         found = sorted(file for file in Path(expanded).glob("*.tar") if not file.name.startswith("."))
     else:
         names = expand_braces(expanded)
+        if len(names) > MAX_SHARDS:
+            raise DatasetError(f"{key}: {path!r} stands for more than {MAX_SHARDS:,} names")
         found = [Path(file) for name in names for file in ([name] if os.path.isfile(name) else _matches(name))]
         missing = [file for file in found if not file.is_file()]
         if missing:
@@ -184,18 +192,27 @@ def _matches(name: str) -> list[str]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Names that a pattern stands for, as a shell expands it: {a,b} and {08..11}, several of them too."""
+    """Names that a pattern stands for, as a shell expands it: {a,b} and {08..11}, several of them too.
+
+    Of more than MAX_SHARDS names one more than those is given.
+    """
+    return list(islice(_expanded(pattern), MAX_SHARDS + 1))
+
+
+def _expanded(pattern: str) -> Iterator[str]:
     match = re.search(r"\{([^{}]*)\}", pattern)
     if match is None:
-        return [pattern]
-    limits = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+        yield pattern
+        return
+    limits = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", match[1])
     if limits:
         width = max(map(len, limits.groups())) if any(text.startswith("0") for text in limits.groups()) else 0
-        choices = [f"{number:0{width}}" for number in range(int(limits[1]), int(limits[2]) + 1)]
+        choices = (f"{number:0{width}}" for number in range(int(limits[1]), int(limits[2]) + 1))
     else:
-        choices = match[1].split(",")
+        choices = iter(match[1].split(","))
     before, after = pattern[: match.start()], pattern[match.end() :]
-    return [name for choice in choices for name in expand_braces(before + choice + after)]
+    for choice in choices:
+        yield from _expanded(before + choice + after)
 
 
 def _read_shard(path: Path, advance: Advance, image_extension: bytes, label_key: str) -> Table:
@@ -207,11 +224,11 @@ def _read_shard(path: Path, advance: Advance, image_extension: bytes, label_key:
         if key:  # names that begin with a dot belong to no sample
             files = groups.setdefault(os.path.join(folder, key), {})
             files.setdefault(extension.lower(), []).append(member)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
 
         def read(member: Member) -> bytes:
             file.seek(member.offset)
-            return file.read(member.size)
+            return file.read(min(member.size, MAX_LABEL_BYTES))
 
         rows = [_describe(files, read, image_extension, label_key) for files in groups.values()]
     names = PackedNames.of(list(groups))
@@ -224,6 +241,20 @@ def _read_shard(path: Path, advance: Advance, image_extension: bytes, label_key:
         "labels": columns[:, 2].copy(),
         "problems": columns[:, 3].astype(np.uint8),
     }
+
+
+def _is_whole(table: Table, archive_bytes: int) -> bool:
+    if not (is_column(table, "letters", np.uint8) and is_column(table, "labels", np.int64)):
+        return False
+    count, labels = len(table["labels"]), table["labels"]
+    integers = all(is_column(table, name, np.int64, count) for name in ("letter_counts", "offsets", "sizes"))
+    if not (integers and is_column(table, "problems", np.uint8, count)):
+        return False
+    lengths, places = table["letter_counts"], are_places(table["offsets"], table["sizes"], archive_bytes)
+    in_range = bool(((lengths >= 0) & (lengths <= len(table["letters"]))).all())
+    named = in_range and int(lengths.sum()) == len(table["letters"])
+    known = bool(((labels >= 0) & (labels <= LARGEST_LABEL)).all() and (table["problems"] < len(PROBLEMS)).all())
+    return places and named and known
 
 
 def _describe(
