@@ -32,6 +32,8 @@ from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import float8_problems
 from torchtitan.training.checkpoint_location import folder_problem
+from torchtitan.training.data_loading import image_bytes
+from torchtitan.training.loader_processes import loader_problem, prefetch_problem
 from torchtitan.training.profiling import profiling_problems
 
 
@@ -204,6 +206,18 @@ def _sizes(checked: Checked) -> Iterator[Problem]:
     )  # fmt: skip
     for key, text in found:
         yield Problem(key, text)
+
+
+def _loader_processes(checked: Checked) -> Iterator[Problem]:
+    workers, ranks = checked.data.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", checked.world_size))
+    if text := loader_problem(workers, ranks):
+        yield Problem("data.num_workers", text)
+    elif workers:
+        local = checked.training.local_batch_size
+        local = checked.training.global_batch_size // checked.world_size if local == -1 else local
+        batch_bytes = local * image_bytes(checked.dataset())
+        if text := prefetch_problem(batch_bytes, workers, checked.data.prefetch_factor, ranks):
+            yield Problem("data.prefetch_factor", text)
 
 
 def _warmup(checked: Checked) -> Iterator[Problem]:
@@ -461,6 +475,7 @@ CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
     _objective,
     _gns,
     _label_dropout,
+    _loader_processes,
     _warmup,
     _batch_sizes,
     _degrees,

@@ -98,7 +98,8 @@ def _train(trainer: Trainer, deadline: threading.Timer) -> int:
             reason = f"step {trainer.step}: lost another rank in {trainer.phases.where}: {first_line(error)}"
             return _fail(trainer, deadline, "failed", reason, wait=_WAIT)
         if "DataLoader worker" in str(error):  # a killed loader may be noticed anywhere in the step
-            return _fail(trainer, deadline, "failed", f"step {trainer.step}: {' '.join(str(error).split())}")
+            reason = trainer.data.lost_loader() or " ".join(str(error).split())
+            return _fail(trainer, deadline, "failed", f"step {trainer.step}: {reason}")
         _fail(trainer, deadline, "failed", f"step {trainer.step}: {error}")
         raise
     status, reason = "completed", ""

@@ -4,13 +4,12 @@ Inside a shard batches are cut by the images' numbers, so that what is computed 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from data.base import DatasetError
 from torchtitan.autoencoders.base import Autoencoder
@@ -20,7 +19,7 @@ from torchtitan.latents.index import SkippedImage, StorePlan
 from torchtitan.latents.stage_times import StageTimes
 from torchtitan.latents.values import pack_views
 from torchtitan.latents.writer import StoreWriter
-from torchtitan.training.data_loading import begin_worker, deliver
+from torchtitan.training.loader_processes import LoaderProcesses
 
 
 def encode_shards(
@@ -123,18 +122,5 @@ class _BatchReader:
         return {"images": images, "labels": labels, "skipped": skipped, "seconds": seconds}
 
 
-def _decode_ahead(source: ImageSource, batches: list[range], num_workers: int) -> Iterator[dict[str, Any]]:
-    loader = DataLoader(
-        _BatchReader(source),
-        sampler=batches,
-        batch_size=None,
-        collate_fn=_as_it_is,
-        num_workers=num_workers,
-        worker_init_fn=begin_worker,
-        generator=torch.Generator(),
-    )
-    return deliver(iter(loader), source.dataset)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
+def _decode_ahead(source: ImageSource, batches: list[range], num_workers: int) -> LoaderProcesses:
+    return LoaderProcesses(type(source.dataset).Config.name, num_workers, dataset=_BatchReader(source), sampler=batches)

@@ -8,10 +8,9 @@ An image that cannot be decoded is replaced by the next in stored order that can
 the image's index alone, so that all of the above holds for damaged data too.
 """
 
-import multiprocessing
+import logging
+import math
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,11 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Draws, UnreadableImage
 from torchtitan.diffusion import philox
+from torchtitan.training.loader_processes import LoaderProcesses, shared_memory_shortage
 from torchtitan.training.sample_order import SampleOrder
+
+logger = logging.getLogger(__name__)
 
 MAX_CORRUPT_SHARE = 0.2  # where the dataset's section has no key of that name
 SHARE_WINDOW = 1000  # samples of one rank over which that share is taken
@@ -82,8 +83,14 @@ class TrainingData:
             world_size=world_size,
             pin_memory=pin_memory,
         )
-        self._batches: Iterator[dict[str, Tensor]] | None = None
+        self._batches: LoaderProcesses | None = None
         self._microbatches_taken = 0
+        if int(os.environ.get("LOCAL_RANK", rank)) == 0:
+            batch_bytes = local_batch_size * image_bytes(info)
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+            shortage = shared_memory_shortage(batch_bytes, config.num_workers, config.prefetch_factor, ranks)
+            if shortage:
+                logger.warning(shortage)
 
     def next_batch(self) -> dict[str, Tensor]:
         """Return the next microbatch, as `build_loader` describes it.
@@ -111,7 +118,7 @@ class TrainingData:
             self.next_sample += self._global_batch_size
         return batch
 
-    def again(self, first_sample: int, attempt: int, microbatches: int) -> Iterator[dict[str, Tensor]]:
+    def again(self, first_sample: int, attempt: int, microbatches: int) -> LoaderProcesses:
         """Read this rank's microbatches of a step that is past; where the run stands does not change."""
         parts = self.microbatches_per_step
         arguments = self._loader_arguments | {
@@ -135,6 +142,10 @@ class TrainingData:
         if samples_left is not None:
             self._loader_arguments["end_sample"] = self.next_sample + samples_left
 
+    def lost_loader(self) -> str | None:
+        """Which loader process has ended and why, in words."""
+        return self._batches.lost() if self._batches else None
+
     def close(self) -> None:
         """Stop the loader processes; `next_batch` starts them again at the next step's first sample."""
         if self._batches is not None:
@@ -157,7 +168,7 @@ def build_loader(
     rank: int,
     world_size: int,
     pin_memory: bool = False,
-) -> Iterator[dict[str, Any]]:
+) -> LoaderProcesses:
     """Start reading a rank's microbatches, in order.
 
     The step that begins at sample n covers [n, n + global_batch_size). With b = local_batch_size and W =
@@ -182,25 +193,28 @@ def build_loader(
         "num_replaced": how many of its samples others stand for}, whose `close()` stops the loader processes.
 
     Raises:
-        DatasetError: an image could not be read, in this process or another (while iterating).
+        DatasetError: a loader process cannot be started; an image could not be read, in this process or another, or a
+            loader process was lost (while iterating).
         ValueError: the batch sizes do not divide.
     """
     steps = range(first_sample, end_sample, global_batch_size)
     parts = microbatches_per_step(global_batch_size, local_batch_size, world_size)
-    loader = DataLoader(
-        _SampleReader(dataset, info, seed, attempt, getattr(config, "horizontal_flip", False)),
+    # One pass serves the whole run, so the processes live as long as it: nothing to keep between passes.
+    return LoaderProcesses(
+        _name(dataset),
+        config.num_workers,
+        dataset=_SampleReader(dataset, info, seed, attempt, getattr(config, "horizontal_flip", False)),
         sampler=_MicrobatchSampler(
             SampleOrder.of(dataset, seed, attempt), steps, parts, local_batch_size, rank, world_size
         ),
-        batch_size=None,  # the sampler's items are whole microbatches
-        num_workers=config.num_workers,
         prefetch_factor=config.prefetch_factor if config.num_workers else None,
         pin_memory=pin_memory,
-        worker_init_fn=begin_worker,
-        generator=torch.Generator(),  # or else starting a loader would advance the global generator
     )
-    # One pass serves the whole run, so the processes live as long as it: nothing to keep between passes.
-    return deliver(iter(loader), dataset)
+
+
+def image_bytes(info: DatasetInfo) -> int:
+    """Size of an image as datasets give it, float32."""
+    return math.prod(info.image_shape) * 4
 
 
 def microbatches_per_step(global_batch_size: int, local_batch_size: int, world_size: int) -> int:
@@ -370,28 +384,6 @@ class _CorruptShare:
             self._replaced = self._read = 0
 
 
-def deliver(batches: Iterator[Any], dataset: Dataset) -> Iterator[dict[str, Any]]:
-    """Pass on what a loader yields; a text in the place of a batch, or a lost process, is a DatasetError.
-
-    `close()` of what is returned stops the loader's processes.
-    """
-    try:
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            except (RuntimeError, OSError, EOFError) as error:  # a loader process was killed, or pinning failed
-                cause = " ".join(str(error).split())
-                raise DatasetError(f"dataset {_name(dataset)}: loading failed: {cause}") from error
-            if isinstance(batch, str):
-                raise DatasetError(batch)
-            yield batch
-    finally:
-        # torch stops the processes when the last reference goes, but an error's traceback would keep one.
-        getattr(batches, "_shutdown_workers", lambda: None)()
-
-
 def read_checked(
     dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws: Draws | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -438,25 +430,3 @@ def _check(images: Tensor, labels: Tensor, count: int, info: DatasetInfo) -> Non
 
 def _name(dataset: Dataset) -> str:
     return type(dataset).Config.name
-
-
-def begin_worker(worker: int) -> None:
-    """What a loader process does first, so that it outlives a request to stop, but not the process that started it."""
-    _leave_signals_to_the_trainer()
-    threading.Thread(target=_end_with_the_trainer, daemon=True).start()
-
-
-def _end_with_the_trainer() -> None:
-    """torch looks at who the parent is, and that of a process from a fork server is the server, which lives on."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def _leave_signals_to_the_trainer() -> None:
-    """Survive what is sent to the whole process group: the trainer stops at the end of its step, and needs data.
-
-    The second request to terminate is obeyed, so that a loader that hangs can be ended.
-    """
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))

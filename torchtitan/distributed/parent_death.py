@@ -1,0 +1,57 @@
+"""Nothing that a launcher has started outlives it, however the launcher ends. Imports the standard library only.
+
+    python -S parent_death.py PARENT COMMAND...    run a command that ends with its parent, the process PARENT
+
+Linux alone knows the signal; elsewhere a killed launcher's processes end when they next wait for one another.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_parent(parent: int) -> bool:
+    """Have the kernel kill this process as soon as its parent ends, now if that is gone; a later `exec` keeps it.
+
+    The parent ends, to the kernel, with the thread that has started this process: that must be its main one.
+
+    Args:
+        parent: process id that the parent has or had.
+
+    Returns:
+        whether it is so; False if this system has no such signal, and for a process whose parent is another, as that
+        of a fork server's.
+    """
+    if sys.platform != "linux":
+        return False
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+        return False
+    return True
+
+
+def end_with_launcher() -> None:
+    """End with torchrun, if that has started this process: by SIGKILL, before it can wait for ranks that are gone."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        parent = os.getppid()
+        if not end_with_parent(parent) and sys.platform == "linux":
+            os.kill(os.getpid(), signal.SIGKILL)  # it ended between those two lines
+
+
+def main(words: list[str]) -> int:
+    parent, command = int(words[0]), words[1:]
+    if not end_with_parent(parent) and sys.platform == "linux":
+        return 128 + signal.SIGKILL
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: cannot be started: {error.strerror}", file=sys.stderr)
+        return 127
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
