@@ -192,10 +192,11 @@ def test_bad_input_is_one_line_and_exit_code_2(run, study, tmp_path, words, mess
 
 
 def test_results_of_other_columns_are_not_touched(run, study, tmp_path):
-    (tmp_path / "results.csv").write_text("a,b\n1,2\n")
-    code, _, error = study("gns_bins", run, *TINY, "--output", tmp_path)
-    assert code == 2 and "has other columns" in error and error.count("\n") == 1
-    assert (tmp_path / "results.csv").read_text() == "a,b\n1,2\n"
+    for text, said in (("a,b\n1,2\n", "holds files, but none of this study"), ("model,b\n1,2", "has other columns")):
+        (tmp_path / "results.csv").write_text(text)
+        code, _, error = study("gns_bins", run, *TINY, "--output", tmp_path)
+        assert code == 2 and said in error and error.count("\n") == 1
+        assert (tmp_path / "results.csv").read_text() == text
 
 
 def test_the_list_of_studies_and_every_help(study):

@@ -10,6 +10,7 @@ from torchtitan.analysis.collect import Run
 from torchtitan.analysis.effects import Effect, Interaction, Ratio, ScalingCurve
 from torchtitan.analysis.measures import IMAGES, MEMORY, METRICS, MFU, MFU_REPORTED, STEP, Estimate
 from torchtitan.evaluation.svg_charts import significant
+from torchtitan.markdown import bullet, inline, markdown_table
 
 MISSING = "–"
 MOST_LISTED = 30
@@ -107,17 +108,15 @@ def tables(results: Results) -> list[Table]:
 
 def markdown(results: Results, pictures: Iterable[tuple[str, str]]) -> str:
     """The text of analysis.md; pictures are (title, file name)."""
-    parts = ["# Analysis\n", "## Findings\n", *(f"- {_escaped(line)}" for line in headlines(results)), ""]
+    parts = ["# Analysis\n", "## Findings\n", *map(bullet, headlines(results)), ""]
     if cautious := cautions(results):
-        parts += ["## To be known\n", *(f"- {_escaped(line)}" for line in cautious), ""]
+        parts += ["## To be known\n", *map(bullet, cautious), ""]
     parts += [HOW_MEASURED, "", HOW_PAIRED, ""]
     for table in tables(results):
-        parts += [f"## {table.heading}\n", *([table.note, ""] if table.note else [])]
-        parts += ["| " + " | ".join(map(_escaped, table.columns)) + " |", "|" + "---|" * len(table.columns)]
-        parts += ["| " + " | ".join(map(_escaped, row)) + " |" for row in table.rows]
-        parts.append("")
+        parts += [f"## {table.heading}\n", *([inline(table.note), ""] if table.note else [])]
+        parts.append(markdown_table(table.columns, table.rows).removesuffix("\n"))
     parts += ["## Pictures\n"]
-    parts += [f"![{title}]({name})\n" for title, name in pictures]
+    parts += [f"![{inline(title)}]({name})\n" for title, name in pictures]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -327,7 +326,3 @@ def _ends(estimate: Estimate) -> str:
     if estimate.lower is None:
         return ""
     return f"[{significant(estimate.lower, 3)}, {significant(estimate.upper, 3)}] "
-
-
-def _escaped(text: str) -> str:
-    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")

@@ -7,6 +7,7 @@ from matplotlib.axes import Axes as Panel
 from matplotlib.figure import Figure
 
 from torchtitan.analysis.measures import Estimate
+from torchtitan.evaluation.figure_text import show_text_as_it_is
 from torchtitan.files.durable import replacing
 
 # Okabe and Ito's colours without the yellow, which is too bright for lines on white.
@@ -32,6 +33,7 @@ def new_figure(
 
 
 def save(figure: Figure, path: Path) -> Path:
+    show_text_as_it_is(figure)
     with replacing(path) as unfinished:
         figure.savefig(unfinished, format="png", dpi=110)
     return path

@@ -13,8 +13,11 @@ from torchtitan.analysis.cells import Cell
 from torchtitan.analysis.collect import Run
 from torchtitan.analysis.measures import IMAGES, METRICS, Estimate
 from torchtitan.files.durable import replacing
+from torchtitan.terminal import printable
 
 Row = dict[str, Any]
+
+_FORMULA = ("=", "+", "-", "@")
 
 _WHOLE = {"patch", "local_batch", "global_batch", "world_size", "repeat", "points", "warmup_steps", "runs", "ok_runs"}
 _NUMBERS = {name for metric in METRICS for name in (metric.name, f"{metric.name}_lower", f"{metric.name}_upper")}
@@ -51,10 +54,13 @@ def cell_rows(cells: Sequence[Cell]) -> list[Row]:
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Floats with all their digits, nothing for None, true and false in small letters."""
+    """Floats with all their digits, nothing for None, true and false in small letters.
+
+    A text that a spreadsheet would take for a formula has an apostrophe before it; parquet has it as it is.
+    """
     with replacing(path) as unfinished, open(unfinished, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(rows[0])
+        writer.writerow(map(_csv_text, rows[0]))
         writer.writerows([_csv_text(value) for value in row.values()] for row in rows)
 
 
@@ -84,7 +90,10 @@ def _csv_text(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(value) if isinstance(value, float) else " ".join(str(value).split())
+    if isinstance(value, int | float):
+        return repr(value)
+    text = printable(" ".join(str(value).split()))
+    return f"'{text}" if text.startswith(_FORMULA) else text
 
 
 def _type(name: str) -> pa.DataType:

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from torchtitan.terminal import printable
+
 Point = tuple[float, float]
 
 MOST_POINTS = 400  # drawn of one line
@@ -23,14 +25,14 @@ def element(tag: str, *children: str | None, **attributes: object) -> Markup:
         if value is True:
             written += f" {name}"
         elif value is not None and value is not False:
-            written += f' {name}="{escape(str(value))}"'
+            written += f' {name}="{escape(printable(str(value)))}"'
     if tag in ("img", "input", "meta"):
         return Markup(f"<{tag}{written}>")
     return Markup(f"<{tag}{written}>{joined(children)}</{tag}>")
 
 
 def joined(parts: Iterable[str | None]) -> Markup:
-    return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts if part is not None))
+    return Markup("".join(part if isinstance(part, Markup) else escape(printable(part)) for part in parts if part is not None))
 
 
 def group_class(number: int) -> str:

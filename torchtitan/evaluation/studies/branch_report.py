@@ -19,8 +19,9 @@ from torchtitan.evaluation.studies.branch_decision import (
     ratio_to_estimate,
 )
 from torchtitan.evaluation.studies.branch_test import START, BranchTest
-from torchtitan.evaluation.studies.frame import Row, markdown_table, number
+from torchtitan.evaluation.studies.frame import Row, number
 from torchtitan.gns.capture import GEOMETRIES
+from torchtitan.markdown import inline, markdown_table
 from torchtitan.training.metrics import METRICS_FILE
 
 WEIGHTS = {"ema/": "weights averaged over the branch", "": "trained weights"}
@@ -134,7 +135,7 @@ def _text(
     test: BranchTest, rows: list[Row], findings: dict[str, Finding], scales: list[NoiseScale], picture: str
 ) -> str:
     whole, options = findings[DECIDING + WHOLE], test.options
-    text = f"# Critical batch size of {test.run.resolve().name} at step {test.step}\n\n"
+    text = f"# Critical batch size of {inline(test.run.resolve().name)} at step {test.step}\n\n"
     text += f"**{critical_text(whole)}**"
     if words := interval_text(whole.critical):
         text += f" samples; 95 % over {test.seeds} seeds: {words}"

@@ -14,7 +14,8 @@ from torch import Tensor
 from torchtitan.evaluation.intervals_by_image import Interval, cosine, from_text, log_ratio
 from torchtitan.evaluation.slot_training import Slot
 from torchtitan.evaluation.studies import gns_plots
-from torchtitan.evaluation.studies.frame import Row, StudyRun, markdown_table, number
+from torchtitan.evaluation.studies.frame import Row, StudyRun, number
+from torchtitan.markdown import markdown_table
 
 # Kinds of rows: errors of the checkpoint, errors after a training, products of gradients.
 BEFORE, AFTER, PRODUCT = "before", "after", "product"

@@ -10,7 +10,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -30,6 +30,7 @@ from torchtitan.files.durable import append_synced, replace_file
 from torchtitan.files.ownership import is_foreign
 from torchtitan.gns.offline import GradientError
 from torchtitan.gns.published import EstimateFailed
+from torchtitan.markdown import inline, markdown_table
 from torchtitan.training.checkpoint import CheckpointError, checkpoint_path, checkpoint_steps
 from torchtitan.training.checkpoint_location import run_checkpoints
 
@@ -102,8 +103,8 @@ class StudyRun:
     @property
     def description(self) -> str:
         """What is studied, for the first line of the summary."""
-        name, steps = self.folder.resolve().name, ", ".join(map(str, self.steps))
-        return f"Run {name}, {self.weights}, checkpoints at steps {steps}."
+        name, steps = inline(self.folder.resolve().name), ", ".join(map(str, self.steps))
+        return f"Run {name}, {inline(self.weights)}, checkpoints at steps {steps}."
 
     def model(self, step: int, track: str | None = None) -> TrainedModel:
         """The model of a checkpoint, of the run's track or another; kept until the next one. Raises CheckpointError."""
@@ -372,13 +373,6 @@ def run_seconds(row: Row) -> float:
     days, _, clock = row["runtime"].rpartition(", ")
     hours, minutes, seconds = clock.split(":")
     return 86400 * int(days.split()[0] if days else 0) + 3600 * int(hours) + 60 * int(minutes) + float(seconds)
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown, with an empty line behind it."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n\n"
 
 
 def _header(name: str, run: StudyRun, rows: list[Row]) -> str:

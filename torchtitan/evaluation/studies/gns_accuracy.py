@@ -9,8 +9,9 @@ import argparse
 from pathlib import Path
 
 from torchtitan.evaluation.studies import gns_cells, gns_plots
-from torchtitan.evaluation.studies.frame import Cell, Row, StudyError, StudyRun, markdown_table, number, step_of
+from torchtitan.evaluation.studies.frame import Cell, Row, StudyError, StudyRun, number, step_of
 from torchtitan.evaluation.studies.gns_cells import COLUMNS, KEY, UNIT, WHOLE_BIN, cost, good, interval_text, measure
+from torchtitan.markdown import markdown_table
 
 __all__ = ["COLUMNS", "KEY", "UNIT", "add_options", "cells", "cost", "measure", "report"]
 

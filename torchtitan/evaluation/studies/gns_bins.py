@@ -5,8 +5,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from torchtitan.evaluation.studies import gns_cells, gns_plots
-from torchtitan.evaluation.studies.frame import Cell, Row, StudyRun, markdown_table, number, step_of
+from torchtitan.evaluation.studies.frame import Cell, Row, StudyRun, number, step_of
 from torchtitan.evaluation.studies.gns_cells import COLUMNS, KEY, UNIT, bin_label, cost, interval_text, measure
+from torchtitan.markdown import markdown_table
 
 MOST_PANELS = 12
 

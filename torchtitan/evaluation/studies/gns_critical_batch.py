@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.evaluation.studies import gns_bins, gns_cells, gns_plots
-from torchtitan.evaluation.studies.frame import Cell, Row, StudyRun, markdown_table, number, step_of
+from torchtitan.evaluation.studies.frame import Cell, Row, StudyRun, number, step_of
 from torchtitan.evaluation.studies.gns_cells import (
     COLUMNS,
     KEY,
@@ -24,6 +24,7 @@ from torchtitan.evaluation.studies.gns_cells import (
 )
 from torchtitan.gns.allocate import gradient_variance, neyman_shares
 from torchtitan.gns.published import SOFTMAX_TEMPERATURES, p1_shares, softmax_shares
+from torchtitan.markdown import markdown_table
 
 __all__ = ["COLUMNS", "KEY", "UNIT", "add_options", "cells", "cost", "measure", "report"]
 

@@ -10,12 +10,12 @@ from torchtitan.evaluation.studies.frame import (
     Row,
     StudyError,
     StudyRun,
-    markdown_table,
     number,
     run_seconds,
     step_of,
 )
 from torchtitan.evaluation.studies.gns_cells import COLUMNS, KEY, UNIT, WHOLE_BIN, cost, good, is_unbounded, measure
+from torchtitan.markdown import markdown_table
 
 # b, B / b and reps where the options say nothing.
 GRIDS = {"published": ([50, 100], [10, 100], [2, 5]), "correct": ([8, 32], [4, 16], [8, 16])}

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
+from torchtitan.evaluation.figure_text import show_text_as_it_is
 from torchtitan.evaluation.studies.frame import Row, number
 from torchtitan.evaluation.studies.gns_cells import bin_label, good, is_unbounded
 from torchtitan.files.durable import replacing
@@ -33,6 +34,7 @@ def new_figure(title: str, rows: int = 1, columns: int = 1, size: tuple[float, f
 
 def save(figure: Figure, path: Path) -> str:
     """Write the picture; returns a line of Markdown that shows it."""
+    show_text_as_it_is(figure)
     with replacing(path) as unfinished:
         figure.savefig(unfinished, format="png", dpi=110)
     return f"![{path.stem}]({path.name})\n\n"

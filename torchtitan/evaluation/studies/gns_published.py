@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from torchtitan.evaluation.studies import gns_plots
-from torchtitan.evaluation.studies.frame import StudyError, markdown_table, require_own_folder
+from torchtitan.evaluation.studies.frame import StudyError, require_own_folder
 from torchtitan.files.durable import replace_file
 from torchtitan.gns.published import (
     EstimateFailed,
@@ -18,6 +18,7 @@ from torchtitan.gns.published import (
     read_tables,
     reported_table,
 )
+from torchtitan.markdown import inline, markdown_table
 
 Cell = tuple[int, int | None]
 
@@ -50,7 +51,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
 
 
 def _section(name: str, rows: Sequence[PublishedRow], folder: Path) -> str:
-    text = f"## {name} ({len(rows)} rows)\n\n"
+    text = f"## {inline(name)} ({len(rows)} rows)\n\n"
     settings = sorted({(row.b, row.big_b) for row in rows})
     if any(row.t_min is not None for row in rows):
         reported, right = reported_table(rows), corrected_table(rows)

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from torchtitan.evaluation.studies import grid_plots
-from torchtitan.evaluation.studies.frame import Row, markdown_table, number
+from torchtitan.evaluation.studies.frame import Row, number
 from torchtitan.evaluation.studies.grid_statistics import (
     counts_text,
     difference,
@@ -20,6 +20,7 @@ from torchtitan.evaluation.studies.grid_statistics import (
     verdict,
 )
 from torchtitan.evaluation.studies.slot_nodes import TimestepBin
+from torchtitan.markdown import Markdown, inline, markdown_table
 
 Score = Callable[[Sequence[float], Sequence[float]], float]
 
@@ -115,7 +116,7 @@ def write(results: GridResults, target: str | None, bins: Sequence[TimestepBin],
         return "No run could be measured.\n\n"
     text = _explained(results, bins)
     for place, group in enumerate(results.groups):
-        text += f"## {group}\n\n"
+        text += f"## {inline(group)}\n\n"
         for name, score in SCORES.items():
             text += _score_table(results, group, name, score, target)
         if results.weights != "none":
@@ -161,7 +162,7 @@ def _score_table(results: GridResults, group: str, name: str, score: Score, targ
     text = f"### {name[0].upper()}{name[1:]}\n\n"
     if target:
         header.append("samples to target")
-        whose = f"{arms[0]} reaches" if target == "reference" else "the worst arm that did not fail reaches"
+        whose = f"{inline(arms[0])} reaches" if target == "reference" else "the worst arm that did not fail reaches"
         text += (
             f"Samples to target: until the loss is what {whose} at the end with the same seed, ln loss interpolated "
             "over ln samples; the mean over seeds, or every seed's number where one of them has none.\n\n"
@@ -201,7 +202,7 @@ def _trained_weights(results: GridResults, group: str) -> str:
     if not rows:
         return ""
     header = [results.arm_column, *(part for name in SCORES for part in (name, "verdict"))]
-    return f"### Trained weights against {arms[0]}\n\n" + markdown_table(header, rows)
+    return f"### Trained weights against {inline(arms[0])}\n\n" + markdown_table(header, rows)
 
 
 def _bin_table(results: GridResults, group: str, bins: Sequence[TimestepBin]) -> str:
@@ -220,4 +221,4 @@ def _bin_table(results: GridResults, group: str, bins: Sequence[TimestepBin]) ->
 
 def _marked(losses: Mapping[int, float], reference: Mapping[int, float], seeds: int) -> str:
     text = percent(difference(losses, reference))
-    return f"**{text}**" if verdict(losses, reference, seeds) in ("lower", "higher") else text
+    return Markdown(f"**{text}**") if verdict(losses, reference, seeds) in ("lower", "higher") else text

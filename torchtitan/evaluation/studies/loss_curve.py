@@ -23,7 +23,6 @@ from torchtitan.evaluation.studies.frame import (
     StudyError,
     StudyRun,
     checkpoint_name,
-    markdown_table,
     results_folder,
     step_of,
 )
@@ -31,6 +30,7 @@ from torchtitan.evaluation.timestep_errors import FixedSamples, TimestepNodes, t
 from torchtitan.files.durable import make_folder, replacing
 from torchtitan.gns.intervals import student_quantile
 from torchtitan.gns.offline import GradientError
+from torchtitan.markdown import markdown_table
 
 SEVERAL_WEIGHTS = True
 KEY = ("model", "weights", "split", "seed", "nodes", "first_image", "last_image")

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from torchtitan.evaluation.intervals_by_image import Interval, from_text, mean_interval, root_mean
 from torchtitan.evaluation.studies import gns_plots
-from torchtitan.evaluation.studies.frame import Row, StudyRun, markdown_table
+from torchtitan.evaluation.studies.frame import Row, StudyRun
+from torchtitan.markdown import markdown_table
 
 NONE, REPLACE, EXCEPT, INJECT, INJECT_TRUE = "none", "replace", "except", "inject", "inject_true"
 TITLES = {

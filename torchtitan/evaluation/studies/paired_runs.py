@@ -15,7 +15,7 @@ from torchtitan.config import JobConfig
 from torchtitan.diffusion.objective import Objective
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.intervals_by_image import log_ratio
-from torchtitan.evaluation.studies.frame import Advance, Cell, Row, StudyError, TrainingFailed, markdown_table, number
+from torchtitan.evaluation.studies.frame import Advance, Cell, Row, StudyError, TrainingFailed, number
 from torchtitan.evaluation.studies.gns_plots import legend_outside, new_figure, note, save
 from torchtitan.evaluation.studies.grid_plots import arm_color, label_log_axis
 from torchtitan.evaluation.studies.grid_study import bin_errors, choose_weights, read_bins
@@ -24,6 +24,7 @@ from torchtitan.evaluation.studies.trained_checkpoint import checkpoint_digest, 
 from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples
 from torchtitan.evaluation.trained_model import TrainedModel, load_run, read_config
 from torchtitan.gns.intervals import student_quantile
+from torchtitan.markdown import Markdown, inline, markdown_table
 from torchtitan.training.checkpoint import checkpoint_steps
 from torchtitan.training.checkpoint_location import run_checkpoints
 from torchtitan.training.ema import EMATrackConfig
@@ -83,7 +84,7 @@ class ComparedRuns:
     def description(self) -> str:
         """What is compared, for the first line of the summary."""
         described = ", ".join(
-            f"{run.name} ({run.config.objective.prediction}, step {run.step}, {self.seen[run.name]} images seen, "
+            f"{inline(run.name)} ({run.config.objective.prediction}, step {run.step}, {self.seen[run.name]} images seen, "
             f"{_averaging(run)})" for run in self.runs
         )  # fmt: skip
         unequal = ""
@@ -220,7 +221,7 @@ class PairedStudy:
         good = [row for row in rows if row["status"] == "ok"]
         text = (
             f"Held-out squared error of {run.options.currency}, {run.options.images} images with fixed noise, "
-            f"{len(run.bins)} bins of timesteps. Changes are against {run.runs[0].name}, paired by image; brackets "
+            f"{len(run.bins)} bins of timesteps. Changes are against {inline(run.runs[0].name)}, paired by image; brackets "
             "hold 95 % intervals by Student's t over images. They are about these trained weights: another seed of the "
             "same training may differ by more.\n\n"
         )
@@ -245,7 +246,7 @@ def _change(row: Row | None) -> str:
         return "-"
     low, middle, high = _interval(row)
     text = f"{middle:+.1f} % [{low:+.1f}, {high:+.1f}]"
-    return f"**{text}**" if low * high > 0 else text
+    return Markdown(f"**{text}**") if low * high > 0 else text
 
 
 def _draw(run: ComparedRuns, rows: dict[tuple[str, int], Row], path: Path) -> str:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from torchtitan.diffusion.paths import DDPM, PATHS
 from torchtitan.evaluation.studies import curve_plots
-from torchtitan.evaluation.studies.frame import StudyError, markdown_table, require_own_folder
+from torchtitan.evaluation.studies.frame import StudyError, require_own_folder
 from torchtitan.evaluation.trained_model import read_config
 from torchtitan.files.durable import replace_file
+from torchtitan.markdown import markdown_table
 
 COLUMNS = ("index", "t", "log_sigma", "alpha_bar", "snr", "posterior_x0", "posterior_x_t", "posterior_variance")
 _SHOWN = (0, 1, 2, 5, 10, 15, 50, 100, 200, 500, 999)

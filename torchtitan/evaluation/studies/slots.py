@@ -15,8 +15,9 @@ from torchtitan.diffusion.slot_edges import equal_loss_edges, interpolate_loss, 
 from torchtitan.evaluation.intervals_by_image import LEAST_RESAMPLED, resampled_shares
 from torchtitan.evaluation.studies import curve_plots
 from torchtitan.evaluation.studies.curve_table import ERRORS, LossCurve, read_curves, read_errors
-from torchtitan.evaluation.studies.frame import StudyError, as_text, markdown_table, require_own_folder
+from torchtitan.evaluation.studies.frame import StudyError, as_text, require_own_folder
 from torchtitan.files.durable import replace_file, replacing
+from torchtitan.markdown import markdown_table
 
 # First and last index of each slot as published; they are 1001 indices.
 # Source: Xie and Agam, "Rethinking timesteps samplers and prediction types", arXiv 2502.01990, Table 1.

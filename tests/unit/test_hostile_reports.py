@@ -1,0 +1,102 @@
+"""Names of runs and keys, and reasons, are shown as they are in Markdown, HTML, CSV and pictures: they make nothing."""
+
+import csv
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from optimization_analysis import main as analyse
+from scripts.compare import main as compare
+from torchtitan.analysis.tables import write_csv
+from torchtitan.evaluation.studies import gns_plots
+from torchtitan.markdown import Markdown, bullet, inline, markdown_table
+
+NAMES = [
+    "a|b `code` **bold**", "<script>alert(1)</script>", "![x](http:||e) [y](z)", "$\\frac$ $x", "esc\x1b[2J\u202e",
+    "# not a heading", "line\nbreak", "&lt;b&gt; \"quoted\" '",
+]  # fmt: skip
+
+
+def test_what_would_be_markdown_is_escaped():
+    shown = {
+        "a|b": r"a\|b", "`c`": r"\`c\`", "<b>": "&lt;b>", "&lt;": "&amp;lt;", "[x](y)": r"[x]\(y)", "[x]: y": r"[x]\: y",
+        "_x_": r"\_x\_", "max_reserved": "max_reserved", "1,234 [1,200, 1,260]": "1,234 [1,200, 1,260]", "-": "-",
+        "two\nlines": "two lines", "\x1b[2J": r"\\x1b[2J", "\\": r"\\",
+    }  # fmt: skip
+    assert {text: str(inline(text)) for text in shown} == shown
+    assert inline(Markdown("**sure**")) == "**sure**"
+    assert list(map(bullet, ("# x", "1. x", "> x", "- x", "5 runs"))) == [r"- \# x", r"- 1\. x", r"- \> x", r"- \- x", "- 5 runs"]
+    assert markdown_table(["n|m"], [["a\nb"], [Markdown("**c**")]]) == "| n\\|m |\n|---|\n| a b |\n| **c** |\n\n"
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """Runs of hostile names in a folder; they differ in a key and failed for reasons that are as bad."""
+    folder = tmp_path_factory.mktemp("outputs")
+    for number, name in enumerate(NAMES):
+        run = folder / name.replace("/", "|")
+        run.mkdir()
+        (run / "config.toml").write_text(f'[model]\nflavor = {json.dumps("=1+1" + name)}\n[training]\nsteps = 8\n')
+        points = [{"step": step, "throughput(img/s)": 9.0 + number, name: 1.0, "loss_metrics/global_avg_loss": 0.5}
+                  for step in range(1, 9)]  # fmt: skip
+        (run / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+        status = "completed" if number % 2 else "failed"
+        summary = {"status": status, "step": 8, "reason": name, "device": name, "versions": {"torch": name}}
+        (run / "summary.json").write_text(json.dumps(summary))
+    assert analyse([str(folder)]) == 0
+    runs = sorted(str(path) for path in folder.iterdir() if path.name != "analysis")
+    assert compare([*runs, "--output", str(folder / "analysis" / "compare.html")]) == 0
+    return folder / "analysis"
+
+
+def test_an_analysis_in_markdown_holds_no_links_code_html_or_tables_but_its_own(outputs):
+    text = (outputs / "analysis.md").read_text(encoding="utf-8")
+    bare = text.replace("\\\\", "").replace("\\|", "").replace("\\`", "").replace("\\*", "")
+    assert "<" not in bare and "`" not in bare and "*" not in bare and "\x1b" not in text and "\u202e" not in text
+    assert "](http" not in text and all(line.startswith(("# Analysis", "## ")) for line in text.splitlines() if line[:1] == "#")
+    columns = 0
+    for line in bare.splitlines():
+        if line.startswith("|"):
+            columns = columns or line.count("|")
+            assert line.count("|") == columns, line
+        else:
+            columns = 0
+
+
+@pytest.mark.parametrize("page", ["report.html", "compare.html"])
+def test_pages_hold_no_elements_or_controls_of_names(outputs, page):
+    class Tags(HTMLParser):
+        found: set[str] = set()
+
+        def handle_starttag(self, tag, attributes):
+            self.found.add(tag)
+            assert tag != "b" or not attributes
+
+    text = (outputs / page).read_text(encoding="utf-8")
+    Tags().feed(text)
+    assert "<script>alert" not in text and "\x1b" not in text and "\u202e" not in text
+    assert "&lt;script&gt;alert(1)&lt;" in text and r"esc\x1b[2J\u202e" in text
+
+
+def test_texts_of_tables_are_no_formulas(outputs, tmp_path):
+    rows = [{"name": "=cmd()", "@key": "-1+1", "value": -1.5, "steps": -2, "ok": True, "reason": "+x, \"y\"\n@z", "none": None}]
+    write_csv(rows, tmp_path / "x.csv")
+    with open(tmp_path / "x.csv", newline="") as file:
+        header, row = csv.reader(file)
+    assert header[1] == "'@key" and row == ["'=cmd()", "'-1+1", "-1.5", "-2", "true", "'+x, \"y\" @z", ""]
+    with open(outputs / "runs.csv", newline="", encoding="utf-8") as file:
+        found = list(csv.DictReader(file))
+    assert len(found) == len(NAMES) and all(row["model"].startswith("'=1+1") for row in found)
+
+
+def test_names_in_pictures_are_no_formulas(tmp_path):
+    title = "run $\\frac$ and $x"
+    figure, axes = gns_plots.new_figure(title)
+    axes[0, 0].plot([1, 10, 1000], [1, 2, 3], label="$\\bad{$")
+    axes[0, 0].set_xscale("log")
+    axes[0, 0].set_yticks([1, 2, 3], ["$\\frac$", "b$", "esc\x1b"])
+    axes[0, 0].legend()
+    gns_plots.save(figure, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000
+    assert any("mathdefault" in label.get_text() for label in axes[0, 0].get_xticklabels())  # powers of ten stay
