@@ -53,8 +53,9 @@ class Latents:
     def info(config: LatentsConfig) -> DatasetInfo:
         store = _open(config, "train")
         has_validation = bool(config.validation_path) or bool(spread_evenly(len(store), config.validation_fraction).any())
+        _check_first("path", store)
         if config.validation_path:
-            _open(config, "validation")
+            _check_first("validation_path", _open(config, "validation"))
         index = store.index
         return DatasetInfo(index.shape, index.num_classes, tuple(index.class_names), has_validation)
 
@@ -120,7 +121,7 @@ def _open(config: LatentsConfig, split: Split) -> LatentStore:
     if not path:
         raise DatasetError(f"data.{key}: not given; latents needs a latent store (scripts/latents.py makes them)")
     try:
-        store = LatentStore(path)
+        store = LatentStore(path, watched=True)
     except LatentStoreError as error:
         raise DatasetError(f"data.{key}: {error}") from error
     if config.sample_posterior and not store.index.posterior:
@@ -130,6 +131,14 @@ def _open(config: LatentsConfig, split: Split) -> LatentStore:
     elif config.mirror and not store.index.mirrored:
         raise DatasetError(f"data.mirror: {path} keeps no mirror images; leave the key out")
     return store
+
+
+def _check_first(key: str, store: LatentStore) -> None:
+    """Read an image, so that a shape which the shards do not have makes no model. Raises DatasetError."""
+    try:
+        store.read(np.zeros(1, np.int64))
+    except LatentStoreError as error:
+        raise DatasetError(f"data.{key}: {error}") from error
 
 
 def _check_alike(store: LatentStore, trained: LatentStore) -> None:

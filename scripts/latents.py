@@ -13,6 +13,7 @@ import pydantic
 from tqdm import tqdm
 
 from torchtitan.command_line import OneLineParser
+from torchtitan.files.regular import read_regular
 from torchtitan.latents.convert import convert, measure, plan_conversion
 from torchtitan.latents.describe import describe_store
 from torchtitan.latents.index import (
@@ -26,6 +27,8 @@ from torchtitan.latents.index import (
 from torchtitan.latents.sources import open_source
 from torchtitan.latents.store import LatentStore, verify_shards
 from torchtitan.terminal import escape_output
+
+MAX_NAMES_BYTES = 16 << 20  # of a file of class names
 
 
 def main(words: list[str] | None = None) -> int:
@@ -133,7 +136,7 @@ def set_normalization(store: LatentStore, normalization: Normalization) -> None:
 
 def read_names(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return read_regular(path, MAX_NAMES_BYTES).decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise LatentStoreError(f"{path}: not a text file") from error
 

@@ -130,8 +130,8 @@ def test_every_file_is_on_the_disk_before_it_gets_its_name_and_the_index_comes_l
     monkeypatch.setattr(os, "replace", put)
     write_store(tmp_path, plan_of(8))
     names = ["plan.json", "shard-00000.safetensors", "shard-00000.safetensors.json", "index.json"]
-    # The content, the new name, and the folder that lists it.
-    assert calls == [call for name in names for call in ("sync", f"name {name}", "sync")]
+    # The folder of the plan; then the content, the new name, and the folder that lists it.
+    assert calls == ["sync", *(call for name in names for call in ("sync", f"name {name}", "sync"))]
 
 
 def test_note_or_shard_that_a_crash_damaged_is_written_again(tmp_path):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import struct
@@ -12,9 +13,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from data import DatasetError
+from data.latents import Latents, LatentsConfig
+from tests.faults.confinement import bounded
 from tests.latent_stores import images, plan_of, write_store
 from torchtitan.latents import LatentStore, LatentStoreError, StoreWriter, verify_shards
 from torchtitan.latents.index import INDEX_FILE, read_index, read_sealed, write_sealed
+from torchtitan.latents.npy_files import map_npy
 
 SHARD = "shard-00001.safetensors"
 
@@ -231,3 +236,47 @@ def test_constant_channel_cannot_be_normalised(tmp_path):
     with pytest.raises(LatentStoreError, match="channel 2 is constant"):
         writer.finish()
     assert json.loads((tmp_path / "partial" / "plan.json").read_text())["num_source_images"] == 8
+
+
+def test_shapes_that_no_image_has_are_refused(store):
+    for shape in ([1 << 39] * 3, [1 << 14, 1 << 14, 2]):
+        change_index(store, lambda index, shape=shape: index.update(shape=shape))
+        assert f"shape: {shape} is no latent of one image" in refused(store)
+
+
+def test_a_shape_that_the_shards_do_not_have_is_refused_before_training(store):
+    change_index(store, lambda index: index.update(shape=[4, 1 << 13, 1 << 13]))
+    with bounded(10, 200 << 20), pytest.raises(DatasetError, match="data.path: .*the index does not describe it"):
+        Latents.info(LatentsConfig(path=str(store)))
+
+
+def test_a_pipe_for_an_index_note_or_array_is_refused_at_once(store, tmp_path):
+    (store / INDEX_FILE).unlink()
+    os.mkfifo(store / INDEX_FILE)
+    for name, read in (("a.npy", map_npy), ("a.json", read_sealed)):
+        os.mkfifo(tmp_path / name)
+        with bounded(5, 100 << 20), pytest.raises((OSError, LatentStoreError), match="is a pipe, not a regular file"):
+            read(tmp_path / name)
+    with bounded(5, 100 << 20):
+        assert "no latent store" in refused(store)
+
+
+def test_an_array_whose_header_says_to_be_large_takes_no_memory(tmp_path):
+    path = tmp_path / "a.npy"
+    path.write_bytes(b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + b" " * 100)
+    with bounded(10, 200 << 20), pytest.raises(ValueError, match="the header is damaged"):
+        map_npy(path)
+
+
+def test_only_files_of_the_writer_are_removed_when_a_store_is_finished(tmp_path):
+    writer = StoreWriter(tmp_path, plan_of(8))
+    writer.write(0, *images(writer.plan, 0, 8))
+    partial, own = tmp_path / "partial", f".shard-00000.safetensors.{'0' * 32}.unfinished"
+    (partial / "notes.txt").write_text("of somebody")
+    (partial / "folder").mkdir()
+    for folder in (tmp_path, partial):
+        (folder / own).write_bytes(b"left by a writer that was killed")
+    writer.finish()
+    assert sorted(path.name for path in partial.iterdir()) == ["folder", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "partial", "shard-00000.safetensors"]
+    assert LatentStore(tmp_path).index.num_images == 8

@@ -5,11 +5,10 @@
 A folder without the index is no store yet: see `torchtitan.latents.writer`.
 """
 
+import errno
 import hashlib
 import json
 import math
-import os
-import uuid
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +16,8 @@ import numpy as np
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from torchtitan.files.durable import sync, write_synced
+from torchtitan.files.durable import replace_file
+from torchtitan.files.regular import read_regular
 
 INDEX_FILE = "index.json"
 SKIPPED_FILE = "skipped.jsonl"
@@ -26,6 +26,7 @@ MAX_INDEX_BYTES = 64 << 20
 MAX_SHARDS = 1000  # as many files as `images_per_shard` makes at most
 MIN_IMAGES_PER_SHARD = 1024
 
+MOST_NUMBERS_OF_AN_IMAGE = 1 << 28  # of a view: 512 MiB in half precision
 MOST_SHARDS = 100_000  # with explicit sizes; their records still fit the largest index
 
 
@@ -142,6 +143,8 @@ class StorePlan(_Record):
         if self.num_shards > MOST_SHARDS:
             least = -(-self.num_source_images // MOST_SHARDS)
             raise ValueError(f"images_per_shard: {self.num_shards} files are too many; at least {least} each")
+        if math.prod(self.shape) > MOST_NUMBERS_OF_AN_IMAGE:
+            raise ValueError(f"shape: {list(self.shape)} is no latent of one image")
         if self.class_names and len(self.class_names) != self.num_classes:
             raise ValueError(f"{len(self.class_names)} class names for {self.num_classes} classes")
         if self.int8_step is not None and self.dtype != "int8":
@@ -231,19 +234,19 @@ def first_problem(failure: pydantic.ValidationError) -> str:
     return f"{place}: {text}" if place else text
 
 
-def write_sealed(path: Path, content: dict, draft_folder: Path | None = None) -> None:
-    """Write JSON with its checksum; see `place_durably`, whose draft is beside it by default. Raises OSError."""
+def write_sealed(path: Path, content: dict) -> None:
+    """Write JSON with its checksum; see `place_durably`. Raises OSError."""
     text = json.dumps({**content, "checksum": _checksum(content)}, indent=1, ensure_ascii=False)
-    place_durably(path, text.encode() + b"\n", draft_folder or path.parent)
+    place_durably(path, text.encode() + b"\n")
 
 
 def read_sealed(path: Path) -> dict:
     """Read what `write_sealed` wrote. Raises LatentStoreError."""
     try:
-        if path.stat().st_size > MAX_INDEX_BYTES:
-            raise LatentStoreError(f"{path}: more than {MAX_INDEX_BYTES >> 20} MiB is no index of a latent store")
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path, MAX_INDEX_BYTES))
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise LatentStoreError(f"{path}: more than {MAX_INDEX_BYTES >> 20} MiB is no index of a latent store") from error
         raise LatentStoreError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise LatentStoreError(f"{path}: not JSON; take a good copy of it, or write the store anew") from error
@@ -252,20 +255,10 @@ def read_sealed(path: Path) -> dict:
     return content
 
 
-def place_durably(path: Path, content: bytes, draft_folder: Path) -> dict:
-    """Put a file into its place whole and on the disk; returns its {"size", "sha256"}. Raises OSError.
-
-    Args:
-        draft_folder: on the same disk, where it gets another name while it is being written.
-    """
-    draft = draft_folder / f".{path.name}.{uuid.uuid4().hex}"
-    try:
-        record = write_synced(draft, content)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
-    sync(path.parent)
-    return record
+def place_durably(path: Path, content: bytes) -> dict:
+    """Put a file into its place whole and on the disk; returns its {"size", "sha256"}. Raises OSError."""
+    replace_file(path, content)
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def _checksum(content: dict) -> str:

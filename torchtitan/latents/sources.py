@@ -19,6 +19,7 @@ import safetensors
 import torch
 from torch import Tensor
 
+from torchtitan.files.regular import check_regular
 from torchtitan.latents.index import LatentStoreError, Normalization
 from torchtitan.latents.npy_files import map_npy
 from torchtitan.latents.values import pack_views
@@ -170,6 +171,7 @@ def open_source(path: Path) -> LatentSource:
 
 def _tensors_of(path: Path, names: tuple[str, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     try:
+        check_regular(path)
         found = whole_tensors([path])
     except DamagedShard as error:
         raise LatentStoreError(f"{path.parent}: {error}") from error

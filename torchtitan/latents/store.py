@@ -12,6 +12,7 @@ from torch import Tensor
 from torchtitan.latents.index import INDEX_FILE, LatentStoreError, StoreIndex, read_index, shard_name
 from torchtitan.latents.shards import MappedShard, map_shard
 from torchtitan.latents.values import check_labels, decode
+from torchtitan.latents.watch import ShardWatch
 
 _CHUNK = 8 << 20  # bytes hashed at once
 
@@ -27,8 +28,15 @@ class LatentStore:
         index: what it holds.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        """Raises LatentStoreError."""
+    def __init__(self, folder: str | Path, watched: bool = False) -> None:
+        """
+        Args:
+            folder: of the store.
+            watched: whether shards are compared with their checksums while they are read; see `ShardWatch`.
+
+        Raises:
+            LatentStoreError: it is no complete store.
+        """
         self.folder = Path(os.path.expanduser(folder))
         self.index: StoreIndex = read_index(self.folder)
         for number in range(self.index.num_shards):
@@ -36,12 +44,18 @@ class LatentStore:
                 raise LatentStoreError(problem)
         self._first_images = self.index.first_images()
         self._shards: dict[int, MappedShard] = {}
+        self._watched = watched
+        self._watch: ShardWatch | None = None
 
     def __len__(self) -> int:
         return self.index.num_images
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_shards": {}}
+        return self.__dict__ | {"_shards": {}, "_watch": None}
+
+    def __del__(self) -> None:
+        if getattr(self, "_watch", None) is not None:
+            self._watch.stop()
 
     def read(self, images: np.ndarray, views: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """Read images in any order; raw values, not normalised.
@@ -55,7 +69,8 @@ class LatentStore:
             deviation; labels int64 [B].
 
         Raises:
-            LatentStoreError: a shard cannot be read or is not what the index says, or a label is out of range.
+            LatentStoreError: a shard cannot be read or is not what the index says, a label is out of range, or, of a
+                watched store, some shard has been found to have changed.
         """
         stored, scales, labels = self.read_stored(images, views)
         return decode(stored, scales, self.index.dtype), torch.from_numpy(labels)
@@ -68,19 +83,21 @@ class LatentStore:
         Returns:
             integers of the dtype's width [B, P, C, h, w], scales float32 [B, P, C] of int8 or None, labels int64 [B].
         """
+        self._refuse_changed()
         index = self.index
         numbers = np.searchsorted(self._first_images, images, side="right") - 1
         rows = images - self._first_images[numbers]
         chosen = np.zeros_like(images) if views is None else views
         if len(images) and (images.min() < 0 or images.max() >= len(self) or not 0 <= chosen.max() < index.views):
             raise IndexError(f"images 0..{len(self) - 1}, views 0..{index.views - 1}")
+        shards = {number: self._shards.get(number) or self._map(number) for number in set(numbers.tolist())}
         width = np.int8 if index.dtype == "int8" else np.int16
         stored = np.empty((len(images), index.parts, *index.shape), width)
         scales = np.empty((len(images), index.parts, index.shape[0]), np.float32) if index.dtype == "int8" else None
         labels = np.empty(len(images), np.int64)
         places = zip(numbers.tolist(), rows.tolist(), chosen.tolist(), strict=True)
         for slot, (number, row, view) in enumerate(places):
-            shard = self._shards.get(number) or self._map(number)
+            shard = shards[number]
             stored[slot] = shard.latents[row, view]
             labels[slot] = shard.labels[row]
             if scales is not None:
@@ -97,8 +114,18 @@ class LatentStore:
         return decode(shard.latents, shard.scales, self.index.dtype), torch.from_numpy(shard.labels)
 
     def _map(self, number: int) -> MappedShard:
-        self._shards[number] = shard = map_shard(self.folder, number, self.index)
+        shard = map_shard(self.folder, number, self.index)
+        if self._watched:
+            if self._watch is None or self._watch.process != os.getpid():
+                self._watch = ShardWatch(self.folder, self.index)
+            self._watch.use(number)
+            self._refuse_changed()
+        self._shards[number] = shard
         return shard
+
+    def _refuse_changed(self) -> None:
+        if self._watch is not None and self._watch.problem:
+            raise LatentStoreError(self._watch.problem)
 
 
 def verify_shards(folder: Path, index: StoreIndex) -> Iterator[str]:

@@ -10,14 +10,17 @@ import functools
 import hashlib
 import json
 import os
-import shutil
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchtitan.files.durable import make_folder, remove_unfinished
+from torchtitan.files.removal import remove_folder
 from torchtitan.latents.index import (
     INDEX_FILE,
     PARTIAL_FOLDER,
@@ -39,6 +42,11 @@ from torchtitan.latents.statistics import ChannelMoments
 from torchtitan.latents.values import decode, encode
 
 PLAN_FILE = "plan.json"
+# Plan and notes, and what a killed writer leaves of them and, formerly, of the store's own files.
+_OF_THE_WRITER = re.compile(
+    r"plan\.json|shard-\d+\.safetensors\.json"
+    r"|\.(plan\.json|index\.json|skipped\.jsonl|shard-\d+\.safetensors(\.json)?)\.[0-9a-f]{32}(\.unfinished)?"
+)
 
 
 class StoreWriter:
@@ -66,7 +74,7 @@ class StoreWriter:
             if self._holds_other_files() and not self._is_complete():
                 raise LatentStoreError(f"{self.folder}: holds other files; give a new or empty folder")
             if not self._is_complete():
-                self._partial.mkdir(parents=True, exist_ok=True)
+                make_folder(self._partial)
                 write_sealed(plan_file, plan.model_dump(mode="json"))
         self.complete = self._is_complete()
         if self.complete:
@@ -110,7 +118,7 @@ class StoreWriter:
             raise LatentStoreError(f"{shard_name(number)}: an image is left out of it that does not belong there")
         images = [image for image in self.plan.source_images_of(number) if image not in left_out]
         content = shard_content(self.plan, number, images, values, labels)
-        record = place_durably(self.folder / shard_name(number), content, self._partial)
+        record = place_durably(self.folder / shard_name(number), content)
         # Moments are of what can be read back, so that measuring the store again gives the same.
         moments = ChannelMoments.of(_as_read(values, self.plan, images)).to_json() if images else None
         note = {
@@ -137,12 +145,14 @@ class StoreWriter:
             index, skipped = self._index(), self.skipped()
             if skipped:
                 lines = "".join(json.dumps(entry.model_dump(), ensure_ascii=False) + "\n" for entry in skipped)
-                place_durably(self.folder / SKIPPED_FILE, lines.encode(), self._partial)
+                place_durably(self.folder / SKIPPED_FILE, lines.encode())
             else:
                 (self.folder / SKIPPED_FILE).unlink(missing_ok=True)  # a shard may have been damaged, and made anew
-            write_sealed(self.folder / INDEX_FILE, index.model_dump(mode="json"), self._partial)
+            write_sealed(self.folder / INDEX_FILE, index.model_dump(mode="json"))
             self.complete = True
-        shutil.rmtree(self._partial, ignore_errors=True)
+        with suppress(OSError):  # what stays of it does no harm
+            remove_folder(self._partial, lambda name: _OF_THE_WRITER.fullmatch(name) is not None)
+            remove_unfinished(self.folder)
         return read_index(self.folder)
 
     def _index(self) -> StoreIndex:

@@ -1,0 +1,102 @@
+"""Whether the bytes of a store's shards are still those that were written, found while training reads them."""
+
+import hashlib
+import os
+import queue
+import threading
+import time
+from pathlib import Path
+
+from torch.utils.data import get_worker_info
+
+from torchtitan.files.regular import open_regular
+from torchtitan.latents.index import StoreIndex, shard_name
+
+BYTES_AT_ONCE = 64 << 20  # of the shards that a process uses first: hashed before they are used, about 0.1 s
+SECONDS_BETWEEN_LOOKS = 30.0  # at times and sizes of the shards that were good
+REST = 1.0  # pause after each part, in the time that it took: half a core at most
+_CHUNK = 8 << 20
+
+
+class ShardWatch:
+    """Hashes each shard when it is first used, and again when its time or size has changed.
+
+    A process hashes its first shards at once, until BYTES_AT_ONCE of them are done. The others are left to a thread in
+    one process of each machine: a store has hundreds of gigabytes, and training does not wait for them.
+
+    Attributes:
+        process: that made it; a thread does not outlive a fork.
+        problem: what is wrong with a shard, one line; "" as long as nothing is.
+    """
+
+    def __init__(self, folder: Path, index: StoreIndex) -> None:
+        self.process = os.getpid()
+        self.problem = ""
+        self._folder = folder
+        self._index = index
+        self._at_once = BYTES_AT_ONCE
+        self._good: dict[int, tuple[int, ...]] = {}
+        self._used: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None: stop
+        self._thread = threading.Thread(target=self._work, daemon=True) if _is_first_of_its_machine() else None
+
+    def use(self, number: int) -> None:
+        """Take note of a shard's first use in this process."""
+        size = self._index.shards[number].size
+        if size <= self._at_once:
+            self._at_once -= size
+            self._check(number, rest=0.0)
+        if self._thread is not None:
+            self._used.put(number)
+            if self._thread.ident is None:
+                self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, if there is one."""
+        self._used.put(None)
+
+    def _work(self) -> None:
+        while not self.problem:
+            try:
+                number = self._used.get(timeout=SECONDS_BETWEEN_LOOKS)
+                if number is None:
+                    return
+            except queue.Empty:
+                changed = [number for number in self._good if self._mark(number) not in (None, self._good[number])]
+            else:
+                changed = [] if number in self._good else [number]
+            for number in changed:
+                self._check(number, REST)
+
+    def _check(self, number: int, rest: float) -> None:
+        path, digest, mark = self._folder / shard_name(number), hashlib.sha256(), self._mark(number)
+        try:
+            with open_regular(path) as file:
+                while True:
+                    started = time.monotonic()
+                    if not (chunk := file.read(_CHUNK)):
+                        break
+                    digest.update(chunk)
+                    time.sleep((time.monotonic() - started) * rest)
+        except OSError as error:
+            self.problem = f"{path}: cannot be read: {error.strerror or error}"
+            return
+        if digest.hexdigest() != self._index.shards[number].sha256:
+            self.problem = (
+                f"{path}: has changed since it was written, its SHA-256 is another (scripts/latents.py verify "
+                f"{self._folder} finds all such; take good copies, and resume from a checkpoint of before)"
+            )
+        elif mark is not None:
+            self._good[number] = mark
+
+    def _mark(self, number: int) -> tuple[int, ...] | None:
+        """What changes with a file's content; None where it is gone, which does not harm who has it mapped."""
+        try:
+            status = os.stat(self._folder / shard_name(number))
+        except OSError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _is_first_of_its_machine() -> bool:
+    worker = get_worker_info()
+    return os.environ.get("LOCAL_RANK", "0") == "0" and (worker is None or worker.id == 0)
