@@ -227,6 +227,8 @@ class Trainer:
         set_lr(self.optimizer, lr)
         skip = self.guard.judge(StepSamples(self.step, samples, microbatches), norm)
         self.objective.update(skip)
+        if self.gns:
+            self.gns.conclude(skip)
         with self.phases("optimizer"):
             self.optimizer.step(skip)
             self.optimizer.zero_grad(set_to_none=True)

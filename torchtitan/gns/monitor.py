@@ -1,5 +1,6 @@
 """The gradient noise scale of every timestep bin while a model trains: the part that the trainer calls."""
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from torchtitan.gns.pool import ESTIMATORS, Pool, to_host
 from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.gns.raw_sums import RawSums
 from torchtitan.settings import setting
+
+logger = logging.getLogger(__name__)
 
 GNS_FOLDER = "gns"
 
@@ -165,7 +168,8 @@ class GNSMonitor:
         self._mass = bin_masses(objective.timestep_sampler.density, edges)
         self.pool = Pool(taps.num_bins, len(taps.geometries), config.half_life) if taps else None
         self._raw = RawSums(self._folder, edges, len(taps.geometries)) if taps and layout.rank == 0 else None
-        self._pending: list[tuple[int, StepSums]] = []
+        self._measured: StepSums | None = None  # of a step that no verdict has been given on
+        self._pending: list[tuple[int, StepSums, Tensor]] = []  # and whether the step was skipped
         self._step, self._samples = 0, 0
         self._schedule = None
         if config.allocate_timesteps:
@@ -228,7 +232,7 @@ class GNSMonitor:
             self._ranks.end_microbatch(parameters, len(loss), k, importance)
 
     def end_step(self, parameters: Sequence[nn.Parameter], samples_per_rank: int, microbatches: int) -> None:
-        """After the last microbatch, before clipping; collective. The device is waited for on measured steps only."""
+        """After the last microbatch, before clipping; collective."""
         if self._ranks:
             of_group = samples_per_rank // microbatches if self.separate_microbatches else samples_per_rank
             self._ranks.end_step(parameters, of_group)
@@ -237,8 +241,22 @@ class GNSMonitor:
             sums = self._taps.end_step()
             if importance is not None:  # what is measured is the objective, however its timesteps are drawn
                 sums = sums.rescaled((1.0 / importance).to(sums.count.device))
-            self._pending.append((self._step, sums))
+            self._measured = sums
         self._samples += samples_per_rank * self._layout.world_size
+
+    def conclude(self, skip: Tensor) -> None:
+        """After the verdict on the step: what was measured of one that is skipped does not count.
+
+        The device is waited for on measured steps only.
+
+        Args:
+            skip: whether the optimizer leaves the step out, bool scalar, equal on all ranks.
+        """
+        if self._ranks:
+            self._ranks.conclude(skip)
+        if self._taps:
+            self._pending.append((self._step, self._measured, skip))
+            self._measured = None
         if self._step % self._config.interval == 0:
             self.settle()
             self._allocate()
@@ -255,9 +273,12 @@ class GNSMonitor:
 
     def settle(self) -> None:
         """Bring all measurements to the host and pool them; waits for the device."""
-        for step, sums in self._pending:
+        for step, sums, skip in self._pending:
+            if skip.item():
+                continue
             found = to_host(sums)
-            self.pool.add(found)
+            if not self.pool.add(found) and self._layout.rank == 0:
+                logger.warning(f"step {step}: left out of the gradient noise scale: its gradients stand out of the others'")
             if self._raw:
                 self._raw.add(step, found)
         self._pending = []
@@ -268,6 +289,8 @@ class GNSMonitor:
         """Estimates by tag, `gns/<geometry>/<estimator>/<bin or all>/<quantity>`; what is not known is left out."""
         self.settle()
         found = self._ranks.metrics() if self._ranks else {}
+        if self.pool and self.pool.outliers:
+            found["gns/outlier_steps"] = float(self.pool.outliers)
         if self.separate_microbatches:
             found["gns/reductions_per_step"] = float(self._ranks.microbatches)
         for geometry in self.pool.geometries if self.pool else ():
@@ -342,7 +365,7 @@ class GNSMonitor:
 
     def load_state_dict(self, state: dict, step: int) -> None:
         """Go on after a step; what the state lacks is measured anew from there."""
-        self._pending = []
+        self._pending, self._measured = [], None
         self._samples = state.get("samples", 0)
         for name, part in self._parts.items():
             if part and name in state:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torchtitan.gns.capture import FREE_PARTS, GEOMETRIES, PARTS, StepSums
 from torchtitan.gns.composite import Composite
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
+from torchtitan.gns.outliers import OutlierRule
 from torchtitan.gns.statistics import PairSums, whole_objective
 
 # sketch: the whole model on measured steps, pairs of the whole step
@@ -40,9 +41,22 @@ class Pool:
         self._by_bin = {key: DecayedSums(num_bins, half_life, _RAMP) for key in keys}
         self._whole = {key: DecayedSums(1, half_life * num_bins, _RAMP) for key in keys}
         self._entry = {key: PairSums.zeros(num_bins) for key in keys}
+        # Of the free parts on every step, and of the whole model on measured ones, in plain geometry: the other's scale
+        # changes with its factors.
+        self._free_outliers, self._whole_outliers = OutlierRule(num_bins), OutlierRule(num_bins)
 
-    def add(self, sums: StepSums) -> None:
-        """Count one step."""
+    @property
+    def outliers(self) -> int:
+        """Steps left out because their gradients stood out, see `OutlierRule`."""
+        return self._free_outliers.count + self._whole_outliers.count
+
+    def add(self, sums: StepSums) -> bool:
+        """Count one step, unless its gradients stand out; whether it was counted."""
+        squares = sums.squares[:, 0] / sums.count  # [P, K]
+        if self._free_outliers.stands_out(squares[: len(FREE_PARTS)].sum(0)):
+            return False
+        if sums.measured and self._whole_outliers.stands_out(squares.sum(0)):
+            return False
         if sums.square_losses.isfinite().all():
             self._losses = self._losses * 0.5 ** (sums.count / self._half_life)
             self._losses += torch.stack((sums.count, sums.square_losses))
@@ -57,6 +71,7 @@ class Pool:
             self._enter((geometry, "modulation"), PairSums(sums.count, squares, products, sums.pairs))
         if sums.measured:
             self._close_entry()
+        return True
 
     def _enter(self, key: tuple[str, str], sums: PairSums) -> None:
         if sums.is_finite():
@@ -122,6 +137,7 @@ class Pool:
             "by_bin": named({key: sums.state_dict() for key, sums in self._by_bin.items()}),
             "whole": named({key: sums.state_dict() for key, sums in self._whole.items()}),
             "entry": named(entries),
+            "outliers": [rule.state_dict() for rule in (self._free_outliers, self._whole_outliers)],
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -136,6 +152,8 @@ class Pool:
             self._by_bin[key].load_state_dict(state["by_bin"][name])
             self._whole[key].load_state_dict(state["whole"][name])
             self._entry[key] = PairSums(*(torch.tensor(values, dtype=torch.float64) for values in state["entry"][name]))
+        for rule, found in zip((self._free_outliers, self._whole_outliers), state.get("outliers", ({}, {})), strict=True):
+            rule.load_state_dict(found)
 
 
 def to_host(sums: StepSums) -> StepSums:

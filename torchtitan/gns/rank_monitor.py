@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torchtitan.distributed.mesh import Layout
 from torchtitan.gns.intervals import fieller, student_quantile
+from torchtitan.gns.outliers import OutlierRule
 from torchtitan.gns.rank_gradients import RankGradients, SetAside, square_norm
 from torchtitan.gns.statistics import GroupSums, RatioMoments
 
@@ -51,6 +52,8 @@ class RankMonitor:
         self._sums = [GroupSums.zeros() for _ in self._names]
         # Of each bin the last step's: squared norms of small and large batches, and their sizes.
         self._last: list[list[float]] = [[math.nan] * 4 for _ in self._names]
+        self._outliers = OutlierRule(len(self._names))
+        self._noted: list[tuple[int, float, Tensor, Tensor]] = []  # of a step that no verdict has been given on
         self._pending: list[tuple[int, float, Tensor, Tensor]] = []
         self._small: list[Tensor] = []
 
@@ -98,7 +101,7 @@ class RankMonitor:
         large = square_norm(parameters, self._layout)
         if self._ranks is None:
             # A microbatch's loss is divided by their number.
-            self._pending.append((0, samples, torch.stack(self._small) * len(self._small) ** 2, large))
+            self._noted.append((0, samples, torch.stack(self._small) * len(self._small) ** 2, large))
             self._small = []
         else:
             self._note(0, samples, self._ranks.take(), large)
@@ -107,13 +110,22 @@ class RankMonitor:
         everyone = torch.zeros(self._layout.world_size, dtype=torch.float64, device=small.device)
         everyone[self._layout.rank] = small
         dist.all_reduce(everyone)
-        self._pending.append((k, samples, everyone, large))
+        self._noted.append((k, samples, everyone, large))
+
+    def conclude(self, skip: Tensor) -> None:
+        """After the verdict on the step; skip: it does not count, bool scalar."""
+        self._pending += [(k, n, torch.where(skip, torch.nan, small), large) for k, n, small, large in self._noted]
+        self._noted = []
 
     def settle(self) -> None:
         """Pool what was measured; waits for the device."""
         for k, samples, small, large in self._pending:
             small, large = small.cpu(), large.cpu()
             if not (small.isfinite().all() and large.isfinite()):
+                continue
+            means = torch.full((len(self._names),), torch.nan, dtype=torch.float64)
+            means[k] = small.mean()
+            if self._outliers.stands_out(means):
                 continue
             total = samples * len(small)
             step = GroupSums.of_step(torch.full_like(small, samples), small, large)
@@ -138,18 +150,21 @@ class RankMonitor:
             found |= {
                 f"gns/plain/ranks/{name}/{key}": float(value) for key, value in values.items() if math.isfinite(value)
             }
+        if self._outliers.count:
+            found["gns/plain/ranks/outlier_steps"] = float(self._outliers.count)
         return found
 
     def state_dict(self) -> dict:
         self.settle()
         moments = [[sums.moments.first.tolist(), sums.moments.second.tolist()] for sums in self._sums]
-        return {"names": self._names, "moments": moments}
+        return {"names": self._names, "moments": moments, "outliers": self._outliers.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from a state; one of other bins is dropped."""
-        self._pending = []
+        self._noted, self._pending = [], []
         if state.get("names") != self._names:
             return
+        self._outliers.load_state_dict(state.get("outliers", {}))
         self._sums = [
             GroupSums(RatioMoments(*(torch.tensor(values, dtype=torch.float64) for values in moments)))
             for moments in state["moments"]
