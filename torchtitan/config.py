@@ -86,8 +86,8 @@ class TrainingConfig:
         0.0, "size above which an element of the gradient is cut down, after max_norm; 0: no cutting", ge=0
     )
     max_skipped_steps: int = setting(
-        10, "steps without a finite gradient, or with a spike, that are skipped from one checkpoint to the next; beyond, the"
-        " run goes back to the checkpoint, and stops if it has been there before", ge=0, trajectory=False,
+        10, "steps without a finite loss and gradient, or with a spike, that are skipped from one checkpoint to the next;"
+        " beyond, the run goes back to the checkpoint, and stops if it has been there before", ge=0, trajectory=False,
     )
     spike_threshold: float = setting(
         0.0, "a step is skipped whose ln loss is this many standard deviations above its running mean; 0: none is", ge=0

@@ -27,6 +27,7 @@ from torchtitan.distributed.parallelize import (
     gradient_norm,
     named_parameters,
     parallelize,
+    whole_gradient_norm,
 )
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.decoding import run_decoder
@@ -51,16 +52,16 @@ from torchtitan.training.ema import EMABank
 from torchtitan.training.heartbeat import remove_heartbeats
 from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.metrics import LossWindow
-from torchtitan.training.numerical_guard import NumericalGuard, StepSamples
+from torchtitan.training.numerical_guard import NumericalGuard, StepSamples, backward
 from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors, set_lr
 from torchtitan.training.phases import BEFORE_FIRST_STEP, Phases
 from torchtitan.training.profiling import Profiler
-from torchtitan.training.recovery import go_back
+from torchtitan.training.recovery import gone_back, require_finite_start, state_fault
 from torchtitan.training.remote_path import AnyPath
 from torchtitan.training.run_folder import RunFolder
 from torchtitan.training.run_status import remove_status
 from torchtitan.training.supervision import Supervision
-from torchtitan.training.weight_files import check_fits, fill
+from torchtitan.training.weight_files import check_finite, check_fits, fill
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,9 @@ class Trainer:
         self.gns = self._build_gns(edges, taps) if config.gns.enable else None
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
         self.window = LossWindow(self.bin_edges, config.objective.heads)
-        self.guard = NumericalGuard(config.training.max_skipped_steps, config.training.spike_threshold, layout.device)
+        self.guard = NumericalGuard(
+            config.training.max_skipped_steps, config.training.spike_threshold, layout.device, self.data.image_of
+        )
         self.step = 0
         self.progress = 0  # in steps of training.global_batch_size: ahead of `step` once the batch has grown
         self.batch_size = config.training.global_batch_size  # of the step just made
@@ -154,9 +157,11 @@ class Trainer:
 
         Raises:
             CheckpointError: the last checkpoint could not be saved.
+            TrainingError: a state that is not finite, at the start or with no checkpoint to go back to.
         """
         with self.supervision, StopRequest() as stop:
             with self.phases(BEFORE_FIRST_STEP):
+                require_finite_start(self)
                 self._settle_gradient_buckets()
             signal_number = self._loop(stop)
             with self.phases("finish"):
@@ -176,11 +181,7 @@ class Trainer:
                     norm, lr = self.train_step()
                 self._report(norm, lr)
             save_due |= self._due(self.config.checkpoint.interval)
-            if save_due:
-                self.guard.settle()
-            if self.guard.exhausted:
-                with self.phases("checkpoint"):
-                    go_back(self)
+            if gone_back(self, saving=save_due):
                 save_due = False
                 continue
             if self.config.validation.enable and self._due(self.config.validation.interval):
@@ -190,6 +191,8 @@ class Trainer:
                 with self.phases("sampling"):
                     self.reports.sample_grid()
             signal_number = stop.poll()
+            if signal_number and not save_due and gone_back(self, saving=True):
+                break  # to what is saved
             if signal_number or self.last_step or (save_due and not self.guard.in_doubt):
                 save_due = False
                 if self.config.checkpoint.enable:
@@ -221,11 +224,11 @@ class Trainer:
                 batch = self.to_device(self.data.next_batch())
             self._forward_backward(batch, samples, number, microbatches)
         with self.phases("gradients"):
-            norm = self._treat_gradients(microbatches)
+            norms = self._treat_gradients(microbatches)
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.progress + 1, config.training.steps)
         lr *= lr_multiple(factor)
         set_lr(self.optimizer, lr)
-        skip = self.guard.judge(StepSamples(self.step, samples, microbatches), norm)
+        skip = self.guard.judge(StepSamples(self.step, samples, microbatches), *norms)
         self.objective.update(skip)
         if self.gns:
             self.gns.conclude(skip)
@@ -239,7 +242,7 @@ class Trainer:
             set_train_timeout(config.comm, self.layout)
             self.supervision.first_step_done()
             self._starting = False
-        return norm, lr
+        return norms[0], lr
 
     def to_device(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Images, sample numbers and labels of a microbatch, where the model is."""
@@ -255,13 +258,14 @@ class Trainer:
                 terms = self.loss_terms(batch, samples, measure=self.gns is not None)
             with self.phases("backward"):
                 # The mean over the global batch: ranks are averaged by the reduction, microbatches here.
-                (terms.loss.mean() / microbatches).backward()
+                backward(terms.loss.mean() / microbatches)
         with self.phases("gradients"):
             if self.gns:
                 self.gns.end_microbatch(terms.loss, microbatches, list(self.parameters.values()), samples, number)
             self.window.add(terms)
             self.objective.observe(samples, batch[1], terms)
             self.guard.add_loss(terms.weighted, microbatches)
+            self.guard.add_images(batch[0], batch[1])
 
     def loss_terms(
         self, batch: tuple[Tensor, Tensor, Tensor], samples: GlobalBatch, *, measure: bool = False
@@ -275,18 +279,25 @@ class Trainer:
         with self._compute_context():
             return self.objective.loss(self.train_module, images, condition, draw)
 
-    def _treat_gradients(self, microbatches: int) -> Tensor:
-        """Measure the step's gradients, then clip them; returns their norm before that."""
+    def _treat_gradients(self, microbatches: int) -> list[Tensor]:
+        """Measure the step's gradients, then clip them; returns the norm before that of the network's.
+
+        What is trained beside the network has a norm of its own, the second if there is any, and is clipped by it: in one
+        norm, u would scale the network's updates down, and grad_norm would not compare between runs with and without u.
+        """
         training, parameters = self.config.training, list(self.parameters.values())
         if self.gns:
             self.gns.end_step(parameters, self.batch_size // self.layout.world_size, microbatches)
-        average_gradients(self.objective.parameters().values(), self.layout)
-        norm = gradient_norm(parameters, self.layout)
-        if training.max_norm > 0:
-            clip_gradients(parameters, norm, training.max_norm)
-        if training.clip_value > 0:
-            clamp_gradients(parameters, training.clip_value)
-        return norm
+        clipped = [(parameters, gradient_norm(parameters, self.layout))]
+        if beside := list(self.objective.parameters().values()):
+            average_gradients(beside, self.layout)
+            clipped.append((beside, whole_gradient_norm(beside)))
+        for group, norm in clipped:
+            if training.max_norm > 0:
+                clip_gradients(group, norm, training.max_norm)
+            if training.clip_value > 0:
+                clamp_gradients(group, training.clip_value)
+        return [norm for _, norm in clipped]
 
     def _condition(self, labels: Tensor, indices: Tensor, attempt: int) -> Tensor | None:
         null_class = self.model.null_class
@@ -375,10 +386,11 @@ class Trainer:
             return MODELS[self.config.model.name].build(self.config.model, info.image_shape, info.num_classes)
 
     def _check_initial_weights(self) -> None:
-        """Refuse weights that do not fit before the run's folder is made. Raises CheckpointError."""
+        """Refuse weights that do not fit or are not finite before the run's folder is made. Raises CheckpointError."""
         path = self.config.checkpoint.initial_weights
         if path and not checkpoint_steps(self.folder.checkpoints):
             check_fits(Path(path), self._model_on_meta())
+            check_finite(Path(path))
 
     def _bin_edges(self, bins: int) -> Tensor:
         quantiles = torch.arange(1, bins, dtype=torch.float64) / bins
@@ -445,6 +457,8 @@ class Trainer:
         if self.gns and not self.gns.fits(state.get("gns", {})):
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("gns.")}
         read_tensors(checkpoint, tensors)
+        if found := state_fault(self):
+            raise CheckpointError(f"{checkpoint}: {found} (checkpoint.load_step resumes from an earlier one)")
         try:
             self._load_state(checkpoint, state)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:

@@ -10,7 +10,7 @@ from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timestep_samplers import LEARNING, build_sampler
 from torchtitan.diffusion.timesteps import GlobalBatch
-from torchtitan.training.recovery import go_back
+from torchtitan.training.recovery import Fault, go_back
 
 GLOBAL_BATCH = 2000  # stratified, two of every index
 
@@ -88,8 +88,7 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(name, tmp_path):
     resumed.train_step()
     assert sampler.state_dict() == states[5]
     # A rollback: other draws from here on, by the state of the checkpoint.
-    resumed.guard.last_skipped = _samples(resumed)
-    go_back(resumed)
+    go_back(resumed, Fault(resumed.step, "a fault"))
     assert resumed.step == 4 and resumed.data.attempt == 1 and sampler.state_dict() == states[4]
     resumed.step += 1
     resumed.train_step()
@@ -101,12 +100,6 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(name, tmp_path):
     for key, parameter in again.parameters.items():
         assert torch.equal(parameter, straight.parameters[key]), key
     again.close()
-
-
-def _samples(trainer):
-    from torchtitan.training.numerical_guard import StepSamples
-
-    return StepSamples(trainer.step, GlobalBatch(0, 16), 1)
 
 
 def trained() -> dict:

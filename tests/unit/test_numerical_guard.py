@@ -11,8 +11,8 @@ from torch import nn
 from torchtitan.diffusion.objective import LossTerms
 from torchtitan.diffusion.timesteps import GlobalBatch
 from torchtitan.training.metrics import LossWindow
-from torchtitan.training.non_finite import Watch, over_ranks, watched
-from torchtitan.training.numerical_guard import NumericalGuard, StepSamples
+from torchtitan.training.non_finite import Watch, not_finite, over_ranks, watched
+from torchtitan.training.numerical_guard import LARGEST_NORM, NumericalGuard, StepSamples, backward
 from torchtitan.training.optimizer import OptimizerConfig, build_optimizer
 
 CPU = torch.device("cpu")
@@ -90,6 +90,79 @@ def test_a_spike_stands_out_of_the_running_mean_and_variance_of_ln_loss():
     again = NumericalGuard(3, 6.0, CPU)
     again.load_state_dict(guard.state_dict())
     assert again.state_dict() == guard.state_dict() and again.skipped == 5
+
+
+@pytest.mark.parametrize("norms, reason", [
+    ((LARGEST_NORM, 1.0), "the gradient norm is 1.84467e+19"),
+    ((1.0, 1e25), "the gradient norm of what is learned beside the network is 1e+25"),
+    ((math.nan, math.inf), "the gradient norm is nan"),
+])  # fmt: skip
+def test_every_trained_parameter_is_judged_and_none_whose_square_overflows_in_float32(norms, reason):
+    guard = NumericalGuard(1, 0.0, CPU)
+    samples = StepSamples(1, GlobalBatch(0, 16), 1)
+    assert not guard.judge(samples, torch.tensor(0.99 * LARGEST_NORM), torch.tensor(1.0))
+    guard.settle()
+    assert guard.last_healthy == samples
+    assert guard.judge(samples, *(torch.tensor(norm, dtype=torch.float64) for norm in norms))
+    guard.settle()
+    assert guard.reason == reason
+    assert torch.tensor(0.99 * LARGEST_NORM).square().isfinite() and torch.tensor(1.01 * LARGEST_NORM).square().isinf()
+
+
+@pytest.mark.parametrize("loss, wanted", [(3.0, 2.0), (math.inf, math.nan), (math.nan, math.nan)])
+def test_a_loss_that_is_not_finite_makes_its_gradient_nan_though_that_is_finite(loss, wanted):
+    x = torch.tensor(0.0, requires_grad=True)
+    backward(2.0 * x + loss)
+    assert x.grad.item() == pytest.approx(wanted, nan_ok=True)
+
+
+# ---------------------------------------------------------------------- images
+
+
+def show(guard: NumericalGuard, step: int, largest: list[float]) -> None:
+    """A healthy step of one microbatch whose images have these largest absolute values."""
+    images = torch.zeros(len(largest), 1, 2, 2)
+    images[:, 0, 1, 0] = -torch.tensor(largest)
+    guard.add_images(images[:1], 100 * step + torch.arange(1))
+    guard.add_images(images[1:], 100 * step + torch.arange(1, len(largest)))
+    judge(guard, step, 1.0)
+    guard.settle()
+
+
+def test_an_image_with_a_value_that_none_should_have_is_named_once(caplog):
+    guard = NumericalGuard(1, 0.0, CPU, image_of=lambda sample, attempt: sample % 100)
+    with caplog.at_level(logging.WARNING):
+        show(guard, 1, [1.0, 999.0, 0.0])
+        assert not caplog.messages
+        show(guard, 2, [1.0, 2.0, 1e20])
+        show(guard, 3, [1.0, 2.0, 1e20])
+        show(guard, 4, [1e5, math.nan, 1e20])
+    of = "of the dataset, has a value of"
+    assert caplog.messages == [
+        f"step 2: sample 202, image 2 {of} 1e+20 (images lie within [-1, 1]): check it",
+        f"step 4: sample 401, image 1 {of} nan (images lie within [-1, 1]): check it",
+    ]
+
+
+def test_a_dataset_full_of_such_values_does_not_fill_the_log(caplog):
+    guard = NumericalGuard(1, 0.0, CPU)
+    with caplog.at_level(logging.WARNING):
+        for step in range(50):
+            show(guard, step, [65535.0, 0.0])
+    assert len(caplog.messages) == 20 and caplog.messages[-1].endswith("; no more images are named")
+
+
+# ---------------------------------------------------------------------- states
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_the_first_tensor_of_a_state_that_is_not_finite_is_named(bad):
+    good, wrong = torch.full((3, 5), -3e38), torch.ones(7)
+    wrong[4] = bad
+    codes = torch.full((4,), 255, dtype=torch.uint8)
+    assert not_finite({"a": good, "codes": codes, "none": torch.empty(0)}) == "" == not_finite({})
+    state = {"a": good, "codes": codes, "b": torch.tensor(1.0, dtype=torch.float64), "c": wrong, "d": wrong}
+    assert not_finite(state) == "c is not finite"
 
 
 def step_weight(step: int) -> int:

@@ -148,6 +148,12 @@ def gradient_norm(parameters: list[nn.Parameter], layout: Layout) -> Tensor:
 
 
 @torch.no_grad()
+def whole_gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """Norm of gradients that stand whole and equal on every rank, float64 scalar."""
+    return sum_of_squares([p.grad for p in parameters if p.grad is not None]).sqrt()
+
+
+@torch.no_grad()
 def average_gradients(parameters: Iterable[nn.Parameter], layout: Layout) -> None:
     """Bring the gradients of parameters that stand whole and unwrapped on every rank to their mean over the ranks."""
     for parameter in parameters:

@@ -126,6 +126,11 @@ class TrainingData:
         }  # fmt: skip
         return build_loader(first_sample=first_sample, **arguments)
 
+    def image_of(self, sample: int, attempt: int) -> int:
+        """Index in the dataset of the image that a sample number stands for."""
+        order = SampleOrder.of(self._loader_arguments["dataset"], self._loader_arguments["seed"], attempt)
+        return int(order.indices(np.array([sample]))[0])
+
     def state_dict(self) -> dict[str, int]:
         """Between steps: where the next one begins."""
         return {"next_sample": self.next_sample, "attempt": self.attempt}

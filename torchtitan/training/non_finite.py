@@ -1,5 +1,6 @@
-"""Where the first value that is not finite comes from: a step repeated with every module watched."""
+"""Values that are not finite: in a state, and where the first of a step comes from, with every module watched."""
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -56,6 +57,22 @@ def _hook(name: str, watch: Watch):
             output.register_hook(lambda gradient: watch.see(gradient, f"the gradient of the output of {name}"))
 
     return look
+
+
+@torch.no_grad()
+def not_finite(tensors: dict[str, Tensor]) -> str:
+    """Name the first tensor of each rank, plain or sharded, that holds a value which is not finite; "": none does.
+
+    Collective. Reads every value once, takes no memory, and waits for the device once.
+    """
+    floating = {name: local(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
+    floating = {name: tensor for name, tensor in floating.items() if tensor.numel()}
+    found = ""
+    if floating:
+        largest = torch._foreach_norm(list(floating.values()), math.inf)  # NaN counts as the largest
+        finite = torch.stack([value.isfinite() for value in largest]).tolist()
+        found = next((f"{name} is not finite" for name, good in zip(floating, finite, strict=True) if not good), "")
+    return over_ranks(found)
 
 
 def over_ranks(found: str) -> str:

@@ -1,10 +1,12 @@
-"""Steps that must not count: their gradient is not finite, or their loss leaps.
+"""Steps that must not count: loss or gradient is not finite, the gradient is too large to be squared, or the loss leaps.
 
 The verdict on a step is a tensor on the device, the same on every rank, which the optimizer takes as it is; the host
 reads it one step late, so that no healthy step waits for the device.
 """
 
 import logging
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +19,13 @@ logger = logging.getLogger(__name__)
 
 _SPIKE_MEMORY = 0.99  # decay per step of the running mean and variance of ln loss
 _SPIKE_STEPS = 100  # steps before which nothing is called a spike
+
+# Adam squares every element in float32. From this norm on a square may be infinite: the parameter would never move again.
+LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
+
+# Images lie within [-1, 1] and latents within a few units of 0; values above are named.
+LARGEST_VALUE = 1e3
+_MOST_NAMED = 20
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,20 @@ class StepSamples:
     microbatches: int
 
 
+def backward(loss: Tensor) -> None:
+    """Backward of a scalar loss; of one that is not finite, with a gradient of NaN.
+
+    An infinite error can have a finite gradient, and only its own rank knows of it. NaN goes through the reduction, so
+    that all ranks find it in the gradient norm, without a collective of its own.
+    """
+    loss.backward(loss.detach() * 0.0 + 1.0)
+
+
+def is_sane(value: float) -> bool:
+    """Whether the largest absolute value of an image or latent may be one; NaN may not."""
+    return value <= LARGEST_VALUE
+
+
 class NumericalGuard:
     """Judges every step, and counts those that were skipped.
 
@@ -41,20 +64,25 @@ class NumericalGuard:
         skipped: steps skipped in the run.
         rollbacks: times that the run went back to a checkpoint.
         last_skipped: the latest of them that the host knows of, None if there is none.
-        reason: why it was skipped, in a few words.
+        last_healthy: the latest step that counted, likewise.
+        reason: why `last_skipped` was skipped, in a few words.
         in_doubt: whether the latest step that the host knows of was skipped: no time to save, for what led there may
             be in the weights already.
     """
 
-    def __init__(self, limit: int, spike_threshold: float, device: torch.device) -> None:
+    def __init__(
+        self, limit: int, spike_threshold: float, device: torch.device, image_of: Callable[[int, int], int] | None = None
+    ) -> None:
         """
         Args:
-            limit: steps skipped from one checkpoint to the next that are borne.
+            limit: steps skipped from one checkpoint to the next that are tolerated.
             spike_threshold: standard deviations of ln loss above its running mean; 0: any loss will do.
             device: of compute.
+            image_of: (sample number, attempt) -> index in the dataset, for messages.
         """
         self.skipped, self.rollbacks = 0, 0
         self.last_skipped: StepSamples | None = None
+        self.last_healthy: StepSamples | None = None
         self.reason = ""
         self.in_doubt = False
         self._limit = limit
@@ -62,30 +90,49 @@ class NumericalGuard:
         self._rolled_back_to: int | None = None
         self._spikes = _Spikes(spike_threshold, device) if spike_threshold > 0 else None
         self._pending: tuple[StepSamples, Tensor, torch.cuda.Event | None] | None = None
+        self._image_of = image_of or (lambda sample, attempt: sample)
+        self._largest: list[tuple[Tensor, Tensor]] = []  # of each image of this rank's step, and its sample number
+        self._named: set[int] = set()
+
+    def add_images(self, images: Tensor, indices: Tensor) -> None:
+        """Note the images [B, ...] of one of a step's microbatches and their sample numbers [B]."""
+        self._largest.append((torch.linalg.vector_norm(images.flatten(1), math.inf, dim=1), indices))
 
     def add_loss(self, loss: Tensor, microbatches: int) -> None:
         """Count the per-sample losses [B] of one of a step's microbatches."""
         if self._spikes:
             self._spikes.add(loss, microbatches)
 
-    def judge(self, samples: StepSamples, norm: Tensor) -> Tensor:
+    def judge(self, samples: StepSamples, norm: Tensor, *beside: Tensor) -> Tensor:
         """Whether a step must be skipped, bool scalar on the device; collective where spikes are looked for.
 
         Args:
             samples: the step.
-            norm: of its reduced gradient, equal on all ranks. A loss that is not finite makes it so too.
+            norm: of the network's reduced gradient before clipping, equal on all ranks. A loss that is not finite makes it
+                NaN, see `backward`.
+            beside: the same of what is trained beside the network, if anything is.
         """
         self.settle()
-        broken = ~norm.isfinite()
+        norms = torch.stack((norm, *beside)).to(torch.float64)
+        broken = ~(norms < LARGEST_NORM).all()
         spike = self._spikes.judge(broken) if self._spikes else torch.zeros_like(broken)
         verdict = torch.stack((broken, spike)).to(torch.float64)
-        found, event = torch.cat((verdict, norm[None].to(torch.float64))), None
+        found, event = torch.cat((verdict, self._take_largest(norms), norms)), None
         if found.device.type == "cuda":
             found = found.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
             event.record()
         self._pending = (samples, found, event)
         return broken | spike
+
+    def _take_largest(self, like: Tensor) -> Tensor:
+        """Largest absolute value of this rank's images of the step, and the number of its sample; float64 [2]."""
+        noted, self._largest = self._largest, []
+        if not noted:
+            return like.new_zeros(2)
+        value, place = torch.cat([values for values, _ in noted]).max(dim=0, keepdim=True)  # NaN counts as the largest
+        number = torch.cat([indices for _, indices in noted]).index_select(0, place)
+        return torch.cat((value.to(like), number.to(like)))
 
     def settle(self) -> None:
         """Read the verdict on the latest step; waits for the device."""
@@ -95,19 +142,31 @@ class NumericalGuard:
         self._pending = None
         if event is not None:
             event.synchronize()
-        broken, spike, norm = found.tolist()
+        broken, spike, largest, number, *norms = found.tolist()
+        self._name_image(samples, largest, int(number))
         self.in_doubt = bool(broken or spike)
         if not self.in_doubt:
+            self.last_healthy = samples
             return
         self.skipped += 1
         self._since_checkpoint += 1
         self.last_skipped = samples
-        self.reason = f"the gradient norm is {norm}" if broken else "its loss leaps"
+        self.reason = _too_large(norms) if broken else "its loss leaps"
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.warning(
                 f"step {samples.step}: skipped, {self.reason} ({self._since_checkpoint} since the last checkpoint, "
                 f"training.max_skipped_steps = {self._limit})"
             )
+
+    def _name_image(self, samples: StepSamples, largest: float, number: int) -> None:
+        """Warn of a value that no image should have, once per image; on the rank that read it."""
+        if is_sane(largest) or len(self._named) == _MOST_NAMED:
+            return
+        image = self._image_of(number, samples.samples.attempt)
+        if image not in self._named:
+            self._named.add(image)
+            more = "; no more images are named" if len(self._named) == _MOST_NAMED else ""
+            logger.warning(f"step {samples.step}: {describe_image(number, image, largest)}: check it{more}")
 
     @property
     def exhausted(self) -> bool:
@@ -138,11 +197,23 @@ class NumericalGuard:
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from a state; what this process has counted itself, if that is more, stays."""
-        self._pending = None
+        self._pending = self.last_healthy = None
+        self._largest = []
         self.skipped = max(self.skipped, state.get("skipped", 0))
         self.rollbacks = max(self.rollbacks, state.get("rollbacks", 0))
         if self._spikes:
             self._spikes.load_state_dict(state.get("spikes", {}))
+
+
+def describe_image(number: int, image: int, largest: float) -> str:
+    """Which sample has an absurd value, in words."""
+    return f"sample {number}, image {image} of the dataset, has a value of {largest:g} (images lie within [-1, 1])"
+
+
+def _too_large(norms: list[float]) -> str:
+    """Which gradient norm is not finite or too large, the network's first."""
+    place = next(place for place, norm in enumerate(norms) if not norm < LARGEST_NORM)
+    return f"the gradient norm{' of what is learned beside the network' if place else ''} is {norms[place]:g}"
 
 
 class _Spikes:

@@ -41,6 +41,19 @@ def check_fits(path: Path, model: nn.Module) -> None:
         raise WeightsError("\n".join(f"{path}: {problem}" for problem in problems))
 
 
+def check_finite(path: Path) -> None:
+    """Read every tensor of a safetensors file, one at a time. Raises WeightsError: one holds NaN or an infinity."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            bad = [
+                name for name in file.keys() if not file.get_tensor(name).to(torch.float32).isfinite().all()  # noqa: SIM118
+            ]
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
+    if bad:
+        raise WeightsError(f"{path}: {len(bad)} tensors hold values that are not finite: {_some(bad)}")
+
+
 @torch.no_grad()
 def fill(model: nn.Module, path: Path) -> None:
     """Give a model the weights of a safetensors file, named as its parameters. Raises WeightsError."""
