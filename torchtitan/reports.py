@@ -1,31 +1,33 @@
 """What a run shows and leaves behind: progress, metrics, validation, grids of samples, the closing summary."""
 
 import logging
-import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
 from data import DATASETS
 from torchtitan.config_record import effective
+from torchtitan.console import closing_lines, grids, introduce
 from torchtitan.distributed.agreement import from_first_rank, highest_over_ranks
 from torchtitan.distributed.compile import CompileCounter
-from torchtitan.distributed.mesh import crosses_nodes
-from torchtitan.evaluation.decoding import LATENT_DATASETS, held_out_picture
+from torchtitan.evaluation.decoding import held_out_picture
 from torchtitan.evaluation.pictures import class_labels, image_grid, save_animation
 from torchtitan.evaluation.sampling import ImageSampler, balanced_labels, grid_labels
 from torchtitan.evaluation.validation import validation_loss
+from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
+from torchtitan.files.optional import OptionalOutputs, reason
 from torchtitan.gns.monitor import GNS_FOLDER
-from torchtitan.gns.pictures import PICTURE_FILE, read_points
-from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
+from torchtitan.gns.pictures import PICTURE_FILE
 from torchtitan.training.data_loading import validation_batches
+from torchtitan.training.faults import TrainingError
 from torchtitan.training.hardware import (
     ALLOCATOR_RETRIES,
     PEAK_MEMORY,
@@ -34,8 +36,9 @@ from torchtitan.training.hardware import (
     peak_tflops,
     reset_peak_memory,
 )
-from torchtitan.training.metrics import METRICS_FILE, MetricsLog, Stopwatch, cut_metrics, tail_medians
-from torchtitan.training.run_folder import versions
+from torchtitan.training.metric_sinks import as_png
+from torchtitan.training.metrics import METRICS_FILE, MetricsLog, Stopwatch, checked_lines, read_points, tail_medians
+from torchtitan.training.run_folder import RunFolderError, versions
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -52,14 +55,19 @@ _TAIL_TAGS = (
     "time_metrics/data_loading(%)",
 )
 
+_LAST_TRIES_SECONDS = 10.0  # for what a completed run cannot write
 # From the start of the process on: after them, whatever is trained with has been seen.
 _STEPS_TO_COMPILE = 3
 
 
 class Reports:
-    """The reporting side of a Trainer. Collective methods say so; the first rank alone writes."""
+    """The reporting side of a Trainer. Collective methods say so; the first rank alone writes.
+
+    A disk that cannot be written costs a picture, never the run; points of metrics wait for it.
+    """
 
     def __init__(self, trainer: "Trainer") -> None:
+        """Raises RunFolderError on every rank: metrics.jsonl cannot be written; collective."""
         self._trainer = trainer
         self._config = trainer.config
         self._first = trainer.layout.rank == 0
@@ -74,14 +82,16 @@ class Reports:
         # Steps that measure the gradients of single samples have graphs of their own.
         expected = max(_STEPS_TO_COMPILE, gns.interval if gns.enable and gns.single_pass else 0)
         self._compilations = CompileCounter(expected)
-        self._results: dict[str, Any] = {}
+        self._results: dict[str, Any] = dict(trainer.reported.get("results", {}))
+        self._outputs = OptionalOutputs()
         self._held_out_shown = False
+        self._held_out_picture: Image.Image | None = None  # until it is written
         self._peak_memory: float = 0.0  # GiB, of this rank, up to the last logged point
         self._allocator_retries: float = 0
-        self._log: MetricsLog | None = None
+        self._log = self._new_log() if self._first else None
+        from_first_rank(self._open)
         if self._first:
-            self._open_log()
-            self._introduce()
+            introduce(trainer, self._num_parameters())
         self._bar = tqdm(
             total=self._config.training.steps, initial=trainer.progress, unit="step", dynamic_ncols=True, smoothing=0.05,
             disable=not (self._first and sys.stderr.isatty()),
@@ -94,18 +104,39 @@ class Reports:
         """Go on from the trainer's step, which lies before what was reported last."""
         if self._first:
             self._log.close()
-            self._open_log()
+            self._log = self._new_log()
+        self._results = dict(self._trainer.reported.get("results", {}))
         self._bar.n = self._trainer.progress
         self._bar.refresh()
         self._watch.lap()
         self._start_lap()
 
-    def _open_log(self) -> None:
+    def _new_log(self) -> MetricsLog:
         trainer, config = self._trainer, self._config
-        cut_metrics(trainer.folder.path / METRICS_FILE, trainer.step)
-        self._log = MetricsLog(
-            trainer.folder.path, config.metrics, config.job.name, effective(config), trainer.step
-        )
+        return MetricsLog(
+            trainer.folder.path, config.metrics, config.job.name, effective(config), trainer.step,
+            trainer.reported.get("unsaved_metrics", ()),
+        )  # fmt: skip
+
+    def _open(self) -> None:
+        path = self._trainer.folder.path / METRICS_FILE
+        try:
+            self._log.open()
+        except OSError as error:
+            raise RunFolderError([f"{path}: cannot be written: {reason(error)}"]) from error
+        for folder in (self._trainer.folder.samples, self._noise_scale.parent):
+            with self._outputs.attempt("unfinished pictures", folder):
+                remove_unfinished(folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that resumes from here reports beside its own: for the first rank's checkpoint."""
+        return {"results": self._results, "unsaved_metrics": self._log.unsaved() if self._log else []}
+
+    def sync(self) -> None:
+        """Bring metrics and lists to the disk, as far as it allows; any thread may call it, beside training."""
+        if self._log:
+            self._log.sync()
+        self._trainer.corrupt_images.sync()
 
     def _start_lap(self) -> None:
         data = self._trainer.data
@@ -180,10 +211,12 @@ class Reports:
             self._log.write(trainer.step, trainer.gns.metrics())
             last = trainer.last_step
             if last or trainer.step % config.picture_interval < config.log_interval:
-                points = read_points(trainer.folder.path / METRICS_FILE)
-                picture = trainer.gns.draw(points, self._trainer.batch_size)
-                if picture and last:
-                    self._log.write_image(trainer.step, "gns", picture)
+                with self._outputs.attempt("the picture of the noise scale", self._noise_scale):
+                    points = list(read_points(trainer.folder.path / METRICS_FILE, '"gns/'))
+                    if picture := trainer.gns.draw(points, self._trainer.batch_size):
+                        self._write_picture(self._noise_scale, picture)
+                        if last:
+                            self._log.write_image(trainer.step, "gns", picture)
 
     def validate(self) -> None:
         """Measure the held-out loss with the trained and with every averaged weight; collective."""
@@ -231,13 +264,18 @@ class Reports:
             rows = labels[:: config.images_per_class].tolist()
             names = class_labels(rows, trainer.info.class_names)
             path = trainer.folder.samples / f"step-{trainer.step:08d}.png"
-            path.parent.mkdir(exist_ok=True)
             title = f"guidance {config.guidance_scale:g}"  # the animation writes the step
-            image_grid(images, len(rows), config.images_per_class, names, title).save(path)
-            self._log.write_image(trainer.step, "samples", path)
+            picture = image_grid(images, len(rows), config.images_per_class, names, title)
+            with self._outputs.attempt("the grid of samples", path):
+                self._write_picture(path, picture)
+            self._log.write_image(trainer.step, "samples", picture)
 
     def finish(self, status: str) -> None:
-        """Judge the samples, write the animation and the summary, and say where everything is; collective."""
+        """Judge the samples, write the animation and the summary, and say where everything is; collective.
+
+        Raises:
+            TrainingError: of a completed run, what a later start needs could not be written.
+        """
         trainer, config = self._trainer, self._config
         self._bar.close()
         training_seconds = time.perf_counter() - self._started
@@ -249,14 +287,15 @@ class Reports:
         self._results |= self._memory_over_ranks()
         if self._first:
             self._animate()
-            summary = self._summary(status) | {"seconds_since_start": round(training_seconds, 1)}
-            trainer.folder.write_summary(summary)
-            self._point_out(status)
+        if problem := from_first_rank(self._close_run, status, training_seconds):
+            raise TrainingError(f"step {trainer.step}: {problem}")
+        if self._first:
+            self._say("\n".join(closing_lines(trainer, status, self._results, self._held_out, self._animation)))
 
     def fail(self, status: str, reason: str) -> None:
         """Close the summary of a run that cannot go on; called by one rank, any, for others may be gone."""
         self._bar.close()
-        self._trainer.folder.write_summary(self._summary(status) | {"reason": reason})
+        self._write_summary(self._summary(status) | {"reason": reason})
 
     def close(self) -> None:
         if self._log:
@@ -296,6 +335,35 @@ class Reports:
         peak, retries = highest_over_ranks(self._peak_memory, self._allocator_retries)
         return {"peak_memory_GiB": round(peak, 6), "num_alloc_retries": int(retries)}
 
+    def _close_run(self, status: str, training_seconds: float) -> str | None:
+        """Write what is left to write; what of it is missing and would be missed."""
+        completed, safe = status == "completed", self._config.checkpoint.enable
+        lacking, points = self._log.settle(_LAST_TRIES_SECONDS if completed else 0.0)
+        if lacking:
+            fate = "the last checkpoint holds them, and the same command writes them" if safe else "they are lost"
+            problem = f"{lacking} of {points} metric points could not be written to {METRICS_FILE}; {fate}"
+            if completed:
+                return problem
+            logger.error(problem)
+        summary = self._summary(status) | {"seconds_since_start": round(training_seconds, 1)}
+        written = _within(_LAST_TRIES_SECONDS if completed else 0.0, lambda: self._write_summary(summary))
+        if completed and not (written or safe):
+            return f"{self._trainer.folder.summary.name} could not be written, and checkpoint.enable is false"
+        return None
+
+    def _write_summary(self, summary: dict[str, Any]) -> bool:
+        fate = f"the run has ended: {summary['status']}"
+        if self._config.checkpoint.enable and summary["status"] == "completed":
+            fate = "the run has completed, and the same command writes it from the last checkpoint"
+        with self._outputs.attempt("the summary", self._trainer.folder.summary, consequence=fate):
+            self._trainer.folder.write_summary(summary)
+            return True
+        return False
+
+    def _write_picture(self, path: Path, picture: Image.Image) -> None:
+        make_folder(path.parent)
+        replace_file(path, as_png(picture))
+
     def _draw(self, labels: Tensor, guidance_scale: float, purpose: str) -> Tensor:
         trainer, config = self._trainer, self._config.sampling
         with trainer.ema.weights(config.ema_track, trainer.model):
@@ -307,15 +375,19 @@ class Reports:
     def _show_held_out(self) -> None:
         """Save decoded held-out latents, once: whether scale and shift are right; collective."""
         trainer = self._trainer
-        if trainer.decoder is None or self._held_out_shown or not trainer.info.has_validation:
+        if trainer.decoder is None or not trainer.info.has_validation:
             return
-        self._held_out_shown = True
-        dataset = DATASETS[self._config.data.name](self._config.data, "validation")
-        picture = held_out_picture(dataset, trainer.decoder, trainer.info.class_names)
-        if self._first:
-            self._held_out.parent.mkdir(exist_ok=True)
-            picture.save(self._held_out)
-            self._log.write_image(trainer.step, "held_out", self._held_out)
+        if not self._held_out_shown:
+            self._held_out_shown = True
+            dataset = DATASETS[self._config.data.name](self._config.data, "validation")
+            picture = held_out_picture(dataset, trainer.decoder, trainer.info.class_names)
+            if self._first:
+                self._held_out_picture = picture
+                self._log.write_image(trainer.step, "held_out", picture)
+        if self._held_out_picture:
+            with self._outputs.attempt("the picture of held-out images", self._held_out):
+                self._write_picture(self._held_out, self._held_out_picture)
+                self._held_out_picture = None
 
     def _judge(self) -> None:
         trainer, config = self._trainer, self._config.sampling
@@ -337,12 +409,12 @@ class Reports:
         }
 
     def _animate(self) -> None:
-        frames = [(int(path.stem.split("-")[1]), path) for path in sorted(self._trainer.folder.samples.glob("step-*.png"))]
-        if len(frames) > 1:
-            save_animation(frames, self._animation)
+        with self._outputs.attempt("the animation", self._animation, consequence="the grids are beside it"):
+            if len(frames := grids(self._trainer.folder.samples)) > 1:
+                save_animation(frames, self._animation)
 
     @property
-    def _animation(self):
+    def _animation(self) -> Path:
         return self._trainer.folder.samples / "training.gif"
 
     @property
@@ -361,7 +433,6 @@ class Reports:
 
     def _summary(self, status: str) -> dict[str, Any]:
         trainer = self._trainer
-        metrics = trainer.folder.path / METRICS_FILE
         return {
             "status": status,
             "step": trainer.step,
@@ -373,60 +444,23 @@ class Reports:
             "device": device_name(self._device),
             "num_parameters": self._num_parameters(),
             "flops_per_image": self._flops_per_image,
-            "tail_medians": tail_medians(metrics, _TAIL_TAGS),
+            "tail_medians": self._tail_medians(),
             **({"compile": self._compilations.counts()} if self._config.compile.enable else {}),
             **self._results,
             **({"checkpoint_failures": trainer.checkpointer.failures} if trainer.checkpointer.failures else {}),
             "versions": versions(),
         }
 
+    def _tail_medians(self) -> dict[str, float]:
+        path = self._trainer.folder.path / METRICS_FILE
+        try:
+            return tail_medians(path, _TAIL_TAGS)
+        except OSError as error:
+            logger.error(f"{path}: cannot be read: {reason(error)}; the summary has no medians")
+            return {}
+
     def _num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self._trainer.parameters.values())
-
-    def _introduce(self) -> None:
-        trainer, config = self._trainer, self._config
-        logger.info(
-            f"{config.job.name}: {config.model.flavor}, {self._num_parameters():,} parameters, on {config.data.name} "
-            f"{'x'.join(map(str, trainer.info.image_shape))}; {trainer.layout.describe()} on {device_name(self._device)}; "
-            f"{config.training.global_batch_size} images a step, {trainer.data.microbatches_per_step} microbatches"
-        )
-        if advice := crosses_nodes(trainer.layout, int(os.environ.get("LOCAL_WORLD_SIZE", trainer.layout.world_size))):
-            logger.warning(advice)
-        points = torch.linspace(-6.0, 6.0, 13, dtype=torch.float64)
-        weights = trainer.objective.effective_weight(points)
-        if weights is not None:
-            weights = weights / weights.max()
-            logger.info("effective weight of the noise error over ln sigma (highest = 1): " + "  ".join(
-                f"{point:+.0f}: {weight:.2g}" for point, weight in zip(points.tolist(), weights.tolist(), strict=True)
-            ))
-        if config.sampling.enable and config.data.name in LATENT_DATASETS and trainer.decoder is None:
-            logger.info(
-                "grids show three latent channels as colours; for images give --autoencoder.name and --autoencoder.path"
-            )
-        if trainer.step:
-            logger.info(f"resumed after step {trainer.step} of {config.training.steps}")
-
-    def _point_out(self, status: str) -> None:
-        folder = self._trainer.folder
-        lines = [f"{status} after step {self._trainer.step}"]
-        grids = sorted(folder.samples.glob("step-*.png"))
-        places = {
-            "sample grid": grids[-1] if grids else None,
-            "held-out": self._held_out if self._held_out.exists() else None,
-            "noise scale": self._noise_scale if self._noise_scale.exists() else None,
-            "animation": self._animation if self._animation.exists() else None,
-            "metrics": folder.path / METRICS_FILE,
-            "TensorBoard": folder.path / "tb" if self._config.metrics.enable_tensorboard else None,
-            "corrupt": folder.path / CORRUPT_IMAGES_FILE if "corrupt_images" in self._results else None,
-            "checkpoints": folder.checkpoints if self._config.checkpoint.enable else None,
-            "summary": folder.summary,
-        }
-        lines += [f"  {name:<12} {path}" for name, path in places.items() if path]
-        lines += _verdict(self._results)
-        if self._trainer.gns:
-            advice = self._trainer.gns.advice(self._trainer.batch_size)
-            lines += ["gradient noise:", *(f"  {line}" for line in advice)] if advice else []
-        self._say("\n".join(lines))
 
     def _say(self, text: str) -> None:
         if self._bar.disable:
@@ -435,23 +469,20 @@ class Reports:
             tqdm.write(text, file=sys.stderr)
 
 
-def _verdict(results: dict[str, Any]) -> list[str]:
-    if "sample_accuracy" not in results:
-        return []
-    lines = ["samples, judged by a classifier trained on the real images:"]
-    for suffix, kind in (("", "guided"), ("_unguided", "unguided")):
-        lines.append(
-            f"  {kind:<12} {100 * results[f'sample_accuracy{suffix}']:.1f} % recognised as the class asked for, "
-            f"Fréchet distance {results[f'sample_frechet_distance{suffix}']:.2f}, variety within a class "
-            f"{100 * results[f'sample_variety{suffix}']:.0f} % of real, {100 * results[f'sample_copies{suffix}']:.1f} % "
-            "copies of training images"
-        )
-    lines.append(
-        f"  {'real':<12} {100 * results['sample_accuracy_real']:.1f} % recognised, Fréchet distance "
-        f"{results['sample_frechet_distance_real']:.2f}, {100 * results['sample_copies_real']:.1f} % as near as a copy: "
-        "held-out images, for comparison"
-    )
-    return lines
+def checked_state(state: dict[str, Any], step: int) -> dict[str, Any]:
+    """The state of reports in a checkpoint of a step. Raises ValueError, TypeError: it is no such state."""
+    results, lines = state.get("results", {}), state.get("unsaved_metrics", [])
+    if not all(isinstance(value, int | float) for value in dict(results).values()):
+        raise ValueError("the results are no numbers")
+    return {"results": dict(results), "unsaved_metrics": checked_lines(lines, step)}
+
+
+def _within(seconds: float, work: Callable[[], bool]) -> bool:
+    """Do something, again and again for that time while it fails; whether it came off."""
+    deadline = time.monotonic() + seconds
+    while not (done := work()) and time.monotonic() < deadline:
+        time.sleep(min(1.0, seconds / 10))
+    return done
 
 
 def _duration(seconds: float) -> str:

@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -43,26 +42,26 @@ def run(config: JobConfig) -> int:
     if RunFolder(config).is_finished() and config.checkpoint.load_step < 0:
         if _first():
             print(f"{RunFolder(config).path}: this run is finished (give another --job.name to train again)")
-        _leave_status(None, "completed", 0)
+        write_status(None, "completed", 0)
         return 0
     with _bounded_end() as deadline, process_group():
         try:
             trainer = Trainer(config)
         except StoreError as error:  # it may answer when the run is started again
             logger.error(f"rank {_rank()}: {error}")
-            _leave_status(None, "failed", FAILED, str(error))
+            write_status(None, "failed", FAILED, str(error))
             return FAILED
         except _REFUSALS as error:
             if _speaks_for_its_machine():
                 print(error, file=sys.stderr)
-            _leave_status(None, "refused", REFUSED, str(error))  # the folder may be another run's
+            write_status(None, "refused", REFUSED, str(error))  # the folder may be another run's
             return REFUSED
         except (RuntimeError, MemoryError) as error:
             if not (is_out_of_memory(error) or is_lost_rank(error)):
                 raise
             said = _out_of_memory(error) if is_out_of_memory(error) else f"lost another rank: {first_line(error)}"
             logger.error(f"rank {_rank()}: building the run: {said}")
-            _leave_status(RunFolder(config).path if _first() else None, "failed", FAILED, said)
+            write_status(RunFolder(config).path if _first() else None, "failed", FAILED, said)
             return FAILED
         with requests_ignored_at_the_end():
             try:
@@ -107,7 +106,7 @@ def _train(trainer: Trainer, deadline: threading.Timer) -> int:
         status, reason = "requeue", "interrupted by a signal, and saved"
     elif code:
         status, reason = "failed", "interrupted by a signal, and not saved: checkpoint.enable is false"
-    _leave_status(trainer.folder.path if _first() else None, status, code, reason)
+    write_status(trainer.folder.path if _first() else None, status, code, reason)
     return code
 
 
@@ -123,18 +122,8 @@ def _fail(trainer: Trainer, deadline: threading.Timer, status: str, reason: str,
     culprit = trainer.supervision.culprit(wait)
     reason = f"{reason}; {culprit}" if culprit else reason
     logger.error(reason if trainer.layout.world_size == 1 else f"rank {trainer.layout.rank}: {reason}")
-    try:
-        trainer.supervision.failed(status, reason)
-    except OSError as error:
-        logger.error(f"{trainer.folder.path}: the summary cannot be written: {error.strerror}")
+    trainer.supervision.failed(status, reason)
     return FAILED
-
-
-def _leave_status(folder: Path | None, status: str, exit_code: int, reason: str = "") -> None:
-    try:
-        write_status(folder, status, exit_code, reason)
-    except OSError as error:
-        logger.error(f"{error.filename}: cannot be written: {error.strerror}")
 
 
 def _first() -> bool:

@@ -37,7 +37,7 @@ from torchtitan.gns.monitor import GNSMonitor, inner_edges
 from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import check_convertible, convert_to_float8
-from torchtitan.reports import Reports
+from torchtitan.reports import Reports, checked_state
 from torchtitan.training.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -140,6 +140,7 @@ class Trainer:
         self.step = 0
         self.progress = 0  # in steps of training.global_batch_size: ahead of `step` once the batch has grown
         self.batch_size = config.training.global_batch_size  # of the step just made
+        self.reported: dict = {}  # state of the reports in the checkpoint that the run resumes from
         if resumed_step is not None:
             self.resume(resumed_step)
         self.reports = Reports(self)
@@ -437,17 +438,23 @@ class Trainer:
             "timestep_sampler": self.objective.timestep_sampler.state_dict(),
             "loss_window": self.window.state_dict(),
             "guard": self.guard.state_dict(),
+            "reports": self.reports.state_dict(),
             "gns": self.gns.state_dict() if self.gns else {},
         }
 
     def _save(self) -> None:
         with self.reports.excluded():
-            if self.gns:
-                self.gns.flush()
-            self.checkpointer.save(self.step, self.tensors(), self.state())
+            self.checkpointer.save(self.step, self.tensors(), self.state(), self._sync_outputs)
         # A save beside training is taken to come off: when it ends is not the same moment on every rank.
         if self.config.checkpoint.async_mode != "disabled" or self.checkpointer.wait() is None:
             self.guard.checkpoint_saved()
+
+    def _sync_outputs(self) -> None:
+        """Bring to the disk what a run that resumes finds beside its checkpoint; called beside training."""
+        if self.gns:
+            self.gns.sync()
+        self.reports.sync()
+        self.supervision.sync()
 
     def resume(self, step: int) -> None:
         """Be what the run was after a step, from its checkpoint; collective."""
@@ -478,6 +485,7 @@ class Trainer:
             gns_state.pop("schedule", None)
         self.window.load_state_dict(state["loss_window"])
         self.guard.load_state_dict(state.get("guard", {}))
+        self.reported = checked_state(state.get("reports", {}), self.step)
         if self.gns:
             self.gns.load_state_dict(gns_state, self.step)
 

@@ -1,12 +1,23 @@
-"""What is written beside checkpoints when the disk is full: nothing is lost, nothing is half there, training goes on."""
+"""What is written beside checkpoints when a disk is full or failing: nothing is lost, nothing half there."""
 
+import errno
 import json
+import os
 import resource
+import sys
+import threading
+import tracemalloc
+import types
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtitan.training.metrics import METRICS_FILE, MetricsConfig, MetricsLog
+from torchtitan.files.optional import OptionalOutputs
+from torchtitan.files.patient_file import PatientFile
+from torchtitan.training.metrics import METRICS_FILE, MetricsConfig, MetricsLog, checked_lines, cut_metrics, read_points
 
 
 @contextmanager
@@ -20,9 +31,45 @@ def files_end_at(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@dataclass
+class FailingDisk:
+    """Fails to bring a file to the disk while `broken`; as Linux does, it then forgets what it could not write."""
+
+    path: os.PathLike
+    broken: bool = False
+    on_disk: int = 0
+
+    def fsync(self, descriptor: int) -> None:
+        if not os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
+            return
+        size = os.path.getsize(self.path)
+        if self.broken:
+            with open(self.path, "r+b") as file:
+                file.seek(self.on_disk)
+                file.write(bytes(size - self.on_disk))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self.on_disk = size
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    disk = FailingDisk(tmp_path / METRICS_FILE)
+    monkeypatch.setattr(os, "fsync", disk.fsync)
+    return disk
+
+
+def metrics_log(folder, steps_done=0, unsaved=(), **config) -> MetricsLog:
+    config = MetricsConfig(**({"enable_tensorboard": False} | config))
+    return MetricsLog(folder, config, "run", {}, steps_done, unsaved)
+
+
+def steps(folder) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / METRICS_FILE).read_text().splitlines()]
+
+
 @pytest.mark.parametrize("room", [0, 30, 100])
 def test_points_wait_in_memory_until_there_is_room(tmp_path, caplog, room):
-    log = MetricsLog(tmp_path, MetricsConfig(enable_tensorboard=False), "run", {}, 0)
+    log = metrics_log(tmp_path)
     path = tmp_path / METRICS_FILE
     log.write(1, {"loss": 1.0})
     before = path.read_bytes()
@@ -30,16 +77,270 @@ def test_points_wait_in_memory_until_there_is_room(tmp_path, caplog, room):
         for step in range(2, 6):
             log.write(step, {"loss": float(step), "text": "x" * 40})
             assert all(json.loads(line) for line in path.read_text().splitlines())
-    assert path.read_bytes().startswith(before) and len(path.read_text().splitlines()) < 5
-    assert caplog.text.count("training goes on, lines wait in memory") == 1
+    assert path.read_bytes().startswith(before) and len(steps(tmp_path)) < 5
+    said = f"{path}: the file of metrics cannot be written: File too large; training continues, its lines wait in memory"
+    assert caplog.messages == [said]
     log.write(6, {"loss": 6.0})
     log.close()
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert caplog.messages[1:] == [f"{path}: the file of metrics can be written again"]
 
 
 def test_points_that_wait_are_written_at_the_end(tmp_path):
-    log = MetricsLog(tmp_path, MetricsConfig(enable_tensorboard=False), "run", {}, 0)
+    log = metrics_log(tmp_path)
     with files_end_at(0):
         log.write(1, {"loss": 1.0})
+        log.write(2, {"loss": 1.0})
+        assert log.settle(0.3) == (2, 2) and [json.loads(line)["step"] for line in log.unsaved()] == [1, 2]
+    assert log.settle(0.3) == (0, 2)
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_points_that_the_kernel_dropped_after_a_failed_sync_are_written_again(tmp_path, disk, caplog):
+    log = metrics_log(tmp_path)
+    log.write(1, {"loss": 1.0})
+    log.sync()
+    assert log.unsaved() == []
+    log.write(2, {"loss": 2.0})
+    log.write(3, {"loss": 3.0})
+    disk.broken = True
+    log.sync()
+    log.sync()
+    assert b"\0" not in (tmp_path / METRICS_FILE).read_bytes() and steps(tmp_path) == [1, 2, 3]
+    assert [json.loads(line)["step"] for line in log.unsaved()] == [2, 3]
+    log.write(4, {"loss": 4.0})
+    assert log.settle(0.2) == (3, 4)
+    disk.broken = False
+    assert log.settle(0.2) == (0, 4) and steps(tmp_path) == [1, 2, 3, 4]
+    assert [message.partition(": the file of metrics ")[2].partition(":")[0] for message in caplog.messages] == [
+        "cannot be written", "can be written again",
+    ]  # fmt: skip
+
+
+def test_a_half_line_that_cannot_be_cut_off_goes_before_anything_follows(tmp_path, monkeypatch):
+    file = PatientFile(tmp_path / "lines", "lines")
+    file.add(b"one\n")
+    write = os.write
+
+    def torn(descriptor, content):
+        if bytes(content) == b"two two\n":
+            return write(descriptor, content[:3])
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def refused(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", torn)
+        patch.setattr(os, "ftruncate", refused)
+        file.add(b"two two\n")
+    assert (tmp_path / "lines").read_bytes() == b"one\ntwo"
+    file.add(b"three\n")
+    assert (tmp_path / "lines").read_bytes() == b"one\ntwo two\nthree\n"
+
+
+def test_a_sync_beside_training_holds_no_line_up_and_drops_only_what_was_there_when_it_began(tmp_path, monkeypatch):
+    file = PatientFile(tmp_path / "lines", "lines")
+    file.add(b"one\n")
+    began, may_end = threading.Event(), threading.Event()
+
+    def slow(descriptor):
+        began.set()
+        assert may_end.wait(10)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    thread = threading.Thread(target=file.sync)
+    thread.start()
+    assert began.wait(10)
+    file.add(b"two\n")  # a deadlock here would be one of training
+    assert file.unsaved() == [b"one\n", b"two\n"]
+    may_end.set()
+    thread.join(10)
+    assert file.unsaved() == [b"two\n"] and (tmp_path / "lines").read_bytes() == b"one\ntwo\n"
+
+
+def test_a_file_that_is_removed_or_whose_name_is_taken_is_made_again_with_all_that_was_not_safe(tmp_path, caplog):
+    path = tmp_path / "folder" / "lines"
+    file = PatientFile(path, "lines")
+    file.add(b"one\n")
+    assert file.sync()
+    file.add(b"two\n")
+    path.unlink()
+    path.parent.rmdir()
+    file.add(b"three\n")
+    assert path.read_bytes() == b"two\nthree\n" and not caplog.messages
+    path.rename(tmp_path / "aside")
+    path.mkdir()
+    file.add(b"four\n")
+    assert not file.sync() and "Is a directory" in caplog.messages[0] and len(caplog.messages) == 1
+    path.rmdir()
+    (tmp_path / "aside").rename(path)
+    assert file.sync() and path.read_bytes().endswith(b"four\n") and file.unsaved() == []
+
+
+def test_records_that_may_be_lost_are_bounded_in_memory(tmp_path):
+    file = PatientFile(tmp_path / "in" / "lines", "lines", most_kept=1000, may_lose=True)
+    (tmp_path / "in").write_text("in the way")
+    for number in range(500):
+        file.add(f"{number:9}\n".encode())
+    assert len(file.unsaved()) == 100
+    (tmp_path / "in").unlink()
+    file.add(b"the last\n")
+    assert (tmp_path / "in" / "lines").read_text().split() == [*map(str, range(400, 500)), "the", "last"]
+
+
+@pytest.mark.parametrize("written, synced", [(10, 0), (10, 4), (4, 4), (7, 4), (0, 0)])
+def test_lines_that_a_power_cut_took_from_the_file_come_back_from_the_checkpoint_in_order(tmp_path, written, synced):
+    lines = [json.dumps({"step": step, "loss": step / 7}) for step in (1, 2, 3, 3, 4, 5, 6, 7, 8, 9)]
+    kept = lines[:written]
+    if written == 7:
+        kept[5] = "\0" * 20  # a block that was never written, though the next was
+    (tmp_path / METRICS_FILE).write_text("".join(f"{line}\n" for line in kept))
+    log = metrics_log(tmp_path, 7, checked_lines(lines[synced:8], 7))
+    log.open()
+    assert (tmp_path / METRICS_FILE).read_text().splitlines() == lines[:8]
+    assert log.unsaved() == lines[synced:8]  # for the next checkpoint
+    log.write(8, {})
     log.close()
-    assert json.loads((tmp_path / METRICS_FILE).read_text()) == {"step": 1, "loss": 1.0}
+    assert steps(tmp_path) == [1, 2, 3, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    "lines", ["text", [1], ['{"step": 1}\n'], ["{}"], ['{"step": 9}'], ['{"step": 1.5}'], ["[" * 9999]]
+)
+def test_lines_of_a_checkpoint_that_are_no_points_up_to_its_step_are_refused(lines):
+    with pytest.raises(ValueError, match="the unsaved metrics are no"):
+        checked_lines(lines, 8)
+
+
+def test_a_log_that_goes_back_waits_for_its_disk_and_then_reads_as_one_run(tmp_path):
+    log = metrics_log(tmp_path)
+    for step in (1, 2, 3, 4):
+        log.write(step, {"attempt": 0})
+    log.close()
+    path = tmp_path / METRICS_FILE
+    path.rename(tmp_path / "aside")
+    path.mkdir()
+    log = metrics_log(tmp_path, 2)
+    log.write(3, {"attempt": 1})
+    path.rmdir()
+    (tmp_path / "aside").rename(path)
+    log.write(4, {"attempt": 1})
+    points = [(point["step"], point["attempt"]) for point in read_points(path)]
+    assert points == [(1, 0), (2, 0), (3, 1), (4, 1)]
+
+
+def test_metrics_are_cut_in_place_where_nothing_good_follows_and_never_read_whole(tmp_path, monkeypatch):
+    path = tmp_path / METRICS_FILE
+    line = json.dumps({"step": 1, "text": "x" * 1000}) + "\n"
+    path.write_bytes((line * 4000).encode() + bytes(100_000) + b'{"step": 2}\n')
+    tracemalloc.start()
+    with files_end_at(0):  # no file may be written
+        cut_metrics(path, 1)
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+    assert path.stat().st_size == 4000 * len(line)
+
+
+def test_tensorboard_misses_nothing_where_its_disk_was_full_for_a_while(tmp_path, caplog):
+    log = metrics_log(tmp_path, enable_tensorboard=True)
+    log.write(1, {"loss": 1.0})
+    with files_end_at(0):
+        log.write(2, {"loss": 2.0})
+        log.write_image(2, "samples", Image.new("RGB", (9, 5)))
+        log.sync()
+    log.write(3, {"loss": 3.0})
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    [image] = events.Images("samples")
+    assert (image.step, image.width, image.height) == (2, 9, 5)
+    assert sum("TensorBoard's file cannot be written" in message for message in caplog.messages) == 1
+
+
+def test_a_resumed_run_hides_its_later_points_from_tensorboard(tmp_path):
+    for attempt, (done, wrote) in enumerate([(0, (1, 2, 3)), (1, (2,))]):
+        log = metrics_log(tmp_path, done, enable_tensorboard=True)
+        for step in wrote:
+            log.write(step, {"attempt": float(attempt)})
+        log.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("attempt")] == [(1, 0.0), (2, 1.0)]
+
+
+def test_tensorboard_whose_folder_cannot_be_made_costs_itself_alone(tmp_path, caplog):
+    (tmp_path / "tb").write_text("in the way")
+    log = metrics_log(tmp_path, enable_tensorboard=True)
+    log.write(1, {"loss": 1.0})
+    log.sync()
+    log.close()
+    assert steps(tmp_path) == [1] and len(caplog.messages) == 1 and "TensorBoard's file" in caplog.text
+
+
+class FakeWandb(types.ModuleType):
+    """Raises what wandb 0.31 was seen to: its Error where it cannot begin, OSError where it cannot write an image."""
+
+    class Error(Exception):
+        pass
+
+    def __init__(self, begins: bool) -> None:
+        super().__init__("wandb")
+        self.begins, self.logged, self.full = begins, [], False
+
+    def init(self, **arguments):
+        if not self.begins:
+            raise self.Error("No API key configured. Use `wandb login` to log in.")
+        return self
+
+    def log(self, content, step=None):
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.logged.append((step, content))
+
+    def finish(self):
+        pass
+
+
+def test_weights_and_biases_costs_itself_alone(tmp_path, monkeypatch, caplog):
+    for begins in (False, True):
+        caplog.clear()
+        fake = FakeWandb(begins)
+        monkeypatch.setitem(sys.modules, "wandb", fake)
+        log = metrics_log(tmp_path, enable_wandb=True)
+        log.write(1, {"loss": 1.0})
+        fake.full = True
+        log.write(2, {"loss": 2.0})
+        fake.full = False
+        log.write(3, {"loss": 3.0})
+        log.close()
+        assert fake.logged == ([(1, {"loss": 1.0}), (3, {"loss": 3.0})] if begins else [])
+        assert len(caplog.messages) == (2 if begins else 1) and "Weights & Biases" in caplog.messages[0]
+        assert "No space left" in caplog.text if begins else "No API key configured" in caplog.text
+
+
+def test_an_output_that_fails_is_said_when_it_begins_and_when_it_ends(tmp_path, caplog):
+    outputs = OptionalOutputs()
+    path = tmp_path / "in the way"
+    path.write_text("")
+
+    def draw(number):
+        with outputs.attempt("the picture", path / "picture.png"):
+            (path / "picture.png").write_text(str(number))
+            return True
+        return False
+
+    assert [draw(1), draw(2)] == [False, False]
+    with outputs.attempt("the page", path):
+        pass
+    path.unlink()
+    path.mkdir()
+    assert [draw(3), draw(4)] == [True, True] and (path / "picture.png").read_text() == "4"
+    assert caplog.messages == [
+        f"{path}/picture.png: the picture cannot be written: Not a directory; training continues, and the next "
+        "interval tries again",
+        f"{path}/picture.png: the picture can be written again",
+    ]
+    with pytest.raises(ZeroDivisionError), outputs.attempt("the page", path):
+        raise ZeroDivisionError

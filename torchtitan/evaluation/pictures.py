@@ -10,6 +10,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from torchtitan.files.durable import replacing
+
 logger = logging.getLogger(__name__)
 
 MARGIN = 12
@@ -147,11 +149,10 @@ def save_animation(frames: Sequence[tuple[int, str | os.PathLike]], path: str | 
     durations = [milliseconds] * (len(images) - 1) + [milliseconds + int(1000 * LAST_FRAME_SECONDS)]
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    images[0].save(
-        unfinished, format="GIF", save_all=True, append_images=images[1:], duration=durations, loop=0
-    )
-    os.replace(unfinished, path)
+    with replacing(path) as unfinished:
+        images[0].save(
+            unfinished, format="GIF", save_all=True, append_images=images[1:], duration=durations, loop=0
+        )
     return len(images)
 
 

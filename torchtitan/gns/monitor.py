@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from torchtitan.diffusion.allocated import AllocatedTimesteps, bin_masses, bin_means
@@ -30,7 +31,7 @@ from torchtitan.gns.allocate import (
 from torchtitan.gns.batch_schedule import BatchSchedule
 from torchtitan.gns.capture import GradientTaps, StepSums
 from torchtitan.gns.decayed import BinEstimates
-from torchtitan.gns.pictures import PICTURE_FILE, draw_noise_scale
+from torchtitan.gns.pictures import draw_noise_scale
 from torchtitan.gns.pool import ESTIMATORS, Pool, to_host
 from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.gns.raw_sums import RawSums
@@ -333,19 +334,21 @@ class GNSMonitor:
             self._mass, self._headline(), others, stratified=self._stratified, present=present
         )
 
-    def draw(self, points: Sequence[dict], global_batch_size: int) -> Path | None:
+    def draw(self, points: Sequence[dict], global_batch_size: int) -> Image.Image | None:
         """Draw the picture of the run so far from its logged points; None where there is nothing to draw."""
         if not self.pool:
             return None
         self.settle()
-        self._folder.mkdir(exist_ok=True)
         estimates = {geometry: self.pool.by_bin(geometry, "sketch") for geometry in reversed(self.pool.geometries)}
-        draw_noise_scale(self._folder / PICTURE_FILE, points, self._edges, estimates, global_batch_size)
-        return self._folder / PICTURE_FILE
+        return draw_noise_scale(points, self._edges, estimates, global_batch_size)
 
     def flush(self) -> None:
         """Write the raw sums of all steps so far."""
         self.settle()
+        self.sync()
+
+    def sync(self) -> None:
+        """Bring the raw sums to the disk that are on the host, if it allows; any thread may call it, beside training."""
         if self._raw:
             self._raw.flush()
 

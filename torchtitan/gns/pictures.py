@@ -1,11 +1,11 @@
 """The picture of a run's gradient noise scale: by timestep bin, over training, and how bins agree or conflict."""
 
-import json
+import io
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from torchtitan.gns.decayed import BinEstimates
@@ -17,16 +17,18 @@ _NAMES = {"adam": "Adam's geometry", "plain": "plain geometry"}
 
 
 def draw_noise_scale(
-    path: Path, points: Sequence[dict], edges: Tensor, estimates: dict[str, BinEstimates], batch_size: int
-) -> None:
-    """Draw a row of four panels for each geometry and write them as one PNG.
+    points: Sequence[dict], edges: Tensor, estimates: dict[str, BinEstimates], batch_size: int
+) -> Image.Image:
+    """Draw a row of four panels for each geometry.
 
     Args:
-        path: file to write.
         points: logged points in the order of their steps, with the tags of GNSMonitor.metrics.
         edges: inner edges of the K bins in t.
         estimates: geometry -> estimates of the bins on measured steps at the end, the headline first.
         batch_size: samples per step, drawn for comparison.
+
+    Returns:
+        an RGB picture.
     """
     # Without pyplot: nothing is shown and no global state is touched.
     from matplotlib.figure import Figure
@@ -41,19 +43,9 @@ def draw_noise_scale(
         _draw_lines(axes[1], points, geometry, bounds, batch_size)
         _draw_map(axes[2], figure, points, geometry, bounds)
         _draw_cosines(axes[3], figure, found, bounds)
-    temporary = path.with_suffix(".tmp")
-    figure.savefig(temporary, format="png", dpi=80)
-    temporary.replace(path)
-
-
-def read_points(metrics: Path) -> list[dict]:
-    """The logged points of a run that hold noise scales."""
-    points = []
-    with open(metrics, encoding="utf-8") as lines:
-        for line in lines:
-            if '"gns/' in line:
-                points.append(json.loads(line))
-    return points
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=80)
+    return Image.open(content).convert("RGB")
 
 
 def _draw_bins(axes, bounds: list[float], found: BinEstimates, composite: list, batch_size: int) -> None:

@@ -7,6 +7,8 @@ and corrections [P G K K] (null on others); see StepSums. Every file's metadata 
 
 import json
 import logging
+import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,15 +17,23 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from torchtitan.files.durable import make_folder, replacing, sync
+from torchtitan.files.optional import OptionalOutputs, reason
 from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
 
 logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"raw-(\d{8})-(\d{8})\.parquet")
+_MOST_ROWS = 10_000  # in memory, while they cannot be written
 
 _COLUMNS = ("count", "square_losses", "pairs", "squares", "products", "all_pairs", "sketched", "corrections")
 
 
 class RawSums:
-    """Writer of the first rank; keeps rows in memory until they are flushed."""
+    """Writer of the first rank; keeps rows in memory until they are flushed.
+
+    A disk that cannot be written costs the oldest of them, not the run.
+    """
 
     def __init__(self, folder: Path, edges: Tensor, num_geometries: int) -> None:
         """`edges`: inner edges in t, [K - 1]."""
@@ -35,52 +45,75 @@ class RawSums:
         }
         self._steps: list[int] = []
         self._rows: list[StepSums] = []
+        self._lock = threading.Lock()  # of both
+        self._outputs = OptionalOutputs()
 
     def add(self, step: int, sums: StepSums) -> None:
         """Keep the sums of a step; on the host."""
-        self._steps.append(step)
-        self._rows.append(sums)
+        with self._lock:
+            self._steps.append(step)
+            self._rows.append(sums)
 
     def flush(self) -> None:
-        """Write what is kept as one more file."""
-        if not self._steps:
+        """Write what is kept as one more file, on the disk when this returns; or keep it. Any thread may call it."""
+        with self._lock:
+            steps, rows = self._steps, self._rows
+            self._steps, self._rows = [], []
+        if not steps:
             return
-        columns = {"step": pa.array(self._steps, pa.int64())}
+        path = self._folder / f"raw-{steps[0]:08d}-{steps[-1]:08d}.parquet"
+        kept = f"training continues, rows of the last {_MOST_ROWS:,} steps wait in memory"
+        with self._outputs.attempt("the sums of the gradient noise scale", path, consequence=kept):
+            make_folder(self._folder)
+            with replacing(path) as unfinished:
+                pq.write_table(self._table(steps, rows), unfinished, compression="zstd")
+            return
+        with self._lock:
+            self._steps, self._rows = (steps + self._steps)[-_MOST_ROWS:], (rows + self._rows)[-_MOST_ROWS:]
+
+    def _table(self, steps: list[int], rows: list[StepSums]) -> pa.Table:
+        columns = {"step": pa.array(steps, pa.int64())}
         for name in _COLUMNS:
-            values = [getattr(row, name) for row in self._rows]
+            values = [getattr(row, name) for row in rows]
             lists = [None if value is None else value.flatten().tolist() for value in values]
             columns[name] = pa.array(lists, pa.list_(pa.float64()))
-        table = pa.table(columns).replace_schema_metadata(self._metadata)
-        path = self._folder / f"raw-{self._steps[0]:08d}-{self._steps[-1]:08d}.parquet"
-        temporary = path.with_suffix(".tmp")
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            pq.write_table(table, temporary, compression="zstd")
-            temporary.replace(path)
-        except OSError as error:  # kept in memory: the next flush tries again
-            logger.error(f"{path}: cannot be written: {' '.join(str(error).split())}; training goes on")
-            return
-        self._steps, self._rows = [], []
+        return pa.table(columns).replace_schema_metadata(self._metadata)
 
     def cut(self, last_step: int) -> None:
-        """Drop what is of steps after one, when a run goes on from there; what is not written yet is."""
+        """Drop what is of steps after one, when a run resumes from there; what is not written yet is.
+
+        A file that cannot be read is set aside, under a name that does not count.
+        """
         self._steps, self._rows = [], []
-        for path in sorted(self._folder.glob("raw-*.parquet")):
-            first, last = (int(number) for number in path.stem.split("-")[1:])
-            if first > last_step:
+        for path in raw_files(self._folder):
+            first, last = _steps_of(path)
+            if last <= last_step:
+                continue
+            try:
+                if first <= last_step:
+                    self._shorten(path, first, last_step)
                 path.unlink()
-            elif last > last_step:
-                table = pq.read_table(path)
-                kept = table.filter(pa.compute.less_equal(table["step"], last_step))
-                shorter = self._folder / f"raw-{first:08d}-{last_step:08d}.parquet"
-                pq.write_table(kept, temporary := shorter.with_suffix(".tmp"), compression="zstd")
-                temporary.replace(shorter)
-                path.unlink()
+                sync(self._folder)
+            except (OSError, pa.ArrowException, KeyError) as error:
+                logger.error(f"{path}: cannot be cut to step {last_step}: {reason(error)}; it is set aside")
+                with self._outputs.attempt("the name under which it is set aside", path, consequence="it stays"):
+                    path.replace(path.with_name(f"{path.name}.aside"))
+
+    def _shorten(self, path: Path, first: int, last_step: int) -> None:
+        table = pq.read_table(path)
+        kept = table.filter(pa.compute.less_equal(table["step"], last_step))
+        with replacing(self._folder / f"raw-{first:08d}-{last_step:08d}.parquet") as unfinished:
+            pq.write_table(kept, unfinished, compression="zstd")
 
 
 def raw_files(folder: Path) -> list[Path]:
     """Files of a run's `gns` folder in the order of their steps."""
-    return sorted(folder.glob("raw-*.parquet"))
+    return sorted(path for path in folder.glob("raw-*.parquet") if _NAME.fullmatch(path.name) and path.is_file())
+
+
+def _steps_of(path: Path) -> tuple[int, int]:
+    first, last = _NAME.fullmatch(path.name).groups()
+    return int(first), int(last)
 
 
 def read_edges(folder: Path) -> Tensor:

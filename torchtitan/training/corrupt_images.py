@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from data.base import UnreadableImage
 from torchtitan.distributed.agreement import of_all_ranks
+from torchtitan.files.patient_file import PatientFile
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +23,14 @@ class CorruptImages:
     def __init__(self, folder: Path) -> None:
         """folder: the run's; the first rank writes `corrupt_images.txt` there, path and reason, tab between."""
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self._path = folder / CORRUPT_IMAGES_FILE
+        path = folder / CORRUPT_IMAGES_FILE
+        self._file = PatientFile(path, "the list of corrupt images")
         self._writes = self._ranks == 1 or dist.get_rank() == 0
         self._known: dict[str, str] = {}  # path -> reason; on all ranks the same but for what is in _unshared
         self._unshared: dict[str, str] = {}
         if self._writes:
-            self._path.unlink(missing_ok=True)  # of an attempt that ended before its first checkpoint
+            with suppress(OSError):  # new lines then follow the old ones
+                path.unlink(missing_ok=True)  # of an attempt that ended before its first checkpoint
 
     def record(self, found: Sequence[UnreadableImage]) -> None:
         """Note what this rank met, and log what is new to it."""
@@ -55,9 +59,13 @@ class CorruptImages:
     def load_state_dict(self, state: dict[str, str]) -> None:
         self._add(state)
 
+    def sync(self) -> None:
+        """Bring the list to the disk, if it allows; any thread may call it."""
+        self._file.sync()
+
     def _add(self, found: dict[str, str]) -> None:
         new = {path: reason for path, reason in found.items() if path not in self._known}
         self._known |= new
         if new and self._writes:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.writelines(f"{path}\t{reason}\n" for path, reason in new.items())
+            for path, reason in new.items():
+                self._file.add(f"{path}\t{reason}\n".encode())

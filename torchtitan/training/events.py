@@ -9,24 +9,21 @@ that were done twice among it.
 """
 
 import json
-import logging
 import os
 import socket
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from torchtitan.files.patient_file import MIB, PatientFile
 from torchtitan.training.phases import LONG_PHASES
 
-logger = logging.getLogger(__name__)
-
 EVENTS_FOLDER = "events"
-_MOST_WAITING = 1000  # lines in memory
+_MOST_WAITING = 1000  # phases in memory
 
 
 class EventLog:
-    """Writes the file of one rank. A disk that cannot be written costs the record, not the run."""
+    """Writes the file of one rank. A disk that cannot be written costs the oldest events, not the run."""
 
     def __init__(self, run_folder: Path, *, rank: int, world_size: int, keep_every: int, step: int) -> None:
         """
@@ -36,11 +33,13 @@ class EventLog:
             keep_every: phases of steps that are a multiple of it are kept, and of step 1; the long ones always.
             step: optimizer steps done before this session.
         """
-        self._path = run_folder / EVENTS_FOLDER / f"rank-{rank:04d}.jsonl"
+        path = run_folder / EVENTS_FOLDER / f"rank-{rank:04d}.jsonl"
+        # The watchdog writes from a thread of its own.
+        self._file = PatientFile(
+            path, "the record of events", prepare=lambda: _end_cut_line(path), most_kept=MIB, may_lose=True
+        )
         self._keep_every = keep_every
         self._waiting: list[tuple[str, int, int, int]] = []
-        self._lock = threading.Lock()  # the watchdog writes from a thread of its own
-        self._broken = False
         self._epoch = time.time_ns() - time.perf_counter_ns()
         self._append([{
             "event": "session", "time": time.time(), "rank": rank, "world_size": world_size,
@@ -71,23 +70,23 @@ class EventLog:
         self.flush()
         self._append([{"event": "fault", "time": time.time(), "step": step, "phase": phase, "text": text}])
 
+    def sync(self) -> None:
+        """Bring what is written to the disk, if it allows; any thread may call it."""
+        self._file.sync()
+
     def _append(self, lines: list[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        with self._lock:
-            if self._broken:
-                return
-            try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                with open(self._path, "a+b") as file:
-                    file.write(_ending_of_cut_line(file) + text.encode())
-            except OSError as error:
-                self._broken = True
-                logger.warning(f"{self._path}: cannot be written: {error.strerror}; no more events of this rank")
+        for line in lines:
+            self._file.add(json.dumps(line).encode() + b"\n")
 
 
-def _ending_of_cut_line(file: Any) -> bytes:
-    """A line break where a kill has cut the last line off."""
-    if file.tell() == 0:
-        return b""
-    file.seek(-1, os.SEEK_END)
-    return b"" if file.read(1) == b"\n" else b"\n"
+def _end_cut_line(path: Path) -> None:
+    """Break the line where a kill has cut the last one off."""
+    try:
+        file = open(path, "r+b")
+    except FileNotFoundError:
+        return
+    with file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")

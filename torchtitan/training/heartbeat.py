@@ -103,12 +103,10 @@ class Heartbeats:
 
     def remove(self) -> None:
         """After a run that went well: nobody is missing."""
-        self._path(self._rank).unlink(missing_ok=True)
-        for folder in (self._folder, self._folder.parent):
-            try:
-                folder.rmdir()
-            except OSError:  # others' heartbeats, or the stacks of a fault
-                return
+        with suppress(OSError):  # others' heartbeats, the stacks of a fault, or a disk that is read-only by now
+            self._path(self._rank).unlink(missing_ok=True)
+            self._folder.rmdir()
+            self._folder.parent.rmdir()
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"rank-{rank:04d}.json"

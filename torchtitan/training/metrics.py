@@ -1,26 +1,25 @@
 """What a run reports: losses gathered on the device, rates, and the sinks they are written to."""
 
-import errno
 import json
-import logging
 import os
 import statistics
 import time
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch import Tensor
 
 from torchtitan.diffusion.objective import LossTerms
+from torchtitan.files.durable import replacing
+from torchtitan.files.patient_file import MIB, PatientFile
 from torchtitan.settings import setting
-
-logger = logging.getLogger(__name__)
-
+from torchtitan.training.metric_sinks import TensorBoardFile, WandbRun
 
 @dataclass(kw_only=True)
 class MetricsConfig:
@@ -40,6 +39,8 @@ class MetricsConfig:
 
 
 METRICS_FILE = "metrics.jsonl"
+_MOST_UNSAVED = 4 * MIB
+_LONGEST_LINE = 16 * MIB
 
 
 class LossWindow:
@@ -136,120 +137,165 @@ class Stopwatch:
         return seconds
 
 
-class PatientLines:
-    """A file of lines that a full disk does not break: what cannot be written waits for the next line."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = open(path, "ab", buffering=0)
-        self._size = self._file.seek(0, os.SEEK_END)
-        self._waiting = b""
-
-    def add(self, line: str) -> None:
-        """Write a line and those that wait for it; says once that they wait."""
-        said = bool(self._waiting)
-        self._waiting += line.encode()
-        try:
-            written = self._file.write(self._waiting)
-            if written < len(self._waiting):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            self._file.truncate(self._size)  # no half line: readers need not know
-            if not said:
-                logger.error(f"{self._path}: cannot be written: {error.strerror}; training goes on, lines wait in memory")
-            return
-        self._size += written
-        self._waiting = b""
-
-    def close(self) -> None:
-        """Write what waits, if that is possible now."""
-        if self._waiting:
-            self.add("")
-        self._file.close()
-
-
 class MetricsLog:
-    """The sinks of the first rank: metrics.jsonl always, TensorBoard and Weights & Biases by configuration."""
+    """The sinks of the first rank: metrics.jsonl always, TensorBoard and Weights & Biases by configuration.
 
-    def __init__(self, folder: Path, config: MetricsConfig, run_name: str, run_config: dict, steps_done: int) -> None:
-        self._lines = PatientLines(folder / METRICS_FILE)
-        self._tensorboard = self._wandb = None
-        if config.enable_tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+    No method raises but `open`: a point that cannot be written waits, and sinks beside it are passed over while they fail.
+    """
 
-            # Hides points after the checkpoint that an interrupted run had written.
-            self._tensorboard = SummaryWriter(str(folder / "tb"), purge_step=steps_done + 1 if steps_done else None)
-        if config.enable_wandb:
-            import wandb
+    def __init__(
+        self,
+        folder: Path,
+        config: MetricsConfig,
+        run_name: str,
+        run_config: dict,
+        steps_done: int,
+        unsaved: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            folder: of the run.
+            config: the section.
+            run_name, run_config: what Weights & Biases shows.
+            steps_done: step that the run resumes from; later points are dropped.
+            unsaved: of the checkpoint that it resumes from: lines up to that step, to be written again.
+        """
+        path = folder / METRICS_FILE
+        self._lines = PatientFile(
+            path, "the file of metrics", prepare=lambda: cut_metrics(path, steps_done, unsaved), most_kept=_MOST_UNSAVED
+        )
+        self._num_points = 0
+        self._resumed = [f"{line}\n".encode() for line in unsaved]
+        self._tensorboard = TensorBoardFile(folder / "tb", steps_done) if config.enable_tensorboard else None
+        self._wandb = WandbRun(folder, run_name, run_config) if config.enable_wandb else None
 
-            self._wandb = wandb.init(
-                project="torchtitan", name=run_name, id=_wandb_id(folder), resume="allow", dir=str(folder),
-                config=run_config,
-            )
+    def open(self) -> None:
+        """Bring metrics.jsonl into the state of the step that the run resumes from. Raises OSError."""
+        self._lines.open()
+        self._add_resumed()
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Append one point to every sink."""
-        self._lines.add(json.dumps({"step": step, **metrics}) + "\n")
+        self._add_resumed()
+        self._lines.add(json.dumps({"step": step, **metrics}).encode() + b"\n")
+        self._num_points += 1
         if self._tensorboard:
-            try:
-                for tag, value in metrics.items():
-                    self._tensorboard.add_scalar(tag, value, step)
-            except OSError as error:
-                logger.error(f"TensorBoard's file cannot be written: {error}; {METRICS_FILE} has every point")
-                self._tensorboard = None
+            self._tensorboard.add_scalars(step, metrics)
         if self._wandb:
-            self._wandb.log(metrics, step=step)
+            self._wandb.log(step, metrics)
 
-    def write_image(self, step: int, tag: str, path: Path) -> None:
+    def write_image(self, step: int, tag: str, picture: Image.Image) -> None:
         """Show a picture in the sinks that can."""
         if self._tensorboard:
-            import numpy as np
-            from PIL import Image
-
-            with Image.open(path) as image:
-                self._tensorboard.add_image(tag, np.asarray(image.convert("RGB")), step, dataformats="HWC")
+            self._tensorboard.add_image(step, tag, picture)
         if self._wandb:
-            import wandb
+            self._wandb.log_image(step, tag, picture)
 
-            self._wandb.log({tag: wandb.Image(str(path))}, step=step)
+    def sync(self) -> None:
+        """Bring what is written to the disk, as far as the disk allows; any thread may call it."""
+        self._lines.sync()
+        if self._tensorboard:
+            self._tensorboard.sync()
+
+    def unsaved(self) -> list[str]:
+        """Lines that the disk is not known to hold, without their ends."""
+        self._add_resumed()
+        return [line.decode().rstrip("\n") for line in self._lines.unsaved()]
+
+    def settle(self, seconds: float) -> tuple[int, int]:
+        """Try for so long to bring metrics.jsonl to the disk; the points that it lacks, and those of this process."""
+        return self._lines.settle(seconds), self._num_points
 
     def close(self) -> None:
+        """Close all sinks; what waits is written if that is possible now."""
         self._lines.close()
         if self._tensorboard:
             self._tensorboard.close()
         if self._wandb:
-            self._wandb.finish()
+            self._wandb.close()
+
+    def _add_resumed(self) -> None:
+        lines, self._resumed = self._resumed, []
+        for line in lines:
+            self._lines.add(line)
+            self._num_points += 1
 
 
-def cut_metrics(path: Path, last_step: int) -> None:
-    """Drop the points after a step from metrics.jsonl, so that a resumed run reads as one run."""
-    if not path.exists():
+def cut_metrics(path: Path, last_step: int, rewritten: Collection[str] = ()) -> None:
+    """Drop points from metrics.jsonl, so that a resumed run reads as one run.
+
+    Dropped are those after a step, those that are going to be written again, and what a kill or a power cut has left of
+    others: half lines, blocks of zeros. At the end of the file they are cut off in place.
+
+    Raises:
+        OSError: the file cannot be read or written; it is as it was.
+    """
+    again = {line.encode() for line in rewritten}
+    try:
+        file = open(path, "r+b")
+    except FileNotFoundError:
         return
-    kept = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if _step_of(line) <= last_step]
-    temporary = path.with_suffix(".jsonl.tmp")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    temporary.replace(path)
+    with file:
+        end, damaged = 0, False  # of the points to keep, if nothing is between them
+        for line in _lines(file):
+            if _keeps(line, last_step, again):
+                damaged |= end + len(line) != file.tell() or not line.endswith(b"\n")
+                end += len(line)
+        if not damaged:
+            if end < file.tell():
+                file.truncate(end)
+                os.fsync(file.fileno())
+            return
+        file.seek(0)
+        with replacing(path) as unfinished, open(unfinished, "xb") as whole:
+            whole.writelines(line.rstrip(b"\n") + b"\n" for line in _lines(file) if _keeps(line, last_step, again))
+
+
+def read_points(path: Path, word: str = "") -> Iterator[dict]:
+    """Yield the points of metrics.jsonl whose lines hold a word; damaged lines are left out. Raises OSError."""
+    with open(path, "rb") as file:
+        for line in _lines(file):
+            if word.encode() in line and (point := _point(line)):
+                yield point
 
 
 def tail_medians(path: Path, tags: tuple[str, ...]) -> dict[str, float]:
-    """Median of each tag over the last half of the points in metrics.jsonl; tags never logged are left out."""
-    points = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    points = [point for point in points if any(tag in point for tag in tags)]
+    """Median of each tag over the last half of the points in metrics.jsonl; tags never logged are left out.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    points = [{tag: point[tag] for tag in tags if tag in point} for point in read_points(path)]
+    points = [point for point in points if point]
     tail = points[len(points) // 2 :]
     values = {tag: [point[tag] for point in tail if isinstance(point.get(tag), int | float)] for tag in tags}
     return {tag: statistics.median(found) for tag, found in values.items() if found}
 
 
-def _wandb_id(folder: Path) -> str:
-    path = folder / "wandb_id"
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex, encoding="utf-8")
-    return path.read_text(encoding="utf-8")
+def checked_lines(lines: Any, last_step: int) -> list[str]:
+    """The unsaved lines of a checkpoint's state. Raises ValueError: they are no points up to its step."""
+    if not isinstance(lines, list) or not all(isinstance(line, str) and "\n" not in line for line in lines):
+        raise ValueError("the unsaved metrics are no lines")
+    if not all((point := _point(line.encode())) and point["step"] <= last_step for line in lines):
+        raise ValueError("the unsaved metrics are no points up to its step")
+    return lines
 
 
-def _step_of(line: str) -> float:
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    return iter(lambda: file.readline(_LONGEST_LINE), b"")
+
+
+def _keeps(line: bytes, last_step: int, again: Collection[bytes]) -> bool:
+    point = _point(line)
+    return point is not None and point["step"] <= last_step and line.rstrip(b"\n") not in again
+
+
+def _point(line: bytes) -> dict | None:
+    """A line as a point; None for half a line and other damage."""
+    if b"\0" in line:  # a block that a power cut has kept from the disk
+        return None
     try:
-        step = json.loads(line)["step"]
+        point = json.loads(line)
+        return point if type(point["step"]) is int else None
     except (ValueError, KeyError, TypeError, RecursionError):
-        return float("inf")  # a line cut off by a kill
-    return step if type(step) is int else float("inf")
+        return None

@@ -17,9 +17,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchtitan.distributed.mesh import Layout
+from torchtitan.files.optional import OptionalOutputs
 from torchtitan.settings import setting
 from torchtitan.training.breakdown import write_breakdown
-from torchtitan.training.trace import PROFILE_FOLDER, trace_path
+from torchtitan.training.trace import PROFILE_FOLDER, TraceError, trace_path
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ class Profiler:
         self._layout = layout
         self._excluded = excluded
         self._profile: profile | None = None
+        self._outputs = OptionalOutputs()
         if config.enable_memory_snapshot:
             torch.cuda.memory._record_memory_history(max_entries=_HISTORY_ENTRIES)
 
@@ -161,18 +163,23 @@ class Profiler:
     def _finish(self, step: int) -> None:
         if self._layout.device.type == "cuda":
             torch.cuda.synchronize()  # the next step's time begins with an idle device, as the first traced one's did
+        finished, self._profile = self._profile, None
         path = trace_path(self._folder, step, self._layout.rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"unfinished-{path.name}")
-        self._profile.export_chrome_trace(str(unfinished))
-        unfinished.replace(path)
-        self._profile.stop()
-        self._profile = None
-        if self._layout.rank == 0:
-            logger.info(f"trace of step {step}: {path}\n{write_breakdown(path, self._folder)}")
+        with self._outputs.attempt("the trace", path, TraceError):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                finished.export_chrome_trace(str(unfinished))
+                unfinished.replace(path)
+            finally:
+                finished.stop()
+                unfinished.unlink(missing_ok=True)
+            if self._layout.rank == 0:
+                logger.info(f"trace of step {step}: {path}\n{write_breakdown(path, self._folder)}")
 
     def _dump_memory(self, name: str) -> None:
         path = self._folder / "memory" / name / f"rank{self._layout.rank}.pickle"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
-        logger.info(f"memory snapshot: {path}")
+        with self._outputs.attempt("the memory snapshot", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
+            logger.info(f"memory snapshot: {path}")

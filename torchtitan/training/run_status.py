@@ -12,32 +12,36 @@ import json
 import os
 from pathlib import Path
 
+from torchtitan.files.durable import replace_file
+from torchtitan.files.optional import OptionalOutputs
+from torchtitan.training.run_folder import RunFolderError
+
 STATUS_FILE = "status.json"
 STATUS_VARIABLE = "TRAIN_STATUS_FILE"
 
 
 def write_status(run_folder: Path | None, status: str, exit_code: int, reason: str = "") -> None:
-    """Write how the run ended.
+    """Write how the run ended, wherever that is possible.
 
     Args:
         run_folder: of the run; None if this process must not write there.
         status: one of those above.
         exit_code: of this process.
         reason: why, if it did not end well.
-
-    Raises:
-        OSError: it cannot be written.
     """
     content = {"status": status, "exit_code": exit_code} | ({"reason": reason} if reason else {})
     places = [run_folder / STATUS_FILE] if run_folder else []
     if os.environ.get(STATUS_VARIABLE):
         places.append(Path(os.environ[STATUS_VARIABLE]))
     for path in places:
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        with OptionalOutputs().attempt("the status", path, consequence=f"the run has ended: {status}"):
+            replace_file(path, json.dumps(content, indent=1) + "\n")
 
 
 def remove_status(run_folder: Path) -> None:
-    """Forget how the run ended before; it goes on."""
-    (run_folder / STATUS_FILE).unlink(missing_ok=True)
+    """Forget how the run ended before; it resumes. Raises RunFolderError: a launch script would read it again."""
+    path = run_folder / STATUS_FILE
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunFolderError([f"{path}: cannot be removed: {error.strerror}"]) from error

@@ -63,6 +63,11 @@ class Supervision:
             if self._log:
                 self._log.flush()
 
+    def sync(self) -> None:
+        """Bring this rank's events to the disk, if it allows; any thread may call it, beside training."""
+        if self._log:
+            self._log.sync()
+
     def culprit(self, wait: float) -> str | None:
         """Another rank that is gone, stopped or has failed, in words; waits that many seconds for it to show."""
         heartbeats = self._watchdog.heartbeats

@@ -1,0 +1,162 @@
+"""Lists, traces, sums, pictures and status whose place is taken or whose content is damaged: the run does without."""
+
+import json
+import os
+from contextlib import nullcontext
+
+import pytest
+import torch
+from PIL import Image
+
+from data import UnreadableImage
+from tests.unit.test_gns_pool import EDGES, GEOMETRIES, assert_rows, made_up, written
+from tests.unit.test_profiling import CPU
+from torchtitan.evaluation.pictures import save_animation
+from torchtitan.gns import raw_sums
+from torchtitan.gns.raw_sums import RawSums, raw_files
+from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE, CorruptImages
+from torchtitan.training.events import EventLog
+from torchtitan.training.heartbeat import Heartbeats
+from torchtitan.training.profiling import Profiler, ProfilingConfig
+from torchtitan.training.run_folder import RunFolderError
+from torchtitan.training.run_status import remove_status, write_status
+
+
+def test_corrupt_images_are_listed_once_their_list_can_be_written(tmp_path, caplog):
+    path = tmp_path / CORRUPT_IMAGES_FILE
+    path.mkdir()
+    corrupt = CorruptImages(tmp_path)
+    for name in ("a", "b"):
+        corrupt.record([UnreadableImage(0, name, "empty")])
+    assert corrupt.count() == 2 and sum("cannot be written" in message for message in caplog.messages) == 1
+    path.rmdir()
+    corrupt.record([UnreadableImage(0, "c", "empty")])
+    corrupt.sync()
+    assert path.read_text() == "a\tempty\nb\tempty\nc\tempty\n"
+    CorruptImages(tmp_path)
+    assert not path.exists()  # of an attempt that ended before its first checkpoint
+
+
+def test_events_that_cannot_be_written_for_a_while_are_not_lost(tmp_path):
+    (tmp_path / "events").write_text("in the way")
+    events = EventLog(tmp_path, rank=0, world_size=1, keep_every=1, step=0)
+    events.fault("first", 1, "data")
+    (tmp_path / "events").unlink()
+    events.fault("second", 2, "data")
+    events.sync()
+    lines = (tmp_path / "events" / "rank-0000.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("text") for line in lines] == [None, "first", "second"]
+
+
+def test_a_trace_that_cannot_be_written_leaves_nothing_and_the_next_one_is_made(tmp_path, caplog, capfd):
+    config = ProfilingConfig(enable_profiling=True, profile_freq=3, profiler_active=1, profiler_warmup=1)
+    profiler = Profiler(config, tmp_path, CPU, nullcontext)
+    (tmp_path / "profile").write_text("in the way")
+    for step in range(1, 10):
+        if step == 7:
+            (tmp_path / "profile").unlink()
+        with profiler.step(step):
+            torch.ones(2).mul(step)
+    profiler.close()
+    assert [path.parent.name for path in tmp_path.rglob("*.json.gz")] == ["step-00000009"]
+    assert [message.split(": ")[1] for message in caplog.messages] == [
+        "the trace cannot be written", "the trace can be written again",
+    ]  # fmt: skip
+
+
+def test_sums_that_cannot_be_written_wait_and_their_memory_is_bounded(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(raw_sums, "_MOST_ROWS", 4)
+    folder = tmp_path / "gns"
+    folder.write_text("in the way")
+    raw = RawSums(folder, EDGES, GEOMETRIES)
+    for step in range(1, 8):
+        raw.add(step, made_up(step, measured=step % 3 == 0))
+        raw.flush()
+    folder.unlink()
+    raw.flush()
+    assert_rows(folder, [4, 5, 6, 7])
+    assert [message.split(": ")[1] for message in caplog.messages] == [
+        "the sums of the gradient noise scale cannot be written", "the sums of the gradient noise scale can be written again",
+    ]  # fmt: skip
+
+
+FOREIGN = ("raw-1-9.parquet", "raw-a-b.parquet", "raw-00000005-00000009 copy.parquet", "raw-00000001-00000009.parquet.bak")
+
+
+def test_sums_of_other_names_are_neither_read_nor_cut(tmp_path):
+    written(tmp_path, 7, (4, 7))
+    for name in FOREIGN:
+        (tmp_path / name).write_text("of somebody else")
+    (tmp_path / "raw-00000008-00000009.parquet").mkdir()
+    RawSums(tmp_path, EDGES, GEOMETRIES).cut(5)
+    assert_rows(tmp_path, [1, 2, 3, 4, 5])
+    assert all((tmp_path / name).read_text() == "of somebody else" for name in FOREIGN)
+    assert (tmp_path / "raw-00000008-00000009.parquet").is_dir()
+
+
+@pytest.mark.parametrize("damage", ["empty", "zeros", "half", "other columns"])
+def test_sums_that_are_damaged_are_named_and_set_aside_where_they_must_be_cut(tmp_path, caplog, damage):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    written(tmp_path, 7, (4, 7))
+    path = tmp_path / "raw-00000005-00000007.parquet"
+    content = path.read_bytes()
+    if damage == "other columns":
+        pq.write_table(pa.table({"a": [1]}), path)
+    else:
+        path.write_bytes({"empty": b"", "zeros": bytes(len(content)), "half": content[: len(content) // 2]}[damage])
+    content = path.read_bytes()
+    raw = RawSums(tmp_path, EDGES, GEOMETRIES)
+    raw.cut(6)
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith(f"{path}: cannot be cut to step 6: ")
+    assert (tmp_path / f"{path.name}.aside").read_bytes() == content and len(raw_files(tmp_path)) == 1
+    for step in (7, 8):
+        raw.add(step, made_up(step, measured=step % 3 == 0))
+    raw.flush()
+    assert_rows(tmp_path, [1, 2, 3, 4, 7, 8])
+
+
+def test_an_animation_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    frames = []
+    for step in (1, 2):
+        Image.new("RGB", (80, 80), (step, 0, 0)).save(tmp_path / f"{step}.png")
+        frames.append((step, tmp_path / f"{step}.png"))
+    save_animation(frames, tmp_path / "training.gif")
+    before = (tmp_path / "training.gif").read_bytes()
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_animation(frames[:1], tmp_path / "training.gif")
+    assert (tmp_path / "training.gif").read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["1.png", "2.png", "training.gif"]
+
+
+def test_a_status_that_one_place_refuses_is_written_to_the_other(tmp_path, monkeypatch, caplog):
+    (tmp_path / "status.json").mkdir()
+    monkeypatch.setenv("TRAIN_STATUS_FILE", str(tmp_path / "for the launcher"))
+    write_status(tmp_path, "failed", 1, "it fell")
+    assert json.loads((tmp_path / "for the launcher").read_text())["reason"] == "it fell"
+    assert caplog.messages == [
+        f"{tmp_path}/status.json: the status cannot be written: Is a directory; the run has ended: failed"
+    ]
+    with pytest.raises(RunFolderError, match="status.json: cannot be removed: "):
+        remove_status(tmp_path)
+
+
+def test_a_heartbeat_that_cannot_be_removed_ends_no_run_that_went_well(tmp_path, monkeypatch):
+    beats = Heartbeats(tmp_path, 0, 2, 1.0)
+    beats.beat(1, "data", 1)
+
+    def read_only(*arguments, **more):
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", read_only)
+        beats.remove()
+    assert list(beats.read()) == [0]
+    beats.remove()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,105 @@
+"""What a run says on the console when it begins and when it ends."""
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchtitan.distributed.mesh import crosses_nodes
+from torchtitan.evaluation.decoding import LATENT_DATASETS
+from torchtitan.gns.monitor import GNS_FOLDER
+from torchtitan.gns.pictures import PICTURE_FILE
+from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
+from torchtitan.training.hardware import device_name
+from torchtitan.training.metrics import METRICS_FILE
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+_GRID = re.compile(r"step-(\d{8})\.png")
+
+
+def introduce(trainer: "Trainer", num_parameters: int) -> None:
+    """Log the model, the data, the layout and the weight of the objective over ln sigma."""
+    config = trainer.config
+    logger.info(
+        f"{config.job.name}: {config.model.flavor}, {num_parameters:,} parameters, on {config.data.name} "
+        f"{'x'.join(map(str, trainer.info.image_shape))}; {trainer.layout.describe()} on "
+        f"{device_name(trainer.layout.device)}; "
+        f"{config.training.global_batch_size} images a step, {trainer.data.microbatches_per_step} microbatches"
+    )
+    if advice := crosses_nodes(trainer.layout, int(os.environ.get("LOCAL_WORLD_SIZE", trainer.layout.world_size))):
+        logger.warning(advice)
+    points = torch.linspace(-6.0, 6.0, 13, dtype=torch.float64)
+    weights = trainer.objective.effective_weight(points)
+    if weights is not None:
+        weights = weights / weights.max()
+        logger.info("effective weight of the noise error over ln sigma (highest = 1): " + "  ".join(
+            f"{point:+.0f}: {weight:.2g}" for point, weight in zip(points.tolist(), weights.tolist(), strict=True)
+        ))
+    if config.sampling.enable and config.data.name in LATENT_DATASETS and trainer.decoder is None:
+        logger.info(
+            "grids show three latent channels as colours; for images give --autoencoder.name and --autoencoder.path"
+        )
+    if trainer.step:
+        logger.info(f"resumed after step {trainer.step} of {config.training.steps}")
+
+
+def closing_lines(
+    trainer: "Trainer", status: str, results: dict[str, Any], held_out: Path, animation: Path
+) -> list[str]:
+    """How a run ended, where its outputs are, and what its samples and its gradients' noise were found to be."""
+    folder, config = trainer.folder, trainer.config
+    found = grids(folder.samples)
+    noise_scale = folder.path / GNS_FOLDER / PICTURE_FILE
+    places = {
+        "sample grid": found[-1][1] if found else None,
+        "held-out": held_out if os.path.exists(held_out) else None,
+        "noise scale": noise_scale if os.path.exists(noise_scale) else None,
+        "animation": animation if os.path.exists(animation) else None,
+        "metrics": folder.path / METRICS_FILE,
+        "TensorBoard": folder.path / "tb" if config.metrics.enable_tensorboard else None,
+        "corrupt": folder.path / CORRUPT_IMAGES_FILE if "corrupt_images" in results else None,
+        "checkpoints": folder.checkpoints if config.checkpoint.enable else None,
+        "summary": folder.summary if os.path.exists(folder.summary) else None,
+    }
+    lines = [f"{status} after step {trainer.step}"]
+    lines += [f"  {name:<12} {path}" for name, path in places.items() if path]
+    lines += _verdict(results)
+    if trainer.gns:
+        advice = trainer.gns.advice(trainer.batch_size)
+        lines += ["gradient noise:", *(f"  {line}" for line in advice)] if advice else []
+    return lines
+
+
+def grids(samples: Path) -> list[tuple[int, Path]]:
+    """Step and picture of every grid in a run's folder of samples, in order; none if it cannot be read."""
+    try:
+        names = sorted(os.listdir(samples))
+    except OSError:
+        return []
+    return [(int(found[1]), samples / name) for name in names if (found := _GRID.fullmatch(name))]
+
+
+def _verdict(results: dict[str, Any]) -> list[str]:
+    if "sample_accuracy" not in results:
+        return []
+    lines = ["samples, judged by a classifier trained on the real images:"]
+    for suffix, kind in (("", "guided"), ("_unguided", "unguided")):
+        lines.append(
+            f"  {kind:<12} {100 * results[f'sample_accuracy{suffix}']:.1f} % recognised as the class asked for, "
+            f"Fréchet distance {results[f'sample_frechet_distance{suffix}']:.2f}, variety within a class "
+            f"{100 * results[f'sample_variety{suffix}']:.0f} % of real, {100 * results[f'sample_copies{suffix}']:.1f} % "
+            "copies of training images"
+        )
+    lines.append(
+        f"  {'real':<12} {100 * results['sample_accuracy_real']:.1f} % recognised, Fréchet distance "
+        f"{results['sample_frechet_distance_real']:.2f}, {100 * results['sample_copies_real']:.1f} % as near as a copy: "
+        "held-out images, for comparison"
+    )
+    return lines

@@ -1,0 +1,68 @@
+"""Outputs that a run can do without: a disk that is full, read-only or failing costs the picture, not the training."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchtitan.training.faults import first_line
+
+logger = logging.getLogger(__name__)
+
+
+class OptionalOutputs:
+    """Knows which outputs are failing now. Any thread may use it.
+
+    A failure is logged in one line when it begins, and its end in another; in between the output is silent.
+    """
+
+    def __init__(self) -> None:
+        self._failing: set[str] = set()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def attempt(
+        self,
+        output: str,
+        path: Path,
+        *errors: type[Exception],
+        consequence: str = "training continues, and the next interval tries again",
+    ) -> Iterator[None]:
+        """Surround the writing of an output: what fails in the block ends the block, not the run.
+
+        Pillow, matplotlib, pyarrow and torch's profiler all raise OSError where a disk or a name refuses a file.
+
+        Args:
+            output: name of the output, the same at every attempt.
+            path: of its file or folder.
+            errors: what else may be raised, besides OSError.
+            consequence: the end of the line that is logged.
+        """
+        try:
+            yield
+        except (OSError, *errors) as error:
+            self.failed(output, path, error, consequence)
+        else:
+            self.worked(output, path)
+
+    def failed(self, output: str, path: Path, error: Exception, consequence: str) -> None:
+        """Note a failure; logged if the output worked before."""
+        with self._lock:
+            known = output in self._failing
+            self._failing.add(output)
+        if not known:
+            logger.error(f"{path}: {output} cannot be written: {reason(error)}; {consequence}")
+
+    def worked(self, output: str, path: Path) -> None:
+        """Note a success; logged if the output failed before."""
+        with self._lock:
+            known = output in self._failing
+            self._failing.discard(output)
+        if known:
+            logger.warning(f"{path}: {output} can be written again")
+
+
+def reason(error: Exception) -> str:
+    """Why something could not be written or read, in one line without its path."""
+    return " ".join((getattr(error, "strerror", None) or first_line(error)).split())

@@ -1,0 +1,124 @@
+"""Sinks of metrics that a run can do without: TensorBoard's files, Weights & Biases."""
+
+import io
+import os
+import socket
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from torchtitan.files.durable import replace_file
+from torchtitan.files.optional import OptionalOutputs
+from torchtitan.files.patient_file import MIB, PatientFile
+
+_MOST_KEPT = 16 * MIB  # of events that TensorBoard's file lacks
+
+
+class TensorBoardFile:
+    """One file of TensorBoard's events. Written here and not by a SummaryWriter, whose thread dies of a full disk."""
+
+    def __init__(self, folder: Path, steps_done: int) -> None:
+        """
+        Args:
+            folder: for the file.
+            steps_done: step that the run resumes from: later events of files before are hidden.
+        """
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        now = time.time_ns()
+        name = f"events.out.tfevents.{now // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{now % 10**9:09d}"
+        self._file = PatientFile(folder / name, "TensorBoard's file", most_kept=_MOST_KEPT, may_lose=True)
+        self._event = Event
+        self._add(Event(file_version="brain.Event:2"))
+        if steps_done:
+            self._add(Event(step=steps_done + 1, file_version="brain.Event:2"))
+            self._add(Event(step=steps_done + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def add_scalars(self, step: int, values: dict[str, float]) -> None:
+        """Append a point of several values."""
+        event = self._event(step=step)
+        for tag, value in values.items():
+            event.summary.value.add(tag=tag, simple_value=float(value))
+        self._add(event)
+
+    def add_image(self, step: int, tag: str, picture: Image.Image) -> None:
+        """Append a picture, RGB."""
+        event = self._event(step=step)
+        image = event.summary.value.add(tag=tag).image
+        image.width, image.height, image.colorspace, image.encoded_image_string = *picture.size, 3, as_png(picture)
+        self._add(event)
+
+    def sync(self) -> None:
+        """Bring the events to the disk, if it allows."""
+        self._file.sync()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        event.wall_time = time.time()
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._file.add(record.getvalue())
+
+
+class WandbRun:
+    """A run of Weights & Biases; one that cannot be begun is left out of this session."""
+
+    def __init__(self, folder: Path, name: str, config: dict) -> None:
+        """
+        Args:
+            folder: of the run; `wandb_id` in it makes a resumed run the same one.
+            name, config: shown there.
+        """
+        import wandb
+
+        self._wandb, self._folder = wandb, folder
+        self._run = None
+        self._outputs = OptionalOutputs()
+        with self._attempt("training continues, and this session is not logged there"):
+            self._run = wandb.init(
+                project="torchtitan", name=name, id=_wandb_id(folder), resume="allow", dir=str(folder), config=config
+            )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if self._run:
+            with self._attempt():
+                self._run.log(metrics, step=step)
+
+    def log_image(self, step: int, tag: str, picture: Image.Image) -> None:
+        if self._run:
+            with self._attempt():
+                self._run.log({tag: self._wandb.Image(picture)}, step=step)
+
+    def close(self) -> None:
+        if self._run:
+            with self._attempt("its last points may be missing"):
+                self._run.finish()
+
+    def _attempt(self, consequence: str = "training continues, and the next point is tried"):
+        return self._outputs.attempt("Weights & Biases", self._folder, self._wandb.Error, consequence=consequence)
+
+
+def as_png(picture: Image.Image) -> bytes:
+    """A picture as a PNG file's content."""
+    content = io.BytesIO()
+    picture.save(content, format="PNG")
+    return content.getvalue()
+
+
+def _wandb_id(folder: Path) -> str:
+    path = folder / "wandb_id"
+    try:
+        known = path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        known = ""
+    if not known:
+        known = uuid.uuid4().hex
+        replace_file(path, known)
+    return known
