@@ -340,7 +340,9 @@ class Reports:
         completed, safe = status == "completed", self._config.checkpoint.enable
         lacking, points = self._log.settle(_LAST_TRIES_SECONDS if completed else 0.0)
         if lacking:
-            fate = "the last checkpoint holds them, and the same command writes them" if safe else "they are lost"
+            held = len(self._log.unsaved())
+            those = "them" if held == lacking else f"the last {held}"
+            fate = f"the last checkpoint holds {those}, and the same command writes them" if safe else "they are lost"
             problem = f"{lacking} of {points} metric points could not be written to {METRICS_FILE}; {fate}"
             if completed:
                 return problem

@@ -49,7 +49,7 @@ def release(path) -> None:
 
 
 class ImpatientRun(ForkedRun):
-    """A run that soon gives up what it cannot write at its end; after step 7, its metrics where it is asked to."""
+    """A run that soon gives up what it cannot write at its end; its file of its own name is taken after step 7."""
 
     def start(self, arguments: list[str], environment: dict[str, str]) -> ForkedProcess:
         return ForkedProcess(_train_impatiently, (arguments,), environment)
@@ -64,8 +64,9 @@ def _train_impatiently(arguments: list[str]) -> int:
 
     def occupying(self) -> None:
         advance(self)
-        if self._trainer.step == 7 and self._trainer.folder.path.name == "metrics":
-            occupy(self._trainer.folder.path / "metrics.jsonl")
+        if self._trainer.step == 7:
+            folder = self._trainer.folder.path
+            {"metrics": lambda: occupy(folder / "metrics.jsonl"), "summary": (folder / "summary.json").mkdir}[folder.name]()
 
     reports.Reports.advance = occupying
     return main(arguments)
@@ -128,9 +129,8 @@ def test_a_run_whose_metrics_cannot_be_written_to_the_end_fails_and_the_same_com
 
 
 def test_a_completed_run_whose_summary_cannot_be_written_says_so_and_the_next_start_writes_it(config):
-    taken = config.parent / "outputs" / "summary" / "summary.json"
-    taken.mkdir(parents=True)
     [output] = ImpatientRun(config, "summary", *SHORT).finish()
+    taken = config.parent / "outputs" / "summary" / "summary.json"
     assert f"{taken}: the summary cannot be written: Is a directory; the run has completed, and the same" in output
     assert "Traceback" not in output and output.count("the summary cannot be written") == 1
     taken.rmdir()

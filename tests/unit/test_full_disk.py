@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.patient_file import PatientFile
+from torchtitan.training import metrics
 from torchtitan.training.metrics import METRICS_FILE, MetricsConfig, MetricsLog, checked_lines, cut_metrics, read_points
 
 
@@ -199,10 +200,19 @@ def test_lines_that_a_power_cut_took_from_the_file_come_back_from_the_checkpoint
     log = metrics_log(tmp_path, 7, checked_lines(lines[synced:8], 7))
     log.open()
     assert (tmp_path / METRICS_FILE).read_text().splitlines() == lines[:8]
-    assert log.unsaved() == lines[synced:8]  # for the next checkpoint
+    assert log.unsaved() == []
     log.write(8, {})
     log.close()
     assert steps(tmp_path) == [1, 2, 3, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_checkpoint_holds_no_more_unsaved_lines_than_its_state_may_have(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "_MOST_IN_A_CHECKPOINT", 60)
+    (tmp_path / METRICS_FILE).mkdir()
+    log = metrics_log(tmp_path)
+    for step in range(1, 10):
+        log.write(step, {})
+    assert log.unsaved() == [json.dumps({"step": step}) for step in range(5, 10)] and log.settle(0.1) == (9, 9)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ from torchtitan.training.weight_files import read_state_dict
 
 READ_AT_ONCE = 1 << 30  # bytes
 
+# Parts of the state that are no part of what is trained: names and paths, times.
+_ABOUT_THE_RUN = {"config", "reports"}
+
 
 @dataclass(frozen=True)
 class TensorSource:
@@ -108,7 +111,9 @@ def compare(a: TensorSource, b: TensorSource) -> Comparison:
         reshaped=[name for name in both if a.shapes[name] != b.shapes[name]],
         different=different,
         num_equal=len(same_shape) - len(different),
-        state_keys=sorted(key for key in states[0] | states[1] if states[0].get(key) != states[1].get(key)),
+        state_keys=sorted(
+            key for key in (states[0] | states[1]).keys() - _ABOUT_THE_RUN if states[0].get(key) != states[1].get(key)
+        ),
     )
 
 

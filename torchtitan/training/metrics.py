@@ -40,6 +40,7 @@ class MetricsConfig:
 
 METRICS_FILE = "metrics.jsonl"
 _MOST_UNSAVED = 4 * MIB
+_MOST_IN_A_CHECKPOINT = 16 * MIB  # its state.json may have 64
 _LONGEST_LINE = 16 * MIB
 
 
@@ -172,7 +173,9 @@ class MetricsLog:
     def open(self) -> None:
         """Bring metrics.jsonl into the state of the step that the run resumes from. Raises OSError."""
         self._lines.open()
-        self._add_resumed()
+        if self._resumed:
+            self._add_resumed()
+            self._lines.sync()
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Append one point to every sink."""
@@ -198,9 +201,15 @@ class MetricsLog:
             self._tensorboard.sync()
 
     def unsaved(self) -> list[str]:
-        """Lines that the disk is not known to hold, without their ends."""
+        """Lines that the disk is not known to hold, without their ends; the newest 16 MiB of them."""
         self._add_resumed()
-        return [line.decode().rstrip("\n") for line in self._lines.unsaved()]
+        lines, size = [], 0
+        for line in reversed(self._lines.unsaved()):
+            size += len(line)
+            if size > _MOST_IN_A_CHECKPOINT:
+                break
+            lines.append(line.decode().rstrip("\n"))
+        return lines[::-1]
 
     def settle(self, seconds: float) -> tuple[int, int]:
         """Try for so long to bring metrics.jsonl to the disk; the points that it lacks, and those of this process."""
