@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.evaluation.metric_points import read_points
 from torchtitan.evaluation.run_record import (
     TRAINING_LOSS,
     RunRecord,
@@ -16,7 +17,6 @@ from torchtitan.evaluation.run_record import (
     differing_settings,
     group_by_seed,
     mean_interval,
-    parse_points,
     percentile,
     read_run,
     read_runs,
@@ -96,13 +96,13 @@ def test_differing_settings():
     assert differing == ["job.name", "debug.seed", "optimizer.beta1"] and common == ["optimizer.lr"]
 
 
-def test_damaged_lines_are_counted_and_left_out():
+def test_damaged_lines_are_counted_and_left_out(tmp_path):
     good = '{"step": 2, "a": 1}'
     bad = ["{", "[1]", '{"a": 3}', '{"step": "4"}', "\ufffd\0", "123", '{"step": 7, "a"']
-    text = "\n".join(['{"step": 5, "a": NaN}', good, "", *bad])
-    points, damaged = parse_points(text)
-    assert [point["step"] for point in points] == [2, 5] and damaged == len(bad)
-    record = RunRecord(Path("/p"), "p", points=points)
+    (tmp_path / "metrics.jsonl").write_text("\n".join(['{"step": 5, "a": NaN}', good, "", *bad]))
+    read = read_points(tmp_path / "metrics.jsonl")
+    assert [point["step"] for point in read.points] == [2, 5] and read.damaged == len(bad)
+    record = RunRecord(Path("/p"), "p", points=read.points)
     assert record.series("a") == Series((2,), (1.0,)) and record.not_finite("a") == 1
 
 

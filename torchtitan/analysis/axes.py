@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torchtitan.config_schema import shown
+
 Axes = dict[str, Any]
 
 BATCH = ("local_batch", "global_batch")
@@ -41,29 +43,30 @@ def axes_of(settings: Mapping[str, Any], processes: int | None = None) -> Axes:
     """
     replicas = settings.get("parallelism.data_parallel_replicate_degree")
     shards = settings.get("parallelism.data_parallel_shard_degree")
-    known = _is_count(replicas) and _is_count(shards)
-    layout = _layout(replicas, shards) if known else settings.get("layout")
+    known = is_count(replicas) and is_count(shards)
+    layout = _layout(replicas, shards) if known else word(settings.get("layout"))
     patch, local, all_ranks = (
-        settings.get(key) if _is_count(settings.get(key)) else None
+        settings.get(key) if is_count(settings.get(key)) else None
         for key in ("model.patch_size", "training.local_batch_size", "training.global_batch_size")
     )
-    flavor = settings.get("model.flavor")
-    stem, _, suffix = str(flavor).rpartition("/")
-    if patch is None and stem and suffix.isdecimal():
+    flavor = word(settings.get("model.flavor"))
+    stem, _, suffix = (flavor or "").rpartition("/")
+    named_patch = stem and suffix.isdecimal() and len(suffix) < 6
+    if patch is None and named_patch:
         patch = int(suffix)
     dtype = "float8" if settings.get("float8.enable") else settings.get("training.mixed_precision_param")
     compiled = settings.get("compile.enable")
     return {
-        "model": stem if flavor and stem and suffix.isdecimal() else flavor,
+        "model": stem if named_patch else flavor,
         "patch": patch,
         "local_batch": local,
         "global_batch": all_ranks,
         "layout": layout,
         "mesh": f"{replicas}x{shards}" if known else None,
         "world_size": replicas * shards if known else processes,
-        "ac": settings.get("activation_checkpoint.mode"),
-        "compile": None if compiled is None else str(compiled).lower(),
-        "dtype": settings.get("dtype", dtype),
+        "ac": word(settings.get("activation_checkpoint.mode")),
+        "compile": None if compiled is None else str(word(compiled)).lower(),
+        "dtype": word(settings.get("dtype", dtype)),
         "device": None,
     }
 
@@ -165,8 +168,14 @@ def _layout(replicas: int, shards: int) -> str:
     return "fsdp" if replicas == 1 else "hsdp"
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number above 0 that processes, images or pixels can have."""
+    return type(value) is int and 0 < value < 2**31
+
+
+def word(value: Any) -> str | None:
+    """A value as text that stands for it in an axis; None where there is none."""
+    return None if value is None else shown(value) if not isinstance(value, str) else value
 
 
 def _agree(one: Axes, other: Axes, names: Iterable[str]) -> bool:

@@ -10,13 +10,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from torchtitan.analysis.axes import Axes, add_further_axes, axes_of, complete_from_siblings
+from torchtitan.analysis.axes import Axes, add_further_axes, axes_of, complete_from_siblings, is_count, word
 from torchtitan.analysis.measures import IMAGES, Estimate, measure_run
 from torchtitan.analysis.torchditan_runs import is_torchditan_run, read_torchditan_run
 from torchtitan.evaluation.run_record import RunRecord, flattened, read_run
+from torchtitan.files.regular import read_regular
 
 SWEEP_STATE, SWEEP_FILE = "sweep.jsonl", "sweep.toml"
 RUN_FILES = ("config.toml", "metrics.jsonl", "summary.json")
+_LARGEST_FILE = 1 << 26  # bytes
 DEFAULT_WARM_UP = 0.1  # of a run's steps
 
 _STATUS = {"completed": "ok", "oom": "oom", "failed": "failed", "interrupted": "interrupted"}
@@ -141,7 +143,7 @@ def read_sweep(folder: Path) -> Sweep:
     rows: dict[tuple, dict[str, Any]] = {}
     problems, damaged = [], 0
     try:
-        lines = (folder / SWEEP_STATE).read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = read_regular(folder / SWEEP_STATE, _LARGEST_FILE).decode(errors="replace").split("\n")
     except OSError as error:
         problems.append(f"{folder / SWEEP_STATE}: cannot be read ({error.strerror})")
         lines = []
@@ -158,10 +160,12 @@ def read_sweep(folder: Path) -> Sweep:
         problems.append(f"{folder / SWEEP_STATE}: {damaged} of its lines could not be read and left out")
     table = {}
     try:
-        table = tomllib.loads((folder / SWEEP_FILE).read_text(encoding="utf-8"))
+        table = tomllib.loads(read_regular(folder / SWEEP_FILE, _LARGEST_FILE).decode())
+        dict(flattened(table))  # raises for one that is nested too deep
     except FileNotFoundError:
         pass
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        table = {}
         problems.append(f"{folder / SWEEP_FILE}: cannot be read ({' '.join(str(error).split())})")
     return Sweep(folder.resolve(), list(rows.values()), table, problems)
 
@@ -198,7 +202,9 @@ def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
     record = read_run(path)
     summary = record.summary or {}
     run = Run(name, path, axes_of(record.settings), record.seed, settings=record.settings)
-    run.axes["device"] = summary.get("device")
+    run.axes["device"] = word(summary.get("device"))
+    if record.stride > 1:
+        run.notes.append(f"metrics.jsonl is very large: every {record.stride}th of its points counts")
     run.versions = summary["versions"] if isinstance(summary.get("versions"), dict) else {}
     run.status = _STATUS.get(str(summary.get("status")), "unfinished")
     run.reason = str(summary.get("reason") or ("" if run.ok else record.status))
@@ -227,7 +233,7 @@ def _read_torchditan(path: Path, name: str, warmup_steps: int | None) -> Run:
 def _warm_up(planned: Any, last: int, asked: int | None) -> int:
     if asked is not None:
         return asked
-    return round(DEFAULT_WARM_UP * (planned if isinstance(planned, int) else last))
+    return round(DEFAULT_WARM_UP * (planned if type(planned) is int and 0 < planned < 2**63 else last))
 
 
 def _damage(record: RunRecord) -> str:
@@ -255,7 +261,7 @@ def _apply_rows(sweep: Sweep, by_path: dict[Path, Run]) -> list[Run]:
             run = _started_never(sweep, row)
             without_folder.append(run)
         repeat = row.get("repeat")
-        run.repeat = repeat if isinstance(repeat, int) else run.repeat
+        run.repeat = repeat if type(repeat) is int and abs(repeat) < 2**63 else run.repeat
         status = str(row.get("status") or "failed")
         if status != "ok":  # a damaged run, too, is what the sweep saw of it
             run.status, run.measures = status, {}
@@ -275,7 +281,7 @@ def _started_never(sweep: Sweep, row: dict[str, Any]) -> Run:
     fixed = sweep.table.get("fixed")
     settings = dict(flattened(fixed) if isinstance(fixed, dict) else ()) | row["axes"]
     processes = row.get("processes")
-    axes = axes_of(settings, processes if isinstance(processes, int) else None)
+    axes = axes_of(settings, processes if is_count(processes) else None)
     run = Run(str(row.get("name") or row["cell"]), None, axes, settings=settings, sweep=sweep.folder)
     if row.get("status") == "ok":
         run.status, run.reason = "damaged", "the sweep calls it ok, but its folder is gone"

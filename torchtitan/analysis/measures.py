@@ -106,10 +106,15 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Estima
     median = statistics.median(ordered)
     if n == 1:
         return Estimate(median, None, None, 1, None)
-    rank, tail = 1, 0.5**n  # P(Binomial < rank)
+    rank, tail = 1, _binomial(n, 0)  # P(Binomial < rank)
     while rank < n // 2:
-        further = tail + math.comb(n, rank) * 0.5**n
+        further = tail + _binomial(n, rank)
         if 2 * further > 1 - confidence:
             break
         rank, tail = rank + 1, further
     return Estimate(median, ordered[rank - 1], ordered[n - rank], n, 1 - 2 * tail)
+
+
+def _binomial(n: int, k: int) -> float:
+    """Probability of k in n throws of a coin; by logarithms, as 2^-n is 0 for the points of a long run."""
+    return math.exp(math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2))

@@ -14,7 +14,9 @@ from typing import Any
 from torchtitan.analysis.axes import Axes, axes_of
 from torchtitan.analysis.measures import MFU, MFU_REPORTED, Estimate, measure
 from torchtitan.evaluation.run_record import Series
+from torchtitan.files.regular import read_regular
 
+_LARGEST_FILE = 1 << 22  # bytes
 EVENTS = "events.out.tfevents.*"
 
 _NAME = re.compile(
@@ -149,10 +151,10 @@ def _axes(name: str, config: dict[str, Any]) -> Axes:
 
 def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_regular(path, _LARGEST_FILE))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"config.json cannot be read ({' '.join(str(error).split())})")
         return {}
     return config if isinstance(config, dict) else {}

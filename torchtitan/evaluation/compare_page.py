@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from PIL import Image
-
+from data.image_decoding import open_image
 from torchtitan.evaluation.compare_lines import Tag, after_warm_up, group_lines, held_out, reach, series_of
 from torchtitan.evaluation.compare_style import SCRIPT, STYLE, group_rules
 from torchtitan.evaluation.compare_text import (
@@ -38,9 +37,11 @@ from torchtitan.evaluation.svg_charts import (
     line_chart,
     spans_much,
 )
+from torchtitan.files.regular import read_regular
 
 MOST_GRIDS = 40  # steps of sample grids on the page, per run
 WIDEST_GRID = 800  # pixels; larger ones are made smaller
+_LARGEST_GRID = 1 << 26  # bytes of a file
 
 _COSTS = {
     "throughput(img/s)": ("Throughput", "images per second, all processes"),
@@ -132,6 +133,8 @@ class _Page:
             if run.damaged_lines:
                 lines = "1 line" if run.damaged_lines == 1 else f"{run.damaged_lines} lines"
                 notes.append(f"{run.name}: {lines} of metrics.jsonl could not be read and left out")
+            if run.stride > 1:
+                notes.append(f"{run.name}: metrics.jsonl is very large: every {run.stride}th of its points counts")
             if lost := run.not_finite(TRAINING_LOSS):
                 notes.append(f"{run.name}: training loss not finite at {lost} logged points, which are left out")
             notes += [f"{run.name}: {problem}" for problem in run.problems]
@@ -448,14 +451,14 @@ def _grid(run: RunRecord, step: int) -> Markup:
         return element("p", f"no grid at step {step:,}", class_="missing grid")
     try:
         source = _data_uri(run.samples[step])
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+    except (OSError, SyntaxError, ValueError):
         return element("p", f"{run.samples[step].name} cannot be read", class_="missing grid")
     return element("img", src=source, alt=f"samples of {run.name} at step {step}", loading="lazy")
 
 
 def _data_uri(path: Path) -> str:
-    content = path.read_bytes()
-    with Image.open(io.BytesIO(content)) as picture:
+    content = read_regular(path, _LARGEST_GRID)
+    with open_image(content) as picture:
         picture.load()
         if picture.width > WIDEST_GRID:
             height = round(picture.height * WIDEST_GRID / picture.width)

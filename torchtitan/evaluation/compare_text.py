@@ -1,11 +1,10 @@
 """How the page of a comparison writes names and numbers."""
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from torchtitan.evaluation.run_record import Interval, Series
+from torchtitan.evaluation.run_record import Interval, Series, is_number
 from torchtitan.evaluation.svg_charts import short, significant
 
 MISSING = "–"
@@ -16,7 +15,7 @@ def track_name(track: str) -> str:
 
 
 def as_number(value: Any) -> float | None:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) else None
+    return value if is_number(value) else None
 
 
 def setting_text(value: Any) -> str:

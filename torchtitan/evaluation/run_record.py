@@ -4,7 +4,9 @@ import bisect
 import itertools
 import json
 import math
+import re
 import statistics
+import sys
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +14,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan.evaluation.metric_points import LATEST_STEP, read_points
+from torchtitan.files.regular import read_regular
+
 TRAINING_LOSS = "loss_metrics/global_avg_loss"
 HELD_OUT_LOSS = "validation_metrics/loss"
 
 # Keys that never make two runs different trainings: the seed, and everything about where a run is kept.
 _NOT_A_SETTING = ("debug.seed", "job.")
+
+
+_LARGEST_FILE = 1 << 24  # bytes, of config.toml and summary.json
+_LARGEST_NUMBER = sys.float_info.max
 
 
 class RunRecordError(Exception):
@@ -96,6 +105,7 @@ class RunRecord:
         points: metrics.jsonl in the order of steps; later lines stand after earlier ones of the same step.
         samples: step -> grid of samples.
         damaged_lines: lines of metrics.jsonl that could not be read.
+        stride: every how manieth point of a very large metrics.jsonl is there.
         problems: what else could not be read, one line each.
     """
 
@@ -106,6 +116,7 @@ class RunRecord:
     points: list[dict[str, Any]] = field(default_factory=list)
     samples: dict[int, Path] = field(default_factory=dict)
     damaged_lines: int = 0
+    stride: int = 1
     problems: list[str] = field(default_factory=list)
 
     @cached_property
@@ -115,7 +126,8 @@ class RunRecord:
 
     @property
     def seed(self) -> int | None:
-        return self.settings.get("debug.seed")
+        seed = self.settings.get("debug.seed")
+        return seed if type(seed) is int and abs(seed) < 2**63 else None
 
     @property
     def last_step(self) -> int:
@@ -136,10 +148,10 @@ class RunRecord:
     def images_per_step(self) -> float | None:
         """Images that a step sees; None where neither metrics nor configuration tell."""
         for point in reversed(self.points):
-            if point["step"] > 0 and _is_finite(images := point.get("n_images_seen")) and images > 0:
+            if point["step"] > 0 and is_number(images := point.get("n_images_seen")) and images > 0:
                 return images / point["step"]
         batch = self.settings.get("training.global_batch_size")
-        return batch if _is_finite(batch) and batch > 0 else None
+        return batch if is_number(batch) and batch > 0 else None
 
     @cached_property
     def tags(self) -> tuple[str, ...]:
@@ -148,7 +160,7 @@ class RunRecord:
 
     def series(self, tag: str) -> Series:
         """The finite values of one metric; of several at one step the last counts."""
-        found = {point["step"]: point[tag] for point in self.points if _is_finite(point.get(tag))}
+        found = {point["step"]: point[tag] for point in self.points if is_number(point.get(tag))}
         return Series(tuple(found), tuple(map(float, found.values())))
 
     def not_finite(self, tag: str) -> int:
@@ -166,7 +178,7 @@ class RunRecord:
 
     def bin_tags(self) -> dict[int, str]:
         """Number of the timestep bin -> tag of its training error."""
-        tags = [tag for tag in self.tags if tag.startswith("loss_by_bin/") and tag.split("/")[1].isdecimal()]
+        tags = [tag for tag in self.tags if re.fullmatch(r"loss_by_bin/[0-9]{1,3}", tag)]
         return dict(sorted((int(tag.split("/")[1]), tag) for tag in tags))
 
     @cached_property
@@ -177,8 +189,10 @@ class RunRecord:
         from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 
         try:
-            quantiles = torch.arange(1, self.config["metrics"]["loss_bins"], dtype=torch.float64)
-            quantiles = quantiles / self.config["metrics"]["loss_bins"]
+            bins = self.config["metrics"]["loss_bins"]
+            if not 1 <= bins <= 1000:
+                return None
+            quantiles = torch.arange(1, bins, dtype=torch.float64) / bins
             objective = Objective(ObjectiveConfig(**self.config["objective"]), seed=0)
             return [0.0, *objective.timestep_sampler.density.quantile(quantiles).tolist(), 1.0]
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
@@ -186,7 +200,7 @@ class RunRecord:
 
     def _summary_step(self) -> int:
         step = (self.summary or {}).get("step", 0)
-        return step if isinstance(step, int) else 0
+        return step if type(step) is int and 0 <= step < LATEST_STEP else 0
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -201,11 +215,13 @@ def read_run(folder: Path) -> RunRecord:
         raise RunRecordError(f"{folder}: not a run's folder (no config.toml, metrics.jsonl or summary.json in it)")
     run = RunRecord(folder, folder.resolve().name)
     try:
-        run.config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        config = tomllib.loads(read_regular(folder / "config.toml", _LARGEST_FILE).decode())
+        dict(flattened(config))  # raises for one that is nested too deep
+        run.config = config
     except (OSError, ValueError, RecursionError) as error:
         run.problems.append(_unread("config.toml", error))
     try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads(read_regular(folder / "summary.json", _LARGEST_FILE))
         if not isinstance(summary, dict):
             raise ValueError("not an object")
         run.summary = summary
@@ -214,8 +230,8 @@ def read_run(folder: Path) -> RunRecord:
     except (OSError, ValueError, RecursionError) as error:
         run.problems.append(_unread("summary.json", error))
     try:
-        text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
-        run.points, run.damaged_lines = parse_points(text)
+        read = read_points(folder / "metrics.jsonl")
+        run.points, run.damaged_lines, run.stride = read.points, read.damaged, read.stride
     except OSError as error:
         run.problems.append(_unread("metrics.jsonl", error))
     for path in sorted((folder / "samples").glob("step-*.png")):
@@ -241,26 +257,6 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
         raise RunRecordError("\n".join(dict.fromkeys(problems)))
     _tell_apart(runs)
     return list(runs.values())
-
-
-def parse_points(text: str) -> tuple[list[dict[str, Any]], int]:
-    """Read metrics.jsonl.
-
-    Returns:
-        the points in the order of steps, and the number of lines that are none (a kill may cut the last one).
-    """
-    points, damaged = [], 0
-    for line in filter(str.strip, text.split("\n")):
-        try:
-            point = json.loads(line)
-        except (ValueError, RecursionError):
-            point = None
-        step = point.get("step") if isinstance(point, dict) else None
-        if isinstance(step, int) and not isinstance(step, bool) and step >= 0:
-            points.append(point)
-        else:
-            damaged += 1
-    return sorted(points, key=lambda point: point["step"]), damaged
 
 
 @dataclass(frozen=True)
@@ -403,8 +399,9 @@ def differing_settings(runs: Sequence[RunRecord]) -> tuple[list[str], list[str]]
     return [key for key in keys if key not in set(common)], common
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON or TOML is a number that charts can show: a finite one within float64."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST_NUMBER
 
 
 def _unread(name: str, error: Exception) -> str:

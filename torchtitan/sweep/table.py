@@ -3,7 +3,7 @@
 import statistics
 from pathlib import Path
 
-from torchtitan.evaluation.run_record import parse_points
+from torchtitan.evaluation.metric_points import read_points
 from torchtitan.sweep.record import Row
 from torchtitan.training.metrics import METRICS_FILE
 
@@ -33,7 +33,7 @@ def sweep_table(rows: list[Row], folder: Path, warmup_steps: int) -> str:
 
 def _measured(path: Path, warmup_steps: int) -> tuple[float | None, float | None]:
     try:
-        points, _ = parse_points(path.read_text(encoding="utf-8", errors="replace"))
+        points = read_points(path).points
     except OSError:
         return None, None
     points = [point for point in points if _RATE in point]

@@ -9,11 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan.files.regular import open_regular
+
 PROFILE_FOLDER = "profile"
 
 # The ranges of the train loop, in their order; what lies in none of them is `outside`.
 PHASES = ("data", "forward", "backward", "gradients", "optimizer", "ema", "report")
 OUTSIDE = "outside"
+
+_LARGEST_TRACE = 1 << 29  # bytes, uncompressed
+_LATEST = 1e300  # microseconds
 
 _STEP_PREFIX = "ProfilerStep#"
 _HOST_KINDS = {"cpu_op", "user_annotation"}
@@ -118,16 +123,31 @@ def read_trace(path: Path) -> Trace:
 
 def _events(path: Path) -> list[dict[str, Any]]:
     try:
-        content = path.read_bytes()
-        document = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
-        events = document["traceEvents"]
-        return [event for event in events if event.get("ph") == "X" and "cat" in event and event.get("dur", 0) >= 0]
+        with open_regular(path) as file:
+            content = (gzip.open(file) if path.suffix == ".gz" else file).read(_LARGEST_TRACE + 1)
+        if len(content) > _LARGEST_TRACE:
+            raise TraceError(f"{path}: has more than {_LARGEST_TRACE >> 20} MiB (trace fewer steps)")
+        return list(filter(_is_operation, json.loads(content)["traceEvents"]))
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or 'is not whole (a killed run?)'}") from error
-    except (ValueError, EOFError, zlib.error) as error:
+    except (ValueError, EOFError, zlib.error, RecursionError) as error:
         raise TraceError(f"{path}: is not whole, or no trace ({error})") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise TraceError(f"{path}: is no trace of torch.profiler (it has no traceEvents)") from error
+
+
+def _is_operation(event: Any) -> bool:
+    """Whether an entry has a beginning and an end, and all that is read of it is of its type."""
+    if not isinstance(event, dict) or event.get("ph") != "X" or not isinstance(event.get("args", {}), dict):
+        return False
+    times = event.get("ts"), event.get("dur", 0)
+    return (
+        all(isinstance(event.get(key), str) for key in ("name", "cat"))
+        and all(isinstance(time, int | float) and abs(time) < _LATEST for time in times)
+        and times[1] >= 0
+        and isinstance(event.get("tid"), int | str)
+        and isinstance(event.get("args", {}).get("correlation"), int | str | None)
+    )
 
 
 def _end(event: dict[str, Any]) -> float:
