@@ -14,7 +14,6 @@ import os
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +31,7 @@ from torchtitan.autoencoders.tiling import in_tiles
 from torchtitan.command_line import OneLineParser
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.pictures import save_image
+from torchtitan.files.durable import make_folder, replacing
 from torchtitan.terminal import escape_output
 from torchtitan.training.weight_files import WeightsError, refuse_existing
 
@@ -172,14 +172,14 @@ def decode(arguments: argparse.Namespace) -> int:
         raise AutoencoderError(f"{arguments.source}: two files differ in their ending only (decode one at a time)")
     for path in wanted:
         refuse_existing(path, arguments.overwrite)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with tqdm(total=len(wanted), unit="image", desc="decoding") as progress:
         for file, begin, end in jobs:
             latents = file.read(begin, end, arguments.factor)
             if arguments.normalized:
                 latents = denormalize(latents, decoder.autoencoder.normalization)
             for number, image in enumerate(decoder.decode(latents), begin):
-                with whole_picture(picture_path(folder, file, number)) as path:
+                with replacing(picture_path(folder, file, number)) as path:
                     save_image(image, path)
             progress.update(end - begin)
     print(f"{folder}: {len(wanted)} images")
@@ -223,17 +223,6 @@ def picture_path(folder: Path, file: LatentFile, number: int) -> Path:
     return folder / f"{file.path.stem}-{number:06d}.png"
 
 
-@contextmanager
-def whole_picture(path: Path) -> Iterator[Path]:
-    """A path to write to, which gets the name `path` when the block has succeeded."""
-    unfinished = path.with_name(f".unfinished-{uuid.uuid4().hex}-{path.name}")  # the same ending: it chooses the format
-    try:
-        yield unfinished
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
 def encode(arguments: argparse.Namespace) -> int:
     """images -> latents"""
     if arguments.output.suffix != ".safetensors":
@@ -274,9 +263,9 @@ def check(arguments: argparse.Namespace) -> int:
     originals, reconstructions, labels = zip(*shown, strict=True)
     title = f"{summary}. Original, reconstruction, difference x 4"
     picture = side_by_side(torch.stack(originals), torch.stack(reconstructions), labels, title)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    with whole_picture(arguments.output) as path:
-        picture.save(path)
+    make_folder(arguments.output.parent)
+    with replacing(arguments.output) as path:
+        picture.save(path, "PNG" if arguments.output.suffix.lower() == ".png" else "JPEG")
     print(f"{summary}\n{arguments.output}")
     return 0
 

@@ -2,17 +2,30 @@
 
 import fcntl
 import os
-import secrets
+import re
+import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchtitan.files.durable import is_unfinished, make_folder, replacing
+from torchtitan.files.regular import check_regular
+
 NUM_LOCKS = 64
+SECONDS_UNFINISHED = 3600.0  # after which who was writing a table is taken for killed
+
+_TABLE = re.compile(r"[0-9a-f]{1,64}\.arrow")
+_UNFINISHED_TABLE = re.compile(r"\.[0-9a-f]{1,64}\.arrow\..*")
+_MARK = {b"kept by": b"row group cache"}  # in each table: others have tables in their folders, too
 
 
 class NodeCache:
-    """Tables as files, memory-mapped, so that processes share their pages; those longest unused go first."""
+    """Tables as files, memory-mapped, so that processes share their pages; those longest unused go first.
+
+    Nothing else in the folder is removed, or counted.
+    """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """
@@ -22,7 +35,7 @@ class NodeCache:
         """
         self._folder = folder
         self._max_bytes = max_bytes
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
 
     def get(self, key: str, make: Callable[[], Any]) -> Any:
         """The pyarrow Table of that name, made by the first process that asks while the others wait for it.
@@ -50,7 +63,8 @@ class NodeCache:
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        with open(self._folder / name, "w") as file:  # the lock goes with the descriptor, also when a process dies
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(self._folder / name, flags, 0o666)) as file:  # the lock goes with it, also when a process dies
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -65,9 +79,16 @@ class NodeCache:
                 excess -= size
 
     def _tables(self) -> Iterator[tuple[Path, os.stat_result]]:
-        for path in self._folder.glob("*.arrow"):
+        for path in self._folder.iterdir():
             try:
-                yield path, path.stat()
+                status = path.lstat()
+                if not stat.S_ISREG(status.st_mode):
+                    continue
+                if _TABLE.fullmatch(path.name) and _is_marked(path):
+                    yield path, status
+                elif _UNFINISHED_TABLE.fullmatch(path.name) and is_unfinished(path.name):
+                    if time.time() - status.st_mtime > SECONDS_UNFINISHED:
+                        path.unlink(missing_ok=True)
             except FileNotFoundError:
                 continue
 
@@ -78,6 +99,7 @@ def _open(path: Path) -> Any:
     from pyarrow import ipc
 
     try:
+        check_regular(path)
         os.utime(path)  # when it was last used
         with ipc.open_file(pyarrow.memory_map(str(path))) as file:
             return file.read_all()
@@ -85,13 +107,20 @@ def _open(path: Path) -> Any:
         return None
 
 
+def _is_marked(path: Path) -> bool:
+    import pyarrow
+    from pyarrow import ipc
+
+    try:
+        with ipc.open_file(pyarrow.memory_map(str(path))) as file:
+            return (file.schema.metadata or {}).items() >= _MARK.items()
+    except pyarrow.ArrowInvalid:
+        return False
+
+
 def _write(path: Path, table: Any) -> None:
     from pyarrow import ipc
 
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    try:
-        with ipc.new_file(str(unfinished), table.schema) as file:
-            file.write_table(table)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    marked = table.replace_schema_metadata((table.schema.metadata or {}) | _MARK)
+    with replacing(path) as unfinished, ipc.new_file(str(unfinished), marked.schema) as file:
+        file.write_table(marked)

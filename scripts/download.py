@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torchtitan.command_line import OneLineParser
-from torchtitan.files.durable import replace_file
+from torchtitan.files.durable import make_folder, replace_file, sync
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.removal import remove_folder
 from torchtitan.terminal import escape_output
@@ -188,7 +188,9 @@ def fetch_file(piece: Piece, file: HubFile, folder: Path, commit: str) -> None:
         if differs(target, file):
             raise DownloadError(f"{target}: is another file than that of {piece.repository} (move it away)")
         return
-    partial.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(partial.parent)
+    if any(path.is_symlink() for path in (partial.parent, partial)) or partial.exists() and not partial.is_file():
+        raise DownloadError(f"{partial}: a link or folder is in the way of what arrives (move it away)")
     needed = file.size - (partial.stat().st_size if partial.exists() else 0)
     room = shutil.disk_usage(partial.parent).free
     if needed > room:
@@ -197,7 +199,9 @@ def fetch_file(piece: Piece, file: HubFile, folder: Path, commit: str) -> None:
     if problem := differs(partial, file):
         partial.unlink()
         raise DownloadError(f"{file.name} of {piece.repository}: arrived damaged: {problem} (try again)")
+    sync(partial)
     os.replace(partial, target)
+    sync(folder)
 
 
 def receive(piece: Piece, file: HubFile, commit: str, partial: Path) -> None:

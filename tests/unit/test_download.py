@@ -201,3 +201,28 @@ def test_wrong_names_and_the_list_need_no_network(tmp_path):
     assert code == 2 and "there are cosmos-ci8x8" in complaint(errors)
     code, _, errors = download(None, tmp_path, "cosmos-ci8x8", "sd-vae-ft-ema", "--revision", "x")
     assert code == 2 and "fetch one at a time" in complaint(errors)
+
+
+def test_files_of_somebody_else_are_neither_replaced_nor_removed(tmp_path):
+    source = tmp_path / "downloads" / "sd-vae-ft-ema" / "source.json"
+    source.parent.mkdir(parents=True)
+    source.write_text('{"mine": 1}')
+    code, _, errors = download(None, tmp_path, "sd-vae-ft-ema")
+    assert code == 2 and "there is a file that this command did not write (move it away)" in complaint(errors)
+    assert source.read_text() == '{"mine": 1}'
+
+
+@needs_hub
+def test_what_is_in_the_way_of_a_partial_file_is_named(hub, tmp_path):
+    folder = tmp_path / "downloads" / "cosmos-ci8x8" / ".unfinished"
+    folder.mkdir(parents=True)
+    (tmp_path / "elsewhere").write_text("of somebody")
+    partial = folder / f"encoder.jit.{hashlib.sha256(ENCODER).hexdigest()[:16]}"
+    partial.symlink_to(tmp_path / "elsewhere")
+    code, _, errors = download(hub, tmp_path, "cosmos-ci8x8")
+    assert code == 2 and f"{partial.name}: a link or folder is in the way of what arrives" in complaint(errors)
+    assert (tmp_path / "elsewhere").read_text() == "of somebody"
+    partial.unlink()
+    (folder / "notes.txt").write_text("of somebody, too")
+    assert download(hub, tmp_path, "cosmos-ci8x8")[0] == 0
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]

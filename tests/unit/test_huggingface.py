@@ -1,6 +1,7 @@
 """Hugging Face datasets: columns, map-style and streamed tables, remote reads that fail, and exact resume."""
 
 import json
+import os
 import pickle
 import re
 import sys
@@ -293,7 +294,7 @@ def test_processes_share_row_groups_through_a_folder_of_bounded_size(tmp_path, m
 
 def test_the_shared_folder_drops_what_was_used_longest_ago_and_mends_what_is_damaged(tmp_path):
     tables = {f"{number:04x}": pa.table({"x": np.full(1000, number)}) for number in range(5)}
-    made, size = [], 8600  # of one table's file, about
+    made, size = [], 9000  # of one table's file, about
 
     def make(key):
         made.append(key)
@@ -306,6 +307,29 @@ def test_the_shared_folder_drops_what_was_used_longest_ago_and_mends_what_is_dam
     assert sorted(path.stem for path in (tmp_path / "cache").glob("*.arrow")) == ["0000", "0002", "0003"]
     (tmp_path / "cache" / "0002.arrow").write_bytes(b"ARROW1")
     assert cache.get("0002", lambda: make("0002")).equals(tables["0002"]) and made[4:] == ["0002"]
+
+
+def test_the_shared_folder_keeps_what_others_have_put_there(tmp_path):
+    table, folder = pa.table({"x": np.full(1000, 1)}), tmp_path / "cache"
+    folder.mkdir()
+    with pa.ipc.new_file(str(folder / f"{'a' * 32}.arrow"), table.schema) as file:  # of such a name, without the mark
+        file.write_table(table)
+    for name in ("dataset-train.arrow", "notes.txt", f"{'b' * 32}.arrow"):
+        (folder / name).write_bytes(b"of somebody")
+    (folder / "cccc.arrow").symlink_to(tmp_path / "elsewhere")
+    locked = f"lock-{int('0000', 16) % 64:02}"
+    (folder / locked).write_bytes(b"of somebody, too")
+    before = {path.name for path in folder.iterdir()}
+    old, new = (folder / f".{key}.arrow.{'0' * 32}.unfinished" for key in ("dddd", "eeee"))
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (0, 0))
+    cache = NodeCache(folder, 1)
+    for key in ("0000", "0001"):
+        assert cache.get(key, lambda: table).equals(table)
+    left = {path.name for path in folder.iterdir()} - {"lock-01", "lock-size"}
+    assert left == before | {"0001.arrow", new.name}
+    assert (folder / locked).read_bytes() == b"of somebody, too"
 
 
 # --- refused

@@ -115,8 +115,8 @@ def class_labels(labels: Sequence[int], class_names: Sequence[str]) -> list[str]
 
 
 def save_image(image: Tensor, path: Path) -> None:
-    """Write one image [C, H, W] in its own size; values and channels are shown as in image_grid."""
-    Image.fromarray(_to_rgb(image[None].detach().float().cpu().numpy())[0]).save(path)
+    """Write one image [C, H, W] as PNG in its own size; values and channels are shown as in image_grid."""
+    Image.fromarray(_to_rgb(image[None].detach().float().cpu().numpy())[0]).save(path, "PNG")
 
 
 def save_animation(frames: Sequence[tuple[int, str | os.PathLike]], path: str | os.PathLike) -> int:
