@@ -15,6 +15,7 @@ from torch import Tensor
 from data.base import DataConfig, DatasetError, DatasetInfo, Split
 from data.image_decoding import decoding_problem, open_image
 from data.numpy_pickle import read_table
+from torchtitan.files.regular import check_regular
 from torchtitan.settings import setting
 
 IMAGE_SHAPE = (3, 32, 32)
@@ -210,6 +211,7 @@ def _open_parquet(path: Path) -> Iterator[Any]:
     from pyarrow import parquet
 
     try:
+        check_regular(path)
         with parquet.ParquetFile(path) as file:
             yield file
     except DatasetError:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from data.base import DatasetError
 from data.derived_classes import num_classes_of
 from data.image_columns import Columns, arrow_features, find_columns
+from torchtitan.files.regular import check_regular
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 FOOTERS_AT_ONCE = 16
@@ -148,6 +149,8 @@ def _read_footer(url: str, file: str) -> Any:
     storage, _ = open_storage(url)
 
     def read() -> Any:
+        if "file" in storage.protocol:  # on this machine, where a pipe would wait for ever
+            check_regular(file)
         with storage.open(file, "rb") as opened:
             return parquet.read_metadata(opened)
 

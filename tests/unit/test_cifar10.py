@@ -234,6 +234,7 @@ BAD_FOLDERS = {
         "train-0.parquet: cannot be read",
     ),
     "truncated parquet": (truncated_parquet, "train-0.parquet: cannot be read as parquet"),
+    "a pipe": (lambda folder: os.mkfifo(folder / "train-0.parquet"), "is a pipe, not a regular file"),
     "no label column": (bad_parquet(lambda table: table.drop_columns("label")), "has img"),
     "no image column": (bad_parquet(lambda table: table.drop_columns("img")), "has label"),
     "image not struct": (

@@ -19,6 +19,7 @@ from data.node_cache import NodeCache
 from data.parquet_files import table_url
 from data.row_groups import RowGroupImages
 from tests.encoded_images import SIDE, assert_resumes_in_mid_epoch, decoded, everything, image_bytes
+from tests.faults.confinement import bounded
 from torchtitan.training.sample_order import SampleOrder
 
 NAMES = ["ant", "bee", "cow", "dog", "elk"]
@@ -307,6 +308,12 @@ def test_the_shared_folder_drops_what_was_used_longest_ago_and_mends_what_is_dam
     assert sorted(path.stem for path in (tmp_path / "cache").glob("*.arrow")) == ["0000", "0002", "0003"]
     (tmp_path / "cache" / "0002.arrow").write_bytes(b"ARROW1")
     assert cache.get("0002", lambda: make("0002")).equals(tables["0002"]) and made[4:] == ["0002"]
+
+
+def test_a_pipe_for_a_parquet_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "train-0.parquet")
+    with bounded(20, 1 << 30), pytest.raises(DatasetError, match="train-0.parquet.* is a pipe, not a regular file"):
+        HuggingFace.info(config_of(tmp_path, streaming=True))
 
 
 def test_the_shared_folder_keeps_what_others_have_put_there(tmp_path):
