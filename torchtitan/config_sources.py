@@ -11,6 +11,7 @@ from torchtitan.config_schema import shown, shown_name
 
 
 _LARGEST_FILE = 4 << 20  # bytes
+_DEEPEST = 50
 
 
 def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -61,7 +62,10 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
         reason = failure.strerror if isinstance(failure, OSError) else failure
         return {}, [f"{shown_file(path)}: cannot be read: {reason}"]
     try:
-        return tomllib.loads(content.decode("utf-8-sig")), []
+        document = tomllib.loads(content.decode("utf-8-sig"))
+        if _is_deep(document):
+            raise RecursionError
+        return document, []
     except UnicodeDecodeError as failure:
         return {}, [f"{shown_file(path)}: is not UTF-8 text, see byte {failure.start} (save it as UTF-8)"]
     except ValueError as failure:
@@ -69,6 +73,19 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
         return {}, [f"{shown_file(path)}: TOML syntax: {reason if reason.isprintable() else shown(reason, 200)}"]
     except RecursionError:
         return {}, [f"{shown_file(path)}: TOML syntax: nested too deeply"]
+
+
+def _is_deep(document: dict[str, Any]) -> bool:
+    """Whether tables and lists stand in one another more often than any reader of them goes down."""
+    level: list[Any] = [document]
+    for _ in range(_DEEPEST):
+        level = [
+            inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]  # fmt: skip
+        if not level:
+            return False
+    return True
 
 
 def shown_file(path: str) -> str:

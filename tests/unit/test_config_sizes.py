@@ -104,11 +104,17 @@ def test_a_hostile_name_of_the_file_does_not_become_the_name_of_the_run(tmp_path
     assert load_config([f"--job.config_file={path}", "--job.name=plain"], 1).job.name == "plain"
 
 
-def test_a_grid_of_more_cells_than_can_be_run_is_refused_at_once(tmp_path):
+def test_a_grid_that_cannot_be_run_is_refused_at_once(tmp_path):
     path = tmp_path / "grid.toml"
     axes = "".join(f"training.key{number} = {list(range(1000))}\n" for number in range(10))
     path.write_text(f"[axes]\n{axes}")
     with pytest.raises(SweepError, match="their product has 1000000000000000000000000000000 cells, at most 100000"):
+        read_sweep(path)
+    path.write_text("[axes]\nmodel." + ".".join("a" * 3000) + " = [1]\n")
+    with pytest.raises(SweepError, match="nested too deeply"):
+        read_sweep(path)
+    path.write_text("[axes]\ndata.shape = [2024-01-01]\n")
+    with pytest.raises(SweepError, match="axes.data.shape: a date or time is no value of a key"):
         read_sweep(path)
     path.write_text("repeats = 1000000000\n[axes]\ntraining.steps = [1]\n")
     with pytest.raises(SweepError, match="repeats: must be at least 1 and at most 10000"):

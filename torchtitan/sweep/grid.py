@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import date, time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -257,6 +258,8 @@ def _flat_table(path: Path, name: str, table: Any) -> dict[str, Any]:
     for key, value in flat.items():
         if not _fits_in_64_bits(value):  # Python would not even print the longest
             raise _error(path, f"{name}.{key}: a whole number must fit in 64 bits")
+        if _holds_a_date(value):
+            raise _error(path, f"{name}.{key}: a date or time is no value of a key (write it as a string)")
     return flat
 
 
@@ -264,6 +267,12 @@ def _fits_in_64_bits(value: Any) -> bool:
     if isinstance(value, list | dict):
         return all(map(_fits_in_64_bits, value.values() if isinstance(value, dict) else value))
     return not isinstance(value, int) or -(2**63) <= value < 2**63
+
+
+def _holds_a_date(value: Any) -> bool:
+    if isinstance(value, list | dict):
+        return any(map(_holds_a_date, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, date | time)
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
