@@ -252,6 +252,15 @@ def test_metrics_are_cut_in_place_where_nothing_good_follows_and_never_read_whol
     assert path.stat().st_size == 4000 * len(line)
 
 
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_what_a_power_cut_left_between_points_goes_and_the_points_after_it_stay(tmp_path, end):
+    path = tmp_path / METRICS_FILE
+    lines = [json.dumps({"step": step}).encode() for step in (1, 2, 3, 4)]
+    path.write_bytes(b"\n".join([lines[0], bytes(50), lines[1], b'{"st', lines[3], lines[2]]) + end)
+    cut_metrics(path, 3)
+    assert path.read_bytes() == b"\n".join(lines[:3]) + b"\n" and os.listdir(tmp_path) == [METRICS_FILE]
+
+
 def test_tensorboard_misses_nothing_where_its_disk_was_full_for_a_while(tmp_path, caplog):
     log = metrics_log(tmp_path, enable_tensorboard=True)
     log.write(1, {"loss": 1.0})
