@@ -28,11 +28,10 @@ from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents,
 from torchtitan.autoencoders.latent_files import LatentFile, find_latents, open_latents, save_latents
 from torchtitan.autoencoders.reconstruction import psnr, side_by_side
 from torchtitan.autoencoders.tiling import in_tiles
-from torchtitan.command_line import OneLineParser
+from torchtitan.command_line import OneLineParser, run_program
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.pictures import save_image
 from torchtitan.files.durable import make_folder, replacing
-from torchtitan.terminal import escape_output
 from torchtitan.training.weight_files import WeightsError, refuse_existing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -318,5 +317,4 @@ def read_images(
 
 
 if __name__ == "__main__":
-    escape_output()
-    sys.exit(main())
+    run_program(main)

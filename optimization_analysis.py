@@ -12,8 +12,7 @@ from pathlib import Path
 from torchtitan.analysis.collect import NoRuns
 from torchtitan.analysis.findings import headlines
 from torchtitan.analysis.report import analyse, refuse_other_files, write_report
-from torchtitan.command_line import OneLineParser
-from torchtitan.terminal import escape_output
+from torchtitan.command_line import OneLineParser, run_program
 
 
 def main(words: list[str] | None = None) -> int:
@@ -57,5 +56,4 @@ def not_negative(text: str) -> int:
 
 
 if __name__ == "__main__":
-    escape_output()
-    sys.exit(main())
+    run_program(main)

@@ -8,13 +8,18 @@ import logging
 import os
 import sys
 
+from torchtitan.distributed.parent_death import end_with_launcher
+
+if __name__ == "__main__":
+    end_with_launcher()  # before the seconds that importing torch takes
+
+from torchtitan.command_line import exit_code
 from torchtitan.config import ConfigError, help_text, load_config, report_and_exit
-from torchtitan.distributed.restarts import REFUSED, forbid_restart
-from torchtitan.terminal import escape_output
+from torchtitan.distributed.restarts import FAILED, REFUSED, forbid_restart
 
 
 def main(arguments: list[str]) -> int:
-    """Run one training process; returns its exit code (2: refused configuration, data or run folder)."""
+    """Run one training process; returns its exit code (2: refused configuration, data or run folder; 75: another run writes there)."""
     if "--help" in arguments or "-h" in arguments:
         print(f"{__doc__}\n{help_text()}")
         return 0
@@ -29,10 +34,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = load_config(arguments, world_size)
     except ConfigError as error:
-        try:
-            report_and_exit(error)
-        finally:
-            forbid_restart()
+        report_and_exit(error)
     if check_only:
         from data.base import DatasetError
         from torchtitan.autoencoders.base import AutoencoderError
@@ -52,12 +54,9 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    escape_output()
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    code = exit_code(lambda: main(sys.argv[1:]))
     logging.shutdown()
-    if code == REFUSED or code > 128:  # or ended by a signal
+    if code not in (0, FAILED):  # refused, busy, or ended by a signal
         forbid_restart()
     # A gloo thread may abort the interpreter while it shuts down.
     os._exit(code)

@@ -13,14 +13,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.command_line import OneLineParser
+from torchtitan.command_line import OneLineParser, run_program
 from torchtitan.config import ConfigError
 from torchtitan.config_sources import read_command_line
 from torchtitan.sweep.autotune import GOALS, MAX_BATCH_SIZE, NothingFits, autotune
 from torchtitan.sweep.autotune_candidates import AutotuneRefused
 from torchtitan.sweep.autotune_probe import ProbeFailed
 from torchtitan.sweep.autotune_record import RecordError
-from torchtitan.terminal import escape_output
 
 
 def main(words: list[str] | None = None) -> int:
@@ -98,7 +97,6 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
-    escape_output()
     logging.basicConfig(level=logging.WARNING)
     signal.signal(signal.SIGTERM, _interrupt)
-    sys.exit(main())
+    run_program(main)

@@ -15,14 +15,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.base import DatasetError
-from torchtitan.command_line import OneLineParser
+from torchtitan.command_line import OneLineParser, run_program
 from torchtitan.config import ConfigError
 from torchtitan.evaluation.studies.branch_report import report
 from torchtitan.evaluation.studies.branch_test import open_test, run_test
 from torchtitan.evaluation.studies.branch_training import LR_RULES, SCHEDULES
 from torchtitan.evaluation.studies.frame import StudyError
 from torchtitan.evaluation.trained_model import WeightsError
-from torchtitan.terminal import escape_output
 from torchtitan.training.checkpoint import CheckpointError
 
 
@@ -74,6 +73,5 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
-    escape_output()
     logging.basicConfig(level=logging.WARNING)
-    sys.exit(main())
+    run_program(main)

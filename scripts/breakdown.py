@@ -12,8 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.command_line import OneLineParser
-from torchtitan.terminal import escape_output
+from torchtitan.command_line import OneLineParser, run_program
 from torchtitan.training.breakdown import refuse_other_files, write_breakdown
 from torchtitan.training.trace import PROFILE_FOLDER, TraceError, find_trace
 
@@ -55,5 +54,4 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    escape_output()
-    sys.exit(main())
+    run_program(main)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from data import DATASETS
 from data.base import DatasetError
-from torchtitan.command_line import OneLineParser, readable_size
+from torchtitan.command_line import OneLineParser, readable_size, run_program
 from torchtitan.config import ConfigError, JobConfig
 from torchtitan.evaluation.run_check import Finding, check_run
 from torchtitan.evaluation.trained_model import load_run, read_config
@@ -31,7 +31,6 @@ from torchtitan.models.dit.conversion import (
     import_weights,
 )
 from torchtitan.models.dit.model import DiT
-from torchtitan.terminal import escape_output
 from torchtitan.training.checkpoint import CheckpointError, checkpoint_path, checkpoint_steps, newest_good, verify
 from torchtitan.training.checkpoint_files import MANIFEST
 from torchtitan.training.checkpoint_location import location, run_checkpoints
@@ -317,5 +316,4 @@ def prefixed(path: Path, error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    escape_output()
-    sys.exit(main())
+    run_program(main)

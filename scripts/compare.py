@@ -11,12 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.command_line import OneLineParser
+from torchtitan.command_line import OneLineParser, run_program
 from torchtitan.evaluation.compare_page import PAGE_START, compare_page
 from torchtitan.evaluation.run_record import RunRecordError, read_runs
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.ownership import refuse_foreign_file
-from torchtitan.terminal import escape_output
 
 
 def main(words: list[str] | None = None) -> int:
@@ -65,5 +64,4 @@ def not_negative(text: str) -> int:
 
 
 if __name__ == "__main__":
-    escape_output()
-    sys.exit(main())
+    run_program(main)

@@ -19,11 +19,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.command_line import OneLineParser
+from torchtitan.command_line import OneLineParser, run_program
 from torchtitan.files.durable import make_folder, replace_file, sync
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.removal import remove_folder
-from torchtitan.terminal import escape_output
 
 CHUNK = 8 << 20  # bytes hashed at once
 UNFINISHED = ".unfinished"
@@ -251,5 +250,4 @@ def hub_errors_as_os_errors() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    escape_output()
-    sys.exit(main())
+    run_program(main)

@@ -11,13 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.command_line import OneLineParser
+from torchtitan.command_line import OneLineParser, run_program
 from torchtitan.config import ConfigError, load_config
 from torchtitan.estimate.devices import DEVICES, Device
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.report import as_record, as_text
 from torchtitan.estimate.roofline import Efficiency, estimate_step_time
-from torchtitan.terminal import escape_output
 
 
 def main(words: list[str] | None = None) -> int:
@@ -103,5 +102,4 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    escape_output()
-    sys.exit(main())
+    run_program(main)

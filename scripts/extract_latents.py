@@ -19,6 +19,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torchtitan.distributed.parent_death import end_with_launcher
+
+if __name__ == "__main__":
+    end_with_launcher()  # before the seconds that importing torch takes
+
 # Before torch is imported. An encoder's activations are large and fresh each time: on the CPU a third of its time went
 # into their page faults, half of which large pages save.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -30,7 +35,7 @@ from cosmos_latent_decoder import DTYPES, CosmosLatentDecoder, at_least
 from data.base import DataConfig, DatasetError
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
-from torchtitan.command_line import OneLineParser, readable_size
+from torchtitan.command_line import OneLineParser, exit_code, readable_size
 from torchtitan.config import ConfigError, load_data_section
 from torchtitan.distributed.agreement import of_all_ranks
 from torchtitan.distributed.mesh import CommConfig, compute_device, init_process_group
@@ -43,7 +48,6 @@ from torchtitan.latents.extraction_plan import ExtractionOptions, estimated_size
 from torchtitan.latents.image_source import ImageSource
 from torchtitan.latents.index import LatentStoreError
 from torchtitan.latents.stage_times import describe_times
-from torchtitan.terminal import escape_output
 from torchtitan.training.data_loading import MAX_CORRUPT_SHARE
 from torchtitan.training.faults import first_line, is_lost_rank, is_out_of_memory
 
@@ -262,13 +266,7 @@ def is_first() -> bool:
 
 
 if __name__ == "__main__":
-    escape_output()
-    try:
-        code = main()
-    except SystemExit as ended:  # of the parser
-        code = ended.code
-    sys.stdout.flush()
-    sys.stderr.flush()
+    code = exit_code(main)
     if code not in (0, FAILED):
         forbid_restart()
     os._exit(code)  # a gloo thread may abort the interpreter while it shuts down

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pydantic
 from tqdm import tqdm
 
-from torchtitan.command_line import OneLineParser
+from torchtitan.command_line import OneLineParser, run_program
 from torchtitan.files.regular import read_regular
 from torchtitan.latents.convert import convert, measure, plan_conversion
 from torchtitan.latents.describe import describe_store
@@ -26,7 +26,6 @@ from torchtitan.latents.index import (
 )
 from torchtitan.latents.sources import open_source
 from torchtitan.latents.store import LatentStore, verify_shards
-from torchtitan.terminal import escape_output
 
 MAX_NAMES_BYTES = 16 << 20  # of a file of class names
 
@@ -154,5 +153,4 @@ def positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    escape_output()
-    sys.exit(main())
+    run_program(main)

@@ -13,12 +13,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torchtitan.distributed.parent_death import end_with_launcher
+
+if __name__ == "__main__":
+    end_with_launcher()  # before the seconds that importing torch takes
+
 from safetensors.torch import save_file
 
 from data import DATASETS
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import AutoencoderError
-from torchtitan.command_line import OneLineParser
+from torchtitan.command_line import OneLineParser, exit_code
 from torchtitan.config import ConfigError
 from torchtitan.config_record import unmet_condition
 from torchtitan.config_schema import validate_section
@@ -27,7 +32,6 @@ from torchtitan.evaluation.decoding import LATENT_DATASETS, AutoencoderConfig, L
 from torchtitan.evaluation.pictures import class_labels, image_grid, save_image
 from torchtitan.evaluation.sampling import ImageSampler, SamplingConfig, grid_labels, sampling_problems
 from torchtitan.evaluation.trained_model import TrainedModel, WeightsError, load_run, load_weights
-from torchtitan.terminal import escape_output
 from torchtitan.training.checkpoint import CheckpointError
 
 FIRST = os.environ.get("RANK", "0") == "0"
@@ -211,9 +215,5 @@ def draw(
 
 
 if __name__ == "__main__":
-    escape_output()
     logging.basicConfig(level=logging.WARNING)
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down
+    os._exit(exit_code(main))  # a gloo thread may abort the interpreter while it shuts down

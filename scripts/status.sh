@@ -1,14 +1,22 @@
 # Sourced by launch scripts: `run_for_status COMMAND...` trains, and returns a code that a scheduler can act on.
-#   0 completed, 1 failed, 2 refused, 75 (EX_TEMPFAIL) interrupted by a signal and saved: run the same again
+#   0 completed, 1 failed, 2 refused, 75 (EX_TEMPFAIL): run the same again, for it was interrupted by a signal and saved,
+#   or another run writes into its folder
 # torchrun turns every failure of a process into 1, so the processes leave their status in a file.
+# On Linux the command ends with this shell, even if that is killed; python3 arranges it, where there is one.
+
+parent_death=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/torchtitan/distributed/parent_death.py
 
 run_for_status() {
-    local code=0 status child
+    local code=0 status child shell=${BASHPID-}
     TRAIN_STATUS_FILE=$(mktemp)
     export TRAIN_STATUS_FILE
     # A process group of its own: of Ctrl-C, too, the command hears once, and by the traps below.
     set -m
-    "$@" &
+    if [ -n "$shell" ] && command -v python3 >/dev/null; then
+        python3 -S "$parent_death" "$shell" "$@" &
+    else
+        "$@" &
+    fi
     child=$!
     set +m
     for signal in INT TERM HUP USR1; do
@@ -24,7 +32,7 @@ run_for_status() {
     trap - INT TERM HUP USR1
     case $code:$status in
         0:*) return 0 ;;
-        *:requeue) return 75 ;;
+        *:requeue | *:busy) return 75 ;;
         *:refused) return 2 ;;
         *:failed) return 1 ;;
         *) return "$code" ;;

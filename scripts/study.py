@@ -14,11 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.command_line import OneLineParser
+from torchtitan.command_line import OneLineParser, run_program
 from torchtitan.config import ConfigError
 from torchtitan.evaluation.studies import STUDIES, load_study
 from torchtitan.evaluation.studies.frame import Study, StudyError, add_run_options, open_run, run_study
-from torchtitan.terminal import escape_output
 from torchtitan.training.checkpoint import CheckpointError
 
 
@@ -64,6 +63,5 @@ def _several_weights(study: Study) -> bool:
 
 
 if __name__ == "__main__":
-    escape_output()
     logging.basicConfig(level=logging.WARNING)
-    sys.exit(main())
+    run_program(main)

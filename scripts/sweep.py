@@ -12,13 +12,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.command_line import OneLineParser
+from torchtitan.command_line import OneLineParser, run_program
 from torchtitan.sweep.cells import run_name
 from torchtitan.sweep.grid import SweepError, read_sweep
 from torchtitan.sweep.record import SweepFolder
 from torchtitan.sweep.runner import SweepPlan, plan_sweep, run_sweep
 from torchtitan.sweep.table import sweep_table
-from torchtitan.terminal import escape_output
 
 
 def main(words: list[str] | None = None) -> int:
@@ -97,5 +96,4 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
-    escape_output()
-    sys.exit(main())
+    run_program(main)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.command_line import OneLineParser
-from torchtitan.terminal import escape_output
+from torchtitan.command_line import OneLineParser, run_program
 from torchtitan.training.timeline import TimelineError, build_timeline, write_timeline
 
 
@@ -45,5 +44,4 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    escape_output()
-    sys.exit(main())
+    run_program(main)

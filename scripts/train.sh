@@ -5,7 +5,8 @@
 #                                 scripts/autotune_batch_size.py, as --goal fastest --headroom 0.2
 #   --setup-only                  stop after setting up .venv
 # Other paths than CONFIG's are relative to the repository.
-# Exit codes: 0 completed, 1 failed, 2 refused, 75 interrupted by a signal and saved (the same command goes on).
+# Exit codes: 0 completed, 1 failed, 2 refused, 75 interrupted by a signal and saved, or another run writes into
+# the folder (the same command, later, goes on).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 source "$root/scripts/status.sh"

@@ -13,7 +13,7 @@ from data.base import DatasetError
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.config import JobConfig
 from torchtitan.distributed.agreement import requests_ignored_at_the_end
-from torchtitan.distributed.restarts import FAILED, REFUSED
+from torchtitan.distributed.restarts import BUSY, FAILED, REFUSED
 from torchtitan.gns.capture import CannotMeasure
 from torchtitan.models.float8 import Float8Error
 from torchtitan.trainer import Trainer, process_group
@@ -21,6 +21,7 @@ from torchtitan.training.checkpoint import CheckpointError, StoreError
 from torchtitan.training.faults import TrainingError, first_line, is_lost_rank, is_out_of_memory
 from torchtitan.training.optimizer import OptimizerError
 from torchtitan.training.run_folder import RunFolder, RunFolderError
+from torchtitan.training.run_lock import Busy
 from torchtitan.training.run_status import write_status
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ def run(config: JobConfig) -> int:
     """Train as the configuration says.
 
     Returns:
-        0: completed, now or before; 1: failed; 2: refused before anything was written; 128 + signal: interrupted
+        0: completed, now or before; 1: failed; 2: refused before anything was written; 75: another
+        process writes into the folder, nothing was written; 128 + signal: interrupted
         and saved.
     """
     if RunFolder(config).is_finished() and config.checkpoint.load_step < 0:
@@ -51,10 +53,15 @@ def run(config: JobConfig) -> int:
             logger.error(f"rank {_rank()}: {error}")
             write_status(None, "failed", FAILED, str(error))
             return FAILED
-        except _REFUSALS as error:
+        except Busy as error:
+            write_status(None, "busy", BUSY, str(error))  # the folder is another run's
             if _speaks_for_its_machine():
                 print(error, file=sys.stderr)
+            return BUSY
+        except _REFUSALS as error:
             write_status(None, "refused", REFUSED, str(error))  # the folder may be another run's
+            if _speaks_for_its_machine():
+                print(error, file=sys.stderr)
             return REFUSED
         except (RuntimeError, MemoryError) as error:
             if not (is_out_of_memory(error) or is_lost_rank(error)):

@@ -33,8 +33,12 @@ def escape_output() -> None:
             setattr(sys, name, PrintableStream(stream))
 
 
+class OutputError(OSError):
+    """What this program prints cannot be written: its reader has gone, or the disk behind it is full."""
+
+
 class PrintableStream:
-    """A text stream whose writes are `printable`; all else is the stream's own."""
+    """A text stream whose writes are `printable`, and fail as OutputError; all else is the stream's own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -43,7 +47,16 @@ class PrintableStream:
         if not _BAR_MOVES.fullmatch(text):
             start = "\r" if text.startswith("\r") else ""
             text = start + printable(text.removeprefix(start))
-        return self._stream.write(text)
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise OutputError(error.errno, error.strerror) from error
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise OutputError(error.errno, error.strerror) from error
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:

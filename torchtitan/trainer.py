@@ -74,6 +74,7 @@ class Trainer:
 
         Raises:
             AutoencoderError: before there is a process group.
+            Busy: another process writes into the run's folder; on every rank.
             RunFolderError, CheckpointError, DatasetError, OptimizerError, Float8Error: on every rank, before anything
                 is overwritten.
         """

@@ -30,9 +30,9 @@ def test_killed_run_with_asynchronous_checkpoints_ends_as_a_straight_one_without
     codes, outputs = second.wait(60)
     killed.send(signal.SIGKILL)
     killed.wait()
-    assert codes == [2] and "Traceback" not in outputs[0]
+    assert codes == [75] and "Traceback" not in outputs[0]
     owner = f"host {socket.gethostname()}, process {killed.processes[0].pid}, since"
-    assert f"another run writes here: {owner}" in outputs[0]
+    assert f"another process writes here: {owner}" in outputs[0]
 
     resumed = ForkedRun(config, "killed", *asynchronous)
     assert "resumed after step" in resumed.finish()[0]

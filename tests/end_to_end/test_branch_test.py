@@ -17,6 +17,7 @@ from PIL import Image
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
 from tests.launcher import ROOT
+from torchtitan.training.run_lock import Busy
 
 SPEC = importlib.util.spec_from_file_location("branch_test_tool", ROOT / "scripts" / "branch_test.py")
 tool = importlib.util.module_from_spec(SPEC)
@@ -164,7 +165,8 @@ def test_no_run_other_settings_and_a_second_test_at_once_are_refused(run, refuse
     assert "lr_rule: 'linear' -> 'sqrt'" in refused(run, *ASKED, "--output", tmp_path)
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "is at work there" in refused(run, *ASKED, "--output", tmp_path)
+        with pytest.raises(Busy, match="another process writes here: a branch test"):
+            refused(run, *ASKED, "--output", tmp_path)
 
 
 def test_damaged_checkpoint_is_refused(run, refused):

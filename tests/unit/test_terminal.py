@@ -43,7 +43,8 @@ def test_prints_logs_tracebacks_and_bars_are_escaped_and_bars_still_move(monkeyp
     ids=lambda path: path.name,
 )  # fmt: skip
 def test_every_command_escapes_what_it_prints(script):
-    assert 'if __name__ == "__main__":\n    escape_output()\n' in script.read_text(encoding="utf-8")
+    main = script.read_text(encoding="utf-8").rpartition('if __name__ == "__main__":\n')[2]
+    assert "run_program(main)" in main or "exit_code(" in main  # which escape it first
 
 
 def test_a_refusal_of_a_hostile_name_is_one_plain_line(tmp_path):

@@ -6,6 +6,7 @@ import signal
 # Exit codes of a process.
 FAILED = 1
 REFUSED = 2  # before anything was written
+BUSY = 75  # EX_TEMPFAIL, another process writes into the folder: nothing was written, try again later
 
 
 def forbid_restart() -> None:

@@ -19,6 +19,7 @@ from torchtitan.config_schema import shown
 from torchtitan.files.durable import append_synced, make_folder, remove_unfinished, replace_file
 from torchtitan.files.ownership import is_foreign
 from torchtitan.sweep.grid import Sweep, SweepError, saved_table
+from torchtitan.training.run_lock import Busy
 
 STATE_FILE, SWEEP_FILE, BASE_FILE = "sweep.jsonl", "sweep.toml", "base.toml"
 # What may be changed to go on with a sweep: it says how long and how often, not what.
@@ -67,7 +68,7 @@ class SweepFolder:
         """Work in the folder, alone; writes the copies of the sweep's file and of its base.
 
         Raises:
-            SweepError: another process is at work there.
+            Busy: another process is at work there.
             OSError: it cannot be written.
         """
         make_folder(self.path)
@@ -75,7 +76,7 @@ class SweepFolder:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise SweepError(f"{self.path}: a sweep is at work there (wait, or give another --output)") from None
+                raise Busy(self.path, "a sweep", "give another --output") from None
             for name, text in self._files(sweep).items():
                 replace_file(self.path / name, text)
             remove_unfinished(self.path)

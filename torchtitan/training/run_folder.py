@@ -21,7 +21,7 @@ from torchtitan.training.checkpoint_owner import claim, read_owner
 from torchtitan.training.checkpoint_reading import read_state
 from torchtitan.training.checkpoint_store import foreign_content as foreign_checkpoint_content
 from torchtitan.training.remote_path import AnyPath
-from torchtitan.training.run_lock import RunLock
+from torchtitan.training.run_lock import Busy, RunLock
 from torchtitan.training.run_ownership import CONFIG_FILE, foreign_content
 
 logger = logging.getLogger(__name__)
@@ -62,8 +62,9 @@ class RunFolder:
         """Create the folder and its config.toml, or make sure that it holds the same run; keep others out of it.
 
         Raises:
-            RunFolderError: another process writes into the folder, or it holds a run that learns something else, or
-                cannot be written; or the folder of its checkpoints is another run's.
+            Busy: another process writes into the folder.
+            RunFolderError: it holds a run that learns something else, or cannot be written; or the folder of its
+                checkpoints is another run's.
             StoreError: that folder is in a store that does not answer.
         """
         try:
@@ -72,8 +73,7 @@ class RunFolder:
                 raise RunFolderError([f"{self.path}: holds {name}, which is not a run's; nothing was written ({advice})"])
             make_folder(self.path)
             if owner := self._lock.acquire():
-                advice = "wait for it, stop it, or give another --job.name"
-                raise RunFolderError([f"{self.path}: another run writes here: {owner} ({advice})"])
+                raise Busy(self.path, owner, "give another --job.name")
             remove_unfinished(self.path)
             if not self._config.job.allow_config_change:
                 self._refuse_changes()

@@ -14,6 +14,23 @@ LOCK_FILE = ".lock"
 logger = logging.getLogger(__name__)
 
 
+class Busy(Exception):
+    """Another process is at work in a folder: the same command can be given again when that has ended."""
+
+    def __init__(self, folder: Path | str, owner: str, advice: str) -> None:
+        """
+        Args:
+            folder: that was asked for.
+            owner: the process, as `RunLock.acquire` says it.
+            advice: what else to give than the folder.
+        """
+        super().__init__(str(folder), owner, advice)  # an exception travels between ranks by its arguments
+
+    def __str__(self) -> str:
+        folder, owner, advice = self.args
+        return f"{folder}: another process writes here: {owner} (wait for it, stop it, or {advice})"
+
+
 class RunLock:
     """A lock on a folder that ends with this process, however it ends.
 

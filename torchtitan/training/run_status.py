@@ -1,8 +1,9 @@
 """`<run>/status.json`: how a run ended, for the script that started it.
 
-    {"status": "completed" | "requeue" | "failed" | "refused", "exit_code": of the processes, "reason": in words}
+    {"status": "completed" | "requeue" | "failed" | "refused" | "busy", "exit_code": of the processes, "reason": in words}
 
-requeue: a signal interrupted the run, and a checkpoint was saved to go on from. The file is missing while a run is
+requeue: a signal interrupted the run, and a checkpoint was saved to go on from. busy: another process writes into the
+folder; nothing was done. The file is missing while a run is
 going on. torchrun turns every child's failure into 1, so a launch script reads this instead of the exit code: it may
 name another file in TRAIN_STATUS_FILE, which every rank writes, also on a machine without the run's folder, and also
 where the run was refused and the folder belongs to another one.

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,7 +171,7 @@ class Watchdog:
         text = f"{self._where(phase, stood)}; ends in {left:.3g} s unless it goes on ({limit.key} sets the limit)"
         kept = dump_state(self._folder, self._rank)
         self._on_fault(text)
-        print(f"{text}; {kept}", file=sys.stderr, flush=True)
+        _say(f"{text}; {kept}")
 
     def _end(self, phase: str, stood: float, limit: Limits) -> None:
         _within_patience(self._close, phase, stood, limit)
@@ -178,7 +179,7 @@ class Watchdog:
 
     def _close(self, phase: str, stood: float, limit: Limits) -> None:
         reason = f"{self._where(phase, stood)}; ended by the limit ({limit.key})"
-        print(reason, file=sys.stderr, flush=True)
+        _say(reason)
         self._on_end(reason)
         self.ended(reason)
 
@@ -188,6 +189,11 @@ class Watchdog:
         if self.heartbeats:
             known.append(self.heartbeats.culprit() or "no rank stands out by its heartbeat")
         return "; ".join([place, *filter(None, known)])
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # nobody reads it any more
+        print(text, file=sys.stderr, flush=True)
 
 
 def _within_patience(work: Callable[..., None], *arguments: object) -> None:

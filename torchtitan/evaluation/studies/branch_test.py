@@ -57,6 +57,7 @@ from torchtitan.training.checkpoint_location import run_checkpoints
 from torchtitan.training.data_loading import validation_batches
 from torchtitan.training.remote_path import AnyPath
 from torchtitan.training.run_folder import RunFolder
+from torchtitan.training.run_lock import Busy
 
 KEY = ("batch_size", "seed")
 START = "start"  # in place of a seed: the checkpoint itself, before any branch
@@ -196,7 +197,8 @@ def run_test(test: BranchTest) -> list[Row]:
         the rows of this test: the start, then by batch size and seed.
 
     Raises:
-        StudyError: the folder holds another test, is in use, or cannot be written.
+        StudyError: the folder holds another test, or cannot be written.
+        Busy: another process is at work in it.
         KeyboardInterrupt: asked to stop; the same test goes on from here.
     """
     try:
@@ -205,7 +207,7 @@ def run_test(test: BranchTest) -> list[Row]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise StudyError(f"{test.folder}: a branch test is at work there (wait, or give --output)") from None
+                raise Busy(test.folder, "a branch test", "give --output") from None
             return _run_locked(test, lock.fileno())
     except OSError as error:
         raise StudyError(f"{test.folder}: cannot be written: {error.strerror or error}") from error

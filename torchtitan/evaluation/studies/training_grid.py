@@ -27,7 +27,7 @@ from torchtitan.evaluation.studies.frame import ResultTable, StudyError, require
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.sweep.process import Outcome, Stopped, run_processes
 from torchtitan.training.checkpoint import checkpoint_steps
-from torchtitan.training.run_lock import RunLock
+from torchtitan.training.run_lock import Busy, RunLock
 
 COLUMNS = ("run", "status", "reason", "samples", "date", "runtime")
 _POLL_SECONDS = 0.2
@@ -123,14 +123,15 @@ def train_grid(grid: TrainingGrid, retry_failed: bool = False) -> dict[str, str]
         name of a run -> why it failed, of those that did.
 
     Raises:
-        StudyError: another process is at work in the folder, or it cannot be written.
+        Busy: another process is at work in the folder.
+        StudyError: it cannot be written.
         KeyboardInterrupt: asked to stop; the run that was training goes on from its newest checkpoint.
     """
     lock = RunLock(grid.folder)
     try:
         make_folder(grid.folder / "runs")
         if owner := lock.acquire():
-            raise StudyError(f"{grid.folder}: another process trains here: {owner} (wait for it, or give --output)")
+            raise Busy(grid.folder, owner, "give --output")
         table = ResultTable(grid.folder / "training.csv", COLUMNS, ("run",))
         table.begin()
         _train_missing(grid, table, retry_failed)

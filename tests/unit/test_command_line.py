@@ -1,0 +1,76 @@
+"""The border of every command: readers that go away, full disks, closed outputs, folders in use."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launcher import ROOT
+from torchtitan.distributed.restarts import BUSY
+from torchtitan.training.run_lock import Busy
+
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from torchtitan.command_line import OneLineParser, run_program
+from torchtitan.training.run_lock import Busy
+
+def long():
+    for number in range(100_000):
+        print(number)
+    return 0
+
+def busy():
+    raise Busy("outputs/x", "host a, process 1", "give --output")
+
+def parser():
+    OneLineParser(prog="x").parse_args(["--bad"])
+
+def opened():
+    with open(sys.argv[3], "w") as file:
+        print("printed")
+        file.write("own")
+    return 3
+
+def socket():
+    raise BrokenPipeError(32, "of something else")
+
+run_program(globals()[sys.argv[2]])
+"""
+
+
+def program(name: str, shell: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Run one of the functions above in a shell's redirections; `$0 "$@"` is the command."""
+    command = ["bash", "-c", f"set -o pipefail; {shell}", sys.executable, "-c", PROGRAM, str(ROOT), name, *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_reader_that_goes_away_ends_a_command_quietly():
+    done = program("long", '"$0" "$@" | head -1')
+    assert (done.returncode, done.stdout, done.stderr) == (141, "0\n", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_an_output_that_is_full_is_one_line():
+    done = program("long", '"$0" "$@" > /dev/full')
+    assert (done.returncode, done.stderr) == (1, "standard output cannot be written: No space left on device\n")
+
+
+def test_closed_outputs_are_no_error_and_no_file_takes_their_place(tmp_path):
+    done = program("opened", '"$0" "$@" >&- 2>&- <&-', str(tmp_path / "file"))
+    assert done.returncode == 3 and (tmp_path / "file").read_text() == "own"
+
+
+def test_a_folder_in_use_is_one_line_and_75():
+    done = program("busy", '"$0" "$@"')
+    said = "outputs/x: another process writes here: host a, process 1 (wait for it, stop it, or give --output)\n"
+    assert (done.returncode, done.stderr) == (75, said) and BUSY == 75
+    assert str(Busy(*Busy("f", "o", "a").args)) == str(Busy("f", "o", "a"))  # as it travels between ranks
+
+
+def test_the_parsers_end_and_other_broken_pipes_are_as_ever():
+    done = program("parser", '"$0" "$@"')
+    assert (done.returncode, done.stderr) == (2, "x: unrecognized arguments: --bad\n")
+    done = program("socket", '"$0" "$@"')
+    assert done.returncode == 1 and "BrokenPipeError: [Errno 32] of something else" in done.stderr
