@@ -5,11 +5,25 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 
 set_up() {
-    local base stamp
+    local stamp
     stamp=$venv/.installed-$(cat "$root/pyproject.toml" <(echo "$@") | cksum | cut -d ' ' -f 1)
     if [ -e "$stamp" ]; then
         return
     fi
+    mkdir -p "$venv"
+    if command -v flock >/dev/null; then  # one at a time; the other finds the work done
+        exec 9> "$venv/.lock"
+        flock 9
+    fi
+    if [ ! -e "$stamp" ]; then
+        make_environment "$stamp" "$@"
+    fi
+    exec 9>&-
+}
+
+make_environment() {
+    local base stamp=$1
+    shift
     base=$(find_python)
     echo "setting up $venv with $("$base" --version)"
     [ -x "$venv/bin/python" ] || "$base" -m venv "$venv"

@@ -44,7 +44,7 @@ def end_with_launcher() -> None:
 
 def main(words: list[str]) -> int:
     parent, command = int(words[0]), words[1:]
-    if not end_with_parent(parent) and sys.platform == "linux":
+    if not end_with_parent(parent) and sys.platform == "linux" and not os.path.exists(f"/proc/{parent}"):
         return 128 + signal.SIGKILL
     try:
         os.execvp(command[0], command)

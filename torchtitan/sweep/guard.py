@@ -18,6 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+_PARENT_DEATH = Path(__file__).resolve().parents[1] / "distributed" / "parent_death.py"
 _POLL_SECONDS = 0.05
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -29,6 +30,8 @@ def main(words: list[str]) -> int:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    # So that it ends even if this guard is killed.
+    command = [sys.executable, "-S", str(_PARENT_DEATH), str(os.getpid()), *command]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
         while (code := process.poll()) is None:

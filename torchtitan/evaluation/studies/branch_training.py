@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.config import JobConfig, dump_config, load_config
+from torchtitan.distributed import parent_death
 from torchtitan.distributed.agreement import StopRequest
 from torchtitan.distributed.mesh import ParallelismConfig
 from torchtitan.evaluation.studies.frame import StudyError
@@ -272,7 +273,8 @@ def train_branch(branch: Path, processes: int, lock: int, progress: Callable[[in
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     # Where the folder is now, should the run have been moved.
     place = ["--job.dump_folder", str(branch.parent), "--job.name", branch.name]
-    command = [*launcher, str(_TRAIN), "--job.config_file", str(branch / "branch.toml"), *place]
+    command = [sys.executable, "-S", parent_death.__file__, str(os.getpid()), *launcher, str(_TRAIN)]
+    command += ["--job.config_file", str(branch / "branch.toml"), *place]
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
     if processes > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))

@@ -1,0 +1,47 @@
+"""torchrun killed by SIGKILL: its ranks and their loaders end with it, and the same command goes on, bit for bit."""
+
+import os
+import signal
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tests.end_to_end.runs import Run, write_config
+from tests.end_to_end.test_launchers import same_weights, torchrun
+from tests.faults.forked import ForkedRun
+from tests.faults.test_orphans import descendants
+from torchtitan.training.heartbeat import process_state
+
+QUICK = ("--training.steps", "100", "--checkpoint.interval", "10", "--sampling.enable", "false")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has a signal of the parent's death")
+def test_nothing_outlives_a_killed_torchrun_and_the_same_command_goes_on(tmp_path):
+    config = write_config(tmp_path)
+    layout = ("--parallelism.data_parallel_replicate_degree", "2", "--data.num_workers", "1")
+    process = torchrun(config, "killed", "--standalone", "--nproc_per_node", "2", train=(*QUICK, *layout))
+    run = SimpleNamespace(folder=tmp_path / "outputs" / "killed", points=lambda: Run.points(run), processes=[process])
+    Run.wait_for_step(run, 15)
+    left = descendants(process.pid)
+    assert len(left) >= 4  # two ranks, a loader process of each
+    process.kill()
+    process.wait()
+    started = time.monotonic()
+    try:
+        while {process_state(pid) for pid in left} != {"gone"}:
+            assert time.monotonic() - started < 5, [process_state(pid) for pid in left]
+            time.sleep(0.02)
+    finally:
+        process.stdout.close()
+        for pid in left:
+            if process_state(pid) != "gone":
+                os.kill(pid, signal.SIGKILL)
+    assert Run.points(run)[-1]["step"] < 100
+
+    again = ForkedRun(config, "killed", *QUICK, ranks=2, replicas=2)
+    assert "resumed after step" in "".join(again.finish())
+    straight = ForkedRun(config, "straight", *QUICK, ranks=2, replicas=2)
+    straight.finish()
+    assert again.losses() == straight.losses() and same_weights(again.folder, straight.folder)

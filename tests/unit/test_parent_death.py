@@ -1,0 +1,98 @@
+"""What is left of a launcher that is killed: nothing that it has started; and of a shell that ends: all of it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.launcher import ROOT
+from torchtitan.distributed import parent_death
+from torchtitan.training.heartbeat import process_state
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has a signal of the parent's death")
+
+# The parent starts a child, which says that it is ready, and waits to be killed.
+PARENT = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+from torchtitan.distributed.parent_death import end_with_launcher
+pid = os.fork()
+if not pid:
+    end_with_launcher()
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while process_state(pid) != "gone":
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def child_that_sleeps(pid: int) -> int:
+    """The child of a process that has become `sleep`."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            with suppress(OSError):  # it has ended
+                if Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"sleep\0"):
+                    return int(child)
+        time.sleep(0.01)
+    raise AssertionError
+
+
+@pytest.mark.parametrize(("launched", "gone"), [(True, True), (False, False)])
+def test_a_rank_ends_with_torchrun_and_a_run_without_launcher_outlives_its_shell(launched, gone):
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+    environment |= {"TORCHELASTIC_RUN_ID": "17"} if launched else {}
+    command = [sys.executable, "-S", "-c", PARENT, str(ROOT)]
+    parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert gone_within(child, 5 if gone else 0.3) == gone
+
+
+def test_a_command_whose_parent_is_gone_already_is_not_started(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    command = [sys.executable, "-S", parent_death.__file__, str(gone.pid), "touch", str(tmp_path / "started")]
+    assert subprocess.run(command).returncode == 128 + signal.SIGKILL
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_command_that_does_not_exist_is_one_line():
+    command = [sys.executable, "-S", parent_death.__file__, str(os.getpid()), "no-such-command"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (127, "no-such-command: cannot be started: No such file or directory\n")
+
+
+def test_the_command_of_a_launch_script_ends_with_it_and_keeps_its_code():
+    script = f"source {ROOT}/scripts/status.sh; run_for_status "
+    assert subprocess.run(["bash", "-c", script + "bash -c 'exit 7'"]).returncode == 7
+    shell = subprocess.Popen(["bash", "-c", script + "sleep 60"])
+    command = child_that_sleeps(shell.pid)
+    shell.kill()
+    shell.wait()
+    assert gone_within(command, 5)
+
+
+def test_the_command_of_a_guard_ends_even_if_the_guard_is_killed():
+    guard = [sys.executable, "-S", str(ROOT / "torchtitan" / "sweep" / "guard.py"), "0", "sleep", "60"]
+    process = subprocess.Popen(guard, stdin=subprocess.PIPE)
+    command = child_that_sleeps(process.pid)
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    assert gone_within(command, 5)
