@@ -135,6 +135,20 @@ def test_a_configuration_cut_off_beside_checkpoints_without_a_record_is_refused(
     opened(run_at(tmp_path, "--job.allow_config_change", "true"))
 
 
+@pytest.mark.parametrize(("make", "words"), [
+    (os.mkfifo, "is a pipe, not a regular file"), (lambda path: path.symlink_to("/dev/zero"), "is a device"),
+    (Path.mkdir, "is a folder"), (lambda path: path.touch() or os.truncate(path, 3 << 30), "more than 16,777,216"),
+])  # fmt: skip
+def test_what_is_no_file_in_the_place_of_a_runs_records_is_refused_at_once(tmp_path, make, words):
+    run = opened(run_at(tmp_path))
+    make(run.path / "summary.json")
+    assert not run.is_finished()
+    (run.path / "config.toml").unlink()
+    make(run.path / "config.toml")
+    with pytest.raises(RunFolderError, match=rf"config\.toml: .*{words}"):
+        run_at(tmp_path).open()
+
+
 # --- durable files
 
 

@@ -5,8 +5,11 @@ import tomllib
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from torchtitan.files.regular import read_regular
 from torchtitan.training.checkpoint_errors import CheckpointError
 from torchtitan.training.remote_path import AnyPath, RemotePath
+
+_LARGEST_CONFIG = 16 << 20  # bytes
 
 
 def checkpoint_folder(run: Path, folder: str, name: str) -> AnyPath:
@@ -45,7 +48,7 @@ def run_checkpoints(run: AnyPath) -> AnyPath:
         return run
     path = run / "config.toml"
     try:
-        config = tomllib.loads(path.read_text(encoding="utf-8"))
+        config = tomllib.loads(read_regular(path, _LARGEST_CONFIG).decode())
         folder, name = config.get("checkpoint", {}).get("folder", ""), config.get("job", {}).get("name", run.name)
         if not isinstance(folder, str) or not isinstance(name, str):
             raise ValueError("checkpoint.folder or job.name is no text")

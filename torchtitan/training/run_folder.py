@@ -14,6 +14,7 @@ import torch
 from torchtitan.config import JobConfig
 from torchtitan.config_record import config_differences, dump_config
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
+from torchtitan.files.regular import UnsuitableFile, read_regular
 from torchtitan.training.checkpoint_errors import CheckpointError, StoreError
 from torchtitan.training.checkpoint_files import checkpoint_path, checkpoint_steps, newest_good
 from torchtitan.training.checkpoint_location import checkpoint_folder, run_checkpoints
@@ -25,6 +26,8 @@ from torchtitan.training.run_lock import Busy, RunLock
 from torchtitan.training.run_ownership import CONFIG_FILE, foreign_content
 
 logger = logging.getLogger(__name__)
+
+_LARGEST_FILE = 16 << 20  # bytes of config.toml and summary.json
 
 
 class RunFolderError(Exception):
@@ -92,10 +95,12 @@ class RunFolder:
     def _refuse_changes(self) -> None:
         saved = self.path / CONFIG_FILE
         try:
-            old = tomllib.loads(saved.read_text(encoding="utf-8"))
+            old = tomllib.loads(read_regular(saved, _LARGEST_FILE).decode())
             damage = "" if old else "is empty"
         except FileNotFoundError:
             old, damage = {}, "is missing"
+        except UnsuitableFile as error:
+            raise RunFolderError([f"{saved}: {error.strerror} (move it away)"]) from error
         except (ValueError, RecursionError) as error:  # no TOML, no text, an endless number, nested too deep
             old, damage = {}, f"is damaged ({error})"
         if damage:
@@ -158,7 +163,7 @@ class RunFolder:
     def is_finished(self) -> bool:
         """Whether the summary says that a run of as many steps was completed."""
         try:
-            summary = json.loads(self.summary.read_bytes())
+            summary = json.loads(read_regular(self.summary, _LARGEST_FILE))
             done = summary.get("progress", summary["step"])  # steps of a batch that grew count as several
             return summary["status"] == "completed" and done >= self._config.training.steps
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchtitan.files.durable import make_folder, sync
 from torchtitan.files.removal import remove_folder
 from torchtitan.training.checkpoint import CheckpointError
+from torchtitan.training.torch_archives import check_archive
 
 _NESTED = ("ema", "model", "state_dict")  # where training scripts put a state dict, the best weights first
 
@@ -83,12 +84,14 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
         except (SafetensorError, OSError) as error:
             raise _unreadable(path, error) from error
     try:
+        check_archive(path)
         # The usual training script puts its arguments beside the weights, as this plain record of values.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise WeightsError(f"{path}: holds more than tensors, or is damaged; nothing in it was run") from error
+        reason = _first_line(error).partition(". ")[0]
+        raise WeightsError(f"{path}: holds more than tensors, or is damaged ({reason}); nothing in it was run") from error
     except Exception as error:  # whatever a damaged archive makes torch.load raise
         raise WeightsError(f"{path}: is not a readable torch checkpoint: {_first_line(error)}") from error
     nested = None
