@@ -1,6 +1,6 @@
-"""From the bytes of an image file, whoever made it, to a square of RGB pixels; nothing else decodes images of users.
+"""From the bytes of an image file, whoever made it, to a square of RGB pixels: all images of users are decoded here.
 
-A decoder gets only what begins as one of a few formats does: none of these starts a program, and a name decides nothing.
+A decoder gets only what begins as one of a few formats does: none of these starts a program; a name decides nothing.
 How much memory and time it takes is bounded before it begins, by what the header says and by the file's structure.
 """
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES = 512 << 20
 MAX_PIXELS = 1 << 26  # decoded, four bytes each at least: 256 MiB
+MAX_PIXELS_WEBP = MAX_PIXELS // 2  # its decoder holds three copies more
 MAX_ASPECT_RATIO = 64  # resized to S on the shorter side, the longer has at most 64 S
 MAX_EXIF_BYTES = 1 << 16  # a segment of JPEG; a decoder may copy each of its parts as often as the tags in it ask
 MAX_SCANS = 500  # of a progressive JPEG, each of which goes over all pixels; cameras and the web have ten
@@ -70,7 +71,7 @@ def open_image(content: bytes) -> "Image":
         image = Image.open(io.BytesIO(content), formats=(kind.lastgroup,))
     except Image.DecompressionBombError as error:  # the package's own limit is higher
         raise ValueError(f"more than {MAX_PIXELS:,} pixels") from error
-    _check_size(*image.size)
+    _check_size(*image.size, MAX_PIXELS_WEBP if kind.lastgroup == "WEBP" else MAX_PIXELS)
     if kind.lastgroup == "TIFF":
         tile = [int(image.tag_v2.get(tag, 1)) for tag in (_TILE_WIDTH, _TILE_HEIGHT)]
         if tile[0] * tile[1] > MAX_PIXELS:
@@ -139,9 +140,9 @@ def decoding_problem(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _check_size(width: int, height: int) -> None:
-    if width * height > MAX_PIXELS:
-        raise ValueError(f"{width} x {height} pixels, more than {MAX_PIXELS:,}")
+def _check_size(width: int, height: int, most: int) -> None:
+    if width * height > most:
+        raise ValueError(f"{width} x {height} pixels, more than {most:,}")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(f"{width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other")
 

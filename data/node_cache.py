@@ -64,7 +64,7 @@ class NodeCache:
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(self._folder / name, flags, 0o666)) as file:  # the lock goes with it, also when a process dies
+        with open(os.open(self._folder / name, flags, 0o666)) as file:  # the lock goes with it, when a process dies too
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

@@ -28,8 +28,8 @@ Advance = Callable[[int], object]
 
 
 def saved_tables(
-    archives: Sequence[Path], kind: str, build: Callable[[Path, Advance], Table], is_whole: Callable[[Table, int], bool],
-    folder: str = "",
+    archives: Sequence[Path], kind: str, build: Callable[[Path, Advance], Table],
+    is_whole: Callable[[Table, int], bool], folder: str = "",
 ) -> list[Table]:  # fmt: skip
     """The table of each archive: from its index file where that is as new as the archive, or else built and saved.
 
@@ -114,7 +114,7 @@ def _save(path: Path, mark: dict[str, str], table: Table) -> None:
 
 
 def _may_replace(path: Path) -> bool:
-    """Whether nothing is there, or an index, good or damaged: its header has the marks of one. An empty file is nothing."""
+    """Whether nothing or an empty file is there, or an index, good or damaged: its header has the marks of one."""
     try:
         status = path.lstat()
     except FileNotFoundError:

@@ -68,8 +68,8 @@ def _checked(path: Path, entries: Iterator[Entry]) -> Iterator[Member]:
         for entry in entries:
             if entry.kind in SPECIAL:
                 advice = "pack it again with tar --hard-dereference --dereference, without --sparse"
-                name = shown_path(entry.name)
-                raise DatasetError(f"{path}: {name!r} is {SPECIAL[entry.kind]}, which cannot be read in place ({advice})")
+                kind, name = SPECIAL[entry.kind], shown_path(entry.name)
+                raise DatasetError(f"{path}: {name!r} is {kind}, which cannot be read in place ({advice})")
             if entry.kind in REGULAR:
                 yield Member(entry.name, entry.offset, entry.size)
     except TarError as error:

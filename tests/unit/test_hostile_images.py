@@ -74,11 +74,14 @@ REFUSED = {
     "a large png": (png(30_000, 30_000), "more than 67,108,864 pixels"),
     "a png of 2^62 pixels": (png(2**31 - 1, 2**31 - 1), "more than 67,108,864 pixels"),
     "a large gif": (b"GIF89a" + struct.pack("<HH", 65535, 65535) + encoded("GIF")[10:], "more than 67,108,864 pixels"),
-    "a large bmp": (encoded("BMP")[:18] + struct.pack("<ii", 30_000, 30_000) + encoded("BMP")[26:], "more than 67,108,864 pixels"),
+    "a large bmp": (
+        encoded("BMP")[:18] + struct.pack("<ii", 30_000, 30_000) + encoded("BMP")[26:], "more than 67,108,864 pixels"
+    ),
     "a large webp": (
         b"RIFF\x1e\0\0\0WEBPVP8L\x11\0\0\0\x2f" + struct.pack("<I", 16382 | 16382 << 14) + bytes(12),
         "more than 67,108,864 pixels",
     ),
+
     "a large ppm": (b"P6 99999 99999 255\n", "more than 67,108,864 pixels"),
     "large tiles of a small tiff": (tiff_tiles(40_000), "tiles of 40000 x 40000 pixels"),
     "a bomb in a colour profile": (
@@ -168,6 +171,12 @@ def test_memory_that_does_not_suffice_costs_the_image(tmp_path):
         reader.fetch(np.arange(1))
     assert str(caught.value) == f"{tmp_path}/a.png: not enough memory to decode it"
     assert not caught.value.damaged  # it may pass: an extraction shall not leave the image out for good
+
+
+def test_the_limit_of_webp_is_lower(monkeypatch):
+    monkeypatch.setattr(image_decoding, "MAX_PIXELS_WEBP", 255)
+    with pytest.raises(ValueError, match="16 x 16 pixels, more than 255"):
+        decode_square(encoded("WEBP"), SIDE)
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "I", "I;16"])
