@@ -6,10 +6,10 @@ import torch
 
 from torchtitan.diffusion.heads import head_problems
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
-from torchtitan.diffusion.paths import DDPM, PATHS, Path
+from torchtitan.diffusion.paths import PATHS, Path
 from torchtitan.diffusion.predictions import noise_error_weight
 from torchtitan.diffusion.slot_edges import slot_positions
-from torchtitan.diffusion.timestep_densities import Uniform, UniformIndex
+from torchtitan.diffusion.timestep_densities import uniform_density
 from torchtitan.diffusion.timestep_samplers import LEARNING, given_slot_edges
 
 # Densities whose tails fall faster than every weight grows; the others' fall as powers of sigma.
@@ -32,7 +32,7 @@ def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
             f"the noise does not determine x0 at t = 1, where objective.path = {config.path} starts to sample"
             " (use velocity, v, x0 or edm)"
         )
-    if config.preconditioning == "index" and not isinstance(path, DDPM):
+    if config.preconditioning == "index" and not path.num_indices:
         yield "objective.preconditioning", f"objective.path = {config.path} has no DDPM indices (use identity or edm)"
         return
     if config.preconditioning == "sit" and (config.path, config.prediction) != ("rectified_flow", "velocity"):
@@ -63,7 +63,7 @@ def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
                 " when it has seen each ten times (use uniform, or cut the range by objective.t_min and t_max)"
             )
     name = config.base_density if config.timestep_sampler in LEARNING else config.timestep_sampler
-    if name not in _LIGHT_TAILED and not isinstance(path, DDPM):
+    if name not in _LIGHT_TAILED and not path.num_indices:
         if end := _end_without_mean(objective):
             yield "objective.timestep_sampler", (
                 f"{name} draws so many timesteps near {end} that objective.weighting ="
@@ -91,7 +91,7 @@ def _sampler_problems(config: ObjectiveConfig, path: Path) -> Iterator[tuple[str
             f"{name} keeps losses of every integer index, and {beside} has none (use ddpm_linear or ddpm_cosine, or"
             " adaptive_log_snr)"
         )
-    if name == "speed" and not isinstance(path, DDPM):
+    if name == "speed" and not path.num_indices:
         yield "objective.timestep_sampler", (
             f"{name} goes by how noise grows along a DDPM's indices, and {beside} has none (use a ddpm path, or cubic)"
         )
@@ -104,7 +104,7 @@ def _slot_problems(config: ObjectiveConfig, path: Path) -> Iterator[tuple[str, s
         yield "objective.slot_edges_path", "objective.slot_edges is given too (remove one of them)"
         return
     key = "objective.slot_edges_path" if config.slot_edges_path else "objective.slot_edges"
-    indexed = isinstance(path, DDPM)
+    indexed = path.num_indices > 0
     if not (config.slot_edges or config.slot_edges_path):
         end = f"{path.num_indices}, in indices" if indexed else "1, in t"
         yield "objective.timestep_sampler", (
@@ -112,7 +112,7 @@ def _slot_problems(config: ObjectiveConfig, path: Path) -> Iterator[tuple[str, s
         )
         return
     try:
-        slot_positions(given_slot_edges(config, path), path, UniformIndex(path) if indexed else Uniform())
+        slot_positions(given_slot_edges(config, path), path, uniform_density(path))
     except ValueError as problem:
         yield key, str(problem)
 

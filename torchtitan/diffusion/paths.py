@@ -22,10 +22,12 @@ class Path(Protocol):
 
     Attributes:
         t_max: the time from which sampling starts, the largest one.
+        num_indices: T of a path whose times have indices, as a DDPM's 0 .. T - 1; 0 for one without.
         discrete: whether only the times of integer indices are trained.
     """
 
     t_max: float
+    num_indices: int
     discrete: bool
 
     def coefficients(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,9 +43,26 @@ class Path(Protocol):
         """The time at which b / a is sigma >= 0."""
 
 
-class _CommonTime:
-    """The time that all paths share."""
+class IndexedPath(Path, Protocol):
+    """A path with indices: integers on a discrete one, real numbers in [0, T - 1] on a continuous one."""
 
+    def index_to_log_sigma(self, index: Tensor) -> Tensor:
+        """ln sigma, float64."""
+
+    def log_sigma_to_index(self, log_sigma: Tensor) -> Tensor:
+        """The real index at which ln sigma is that, float64."""
+
+    def index_to_t(self, index: Tensor) -> Tensor:
+        """The common time, float64."""
+
+    def t_to_index(self, t: Tensor) -> Tensor:
+        """int64 on a discrete path, else float64."""
+
+
+class _CommonTime:
+    """The time that all paths share, and no indices."""
+
+    num_indices = 0
     discrete = False
 
     def t_to_sigma(self, t: Tensor) -> Tensor:

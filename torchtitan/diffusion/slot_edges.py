@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.diffusion.paths import DDPM
 from torchtitan.diffusion.paths import Path as NoisePath
 from torchtitan.diffusion.timestep_densities import SmoothDensity
 
@@ -109,7 +108,7 @@ def read_slot_edges(path: Path, unit: str) -> list[float]:
 
 def slot_unit(path: NoisePath) -> str:
     """What edges are given in on a path: "index" on a DDPM path, else "t"."""
-    return "index" if isinstance(path, DDPM) else "t"
+    return "index" if path.num_indices else "t"
 
 
 def slot_positions(edges: Sequence[float], path: NoisePath, base: SmoothDensity) -> list[float]:
@@ -123,12 +122,12 @@ def slot_positions(edges: Sequence[float], path: NoisePath, base: SmoothDensity)
     Raises:
         ValueError: the edges are otherwise.
     """
-    end, unit = (float(path.num_indices), "indices") if isinstance(path, DDPM) else (1.0, "t")
+    end, unit = (float(path.num_indices), "indices") if path.num_indices else (1.0, "t")
     rising = all(low < high for low, high in zip(edges, edges[1:], strict=False))
     if len(edges) < 2 or not rising or edges[0] != 0 or edges[-1] != end:
         raise ValueError(f"must rise from 0 to {end:g}, in {unit}: {_shown(edges)}")
     inner = torch.tensor(edges[1:-1], dtype=torch.float64)
-    if not isinstance(path, DDPM):
+    if not path.num_indices:
         return list(map(float, edges))
     if path.discrete and not (inner == inner.round()).all():
         raise ValueError(f"must be whole numbers, indices of the path: {_shown(edges)}")

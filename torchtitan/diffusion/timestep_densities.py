@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchtitan.diffusion.paths import DDPM
+from torchtitan.diffusion.paths import IndexedPath, Path
 
 
 class Density(Protocol):
@@ -135,7 +135,7 @@ class Laplace:
 class UniformIndex:
     """Uniform over a DDPM path's indices: real ones in [0, T - 1], or integers, each as the interval around it."""
 
-    def __init__(self, path: DDPM) -> None:
+    def __init__(self, path: IndexedPath) -> None:
         self.path = path
         margin = 0.5 if path.discrete else 0.0
         self.first, self.count = -margin, path.num_indices - 1 + 2 * margin
@@ -152,6 +152,11 @@ class UniformIndex:
         step = self.path.index_to_log_sigma(below + 1) - self.path.index_to_log_sigma(below)
         inside = (index >= self.first) & (index <= self.first + self.count)
         return inside / (step * self.count)
+
+
+def uniform_density(path: Path) -> SmoothDensity:
+    """Uniform over a path's indices; over t where it has none."""
+    return UniformIndex(path) if path.num_indices else Uniform()
 
 
 @dataclass(frozen=True)
@@ -204,7 +209,7 @@ class Truncated:
 class OnContinuousIndices(Truncated):
     """Another density, restricted to the times of the indices 0 .. T - 1 of a continuous DDPM path."""
 
-    def __init__(self, density: SmoothDensity, path: DDPM, t_min: float = 0.0, t_max: float = 1.0) -> None:
+    def __init__(self, density: SmoothDensity, path: IndexedPath, t_min: float = 0.0, t_max: float = 1.0) -> None:
         """t_min, t_max: a narrower range. Raises ValueError: the density has no mass there."""
         first, last = path.index_to_log_sigma(torch.tensor([0.0, path.num_indices - 1.0])).tolist()
         low, high = torch.logit(torch.tensor([t_min, t_max], dtype=torch.float64)).tolist()
@@ -217,7 +222,7 @@ class OnDiscreteIndices:
     What lies beyond half an interval outside the first and the last index is cut off.
     """
 
-    def __init__(self, density: SmoothDensity, path: DDPM, t_min: float = 0.0, t_max: float = 1.0) -> None:
+    def __init__(self, density: SmoothDensity, path: IndexedPath, t_min: float = 0.0, t_max: float = 1.0) -> None:
         """t_min, t_max: leave out the indices of other times, compared in float32. Raises ValueError: none is left."""
         self.path = path
         self.edges = path.index_to_log_sigma(torch.arange(path.num_indices + 1) - 0.5)  # [T + 1]

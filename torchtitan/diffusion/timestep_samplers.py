@@ -15,7 +15,7 @@ from torchtitan.diffusion.loss_fed import (
     equal_width_edges,
     index_edges,
 )
-from torchtitan.diffusion.paths import DDPM, Path
+from torchtitan.diffusion.paths import Path
 from torchtitan.diffusion.slot_edges import read_slot_edges, slot_positions, slot_unit
 from torchtitan.diffusion.timestep_densities import (
     CosMap,
@@ -28,8 +28,7 @@ from torchtitan.diffusion.timestep_densities import (
     Shifted,
     SmoothDensity,
     Truncated,
-    Uniform,
-    UniformIndex,
+    uniform_density,
 )
 from torchtitan.diffusion.timestep_warps import Beta, Cubic, Steps, Warped, speed_warp
 from torchtitan.diffusion.timesteps import TimestepSampler
@@ -91,14 +90,14 @@ def given_slot_edges(config: Any, path: Path) -> list[float]:
 
 
 def _smooth_density(config: Any, path: Path, name: str) -> SmoothDensity:
-    uniform = UniformIndex(path) if isinstance(path, DDPM) else Uniform()
+    uniform = uniform_density(path)
 
     def slots() -> SmoothDensity:
         positions = slot_positions(given_slot_edges(config, path), path, uniform)
         return Warped(uniform, Steps(positions, [1.0] * (len(positions) - 1)))
 
     def speed() -> SmoothDensity:
-        if not isinstance(path, DDPM):
+        if not path.num_indices:
             raise ValueError("speed looks at how the noise of a DDPM path grows from index to index")
         return Warped(uniform, speed_warp(path, uniform, config.speed_ratio))
 
@@ -119,7 +118,7 @@ def _smooth_density(config: Any, path: Path, name: str) -> SmoothDensity:
 
 def _on_path(density: SmoothDensity, path: Path, config: Any) -> Density:
     t_min, t_max = config.t_min, config.t_max
-    if isinstance(path, DDPM):
+    if path.num_indices:
         return (OnDiscreteIndices if path.discrete else OnContinuousIndices)(density, path, t_min, t_max)
     if (t_min, t_max) == (0.0, 1.0):
         return density

@@ -10,11 +10,11 @@ from data.image_decoding import open_image
 from torchtitan.evaluation.compare_lines import Tag, after_warm_up, group_lines, held_out, reach, series_of
 from torchtitan.evaluation.compare_style import SCRIPT, STYLE, group_rules
 from torchtitan.evaluation.compare_text import (
+    MISSING,
     as_number,
     count_text,
     interval_text,
     lowest_text,
-    MISSING,
     setting_text,
     settings_text,
     track_name,

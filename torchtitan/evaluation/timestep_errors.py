@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from data.base import Dataset, DatasetError, UnreadableImage
 from torchtitan.diffusion import philox
 from torchtitan.diffusion.objective import Draw, Objective
-from torchtitan.diffusion.paths import DDPM
 from torchtitan.diffusion.predictions import noise_error_weight
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.mode import evaluating
@@ -53,7 +52,7 @@ def timestep_nodes(objective: Objective, count: int | None = None) -> TimestepNo
     path = objective.path
     if count is not None and count < 2:
         raise ValueError(f"{count} timesteps: at least 2 are needed")
-    if isinstance(path, DDPM) and path.discrete:
+    if path.discrete:
         if count is not None and count > path.num_indices:
             raise ValueError(f"{count} timesteps: the path has {path.num_indices}")
         index = torch.linspace(0, path.num_indices - 1, count or path.num_indices, dtype=torch.float64).round().long()

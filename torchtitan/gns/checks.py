@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import torch
 
 from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.paths import DDPM
 from torchtitan.diffusion.timesteps import TimestepSampler
 from torchtitan.gns.monitor import GNSConfig, inner_edges
 
@@ -42,7 +41,7 @@ def gns_problems(
         yield "allocate_timesteps", "microbatches of one bin each leave nothing to allocate (set one of the two to false)"
     if config.grow_batch and config.bin_pure_microbatches:
         yield "grow_batch", "the rotation of bin-pure microbatches is made for one batch size (set one of the two to false)"
-    if config.bin_unit == "index" and not isinstance(objective.path, DDPM):
+    if config.bin_unit == "index" and not objective.path.num_indices:
         yield "bin_unit", "index is for DDPM paths, whose times have one (use t or sigma)"
         return
     # A run's recorded configuration gives every key, so that defaults must pass.

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from data.base import Dataset, Draws, UnreadableImage
 from torchtitan.diffusion import philox
 from torchtitan.diffusion.objective import Draw, Objective
-from torchtitan.diffusion.paths import DDPM
 from torchtitan.distributed.precision import compute_context
 from torchtitan.gns.intervals import fieller, student_quantile
 from torchtitan.gns.published import SUB_BATCH, sub_batch_sizes
@@ -90,7 +89,7 @@ def _to_time(objective: Objective, value: float, unit: str) -> float:
     if unit == "sigma":
         return value / (1.0 + value) if math.isfinite(value) else 1.0
     path = objective.path
-    if not isinstance(path, DDPM):
+    if not path.num_indices:
         raise ValueError("only a DDPM path has indices (give the bins in t or sigma)")
     if value >= path.num_indices:
         return 1.0

@@ -14,9 +14,8 @@ from tqdm import tqdm
 
 from data.base import DatasetError
 from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.paths import DDPM
 from torchtitan.diffusion.slot_edges import read_slot_edges, slot_positions, slot_unit, write_slot_edges
-from torchtitan.diffusion.timestep_densities import Uniform, UniformIndex
+from torchtitan.diffusion.timestep_densities import uniform_density
 from torchtitan.evaluation.intervals_by_image import to_text
 from torchtitan.evaluation.slot_training import (
     Slot,
@@ -193,7 +192,7 @@ def _slots(run: StudyRun) -> list[Slot]:
         if options.slots_file:
             origin, unit = f"--slots-file: {options.slots_file}", slot_unit(path)
             edges: Sequence[float] = read_slot_edges(options.slots_file, unit)
-            slot_positions(edges, path, UniformIndex(path) if isinstance(path, DDPM) else Uniform())
+            slot_positions(edges, path, uniform_density(path))
         elif path.discrete:
             if options.slots > path.num_indices:
                 raise ValueError(f"{options.slots} slots of {path.num_indices} timesteps: give 2 to {path.num_indices}")

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchtitan.diffusion import philox
 from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.paths import DDPM
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.intervals_by_image import to_text
 from torchtitan.evaluation.oracle_replacement import ancestral_chain, unit_errors, visited_indices
@@ -123,7 +122,7 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
 def _check(run: StudyRun) -> None:
     options = run.options
     path = Objective(run.config.objective, run.config.debug.seed).path
-    if not isinstance(path, DDPM):
+    if not path.num_indices:
         raise StudyError(f"objective.path = {run.config.objective.path!r} has no indices; the study needs a DDPM path")
     if options.steps is None:
         run.steps = run.steps[-1:]

@@ -65,7 +65,7 @@ def _path_and_folder(arguments: argparse.Namespace) -> tuple[str, Path]:
     if not (arguments.run / "config.toml").is_file():
         raise StudyError(f"{arguments.run}: is no run folder (it has no config.toml)")
     name = read_config(arguments.run / "config.toml").objective.path
-    if not isinstance(PATHS[name](), DDPM):
+    if not PATHS[name]().num_indices:
         raise StudyError(f"{arguments.run}: objective.path is {name}: only a DDPM path has these coefficients")
     return name, arguments.output or arguments.run / "studies" / "posterior_coefficients"
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 
 from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.paths import DDPM
 from torchtitan.diffusion.slot_edges import read_slot_edges, slot_positions, slot_unit
-from torchtitan.diffusion.timestep_densities import Uniform, UniformIndex
+from torchtitan.diffusion.timestep_densities import uniform_density
 from torchtitan.evaluation.timestep_errors import TimestepNodes
 
 # Xie and Agam, arXiv 2502.01990, Table 1; its last slot ends at index 1000 there, and there is none.
@@ -54,9 +53,9 @@ def timestep_bins(objective: Objective, nodes_per_bin: int, edges_file: Path | N
     path = objective.path
     unit = slot_unit(path)
     edges = read_slot_edges(edges_file, unit) if edges_file else _default_edges(path)
-    slot_positions(edges, path, UniformIndex(path) if isinstance(path, DDPM) else Uniform())
+    slot_positions(edges, path, uniform_density(path))
     # The end of a path is not the end of t where sigma is bounded.
-    end = float(path.num_indices) if isinstance(path, DDPM) else min(path.t_max, 1.0)
+    end = float(path.num_indices) if path.num_indices else min(path.t_max, 1.0)
     cut = [min(edge, end) for edge in edges]
     bins = []
     for low, high in zip(cut, cut[1:], strict=False):
@@ -66,7 +65,7 @@ def timestep_bins(objective: Objective, nodes_per_bin: int, edges_file: Path | N
 
 
 def _default_edges(path) -> Sequence[float]:
-    if isinstance(path, DDPM):
+    if path.num_indices:
         count = path.num_indices
         return PUBLISHED_EDGES if count == PUBLISHED_EDGES[-1] else [round(count * k / 10) for k in range(11)]
     return [k / 10 for k in range(11)]
@@ -74,7 +73,7 @@ def _default_edges(path) -> Sequence[float]:
 
 def _nodes(objective: Objective, low: float, high: float, count: int) -> TimestepNodes:
     path = objective.path
-    if not isinstance(path, DDPM):
+    if not path.num_indices:
         return TimestepNodes(low + (high - low) * (torch.arange(count, dtype=torch.float64) + 0.5) / count)
     if path.discrete:
         count = min(count, round(high - low))
