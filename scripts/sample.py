@@ -150,7 +150,7 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
         if field.name in given and (unmet := unmet_condition(config, "sampling", field)):
             problems.append((field.name, f"has no effect when {unmet[0]} = {unmet[1]} (leave it out)"))
     problems += sampling_problems(
-        sampling, config.objective.path, getattr(config.model, "learned_variance", False), bool(config.objective.heads)
+        sampling, config.objective.path, config.model.learned_variance, bool(config.objective.heads)
     )
     if problems:
         raise WeightsError("\n".join(f"{option(key)}: {text}" for key, text in problems))

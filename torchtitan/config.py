@@ -30,7 +30,7 @@ from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.gns.monitor import GNSConfig
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import Float8Config
-from torchtitan.settings import setting
+from torchtitan.settings import has_key, setting
 from torchtitan.training.checkpoint import CheckpointConfig
 from torchtitan.training.ema import EMAConfig
 from torchtitan.training.lr_scheduler import LRSchedulerConfig
@@ -253,7 +253,7 @@ def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None) -> 
     for section, given in values.items():
         if section in unchosen:
             continue
-        advise = functools.partial(suggestion, known=known)
+        advise = functools.partial(_advice, known=known)
         filled, wrong = validate_section(section, getattr(config, section), given, advise)
         setattr(config, section, filled)
         problems += [problem for problem in wrong if problem.key not in {earlier.key for earlier in problems}]
@@ -352,7 +352,7 @@ def _merge(
         origins[dotted] = "command line"
         section, _, key = dotted.partition(".")
         if dotted not in known:
-            problems.append(Problem(dotted, f"unknown key ({suggestion(dotted, known, '--')})"))
+            problems.append(Problem(dotted, f"unknown key ({_advice(dotted, known, '--')})"))
             continue
         annotation = get_type_hints(type(getattr(config, section)))[key]
         values[section][key] = parse_text(text, annotation)
@@ -389,6 +389,15 @@ def _drop_overruled(
         if unmet and origins.get(unmet[0]) == "command line":
             setattr(getattr(config, section), key, getattr(defaults[section], key))
             del origins[dotted]
+
+
+def _advice(dotted: str, known: dict[str, dataclasses.Field], prefix: str = "") -> str:
+    """What to do about an unknown key: it may be one of another model family or dataset than the one chosen."""
+    section, _, key = dotted.partition(".")
+    owners = [name for name in REGISTRIES.get(section, ()) if has_key(_section_defaults(section, name), key)]
+    if owners:
+        return f"it is a key of {section}.name = {' or '.join(owners)}"
+    return suggestion(dotted, known, prefix)
 
 
 def _unknown_in_file(section: str, value: Any, known: dict[str, dataclasses.Field]) -> str:

@@ -31,6 +31,7 @@ from torchtitan.evaluation.sampling import default_schedule, sampling_problems
 from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import float8_problems
+from torchtitan.settings import has_key
 from torchtitan.training.checkpoint_location import folder_problem
 from torchtitan.training.data_loading import image_bytes
 from torchtitan.training.loader_processes import loader_problem, prefetch_problem
@@ -119,7 +120,7 @@ def resolve(checked: Checked, config: Any) -> None:
         training.global_batch_size = checked.world_size * training.local_batch_size
     if config.objective.heads:
         config.model.num_predictions = len(config.objective.heads)
-    if checked.dataset().num_classes == 0 and hasattr(config.model, "label_dropout"):
+    if checked.dataset().num_classes == 0 and has_key(config.model, "label_dropout"):
         config.model.label_dropout = 0.0
     if _cannot_guide(checked):
         config.sampling.guidance_scale = 1.0
@@ -231,7 +232,7 @@ def _dataset_is_usable(checked: Checked) -> Iterator[Problem]:
     if isinstance(found, DatasetError):
         text = " ".join(str(found).split())
         named = re.match(r"(data\.\w+): ", text)
-        path = "data.path" if hasattr(checked.whole("data"), "path") else "data.name"
+        path = "data.path" if has_key(checked.whole("data"), "path") else "data.name"
         yield Problem(named[1], text[named.end() :]) if named else Problem(path, text)
 
 
@@ -244,17 +245,17 @@ def _model_fits_images(checked: Checked) -> Iterator[Problem]:
 
 def _learned_variance(checked: Checked) -> Iterator[Problem]:
     path = checked.objective.path
-    if getattr(checked.whole("model"), "learned_variance", False) and not PATHS[path]().discrete:
+    if checked.whole("model").learned_variance and not PATHS[path]().discrete:
         text = f"objective.path = {path} has no integer steps, whose variance it would be (set it to false)"
         yield Problem("model.learned_variance", text)
 
 
 def _heads(checked: Checked) -> Iterator[Problem]:
     model, heads = checked.whole("model"), checked.objective.heads
-    if heads and not hasattr(model, "num_predictions"):
+    if heads and not has_key(model, "num_predictions"):
         yield Problem("objective.heads", f"model.name = {model.name} makes one prediction (leave them out)")
         return
-    if heads and getattr(model, "learned_variance", False):
+    if heads and model.learned_variance:
         yield Problem("model.learned_variance", "is for a network of one prediction, without objective.heads (set it to false)")
     wanted = max(len(heads), 1)
     if "model.num_predictions" in checked.given and model.num_predictions != wanted:
@@ -305,8 +306,10 @@ def _guidance(checked: Checked) -> Iterator[Problem]:
     if explicit and checked.sampling.enable and _cannot_guide(checked):
         if checked.dataset().num_classes == 0:
             reason = f"data.name = {checked.data.name} has no classes"
-        else:
+        elif has_key(checked.whole("model"), "label_dropout"):
             reason = "model.label_dropout = 0 trains no unconditional prediction"
+        else:
+            reason = f"model.name = {checked.model.name} trains no unconditional prediction"
         yield Problem("sampling.guidance_scale", f"{reason} to guide away from (remove it or set it to 1)")
 
 
@@ -320,13 +323,13 @@ def _sampling_method(checked: Checked) -> Iterator[Problem]:
         if "sampling.shift" in checked.given and schedule != "uniform":
             text = f"has no effect on the schedule of objective.path = {path_name}, {schedule} (remove it)"
             yield Problem("sampling.shift", text)
-    learned_variance = getattr(checked.whole("model"), "learned_variance", False)
+    learned_variance = checked.whole("model").learned_variance
     for key, text in sampling_problems(sampling, path_name, learned_variance, bool(checked.objective.heads)):
         yield Problem(f"sampling.{key}", text)
 
 
 def _cannot_guide(checked: Checked) -> bool:
-    return checked.dataset().num_classes == 0 or not getattr(checked.whole("model"), "label_dropout", 0)
+    return checked.dataset().num_classes == 0 or not checked.whole("model").label_dropout
 
 
 def _sampled_classes(checked: Checked) -> Iterator[Problem]:
@@ -432,7 +435,7 @@ def _shards(checked: Checked) -> int:
 
 
 def _activation_checkpoint(checked: Checked) -> Iterator[Problem]:
-    num_blocks = getattr(checked.whole("model"), "num_layers", None)
+    num_blocks = checked.whole("model").num_blocks
     for key, text in checkpoint_problems(checked.whole("activation_checkpoint"), checked.compile.enable, num_blocks):
         yield Problem(f"activation_checkpoint.{key}", text)
 

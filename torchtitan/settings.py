@@ -53,6 +53,11 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def has_key(section: Any, name: str) -> bool:
+    """Whether a section declares a key of that name."""
+    return name in {field.name for field in dataclasses.fields(section)}
+
+
 def meets(value: Any, accepted: tuple | str) -> bool:
     """Whether a key's value is among those of `applies` under which another one has an effect."""
     if accepted == "set":

@@ -18,11 +18,11 @@ from torchtitan.diffusion.heads import HeadErrors, Heads, InverseVariance
 from torchtitan.diffusion.learned_variance import BOUND_WEIGHT, variational_bound
 from torchtitan.diffusion.paths import PATHS, per_image
 from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
-from torchtitan.diffusion.predictions import noise_error_weight, target, to_x0_and_noise
+from torchtitan.diffusion.predictions import PREDICTIONS, noise_error_weight, target, to_x0_and_noise
 from torchtitan.diffusion.timestep_samplers import LEARNING, build_sampler
 from torchtitan.diffusion.timesteps import GlobalBatch
 from torchtitan.diffusion.uncertainty import LogUncertainty
-from torchtitan.diffusion.weightings import prediction_weight
+from torchtitan.diffusion.weightings import WEIGHTINGS, prediction_weight
 from torchtitan.settings import setting
 
 # A diffusion network: (x [B, C, H, W], time [B], class [B] or None) -> [B, C, H, W]
@@ -40,19 +40,17 @@ _TAIL = 1e-3
 class ObjectiveConfig:
     """`[objective]`: what the model is trained to predict, at which noise levels, and how errors are weighted."""
 
-    path: Literal[
-        "rectified_flow", "edm", "ddpm_linear", "ddpm_linear_continuous", "ddpm_cosine", "ddpm_cosine_continuous"
-    ] = setting("rectified_flow", "how data turns into noise: x_t = a(t) x0 + b(t) noise")
-    prediction: Literal["velocity", "v", "x0", "noise", "edm"] = setting(
+    path: Literal[tuple(PATHS)] = setting("rectified_flow", "how data turns into noise: x_t = a(t) x0 + b(t) noise")
+    prediction: Literal[tuple(PREDICTIONS)] = setting(
         "velocity", "what the network's output stands for; edm: F of EDM's preconditioning"
     )
-    preconditioning: Literal["identity", "index", "sit", "edm"] = setting(
+    preconditioning: Literal[tuple(PRECONDITIONINGS)] = setting(
         "identity", "scaling of the network's input, output and time; index: the DDPM's index is the time; sit: as SiT"
     )
     sigma_data: float = setting(0.5, "standard deviation of the data, for EDM", gt=0, applies=_EDM_IN_USE)
-    weighting: Literal[
-        "none", "min_snr", "soft_min_snr", "snr_plus_one", "truncated_snr", "edm", "p2"
-    ] = setting("none", "factor on the squared error as a function of the noise level, the same for every prediction")
+    weighting: Literal[tuple(WEIGHTINGS)] = setting(
+        "none", "factor on the squared error as a function of the noise level, the same for every prediction"
+    )
     snr_gamma: float = setting(
         5.0, "signal-to-noise ratio above which the weight stops growing", gt=0,
         applies={"weighting": ("min_snr", "soft_min_snr")},

@@ -127,7 +127,7 @@ def _of_full_depth(config: JobConfig, world_size: int) -> SimulatedStep:
     Blocks repeat with period n where every n-th recomputes. The shallow models end at the same place of the period as
     the deep one, and both their ends have windows for a whole period beyond the edge.
     """
-    depth, period = getattr(config.model, "num_layers", 0), config.activation_checkpoint.every
+    depth, period = config.model.num_blocks or 0, config.activation_checkpoint.every
     end = _EDGE + period
     shallow_depth = 2 * end + (depth - 2 * end) % period
     deeper_depth = shallow_depth + period

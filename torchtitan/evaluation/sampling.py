@@ -27,7 +27,7 @@ class SamplingConfig:
 
     enable: bool = setting(True, "draw a grid of samples at intervals and at the end", trajectory=False)
     interval: int = setting(1000, "steps between grids", ge=1, applies={"enable": (True,)}, trajectory=False)
-    solver: Literal["euler", "heun", "euler_maruyama", "edm_heun", "ddim", "ddpm", "dpmpp_2m"] = setting(
+    solver: Literal[tuple(SOLVERS)] = setting(
         "euler", "integrator from noise to image", applies={"enable": (True,)}, trajectory=False
     )
     num_steps: int = setting(

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from torchtitan.settings import setting
+
 # How often a linear is applied to one image: once, to a vector; or to every token, as a narrow projection into or
 # out of the token stream (small), or inside the blocks (token).
 LinearRole = Literal["vector", "small", "token"]
@@ -98,19 +100,44 @@ class DiffusionModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
 
+@dataclass(kw_only=True)
+class ModelConfig:
+    """`[model]`: the keys of every family, and what the program asks of the rest.
+
+    What stands below without a type is no key: a family that can do it declares a setting of that name, and every
+    other one keeps the value here, which nobody can change.
+
+    Attributes:
+        label_dropout: probability of replacing the class by the null class in training; 0 trains no guidance.
+        learned_variance: whether the network also gives the variance of a DDPM's step.
+        num_predictions: images that the network gives for each input, one for each of `objective.heads`.
+    """
+
+    name: str = setting("", "model family")
+    flavor: str = setting("", "row of the family's table of sizes; the keys below override its fields")
+
+    label_dropout = 0.0
+    learned_variance = False
+    num_predictions = 1
+
+    @property
+    def num_blocks(self) -> int | None:
+        """Number of units that `blocks` will give; None where the configuration does not say."""
+        return None
+
+
 @dataclass(frozen=True)
 class ModelFamily:
     """One entry of MODELS.
 
     Attributes:
-        config_class: dataclass of the `[model]` section: `name`, `flavor` (a key of `flavors`), the family's own
-            fields, and `label_dropout` if the model takes classes.
+        config_class: dataclass of the `[model]` section: ModelConfig and the family's own fields.
         flavors: named configurations.
         build: (config, image_shape (C, H, W), num_classes, 0 for unconditional) -> model without values.
         problems: (config, image_shape) -> one line per impossible combination, none if it can be built.
     """
 
-    config_class: type
+    config_class: type[ModelConfig]
     flavors: dict[str, Any]
     build: Callable[[Any, tuple[int, int, int], int], DiffusionModel]
     problems: Callable[[Any, tuple[int, int, int]], list[str]]

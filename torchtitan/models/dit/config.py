@@ -3,11 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from torchtitan.models.base import ModelConfig
 from torchtitan.settings import setting
 
 
 @dataclass(kw_only=True)
-class DiTConfig:
+class DiTConfig(ModelConfig):
     """`[model]` for the DiT family: a row of FLAVORS, every field of which can be overridden."""
 
     name: Literal["dit"] = setting("dit", "model family")
@@ -38,6 +39,10 @@ class DiTConfig:
     num_predictions: int = setting(
         1, "images that the network gives for each input; follows from objective.heads, one for each of them", ge=1
     )
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_layers
 
 
 def _peebles_xie(size: str, dim: int, num_layers: int, num_heads: int) -> dict[str, DiTConfig]:

@@ -1,0 +1,114 @@
+"""A family of networks that is not the transformer: what the program asks of it, and what it is told."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchtitan.config import ConfigError, load_config
+from torchtitan.models import MODELS
+from torchtitan.models.base import DiffusionModel, ModelConfig, ModelFamily
+from torchtitan.models.flops import MiscountedModel, check_macs, counted_macs_per_image
+from torchtitan.settings import setting
+
+
+@dataclass(kw_only=True)
+class ToyConfig(ModelConfig):
+    name: Literal["toy"] = setting("toy", "model family")
+    flavor: str = setting("small", "row of the family's table of sizes")
+    width: int = setting(8, "channels", ge=1)
+
+
+class Toy(DiffusionModel):
+    """Two convolutions and an embedding of classes, without guidance."""
+
+    def __init__(self, config: ToyConfig, image_shape: tuple[int, int, int], num_classes: int) -> None:
+        super().__init__()
+        self.image_shape, self.out_channels = image_shape, image_shape[0]
+        self.null_class = num_classes or None
+        self.first = nn.Conv2d(image_shape[0], config.width, 3, padding=1)
+        self.label_embed = nn.Embedding(num_classes + 1, config.width)
+        self.time_embed = nn.Linear(1, config.width)
+        self.last = nn.Conv2d(config.width, image_shape[0], 3, padding=1)
+
+    def forward(self, x: Tensor, t: Tensor, condition: Tensor | None = None) -> Tensor:
+        c = self.time_embed(t[:, None])
+        if condition is not None:
+            c = c + self.label_embed(condition)
+        return self.last(torch.relu(self.first(x) + c[:, :, None, None]))
+
+    def linear_roles(self) -> dict[str, str]:
+        return {"time_embed": "vector"}
+
+    def tokens_per_image(self, image_shape: tuple[int, int, int]) -> int:
+        return image_shape[1] * image_shape[2]
+
+    def attention_macs(self, num_tokens: int) -> int:
+        return 0
+
+
+class CountedToy(Toy):
+    """The same, with its convolutions counted."""
+
+    def forward_macs_per_image(self, image_shape: tuple[int, int, int]) -> int:
+        convolutions = sum(layer.weight.numel() for layer in (self.first, self.last))
+        return super().forward_macs_per_image(image_shape) + convolutions * self.tokens_per_image(image_shape)
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch):
+    family = ModelFamily(ToyConfig, {"small": ToyConfig()}, Toy, problems=lambda config, image_shape: [])
+    monkeypatch.setitem(MODELS, "toy", family)
+
+
+def problems_of(*arguments: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load_config(["--model.name", "toy", *arguments], 1)
+    return error.value.problems
+
+
+# --- floating-point operations
+
+
+def test_convolutions_that_a_formula_leaves_out_are_refused():
+    with torch.device("meta"):
+        forgetful, right = (kind(ToyConfig(), (3, 16, 24), 10) for kind in (Toy, CountedToy))
+    by_hand = 8 * 1 + 2 * 3 * 8 * 9 * 16 * 24
+    assert counted_macs_per_image(forgetful) == right.forward_macs_per_image((3, 16, 24)) == by_hand
+    check_macs(right, "toy")
+    with pytest.raises(MiscountedModel, match=rf"model.name = toy: .* says 8 multiply.* torch counts {by_hand:,}; every MFU"):
+        check_macs(forgetful, "toy")
+
+
+# --- what the family does not declare
+
+
+def test_a_family_of_classes_need_not_drop_labels():
+    config = load_config(["--model.name", "toy"], 1)
+    assert config.model.label_dropout == 0.0 and config.sampling.guidance_scale == 1.0
+    (problem,) = problems_of("--sampling.guidance_scale", "3")
+    assert "model.name = toy trains no unconditional prediction to guide away from" in problem
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("label_dropout", "0.1"), ("patch_size", "2"), ("num_predictions", "3"), ("learned_variance", "true"),
+])  # fmt: skip
+def test_a_key_of_another_family_is_said_to_be_one(key, value):
+    assert problems_of(f"--model.{key}", value) == [
+        f"command line: --model.{key}: unknown key (it is a key of model.name = dit)"
+    ]
+
+
+def test_a_key_of_other_datasets_is_said_to_be_one(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text('[data]\nname = "digits"\nindex_path = "x"\nimage_sise = 3\n')
+    first, second = problems_of("--job.config_file", str(path))
+    assert "data.index_path: unknown key (it is a key of data.name = " in first
+    assert "data.image_sise: unknown key (did you mean" in second
+
+
+def test_several_predictions_need_a_family_that_makes_them():
+    (problem,) = problems_of("--objective.heads", '["x0", "v"]')
+    assert "objective.heads: model.name = toy makes one prediction (leave them out)" in problem
