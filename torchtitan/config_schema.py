@@ -20,7 +20,6 @@ import pydantic_core
 
 from torchtitan.settings import meets
 
-
 MOST_ENTRIES = 10_000  # of a list
 _SMALLEST, _LARGEST = 1.1754943508222875e-38, 3.4028234663852886e38  # normal numbers of float32
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from torchtitan.config_schema import shown, shown_name
 
-
 _LARGEST_FILE = 4 << 20  # bytes
 _DEEPEST = 50
 

@@ -16,7 +16,6 @@ from torchtitan.analysis.tables import cell_rows, run_rows, write_csv, write_par
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.ownership import refuse_foreign_file
 
-
 # The first table is written before all else, and is that by which a folder is known.
 _TEXTS = ("runs.csv", "runs.parquet", "cells.csv", "analysis.md", "report.html")
 _PICTURES = ("effects.png", "interactions.png", "scaling.png", "pareto.png")

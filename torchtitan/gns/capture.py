@@ -27,7 +27,7 @@ from torchtitan.gns.second_moment import FactoredLayer, write_adam_factors
 from torchtitan.gns.taps import FREE, MEASURED, OFF, Scales, TapSwitch
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.converters import convert
-from torchtitan.models.dit.layers import RMSNorm
+from torchtitan.models.layers import RMSNorm
 
 PARTS = ("modulation", "embedding", "patch", "token")
 FREE_PARTS = PARTS[:3]

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from torchtitan.models.dit.layers import RMSNorm
+from torchtitan.models.layers import RMSNorm
 
 OFF, FREE, MEASURED = 0, 1, 2
 

@@ -27,17 +27,17 @@ from torchtitan.config import JobConfig
 from torchtitan.config_schema import shown
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.studies.branch_training import (
+    BRANCH_MARKS,
     TRACK,
     BatchPlan,
     BranchFailed,
     Diverged,
-    BRANCH_MARKS,
     begin_branch,
     branch_config,
     plan_batches,
+    remove_checkpoints,
     run_lr,
     train_branch,
-    remove_checkpoints,
     write_config,
     write_start,
 )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.dit.config import DiTConfig
+from torchtitan.models.layers import RMSNorm
 
 SINUSOID_CHANNELS = 256
 
@@ -118,19 +119,6 @@ class TimestepEmbedding(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         sinusoid = timestep_sinusoid(t, SINUSOID_CHANNELS, reach_lowest=self.reach_lowest).to(self.hidden.weight.dtype)
         return self.out(F.silu(self.hidden(sinusoid)))  # [B, D]
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x), over the last dimension, times a learned gain if affine."""
-
-    def __init__(self, dim: int, eps: float, affine: bool = True) -> None:
-        super().__init__()
-        self.shape, self.eps = (dim,), eps
-        self.weight = nn.Parameter(torch.empty(dim)) if affine else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        # Under autocast the gain is float32 and x bfloat16: a mixture that has no fused kernel.
-        return F.rms_norm(x, self.shape, None if self.weight is None else self.weight.to(x.dtype), self.eps)
 
 
 def patchify(x: Tensor, patch_size: int) -> Tensor:

@@ -12,14 +12,13 @@ from torchtitan.models.dit.config import DiTConfig
 from torchtitan.models.dit.layers import (
     Block,
     OutputLayer,
-    RMSNorm,
     TimestepEmbedding,
     patchify,
     rotary_table,
     sincos_table,
     unpatchify,
 )
-
+from torchtitan.models.layers import RMSNorm
 
 # What no machine holds, and products of which fit in 64 bits.
 MOST_TOKENS, MOST_PARAMETERS = 2**24, 10**13
