@@ -108,6 +108,9 @@ class AllocatedTimesteps(TimestepSampler):
         above, end = tables.ends.index_select(0, bins).unbind(1)
         return torch.minimum(torch.maximum(t, above), end), importance
 
+    def bin_importance(self) -> Tensor:
+        return torch.where(self.shares > 0, self.masses / self.shares, 1.0)
+
     def state_dict(self) -> dict:
         """Shares and edges as plain numbers, which JSON holds exactly."""
         return {"shares": self.shares.tolist(), "edges": self.edges.tolist()}

@@ -54,6 +54,9 @@ class BinPureTimesteps(TimestepSampler):
             masses = [f"{mass:.2g}" for mass in self.masses.tolist()]
             raise ValueError(f"bins with edges {self.edges.tolist()} hold {masses} of the timesteps: each needs some")
 
+    def bin_importance(self) -> Tensor:
+        return self.masses * len(self.masses)
+
     def bin_of_microbatch(self, batch: GlobalBatch, microbatch: int) -> int:
         """Bin of a microbatch, 0 <= microbatch < M, of a global batch, on every rank."""
         return int(self._bins_of_step(batch, torch.device("cpu"))[microbatch])

@@ -62,6 +62,14 @@ class TimestepSampler:
         # Never exactly 0, where a density without bounds has no quantile.
         return ((philox.middles(places) + strata.to(torch.float64) / batch.size) % 1.0).clamp_min(2.0**-53)
 
+    def bin_importance(self) -> Tensor | None:
+        """Importance weight that all samples of a bin carry, float64 [K]; None where no sample carries any."""
+        return None
+
+    def bin_of_microbatch(self, batch: GlobalBatch, microbatch: int) -> int | None:
+        """The one bin that all samples of a microbatch are of, on every rank; None where they are of any."""
+        return None
+
     def observe(self, batch: GlobalBatch, indices: Tensor, t: Tensor, loss: Tensor) -> None:
         """Take note of the losses of a microbatch, [B], with their importance; here nothing comes of them."""
 

@@ -11,12 +11,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from torchtitan.diffusion.allocated import AllocatedTimesteps, bin_masses, bin_means
-from torchtitan.diffusion.bin_pure import BinPureTimesteps
+from torchtitan.diffusion.allocated import bin_masses, bin_means
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.paths import Path as NoisePath
 from torchtitan.diffusion.timestep_densities import Density, LogitNormal, Uniform
-from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps import GlobalBatch
 from torchtitan.distributed.mesh import Layout
 from torchtitan.gns.allocate import (
     FROM_WEIGHT,
@@ -226,11 +225,10 @@ class GNSMonitor:
         if self._taps:
             self._taps.end_microbatch(len(loss) * microbatches, loss)
         if self._ranks:
-            sampler, k, importance = self._objective.timestep_sampler, 0, 1.0
-            if isinstance(sampler, BinPureTimesteps):
-                k = sampler.bin_of_microbatch(samples, number)
-                importance = float(bin_importance(sampler)[k])
-            self._ranks.end_microbatch(parameters, len(loss), k, importance)
+            sampler = self._objective.timestep_sampler
+            k = sampler.bin_of_microbatch(samples, number)
+            importance = 1.0 if k is None else float(sampler.bin_importance()[k])
+            self._ranks.end_microbatch(parameters, len(loss), k or 0, importance)
 
     def end_step(self, parameters: Sequence[nn.Parameter], samples_per_rank: int, microbatches: int) -> None:
         """After the last microbatch, before clipping; collective."""
@@ -238,7 +236,7 @@ class GNSMonitor:
             of_group = samples_per_rank // microbatches if self.separate_microbatches else samples_per_rank
             self._ranks.end_step(parameters, of_group)
         if self._taps:
-            importance = bin_importance(self._objective.timestep_sampler)
+            importance = self._objective.timestep_sampler.bin_importance()
             sums = self._taps.end_step()
             if importance is not None:  # what is measured is the objective, however its timesteps are drawn
                 sums = sums.rescaled((1.0 / importance).to(sums.count.device))
@@ -328,7 +326,7 @@ class GNSMonitor:
             masses = bin_masses(density, self._edges)
             if (masses / self._mass - 1.0).abs().max() > 0.01:
                 others[name] = masses
-        importance = bin_importance(self._objective.timestep_sampler)
+        importance = self._objective.timestep_sampler.bin_importance()
         present = None if importance is None else self._mass / importance
         return predicted_ratios(
             self._mass, self._headline(), others, stratified=self._stratified, present=present
@@ -391,15 +389,6 @@ class GNSMonitor:
     def _headline(self) -> BinEstimates:
         """In Adam's geometry where it is measured: the one that updates are made in."""
         return self.pool.by_bin(self.pool.geometries[-1], "sketch")
-
-
-def bin_importance(sampler: TimestepSampler) -> Tensor | None:
-    """Importance weight that all samples of a bin carry, float64 [K]; None: none carries any."""
-    if isinstance(sampler, AllocatedTimesteps):
-        return torch.where(sampler.shares > 0, sampler.masses / sampler.shares, 1.0)
-    if isinstance(sampler, BinPureTimesteps):
-        return sampler.masses * len(sampler.masses)
-    return None
 
 
 def _tags(pattern: str, estimates) -> dict[str, float]:
