@@ -13,10 +13,12 @@ from data.base import DatasetError
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.config import JobConfig
 from torchtitan.distributed.agreement import requests_ignored_at_the_end
+from torchtitan.distributed.mesh import process_group
 from torchtitan.distributed.restarts import BUSY, FAILED, REFUSED
 from torchtitan.gns.capture import CannotMeasure
 from torchtitan.models.float8 import Float8Error
-from torchtitan.trainer import Trainer, process_group
+from torchtitan.models.flops import MiscountedModel
+from torchtitan.trainer import Trainer
 from torchtitan.training.checkpoint import CheckpointError, StoreError
 from torchtitan.training.faults import TrainingError, first_line, is_lost_rank, is_out_of_memory
 from torchtitan.training.optimizer import OptimizerError
@@ -27,7 +29,7 @@ from torchtitan.training.run_status import write_status
 logger = logging.getLogger(__name__)
 
 _REFUSALS = (
-    AutoencoderError, RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure, Float8Error
+    AutoencoderError, RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure, Float8Error, MiscountedModel
 )  # fmt: skip
 _WAIT = 3.0  # seconds for another rank to be seen gone, or to say why it ended
 _CLOSING_SECONDS = 60.0

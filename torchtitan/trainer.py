@@ -1,12 +1,10 @@
 """The one train loop: batch -> clean images -> objective -> backward -> clip -> optimizer -> EMA -> reports."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from data import DATASETS
@@ -37,6 +35,7 @@ from torchtitan.gns.monitor import GNSMonitor, inner_edges
 from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import check_convertible, convert_to_float8
+from torchtitan.models.flops import check_macs
 from torchtitan.reports import Reports, checked_state
 from torchtitan.training.checkpoint import (
     Checkpointer,
@@ -75,8 +74,8 @@ class Trainer:
         Raises:
             AutoencoderError: before there is a process group.
             Busy: another process writes into the run's folder; on every rank.
-            RunFolderError, CheckpointError, DatasetError, OptimizerError, Float8Error: on every rank, before anything
-                is overwritten.
+            RunFolderError, MiscountedModel, CheckpointError, DatasetError, OptimizerError, Float8Error: on every rank,
+                before anything is overwritten.
         """
         self.config = config
         self.decoder = run_decoder(config)
@@ -84,6 +83,7 @@ class Trainer:
         self.layout = layout = Layout(config.parallelism)
         self.folder = RunFolder(config)
         self.phases = Phases()
+        from_first_rank(check_macs, self._model_on_meta(), config.model.name)
         self._check_initial_weights()
         if config.float8.enable:
             check_convertible(self._model_on_meta(), config.float8, config.training.local_batch_size)
@@ -497,13 +497,3 @@ class Trainer:
         self.checkpointer.close()
         self.reports.close()
         self.folder.close()
-
-
-@contextmanager
-def process_group() -> Iterator[None]:
-    """Leave the process group, if one was joined, however the block ends."""
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()

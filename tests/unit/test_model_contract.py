@@ -11,6 +11,7 @@ from torchtitan.config import ConfigError, load_config
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel, ModelConfig, ModelFamily
 from torchtitan.models.flops import MiscountedModel, check_macs, counted_macs_per_image
+from torchtitan.run import run
 from torchtitan.settings import setting
 
 
@@ -112,3 +113,10 @@ def test_a_key_of_other_datasets_is_said_to_be_one(tmp_path):
 def test_several_predictions_need_a_family_that_makes_them():
     (problem,) = problems_of("--objective.heads", '["x0", "v"]')
     assert "objective.heads: model.name = toy makes one prediction (leave them out)" in problem
+
+
+def test_training_a_network_whose_products_are_miscounted_is_refused_before_its_folder_is_made(tmp_path, capsys):
+    arguments = ["--model.name", "toy", "--data.name", "synthetic", "--job.dump_folder", str(tmp_path), "--job.name", "one"]
+    assert run(load_config(arguments, 1)) == 2
+    assert "model.name = toy: forward_macs_per_image says 8 multiply-accumulates" in capsys.readouterr().err
+    assert not (tmp_path / "one").exists()

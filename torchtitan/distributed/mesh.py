@@ -1,6 +1,8 @@
 """Which process holds what: device, process groups and the data-parallel mesh."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -127,6 +129,16 @@ def init_process_group(comm: CommConfig) -> None:
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=comm.init_timeout_seconds),
     )
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Leave the process group, if one was joined, however the block ends."""
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def set_train_timeout(comm: CommConfig, layout: Layout) -> None:
