@@ -12,7 +12,6 @@ import argparse
 import math
 import os
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 

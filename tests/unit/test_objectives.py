@@ -19,8 +19,8 @@ from torchtitan.diffusion.learned_variance import log_variance, posterior_mean, 
 from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.predictions import PREDICTIONS, target
 from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
+from torchtitan.diffusion.predictions import PREDICTIONS, target
 from torchtitan.diffusion.timesteps import GlobalBatch
 from torchtitan.diffusion.weightings import WEIGHTINGS, prediction_weight
 from torchtitan.models.dit.config import FLAVORS

@@ -21,6 +21,7 @@ from torchtitan.files.patient_file import MIB, PatientFile
 from torchtitan.settings import setting
 from torchtitan.training.metric_sinks import TensorBoardFile, WandbRun
 
+
 @dataclass(kw_only=True)
 class MetricsConfig:
     """`[metrics]`"""
