@@ -112,7 +112,8 @@ class Run:
         return [json.loads(line) for line in lines]
 
     def losses(self) -> list[tuple[int, float, float]]:
-        return [(p["step"], p["loss_metrics/global_avg_loss"], p["grad_norm"]) for p in self.points()]
+        points = [p for p in self.points() if "grad_norm" in p]  # held-out losses and noise scales are logged apart
+        return [(p["step"], p["loss_metrics/global_avg_loss"], p["grad_norm"]) for p in points]
 
     def summary(self) -> dict:
         return json.loads((self.folder / "summary.json").read_text())

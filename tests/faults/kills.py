@@ -26,6 +26,8 @@ from tqdm import tqdm
 from tests.end_to_end.runs import CONFIG, Run, checkpoint_tensors
 from tests.faults.forked import FAULT, ForkedRun
 from tests.faults.moments import KILLED, MOMENTS
+from torchtitan.training.checkpoint import checkpoint_path
+from torchtitan.training.checkpoint_location import run_checkpoints
 
 RESULTS = Path(__file__).with_name("kills.json")
 STEPS, INTERVAL = 100, 10
@@ -52,14 +54,16 @@ LAYOUTS = [
 MODES = ("disabled", "async")
 
 
-def start(folder: Path, name: str, layout: Layout, mode: str) -> Run:
+def start(
+    folder: Path, name: str, layout: Layout, mode: str, more: tuple[str, ...] = ("--sampling.enable", "false")
+) -> ForkedRun:
     config = folder / "small.toml"
     if not config.exists():
         config.write_text(CONFIG)
     return ForkedRun(
         config, name, "--training.steps", str(STEPS), "--training.global_batch_size", str(GLOBAL_BATCH_SIZE),
         "--training.local_batch_size", str(layout.local_batch_size), "--checkpoint.interval", str(INTERVAL),
-        "--checkpoint.async_mode", mode, "--metrics.log_freq", "2", "--sampling.enable", "false",
+        "--checkpoint.async_mode", mode, "--metrics.log_freq", "2", *more,
         ranks=layout.ranks, replicas=layout.replicas, shards=layout.shards,
     )  # fmt: skip
 
@@ -134,7 +138,7 @@ def disturbed(
 
 def same(one: Run, other: Run) -> list[str]:
     """In what two finished runs differ."""
-    first, second = (checkpoint_tensors(run.folder / "checkpoint" / f"step-{STEPS:08d}") for run in (one, other))
+    first, second = (checkpoint_tensors(checkpoint_path(run_checkpoints(run.folder), STEPS)) for run in (one, other))
     found = [name for name in first.keys() | second.keys() if name not in first or name not in second]
     found += [name for name in first.keys() & second.keys() if not torch.equal(first[name], second[name])]
     return found + (["losses"] if one.losses() != other.losses() else [])
