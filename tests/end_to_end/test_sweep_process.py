@@ -81,6 +81,7 @@ def test_a_rank_that_is_out_of_memory_alone_ends_the_group(start, tmp_path):
 
 def test_a_crash_is_told_from_a_refusal_and_from_a_stale_summary(start, tmp_path):
     (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").write_text('{"host": "a", "pid": 1, "started": "an earlier attempt"}')
     (tmp_path / "run" / "summary.json").write_text('{"status": "oom", "reason": "of an earlier attempt"}')
     refused = start("--training.local_batch_size", "0")
     assert refused.status == "refused" and "training.local_batch_size" in refused.reason
