@@ -116,7 +116,7 @@ def test_a_run_whose_metrics_cannot_be_written_to_the_end_fails_and_the_same_com
     )
     assert newest_good(run.folder / "checkpoint") == (20, [])
     [code], [output] = ForkedRun(config, "metrics", *SHORT).wait()
-    assert code == 2 and f"{metrics}: cannot be written: Is a directory\n" in output and "Traceback" not in output
+    assert code == 2 and f"{metrics}: cannot be written: is a folder, not a regular file\n" in output and "Traceback" not in output
     release(metrics)
     again = ForkedRun(config, "metrics", *SHORT)
     again.finish()

@@ -173,7 +173,7 @@ def test_a_file_that_is_removed_or_whose_name_is_taken_is_made_again_with_all_th
     path.rename(tmp_path / "aside")
     path.mkdir()
     file.add(b"four\n")
-    assert not file.sync() and "Is a directory" in caplog.messages[0] and len(caplog.messages) == 1
+    assert not file.sync() and "is a folder" in caplog.messages[0] and len(caplog.messages) == 1
     path.rmdir()
     (tmp_path / "aside").rename(path)
     assert file.sync() and path.read_bytes().endswith(b"four\n") and file.unsaved() == []

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,13 @@ from torchtitan.config import load_config
 from torchtitan.config_record import dump_config, effective
 from torchtitan.files import durable
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file, replacing
+from torchtitan.files.patient_file import PatientFile
+from torchtitan.files.regular import UnsuitableFile
 from torchtitan.training.checkpoint import CheckpointConfig, Checkpointer
+from torchtitan.training.metrics import cut_metrics
 from torchtitan.training.run_folder import RunFolder, RunFolderError
 from torchtitan.training.run_lock import LOCK_FILE
+from torchtitan.training.run_status import STATUS_VARIABLE, write_status
 
 
 def run_at(folder: Path, *more: str) -> RunFolder:
@@ -187,3 +192,27 @@ def test_only_what_a_replacement_left_is_removed(tmp_path):
         (tmp_path / name).write_text(json.dumps(name))
     remove_unfinished(tmp_path)
     assert not (tmp_path / left).exists() and all((tmp_path / name).exists() for name in users)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_device_is_never_replaced_by_a_file(tmp_path, monkeypatch, kind):
+    path = tmp_path / "status"
+    try:
+        os.mkfifo(path) if kind == "pipe" else os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 7))
+    except PermissionError:
+        pytest.skip("only root makes devices")
+    before = path.lstat()
+    with pytest.raises(UnsuitableFile, match=f"is a {kind}, not a regular file"):
+        replace_file(path, "one")
+    monkeypatch.setenv(STATUS_VARIABLE, str(path))
+    write_status(None, "completed", 0)
+    assert os.path.samestat(path.lstat(), before) and [entry.name for entry in tmp_path.iterdir()] == ["status"]
+
+
+@pytest.mark.parametrize("make", [lambda path, target: path.symlink_to(target), lambda path, target: os.mkfifo(path)])
+def test_a_growing_file_is_never_what_a_link_or_pipe_names(tmp_path, make):
+    (tmp_path / "thesis.txt").write_text('{"step": 99}\n')
+    make(tmp_path / "metrics.jsonl", tmp_path / "thesis.txt")
+    with pytest.raises(UnsuitableFile, match="is a (link|pipe), not a regular file"):
+        PatientFile(tmp_path / "metrics.jsonl", "the metrics", prepare=lambda: cut_metrics(tmp_path / "metrics.jsonl", 1)).open()
+    assert (tmp_path / "thesis.txt").read_text() == '{"step": 99}\n'

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from torchtitan.files.regular import refuse_special
 from torchtitan.training.remote_path import AnyPath, RemotePath
 
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{32}\.unfinished")
@@ -46,11 +47,13 @@ def write_synced(path: AnyPath, content: bytes) -> dict:
 def replacing(path: Path) -> Iterator[Path]:
     """Give a hidden path to write a file's whole new content to; `path` becomes it when the block has ended well.
 
-    For libraries that write to a path. They are told the format: the hidden name has another ending.
+    For libraries that write to a path. They are told the format: the hidden name has another ending. A link is replaced,
+    not what it names.
 
     Raises:
-        OSError: it cannot be brought to the disk; `path` is as it was.
+        OSError: it cannot be brought to the disk, or is a pipe or a device; `path` is as it was.
     """
+    refuse_special(path)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
     try:
         yield unfinished

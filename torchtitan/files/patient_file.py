@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torchtitan.files.durable import make_folder, sync
 from torchtitan.files.optional import OptionalOutputs
+from torchtitan.files.regular import refuse_other_than_file
 
 MIB = 2**20
 
@@ -153,8 +154,10 @@ class PatientFile:
                 return
             self._close()
         make_folder(self._path.parent)
+        refuse_other_than_file(self._path)
         self._prepare()
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._file = os.open(self._path, flags, 0o666)
         self._prepare = _nothing
         self._safe_size = os.fstat(self._file).st_size
         self._written, self._cut_to, self._name_is_safe = 0, None, False

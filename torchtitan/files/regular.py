@@ -7,6 +7,7 @@ is opened.
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -64,6 +65,30 @@ def read_regular(path: str | bytes | Path, limit: int) -> bytes:
     if max(size, len(content)) > limit:
         raise UnsuitableFile(errno.EFBIG, f"{max(size, len(content)):,} bytes, more than {limit:,}", path)
     return content
+
+
+def refuse_special(path: Path) -> None:
+    """Make sure that a path which is to be replaced is no pipe, socket or device. Raises UnsuitableFile."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        status = path.lstat()
+        if not (stat.S_ISLNK(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            _refuse_special(status, path)
+
+
+def refuse_other_than_file(path: Path) -> None:
+    """Make sure that a path of the program's own is a plain file, and no link, or nothing yet.
+
+    Raises:
+        UnsuitableFile: it is something else, which must not be written to.
+        OSError: it cannot be reached.
+    """
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(status.st_mode):
+        raise UnsuitableFile(errno.ELOOP, "is a link, not a regular file", path)
+    _refuse_special(status, path)
 
 
 def _refuse_special(status: os.stat_result, path: str | bytes | Path) -> None:

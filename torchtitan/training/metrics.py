@@ -18,6 +18,7 @@ from torch import Tensor
 from torchtitan.diffusion.objective import LossTerms
 from torchtitan.files.durable import replacing
 from torchtitan.files.patient_file import MIB, PatientFile
+from torchtitan.files.regular import open_regular
 from torchtitan.settings import setting
 from torchtitan.training.metric_sinks import TensorBoardFile, WandbRun
 
@@ -263,7 +264,7 @@ def cut_metrics(path: Path, last_step: int, rewritten: Collection[str] = ()) -> 
 
 def read_points(path: Path, word: str = "") -> Iterator[dict]:
     """Yield the points of metrics.jsonl whose lines hold a word; damaged lines are left out. Raises OSError."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for line in _lines(file):
             if word.encode() in line and (point := _point(line)):
                 yield point
