@@ -22,6 +22,7 @@ class ForkedRun(Run):
 
 def _train(arguments: list[str]) -> int:
     """What train.py does as a program."""
+    from tests.faults import failing_disk
     from tests.faults.moments import arm
     from train import main
 
@@ -29,4 +30,6 @@ def _train(arguments: list[str]) -> int:
         rank, moment, occurrence = os.environ[FAULT].split(":")
         if rank == os.environ["RANK"]:
             arm(moment, int(occurrence))
+    if failing_disk.FAILING_DISK in os.environ:
+        failing_disk.arm(os.environ[failing_disk.FAILING_DISK])
     return main(arguments)
