@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -125,6 +126,30 @@ def test_a_lost_process_is_found_without_a_signal_of_its_death(monkeypatch):
         assert time.monotonic() - started < 3
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+class BatchesOfADeadPinningThread:
+    """What torch's iterator is once its thread has failed, for lack of open files or of pinned memory."""
+
+    _workers = ()
+
+    def __init__(self) -> None:
+        self._pin_memory_thread = threading.Thread(target=bool)
+        self._pin_memory_thread.start()
+        self._pin_memory_thread.join()
+        self.looks = 0
+
+    def __next__(self):
+        self.looks += 1
+        assert self.looks < 10, "waits for ever"
+        raise RuntimeError("DataLoader timed out after 0.5 seconds")
+
+
+def test_a_pinning_thread_that_has_ended_is_not_waited_for():
+    loader = loading(0)
+    loader._batches = BatchesOfADeadPinningThread()
+    with pytest.raises(DatasetError, match="dataset blocks: loading failed: the thread that pins batches has ended"):
+        next(loader)
 
 
 def test_a_slow_batch_is_waited_for():

@@ -115,6 +115,13 @@ class LoaderProcesses:
             except RuntimeError as error:
                 if self.lost() or "timed out" not in str(error):
                     raise
+                if self._pinning_has_ended():
+                    raise RuntimeError("the thread that pins batches has ended (its error is above)") from error
+
+    def _pinning_has_ended(self) -> bool:
+        """Whether no batch can come any more: with a timeout, torch does not look at its pinning thread."""
+        thread = getattr(self._batches, "_pin_memory_thread", None)
+        return thread is not None and not thread.is_alive()
 
     def lost(self, wait: float = 0.0) -> str | None:
         """Which loader process has ended and why, in words; waits that many seconds for one to show."""
