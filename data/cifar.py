@@ -15,6 +15,7 @@ from torch import Tensor
 from data.base import DataConfig, DatasetError, DatasetInfo, Split
 from data.image_decoding import decoding_problem, open_image
 from data.numpy_pickle import read_table
+from torchtitan.errors import one_line
 from torchtitan.files.regular import check_regular
 from torchtitan.settings import setting
 
@@ -155,7 +156,7 @@ class _PythonBatches:
         try:
             table = read_table(path)
         except (pickle.UnpicklingError, OSError) as error:
-            raise DatasetError(f"{path}: not a {self._edition.title} batch: {_one_line(error)}") from error
+            raise DatasetError(f"{path}: not a {self._edition.title} batch: {one_line(error)}") from error
         key = self._edition.label_key
         pixels, labels = table.get("data"), table.get(key)
         if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (3072,):
@@ -217,7 +218,7 @@ def _open_parquet(path: Path) -> Iterator[Any]:
     except DatasetError:
         raise
     except Exception as error:
-        raise DatasetError(f"{path}: cannot be read as parquet ({_one_line(error)})") from error
+        raise DatasetError(f"{path}: cannot be read as parquet ({one_line(error)})") from error
 
 
 class _HubDataset:
@@ -265,7 +266,7 @@ class _HubDataset:
         except Exception as error:
             raise DatasetError(
                 f"data.path: {self._name!r} is no folder here, and the Hugging Face hub did not give it "
-                f"({_one_line(error)})"
+                f"({one_line(error)})"
             ) from error
 
 
@@ -344,7 +345,3 @@ def _checked_labels(origin: str, labels: np.ndarray, edition: CifarEdition) -> n
     if len(wrong):
         raise DatasetError(f"{origin}: row {wrong[0]}: label {labels[wrong[0]]} is not in 0..{largest}")
     return labels.astype(np.int64)
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -13,7 +13,7 @@ from data.base import DatasetError
 from data.derived_classes import num_classes_of
 from data.image_columns import Columns, find_columns
 from data.image_decoding import MAX_FILE_BYTES
-from data.parquet_files import one_line
+from torchtitan.errors import one_line
 from torchtitan.files.regular import read_regular
 
 

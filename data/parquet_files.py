@@ -17,6 +17,7 @@ from tqdm import tqdm
 from data.base import DatasetError
 from data.derived_classes import num_classes_of
 from data.image_columns import Columns, arrow_features, find_columns
+from torchtitan.errors import one_line
 from torchtitan.files.regular import check_regular
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -100,10 +101,6 @@ def reaching(url: str, ask: Callable[[], Any]) -> Any:
         raise DatasetError(f"data.path: {url}: {error} ({extras})") from error
     except Exception as error:  # each store's package has its own
         raise DatasetError(f"data.path: {url} cannot be read ({one_line(error)})") from error
-
-
-def one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def open_storage(url: str) -> tuple[Any, str]:

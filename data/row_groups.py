@@ -11,7 +11,8 @@ import numpy as np
 
 from data.base import DatasetError
 from data.node_cache import NodeCache
-from data.parquet_files import RowGroups, one_line, open_storage
+from data.parquet_files import RowGroups, open_storage
+from torchtitan.errors import one_line
 
 PAUSES = (1.0, 4.0, 16.0)  # seconds before a read is tried again
 LASTING = (FileNotFoundError, PermissionError, ImportError)

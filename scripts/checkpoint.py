@@ -21,6 +21,7 @@ from torchtitan.command_line import OneLineParser, readable_size, run_program
 from torchtitan.config import ConfigError, JobConfig
 from torchtitan.evaluation.run_check import Finding, check_run
 from torchtitan.evaluation.trained_model import load_run, read_config
+from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.models import MODELS
 from torchtitan.models.dit.conversion import (
     LAYOUTS,
@@ -35,7 +36,6 @@ from torchtitan.training.checkpoint import CheckpointError, checkpoint_path, che
 from torchtitan.training.checkpoint_files import MANIFEST
 from torchtitan.training.checkpoint_location import location, run_checkpoints
 from torchtitan.training.comparison import TensorSource, compare, ema_tracks, open_checkpoint, open_weights
-from torchtitan.training.remote_path import AnyPath, RemotePath
 from torchtitan.training.weight_files import WeightsError, read_state_dict, refuse_existing, written_whole
 
 OWN = "safetensors"

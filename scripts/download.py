@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torchtitan.command_line import OneLineParser, run_program
+from torchtitan.errors import first_line
 from torchtitan.files.durable import make_folder, replace_file, sync
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.removal import remove_folder
@@ -148,7 +149,7 @@ def fetch(name: str, folder: Path, revision: str | None) -> None:
             fetch_file(piece, file, folder, commit)
         note_source(folder, piece, commit, files)
     except OSError as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         advice = f"by hand, where there is a network: {piece.command(folder, revision)}"
         raise DownloadError(f"{name}: cannot be fetched: {reason} ({advice})") from error
     if left := remove_folder(folder / UNFINISHED, lambda name: PARTIAL.fullmatch(name) is not None):

@@ -40,6 +40,7 @@ from torchtitan.config import ConfigError, load_data_section
 from torchtitan.distributed.agreement import of_all_ranks
 from torchtitan.distributed.mesh import CommConfig, compute_device, init_process_group
 from torchtitan.distributed.restarts import FAILED, REFUSED, forbid_restart
+from torchtitan.errors import first_line
 from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.latents.describe import describe_store
@@ -49,7 +50,7 @@ from torchtitan.latents.image_source import ImageSource
 from torchtitan.latents.index import LatentStoreError
 from torchtitan.latents.stage_times import describe_times
 from torchtitan.training.data_loading import MAX_CORRUPT_SHARE
-from torchtitan.training.faults import first_line, is_lost_rank, is_out_of_memory
+from torchtitan.training.faults import is_lost_rank, is_out_of_memory
 
 UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, OSError)
 INTERRUPTED = 130

@@ -18,12 +18,13 @@ from torchtitan.config_record import effective
 from torchtitan.console import closing_lines, grids, introduce
 from torchtitan.distributed.agreement import from_first_rank, highest_over_ranks
 from torchtitan.distributed.compile import CompileCounter
+from torchtitan.errors import reason
 from torchtitan.evaluation.decoding import held_out_picture
 from torchtitan.evaluation.pictures import class_labels, image_grid, save_animation
 from torchtitan.evaluation.sampling import ImageSampler, balanced_labels, grid_labels
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
-from torchtitan.files.optional import OptionalOutputs, reason
+from torchtitan.files.optional import OptionalOutputs
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE
 from torchtitan.training.data_loading import validation_batches

@@ -15,12 +15,13 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed.agreement import requests_ignored_at_the_end
 from torchtitan.distributed.mesh import process_group
 from torchtitan.distributed.restarts import BUSY, FAILED, REFUSED
+from torchtitan.errors import first_line
 from torchtitan.gns.capture import CannotMeasure
 from torchtitan.models.float8 import Float8Error
 from torchtitan.models.flops import MiscountedModel
 from torchtitan.trainer import Trainer
 from torchtitan.training.checkpoint import CheckpointError, StoreError
-from torchtitan.training.faults import TrainingError, first_line, is_lost_rank, is_out_of_memory
+from torchtitan.training.faults import TrainingError, is_lost_rank, is_out_of_memory
 from torchtitan.training.optimizer import OptimizerError
 from torchtitan.training.run_folder import RunFolder, RunFolderError
 from torchtitan.training.run_lock import Busy
@@ -121,8 +122,7 @@ def _train(trainer: Trainer, deadline: threading.Timer) -> int:
 
 def _out_of_memory(error: BaseException) -> str:
     advice = "a smaller training.local_batch_size or activation_checkpoint.mode = \"full\" needs less"
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"out of memory ({advice}): {said}"
+    return f"out of memory ({advice}): {first_line(error)}"
 
 
 def _fail(trainer: Trainer, deadline: threading.Timer, status: str, reason: str, wait: float = 0.0) -> int:

@@ -29,6 +29,7 @@ from torchtitan.distributed.parallelize import (
 )
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.decoding import run_decoder
+from torchtitan.files.remote_path import AnyPath
 from torchtitan.gns.batch_schedule import lr_multiple
 from torchtitan.gns.capture import GradientTaps
 from torchtitan.gns.monitor import GNSMonitor, inner_edges
@@ -56,7 +57,6 @@ from torchtitan.training.optimizer import build_optimizer, materialise_state, op
 from torchtitan.training.phases import BEFORE_FIRST_STEP, Phases
 from torchtitan.training.profiling import Profiler
 from torchtitan.training.recovery import gone_back, require_finite_start, state_fault
-from torchtitan.training.remote_path import AnyPath
 from torchtitan.training.run_folder import RunFolder
 from torchtitan.training.run_status import remove_status
 from torchtitan.training.supervision import Supervision

@@ -31,7 +31,6 @@ from tests.faults.kills import INTERVAL, LAYOUTS, STEPS, Layout, same, saving, s
 from torchtitan.evaluation.run_check import check_run
 from torchtitan.gns.raw_sums import read_sums
 from torchtitan.training.checkpoint import checkpoint_steps, newest_good
-from torchtitan.training.checkpoint_location import run_checkpoints
 
 RESULTS = Path(__file__).with_name("power_cuts.json")
 MAX_CUTS = 4

@@ -13,6 +13,7 @@ from fsspec.registry import known_implementations
 from scripts.checkpoint import main as checkpoint_tool
 from tests.unit.test_checkpoint import content, damage, restore, some_tensors
 from torchtitan.config import ConfigError, dump_config, load_config
+from torchtitan.files.remote_path import RemotePath
 from torchtitan.training import checkpoint_reading
 from torchtitan.training.checkpoint import (
     CheckpointConfig,
@@ -28,7 +29,6 @@ from torchtitan.training.checkpoint import (
 )
 from torchtitan.training.checkpoint_location import folder_problem, run_checkpoints
 from torchtitan.training.checkpoint_owner import OWNER_FILE, claim, read_owner
-from torchtitan.training.remote_path import RemotePath
 from torchtitan.training.run_folder import RunFolder, RunFolderError
 
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from torchtitan.autoencoders.base import AutoencoderError
+from torchtitan.errors import first_line
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -38,7 +39,7 @@ def local_folder(autoencoder: str, path: str, patterns: list[str]) -> Path:
     try:
         fetched = snapshot_download(repository, allow_patterns=[prefix + pattern for pattern in patterns])
     except (OSError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise AutoencoderError(
             f"{autoencoder}: {path}: no such folder here, and it cannot be fetched from the Hugging Face hub: {reason}"
         ) from error

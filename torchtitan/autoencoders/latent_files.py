@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan.autoencoders.base import AutoencoderError, Latents, Normalization, denormalize
+from torchtitan.errors import first_line
 from torchtitan.latents.npy_files import map_npy
 from torchtitan.training.weight_files import written_whole
 
@@ -164,5 +165,5 @@ def _is_normalization(value: dict, channels: int) -> bool:
 
 
 def _unreadable(path: Path, error: Exception) -> AutoencoderError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = first_line(error)
     return AutoencoderError(f"{path}: is not a readable file of latents: {reason}")

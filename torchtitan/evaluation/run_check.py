@@ -9,13 +9,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from torchtitan.errors import DamagedFile
+from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.training.checkpoint import checkpoint_path, checkpoint_steps, verify
-from torchtitan.training.checkpoint_errors import DamagedFile
 from torchtitan.training.checkpoint_files import read_json
 from torchtitan.training.checkpoint_location import run_checkpoints
 from torchtitan.training.metrics import METRICS_FILE
-from torchtitan.training.remote_path import AnyPath, RemotePath
 
 STATUSES = ("completed", "oom", "failed", "interrupted")
 _MAX_LINE_BYTES = 16 << 20

@@ -11,6 +11,7 @@ from data import DATASETS
 from data.base import DatasetInfo
 from torchtitan.config import ConfigError, JobConfig, load_config
 from torchtitan.diffusion.objective import Objective
+from torchtitan.files.remote_path import AnyPath
 from torchtitan.models import MODELS
 from torchtitan.training.checkpoint import (
     CheckpointError,
@@ -21,7 +22,6 @@ from torchtitan.training.checkpoint import (
     verify,
 )
 from torchtitan.training.checkpoint_location import run_checkpoints
-from torchtitan.training.remote_path import AnyPath
 from torchtitan.training.weight_files import WeightsError, fill
 
 

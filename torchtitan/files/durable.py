@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from torchtitan.files.regular import refuse_special
-from torchtitan.training.remote_path import AnyPath, RemotePath
+from torchtitan.files.remote_path import AnyPath, RemotePath
 
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{32}\.unfinished")
 

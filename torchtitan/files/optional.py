@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan.training.faults import first_line
+from torchtitan.errors import reason
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,3 @@ class OptionalOutputs:
             self._failing.discard(output)
         if known:
             logger.warning(f"{path}: {output} can be written again")
-
-
-def reason(error: Exception) -> str:
-    """Why something could not be written or read, in one line without its path."""
-    return " ".join((getattr(error, "strerror", None) or first_line(error)).split())

@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from torchtitan.errors import reason
 from torchtitan.files.durable import make_folder, replacing, sync
-from torchtitan.files.optional import OptionalOutputs, reason
+from torchtitan.files.optional import OptionalOutputs
 from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
 
 logger = logging.getLogger(__name__)

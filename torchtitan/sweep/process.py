@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan.config import ConfigError, load_config
-from torchtitan.training.checkpoint_errors import DamagedFile
+from torchtitan.errors import DamagedFile
 from torchtitan.training.checkpoint_files import read_json
 from torchtitan.training.faults import OUT_OF_MEMORY_WORDS
 

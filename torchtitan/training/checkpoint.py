@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.distributed.agreement import from_first_rank, of_all_ranks
+from torchtitan.errors import CheckpointError, StoreError, first_line
 from torchtitan.files.durable import write_synced
+from torchtitan.files.remote_path import AnyPath
 from torchtitan.settings import setting
-from torchtitan.training.checkpoint_errors import CheckpointError, StoreError
 from torchtitan.training.checkpoint_files import (
     STATE,
     check_content,
@@ -39,9 +40,7 @@ from torchtitan.training.checkpoint_files import (
 )
 from torchtitan.training.checkpoint_reading import read_state, read_tensors
 from torchtitan.training.checkpoint_store import store_of
-from torchtitan.training.faults import first_line
 from torchtitan.training.host_copies import HostCopies
-from torchtitan.training.remote_path import AnyPath
 from torchtitan.training.shard_files import Piece, pieces_of, write_shard
 
 __all__ = [

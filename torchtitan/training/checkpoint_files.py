@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from torchtitan.errors import DamagedFile, StoreError
 from torchtitan.files.durable import sync, write_synced
-from torchtitan.training.checkpoint_errors import DamagedFile, StoreError
-from torchtitan.training.remote_path import AnyPath, RemotePath
+from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.training.shard_files import DamagedShard, check_shards
 
 STATE, MANIFEST = "state.json", "manifest.json"

@@ -5,9 +5,9 @@ import tomllib
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from torchtitan.errors import CheckpointError
 from torchtitan.files.regular import read_regular
-from torchtitan.training.checkpoint_errors import CheckpointError
-from torchtitan.training.remote_path import AnyPath, RemotePath
+from torchtitan.files.remote_path import AnyPath, RemotePath
 
 _LARGEST_CONFIG = 16 << 20  # bytes
 

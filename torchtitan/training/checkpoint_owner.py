@@ -11,10 +11,10 @@ import uuid
 from datetime import datetime
 from pathlib import Path
 
+from torchtitan.errors import DamagedFile
 from torchtitan.files.durable import make_folder, replace_file
-from torchtitan.training.checkpoint_errors import DamagedFile
+from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.training.checkpoint_files import read_json
-from torchtitan.training.remote_path import AnyPath, RemotePath
 
 OWNER_FILE = "checkpoint_owner.json"
 _MAX_BYTES = 4096

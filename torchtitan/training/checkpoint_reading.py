@@ -21,10 +21,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from tqdm import tqdm
 
 from torchtitan.distributed.agreement import of_all_ranks
-from torchtitan.training.checkpoint_errors import CheckpointError, DamagedFile, StoreError
+from torchtitan.errors import CheckpointError, DamagedFile, StoreError, first_line
+from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.training.checkpoint_files import STATE, check_content, check_file, read_json, read_manifest
-from torchtitan.training.faults import first_line
-from torchtitan.training.remote_path import AnyPath, RemotePath
 from torchtitan.training.shard_files import whole_tensors
 
 _CHUNK = 8 << 20  # bytes copied at once

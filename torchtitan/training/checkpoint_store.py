@@ -11,7 +11,9 @@ import uuid
 from pathlib import Path
 from typing import Protocol
 
+from torchtitan.errors import first_line
 from torchtitan.files.durable import is_unfinished, make_folder, sync
+from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.files.removal import remove_folder
 from torchtitan.training.checkpoint_files import (
     MANIFEST,
@@ -21,8 +23,6 @@ from torchtitan.training.checkpoint_files import (
     write_manifest,
 )
 from torchtitan.training.checkpoint_owner import OWNER_FILE, read_owner, shown_owner
-from torchtitan.training.faults import first_line
-from torchtitan.training.remote_path import AnyPath, RemotePath
 
 logger = logging.getLogger(__name__)
 

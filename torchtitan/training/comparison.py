@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchtitan.files.remote_path import AnyPath
 from torchtitan.training.checkpoint import CheckpointError, read_state, verify
 from torchtitan.training.checkpoint_reading import reader, tensor_shapes
-from torchtitan.training.remote_path import AnyPath
 from torchtitan.training.weight_files import read_state_dict
 
 READ_AT_ONCE = 1 << 30  # bytes

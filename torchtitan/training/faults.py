@@ -1,7 +1,5 @@
 """What stops a run that has gone wrong."""
 
-import re
-
 import torch
 import torch.distributed as dist
 
@@ -36,16 +34,6 @@ def is_lost_rank(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what an exception, or the first rank's within it, says; without gloo's source line and advice."""
-    failures = getattr(error, "failures", None)  # of torch.distributed.checkpoint
-    cause = next(iter(failures.values()))[0] if failures else error
-    lines = str(cause).strip().splitlines()
-    if not lines:
-        return type(cause).__name__
-    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", lines[0]).partition(". This is typically")[0]
 
 
 class TrainingError(Exception):

@@ -13,15 +13,15 @@ import torch
 
 from torchtitan.config import JobConfig
 from torchtitan.config_record import config_differences, dump_config
+from torchtitan.errors import CheckpointError, StoreError
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.regular import UnsuitableFile, read_regular
-from torchtitan.training.checkpoint_errors import CheckpointError, StoreError
+from torchtitan.files.remote_path import AnyPath
 from torchtitan.training.checkpoint_files import checkpoint_path, checkpoint_steps, newest_good
 from torchtitan.training.checkpoint_location import checkpoint_folder, run_checkpoints
 from torchtitan.training.checkpoint_owner import claim, read_owner
 from torchtitan.training.checkpoint_reading import read_state
 from torchtitan.training.checkpoint_store import foreign_content as foreign_checkpoint_content
-from torchtitan.training.remote_path import AnyPath
 from torchtitan.training.run_lock import Busy, RunLock
 from torchtitan.training.run_ownership import CONFIG_FILE, foreign_content
 

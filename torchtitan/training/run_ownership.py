@@ -5,8 +5,8 @@ import tomllib
 from pathlib import Path
 
 from torchtitan.config_record import CONFIG_HEADER
+from torchtitan.errors import DamagedFile
 from torchtitan.files.durable import is_unfinished
-from torchtitan.training.checkpoint_errors import DamagedFile
 from torchtitan.training.checkpoint_files import checkpoint_path, checkpoint_steps, read_json, read_manifest
 from torchtitan.training.run_lock import LOCK_FILE
 

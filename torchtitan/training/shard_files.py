@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.files.durable import new_file
-from torchtitan.training.remote_path import AnyPath
+from torchtitan.files.remote_path import AnyPath
 
 MAX_HEADER_BYTES = 64 << 20
 _CHUNK = 8 << 20  # bytes written and hashed at once

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from torchtitan.errors import first_line
 from torchtitan.files.durable import make_folder, sync
 from torchtitan.files.removal import remove_folder
 from torchtitan.training.checkpoint import CheckpointError
@@ -90,10 +91,10 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = _first_line(error).partition(". ")[0]
+        reason = first_line(error).partition(". ")[0]
         raise WeightsError(f"{path}: holds more than tensors, or is damaged ({reason}); nothing in it was run") from error
     except Exception as error:  # whatever a damaged archive makes torch.load raise
-        raise WeightsError(f"{path}: is not a readable torch checkpoint: {_first_line(error)}") from error
+        raise WeightsError(f"{path}: is not a readable torch checkpoint: {first_line(error)}") from error
     nested = None
     if isinstance(content, dict):
         nested = next((key for key in _NESTED if isinstance(content.get(key), dict)), None)
@@ -133,7 +134,7 @@ def written_whole(path: Path, overwrite: bool) -> Iterator[Path]:
             temporary.replace(path)
             sync(path.parent)
     except (OSError, SafetensorError) as error:
-        raise WeightsError(f"{path}: cannot be written: {_first_line(error)}") from error
+        raise WeightsError(f"{path}: cannot be written: {first_line(error)}") from error
     finally:
         with suppress(OSError):
             if temporary.is_dir():
@@ -183,11 +184,7 @@ def mismatches(wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, .
 
 
 def _unreadable(path: Path, error: Exception) -> WeightsError:
-    return WeightsError(f"{path}: is not a readable safetensors file: {_first_line(error)}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return WeightsError(f"{path}: is not a readable safetensors file: {first_line(error)}")
 
 
 def _some(names: list[str]) -> str:

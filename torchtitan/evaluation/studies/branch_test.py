@@ -45,6 +45,7 @@ from torchtitan.evaluation.studies.frame import ResultTable, Row, StudyError, re
 from torchtitan.evaluation.trained_model import WeightsError, load_run, read_config
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.files.durable import make_folder, replace_file
+from torchtitan.files.remote_path import AnyPath
 from torchtitan.training.checkpoint import (
     CheckpointError,
     checkpoint_path,
@@ -55,7 +56,6 @@ from torchtitan.training.checkpoint import (
 )
 from torchtitan.training.checkpoint_location import run_checkpoints
 from torchtitan.training.data_loading import validation_batches
-from torchtitan.training.remote_path import AnyPath
 from torchtitan.training.run_folder import RunFolder
 from torchtitan.training.run_lock import Busy
 

@@ -24,6 +24,7 @@ from torchtitan.distributed.agreement import StopRequest
 from torchtitan.distributed.mesh import ParallelismConfig
 from torchtitan.evaluation.studies.frame import StudyError
 from torchtitan.files.durable import make_folder, replace_file, sync
+from torchtitan.files.remote_path import AnyPath
 from torchtitan.training.checkpoint import CheckpointConfig, Checkpointer, checkpoint_path, checkpoint_steps
 from torchtitan.training.checkpoint_reading import read_state
 from torchtitan.training.checkpoint_store import store_of
@@ -31,7 +32,6 @@ from torchtitan.training.comparison import open_checkpoint
 from torchtitan.training.ema import EMAConfig, EMATrackConfig
 from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor
 from torchtitan.training.metrics import METRICS_FILE
-from torchtitan.training.remote_path import AnyPath
 
 # Its profile is relative to the branch, so at equal samples it averages over the same samples at any batch size, and
 # its first update forgets the weights that the branch began with.

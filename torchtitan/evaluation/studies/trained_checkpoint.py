@@ -4,8 +4,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from torchtitan.errors import DamagedFile
 from torchtitan.training.checkpoint import CheckpointError, checkpoint_path, read_state
-from torchtitan.training.checkpoint_errors import DamagedFile
 from torchtitan.training.checkpoint_files import read_manifest
 from torchtitan.training.checkpoint_location import run_checkpoints
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan.training.checkpoint_errors import StoreError
-from torchtitan.training.faults import first_line
+from torchtitan.errors import StoreError, first_line
 
 _READ_AT_ONCE = 1 << 20  # bytes
 

@@ -1,0 +1,35 @@
+"""Errors of files and stores, and exceptions in one line. Imports the standard library only."""
+
+import re
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be written or read; the message is one line."""
+
+
+class StoreError(CheckpointError, OSError):
+    """A remote store that does not answer or that refuses: it says nothing about the checkpoints in it."""
+
+
+class DamagedFile(Exception):
+    """A file that is not what it should be; the message says in a few words what is wrong with it."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception, or the first rank's within it, says; without gloo's source line and advice."""
+    failures = getattr(error, "failures", None)  # of torch.distributed.checkpoint
+    cause = next(iter(failures.values()))[0] if failures else error
+    lines = str(cause).strip().splitlines()
+    if not lines:
+        return type(cause).__name__
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", lines[0]).partition(". This is typically")[0]
+
+
+def reason(error: Exception) -> str:
+    """Why something could not be written or read, in one line without its path."""
+    return " ".join((getattr(error, "strerror", None) or first_line(error)).split())
+
+
+def one_line(error: Exception) -> str:
+    """Kind and text of an exception of a foreign library, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
