@@ -1,5 +1,6 @@
 """What CIFAR-10 and CIFAR-100 share: parquet files, the official python batches, or the Hugging Face hub."""
 
+import os
 import pickle
 import re
 from collections.abc import Iterator
@@ -273,7 +274,7 @@ class _HubDataset:
 def _open_source(path: str, edition: CifarEdition) -> _PythonBatches | _ParquetFolder | _HubDataset:
     if not path:
         raise DatasetError(f"data.path: not given; {edition.title} needs a folder or a Hugging Face hub name")
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if not folder.exists():
         if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
             return _HubDataset(path, edition)

@@ -41,7 +41,7 @@ def list_class_folders(key: str, path: str) -> tuple[list[bytes], ImageList]:
 
 def existing_folder(key: str, path: str) -> bytes:
     """The path as the file system wants it. Raises DatasetError where it is no folder."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if not folder.exists():
         raise DatasetError(f"{key}: {path!r} does not exist")
     if not folder.is_dir():
@@ -67,7 +67,7 @@ def class_numbers(folders: list[bytes], classes_file: str) -> np.ndarray:
 def read_classes(path: str) -> dict[str, str]:
     """Folder -> name, in the order of a file with one "folder name" a line. Raises DatasetError."""
     try:
-        lines = read_regular(Path(path).expanduser(), MAX_CLASSES_BYTES).decode("utf-8").splitlines()
+        lines = read_regular(Path(os.path.expanduser(path)), MAX_CLASSES_BYTES).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise DatasetError(f"data.classes_file: {path}: cannot be read: {reason}") from error

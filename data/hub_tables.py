@@ -1,6 +1,7 @@
 """Tables that the package `datasets` opens: from the Hugging Face hub, a folder, or what it saved itself."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def open_hub_table(
         import datasets
     except ImportError as error:
         raise DatasetError('data.name: "huggingface" needs the package datasets: pip install .[hub]') from error
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if folder.exists() and revision:
         raise DatasetError(f"data.revision: {path!r} is a folder here; leave the key out")
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():

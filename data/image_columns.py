@@ -34,7 +34,10 @@ def find_columns(place: str, features: dict[str, Any], image_column: str, label_
     """
     image = _choose(place, features, "image", image_column, _is_image)
     label = _choose(place, features, "label", label_column, _is_label if label_column else _is_class_label)
-    return Columns(image, label, tuple(features[label].get("names") or ()))
+    names = features[label].get("names") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DatasetError(f"{place}: the names of the classes of column {label!r} are no list of texts")
+    return Columns(image, label, tuple(names))
 
 
 def arrow_features(schema: Any) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def _open(path: str, index_path: str) -> tuple[_Part, _Part | None]:
 
 def _roots(path: str) -> list[Path]:
     """Where images and what describes them may lie."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     inside = list(folder.absolute().parents)[2:3] if folder.name == Path(KAGGLE_IMAGES).name else []
     return [folder, folder / KAGGLE_IMAGES, *inside]
 

@@ -158,9 +158,10 @@ def _features(footer: Any) -> dict[str, Any]:
     """What the file says of its columns, or else what their types say."""
     schema = footer.schema.to_arrow_schema()
     try:
-        return json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-    except (KeyError, ValueError, TypeError):
-        return arrow_features(schema)
+        described = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, ValueError, TypeError, RecursionError):
+        described = None
+    return described if isinstance(described, dict) else arrow_features(schema)
 
 
 def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns) -> RowGroups:
@@ -175,6 +176,7 @@ def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns
         for number in range(footer.num_row_groups):
             group = footer.row_group(number)
             chunks = [group.column(image), group.column(label)]
+            _check_labels(files[file], columns.label, chunks[1])
             rows.append(group.num_rows)
             sizes.append(chunks[0].total_uncompressed_size)
             described = (url, files[file], number, columns.image, columns.label, *(chunk.to_dict() for chunk in chunks))
@@ -201,6 +203,15 @@ def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns
         image_bytes=np.array(sizes, np.int64)[kept],
         keys=tuple(keys[group] for group in kept),
     )
+
+
+def _check_labels(file: str, label_column: str, chunk: Any) -> None:
+    """Refuse labels that can be seen to be none from a row group's footer."""
+    if chunk.physical_type not in ("INT32", "INT64"):
+        raise DatasetError(f"{file}: column {label_column!r} holds {chunk.physical_type}, not whole numbers")
+    statistics = chunk.statistics
+    if statistics is not None and statistics.has_min_max and isinstance(statistics.min, int) and statistics.min < 0:
+        raise DatasetError(f"{file}: its lowest {label_column!r}, {statistics.min}, is no label")
 
 
 def _largest(file: str, label_column: str, chunk: Any) -> int:

@@ -75,7 +75,7 @@ class RowGroupImages:
 
     def _shared(self, group: int) -> Any:
         try:
-            cache = NodeCache(Path(self._cache_path).expanduser(), self._cache_bytes)
+            cache = NodeCache(Path(os.path.expanduser(self._cache_path)), self._cache_bytes)
             return cache.get(self.groups.keys[group], lambda: self._read(group))
         except OSError as error:
             raise DatasetError(f"data.cache_path: {self._cache_path}: {error.strerror or error}") from error

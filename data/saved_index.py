@@ -72,7 +72,7 @@ def _index_file(archive: Path, folder: str) -> Path:
     if not folder:
         return archive.parent / f".{archive.name}.index"
     place = hashlib.sha256(os.fsencode(archive.absolute())).hexdigest()[:16]
-    return Path(folder).expanduser() / f"{archive.name}.{place}.index"
+    return Path(os.path.expanduser(folder)) / f"{archive.name}.{place}.index"
 
 
 def _mark(archive: Path, kind: str) -> dict[str, str]:

@@ -56,7 +56,7 @@ class TinyImageNet(SquareImages):
 def _open_folder(path: str) -> Path:
     if not path:
         raise DatasetError("data.path: not given; tinyimagenet needs the folder tiny-imagenet-200")
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     for candidate in (folder, folder / "tiny-imagenet-200"):
         if (candidate / "wnids.txt").is_file():
             return candidate

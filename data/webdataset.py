@@ -39,7 +39,7 @@ PROBLEMS = (
 NO_IMAGE, SEVERAL_IMAGES, NO_LABEL, BAD_LABEL = 1, 2, 3, 4  # places in PROBLEMS
 LARGEST_LABEL = 999_999
 MAX_LABEL_BYTES = 1 << 20  # of the file that holds it; of a larger one the beginning is read, and is no label
-MAX_SHARDS = 1 << 20
+MAX_SHARDS = 1 << 18
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,7 @@
 """The places that a run writes to, so that what starts several runs keeps them in its own folder and apart."""
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,4 +46,5 @@ def place_problems(config: Any, folder: Path, dump_folder: Path, name: str) -> l
 
 
 def _is_within(path: Path, folder: Path) -> bool:
-    return path.expanduser().resolve().is_relative_to(folder.expanduser().resolve())
+    inside, whole = (Path(os.path.expanduser(each)).resolve() for each in (path, folder))
+    return inside.is_relative_to(whole)

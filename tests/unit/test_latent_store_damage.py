@@ -171,7 +171,7 @@ def test_index_with_a_flipped_digit(store):
 def test_index_that_is_huge(store):
     with open(store / INDEX_FILE, "r+b") as file:
         file.truncate(1 << 40)  # a hole: takes no room
-    assert "more than 64 MiB is no index" in refused(store)
+    assert "more than 24 MiB is no index" in refused(store)
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -79,7 +79,7 @@ def open_latents(path: Path) -> LatentFile:
         raise AutoencoderError(f"{path}: latents are read from {' and '.join(SUFFIXES)} files")
     try:
         shape, dtype, metadata = _npy_header(path) if path.suffix == ".npy" else _safetensors_header(path)
-    except (OSError, ValueError, EOFError, SafetensorError) as error:
+    except (OSError, ValueError, EOFError, MemoryError, SafetensorError) as error:  # MemoryError: too large to map
         raise _unreadable(path, error) from error
     if dtype not in ("integer", "floating"):
         raise AutoencoderError(f"{path}: holds {dtype} values, not latents")

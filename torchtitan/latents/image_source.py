@@ -124,7 +124,7 @@ class ImageSource:
     def _without_place(self, path: str) -> str:
         """A file's path relative to where the dataset is, so that a store does not depend on that."""
         for key in ("path", "validation_path"):
-            place = Path(getattr(self._config, key, None) or os.devnull).expanduser()
+            place = Path(os.path.expanduser(getattr(self._config, key, None) or os.devnull))
             for folder in (place, place.parent):
                 if path.startswith(f"{folder}/"):
                     return path[len(str(folder)) + 1 :]

@@ -22,7 +22,7 @@ from torchtitan.files.regular import read_regular
 INDEX_FILE = "index.json"
 SKIPPED_FILE = "skipped.jsonl"
 PARTIAL_FOLDER = "partial"
-MAX_INDEX_BYTES = 64 << 20
+MAX_INDEX_BYTES = 24 << 20
 MAX_SHARDS = 1000  # as many files as `images_per_shard` makes at most
 MIN_IMAGES_PER_SHARD = 1024
 

@@ -188,8 +188,14 @@ def versions() -> dict[str, str | None]:
 
 
 def _git_commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    # `describe --dirty` would write the checkout's index, which is no concern of a run's; `status` can do without.
+    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]
+    questions = (["describe", "--always", "--abbrev=12"], ["status", "--porcelain", "--untracked-files=no"])
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
+        commit, changes = (
+            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for words in questions
+        )
+        return f"{commit}-dirty" if commit and changes else commit or None
     except (OSError, subprocess.SubprocessError):
         return None
