@@ -109,6 +109,18 @@ def test_one_process_of_each_machine_hashes_in_a_thread_that_ends_with_its_store
     assert reader._watch._thread is None
 
 
+def test_a_thread_with_much_left_to_hash_ends_with_its_store(store, monkeypatch):
+    monkeypatch.setattr(watch, "BYTES_AT_ONCE", 0)
+    hashed = []
+    monkeypatch.setattr(watch.ShardWatch, "_mark", lambda self, number: (hashed.append(number), time.sleep(0.2)) and None)
+    reader = LatentStore(store, watched=True)
+    reader.read(np.arange(20))
+    thread, shards = reader._watch._thread, reader.index.num_shards
+    del reader
+    thread.join(10)
+    assert not thread.is_alive() and len(hashed) < shards
+
+
 def test_a_forked_copy_watches_by_itself(store):
     reader = LatentStore(store, watched=True)
     reader.read(np.arange(8))

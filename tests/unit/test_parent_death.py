@@ -1,5 +1,6 @@
 """What is left of a launcher that is killed: nothing that it has started; and of a shell that ends: all of it."""
 
+import ast
 import os
 import signal
 import subprocess
@@ -27,6 +28,13 @@ if not pid:
     print(os.getpid(), flush=True)
 time.sleep(60)
 """
+
+
+def test_the_oldest_python3_of_a_system_can_run_the_launcher():
+    tree = ast.parse(Path(parent_death.__file__).read_text(encoding="utf-8"), feature_version=(3, 6))
+    annotations = [node.annotation for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    annotations += [node.returns for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert annotations and all(isinstance(found, ast.Name | ast.Constant) for found in annotations)  # no list[str]
 
 
 def gone_within(pid: int, seconds: float) -> bool:

@@ -2,7 +2,8 @@
 
     python -S parent_death.py PARENT COMMAND...    run a command that ends with its parent, the process PARENT
 
-Linux alone knows the signal; elsewhere a killed launcher's processes end when they next wait for one another.
+Linux alone knows the signal; elsewhere a killed launcher's processes end when they next wait for one another. Launch
+scripts run this file with whatever `python3` the system has: it keeps to Python 3.6.
 """
 
 import ctypes
@@ -42,7 +43,7 @@ def end_with_launcher() -> None:
             os.kill(os.getpid(), signal.SIGKILL)  # it ended between those two lines
 
 
-def main(words: list[str]) -> int:
+def main(words: "list[str]") -> int:
     parent, command = int(words[0]), words[1:]
     if not end_with_parent(parent) and sys.platform == "linux" and not os.path.exists(f"/proc/{parent}"):
         return 128 + signal.SIGKILL

@@ -21,7 +21,7 @@ class MetricPoints:
     Attributes:
         points: in the order of steps; later lines stand after earlier ones of the same step.
         damaged: lines that are no points (a kill may cut the last one).
-        stride: of a file that is too large, every how manieth point is there; the last one always is.
+        stride: 1; of a file that is too large k, where every k-th point was kept, and the last one.
     """
 
     points: list[dict[str, Any]] = field(default_factory=list)

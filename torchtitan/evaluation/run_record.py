@@ -105,7 +105,7 @@ class RunRecord:
         points: metrics.jsonl in the order of steps; later lines stand after earlier ones of the same step.
         samples: step -> grid of samples.
         damaged_lines: lines of metrics.jsonl that could not be read.
-        stride: every how manieth point of a very large metrics.jsonl is there.
+        stride: 1; of a very large metrics.jsonl k, where every k-th point was kept.
         problems: what else could not be read, one line each.
     """
 

@@ -36,7 +36,8 @@ class ShardWatch:
         self._index = index
         self._at_once = BYTES_AT_ONCE
         self._good: dict[int, tuple[int, ...]] = {}
-        self._used: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None: stop
+        self._used: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None: look whether to stop
+        self._stopped = False
         self._thread = threading.Thread(target=self._work, daemon=True) if _is_first_of_its_machine() else None
 
     def use(self, number: int) -> None:
@@ -51,15 +52,16 @@ class ShardWatch:
                 self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, if there is one."""
+        """End the thread, if there is one, whatever waits for it."""
+        self._stopped = True
         self._used.put(None)
 
     def _work(self) -> None:
-        while not self.problem:
+        while not (self.problem or self._stopped):
             try:
                 number = self._used.get(timeout=SECONDS_BETWEEN_LOOKS)
                 if number is None:
-                    return
+                    continue
             except queue.Empty:
                 changed = [number for number in self._good if self._mark(number) not in (None, self._good[number])]
             else:
@@ -73,6 +75,8 @@ class ShardWatch:
             with open_regular(path) as file:
                 while True:
                     started = time.monotonic()
+                    if self._stopped:
+                        return
                     if not (chunk := file.read(_CHUNK)):
                         break
                     digest.update(chunk)
