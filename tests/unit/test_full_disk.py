@@ -179,6 +179,22 @@ def test_a_file_that_is_removed_or_whose_name_is_taken_is_made_again_with_all_th
     assert file.sync() and path.read_bytes().endswith(b"four\n") and file.unsaved() == []
 
 
+def test_a_file_that_is_made_again_during_a_sync_is_not_taken_for_the_one_that_was_synced(tmp_path, monkeypatch):
+    path, fsync = tmp_path / "lines", os.fsync
+    file = PatientFile(path, "the lines")
+    file.add(b"one\n")
+
+    def removed_meanwhile(descriptor: int) -> None:
+        fsync(descriptor)
+        monkeypatch.setattr(os, "fsync", fsync)
+        path.unlink()
+        file.add(b"two\n")  # into a new file, which may get the number of the old one
+
+    monkeypatch.setattr(os, "fsync", removed_meanwhile)
+    assert not file.sync() and file.unsaved() == [b"one\n", b"two\n"]
+    assert file.sync() and path.read_bytes() == b"one\ntwo\n" and file.unsaved() == []
+
+
 def test_records_that_may_be_lost_are_bounded_in_memory(tmp_path):
     file = PatientFile(tmp_path / "in" / "lines", "lines", most_kept=1000, may_lose=True)
     (tmp_path / "in").write_text("in the way")

@@ -47,6 +47,7 @@ class PatientFile:
         self._lock = threading.Lock()  # of what is below
         self._syncing = threading.Lock()  # held over an fsync, during which records are added
         self._file: int | None = None
+        self._num_opened = 0  # a number of a file may come again
         self._cut_to: int | None = None  # size to cut the file to before anything is appended
         self._safe_size = 0  # of the file at the last sync
         self._kept: list[bytes] = []  # records since then, the first `_written` of them in the file
@@ -82,10 +83,10 @@ class PatientFile:
                     return False
                 if not self._kept:
                     return True
-                opened, name_is_safe = self._file, self._name_is_safe
+                num_opened, name_is_safe = self._num_opened, self._name_is_safe
                 end = self._num_forgotten + len(self._kept)
                 try:
-                    size, file = os.fstat(opened).st_size, os.dup(opened)
+                    size, file = os.fstat(self._file).st_size, os.dup(self._file)
                 except OSError as error:
                     self._failed(error)
                     return False
@@ -100,7 +101,7 @@ class PatientFile:
             finally:
                 os.close(file)
             with self._lock:
-                if self._file != opened:  # removed meanwhile, and made again
+                if self._num_opened != num_opened:  # removed meanwhile, and made again
                     return False
                 self._name_is_safe, self._sync_failed, self._safe_size = True, False, size
                 self._forget(max(end - self._num_forgotten, 0))
@@ -158,6 +159,7 @@ class PatientFile:
         self._prepare()
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._file = os.open(self._path, flags, 0o666)
+        self._num_opened += 1
         self._prepare = _nothing
         self._safe_size = os.fstat(self._file).st_size
         self._written, self._cut_to, self._name_is_safe = 0, None, False
