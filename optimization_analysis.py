@@ -27,7 +27,8 @@ def main(words: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"{error.filename or folder}: cannot be written: {error.strerror or error} (give another --out)", file=sys.stderr)
+        place = error.filename or folder
+        print(f"{place}: cannot be written: {error.strerror or error} (give another --out)", file=sys.stderr)
         return 2
     for remark in results.remarks:
         print(remark, file=sys.stderr)

@@ -19,7 +19,11 @@ from torchtitan.distributed.restarts import FAILED, REFUSED, forbid_restart
 
 
 def main(arguments: list[str]) -> int:
-    """Run one training process; returns its exit code (2: refused configuration, data or run folder; 75: another run writes there)."""
+    """Run one training process.
+
+    Returns:
+        its exit code: see `torchtitan.run.run`; 2 also for a refused configuration.
+    """
     if "--help" in arguments or "-h" in arguments:
         print(f"{__doc__}\n{help_text()}")
         return 0

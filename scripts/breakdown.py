@@ -34,7 +34,8 @@ def main(words: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"{error.filename or arguments.output or arguments.source}: cannot be written: {error.strerror or error}", file=sys.stderr)
+        place = error.filename or arguments.output or arguments.source
+        print(f"{place}: cannot be written: {error.strerror or error}", file=sys.stderr)
         return 2
     print(page)
     return 0

@@ -26,7 +26,8 @@ def size_problems(
     values = math.prod(image_shape)
     if values > MOST_VALUES_OF_AN_IMAGE:
         key = next((key for key in ("image_size", "shape") if hasattr(data, key)), "path")
-        yield f"data.{key}", f"an image of {values} values is larger than {MOST_VALUES_OF_AN_IMAGE}, the most that there can be"
+        text = f"an image of {values} values is larger than {MOST_VALUES_OF_AN_IMAGE}, the most that there can be"
+        yield f"data.{key}", text
         return
     if local_batch_size * values > MOST_VALUES_OF_A_BATCH:
         what = f"{local_batch_size} images of {values} values"

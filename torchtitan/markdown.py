@@ -1,4 +1,4 @@
-"""Text put into Markdown so that it is shown as it is: names and reasons make no tables, links, HTML or lines of their own."""
+"""Text escaped for Markdown: names and reasons make no tables, links, HTML or lines of their own."""
 
 import re
 from collections.abc import Iterable, Sequence

@@ -102,7 +102,7 @@ class Reports:
         self._start_lap()
 
     def rewind(self) -> None:
-        """Go on from the trainer's step, which lies before what was reported last."""
+        """Roll back to the trainer's step, which lies before what was reported last."""
         if self._first:
             self._log.close()
             self._log = self._new_log()

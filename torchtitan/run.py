@@ -30,7 +30,8 @@ from torchtitan.training.run_status import write_status
 logger = logging.getLogger(__name__)
 
 _REFUSALS = (
-    AutoencoderError, RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure, Float8Error, MiscountedModel
+    AutoencoderError, RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure, Float8Error,
+    MiscountedModel,
 )  # fmt: skip
 _WAIT = 3.0  # seconds for another rank to be seen gone, or to say why it ended
 _CLOSING_SECONDS = 60.0

@@ -429,7 +429,7 @@ class Trainer:
         return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
     def state(self) -> dict:
-        """Everything else of the run's state, equal on all ranks; called by all ranks."""
+        """Everything else of the run's state; called by all ranks, and equal on them but for `reports`, the first rank's."""
         return {
             "config": effective(self.config),
             "step": self.step,

@@ -104,8 +104,8 @@ class SamplingConfig:
         applies={"enable": (True,)}, trajectory=False,
     )
     judge_images: int = setting(
-        0, "images drawn at the end and judged against real ones; 0: none (the dataset must have a judge)", ge=0, le=10_000_000,
-        applies={"enable": (True,)}, trajectory=False,
+        0, "images drawn at the end and judged against real ones; 0: none (the dataset must have a judge)", ge=0,
+        le=10_000_000, applies={"enable": (True,)}, trajectory=False,
     )
     batch_size: int = setting(
         256, "images drawn at a time on each rank", ge=1, le=1_000_000, applies={"enable": (True,)}, trajectory=False

@@ -32,7 +32,8 @@ def element(tag: str, *children: str | None, **attributes: object) -> Markup:
 
 
 def joined(parts: Iterable[str | None]) -> Markup:
-    return Markup("".join(part if isinstance(part, Markup) else escape(printable(part)) for part in parts if part is not None))
+    given = (part for part in parts if part is not None)
+    return Markup("".join(part if isinstance(part, Markup) else escape(printable(part)) for part in given))
 
 
 def group_class(number: int) -> str:

@@ -51,7 +51,7 @@ class BatchSchedule:
         return {"factor": self.factor, "considered_at": self._considered_at}
 
     def load_state_dict(self, state: dict[str, int | None]) -> None:
-        """Go on from a state, within the present limit."""
+        """Resume from a state, within the present limit."""
         self.factor, self._considered_at = min(state["factor"], self._limit), state["considered_at"]
 
 

@@ -136,7 +136,7 @@ class Composite:
         return {name: tensor.tolist() for name, tensor in self._tensors().items()}
 
     def load_state_dict(self, state: dict[str, list]) -> None:
-        """Go on from a state of as many bins."""
+        """Resume from a state of as many bins."""
         found = {name: torch.tensor(state[name], dtype=torch.float64) for name in self._tensors()}
         self._seen, self._fourth_powers = found["seen"], found["fourth_powers"]
         self._parts = RatioMoments(found["parts_first"], found["parts_second"])

@@ -358,14 +358,15 @@ class GNSMonitor:
         """Everything else of the state, and the tensors' sizes."""
         self.settle()
         sizes = {name: len(tensor) for name, tensor in self.tensors().items()}
-        return {"samples": self._samples, "sizes": sizes} | {name: part.state_dict() for name, part in self._parts.items() if part}
+        parts = {name: part.state_dict() for name, part in self._parts.items() if part}
+        return {"samples": self._samples, "sizes": sizes} | parts
 
     def fits(self, state: dict) -> bool:
         """Whether the tensors of a state are as many and as large as these."""
         return state.get("sizes") == {name: len(tensor) for name, tensor in self.tensors().items()}
 
     def load_state_dict(self, state: dict, step: int) -> None:
-        """Go on after a step; what the state lacks is measured anew from there."""
+        """Resume after a step; what the state lacks is measured anew from there."""
         self._pending, self._measured = [], None
         self._samples = state.get("samples", 0)
         for name, part in self._parts.items():

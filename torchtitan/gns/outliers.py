@@ -20,11 +20,11 @@ _NORMAL = 1.4826  # standard deviation of a normal distribution over its median 
 class OutlierRule:
     """Mean squared gradients of the latest steps by bin, and whether a new one stands out of them.
 
-    A bin's mean square stands out of the latest 64 if it exceeds their median a million times (a norm a thousand times), and
-    its ln by 8 standard deviations, estimated by 1.4826 times the median absolute deviation of theirs. Nothing stands out of
-    fewer than 32. Squared norms of single samples that are lognormal, however wide, thus practically never do; the mean of a step's
-    samples varies less. Every value is remembered, also one that stands out, so that a lasting change is ordinary after
-    half of the memory at the latest.
+    A bin's mean square stands out of the latest 64 if it exceeds their median a million times (a norm a thousand times),
+    and its ln by 8 standard deviations, estimated by 1.4826 times the median absolute deviation of theirs. Nothing stands
+    out of fewer than 32. Squared norms of single samples that are lognormal, however wide, thus practically never do; the
+    mean of a step's samples varies less. Every value is remembered, also one that stands out, so that a lasting change is
+    ordinary after half of the memory at the latest.
 
     Attributes:
         count: steps that stood out.
@@ -60,7 +60,7 @@ class OutlierRule:
         return {"count": self.count, "seen": self._seen.tolist(), "logs": rings}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from a state of as many bins; an empty one is that of a run that begins."""
+        """Resume from a state of as many bins; an empty one is that of a run that begins."""
         fresh = {"count": 0, "seen": [0] * len(self._seen), "logs": [[]] * len(self._seen)}
         state = fresh | state
         self.count, self._seen = state["count"], torch.tensor(state["seen"], dtype=torch.int64)

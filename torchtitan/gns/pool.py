@@ -141,7 +141,7 @@ class Pool:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from a state; one of other bins or geometries is dropped."""
+        """Resume from a state; one of other bins or geometries is dropped."""
         keys = {"/".join(key): key for key in self._by_bin}
         if state["num_bins"] != self.num_bins or set(state["by_bin"]) != set(keys):
             return

@@ -160,7 +160,7 @@ class RankMonitor:
         return {"names": self._names, "moments": moments, "outliers": self._outliers.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from a state; one of other bins is dropped."""
+        """Resume from a state; one of other bins is dropped."""
         self._noted, self._pending = [], []
         if state.get("names") != self._names:
             return

@@ -31,7 +31,7 @@ SECONDS_BETWEEN_LOOKS = 1.0  # at what other ranks have finished
 
 
 def begin_store(folder: Path, plan: StorePlan, group: dist.ProcessGroup | None = None) -> list[int]:
-    """Begin a store, or go on with one; collective.
+    """Begin or resume a store; collective.
 
     Args:
         plan: equal on all ranks.

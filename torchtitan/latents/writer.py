@@ -1,4 +1,4 @@
-"""Writing a latent store in any order, by any number of processes, so that it can be killed and gone on with.
+"""Writing a latent store in any order, by any number of processes, so that a killed writer can resume.
 
 While it is being made, a store has a folder PARTIAL_FOLDER in place of the index: the plan in it, and for each finished
 shard a note with its size, checksum, moments, and the images that were left out. The index is written when every shard
@@ -59,7 +59,7 @@ class StoreWriter:
     """
 
     def __init__(self, folder: str | Path, plan: StorePlan) -> None:
-        """Begin a store, or go on with one.
+        """Begin or resume a store.
 
         Raises:
             LatentStoreError: the folder holds something else, or a store of another plan; nothing was changed.

@@ -141,7 +141,7 @@ class Checkpointer:
         Args:
             step: optimizer steps done.
             tensors: every tensor by name, plain (equal on all ranks) or sharded along one axis of the mesh.
-            state: JSON-serialisable, equal on all ranks.
+            state: JSON-serialisable; the first rank's is written.
             before: called on every rank before the checkpoint counts, perhaps in another thread: brings to the disk what
                 a run that resumes from it finds beside it. Raises nothing.
         """

@@ -136,7 +136,7 @@ class TrainingData:
         return {"next_sample": self.next_sample, "attempt": self.attempt}
 
     def load_state_dict(self, state: dict[str, int], samples_left: int | None = None) -> None:
-        """Go on from a state, of a run on any number of ranks and loader processes.
+        """Resume from a state, of a run on any number of ranks and loader processes.
 
         Args:
             state: what `state_dict` returned.

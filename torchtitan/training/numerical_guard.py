@@ -183,7 +183,7 @@ class NumericalGuard:
             self._since_checkpoint = 0
 
     def rolled_back(self, step: int) -> None:
-        """Note that the run goes on from a checkpoint, as it was then."""
+        """Note that the run was rolled back to a checkpoint, as it was then."""
         self.rollbacks += 1
         self._rolled_back_to = step
         self._since_checkpoint = 0
@@ -196,7 +196,7 @@ class NumericalGuard:
         return counts | ({"spikes": self._spikes.state_dict()} if self._spikes else {})
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from a state; what this process has counted itself, if that is more, stays."""
+        """Resume from a state; what this process has counted itself, if that is more, stays."""
         self._pending = self.last_healthy = None
         self._largest = []
         self.skipped = max(self.skipped, state.get("skipped", 0))

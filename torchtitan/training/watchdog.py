@@ -197,7 +197,7 @@ def _say(text: str) -> None:
 
 
 def _within_patience(work: Callable[..., None], *arguments: object) -> None:
-    """Do something that may hang as well, on a file system, and go on without it if it does."""
+    """Do something that may hang as well, on a file system; give it up after a while."""
     thread = threading.Thread(target=work, args=arguments, daemon=True)
     thread.start()
     thread.join(_PATIENCE)

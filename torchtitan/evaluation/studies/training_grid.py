@@ -186,7 +186,7 @@ def _is_missing(grid: TrainingGrid, table: ResultTable, name: str, retry_failed:
 
 
 def _train(grid: TrainingGrid, name: str, bar: tqdm) -> Outcome:
-    """Train one run to its end; a stop ends its processes, and another start goes on from its checkpoints."""
+    """Train one run to its end; a stop ends its processes, and another start resumes from its checkpoints."""
     path, folder = _request(grid.folder, name), grid.run_folder(name)
     replace_file(path, dump_config(grid.configs[name]))
     before, stop, found = bar.n, threading.Event(), []

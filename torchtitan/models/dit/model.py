@@ -156,7 +156,8 @@ def problems(config: DiTConfig, image_shape: tuple[int, int, int]) -> list[str]:
     if config.position == "sincos" and config.dim % 4:
         found.append(f"model.dim: {config.dim} is no multiple of 4, as the sincos position table needs")
     if (tokens := height * width // config.patch_size**2) > MOST_TOKENS:
-        found.append(f"model.patch_size: {config.patch_size} makes {tokens} tokens of an image, at most {MOST_TOKENS} can be")
+        most = f"at most {MOST_TOKENS} can be"
+        found.append(f"model.patch_size: {config.patch_size} makes {tokens} tokens of an image, {most}")
     of_block = config.dim * (10 * config.dim + 2 * config.mlp_hidden_dim)
     if config.num_layers * of_block > MOST_PARAMETERS:
         blocks = f"{config.num_layers} blocks of about {of_block:.1g} parameters"
