@@ -145,16 +145,16 @@ def _serve(connection: Connection) -> int:
 def _import_everything() -> None:
     """What any command imports while it is at work, too: it must not count as the input's memory and time."""
     import matplotlib.backends.backend_agg
-    import matplotlib.figure
-    import pyarrow.parquet
+    import matplotlib.figure  # noqa: F401
+    import pyarrow.parquet  # noqa: F401
     import scipy.io  # noqa: F401
     from PIL import Image
 
-    import cosmos_latent_decoder
-    import optimization_analysis
+    import cosmos_latent_decoder  # noqa: F401
+    import optimization_analysis  # noqa: F401
     import torchtitan.evaluation.compare_page
     import torchtitan.run
-    import torchtitan.sweep.runner
+    import torchtitan.sweep.runner  # noqa: F401
     import train  # noqa: F401
     from tests.end_to_end.tools import load_tool
     from torchtitan.config import load_config
