@@ -165,6 +165,13 @@ def test_the_first_tensor_of_a_state_that_is_not_finite_is_named(bad):
     assert not_finite(state) == "c is not finite"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device beside the host")
+def test_a_state_may_lie_on_several_devices():
+    state = {"step": torch.tensor(3.0), "weight": torch.ones(4, device="cuda")}  # as AdamW8bit's does
+    assert not_finite(state) == ""
+    assert not_finite(state | {"scale": torch.tensor([math.nan], device="cuda")}) == "scale is not finite"
+
+
 def step_weight(step: int) -> int:
     """Ordinary steps up to and including this one."""
     return step - max(step // 50 - 2, 0)

@@ -65,14 +65,16 @@ def not_finite(tensors: dict[str, Tensor]) -> str:
 
     Collective. Reads every value once, takes no memory, and waits for the device once.
     """
-    floating = {name: local(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
-    floating = {name: tensor for name, tensor in floating.items() if tensor.numel()}
-    found = ""
-    if floating:
+    by_device: dict[torch.device, dict[str, Tensor]] = {}  # some optimizers count their steps on the host
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and (values := local(tensor)).numel():
+            by_device.setdefault(values.device, {})[name] = values
+    bad = set()
+    for floating in by_device.values():
         largest = torch._foreach_norm(list(floating.values()), math.inf)  # NaN counts as the largest
         finite = torch.stack([value.isfinite() for value in largest]).tolist()
-        found = next((f"{name} is not finite" for name, good in zip(floating, finite, strict=True) if not good), "")
-    return over_ranks(found)
+        bad |= {name for name, good in zip(floating, finite, strict=True) if not good}
+    return over_ranks(next((f"{name} is not finite" for name in tensors if name in bad), ""))
 
 
 def over_ranks(found: str) -> str:
