@@ -21,6 +21,7 @@ MAX_ASPECT_RATIO = 64  # resized to S on the shorter side, the longer has at mos
 MAX_EXIF_BYTES = 1 << 16  # a segment of JPEG; a decoder may copy each of its parts as often as the tags in it ask
 MAX_SCANS = 500  # of a progressive JPEG, each of which goes over all pixels; cameras and the web have ten
 MAX_STEPS = 1 << 16  # markers and bytes of padding before the pixels of a JPEG
+MAX_PPM_HEADER_BYTES = 1 << 12  # its decoder reads words and comments a byte at a time
 PIXELS_AT_A_TIME = 1 << 20  # of conversions that need several copies
 
 FORMATS = {
@@ -33,6 +34,9 @@ FORMATS = {
     "PPM": rb"P[1-6f]\s",
 }
 _BEGINNINGS = re.compile(b"|".join(b"(?P<%s>%s)" % (name.encode(), text) for name, text in FORMATS.items()), re.DOTALL)
+
+_PPM_WORD = rb"(?:\s|#[^\r\n]*[\r\n])+[^\s#]+(?=\s)"
+_PPM_HEADER = re.compile(rb"P(?:[14](?:%b){2}|[^14](?:%b){3})" % (_PPM_WORD, _PPM_WORD))
 
 _ORIENTATION = 0x0112
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # of TIFF
@@ -67,11 +71,15 @@ def open_image(content: bytes) -> "Image":
         raise ValueError("not an image of a known format")
     if kind.lastgroup == "JPEG":
         _check_jpeg(content)
+    elif kind.lastgroup == "WEBP":
+        _check_size(*_webp_size(content), MAX_PIXELS_WEBP)  # to open it takes that memory already
+    elif kind.lastgroup == "PPM" and not _PPM_HEADER.match(content[:MAX_PPM_HEADER_BYTES]):
+        raise ValueError(f"no whole header in its first {MAX_PPM_HEADER_BYTES:,} bytes")
     try:
         image = Image.open(io.BytesIO(content), formats=(kind.lastgroup,))
     except Image.DecompressionBombError as error:  # the package's own limit is higher
         raise ValueError(f"more than {MAX_PIXELS:,} pixels") from error
-    _check_size(*image.size, MAX_PIXELS_WEBP if kind.lastgroup == "WEBP" else MAX_PIXELS)
+    _check_size(*image.size, MAX_PIXELS)
     if kind.lastgroup == "TIFF":
         tile = [int(image.tag_v2.get(tag, 1)) for tag in (_TILE_WIDTH, _TILE_HEIGHT)]
         if tile[0] * tile[1] > MAX_PIXELS:
@@ -145,6 +153,19 @@ def _check_size(width: int, height: int, most: int) -> None:
         raise ValueError(f"{width} x {height} pixels, more than {most:,}")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(f"{width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other")
+
+
+def _webp_size(content: bytes) -> tuple[int, int]:
+    """Width and height of the canvas, as its first chunk says."""
+    chunk = content[12:30].ljust(18, b"\0")
+    if chunk.startswith(b"VP8X"):
+        return 1 + int.from_bytes(chunk[12:15], "little"), 1 + int.from_bytes(chunk[15:18], "little")
+    if chunk.startswith(b"VP8L"):
+        bits = int.from_bytes(chunk[9:13], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    if chunk.startswith(b"VP8 "):
+        return int.from_bytes(chunk[14:16], "little") & 0x3FFF, int.from_bytes(chunk[16:18], "little") & 0x3FFF
+    raise ValueError("not an image of a known format")
 
 
 def _check_jpeg(content: bytes) -> None:

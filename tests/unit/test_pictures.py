@@ -150,18 +150,21 @@ def test_the_number_of_the_step_is_written_on_its_frame(tmp_path):
     assert ink[0] > 50 and ink[1] > 1.5 * ink[0]
 
 
-def test_damaged_and_missing_pictures_are_named_and_left_out(tmp_path, caplog):
+def test_damaged_and_missing_pictures_are_named_and_left_out(tmp_path, caplog, monkeypatch):
     frames = [(step, save_plain(tmp_path / f"{step}.png", 50 + step)) for step in (1, 2, 3, 4)]
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (100, 200, 3), dtype=np.uint8))
     noise.save(frames[1][1])
     whole = frames[1][1].read_bytes()
     frames[1][1].write_bytes(whole[: len(whole) // 2])
     frames[2][1].write_bytes(b"")
-    frames += [(5, tmp_path / "missing.png")]
-    assert save_animation(frames, tmp_path / "training.gif") == 2
-    for name in ("2.png", "3.png", "missing.png"):
+    (tmp_path / "script.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 200 100\n%%EndComments\nshowpage\n")
+    frames += [(5, tmp_path / "missing.png"), (6, tmp_path / "script.png")]
+    with monkeypatch.context() as patch:
+        patch.setattr("subprocess.Popen", lambda *arguments, **options: pytest.fail("a picture starts a program"))
+        assert save_animation(frames, tmp_path / "training.gif") == 2
+    for name in ("2.png", "3.png", "missing.png", "script.png"):
         assert any(name in record.getMessage() for record in caplog.records)
-    assert len(caplog.records) == 3
+    assert len(caplog.records) == 4
     with Image.open(tmp_path / "training.gif") as animation:
         assert animation.n_frames == 2
 

@@ -136,7 +136,7 @@ def save_animation(frames: Sequence[tuple[int, str | os.PathLike]], path: str | 
     pictures = []
     for step, picture_path in _evenly(sorted(dict(frames).items()), MOST_FRAMES):
         try:
-            with Image.open(picture_path) as file:
+            with Image.open(picture_path, formats=("PNG",)) as file:  # others may start a program
                 pictures.append((step, file.convert("RGB")))
         except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
             logger.warning("left out of %s: %s (%s)", path, picture_path, error)
