@@ -174,6 +174,13 @@ def test_index_that_is_huge(store):
     assert "more than 24 MiB is no index" in refused(store)
 
 
+def test_index_of_countless_items_is_refused_soon_and_in_little_memory(store):
+    for content in (b"[" + b"[]," * (7 << 20) + b"[]]", b'{"a":' * (4 << 20), b"[" + b"1," * (10 << 20) + b"1]"):
+        (store / INDEX_FILE).write_bytes(content)
+        with bounded(10, 1 << 28):
+            assert "more than 1,048,576 items are no index" in refused(store)
+
+
 @pytest.mark.parametrize(("change", "message"), [
     (lambda index: index["shards"].pop(), "2 shards listed, 3 needed for 20 images"),
     (lambda index: index.update(num_images=21), "its shards hold 20 images, not 21"),
@@ -193,6 +200,7 @@ def test_index_that_is_huge(store):
     (lambda index: index.update(normalization=None), "normalization"),
     (lambda index: index.update(images_per_shard=0), "images_per_shard"),
     (lambda index: index.update(more=1), "more"),
+    (lambda index: index.update(num_classes=2**31 - 1), "num_classes: Input should be less than or equal to 1000000"),
 ])  # fmt: skip
 def test_index_that_contradicts_itself(store, change, message):
     change_index(store, change)

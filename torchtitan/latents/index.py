@@ -23,11 +23,13 @@ INDEX_FILE = "index.json"
 SKIPPED_FILE = "skipped.jsonl"
 PARTIAL_FOLDER = "partial"
 MAX_INDEX_BYTES = 24 << 20
+MAX_INDEX_PARTS = 1 << 20  # items, lists and tables in it: each takes far more memory and time than its bytes
 MAX_SHARDS = 1000  # as many files as `images_per_shard` makes at most
 MIN_IMAGES_PER_SHARD = 1024
 
 MOST_NUMBERS_OF_AN_IMAGE = 1 << 28  # of a view: 512 MiB in half precision
 MOST_SHARDS = 100_000  # with explicit sizes; their records still fit the largest index
+MOST_CLASSES = 1_000_000
 
 
 def _not_zero(value: float) -> float:
@@ -112,7 +114,7 @@ class StorePlan(_Record):
     mirrored: bool
     dtype: Literal["float16", "bfloat16", "int8"]
     int8_step: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    num_classes: Annotated[int, Field(ge=0, lt=1 << 31)]
+    num_classes: Annotated[int, Field(ge=0, le=MOST_CLASSES)]
     class_names: list[str] = []
     image_size: Count | None = None
     autoencoder: dict[str, Any]
@@ -243,7 +245,10 @@ def write_sealed(path: Path, content: dict) -> None:
 def read_sealed(path: Path) -> dict:
     """Read what `write_sealed` wrote. Raises LatentStoreError."""
     try:
-        content = json.loads(read_regular(path, MAX_INDEX_BYTES))
+        text = read_regular(path, MAX_INDEX_BYTES)
+        if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MAX_INDEX_PARTS:
+            raise LatentStoreError(f"{path}: more than {MAX_INDEX_PARTS:,} items are no index of a latent store")
+        content = json.loads(text)
     except OSError as error:
         if error.errno == errno.EFBIG:
             raise LatentStoreError(f"{path}: more than {MAX_INDEX_BYTES >> 20} MiB is no index of a latent store") from error
