@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from data.base import DataConfig, DatasetError, DatasetInfo, Split
+from data.bounded_tables import MAX_REPEATED_BYTES, read_rows
 from data.image_decoding import decoding_problem, open_image
 from data.numpy_pickle import read_table
 from torchtitan.errors import one_line
@@ -23,6 +24,7 @@ from torchtitan.settings import setting
 IMAGE_SHAPE = (3, 32, 32)
 IMAGE_COLUMNS = ("img", "image")
 MAX_HELD_OUT = 5000
+MAX_FILE_BYTES = 4 << 30  # of images as their files store them; CIFAR's have 120 MB
 
 
 @dataclass(frozen=True)
@@ -119,17 +121,21 @@ class _EncodedImages:
     offsets: np.ndarray  # int64 [N + 1]
 
     def image(self, row: int) -> np.ndarray:
-        encoded = self.content[self.offsets[row] : self.offsets[row + 1]].tobytes()
-        try:
-            with open_image(encoded) as image:
-                width, height = image.size
-                pixels = np.asarray(image.convert("RGB")) if width == height == 32 else None  # [32, 32, 3]
-        except Exception as error:
-            reason = decoding_problem(error)
-            raise DatasetError(f"{self.origin}: row {row}: the image cannot be decoded ({reason})") from error
-        if pixels is None:
-            raise DatasetError(f"{self.origin}: row {row}: the image is {width}x{height}, not 32x32")
-        return pixels.transpose(2, 0, 1)
+        return _decode(self.origin, row, self.content[self.offsets[row] : self.offsets[row + 1]].tobytes())
+
+
+def _decode(origin: str, row: int, encoded: bytes) -> np.ndarray:
+    """Pixels uint8 [3, 32, 32]. Raises DatasetError."""
+    try:
+        with open_image(encoded) as image:
+            width, height = image.size
+            pixels = np.asarray(image.convert("RGB")) if width == height == 32 else None  # [32, 32, 3]
+    except Exception as error:
+        reason = decoding_problem(error)
+        raise DatasetError(f"{origin}: row {row}: the image cannot be decoded ({reason})") from error
+    if pixels is None:
+        raise DatasetError(f"{origin}: row {row}: the image is {width}x{height}, not 32x32")
+    return pixels.transpose(2, 0, 1)
 
 
 class _PythonBatches:
@@ -192,20 +198,34 @@ class _ParquetFolder:
         return [self._read_file(file) for file in self._files[split]]
 
     def _check_file(self, path: Path) -> int:
+        """Check all labels and the first image; returns the number of rows."""
         with _open_parquet(path) as file:
             image_column = _find_columns(str(path), file.schema_arrow, self._edition)
             labels = _label_array(str(path), file.read(columns=[self._edition.label_column]), self._edition)
-            groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-        for column in (group.column(number) for group in groups for number in range(group.num_columns)):
-            if column.path_in_schema == f"{image_column}.bytes" and column.statistics and column.statistics.null_count:
-                raise DatasetError(f"{path}: {image_column}.bytes is empty in places: it stores paths, not images")
+            for column in _column_chunks(file, f"{image_column}.bytes"):
+                if column.statistics and column.statistics.null_count:
+                    raise DatasetError(f"{path}: {image_column}.bytes is empty in places: it stores paths, not images")
+            if len(labels):
+                first = next(file.iter_batches(1, columns=[f"{image_column}.bytes"])).column(0).field("bytes")
+                _check_present(str(path), image_column, first)
+                _decode(str(path), 0, first[0].as_py())
         return len(labels)
 
     def _read_file(self, path: Path) -> _EncodedImages:
         with _open_parquet(path) as file:
             image_column = _find_columns(str(path), file.schema_arrow, self._edition)
-            table = file.read(columns=[image_column, self._edition.label_column])
-        return _from_table(str(path), table, self._edition)
+            said = sum(column.total_uncompressed_size for column in _column_chunks(file, f"{image_column}.bytes"))
+            most = min(said, MAX_FILE_BYTES) + MAX_REPEATED_BYTES
+            groups = range(file.num_row_groups)
+            table = read_rows(str(path), file, groups, image_column, self._edition.label_column, most)
+        return _from_columns(str(path), image_column, table["image"], table["label"], self._edition)
+
+
+def _column_chunks(file: Any, path: str) -> list[Any]:
+    """What the footer says of a column, in each row group."""
+    groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    return [column for column in columns if column.path_in_schema == path]
 
 
 @contextmanager
@@ -311,19 +331,29 @@ def _find_columns(origin: str, schema: Any, edition: CifarEdition) -> str:
 
 
 def _from_table(origin: str, table: Any, edition: CifarEdition) -> _EncodedImages:
-    import pyarrow
     from pyarrow import compute
 
     image_column = _find_columns(origin, table.schema, edition)
-    encoded = compute.struct_field(table[image_column], "bytes").cast(pyarrow.large_binary())
-    if encoded.null_count:
-        row = encoded.is_null().to_pylist().index(True)
-        raise DatasetError(f"{origin}: row {row}: {image_column}.bytes is empty: it stores a path, not an image")
-    array = encoded.combine_chunks()
+    encoded = compute.struct_field(table[image_column], "bytes")
+    return _from_columns(origin, image_column, encoded, table[edition.label_column], edition)
+
+
+def _from_columns(origin: str, image_column: str, encoded: Any, labels: Any, edition: CifarEdition) -> _EncodedImages:
+    import pyarrow
+
+    _check_present(origin, image_column, encoded)
+    array = encoded.cast(pyarrow.large_binary()).combine_chunks()
     _, offset_buffer, content_buffer = array.buffers()
     offsets = np.frombuffer(offset_buffer, np.int64)[array.offset : array.offset + len(array) + 1]
     content = np.frombuffer(content_buffer, np.uint8) if content_buffer else np.empty(0, np.uint8)
+    table = pyarrow.table({edition.label_column: labels})
     return _EncodedImages(origin, _label_array(origin, table, edition), content, offsets)
+
+
+def _check_present(origin: str, image_column: str, encoded: Any) -> None:
+    if encoded.null_count:
+        row = encoded.is_null().to_pylist().index(True)
+        raise DatasetError(f"{origin}: row {row}: {image_column}.bytes is empty: it stores a path, not an image")
 
 
 def _label_array(origin: str, table: Any, edition: CifarEdition) -> np.ndarray:

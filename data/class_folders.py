@@ -2,11 +2,14 @@
 
 import functools
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from data.base import DatasetError
+from data.derived_classes import MOST_CLASSES
 from data.image_files import ImageList, list_folders, list_images, shown_names, shown_path
 from torchtitan.files.regular import read_regular
 
@@ -64,13 +67,20 @@ def class_numbers(folders: list[bytes], classes_file: str) -> np.ndarray:
     return np.array([known[folder] for folder in shown_names(folders)])
 
 
-def read_classes(path: str) -> dict[str, str]:
+def read_classes(path: str) -> Mapping[str, str]:
     """Folder -> name, in the order of a file with one "folder name" a line. Raises DatasetError."""
     try:
-        lines = read_regular(Path(os.path.expanduser(path)), MAX_CLASSES_BYTES).decode("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        return _parsed(path, read_regular(Path(os.path.expanduser(path)), MAX_CLASSES_BYTES).decode("utf-8"))
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise DatasetError(f"data.classes_file: {path}: cannot be read: {reason}") from error
+
+
+@functools.lru_cache(maxsize=2)  # a run reads the same file several times, and it may have a million lines
+def _parsed(path: str, text: str) -> Mapping[str, str]:
+    lines = text.splitlines()
+    if len(lines) > MOST_CLASSES:
+        raise DatasetError(f"data.classes_file: {path}: {len(lines):,} lines, more than {MOST_CLASSES:,} classes")
     names: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         folder, _, name = line.strip().partition(" ")
@@ -81,4 +91,4 @@ def read_classes(path: str) -> dict[str, str]:
         names[folder] = name.strip() or folder
     if not names:
         raise DatasetError(f"data.classes_file: {path}: has no classes")
-    return names
+    return MappingProxyType(names)

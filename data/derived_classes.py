@@ -1,4 +1,4 @@
-"""How many classes there are where only labels say so."""
+"""How many classes there are where only labels say so, and at most."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,7 @@ import numpy as np
 
 from data.base import DatasetError
 
+MOST_CLASSES = 1_000_000  # of any data set
 EXPECTED_CLASSES = 1000  # as many need no explanation
 
 
@@ -21,7 +22,7 @@ def num_classes_of(labels: np.ndarray, place: Callable[[int], str], advice: str)
         advice: what to do where that many classes are meant.
 
     Raises:
-        DatasetError: there is a stray; it is named with its place.
+        DatasetError: there is a stray, or a label beyond MOST_CLASSES; it is named with its place.
     """
     below = EXPECTED_CLASSES - 1
     for label in np.unique(labels[labels > below]).tolist():
@@ -32,4 +33,7 @@ def num_classes_of(labels: np.ndarray, place: Callable[[int], str], advice: str)
                 f"(mend it; {advice})"
             )
         below = label
-    return int(labels.max()) + 1
+    largest = int(labels.argmax())
+    if labels[largest] >= MOST_CLASSES:
+        raise DatasetError(f"{place(largest)}: label {labels[largest]} is not below {MOST_CLASSES:,}")
+    return int(labels[largest]) + 1

@@ -110,7 +110,8 @@ def _open(config: HuggingFaceConfig, split: Split) -> tuple:
     groups = _open_groups(config.path, *asked)
     num_kept = config.shuffle_row_groups if split == "train" else 1  # held-out images are read in order
     _check_memory(config, groups, num_kept)
-    images = RowGroupImages(groups, num_kept, config.cache_path, int(config.cache_gib * GIB))
+    cache_bytes, window_bytes = (int(gib * GIB) for gib in (config.cache_gib, config.window_gib))
+    images = RowGroupImages(groups, num_kept, config.cache_path, cache_bytes, window_bytes)
     return images, groups.columns, groups.num_classes
 
 

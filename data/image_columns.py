@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.base import DatasetError
+from data.derived_classes import MOST_CLASSES
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,16 @@ def find_columns(place: str, features: dict[str, Any], image_column: str, label_
         image_column, label_column: names, or "" to find them.
 
     Raises:
-        DatasetError: a column given is missing or of another kind, or there is not exactly one of the kind.
+        DatasetError: a column given is missing or of another kind, there is not exactly one of the kind, or names of
+            classes are no texts.
     """
     image = _choose(place, features, "image", image_column, _is_image)
     label = _choose(place, features, "label", label_column, _is_label if label_column else _is_class_label)
     names = features[label].get("names") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DatasetError(f"{place}: the names of the classes of column {label!r} are no list of texts")
+    if len(names) > MOST_CLASSES:
+        raise DatasetError(f"{place}: column {label!r} has {len(names):,} classes, more than {MOST_CLASSES:,}")
     return Columns(image, label, tuple(names))
 
 
@@ -76,7 +80,7 @@ def _choose(place: str, features: dict[str, Any], kind: str, given: str, fits: A
 def _describe(feature: Any) -> str:
     if not isinstance(feature, dict):
         return "list"
-    return feature.get("dtype") or feature.get("_type") or "struct"
+    return f"{feature.get('dtype') or feature.get('_type') or 'struct'!s:.80}"
 
 
 def _is_image(feature: Any) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.base import DatasetError
+from data.bounded_tables import check_types
 from data.derived_classes import num_classes_of
 from data.image_columns import Columns, arrow_features, find_columns
 from torchtitan.errors import one_line
@@ -83,6 +84,8 @@ def read_footers(url: str, subset: str, split: str, image_column: str, label_col
         footers = list(tqdm(reading, "reading footers", len(files), delay=2))
     features = [_features(footer) for footer in footers]
     columns = find_columns(files[0], features[0], image_column, label_column)
+    for file, footer in zip(files, footers, strict=True):
+        check_types(file, footer.schema.to_arrow_schema(), columns.image, columns.label)
     for file, others in zip(files, features, strict=True):
         if any(others.get(name) != features[0][name] for name in (columns.image, columns.label)):
             named = f"{columns.image!r} and {columns.label!r}"
@@ -168,20 +171,17 @@ def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns
     rows, sizes, keys, origin, largest = [], [], [], [], []
     for file, footer in enumerate(footers):
         place = {footer.schema.column(number).path: number for number in range(footer.num_columns)}
-        image = place.get(f"{columns.image}.bytes", place.get(columns.image))
-        label = place.get(columns.label)
-        if image is None or label is None:
-            missing = columns.image if image is None else columns.label
-            raise DatasetError(f"{files[file]}: column {missing!r} is missing")
+        image = place[f"{columns.image}.bytes"] if f"{columns.image}.bytes" in place else place[columns.image]
+        label = place[columns.label]
         for number in range(footer.num_row_groups):
             group = footer.row_group(number)
             chunks = [group.column(image), group.column(label)]
-            _check_labels(files[file], columns.label, chunks[1])
             rows.append(group.num_rows)
             sizes.append(chunks[0].total_uncompressed_size)
             described = (url, files[file], number, columns.image, columns.label, *(chunk.to_dict() for chunk in chunks))
             keys.append(hashlib.sha256(repr(described).encode()).hexdigest()[:32])
             origin.append((file, number))
+            _check_labels(f"{files[file]}: row group {number}", columns, chunks[1].statistics)
             if not columns.class_names:
                 largest.append(_largest(files[file], columns.label, chunks[1]))
     if not sum(rows):
@@ -205,13 +205,19 @@ def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns
     )
 
 
-def _check_labels(file: str, label_column: str, chunk: Any) -> None:
-    """Refuse labels that can be seen to be none from a row group's footer."""
-    if chunk.physical_type not in ("INT32", "INT64"):
-        raise DatasetError(f"{file}: column {label_column!r} holds {chunk.physical_type}, not whole numbers")
-    statistics = chunk.statistics
-    if statistics is not None and statistics.has_min_max and isinstance(statistics.min, int) and statistics.min < 0:
-        raise DatasetError(f"{file}: its lowest {label_column!r}, {statistics.min}, is no label")
+def _check_labels(place: str, columns: Columns, statistics: Any) -> None:
+    """Refuse labels that the footer knows to be none, before any is read. Raises DatasetError."""
+    if statistics is None:
+        return
+    if statistics.has_null_count and statistics.null_count:
+        raise DatasetError(f"{place}: {statistics.null_count} rows have no {columns.label!r}")
+    if not statistics.has_min_max:
+        return
+    if statistics.min < 0:
+        raise DatasetError(f"{place}: its smallest {columns.label!r}, {statistics.min}, is no label")
+    if columns.class_names and statistics.max >= len(columns.class_names):
+        last = len(columns.class_names) - 1
+        raise DatasetError(f"{place}: its largest {columns.label!r}, {statistics.max}, is not in 0..{last}")
 
 
 def _largest(file: str, label_column: str, chunk: Any) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from data.base import DatasetError
+from data.bounded_tables import MAX_REPEATED_BYTES, read_rows
 from data.node_cache import NodeCache
 from data.parquet_files import RowGroups, open_storage
 from torchtitan.errors import one_line
@@ -21,18 +22,22 @@ LASTING = (FileNotFoundError, PermissionError, ImportError)
 class RowGroupImages:
     """Images and labels by row number; each process reads the row groups it needs, and keeps so many."""
 
-    def __init__(self, groups: RowGroups, num_kept: int, cache_path: str = "", cache_bytes: int = 0) -> None:
+    def __init__(
+        self, groups: RowGroups, num_kept: int, cache_path: str = "", cache_bytes: int = 0, window_bytes: int = 4 << 30
+    ) -> None:
         """
         Args:
             groups: of all files.
             num_kept: row groups held at a time.
             cache_path: folder in which the processes of a machine share row groups, or "".
             cache_bytes: of row groups in it.
+            window_bytes: that images which files repeat may take in all row groups held.
         """
         self.groups = groups
         self._num_kept = num_kept
         self._cache_path = cache_path
         self._cache_bytes = cache_bytes
+        self._repeated_bytes = min(MAX_REPEATED_BYTES, window_bytes // num_kept)
         self._forget()
 
     def __len__(self) -> int:
@@ -85,22 +90,18 @@ class RowGroupImages:
         columns, file = self.groups.columns, int(self.groups.file[group])
 
         def read() -> Any:
-            import pyarrow
-            from pyarrow import compute, parquet
+            from pyarrow import parquet
 
             if self._storage is None:
                 self._storage = open_storage(self.groups.url)[0]
             with self._storage.open(self.groups.files[file], "rb") as opened:
                 reader = parquet.ParquetFile(opened, metadata=self._footers.get(file), pre_buffer=True)
                 self._footers[file] = reader.metadata
-                table = reader.read_row_group(int(self.groups.number[group]), columns=[columns.image, columns.label])
-            images = table[columns.image]
-            if pyarrow.types.is_struct(images.type):
-                images = compute.struct_field(images, "bytes")
-            # 64-bit offsets: one array, however large
-            return pyarrow.table({"image": images.cast(pyarrow.large_binary()), "label": table[columns.label]})
+                number = int(self.groups.number[group])
+                most = int(self.groups.image_bytes[group]) + self._repeated_bytes
+                return read_rows(self._described(group), reader, [number], columns.image, columns.label, most)
 
-        return _try_again(self._described(group), read).combine_chunks()
+        return _try_again(self._described(group), read, is_local=self.groups.url.startswith(("/", "file:")))
 
     def _forget(self) -> None:
         self._process = os.getpid()
@@ -112,16 +113,26 @@ class RowGroupImages:
         return self.__dict__ | {"_storage": None, "_footers": {}, "_kept": OrderedDict()}
 
 
-def _try_again(place: str, read: Callable[[], Any]) -> Any:
+def _try_again(place: str, read: Callable[[], Any], is_local: bool) -> Any:
+    """Read, and again after a pause where the reason may go away: of a local file, where the system names it."""
     import pyarrow
 
     for pause in (*PAUSES, None):
         try:
             return read()
+        except DatasetError:
+            raise
         except (*LASTING, pyarrow.ArrowInvalid) as error:  # it will not go away
             raise DatasetError(f"{place} cannot be read ({one_line(error)})") from error
         except Exception as error:  # each store's package has its own
+            if is_local and _is_damage(error):
+                raise DatasetError(f"{place} cannot be read ({one_line(error)})") from error
             if pause is None:
                 tries = len(PAUSES) + 1
                 raise DatasetError(f"{place} cannot be read, tried {tries} times ({one_line(error)})") from error
             time.sleep(pause)
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether a file was read, and is not what it should be; the package names no kind of error for that."""
+    return not isinstance(error, OSError) or (type(error) is OSError and error.errno is None)

@@ -15,7 +15,7 @@ import numpy as np
 
 from data.base import DatasetError, DatasetInfo, Split
 from data.class_folders import read_classes
-from data.derived_classes import num_classes_of
+from data.derived_classes import MOST_CLASSES, num_classes_of
 from data.image_files import (
     SUFFIXES,
     PackedNames,
@@ -37,7 +37,7 @@ PROBLEMS = (
     "the sample's label is no whole number from 0 to 999999",
 )
 NO_IMAGE, SEVERAL_IMAGES, NO_LABEL, BAD_LABEL = 1, 2, 3, 4  # places in PROBLEMS
-LARGEST_LABEL = 999_999
+LARGEST_LABEL = MOST_CLASSES - 1
 MAX_LABEL_BYTES = 1 << 20  # of the file that holds it; of a larger one the beginning is read, and is no label
 MAX_SHARDS = 1 << 18
 

@@ -12,9 +12,10 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from data import DatasetError
+from data import DatasetError, cifar
 from data.cifar10 import Cifar10, Cifar10Config
 from data.cifar100 import Cifar100, Cifar100Config
+from tests.faults.confinement import bounded
 
 
 def random_images(count, seed=0):
@@ -205,6 +206,15 @@ def truncated_parquet(folder):
     truncate(folder / "train-0.parquet")
 
 
+def first_image(content):
+    def change(table):
+        rows = table["img"].to_pylist()
+        rows[0]["bytes"] = content
+        return table.set_column(0, "img", pa.array(rows))
+
+    return bad_parquet(change)
+
+
 def truncated_batch(folder):
     write_batches(folder)
     truncate(folder / "data_batch_3")
@@ -252,6 +262,8 @@ BAD_FOLDERS = {
         "stores paths",
     ),
     "no rows": (bad_parquet(lambda table: table.slice(0, 0)), "no rows"),
+    "another size": (first_image(png(np.zeros((3, 64, 64), np.uint8))), "row 0: the image is 64x64, not 32x32"),
+    "postscript": (first_image(b"%!PS-Adobe-3.0 EPSF-3.0\n"), "row 0: the image cannot be decoded (not an image of a"),
     "missing batch": (missing_batch, "lacks data_batch_4"),
     "truncated batch": (truncated_batch, "data_batch_3: not a CIFAR-10 batch"),
     "batch is no dict": (lambda folder: write_batches(folder, test_batch=[1]), "test_batch: not a CIFAR-10 batch"),
@@ -279,9 +291,26 @@ def test_a_bad_folder_is_refused_in_one_line_before_images_are_read(tmp_path, ca
         Cifar10(Cifar10Config(path=str(tmp_path)), "validation")
 
 
+def test_an_image_stored_once_and_repeated_fills_no_memory(tmp_path, monkeypatch):
+    small, large = png(np.zeros((3, 32, 32), np.uint8)), png(np.zeros((3, 32, 32), np.uint8)) + bytes(1 << 20)
+    images = pa.DictionaryArray.from_arrays(pa.array([0] + [1] * 3999, pa.int32()), pa.array([small, large]))
+    table = pa.table({"img": pa.StructArray.from_arrays([images], ["bytes"]), "label": [0] * 4000})
+    path = tmp_path / "train-0.parquet"
+    parquet.write_table(table, path, compression="zstd", store_schema=False, dictionary_pagesize_limit=1 << 26)
+    assert path.stat().st_size < 100_000
+    config = Cifar10Config(path=str(tmp_path))
+    Cifar10.info(config)
+    monkeypatch.setattr(cifar, "MAX_REPEATED_BYTES", 64 << 20)
+    with bounded(20, 400 << 20), pytest.raises(DatasetError, match="train-0.parquet: images of more than 65 MiB, which"):
+        Cifar10(config, "train")
+
+
 def test_a_bad_path_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    for path, message in (("", "not given"), (tmp_path / "none", "does not exist"), (tmp_path / "file", "is a file")):
+    for path, message in (
+        ("", "not given"), (tmp_path / "none", "does not exist"), (tmp_path / "file", "is a file"),
+        ("~nobody-of-this-name/x", "does not exist"),
+    ):  # fmt: skip
         with pytest.raises(DatasetError, match=message):
             Cifar10.info(Cifar10Config(path=str(path)))
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, load_file, save_file
 
-from data import DatasetError, imagenet_metadata, webdataset
+from data import DatasetError, class_folders, imagenet_metadata, webdataset
 from data.derived_classes import num_classes_of
 from data.image_folder import ImageFolder, ImageFolderConfig
 from data.imagenet_metadata import find_validation_wnids
@@ -271,10 +271,16 @@ def test_classes_of_a_data_set_without_a_declaration(labels, classes):
             num_classes_of(labels, str, "")
 
 
+def test_classes_are_at_most_a_million():
+    labels = np.array([*range(900), *(1000 * 3**k // 2**k for k in range(30))])
+    with pytest.raises(DatasetError, match=f"^929: label {labels[-1]} is not below 1,000,000$"):
+        num_classes_of(labels, str, "")
+
+
 @pytest.mark.parametrize("file, reason", [
     ("/dev/zero", "is a device, not a regular file"), ("folder", "is a folder, not"), ("pipe", "is a pipe, not"),
     ("large", "1,099,511,627,776 bytes, more than 16,777,216"), ("binary", "not a text file"),
-    ("absent", "No such file"),
+    ("absent", "No such file"), ("~nobody-of-this-name/classes.txt", "No such file"), ("a\0b", "not a text file"),
 ])  # fmt: skip
 def test_a_file_of_classes_that_is_none_is_refused_in_one_line(tmp_path, file, reason):
     for name in "ab":
@@ -285,19 +291,37 @@ def test_a_file_of_classes_that_is_none_is_refused_in_one_line(tmp_path, file, r
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", 1 << 40)
-    path = file if file.startswith("/") else str(tmp_path / file)
+    path = file if file.startswith(("/", "~")) else str(tmp_path / file)
     config = ImageFolderConfig(path=str(tmp_path / "images"), image_size=SIDE, classes_file=path)
     with bounded(10, 200 * MIB), pytest.raises(DatasetError) as caught:
         ImageFolder.info(config)
     assert f"data.classes_file: {path}: cannot be read: {reason}" in str(caught.value)
 
 
+def test_a_file_of_countless_classes_is_refused_and_one_of_many_is_read_once(tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "0.png").write_bytes(image_bytes(0))
+    path = tmp_path / "classes.txt"
+    config = ImageFolderConfig(
+        path=str(tmp_path / "images"), image_size=SIDE, classes_file=str(path), validation_fraction=0.0
+    )
+    path.write_text("a\nb\n" + "".join(f"{number}\n" for number in range(10**6)))
+    with bounded(5, 200 * MIB), pytest.raises(DatasetError, match="1,000,002 lines, more than 1,000,000 classes"):
+        ImageFolder.info(config)
+    path.write_text("b\na\nc\n")
+    class_folders._parsed.cache_clear()
+    assert ImageFolder.info(config).class_names == ("b", "a", "c")
+    assert ImageFolder(config, "train").fetch(np.array([0, 1]))[1].tolist() == [1, 0]
+    assert class_folders._parsed.cache_info().misses == 1
+    path.write_text("a\nb\n")
+    assert ImageFolder.info(config).class_names == ("a", "b")
+
+
 def test_braces_of_countless_names_are_refused(tmp_path):
     for pattern in ("{0..999999999999}.tar", "{a,b}" * 40):
-        with bounded(30, 900 * MIB), pytest.raises(DatasetError, match="stands for more than 1,000 names"):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(webdataset, "MAX_SHARDS", 1000)
-                find_shards("data.path", str(tmp_path / pattern))
+        with bounded(30, 300 * MIB), pytest.raises(DatasetError, match="stands for more than 262,144 names"):
+            find_shards("data.path", str(tmp_path / pattern))
 
 
 def test_a_devkit_that_unpacks_to_much_is_refused(tmp_path, monkeypatch):

@@ -63,9 +63,9 @@ def table_of(first, count, features=FEATURES, change=None):
     return table.replace_schema_metadata(metadata)
 
 
-def write_parquet(path, first=0, count=ROWS, **keys):
+def write_parquet(path, first=0, count=ROWS, statistics=True, **keys):
     with fsspec.open(str(path), "wb") as file:
-        parquet.write_table(table_of(first, count, **keys), file, row_group_size=GROUP)
+        parquet.write_table(table_of(first, count, **keys), file, row_group_size=GROUP, write_statistics=statistics)
 
 
 def write_files(folder, split="train", **keys):
@@ -192,6 +192,45 @@ def test_columns_that_are_not_clear_are_named(tmp_path, case):
     assert "\n" not in str(caught.value)
 
 
+FOOTERS = {
+    "names that are a number": ({"kind": {"_type": "ClassLabel", "names": 7}}, [0, 1], "are no list of texts"),
+    "names that are a table": ({"kind": {"_type": "ClassLabel", "names": {"a": 1}}}, [0, 1], "are no list of texts"),
+    "names that are numbers": ({"kind": {"_type": "ClassLabel", "names": [1, None]}}, [0, 1], "are no list of texts"),
+    "features that are a list": ([1, 2], [0, 1], "has no column of class labels; say which of its columns: picture (Im"),
+    "no text as dtype": ({"x": {"dtype": ["a"]}}, [0, 1], "has no column of images; say which of its columns: x (['a'])"),
+    "labels of texts": ({}, ["a", "b"], "column 'kind' is string, not integers"),
+    "labels of NaN": ({}, [float("nan")] * 2, "column 'kind' is double, not integers"),
+    "labels of lists": ({}, [[1], []], "column 'kind' is list<element: int64>, not integers"),
+    "no label": ({}, [0, None], "train-0.parquet: row group 0: 1 rows have no 'kind'"),
+    "a negative label": ({}, [1, -1], "train-0.parquet: row group 0: its smallest 'kind', -1, is no label"),
+    "a label too large": ({}, [0, 5], "train-0.parquet: row group 0: its largest 'kind', 5, is not in 0..4"),
+    "images of texts": ({"picture": {"_type": "ClassLabel"}, "kind": {"_type": "Image"}}, [0, 1], "'kind' is int64, not im"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOOTERS)
+def test_what_the_footer_contradicts_is_refused_before_rows_are_read(tmp_path, case, monkeypatch):
+    change, labels, message = FOOTERS[case]
+    features = FEATURES | change if isinstance(change, dict) and "x" not in change else change
+    table = pa.table({"picture": [{"bytes": image_bytes(0)}] * 2, "kind": labels})
+    write_table(tmp_path, table, json.dumps({"info": {"features": features}}))
+    monkeypatch.setattr(RowGroupImages, "_read", None)
+    with pytest.raises(DatasetError, match=re.escape(message)) as caught:
+        HuggingFace.info(config_of(tmp_path, streaming=True))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_description_nested_without_end_is_none(tmp_path):
+    table = pa.table({"picture": [{"bytes": image_bytes(0)}] * 2, "kind": [0, 1]})
+    write_table(tmp_path, table, '{"info":' * 10**5 + "1" + "}" * 10**5)
+    assert HuggingFace.info(config_of(tmp_path, streaming=True, label_column="kind")).num_classes == 2
+
+
+def write_table(folder, table, description, **keys):
+    table = table.replace_schema_metadata({"huggingface": description})
+    parquet.write_table(table, folder / "train-0.parquet", **keys)
+
+
 # --- streaming
 
 
@@ -248,7 +287,7 @@ def test_a_read_that_fails_is_tried_again_a_few_times(tmp_path, count, tries):
     assert failing.tries == tries
 
 
-def test_a_damaged_row_group_ends_the_run_and_a_damaged_image_does_not(tmp_path):
+def test_a_damaged_row_group_ends_the_run_and_a_damaged_image_does_not(tmp_path, monkeypatch):
     def change(rows, labels):
         rows[3] = {"bytes": b"text", "path": None}
         rows[5] = {"bytes": None, "path": "elsewhere.png"}
@@ -256,7 +295,7 @@ def test_a_damaged_row_group_ends_the_run_and_a_damaged_image_does_not(tmp_path)
         labels[8] = None
         labels[9] = 5
 
-    write_files(tmp_path, change=change)
+    write_files(tmp_path, change=change, statistics=False)
     dataset = HuggingFace(config_of(tmp_path, streaming=True), "train")
     name = f"{tmp_path}/train-00000-of-00002.parquet: row group 0"
     for row, reason in ((3, "not an image of a known format"), (5, "the row has no image"), (6, "the row has")):
@@ -269,8 +308,21 @@ def test_a_damaged_row_group_ends_the_run_and_a_damaged_image_does_not(tmp_path)
     content = bytearray(file.read_bytes())
     content[4:4000] = b"\xff" * 3996
     file.write_bytes(content)
+    monkeypatch.setattr(row_groups, "PAUSES", (60.0,))  # the file is here, and another try would find the same
     with pytest.raises(DatasetError, match="train-00001-of-00002.parquet: row group 0 cannot be read"):
         HuggingFace(config_of(tmp_path, streaming=True), "train").fetch(np.array([ROWS]))
+
+
+def test_an_image_stored_once_and_repeated_fills_no_memory(tmp_path):
+    images = pa.DictionaryArray.from_arrays(pa.array([0] * 4000, pa.int32()), pa.array([image_bytes(0) + bytes(1 << 20)]))
+    table = pa.table({"picture": pa.StructArray.from_arrays([images], ["bytes"]), "kind": [0] * 4000})
+    path = tmp_path / "train-0.parquet"
+    parquet.write_table(table, path, compression="zstd", store_schema=False, dictionary_pagesize_limit=1 << 26)
+    assert path.stat().st_size < 100_000
+    # 64 MiB for each of 4 row groups
+    config = config_of(tmp_path, streaming=True, label_column="kind", window_gib=0.25)
+    with bounded(20, 400 << 20), pytest.raises(DatasetError, match="row group 0: images of more than 65 MiB, which"):
+        HuggingFace(config, "train").fetch(np.array([0]))
 
 
 def test_processes_share_row_groups_through_a_folder_of_bounded_size(tmp_path, monkeypatch):

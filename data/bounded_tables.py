@@ -1,0 +1,89 @@
+"""Rows of parquet files, read a few at a time: an image stored once may be repeated in so many that memory is full."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from data.base import DatasetError
+
+ROWS_AT_A_TIME = 8
+MAX_REPEATED_BYTES = 256 << 20  # that images may take beyond what the file says of their column
+
+
+def check_types(place: str, schema: Any, image_column: str, label_column: str) -> None:
+    """Make sure that a table's columns can hold images and labels, whatever is said of them.
+
+    Args:
+        place: what messages call the table.
+        schema: of the table, a pyarrow.Schema.
+        image_column, label_column: their names.
+
+    Raises:
+        DatasetError: one is missing, there twice, or of another type.
+    """
+    import pyarrow
+
+    for name, wanted in ((image_column, "images"), (label_column, "integers")):
+        places = schema.get_all_field_indices(name)
+        if len(places) != 1:
+            count = f"has {len(places)} columns {name!r}; name another" if places else f"column {name!r} is missing"
+            raise DatasetError(f"{place}: {count}")
+        kind = schema.field(places[0]).type
+        stored = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        fits = pyarrow.types.is_integer(stored) if wanted == "integers" else _holds_bytes(stored)
+        if not fits:
+            raise DatasetError(f"{place}: column {name!r} is {str(kind):.80}, not {wanted}")
+
+
+def read_rows(
+    place: str, reader: Any, groups: Sequence[int], image_column: str, label_column: str, most_bytes: int
+) -> Any:
+    """Read images and labels.
+
+    Args:
+        place: what messages call the rows.
+        reader: pyarrow.parquet.ParquetFile whose columns `check_types` has passed.
+        groups: row groups.
+        image_column, label_column: their names.
+        most_bytes: that the images may take.
+
+    Returns:
+        pyarrow.Table of "image", large_binary in one array, and "label", int64.
+
+    Raises:
+        DatasetError: the images take more.
+        (and whatever pyarrow raises of damaged files)
+    """
+    import pyarrow
+    from pyarrow import compute
+
+    # 64-bit offsets: one array, however large
+    schema = pyarrow.schema([("image", pyarrow.large_binary()), ("label", pyarrow.int64())])
+    is_struct = pyarrow.types.is_struct(reader.schema_arrow.field(image_column).type)
+    columns = [f"{image_column}.bytes" if is_struct else image_column, label_column]
+    batches, taken = [], 0
+    for batch in reader.iter_batches(ROWS_AT_A_TIME, row_groups=list(groups), columns=columns):
+        images = batch.column(image_column)
+        images = (compute.struct_field(images, "bytes") if is_struct else images).cast(schema.types[0])
+        taken += compute.sum(compute.binary_length(images)).as_py() or 0
+        if taken > most_bytes:
+            raise DatasetError(
+                f"{place}: images of more than {most_bytes >> 20} MiB, which the file stores once and repeats; write "
+                "it without a dictionary of that column"
+            )
+        batches.append(pyarrow.record_batch([images, batch.column(label_column).cast(schema.types[1])], schema))
+    return pyarrow.Table.from_batches(batches, schema).combine_chunks()
+
+
+def _holds_bytes(kind: Any) -> bool:
+    import pyarrow
+
+    if pyarrow.types.is_struct(kind):
+        place = kind.get_field_index("bytes")
+        return place >= 0 and _is_binary(kind.field(place).type)
+    return _is_binary(kind)
+
+
+def _is_binary(kind: Any) -> bool:
+    import pyarrow
+
+    return pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind)
