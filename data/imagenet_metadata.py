@@ -2,13 +2,17 @@
 
 import csv
 import io
+import math
 import re
 import zlib
 from pathlib import Path
+from typing import Literal
 
 from data.base import DatasetError
 from data.class_folders import read_classes
+from data.derived_classes import MOST_CLASSES
 from data.tar_headers import REGULAR, TarError, walk
+from torchtitan.errors import one_line
 from torchtitan.files.regular import read_regular
 
 SYNSET_MAPPING = "LOC_synset_mapping.txt"
@@ -16,6 +20,7 @@ VALIDATION_SOLUTION = "LOC_val_solution.csv"
 DEVKIT = "ILSVRC2012_devkit_t12"
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 MAX_FILE_BYTES = 64 << 20  # of each of these, packed and unpacked; the devkit has 2.5 MB
+_MATLAB_HEADER_BYTES, _MATLAB_PACKED = 128, 15
 WNID = re.compile(r"n\d{8}")
 
 
@@ -122,10 +127,28 @@ def _has_scipy() -> bool:
 
 def _synsets(content: bytes) -> dict[int, tuple[str, str]]:
     """ILSVRC2012_ID -> (wnid, words) of the devkit's table."""
-    from scipy.io import loadmat
+    from scipy.io import loadmat, whosmat
 
     try:
-        rows = loadmat(io.BytesIO(content), squeeze_me=True)["synsets"]
+        _check_packed_parts(content)
+        shapes = {name: shape for name, shape, _ in whosmat(io.BytesIO(content))}
+        if math.prod(shapes["synsets"]) > MOST_CLASSES:
+            raise ValueError(f"a table of {math.prod(shapes['synsets']):,} classes")
+        rows = loadmat(io.BytesIO(content), squeeze_me=True, variable_names=["synsets"])["synsets"]
         return {int(row["ILSVRC2012_ID"]): (str(row["WNID"]), str(row["words"])) for row in rows}
     except Exception as error:  # a damaged file fails in any way
-        raise DatasetError(f"the devkit's meta.mat is damaged ({type(error).__name__}: {error})") from error
+        raise DatasetError(f"the devkit's meta.mat is damaged ({one_line(error)})") from error
+
+
+def _check_packed_parts(content: bytes) -> None:
+    """Make sure that what a MATLAB file has packed is not too large. Raises ValueError, zlib.error."""
+    order: Literal["little", "big"] = "big" if content[126:128] == b"MI" else "little"
+    position, left = _MATLAB_HEADER_BYTES, MAX_FILE_BYTES
+    while position < len(content):
+        kind, size = (int.from_bytes(content[position + at : position + at + 4], order) for at in (0, 4))
+        position += 8
+        if kind == _MATLAB_PACKED:
+            left -= len(zlib.decompressobj().decompress(content[position : position + size], left + 1))
+            if left < 0:
+                raise ValueError(f"unpacked it has more than {MAX_FILE_BYTES:,} bytes")
+        position += size

@@ -330,3 +330,25 @@ def test_a_devkit_that_unpacks_to_much_is_refused(tmp_path, monkeypatch):
     (tmp_path / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(packer.compress(bytes(9 * MIB)) + packer.flush())
     with pytest.raises(DatasetError, match="unpacked it has more than 1,048,576 bytes"):
         find_validation_wnids([tmp_path])
+
+
+@pytest.mark.parametrize("case, reason", [
+    ("packed", "unpacked it has more than 1,048,576 bytes"), ("rows", "a table of 2,147,483,647 classes"),
+])  # fmt: skip
+def test_a_table_of_classes_that_is_large_unpacked_is_refused(tmp_path, case, reason, monkeypatch):
+    savemat = pytest.importorskip("scipy.io").savemat
+    monkeypatch.setattr(imagenet_metadata, "MAX_FILE_BYTES", 1 * MIB)
+    file = io.BytesIO()
+    rows = np.zeros((300, 1), [("ILSVRC2012_ID", "O"), ("WNID", "O")])
+    if case == "packed":
+        savemat(file, {"synsets": rows, "more": np.zeros(9 * MIB, np.uint8)}, do_compression=True)
+        content = file.getvalue()
+    else:
+        savemat(file, {"synsets": rows})
+        content = file.getvalue().replace(struct.pack("<II", 300, 1), struct.pack("<II", 2**31 - 1, 1), 1)
+    folder = tmp_path / "ILSVRC2012_devkit_t12" / "data"
+    folder.mkdir(parents=True)
+    (folder / "meta.mat").write_bytes(content)
+    (folder / "ILSVRC2012_validation_ground_truth.txt").write_text("1\n")
+    with bounded(10, 200 * MIB), pytest.raises(DatasetError, match=f"meta.mat is damaged .*{reason}"):
+        find_validation_wnids([tmp_path])
