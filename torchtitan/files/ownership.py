@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchtitan.files.durable import is_unfinished
 
-_LOCK_FILE = ".lock"
+LOCK_FILE = ".lock"
 
 
 def is_foreign(folder: Path, marks: Mapping[str, bytes]) -> bool:
@@ -29,7 +29,7 @@ def is_foreign(folder: Path, marks: Mapping[str, bytes]) -> bool:
         return False
     if any(begins_with(folder / name, start) for name, start in marks.items() if name in names):
         return False
-    return any(name != _LOCK_FILE and not is_unfinished(name) for name in names)
+    return any(name != LOCK_FILE and not is_unfinished(name) for name in names)
 
 
 def refuse_foreign_file(path: Path, start: bytes) -> None:

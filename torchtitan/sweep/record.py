@@ -17,7 +17,7 @@ from typing import Any
 
 from torchtitan.config_schema import shown
 from torchtitan.files.durable import append_synced, make_folder, remove_unfinished, replace_file
-from torchtitan.files.ownership import is_foreign
+from torchtitan.files.ownership import LOCK_FILE, is_foreign
 from torchtitan.sweep.grid import Sweep, SweepError, saved_table
 from torchtitan.training.run_lock import Busy
 
@@ -72,7 +72,7 @@ class SweepFolder:
             OSError: it cannot be written.
         """
         make_folder(self.path)
-        with open(self.path / ".lock", "a", encoding="utf-8") as lock:
+        with open(self.path / LOCK_FILE, "a", encoding="utf-8") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -9,7 +9,7 @@ import socket
 from datetime import datetime
 from pathlib import Path
 
-LOCK_FILE = ".lock"
+from torchtitan.files.ownership import LOCK_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -45,6 +45,7 @@ from torchtitan.evaluation.studies.frame import ResultTable, Row, StudyError, re
 from torchtitan.evaluation.trained_model import WeightsError, load_run, read_config
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.files.durable import make_folder, replace_file
+from torchtitan.files.ownership import LOCK_FILE
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.training.checkpoint import (
     CheckpointError,
@@ -203,7 +204,7 @@ def run_test(test: BranchTest) -> list[Row]:
     """
     try:
         make_folder(test.folder)
-        with open(test.folder / ".lock", "a", encoding="utf-8") as lock:
+        with open(test.folder / LOCK_FILE, "a", encoding="utf-8") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -74,8 +74,8 @@ def plan_grid(base: JobConfig, runs: Sequence[GridRun], folder: Path, processes:
         processes: of each run; torchrun starts more than one.
 
     Raises:
-        StudyError: the folder is somebody else's; or a run cannot be trained as configured, would write outside of the folder, or its folder holds another
-            one; the first reason.
+        StudyError: the folder is somebody else's; or a run cannot be trained as configured, would write outside of the
+            folder, or its folder holds another one; the first reason.
     """
     require_own_folder(folder)
     configs = {}
