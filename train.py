@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 from torchtitan.command_line import exit_code
 from torchtitan.config import ConfigError, help_text, load_config, report_and_exit
+from torchtitan.distributed.launch import launch_number
 from torchtitan.distributed.restarts import FAILED, REFUSED, forbid_restart
 
 
@@ -29,9 +30,9 @@ def main(arguments: list[str]) -> int:
         return 0
     check_only = "--check-only" in arguments
     arguments = [argument for argument in arguments if argument != "--check-only"]
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world_size = launch_number("RANK", 0), launch_number("WORLD_SIZE", 1)
     if check_only:  # before a launcher has set WORLD_SIZE
-        world_size = int(os.environ.get("NGPU", world_size))
+        world_size = launch_number("NGPU", world_size)
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
     )

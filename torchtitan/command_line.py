@@ -9,7 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from torchtitan.distributed.restarts import BUSY, FAILED
+from torchtitan.distributed.launch import LaunchError, check_launch
+from torchtitan.distributed.restarts import BUSY, FAILED, REFUSED
 from torchtitan.terminal import OutputError, escape_output
 from torchtitan.training.run_lock import Busy
 
@@ -32,13 +33,14 @@ def exit_code(main: Callable[[], int]) -> int:
     """Run a command: the border between it and what has started it.
 
     Returns:
-        what the command returns; 75 if another process is at work in its folder, 141 if the reader of its output has gone
+        what the command returns; 2 if RANK, WORLD_SIZE or the like are no such numbers; 75 if another process is at work in its folder, 141 if the reader of its output has gone
         (as in `--help | head -1`; nothing is said), 1 if the output cannot be written.
     """
     _open_standard_files()
     escape_output()
     try:
         try:
+            check_launch()
             code = main()
         except SystemExit as ended:  # of the parser
             code = ended.code if isinstance(ended.code, int) else FAILED * bool(ended.code)
@@ -47,6 +49,9 @@ def exit_code(main: Callable[[], int]) -> int:
         except Busy as error:
             print(error, file=sys.stderr)
             code = BUSY
+        except LaunchError as error:
+            print(error, file=sys.stderr)
+            code = REFUSED
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
         return code

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchtitan.distributed.launch import launch_number
 from torchtitan.distributed.mesh import crosses_nodes
 from torchtitan.evaluation.decoding import LATENT_DATASETS
 from torchtitan.gns.monitor import GNS_FOLDER
@@ -33,7 +34,7 @@ def introduce(trainer: "Trainer", num_parameters: int) -> None:
         f"{device_name(trainer.layout.device)}; "
         f"{config.training.global_batch_size} images a step, {trainer.data.microbatches_per_step} microbatches"
     )
-    if advice := crosses_nodes(trainer.layout, int(os.environ.get("LOCAL_WORLD_SIZE", trainer.layout.world_size))):
+    if advice := crosses_nodes(trainer.layout, launch_number("LOCAL_WORLD_SIZE", trainer.layout.world_size)):
         logger.warning(advice)
     points = torch.linspace(-6.0, 6.0, 13, dtype=torch.float64)
     weights = trainer.objective.effective_weight(points)

@@ -13,6 +13,7 @@ from data.base import DatasetError
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.config import JobConfig
 from torchtitan.distributed.agreement import requests_ignored_at_the_end
+from torchtitan.distributed.launch import LaunchError, launch_number
 from torchtitan.distributed.mesh import process_group
 from torchtitan.distributed.restarts import BUSY, FAILED, REFUSED
 from torchtitan.errors import first_line
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _REFUSALS = (
     AutoencoderError, RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure, Float8Error,
-    MiscountedModel,
+    LaunchError, MiscountedModel,
 )  # fmt: skip
 _WAIT = 3.0  # seconds for another rank to be seen gone, or to say why it ended
 _CLOSING_SECONDS = 60.0
@@ -146,4 +147,4 @@ def _speaks_for_its_machine() -> bool:
 
 
 def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    return dist.get_rank() if dist.is_initialized() else launch_number("RANK", 0)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchtitan.distributed.launch import LaunchError, check_rendezvous, launch_number
 from torchtitan.settings import setting
 
 
@@ -111,19 +112,26 @@ def crosses_nodes(layout: Layout, processes_per_node: int) -> str | None:
 
 
 def compute_device() -> torch.device:
-    """The CUDA device of this process's local rank, or the CPU."""
+    """The CUDA device of this process's local rank, or the CPU. Raises LaunchError where there is no such device."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    index, count = launch_number("LOCAL_RANK", 0), torch.cuda.device_count()
+    if index >= count:
+        raise LaunchError(f"LOCAL_RANK: {index}, but this process sees {count} GPUs (start fewer processes on this machine)")
+    return torch.device("cuda", index)
 
 
 def init_process_group(comm: CommConfig) -> None:
     """Join the processes that torchrun started; nothing for a process started by itself.
 
     CUDA tensors travel over NCCL; CPU tensors, and small agreements between hosts, over gloo.
+
+    Raises:
+        LaunchError: what torchrun sets is not there, or there is no device for this process.
     """
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
         return
+    check_rendezvous()
     device = compute_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -15,5 +15,6 @@ def forbid_restart() -> None:
     torchrun knows no exit codes: with --max-restarts it starts whatever has failed once more. So the first process of
     each node ends its launcher, as a signal from outside would.
     """
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 and os.environ.get("LOCAL_RANK") == "0":
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts.isdecimal() and restarts.strip("0") and os.environ.get("LOCAL_RANK") == "0":
         os.kill(os.getppid(), signal.SIGTERM)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from tqdm import tqdm
 
 from torchtitan.distributed.agreement import of_all_ranks
+from torchtitan.distributed.launch import launch_number
 from torchtitan.errors import CheckpointError, DamagedFile, StoreError, first_line
 from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.training.checkpoint_files import STATE, check_content, check_file, read_json, read_manifest
@@ -85,7 +86,7 @@ def local_copy(checkpoint: AnyPath) -> Iterator[Path]:
     node = (socket.gethostname(), os.environ.get("GROUP_RANK", "0"))
     with ExitStack() as stack:
         path = error = None
-        if int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0)) == 0:
+        if launch_number("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0) == 0:
             path, error = _fetched(checkpoint, stack)
         copies = of_all_ranks((node, path, error))
         if found := next((error for _, _, error in copies if error), None):

@@ -10,7 +10,6 @@ the image's index alone, so that all of the above holds for damaged data too.
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Draws, UnreadableImage
 from torchtitan.diffusion import philox
+from torchtitan.distributed.launch import launch_number
 from torchtitan.training.loader_processes import LoaderProcesses, shared_memory_shortage
 from torchtitan.training.sample_order import SampleOrder
 
@@ -85,9 +85,9 @@ class TrainingData:
         )
         self._batches: LoaderProcesses | None = None
         self._microbatches_taken = 0
-        if int(os.environ.get("LOCAL_RANK", rank)) == 0:
+        if launch_number("LOCAL_RANK", rank) == 0:
             batch_bytes = local_batch_size * image_bytes(info)
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+            ranks = launch_number("LOCAL_WORLD_SIZE", world_size)
             shortage = shared_memory_shortage(batch_bytes, config.num_workers, config.prefetch_factor, ranks)
             if shortage:
                 logger.warning(shortage)

@@ -1,0 +1,74 @@
+"""RANK, WORLD_SIZE and the like of a launcher: what is no place among the processes is refused in one line."""
+
+import pytest
+import torch
+
+from torchtitan import command_line
+from torchtitan.distributed.launch import LaunchError, check_launch, check_rendezvous, launch_number
+from torchtitan.distributed.mesh import CommConfig, compute_device, init_process_group
+from torchtitan.distributed.restarts import forbid_restart
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_MAX_RESTARTS")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def launched(monkeypatch, words: str) -> None:
+    for word in words.split():
+        monkeypatch.setenv(*word.split("="))
+
+
+@pytest.mark.parametrize("words", [
+    "", "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_PORT=65535", "RANK=3", "LOCAL_RANK=0 RANK=0",
+])  # fmt: skip
+def test_places_among_processes_are_taken(monkeypatch, words):
+    launched(monkeypatch, words)
+    check_launch()
+    assert launch_number("RANK", 7) == (3 if "RANK=3" in words else 0 if words else 7)
+
+
+@pytest.mark.parametrize(("words", "key"), [
+    ("RANK=first", "RANK"), ("RANK=", "RANK"), ("RANK=-1", "RANK"), ("RANK=1.0", "RANK"), (f"RANK={'9' * 5000}", "RANK"),
+    ("WORLD_SIZE=0", "WORLD_SIZE"), ("WORLD_SIZE=\x1b[2J", "WORLD_SIZE"), ("RANK=5 WORLD_SIZE=1", "RANK"),
+    ("WORLD_SIZE=2 LOCAL_RANK=2", "LOCAL_RANK"), ("WORLD_SIZE=8 LOCAL_WORLD_SIZE=4 LOCAL_RANK=4", "LOCAL_RANK"),
+    ("RANK=٣", "RANK"), ("MASTER_PORT=70000", "MASTER_PORT"), ("TORCHELASTIC_MAX_RESTARTS=x", "TORCHELASTIC_MAX_RESTARTS"),
+])  # fmt: skip
+def test_what_is_no_place_ends_every_program_with_a_line_and_2(monkeypatch, capsys, words, key):
+    launched(monkeypatch, words)
+    monkeypatch.setattr(command_line, "escape_output", lambda: None)  # it would take pytest's own streams
+    assert command_line.exit_code(lambda: pytest.fail("was started")) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"{key}: must be ") and line.count("\n") == 1 and line.strip().isprintable() and len(line) < 250
+
+
+def test_processes_that_cannot_meet_are_refused(monkeypatch):
+    init_process_group(CommConfig())  # alone: nothing to join
+    launched(monkeypatch, "WORLD_SIZE=1 RANK=0")
+    with pytest.raises(LaunchError, match="^WORLD_SIZE is set, but MASTER_ADDR and MASTER_PORT are not"):
+        init_process_group(CommConfig())
+    launched(monkeypatch, "MASTER_ADDR=127.0.0.1 MASTER_PORT=1")
+    check_rendezvous()
+
+
+def test_a_process_without_a_gpu_of_its_own_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    launched(monkeypatch, "LOCAL_RANK=1")
+    assert compute_device() == torch.device("cuda", 1)
+    launched(monkeypatch, "LOCAL_RANK=2")
+    with pytest.raises(LaunchError, match="^LOCAL_RANK: 2, but this process sees 2 GPUs"):
+        compute_device()
+
+
+@pytest.mark.parametrize(("restarts", "ended"), [("3", True), ("0", False), ("", False), ("words", False), ("-1", False)])
+def test_only_a_launcher_that_would_restart_is_ended(monkeypatch, restarts, ended):
+    sent = []
+    monkeypatch.setattr("os.kill", lambda *words: sent.append(words))
+    launched(monkeypatch, "LOCAL_RANK=0")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    forbid_restart()
+    assert bool(sent) == ended

@@ -1,0 +1,54 @@
+"""Numbers that a launcher hands to its processes in their environment. Imports no torch."""
+
+import os
+import re
+
+_LEAST = {
+    "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
+    "NGPU": 1,
+}  # fmt: skip
+_ADVICE = "torchrun sets it; unset it for a single process"
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class LaunchError(Exception):
+    """The environment gives a process no place among the others; one line."""
+
+
+def launch_number(name: str, default: int) -> int:
+    """A variable of the launcher, as RANK; the default where it is not set.
+
+    Raises:
+        LaunchError: it is no whole number, or too small.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < _LEAST[name]:
+        raise LaunchError(f"{name}: must be a whole number, {_LEAST[name]} or more, is {text[:60]!r} ({_advice(name)})")
+    return int(text)
+
+
+def check_launch() -> None:
+    """Check the numbers of the launcher against one another. Raises LaunchError."""
+    world_size = launch_number("WORLD_SIZE", 0)
+    local_world_size = launch_number("LOCAL_WORLD_SIZE", world_size)
+    for name, whole, count in (("RANK", "WORLD_SIZE", world_size), ("LOCAL_RANK", "LOCAL_WORLD_SIZE", local_world_size)):
+        rank = launch_number(name, 0)
+        if count and rank >= count:
+            raise LaunchError(f"{name}: must be below {whole} = {count}, is {rank} ({_ADVICE})")
+    if (port := launch_number("MASTER_PORT", 0)) > 65535:
+        raise LaunchError(f"MASTER_PORT: must be at most 65535, is {port}")
+    launch_number("TORCHELASTIC_MAX_RESTARTS", 0)
+
+
+def check_rendezvous() -> None:
+    """Check that a process knows where to meet the others. Raises LaunchError."""
+    missing = [name for name in _NEEDED if not os.environ.get(name)]
+    if missing:
+        text = f"WORLD_SIZE is set, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not"
+        raise LaunchError(f"{text} (torchrun sets them; unset WORLD_SIZE for a single process)")
+
+
+def _advice(name: str) -> str:
+    return "the number of processes" if name == "NGPU" else _ADVICE
