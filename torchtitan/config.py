@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_type_hints
 
 from data import DATASETS, DataConfig, DatasetInfo
-from torchtitan.config_checks import Checked, find_problems, resolve
+from torchtitan.config_checks import find_problems, resolve
 from torchtitan.config_record import config_differences, dump_config, unmet_condition
 from torchtitan.config_reference import Choice, build_json_schema, describe
-from torchtitan.config_schema import Problem, nearest, parse_text, shown, shown_name, validate_section
+from torchtitan.config_schema import MOST_SHOWN, Problem, nearest, parse_text, shown, shown_name, validate_section
 from torchtitan.config_sources import read_command_line, read_toml, shown_file, suggestion
+from torchtitan.config_view import Checked
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.distributed.compile import CompileConfig
@@ -146,12 +147,14 @@ class ConfigError(Exception):
     """A configuration that cannot run.
 
     Attributes:
-        problems: every reason, a line each: where the value stands, its key, what is wrong, what to do.
+        problems: the reasons, a line each: where the value stands, its key, what is wrong, what to do. Of more than
+            MOST_SHOWN a last line says how many are left out.
     """
 
     def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+        left = len(problems) - MOST_SHOWN
+        self.problems = [*problems[:MOST_SHOWN], f"... and {left:,} more"] if left > 0 else problems
+        super().__init__("\n".join(self.problems))
 
 
 def load_config(argv: list[str], world_size: int) -> JobConfig:
@@ -257,7 +260,8 @@ def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None) -> 
         advise = functools.partial(_advice, known=known)
         filled, wrong = validate_section(section, getattr(config, section), given, advise)
         setattr(config, section, filled)
-        problems += [problem for problem in wrong if problem.key not in {earlier.key for earlier in problems}]
+        earlier = {problem.key for problem in problems}
+        problems += [problem for problem in wrong if problem.key not in earlier]
         refused |= {problem.key for problem in wrong}
     config.job.config_file = path or ""
     if "job.name" not in origins:
@@ -345,7 +349,8 @@ def _merge(
                                 f"first {MOST_STRANGERS} are not listed"))
     for section, table in document.items():
         if section not in values:
-            problems.append(Problem(shown_name(section), _unknown_in_file(section, table, known)))
+            text = _unknown_in_file(section, table, known) if len(problems) < MOST_SHOWN else "is unknown too"
+            problems.append(Problem(shown_name(section), text))
         elif not isinstance(table, dict):
             problems.append(Problem(section, f"must be a table, is {shown(table)} (write [{section}] and its keys)"))
         else:
@@ -358,7 +363,8 @@ def _merge(
         origins[dotted] = "command line"
         section, _, key = dotted.partition(".")
         if dotted not in known:
-            problems.append(Problem(dotted, f"unknown key ({_advice(dotted, known, '--')})"))
+            advice = f" ({_advice(dotted, known, '--')})" if len(problems) < MOST_SHOWN else ""
+            problems.append(Problem(dotted, f"unknown key{advice}"))
             continue
         annotation = get_type_hints(type(getattr(config, section)))[key]
         values[section][key] = parse_text(text, annotation)

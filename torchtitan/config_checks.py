@@ -16,16 +16,18 @@ from typing import Any
 import torch
 
 from data import DATASETS
-from data.base import DatasetError, DatasetInfo
+from data.base import DatasetError
 from torchtitan.config_record import unmet_condition
-from torchtitan.config_schema import Problem, nearest, no_effect, shown, shown_name
+from torchtitan.config_schema import MOST_SHOWN, Problem, nearest, no_effect, shown, shown_name
 from torchtitan.config_sizes import size_problems
+from torchtitan.config_view import Checked, Unknown
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timestep_samplers import given_slot_edges
 from torchtitan.distributed.activation_checkpoint import checkpoint_problems
 from torchtitan.distributed.compile import compile_problems
+from torchtitan.distributed.launch import launch_number
 from torchtitan.evaluation.decoding import LATENT_DATASETS, WITH_WEIGHTS
 from torchtitan.evaluation.sampling import default_schedule, sampling_problems
 from torchtitan.gns.checks import gns_problems
@@ -36,64 +38,6 @@ from torchtitan.training.checkpoint_location import folder_problem
 from torchtitan.training.data_loading import image_bytes
 from torchtitan.training.loader_processes import loader_problem, prefetch_problem
 from torchtitan.training.profiling import profiling_problems
-
-
-class Unknown(Exception):
-    """A check read a value that was itself refused, so the check has nothing to say."""
-
-
-class Checked:
-    """A configuration as checks read it: `checked.training.steps`; reading a refused value raises Unknown.
-
-    Attributes:
-        world_size: number of processes.
-        given: the dotted keys that were set, in the TOML file or on the command line.
-    """
-
-    def __init__(self, config: Any, world_size: int, given: set[str], refused: set[str]) -> None:
-        self.world_size = world_size
-        self.given = given
-        self._config = config
-        self._refused = refused
-        self._dataset: DatasetInfo | DatasetError | None = None
-
-    def __getattr__(self, section: str) -> "_Section":
-        return _Section(section, getattr(self._config, section), self._refused)
-
-    def whole(self, section: str) -> Any:
-        """The section's dataclass, if no key of it was refused."""
-        if any(key.split(".")[0] == section for key in self._refused):
-            raise Unknown
-        return getattr(self._config, section)
-
-    def open_dataset(self) -> DatasetInfo | DatasetError:
-        """What the dataset holds, or why it cannot be used."""
-        if self._dataset is None:
-            section = self.whole("data")
-            try:
-                self._dataset = DATASETS[section.name].info(section)
-            except DatasetError as error:
-                self._dataset = error
-            except OSError as error:  # a path too long, a folder that may not be read
-                self._dataset = DatasetError(f"cannot be read: {error.strerror or error}")
-        return self._dataset
-
-    def dataset(self) -> DatasetInfo:
-        """What the dataset holds."""
-        found = self.open_dataset()
-        if isinstance(found, DatasetError):
-            raise Unknown
-        return found
-
-
-class _Section:
-    def __init__(self, name: str, values: Any, refused: set[str]) -> None:
-        self._name, self._values, self._refused = name, values, refused
-
-    def __getattr__(self, key: str) -> Any:
-        if {self._name, f"{self._name}.{key}"} & self._refused:
-            raise Unknown
-        return getattr(self._values, key)
 
 
 def find_problems(checked: Checked, fields: dict[str, Any]) -> list[Problem]:
@@ -210,7 +154,7 @@ def _sizes(checked: Checked) -> Iterator[Problem]:
 
 
 def _loader_processes(checked: Checked) -> Iterator[Problem]:
-    workers, ranks = checked.data.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", checked.world_size))
+    workers, ranks = checked.data.num_workers, launch_number("LOCAL_WORLD_SIZE", checked.world_size)
     if text := loader_problem(workers, ranks):
         yield Problem("data.num_workers", text)
     elif workers:
@@ -357,6 +301,7 @@ def _held_out_images(checked: Checked) -> Iterator[Problem]:
 
 def _ema_names(checked: Checked) -> Iterator[Problem]:
     names = [track.name for track in checked.ema.tracks]
+    first = {name: index for index, name in reversed(list(enumerate(names)))}
     for index, name in enumerate(names):
         place = f"[{index}].name"
         if name == "none":
@@ -364,17 +309,18 @@ def _ema_names(checked: Checked) -> Iterator[Problem]:
         elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
             text = f"{shown(name)} names a file (use up to 64 letters, digits, '.', '_' and '-', no '.' or '-' first)"
             yield Problem("ema.tracks", text, place)
-        elif name in names[:index]:
+        elif first[name] < index:
             yield Problem("ema.tracks", f"{shown(name)} is the name of an earlier track", place)
 
 
 def _sampled_track(checked: Checked) -> Iterator[Problem]:
     if checked.sampling.enable:
         track = checked.sampling.ema_track
-        known = [track.name for track in checked.ema.tracks] + ["none"]
+        known = list(dict.fromkeys(track.name for track in checked.ema.tracks)) + ["none"]
         if track not in known:
             guess = nearest(track, known)
-            choices = ", ".join(map(shown_name, known))
+            more = f", ... ({len(known):,} in all)" if len(known) > MOST_SHOWN else ""
+            choices = ", ".join(map(shown_name, known[:MOST_SHOWN])) + more
             advice = f"did you mean {guess}?" if guess not in ("", "none") else f"set it to one of {choices}"
             yield Problem("sampling.ema_track", f"{shown(track)} is not a name in ema.tracks ({advice})")
 

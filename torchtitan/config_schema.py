@@ -21,6 +21,7 @@ import pydantic_core
 from torchtitan.settings import meets
 
 MOST_ENTRIES = 10_000  # of a list
+MOST_SHOWN = 20  # problems of one configuration that are printed, and among which words that are alike are looked for
 _SMALLEST, _LARGEST = 1.1754943508222875e-38, 3.4028234663852886e38  # normal numbers of float32
 
 
@@ -47,7 +48,7 @@ def validate_section(
         section: name of the section, as `training`.
         defaults: an instance of the section's dataclass.
         values: what was given, key -> value as TOML or JSON has it.
-        suggest: unknown dotted key -> advice, printed in parentheses.
+        suggest: unknown dotted key -> advice, printed in parentheses with the first MOST_SHOWN problems.
 
     Returns:
         a new instance, with the defaults in place of refused values, and the problems.
@@ -57,10 +58,14 @@ def validate_section(
     try:
         given = schema_of(declared).model_validate(values)
     except pydantic.ValidationError as failure:
-        for error in failure.errors(include_url=False, include_context=False):
+        for number, error in enumerate(failure.errors(include_url=False, include_context=False)):
             key, *rest = error["loc"]
             refused.add(key)
-            text = _wording(error, declared, suggest(f"{section}.{key}"))
+            if number >= MOST_SHOWN:
+                text = "is refused too"
+            else:
+                advice = suggest(f"{section}.{key}") if error["type"] == "extra_forbidden" else ""
+                text = _wording(error, declared, advice)
             problems.append(Problem(f"{section}.{shown_name(key)}", text, _within(rest)))
         good = {key: value for key, value in values.items() if key not in refused}
         given = schema_of(declared).model_validate(good)
