@@ -13,6 +13,9 @@ from torchtitan.analysis.collect import NoRuns
 from torchtitan.analysis.findings import headlines
 from torchtitan.analysis.report import analyse, refuse_other_files, write_report
 from torchtitan.command_line import OneLineParser, run_program
+from torchtitan.terminal import shortened
+
+LONGEST_LINE = 1000  # characters printed of a remark or a headline
 
 
 def main(words: list[str] | None = None) -> int:
@@ -24,15 +27,15 @@ def main(words: list[str] | None = None) -> int:
         title = f"Analysis of {', '.join(path.resolve().name for path in arguments.folders)}"
         files = write_report(results, folder, title)
     except NoRuns as error:
-        print(error, file=sys.stderr)
+        print(shortened(str(error), LONGEST_LINE), file=sys.stderr)
         return 2
     except OSError as error:
-        place = error.filename or folder
+        place = shortened(str(error.filename or folder))
         print(f"{place}: cannot be written: {error.strerror or error} (give another --out)", file=sys.stderr)
         return 2
     for remark in results.remarks:
-        print(remark, file=sys.stderr)
-    print("\n".join(headlines(results)))
+        print(shortened(remark, LONGEST_LINE), file=sys.stderr)
+    print(shortened("\n".join(headlines(results)), LONGEST_LINE))
     print(f"{folder}: {len(files)} files, report.html has all of them")
     return 0
 

@@ -3,7 +3,9 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from torchtitan.terminal import printable
+from torchtitan.terminal import printable, shortened
+
+MOST_OF_A_TEXT = 2000  # characters of a cell or an item; sentences of a report have a few hundred
 
 # What begins emphasis, code, a cell, or the target of a link; `_` within a word and `[` alone are text.
 _ACTIVE = re.compile(r"[\\`*~|]|(?<!\w)_|_(?!\w)|(?<=\])[(:\[]")
@@ -19,7 +21,7 @@ def inline(text: str) -> Markdown:
     """A text for a heading, a cell, or the middle of a line of Markdown."""
     if isinstance(text, Markdown):
         return text
-    text = printable(" ".join(str(text).split()))
+    text = printable(shortened(" ".join(str(text).split()), MOST_OF_A_TEXT))
     return Markdown(_ACTIVE.sub(r"\\\g<0>", text).replace("&", "&amp;").replace("<", "&lt;"))
 
 

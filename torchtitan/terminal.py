@@ -17,6 +17,7 @@ _HIDDEN = (
     *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF, *range(0xD800, 0xE000),
 )  # fmt: skip
 _ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _HIDDEN}
+MOST_OF_A_NAME = 200  # characters of a line of a name that are shown; those of folders have 255 at most
 # A progress bar moves to another line in a write of its own, and to the start of its own line before each of its texts.
 _BAR_MOVES = re.compile(r"(\n|\x1b\[A)*")
 
@@ -24,6 +25,15 @@ _BAR_MOVES = re.compile(r"(\n|\x1b\[A)*")
 def printable(text: str) -> str:
     """A text without characters that move the cursor, change colours or reverse what is read; newlines and tabs stay."""
     return text.translate(_ESCAPED)
+
+
+def shortened(text: str, most: int = MOST_OF_A_NAME) -> str:
+    """A text whose lines are no longer than so many characters; of longer ones the middle is left out."""
+    if len(text) <= most:
+        return text
+    half = (most - 3) // 2
+    lines = text.split("\n")
+    return "\n".join(line if len(line) <= most else f"{line[:half]}...{line[-half:]}" for line in lines)
 
 
 def escape_output() -> None:

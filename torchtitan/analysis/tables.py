@@ -109,4 +109,4 @@ def _typed(name: str, value: Any) -> Any:
         return value
     if name in _WHOLE:
         return value if isinstance(value, int) else None
-    return float(value) if name in _NUMBERS else str(value)
+    return float(value) if name in _NUMBERS else str(value).encode(errors="backslashreplace").decode()

@@ -1,10 +1,10 @@
-"""Names in matplotlib's pictures are text: a `$` in them begins no formula, a control character does nothing."""
+"""Names in matplotlib's pictures are text: a `$` in them begins no formula, a control character does nothing, an endless one is cut."""
 
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import LogFormatter, ScalarFormatter
 
-from torchtitan.terminal import printable
+from torchtitan.terminal import printable, shortened
 
 
 def show_text_as_it_is(figure: Figure) -> None:
@@ -18,4 +18,4 @@ def show_text_as_it_is(figure: Figure) -> None:
     for text in figure.findobj(Text):
         if text not in numbers:
             text.set_parse_math(False)
-            text.set_text(printable(text.get_text()))
+            text.set_text(shortened(printable(text.get_text())))

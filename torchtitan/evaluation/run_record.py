@@ -6,7 +6,6 @@ import json
 import math
 import re
 import statistics
-import sys
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ _NOT_A_SETTING = ("debug.seed", "job.")
 
 
 _LARGEST_FILE = 1 << 24  # bytes, of config.toml and summary.json
-_LARGEST_NUMBER = sys.float_info.max
+_SMALLEST_NUMBER, _LARGEST_NUMBER = 1e-100, 1e100  # beyond, squares and axes leave float64
 
 
 class RunRecordError(Exception):
@@ -400,8 +399,10 @@ def differing_settings(runs: Sequence[RunRecord]) -> tuple[list[str], list[str]]
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON or TOML is a number that charts can show: a finite one within float64."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST_NUMBER
+    """Whether a value of JSON or TOML is a number that means and charts can hold: 0, or from 1e-100 to 1e100 in size."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return value == 0 or _SMALLEST_NUMBER <= abs(value) <= _LARGEST_NUMBER
 
 
 def _unread(name: str, error: Exception) -> str:

@@ -231,6 +231,7 @@ def thinned(points: Sequence[Point]) -> Sequence[Point]:
 
 
 def _round_step(rough: float) -> float:
+    rough = max(rough, 1e-300)  # the axis of values that are all but 0
     power = 10.0 ** math.floor(math.log10(rough))
     return next(m * power for m in (1, 2, 5, 10.0001) if m * power >= rough * 0.999)
 
