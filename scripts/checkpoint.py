@@ -22,6 +22,7 @@ from torchtitan.config import ConfigError, JobConfig
 from torchtitan.evaluation.run_check import Finding, check_run
 from torchtitan.evaluation.trained_model import load_run, read_config
 from torchtitan.files.remote_path import AnyPath, RemotePath
+from torchtitan.files.regular import read_regular
 from torchtitan.models import MODELS
 from torchtitan.models.dit.conversion import (
     LAYOUTS,
@@ -292,7 +293,7 @@ def published_file(path: Path, model: DiT) -> tuple[Path, list[str]]:
     if source is None:
         return path, [f"holds no {' or '.join(DIFFUSERS_FILES)}"]
     try:
-        document = json.loads((path / "config.json").read_bytes())
+        document = json.loads(read_regular(path / "config.json"))
         return source, diffusers_config_problems(document, model)
     except (OSError, ValueError, TypeError, RecursionError):
         return source, ["config.json is missing or damaged"]

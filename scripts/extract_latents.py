@@ -38,11 +38,13 @@ from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
 from torchtitan.command_line import OneLineParser, exit_code, readable_size
 from torchtitan.config import ConfigError, load_data_section
 from torchtitan.distributed.agreement import of_all_ranks
+from torchtitan.distributed.launch import launch_number
 from torchtitan.distributed.mesh import CommConfig, compute_device, init_process_group
 from torchtitan.distributed.restarts import FAILED, REFUSED, forbid_restart
 from torchtitan.errors import first_line
 from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
+from torchtitan.files.regular import read_text
 from torchtitan.latents.describe import describe_store
 from torchtitan.latents.extraction import begin_store, check_alike, extract, finish_store
 from torchtitan.latents.extraction_plan import ExtractionOptions, estimated_size, plan_extraction
@@ -170,12 +172,12 @@ def path_of(text: str) -> Path:
 
 def default_workers() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MOST_WORKERS, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    return min(MOST_WORKERS, max(1, cores // launch_number("LOCAL_WORLD_SIZE", 1)))
 
 
 def warn_of_training_keys(path: str | None) -> None:
     """A file may be that of a training; say which of its keys are not used."""
-    given = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("data", {}) if path else {}
+    given = tomllib.loads(read_text(path)).get("data", {}) if path else {}
     found = {key: instead for key, instead in OF_TRAINING.items() if key in given}
     if found and speaks():
         listed = ", ".join(f"{key} ({instead})" for key, instead in found.items())

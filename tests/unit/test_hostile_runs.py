@@ -16,7 +16,17 @@ from scripts.compare import main as compare
 from torchtitan.analysis.measures import median_interval
 from torchtitan.evaluation import metric_points
 from torchtitan.evaluation.metric_points import read_points
-from torchtitan.training import trace
+from torchtitan.evaluation.pictures import save_animation
+from torchtitan.evaluation.run_check import check_run
+from torchtitan.evaluation.studies.branch_report import noise_scales
+from torchtitan.evaluation.studies.branch_training import samples_seen
+from torchtitan.evaluation.studies.curve_table import read_curves
+from torchtitan.evaluation.studies.frame import ResultTable, StudyError
+from torchtitan.sweep.autotune_record import RecordError, SearchRecord
+from torchtitan.sweep.grid import SweepError
+from torchtitan.sweep.record import SweepFolder
+from torchtitan.training import metrics, trace
+from torchtitan.training.timeline import TimelineError, build_timeline
 from torchtitan.training.trace import TraceError, read_trace
 
 DIGITS = "9" * 400  # beyond float64
@@ -78,7 +88,8 @@ def test_a_run_of_anything_is_compared_with_a_good_one(tmp_path, part, text):
     assert "good" in page and "bad" in page
 
 
-def test_no_pipe_device_or_link_in_a_circle_is_waited_for(tmp_path):
+def test_no_pipe_device_or_link_in_a_circle_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(metric_points, "_GIVEN_UP", 1 << 22)  # the hole behind the points
     outputs = tmp_path / "outputs"
     write_run(outputs / "good")
     for kind in ("pipe", "device", "circle", "folder", "huge"):
@@ -86,8 +97,7 @@ def test_no_pipe_device_or_link_in_a_circle_is_waited_for(tmp_path):
         for name in ("config.toml", "summary.json", "metrics.jsonl"):
             path = run / name
             if kind == "huge":
-                if name != "metrics.jsonl":
-                    os.truncate(path, 1 << 40)  # takes no room on the disk
+                os.truncate(path, 1 << 40)  # takes no room on the disk
                 continue
             path.unlink()
             if kind == "pipe":
@@ -105,6 +115,39 @@ def test_no_pipe_device_or_link_in_a_circle_is_waited_for(tmp_path):
     assert compare([str(outputs / "huge"), "--output", str(tmp_path / "page.html")]) == 0
     assert "config.toml cannot be read" in (tmp_path / "page.html").read_text()
     assert analyse([str(outputs), "--out", str(tmp_path / "analysis")]) == 0
+
+
+def pipe(path: Path) -> Path:
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(path)
+    return path
+
+
+def test_whatever_reads_what_a_run_or_a_study_left_refuses_a_pipe(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "checkpoint").mkdir()
+    for name in ("config.toml", "metrics.jsonl", "gns/raw-00000001-00000002.parquet"):
+        pipe(run / name)
+    found = {finding.path.name: finding.problem for finding in check_run(run) if finding.problem}
+    assert all("is a pipe, not a regular file" in found[name] for name in found) and len(found) == 3
+    with pytest.raises(OSError, match="is a pipe"):
+        list(metrics.read_points(run / "metrics.jsonl"))
+    with pytest.raises(TimelineError, match="cannot be read: is a pipe, not a regular file"):
+        build_timeline(pipe(run / "events" / "rank-0000.jsonl").parent.parent)
+    assert noise_scales(run / "metrics.jsonl", 4) == [] and samples_seen(run) == 0
+    with pytest.raises(StudyError, match=r"results\.csv: cannot be read: is a pipe"):
+        ResultTable(pipe(tmp_path / "results.csv"), ["a"], ["a"])
+    with pytest.raises(StudyError, match=r"curve\.csv: cannot be read: is a pipe"):
+        read_curves(pipe(tmp_path / "curve.csv"))
+    search = SearchRecord(tmp_path, {})
+    pipe(search.path)
+    with pytest.raises(RecordError, match="damaged"):
+        search.read()
+    pipe(tmp_path / "sweep" / "sweep.jsonl")
+    with pytest.raises(SweepError, match=r"sweep\.jsonl: cannot be read: is a pipe"):
+        SweepFolder(tmp_path / "sweep").rows()
+    assert save_animation([(1, pipe(tmp_path / "step-1.png"))], tmp_path / "x.gif") == 0
 
 
 def test_points_of_an_endless_file_are_thinned_within_a_bound_of_memory(tmp_path, monkeypatch):

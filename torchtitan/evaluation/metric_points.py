@@ -12,6 +12,7 @@ from torchtitan.files.regular import open_regular
 LONGEST_LINE = 1 << 20  # bytes; a point of 1,000 bins and the noise scale of 64 has 0.1 MB
 MOST_KEPT = 1 << 26  # bytes of lines whose points are held; as objects they take about ten times as much
 LATEST_STEP = 2**63
+_GIVEN_UP = 1 << 28  # bytes without an end of a line, behind which nothing is looked for: a hole, or another file
 
 
 @dataclass
@@ -58,16 +59,18 @@ def read_points(path: Path) -> MetricPoints:
 
 
 def _lines(file: BinaryIO, end: int) -> Iterator[bytes]:
-    """The lines that are not blank, up to a place in the file; of one that is too long, a beginning."""
+    """The lines that are not blank, up to a place in the file; of one that is too long, a beginning; none after a gap."""
     while (left := end - file.tell()) > 0:
         line = file.readline(min(left, LONGEST_LINE))
-        rest = line
-        while rest and not rest.endswith(b"\n") and file.tell() < end:
+        rest, start = line, file.tell()
+        while rest and not rest.endswith(b"\n") and file.tell() < min(end, start + _GIVEN_UP):
             rest = file.readline(min(end - file.tell(), LONGEST_LINE))
         if not line:  # it was cut back meanwhile
             return
         if line.strip():
             yield line
+        if file.tell() >= start + _GIVEN_UP:
+            return
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from torchtitan.files.durable import replacing
+from torchtitan.files.regular import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,8 @@ def save_animation(frames: Sequence[tuple[int, str | os.PathLike]], path: str | 
     pictures = []
     for step, picture_path in _evenly(sorted(dict(frames).items()), MOST_FRAMES):
         try:
-            with Image.open(picture_path, formats=("PNG",)) as file:  # others may start a program
+            # Other formats may start a program.
+            with open_regular(picture_path) as content, Image.open(content, formats=("PNG",)) as file:
                 pictures.append((step, file.convert("RGB")))
         except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
             logger.warning("left out of %s: %s (%s)", path, picture_path, error)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from torchtitan.errors import DamagedFile
 from torchtitan.files.remote_path import AnyPath, RemotePath
+from torchtitan.files.regular import UnsuitableFile, check_regular, open_regular, read_text
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.training.checkpoint import checkpoint_path, checkpoint_steps, verify
 from torchtitan.training.checkpoint_files import read_json
@@ -50,9 +51,11 @@ def check_run(run: AnyPath) -> Iterator[Finding]:
 def _config(path: Path) -> Iterator[Finding]:
     problem = ""
     try:
-        tomllib.loads(path.read_text(encoding="utf-8"))
+        tomllib.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         problem = f"is no TOML: {' '.join(str(error).split())}"
+    except UnsuitableFile as error:
+        problem = str(error.strerror)
     except OSError:
         problem = "is missing or unreadable"
     yield Finding(path, problem, "remove it and start the run's command again: it is written anew" if problem else "")
@@ -63,6 +66,8 @@ def _metrics(path: Path) -> Iterator[Finding]:
         return
     try:
         problem = _damaged_line(path)
+    except UnsuitableFile as error:
+        problem = str(error.strerror)
     except OSError:
         problem = "is unreadable"
     yield Finding(path, problem, "remove that line, or resume the run, which drops what follows its checkpoint" if problem else "")
@@ -70,7 +75,7 @@ def _metrics(path: Path) -> Iterator[Finding]:
 
 def _damaged_line(path: Path) -> str:
     last = -1
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1):
             step = _step_of(line)
             if step is None:
@@ -105,6 +110,7 @@ def _summary(path: Path) -> Iterator[Finding]:
 
 def _parquet(path: Path) -> Iterator[Finding]:
     try:
+        check_regular(path)
         with pq.ParquetFile(path) as file:
             for _ in file.iter_batches():
                 pass

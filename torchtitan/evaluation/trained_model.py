@@ -12,6 +12,7 @@ from data.base import DatasetInfo
 from torchtitan.config import ConfigError, JobConfig, load_config
 from torchtitan.diffusion.objective import Objective
 from torchtitan.files.remote_path import AnyPath
+from torchtitan.files.regular import read_text
 from torchtitan.models import MODELS
 from torchtitan.training.checkpoint import (
     CheckpointError,
@@ -104,7 +105,7 @@ def load_weights(path: Path, config_file: Path, device: torch.device) -> Trained
 def read_config(path: Path) -> JobConfig:
     """The configuration as it was resolved, for as many processes as it then had."""
     try:
-        degrees = tomllib.loads(path.read_text(encoding="utf-8")).get("parallelism", {})
+        degrees = tomllib.loads(read_text(path)).get("parallelism", {})
         processes = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]
         processes = max(int(processes), 1)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+LARGEST_RECORD = 64 << 20  # bytes of a file of settings or results
 _KINDS = {
     stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a folder",
@@ -46,7 +47,7 @@ def open_regular(path: str | bytes | Path) -> BinaryIO:
     return file
 
 
-def read_regular(path: str | bytes | Path, limit: int) -> bytes:
+def read_regular(path: str | bytes | Path, limit: int = LARGEST_RECORD) -> bytes:
     """The whole content of a regular file.
 
     Args:
@@ -65,6 +66,17 @@ def read_regular(path: str | bytes | Path, limit: int) -> bytes:
     if max(size, len(content)) > limit:
         raise UnsuitableFile(errno.EFBIG, f"{max(size, len(content)):,} bytes, more than {limit:,}", path)
     return content
+
+
+def read_text(path: str | bytes | Path, limit: int = LARGEST_RECORD) -> str:
+    """The whole content of a regular file of UTF-8 text, with or without a byte order mark; lines end in `\\n`.
+
+    Raises:
+        UnsuitableFile: it is no regular file, or larger.
+        OSError: it cannot be read.
+        UnicodeDecodeError: it is no such text.
+    """
+    return read_regular(path, limit).decode("utf-8-sig").replace("\r\n", "\n")
 
 
 def refuse_special(path: Path) -> None:

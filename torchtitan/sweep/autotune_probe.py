@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan.config import JobConfig, dump_config, load_config
+from torchtitan.files.regular import read_regular
 from torchtitan.sweep.process import Outcome, run_processes
 
 Goal = Literal["largest", "fastest"]
@@ -136,7 +137,7 @@ def run_probe(config: JobConfig, goal: Goal, repeat: int, how: ProbeProcesses) -
             return Probe(batch_size, repeat, "oom", None, None, None, round(outcome.seconds, 1))
         if outcome.status != "ok":
             raise ProbeFailed(batch_size, outcome, how.log)
-        summary = json.loads((folder / _RUN_NAME / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads(read_regular(folder / _RUN_NAME / "summary.json"))
     return Probe(
         batch_size, repeat, "ok",
         memory_gib=summary["peak_memory_GiB"],

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.files.durable import make_folder, replace_file
+from torchtitan.files.regular import read_regular
 from torchtitan.sweep.autotune_probe import Probe
 
 
@@ -63,7 +64,7 @@ class SearchRecord:
     def read(self) -> None:
         """Take over what an earlier search of the same question has left. Raises RecordError."""
         try:
-            content = json.loads(self.path.read_bytes())
+            content = json.loads(read_regular(self.path))
             self.guess = content["guess"]
             self.probes = [Probe(**probe) for probe in content["probes"]]
             self.batch_size = content["batch_size"]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torchtitan.config_schema import nearest, shown, validate_section
 from torchtitan.config_sources import read_toml, shown_file
+from torchtitan.files.regular import read_text
 from torchtitan.settings import setting
 
 BATCH_KEY = "training.local_batch_size"
@@ -138,7 +139,7 @@ def read_sweep(path: Path) -> Sweep:
         raise _error(path, f"{given[0]}: has no effect while autotune is false (remove it, or set autotune = true)")
     table = plain | {name: _flat_table(path, name, document.get(name, {})) for name in ("fixed", "axes")}
     table["exclude"] = _excludes(path, document.get("exclude", []), table["axes"])
-    sweep = Sweep(path, path.read_text(encoding="utf-8-sig"), table, settings, base)
+    sweep = Sweep(path, read_text(path), table, settings, base)
     sweep.cells = _expand(sweep)
     return sweep
 

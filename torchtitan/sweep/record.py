@@ -18,6 +18,8 @@ from typing import Any
 from torchtitan.config_schema import shown
 from torchtitan.files.durable import append_synced, make_folder, remove_unfinished, replace_file
 from torchtitan.files.ownership import LOCK_FILE, is_foreign
+from torchtitan.files.ownership import is_foreign
+from torchtitan.files.regular import read_regular, read_text
 from torchtitan.sweep.grid import Sweep, SweepError, saved_table
 from torchtitan.training.run_lock import Busy
 
@@ -115,17 +117,22 @@ class SweepFolder:
         append_synced(self.path / STATE_FILE, (json.dumps(row) + "\n").encode())
 
     def _read(self, name: str) -> str:
-        return (self.path / name).read_text(encoding="utf-8")
+        try:
+            return read_text(self.path / name)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise SweepError(f"{self.path / name}: cannot be read: {error.strerror}") from error
 
     def _files(self, sweep: Sweep) -> dict[str, str]:
         files = {SWEEP_FILE: sweep.text}
         if sweep.base is not None:
-            files[BASE_FILE] = sweep.base.read_text(encoding="utf-8-sig")
+            files[BASE_FILE] = read_text(sweep.base)
         return files
 
     def _drop_torn_line(self) -> None:
         path = self.path / STATE_FILE
-        content = path.read_bytes() if path.exists() else b""
+        content = read_regular(path) if path.exists() else b""
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             os.truncate(path, whole)

@@ -13,6 +13,7 @@ from PIL import Image
 from torchtitan.files.durable import replace_file
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.patient_file import MIB, PatientFile
+from torchtitan.files.regular import read_text
 
 _MOST_KEPT = 16 * MIB  # of events that TensorBoard's file lacks
 
@@ -115,7 +116,7 @@ def as_png(picture: Image.Image) -> bytes:
 def _wandb_id(folder: Path) -> str:
     path = folder / "wandb_id"
     try:
-        known = path.read_text(encoding="utf-8").strip()
+        known = read_text(path).strip()
     except FileNotFoundError:
         known = ""
     if not known:

@@ -8,8 +8,10 @@ from typing import Any
 
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.ownership import refuse_foreign_file
+from torchtitan.files.regular import read_regular
 from torchtitan.training.events import EVENTS_FOLDER
 
+_LARGEST_FILE = 1 << 30  # bytes of the events of a rank
 # What every trace begins with, by which one that was written before is known.
 _START = b'{"displayTimeUnit": "ms", "traceEvents": ['
 
@@ -71,7 +73,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
     try:
         if not path.stem.removeprefix("rank-").isdecimal():
             raise TimelineError(f"{path}: is not named by a rank (move it elsewhere)")
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_regular(path, _LARGEST_FILE).decode(errors="replace").splitlines()
     except OSError as error:
         raise TimelineError(f"{path}: cannot be read: {error.strerror}") from error
     events = [event for event in map(_parse, lines) if event is not None]

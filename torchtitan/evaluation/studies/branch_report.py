@@ -20,6 +20,7 @@ from torchtitan.evaluation.studies.branch_decision import (
 )
 from torchtitan.evaluation.studies.branch_test import START, BranchTest
 from torchtitan.evaluation.studies.frame import Row, number
+from torchtitan.files.regular import read_regular
 from torchtitan.gns.capture import GEOMETRIES
 from torchtitan.markdown import inline, markdown_table
 from torchtitan.training.metrics import METRICS_FILE
@@ -27,6 +28,7 @@ from torchtitan.training.metrics import METRICS_FILE
 WEIGHTS = {"ema/": "weights averaged over the branch", "": "trained weights"}
 DECIDING = "ema/"  # the last step's noise does not decide
 WHOLE = "loss"
+_LARGEST_METRICS = 1 << 30  # bytes
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def noise_scales(metrics: Path, step: int) -> list[NoiseScale]:
     """The last estimates that a run had logged when its checkpoint was written, by geometry; without any: none."""
     latest: dict[str, NoiseScale] = {}
     try:
-        lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_regular(metrics, _LARGEST_METRICS).decode(errors="replace").splitlines()
     except OSError:
         return []
     for line in lines:

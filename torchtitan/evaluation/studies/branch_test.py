@@ -47,6 +47,7 @@ from torchtitan.evaluation.validation import validation_loss
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.ownership import LOCK_FILE
 from torchtitan.files.remote_path import AnyPath
+from torchtitan.files.regular import read_regular
 from torchtitan.training.checkpoint import (
     CheckpointError,
     checkpoint_path,
@@ -103,7 +104,7 @@ class BranchTest:
 
     def settings(self) -> dict:
         """What all rows of a folder must share."""
-        manifest = (self.checkpoint / "manifest.json").read_bytes()
+        manifest = read_regular(self.checkpoint / "manifest.json")
         return {
             "samples": self.samples,
             "lr at factor 1": self.options.lr,
@@ -254,7 +255,9 @@ def _hold_to_settings(test: BranchTest) -> None:
         replace_file(path, json.dumps(asked, indent=1) + "\n")
         return
     try:
-        there = dict(json.loads(path.read_text(encoding="utf-8")))
+        there = dict(json.loads(read_regular(path)))
+    except OSError as error:
+        raise StudyError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, RecursionError):
         raise StudyError(f"{path}: damaged (move the folder away, or give --output)") from None
     differing = [name for name, value in asked.items() if there.get(name) != value]

@@ -25,6 +25,7 @@ from torchtitan.distributed.mesh import ParallelismConfig
 from torchtitan.evaluation.studies.frame import StudyError
 from torchtitan.files.durable import make_folder, replace_file, sync
 from torchtitan.files.remote_path import AnyPath
+from torchtitan.files.regular import open_regular, read_regular
 from torchtitan.training.checkpoint import CheckpointConfig, Checkpointer, checkpoint_path, checkpoint_steps
 from torchtitan.training.checkpoint_reading import read_state
 from torchtitan.training.checkpoint_store import store_of
@@ -301,13 +302,13 @@ def train_branch(branch: Path, processes: int, lock: int, progress: Callable[[in
         raise KeyboardInterrupt
     if process.returncode:
         raise _failure(branch, process.returncode)
-    if skipped := json.loads((branch / "summary.json").read_bytes()).get("skipped_steps"):
+    if skipped := json.loads(read_regular(branch / "summary.json")).get("skipped_steps"):
         raise Diverged(f"the gradient norm is not finite: {skipped} steps were skipped")
 
 
 def samples_seen(branch: Path) -> int:
     try:
-        with open(branch / METRICS_FILE, "rb") as file:
+        with open_regular(branch / METRICS_FILE) as file:
             file.seek(-min(os.fstat(file.fileno()).st_size, 8192), os.SEEK_END)
             lines = file.read().split(b"\n")
         return int(json.loads(lines[-2])["n_images_seen"])
@@ -317,7 +318,7 @@ def samples_seen(branch: Path) -> int:
 
 def _failure(branch: Path, code: int) -> BranchFailed:
     try:
-        summary = json.loads((branch / "summary.json").read_bytes())
+        summary = json.loads(read_regular(branch / "summary.json"))
     except (OSError, ValueError):
         summary = {}
     if summary.get("status") in ("failed", "oom"):

@@ -15,6 +15,7 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.evaluation.studies.frame import StudyError, as_text
 from torchtitan.evaluation.timestep_errors import TimestepNodes, in_currency
 from torchtitan.files.durable import replacing
+from torchtitan.files.regular import check_regular
 
 COLUMNS = (
     "weights", "step", "index", "t", "log_sigma", "training_density", "images", "error", "stderr", "noise_error",
@@ -120,7 +121,7 @@ def read_curves(path: Path) -> list[LossCurve]:
         StudyError: it cannot be read, is no such table, or a value is wrong: the message names the row.
     """
     try:
-        if path.stat().st_size > _LARGEST_TABLE:
+        if check_regular(path).st_size > _LARGEST_TABLE:
             raise StudyError(f"{path}: is too large for a curve.csv of loss_curve")
         with open(path, encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)

@@ -28,11 +28,14 @@ from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples
 from torchtitan.evaluation.trained_model import TrainedModel, WeightsError, load_run, read_config
 from torchtitan.files.durable import append_synced, replace_file
 from torchtitan.files.ownership import is_foreign
+from torchtitan.files.regular import read_regular
 from torchtitan.gns.offline import GradientError
 from torchtitan.gns.published import EstimateFailed
 from torchtitan.markdown import inline, markdown_table
 from torchtitan.training.checkpoint import CheckpointError, checkpoint_path, checkpoint_steps
 from torchtitan.training.checkpoint_location import run_checkpoints
+
+_LARGEST_TABLE = 1 << 28  # bytes
 
 Row = dict[str, str]
 Cell = dict[str, Any]
@@ -192,7 +195,10 @@ class ResultTable:
             self._begun = True
 
     def _read(self) -> None:
-        content = self.path.read_bytes()
+        try:
+            content = read_regular(self.path, _LARGEST_TABLE)
+        except OSError as error:
+            raise StudyError(f"{self.path}: cannot be read: {error.strerror}") from error
         whole = content[: content.rfind(b"\n") + 1]
         reader = csv.DictReader(io.StringIO(whole.decode("utf-8", errors="replace"), newline=""))
         if not (reader.fieldnames == self._columns if whole else self._header.encode().startswith(content)):

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torchtitan.config import JobConfig
 from torchtitan.config_record import config_differences, effective
 from torchtitan.files.durable import make_folder, replace_file
+from torchtitan.files.regular import read_regular
 
 _FILE = "run.json"
 
@@ -30,7 +31,7 @@ def refuse_other_run(results: Path, run: Run) -> None:
     """
     path = results / _FILE
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = json.loads(read_regular(path))
         other, config = kept["run"], kept["config"]
         if not (isinstance(other, str) and isinstance(config, dict)):
             raise ValueError("no run and its configuration")

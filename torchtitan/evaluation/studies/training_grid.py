@@ -25,6 +25,7 @@ from torchtitan.config_places import place_problems
 from torchtitan.evaluation.studies.branch_training import samples_seen
 from torchtitan.evaluation.studies.frame import ResultTable, StudyError, require_own_folder
 from torchtitan.files.durable import make_folder, replace_file
+from torchtitan.files.regular import read_text
 from torchtitan.sweep.process import Outcome, Stopped, run_processes
 from torchtitan.training.checkpoint import checkpoint_steps
 from torchtitan.training.run_lock import Busy, RunLock
@@ -179,7 +180,7 @@ def _is_missing(grid: TrainingGrid, table: ResultTable, name: str, retry_failed:
     if row["status"] == "ok":  # plan_grid has compared the folder's configuration
         return config.training.steps not in checkpoint_steps(grid.run_folder(name) / "checkpoint")
     try:
-        asked = tomllib.loads(_request(grid.folder, name).read_text(encoding="utf-8"))
+        asked = tomllib.loads(read_text(_request(grid.folder, name)))
     except (OSError, ValueError):
         return True
     return retry_failed or bool(_differences(asked, config))
@@ -235,7 +236,7 @@ def _refuse_other_places(config: JobConfig, folder: Path, name: str) -> None:
 
 def _refuse_other_run(folder: Path, config: JobConfig) -> None:
     try:
-        old = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        old = tomllib.loads(read_text(folder / "config.toml"))
     except FileNotFoundError:
         if checkpoint_steps(folder / "checkpoint"):
             raise StudyError(
