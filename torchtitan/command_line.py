@@ -33,8 +33,9 @@ def exit_code(main: Callable[[], int]) -> int:
     """Run a command: the border between it and what has started it.
 
     Returns:
-        what the command returns; 2 if RANK, WORLD_SIZE or the like are no such numbers; 75 if another process is at work in its folder, 141 if the reader of its output has gone
-        (as in `--help | head -1`; nothing is said), 1 if the output cannot be written.
+        what the command returns; 2 if RANK, WORLD_SIZE or the like are no such numbers; 75 if another process is at work
+        in its folder, 141 if the reader of its output has gone (as in `--help | head -1`; nothing is said), 1 if the
+        output cannot be written.
     """
     _open_standard_files()
     escape_output()

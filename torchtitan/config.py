@@ -54,7 +54,6 @@ __all__ = [
 # What `model.name` and `data.name` choose from, and what they are when not given.
 REGISTRIES: dict[str, dict[str, Any]] = {"model": MODELS, "data": DATASETS}
 DEFAULT_NAMES = {"model": "dit", "data": "digits"}
-MOST_STRANGERS = 100  # unknown sections of a file that are listed, each with the nearest known one
 
 
 @dataclass(kw_only=True)
@@ -342,11 +341,6 @@ def _merge(
     known = _keys(config)
     values: dict[str, dict[str, Any]] = {section.name: {} for section in dataclasses.fields(JobConfig)}
     origins, problems = {}, []
-    strangers = [section for section in document if section not in values]
-    if unlisted := set(strangers[MOST_STRANGERS:]):
-        document = {section: table for section, table in document.items() if section not in unlisted}
-        problems.append(Problem("the file", f"has {len(strangers)} sections and keys that are unknown; those after the "
-                                f"first {MOST_STRANGERS} are not listed"))
     for section, table in document.items():
         if section not in values:
             text = _unknown_in_file(section, table, known) if len(problems) < MOST_SHOWN else "is unknown too"

@@ -288,6 +288,9 @@ def clone(tmp_path) -> Path:
     (tmp_path / ".venv/bin").mkdir(parents=True)
     for name in ("train.sh", "status.sh"):
         (tmp_path / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
+    (tmp_path / "torchtitan/distributed").mkdir(parents=True)
+    guard = "torchtitan/distributed/parent_death.py"
+    (tmp_path / guard).write_bytes((ROOT / guard).read_bytes())
     (tmp_path / "scripts/environment.sh").write_text(f"root={tmp_path}\nvenv=$root/.venv\nset_up() {{ :; }}\n")
     (tmp_path / "small.toml").write_text(CONFIG)
     python = tmp_path / ".venv/bin/python"

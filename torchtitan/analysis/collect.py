@@ -190,7 +190,8 @@ def _search(folders: Iterable[Path]) -> tuple[dict[Path, Path], list[Sweep]]:
 
 def _is_run(folder: Path) -> bool:
     # os.path, unlike Path, takes a name that no folder can have, of a sweep's row, for one that is not there.
-    return any(os.path.isfile(folder / name) for name in RUN_FILES) or (os.path.isdir(folder) and is_torchditan_run(folder))
+    logged = any(os.path.isfile(folder / name) for name in RUN_FILES)
+    return logged or (os.path.isdir(folder) and is_torchditan_run(folder))
 
 
 def _name(path: Path, base: Path) -> str:

@@ -4,8 +4,8 @@ import os
 import re
 
 _LEAST = {
-    "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
-    "NGPU": 1,
+    "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0,
+    "TORCHELASTIC_MAX_RESTARTS": 0, "NGPU": 1,
 }  # fmt: skip
 _ADVICE = "torchrun sets it; unset it for a single process"
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -32,8 +32,8 @@ def launch_number(name: str, default: int) -> int:
 def check_launch() -> None:
     """Check the numbers of the launcher against one another. Raises LaunchError."""
     world_size = launch_number("WORLD_SIZE", 0)
-    local_world_size = launch_number("LOCAL_WORLD_SIZE", world_size)
-    for name, whole, count in (("RANK", "WORLD_SIZE", world_size), ("LOCAL_RANK", "LOCAL_WORLD_SIZE", local_world_size)):
+    local = launch_number("LOCAL_WORLD_SIZE", world_size)
+    for name, whole, count in (("RANK", "WORLD_SIZE", world_size), ("LOCAL_RANK", "LOCAL_WORLD_SIZE", local)):
         rank = launch_number(name, 0)
         if count and rank >= count:
             raise LaunchError(f"{name}: must be below {whole} = {count}, is {rank} ({_ADVICE})")

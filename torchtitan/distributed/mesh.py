@@ -117,7 +117,8 @@ def compute_device() -> torch.device:
         return torch.device("cpu")
     index, count = launch_number("LOCAL_RANK", 0), torch.cuda.device_count()
     if index >= count:
-        raise LaunchError(f"LOCAL_RANK: {index}, but this process sees {count} GPUs (start fewer processes on this machine)")
+        advice = "start fewer processes on this machine"
+        raise LaunchError(f"LOCAL_RANK: {index}, but this process sees {count} GPUs ({advice})")
     return torch.device("cuda", index)
 
 

@@ -1,4 +1,4 @@
-"""Names in matplotlib's pictures are text: a `$` in them begins no formula, a control character does nothing, an endless one is cut."""
+"""Names in matplotlib's pictures are text: a `$` begins no formula, controls do nothing, endless ones are cut."""
 
 from matplotlib.figure import Figure
 from matplotlib.text import Text

@@ -59,7 +59,7 @@ def read_points(path: Path) -> MetricPoints:
 
 
 def _lines(file: BinaryIO, end: int) -> Iterator[bytes]:
-    """The lines that are not blank, up to a place in the file; of one that is too long, a beginning; none after a gap."""
+    """The lines that are not blank, up to a place in the file; of a long one, a beginning; none after a gap."""
     while (left := end - file.tell()) > 0:
         line = file.readline(min(left, LONGEST_LINE))
         rest, start = line, file.tell()

@@ -399,7 +399,7 @@ def differing_settings(runs: Sequence[RunRecord]) -> tuple[list[str], list[str]]
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON or TOML is a number that means and charts can hold: 0, or from 1e-100 to 1e100 in size."""
+    """Whether a value of JSON or TOML is a number for means and charts: 0, or from 1e-100 to 1e100 in size."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return value == 0 or _SMALLEST_NUMBER <= abs(value) <= _LARGEST_NUMBER
