@@ -18,7 +18,6 @@ from typing import Any
 from torchtitan.config_schema import shown
 from torchtitan.files.durable import append_synced, make_folder, remove_unfinished, replace_file
 from torchtitan.files.ownership import LOCK_FILE, is_foreign
-from torchtitan.files.ownership import is_foreign
 from torchtitan.files.regular import read_regular, read_text
 from torchtitan.sweep.grid import Sweep, SweepError, saved_table
 from torchtitan.training.run_lock import Busy
