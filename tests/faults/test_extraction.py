@@ -86,7 +86,7 @@ def test_rank_that_fails_says_why_and_the_others_end_too(words, straight, tmp_pa
     (store / "shard-00003.safetensors").mkdir()
     ranks = Ranks(["--output", str(store), *words], 2)
     assert ranks.wait() == [1, 1]
-    assert "rank 1: " in ranks.said() and "shard-00003.safetensors: Is a directory" in ranks.said()
+    assert "rank 1: " in ranks.said() and "shard-00003.safetensors: is a folder, not a regular file" in ranks.said()
     assert "rank 0: lost another rank" in ranks.said()
     (store / "shard-00003.safetensors").rmdir()
     assert Ranks(["--output", str(store), *words], 1).wait() == [0]

@@ -141,7 +141,7 @@ def test_a_status_that_one_place_refuses_is_written_to_the_other(tmp_path, monke
     write_status(tmp_path, "failed", 1, "it fell")
     assert json.loads((tmp_path / "for the launcher").read_text())["reason"] == "it fell"
     assert caplog.messages == [
-        f"{tmp_path}/status.json: the status cannot be written: Is a directory; the run has ended: failed"
+        f"{tmp_path}/status.json: the status cannot be written: is a folder, not a regular file; the run has ended: failed"
     ]
     with pytest.raises(RunFolderError, match="status.json: cannot be removed: "):
         remove_status(tmp_path)

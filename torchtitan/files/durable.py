@@ -51,7 +51,7 @@ def replacing(path: Path) -> Iterator[Path]:
     not what it names.
 
     Raises:
-        OSError: it cannot be brought to the disk, or is a pipe or a device; `path` is as it was.
+        OSError: it cannot be brought to the disk, or is a pipe, a device or a folder; `path` is as it was.
     """
     refuse_special(path)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")

@@ -80,10 +80,10 @@ def read_text(path: str | bytes | Path, limit: int = LARGEST_RECORD) -> str:
 
 
 def refuse_special(path: Path) -> None:
-    """Make sure that a path which is to be replaced is no pipe, socket or device. Raises UnsuitableFile."""
+    """Make sure that a path which is to be replaced is no pipe, socket, device or folder. Raises UnsuitableFile."""
     with suppress(FileNotFoundError, NotADirectoryError):
         status = path.lstat()
-        if not (stat.S_ISLNK(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        if not stat.S_ISLNK(status.st_mode):
             _refuse_special(status, path)
 
 
