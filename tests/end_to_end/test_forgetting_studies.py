@@ -107,9 +107,9 @@ def test_no_training_changes_nothing(run, flow_run, study, tmp_path):
 def test_slots_of_a_file_are_used(run, study, tmp_path):
     edges = tmp_path / "edges.json"
     edges.write_text('{"unit": "index", "edges": [0, 100, 1000]}')
-    options = [*SMALL, "--finetune-steps", "0", "--seeds", "1", "--gradient-samples", "0", "--output", tmp_path]
+    options = [*SMALL, "--finetune-steps", "0", "--seeds", "1", "--gradient-samples", "0", "--output", tmp_path / "study"]
     assert study("forgetting", run, "--slots-file", edges, *options)[0] == 0
-    assert {row["measured_timesteps"] for row in table(tmp_path / "matrix.csv")} == {"0-99", "100-999"}
+    assert {row["measured_timesteps"] for row in table(tmp_path / "study" / "matrix.csv")} == {"0-99", "100-999"}
 
 
 def test_oracle_replacement_leaves_a_table_and_goes_on_where_it_was(run, study, tmp_path):

@@ -44,7 +44,6 @@ OPEN: dict[str, str] = {
     "classes: 10^6 classes": "a list this long takes more than 10 s",
     "store: index with 2^31 - 1 classes": "too large a model ends with exit code 1",
     "run: metrics.jsonl of 3 GiB": "a line of 3 GiB is read in pieces for more than 10 s",
-    "surroundings: a status file of the user's folder": "a file is written beside it and removed again",
 }
 
 

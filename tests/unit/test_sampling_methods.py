@@ -238,7 +238,7 @@ def test_every_key_of_the_method_is_an_option(script):
          "--guidance-interval: [0.9, 0.1] runs backwards (give the lower t first, both in 0..1)"),
         ("--ddim-eta 0.5", "--ddim-eta: has no effect when sampling.solver = euler (leave it out)"),
         ("--solver ddim --ddim-eta 2", "--ddim-eta: must be at least 0 and at most 1, is 2.0"),
-        ("--num-steps 0", "--num-steps: must be at least 1, is 0"),
+        ("--num-steps 0", "--num-steps: must be at least 1 and at most 1000000, is 0"),
     ],
 )
 def test_options_that_cannot_be_drawn_are_refused(script, monkeypatch, arguments, line):
