@@ -35,16 +35,6 @@ ALWAYS = (
     "sweep: a fixed job.dump_folder", "analysis: names of markup", "configuration: 100,000 loader processes",
     "parquet: names that are no list", "parquet: negative labels", "folder: a home that is not there",
 )  # fmt: skip
-# What is not mended: name -> what remains to be done. The tests say so for each, in their summary.
-OPEN: dict[str, str] = {
-    "image: PGM with a comment of 60 MiB": "the decoder reads a comment byte by byte",
-    "parquet of CIFAR: PostScript": "images are first decoded at work, which ends with exit code 1",
-    "parquet of CIFAR: images of another size": "images are first decoded at work, which ends with exit code 1",
-    "parquet of CIFAR: one image of 1 MiB 4,000 times": "a file is read as a whole, dictionaries unfolded",
-    "classes: 10^6 classes": "a list this long takes more than 10 s",
-    "store: index with 2^31 - 1 classes": "too large a model ends with exit code 1",
-    "run: metrics.jsonl of 3 GiB": "a line of 3 GiB is read in pieces for more than 10 s",
-}
 
 
 def ordinary() -> list[str]:

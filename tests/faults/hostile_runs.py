@@ -89,7 +89,10 @@ for _name in ("metrics.jsonl", "config.toml", "summary.json", "status.json", ".l
 for _name in ("checkpoint", "samples", "gns", "profile", "events", "tb", "faults"):
     run_folder(f"{_name} is a link to a folder of the user's", adds=("precious",))(_in_place(_name, _link_to_folder))
 for _name in ("config.toml", "summary.json", "metrics.jsonl"):
-    run_folder(f"{_name} of 3 GiB")(_in_place(_name, _hole))
+    # Metrics are read through once, however many they are.
+    run_folder(f"{_name} of 3 GiB", **({"long": True, "seconds": 30.0} if _name == "metrics.jsonl" else {}))(
+        _in_place(_name, _hole)
+    )
     run_folder(f"{_name} is a link to /dev/zero")(_in_place(_name, lambda path,
                                                             place: path.symlink_to(device(place, "zero"))))  # fmt: skip
 for _name in ("manifest.json", "state.json", "shard-00001.safetensors"):
