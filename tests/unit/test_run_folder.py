@@ -63,30 +63,30 @@ def test_a_folder_that_a_user_has_filled_is_refused_and_left_as_it_was(tmp_path,
 
 @pytest.mark.parametrize("name", ["notes.txt", ".cache/weights", "step-one/state.json", ".step-00000001-mine/a"])
 def test_a_folder_of_checkpoints_that_a_user_has_filled_is_refused_and_left_as_it_was(tmp_path, name):
-    path = tmp_path / "home" / "one" / name
+    path = tmp_path / "elsewhere" / "one" / name
     path.parent.mkdir(parents=True)
     path.write_text("mine")
-    before = contents(tmp_path / "home")
-    with pytest.raises(RunFolderError, match=rf"^checkpoint.folder: .*/home/one: holds {name.split('/')[0]}, which is no"):
-        run_at(tmp_path / "outputs", "--checkpoint.folder", str(tmp_path / "home")).open()
-    assert contents(tmp_path / "home") == before
+    before = contents(tmp_path / "elsewhere")
+    with pytest.raises(RunFolderError, match=rf"^checkpoint.folder: .*/elsewhere/one: holds {name.split('/')[0]}, which is no"):
+        run_at(tmp_path / "outputs", "--checkpoint.folder", str(tmp_path / "elsewhere")).open()
+    assert contents(tmp_path / "elsewhere") == before
 
 
 def test_a_users_file_with_the_name_of_an_owner_record_gives_no_folder_away(tmp_path):
-    (tmp_path / "home" / "one").mkdir(parents=True)
-    (tmp_path / "home" / "one" / "checkpoint_owner.json").write_text("not a record")
-    (tmp_path / "home" / "one" / "thesis.txt").write_text("mine")
-    before = contents(tmp_path / "home")
+    (tmp_path / "elsewhere" / "one").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "one" / "checkpoint_owner.json").write_text("not a record")
+    (tmp_path / "elsewhere" / "one" / "thesis.txt").write_text("mine")
+    before = contents(tmp_path / "elsewhere")
     with pytest.raises(RunFolderError, match="holds the checkpoints of another run, whose checkpoint_owner.json is damaged"):
-        run_at(tmp_path / "outputs", "--checkpoint.folder", str(tmp_path / "home")).open()
-    assert contents(tmp_path / "home") == before
+        run_at(tmp_path / "outputs", "--checkpoint.folder", str(tmp_path / "elsewhere")).open()
+    assert contents(tmp_path / "elsewhere") == before
 
 
 def test_a_users_files_may_lie_in_a_folder_that_is_a_runs(tmp_path):
-    opened(run_at(tmp_path, "--checkpoint.folder", str(tmp_path / "home")))
-    for folder in (tmp_path / "one", tmp_path / "home" / "one"):
+    opened(run_at(tmp_path, "--checkpoint.folder", str(tmp_path / "elsewhere")))
+    for folder in (tmp_path / "one", tmp_path / "elsewhere" / "one"):
         (folder / "notes.txt").write_text("mine")
-    run = opened(run_at(tmp_path, "--checkpoint.folder", str(tmp_path / "home")))
+    run = opened(run_at(tmp_path, "--checkpoint.folder", str(tmp_path / "elsewhere")))
     assert (run.path / "notes.txt").read_text() == "mine"
 
 
