@@ -103,6 +103,8 @@ def test_training_is_the_same_bit_for_bit_with_and_without_decoding(runs):
         assert tensors[0].keys() == tensors[1].keys()
         assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
         states = [json.loads((checkpoint / "state.json").read_text()) for checkpoint in checkpoints]
+        for state in states:  # what the runs are called, that one of them decodes, and points with their times
+            del state["config"]["job"], state["config"]["autoencoder"], state["reports"]
         assert states[0] == states[1]
 
 

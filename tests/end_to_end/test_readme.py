@@ -1,5 +1,6 @@
 """The commands of the README are accepted as they stand."""
 
+import io
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from PIL import Image
 
 from tests.launcher import ROOT
 
@@ -19,8 +21,10 @@ COMMANDS = re.findall(r"^\|[^|]+\| `([^`]+)`\s*(?:\([^|]*\))?\s*\|$", README, re
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A CIFAR-10 folder of twenty blank images that are never read."""
-    rows = [{"img": {"bytes": b"never decoded", "path": ""}, "label": i % 10} for i in range(20)]
+    """A CIFAR-10 folder of twenty blank images."""
+    content = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(content, "PNG")
+    rows = [{"img": {"bytes": content.getvalue(), "path": ""}, "label": i % 10} for i in range(20)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train-00000-of-00001.parquet")
     return tmp_path
 

@@ -158,7 +158,9 @@ def _write_records(outputs: Path) -> None:
 
 def state_of(trainer: Trainer) -> str:
     """Everything that training would go on from, as a digest."""
-    digest = hashlib.sha256(json.dumps(trainer.state(), sort_keys=True).encode())
+    # The command that a run was started by, and what the disk may not hold yet of its reports, are not trained from.
+    state = {name: part for name, part in trainer.state().items() if name not in ("config", "reports")}
+    digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode())
     for name, tensor in sorted(trainer.tensors().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().numpy().tobytes())

@@ -71,32 +71,35 @@ def _adopt_orphans() -> None:
 
 
 def _descendants(root: int) -> list[int]:
+    # A dead one may have been alive when what it started was looked at, which had it for a parent still.
     children: dict[int, list[int]] = {}
-    for pid, parent in _processes():
+    dead = set()
+    for pid, parent, alive in _processes():
         children.setdefault(parent, []).append(pid)
+        if not alive:
+            dead.add(pid)
     found, waiting = [], [root]
     while waiting:
         below = children.get(waiting.pop(), [])
         found += below
         waiting += below
-    return found
+    return [pid for pid in found if pid not in dead]
 
 
-def _processes() -> list[tuple[int, int]]:
-    """(pid, pid of the parent) of every process that is not dead."""
+def _processes() -> list[tuple[int, int, bool]]:
+    """(pid, pid of the parent, whether it is alive) of every process; the dead ones whose end nobody has noted yet."""
     if sys.platform != "linux":
         table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True).stdout
         entries = [line.split() for line in table.splitlines()]
         # `ps` itself is among them, and gone.
-        return [(int(pid), int(parent)) for pid, parent, state in entries if state[0] != "Z" and _exists(int(pid))]
+        return [(int(pid), int(parent), state[0] != "Z" and _exists(int(pid))) for pid, parent, state in entries]
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent, *_ = path.read_text().rpartition(")")[2].split()
         except OSError:  # it has ended
             continue
-        if state not in "ZX":
-            found.append((int(path.parent.name), int(parent)))
+        found.append((int(path.parent.name), int(parent), state not in "ZX"))
     return found
 
 
