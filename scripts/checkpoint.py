@@ -21,8 +21,8 @@ from torchtitan.command_line import OneLineParser, readable_size, run_program
 from torchtitan.config import ConfigError, JobConfig
 from torchtitan.evaluation.run_check import Finding, check_run
 from torchtitan.evaluation.trained_model import load_run, read_config
-from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.files.regular import read_regular
+from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.models import MODELS
 from torchtitan.models.dit.conversion import (
     LAYOUTS,

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchtitan.errors import DamagedFile
-from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.files.regular import UnsuitableFile, check_regular, open_regular, read_text
+from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.training.checkpoint import checkpoint_path, checkpoint_steps, verify
 from torchtitan.training.checkpoint_files import read_json

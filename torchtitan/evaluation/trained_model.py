@@ -11,8 +11,8 @@ from data import DATASETS
 from data.base import DatasetInfo
 from torchtitan.config import ConfigError, JobConfig, load_config
 from torchtitan.diffusion.objective import Objective
-from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.regular import read_text
+from torchtitan.files.remote_path import AnyPath
 from torchtitan.models import MODELS
 from torchtitan.training.checkpoint import (
     CheckpointError,

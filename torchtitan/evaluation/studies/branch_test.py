@@ -46,8 +46,8 @@ from torchtitan.evaluation.trained_model import WeightsError, load_run, read_con
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.ownership import LOCK_FILE
-from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.regular import read_regular
+from torchtitan.files.remote_path import AnyPath
 from torchtitan.training.checkpoint import (
     CheckpointError,
     checkpoint_path,

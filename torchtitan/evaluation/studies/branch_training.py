@@ -24,8 +24,8 @@ from torchtitan.distributed.agreement import StopRequest
 from torchtitan.distributed.mesh import ParallelismConfig
 from torchtitan.evaluation.studies.frame import StudyError
 from torchtitan.files.durable import make_folder, replace_file, sync
-from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.regular import open_regular, read_regular
+from torchtitan.files.remote_path import AnyPath
 from torchtitan.training.checkpoint import CheckpointConfig, Checkpointer, checkpoint_path, checkpoint_steps
 from torchtitan.training.checkpoint_reading import read_state
 from torchtitan.training.checkpoint_store import store_of
