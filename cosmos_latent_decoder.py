@@ -27,11 +27,11 @@ from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents,
 from torchtitan.autoencoders.latent_files import LatentFile, find_latents, open_latents, save_latents
 from torchtitan.autoencoders.reconstruction import psnr, side_by_side
 from torchtitan.autoencoders.tiling import in_tiles
-from torchtitan.command_line import OneLineParser, run_program
 from torchtitan.distributed.mesh import compute_device
-from torchtitan.evaluation.pictures import save_image
 from torchtitan.files.durable import make_folder, replacing
-from torchtitan.training.weight_files import WeightsError, refuse_existing
+from torchtitan.files.weight_files import WeightsError, refuse_existing
+from torchtitan.pictures.grids import save_image
+from torchtitan.processes.command_line import OneLineParser, run_program
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -9,10 +9,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchtitan.analysis.collect import NoRuns
-from torchtitan.analysis.findings import headlines
-from torchtitan.analysis.report import analyse, refuse_other_files, write_report
-from torchtitan.command_line import OneLineParser, run_program
+from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.runs.analysis.collect import NoRuns
+from torchtitan.runs.analysis.findings import headlines
+from torchtitan.runs.analysis.report import analyse, refuse_other_files, write_report
 from torchtitan.terminal import shortened
 
 LONGEST_LINE = 1000  # characters printed of a remark or a headline

@@ -8,15 +8,15 @@ import logging
 import os
 import sys
 
-from torchtitan.distributed.parent_death import end_with_launcher
+from torchtitan.processes.parent_death import end_with_launcher
 
 if __name__ == "__main__":
     end_with_launcher()  # before the seconds that importing torch takes
 
-from torchtitan.command_line import exit_code
-from torchtitan.config import ConfigError, help_text, load_config, report_and_exit
-from torchtitan.distributed.launch import launch_number
-from torchtitan.distributed.restarts import FAILED, REFUSED, forbid_restart
+from torchtitan.config.job import ConfigError, help_text, load_config, report_and_exit
+from torchtitan.processes.command_line import exit_code
+from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
+from torchtitan.processes.launch import launch_number
 
 
 def main(arguments: list[str]) -> int:
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
         from torchtitan.evaluation.decoding import run_decoder
 
         try:
-            run_decoder(config)
+            run_decoder(config.autoencoder, config.data, config.draws_pictures)
         except (AutoencoderError, DatasetError) as error:
             print(error, file=sys.stderr)
             return REFUSED

@@ -24,11 +24,11 @@ sys.path.insert(0, str(ROOT))
 import torch
 from tqdm import tqdm
 
-from torchtitan.config import load_config
+from torchtitan.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from torchtitan.config.job import load_config
+from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
-from torchtitan.training.checkpoint import CheckpointConfig, Checkpointer
 from torchtitan.training.hardware import device_name
-from torchtitan.training.run_folder import versions
 
 
 def main() -> None:

@@ -17,10 +17,10 @@ sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm
 
-from torchtitan.config import load_config
-from torchtitan.sweep.autotune import autotune
-from torchtitan.sweep.autotune_probe import ProbeProcesses, run_probe
-from torchtitan.training.run_folder import versions
+from torchtitan.config.job import load_config
+from torchtitan.experiments.autotune.probe import ProbeProcesses, run_probe
+from torchtitan.experiments.autotune.tuning import autotune
+from torchtitan.runs.folder import versions
 
 CONFIG = """
 [model]

@@ -19,10 +19,10 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from benchmarks.trainer_overhead import CLASSES, SHAPE, interleaved, median_interval
-from torchtitan.config import load_config
+from torchtitan.config.job import load_config
+from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import device_name
-from torchtitan.training.run_folder import versions
 
 TRACKS = [{"name": "constant"}, {"name": "half_life", "kind": "half_life"}, {"name": "power", "kind": "power"}]
 

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtitan.config import load_config
+from torchtitan.config.job import load_config
 from torchtitan.distributed.mesh import process_group
 from torchtitan.distributed.parallelize import local
 from torchtitan.estimate.memory import estimate_memory
+from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import device_name
-from torchtitan.training.run_folder import versions
 
 MODELS = {
     "debug": ["--model.flavor", "debug"],

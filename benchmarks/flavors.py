@@ -17,13 +17,13 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from torchtitan.analysis.measures import measure_run
-from torchtitan.evaluation.run_record import read_run
-from torchtitan.sweep.grid import read_sweep
-from torchtitan.sweep.record import SweepFolder
-from torchtitan.sweep.runner import plan_sweep, run_sweep
+from torchtitan.experiments.grid import read_sweep
+from torchtitan.experiments.record import SweepFolder
+from torchtitan.experiments.runner import plan_sweep, run_sweep
+from torchtitan.runs.analysis.measures import measure_run
+from torchtitan.runs.folder import versions
+from torchtitan.runs.record import read_run
 from torchtitan.training.hardware import device_name
-from torchtitan.training.run_folder import versions
 
 SWEEP = ROOT / "train_configs" / "sweeps" / "flavors.toml"
 RESULTS = ROOT / "benchmarks" / "results" / "flavors.json"

@@ -42,18 +42,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data import DATASETS
-from torchtitan.config import load_config
-from torchtitan.diffusion.allocated import AllocatedTimesteps, bin_masses, bin_means
-from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
+from torchtitan.config.job import load_config
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps, bin_masses, bin_means
 from torchtitan.gns.allocate import FROM_WEIGHT, NEYMAN, STRATIFIED, neyman_shares, predicted_ratios, weight_shares
 from torchtitan.gns.capture import GEOMETRIES
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
-from torchtitan.gns.intervals import student_quantile
 from torchtitan.gns.monitor import inner_edges
 from torchtitan.gns.pool import to_host
 from torchtitan.gns.statistics import PairSums
+from torchtitan.runs.folder import versions
+from torchtitan.statistics.intervals import student_quantile
 from torchtitan.trainer import Trainer
-from torchtitan.training.run_folder import versions
 
 CONFIG = """
 [model]

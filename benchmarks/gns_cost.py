@@ -22,11 +22,11 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from benchmarks.trainer_overhead import CLASSES, SHAPE, median_interval, timed
-from torchtitan.config import load_config
+from torchtitan.config.job import load_config
 from torchtitan.gns.monitor import GNSConfig
+from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import device_name, peak_resident_gib
-from torchtitan.training.run_folder import versions
 
 ARMS = ("off", "free", "measured")
 DEFAULT_INTERVAL = GNSConfig().interval

@@ -33,18 +33,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from data import DATASETS
-from torchtitan.config import load_config
+from torchtitan.config.job import load_config
 from torchtitan.diffusion.objective import Draw
-from torchtitan.diffusion.timesteps import GlobalBatch
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
 from torchtitan.gns.composite import Composite
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
 from torchtitan.gns.monitor import GNSConfig
 from torchtitan.gns.pool import to_host
 from torchtitan.gns.statistics import PairSums
+from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
 from torchtitan.training.optimizer import materialise_state, optimizer_tensors
-from torchtitan.training.run_folder import versions
 
 CONFIG = """
 [model]

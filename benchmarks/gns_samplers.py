@@ -36,12 +36,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data import DATASETS
-from torchtitan.config import load_config
-from torchtitan.diffusion.allocated import AllocatedTimesteps
+from torchtitan.config.job import load_config
+from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
 from torchtitan.evaluation.validation import validation_loss
-from torchtitan.gns.intervals import student_quantile
+from torchtitan.runs.folder import versions
+from torchtitan.statistics.intervals import student_quantile
 from torchtitan.trainer import Trainer
-from torchtitan.training.run_folder import versions
 
 CONFIG = """
 [model]

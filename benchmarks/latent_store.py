@@ -27,8 +27,8 @@ from data.base import Draws
 from data.latents import Latents, LatentsConfig
 from torchtitan.latents import LatentStore, Normalization, StorePlan, StoreWriter, images_per_shard
 from torchtitan.latents.index import INDEX_FILE, ShardRecord, StoreIndex, shard_name, write_sealed
+from torchtitan.runs.folder import versions
 from torchtitan.training.hardware import device_name
-from torchtitan.training.run_folder import versions
 
 SHAPE = (4, 32, 32)
 BATCH = 256

@@ -27,8 +27,8 @@ from torch import nn
 from benchmarks.trainer_overhead import CLASSES, SHAPE, interleaved, median_interval
 from torchtitan.distributed.compile import compile_blocks, compile_model
 from torchtitan.models import MODELS
+from torchtitan.runs.folder import versions
 from torchtitan.training.hardware import device_name, peak_resident_gib
-from torchtitan.training.run_folder import versions
 
 RESULTS = ROOT / "benchmarks" / "results" / "step_speed.json"
 

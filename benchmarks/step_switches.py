@@ -26,9 +26,9 @@ from benchmarks.step_speed import build, train_step
 from benchmarks.trainer_overhead import CLASSES, SHAPE, interleaved, median_interval
 from torchtitan.models.dit import layers
 from torchtitan.models.dit.layers import Attention, Block
+from torchtitan.runs.folder import versions
 from torchtitan.training.ema import EMABank, EMAConfig, EMATrackConfig
 from torchtitan.training.hardware import device_name
-from torchtitan.training.run_folder import versions
 
 Step = Callable[[], None]
 

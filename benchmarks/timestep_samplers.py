@@ -26,10 +26,10 @@ from benchmarks.trainer_overhead import median_interval
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timestep_samplers import build_sampler
-from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.registry import build_sampler
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
+from torchtitan.runs.folder import versions
 from torchtitan.training.hardware import device_name
-from torchtitan.training.run_folder import versions
 
 PATH_NAMES = ("ddpm_linear", "rectified_flow")
 SPREADS = ("none", "stratified")

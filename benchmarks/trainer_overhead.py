@@ -23,11 +23,11 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from torchtitan.config import load_config
+from torchtitan.config.job import load_config
 from torchtitan.models import MODELS
+from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import device_name, peak_resident_gib
-from torchtitan.training.run_folder import versions
 
 SHAPE, CLASSES = (3, 32, 32), 10
 

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 import numpy as np
 from torch import Tensor
 
-from torchtitan.diffusion import philox
+from torchtitan import philox
 from torchtitan.settings import setting
 
 Split = Literal["train", "validation"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,9 +12,6 @@ from torch import Tensor
 
 from data.base import DataConfig, DatasetError, DatasetInfo, Split
 from torchtitan.settings import setting
-
-if TYPE_CHECKING:
-    from torchtitan.evaluation.digits_judge import DigitsJudge
 
 NUM_TRAIN = 1500  # the other 297 are the validation split
 SPLIT_KEY = 20240501
@@ -57,13 +54,6 @@ class Digits:
     def fetch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         chosen = torch.from_numpy(indices)
         return self._images[chosen], self._labels[chosen]
-
-    @staticmethod
-    def judge(config: DigitsConfig) -> DigitsJudge:
-        """Fit the judge of generated digits to both splits."""
-        from torchtitan.evaluation.digits_judge import DigitsJudge
-
-        return DigitsJudge.from_dataset(Digits(config, "train"), Digits(config, "validation"))
 
 
 _MISSING = "dataset digits needs scikit-learn: pip install .[digits]"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from data.base import DataConfig, DatasetError, DatasetInfo, Split
-from torchtitan.diffusion import philox
+from torchtitan import philox
 from torchtitan.settings import setting
 
 NUM_VALIDATION = 10_000

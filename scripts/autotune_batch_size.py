@@ -13,13 +13,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.command_line import OneLineParser, run_program
-from torchtitan.config import ConfigError
-from torchtitan.config_sources import read_command_line
-from torchtitan.sweep.autotune import GOALS, MAX_BATCH_SIZE, NothingFits, autotune
-from torchtitan.sweep.autotune_candidates import AutotuneRefused
-from torchtitan.sweep.autotune_probe import ProbeFailed
-from torchtitan.sweep.autotune_record import RecordError
+from torchtitan.config.job import ConfigError
+from torchtitan.experiments.autotune.candidates import AutotuneRefused
+from torchtitan.experiments.autotune.probe import ProbeFailed
+from torchtitan.experiments.autotune.record import RecordError
+from torchtitan.experiments.autotune.tuning import GOALS, MAX_BATCH_SIZE, NothingFits, autotune
+from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.settings.sources import read_command_line
 
 
 def main(words: list[str] | None = None) -> int:

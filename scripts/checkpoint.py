@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from data import DATASETS
 from data.base import DatasetError
-from torchtitan.command_line import OneLineParser, readable_size, run_program
-from torchtitan.config import ConfigError, JobConfig
-from torchtitan.evaluation.run_check import Finding, check_run
-from torchtitan.evaluation.trained_model import load_run, read_config
+from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_path, checkpoint_steps, newest_good, verify
+from torchtitan.checkpoint.comparison import TensorSource, compare, ema_tracks, open_checkpoint, open_weights
+from torchtitan.checkpoint.location import location, run_checkpoints
+from torchtitan.checkpoint.manifest import MANIFEST
+from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath, RemotePath
+from torchtitan.files.weight_files import WeightsError, read_state_dict, refuse_existing, written_whole
 from torchtitan.models import MODELS
 from torchtitan.models.dit.conversion import (
     LAYOUTS,
@@ -33,11 +35,9 @@ from torchtitan.models.dit.conversion import (
     import_weights,
 )
 from torchtitan.models.dit.model import DiT
-from torchtitan.training.checkpoint import CheckpointError, checkpoint_path, checkpoint_steps, newest_good, verify
-from torchtitan.training.checkpoint_files import MANIFEST
-from torchtitan.training.checkpoint_location import location, run_checkpoints
-from torchtitan.training.comparison import TensorSource, compare, ema_tracks, open_checkpoint, open_weights
-from torchtitan.training.weight_files import WeightsError, read_state_dict, refuse_existing, written_whole
+from torchtitan.processes.command_line import OneLineParser, readable_size, run_program
+from torchtitan.runs.check import Finding, check_run
+from torchtitan.runs.trained_model import load_run, read_config
 
 OWN = "safetensors"
 DIFFUSERS_FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")

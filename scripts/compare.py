@@ -11,11 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.command_line import OneLineParser, run_program
-from torchtitan.evaluation.compare_page import PAGE_START, compare_page
-from torchtitan.evaluation.run_record import RunRecordError, read_runs
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.ownership import refuse_foreign_file
+from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.runs.compare.page import PAGE_START, compare_page
+from torchtitan.runs.record import RunRecordError, read_runs
 
 
 def main(words: list[str] | None = None) -> int:

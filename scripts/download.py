@@ -19,11 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.command_line import OneLineParser, run_program
 from torchtitan.errors import first_line
 from torchtitan.files.durable import make_folder, replace_file, sync
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.removal import remove_folder
+from torchtitan.processes.command_line import OneLineParser, run_program
 
 CHUNK = 8 << 20  # bytes hashed at once
 UNFINISHED = ".unfinished"

@@ -11,12 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.command_line import OneLineParser, run_program
-from torchtitan.config import ConfigError, load_config
+from torchtitan.config.job import ConfigError, load_config
 from torchtitan.estimate.devices import DEVICES, Device
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.report import as_record, as_text
 from torchtitan.estimate.roofline import Efficiency, estimate_step_time
+from torchtitan.processes.command_line import OneLineParser, run_program
 
 
 def main(words: list[str] | None = None) -> int:

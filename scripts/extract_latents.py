@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.distributed.parent_death import end_with_launcher
+from torchtitan.processes.parent_death import end_with_launcher
 
 if __name__ == "__main__":
     end_with_launcher()  # before the seconds that importing torch takes
@@ -35,24 +35,24 @@ from cosmos_latent_decoder import DTYPES, CosmosLatentDecoder, at_least
 from data.base import DataConfig, DatasetError
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
-from torchtitan.command_line import OneLineParser, exit_code, readable_size
-from torchtitan.config import ConfigError, load_data_section
-from torchtitan.distributed.agreement import of_all_ranks
-from torchtitan.distributed.launch import launch_number
+from torchtitan.config.job import ConfigError, load_data_section
+from torchtitan.distributed.collectives import of_all_ranks
+from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.mesh import CommConfig, compute_device, init_process_group
-from torchtitan.distributed.restarts import FAILED, REFUSED, forbid_restart
 from torchtitan.errors import first_line
+from torchtitan.extraction.describe import describe_store
+from torchtitan.extraction.extraction import begin_store, check_alike, extract, finish_store
+from torchtitan.extraction.extraction_plan import ExtractionOptions, estimated_size, plan_extraction
+from torchtitan.extraction.image_source import ImageSource
+from torchtitan.extraction.stage_times import describe_times
 from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.regular import read_text
-from torchtitan.latents.describe import describe_store
-from torchtitan.latents.extraction import begin_store, check_alike, extract, finish_store
-from torchtitan.latents.extraction_plan import ExtractionOptions, estimated_size, plan_extraction
-from torchtitan.latents.image_source import ImageSource
 from torchtitan.latents.index import LatentStoreError
-from torchtitan.latents.stage_times import describe_times
+from torchtitan.processes.command_line import OneLineParser, exit_code, readable_size
+from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
+from torchtitan.processes.launch import launch_number
 from torchtitan.training.data_loading import MAX_CORRUPT_SHARE
-from torchtitan.training.faults import is_lost_rank, is_out_of_memory
 
 UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, OSError)
 INTERRUPTED = 130

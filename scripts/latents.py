@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pydantic
 from tqdm import tqdm
 
-from torchtitan.command_line import OneLineParser, run_program
+from torchtitan.extraction.convert import convert, measure, plan_conversion
+from torchtitan.extraction.describe import describe_store
+from torchtitan.extraction.sources import open_source
 from torchtitan.files.regular import read_regular
-from torchtitan.latents.convert import convert, measure, plan_conversion
-from torchtitan.latents.describe import describe_store
 from torchtitan.latents.index import (
     INDEX_FILE,
     LatentStoreError,
@@ -24,8 +24,8 @@ from torchtitan.latents.index import (
     read_index,
     write_sealed,
 )
-from torchtitan.latents.sources import open_source
 from torchtitan.latents.store import LatentStore, verify_shards
+from torchtitan.processes.command_line import OneLineParser, run_program
 
 MAX_NAMES_BYTES = 16 << 20  # of a file of class names
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.distributed.parent_death import end_with_launcher
+from torchtitan.processes.parent_death import end_with_launcher
 
 if __name__ == "__main__":
     end_with_launcher()  # before the seconds that importing torch takes
@@ -23,16 +23,16 @@ from safetensors.torch import save_file
 from data import DATASETS
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import AutoencoderError
-from torchtitan.command_line import OneLineParser, exit_code
-from torchtitan.config import ConfigError
-from torchtitan.config_record import unmet_condition
-from torchtitan.config_schema import validate_section
+from torchtitan.checkpoint.checkpointer import CheckpointError
+from torchtitan.config.job import ConfigError
 from torchtitan.distributed.mesh import CommConfig, compute_device, init_process_group
 from torchtitan.evaluation.decoding import LATENT_DATASETS, AutoencoderConfig, LatentDecoder, open_decoder
-from torchtitan.evaluation.pictures import class_labels, image_grid, save_image
 from torchtitan.evaluation.sampling import ImageSampler, SamplingConfig, grid_labels, sampling_problems
-from torchtitan.evaluation.trained_model import TrainedModel, WeightsError, load_run, load_weights
-from torchtitan.training.checkpoint import CheckpointError
+from torchtitan.pictures.grids import class_labels, image_grid, save_image
+from torchtitan.processes.command_line import OneLineParser, exit_code
+from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, load_weights
+from torchtitan.settings.record import unmet_condition
+from torchtitan.settings.schema import validate_section
 
 FIRST = os.environ.get("RANK", "0") == "0"
 # Keys of `[sampling]` that say how an image is drawn; each is an option here too.

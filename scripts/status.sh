@@ -4,7 +4,7 @@
 # torchrun turns every failure of a process into 1, so the processes leave their status in a file.
 # On Linux the command ends with this shell, even if that is killed; python3 arranges it, where there is one.
 
-parent_death=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/torchtitan/distributed/parent_death.py
+parent_death=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/torchtitan/processes/parent_death.py
 
 run_for_status() {
     local code=0 status child shell=${BASHPID-}

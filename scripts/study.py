@@ -14,11 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.command_line import OneLineParser, run_program
-from torchtitan.config import ConfigError
-from torchtitan.evaluation.studies import STUDIES, load_study
-from torchtitan.evaluation.studies.frame import Study, StudyError, add_run_options, open_run, run_study
-from torchtitan.training.checkpoint import CheckpointError
+from studies import STUDIES, load_study
+from torchtitan.checkpoint.checkpointer import CheckpointError
+from torchtitan.config.job import ConfigError
+from torchtitan.experiments.cells import Study, StudyError, add_run_options, open_run, run_study
+from torchtitan.processes.command_line import OneLineParser, run_program
 
 
 def main(words: list[str] | None = None) -> int:

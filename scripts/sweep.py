@@ -12,12 +12,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.command_line import OneLineParser, run_program
-from torchtitan.sweep.cells import run_name
-from torchtitan.sweep.grid import SweepError, read_sweep
-from torchtitan.sweep.record import SweepFolder
-from torchtitan.sweep.runner import SweepPlan, plan_sweep, run_sweep
-from torchtitan.sweep.table import sweep_table
+from torchtitan.experiments.command_lines import run_name
+from torchtitan.experiments.grid import SweepError, read_sweep
+from torchtitan.experiments.record import SweepFolder
+from torchtitan.experiments.runner import SweepPlan, plan_sweep, run_sweep
+from torchtitan.experiments.table import sweep_table
+from torchtitan.processes.command_line import OneLineParser, run_program
 
 
 def main(words: list[str] | None = None) -> int:

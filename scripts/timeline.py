@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.command_line import OneLineParser, run_program
-from torchtitan.training.timeline import TimelineError, build_timeline, write_timeline
+from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.supervision.timeline import TimelineError, build_timeline, write_timeline
 
 
 def main(words: list[str] | None = None) -> int:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchtitan.distributed.launch import launch_number
 from torchtitan.distributed.mesh import crosses_nodes
 from torchtitan.evaluation.decoding import LATENT_DATASETS
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE
+from torchtitan.processes.launch import launch_number
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
 from torchtitan.training.hardware import device_name
 from torchtitan.training.metrics import METRICS_FILE

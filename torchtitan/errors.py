@@ -1,4 +1,4 @@
-"""Errors of files and stores, and exceptions in one line. Imports the standard library only."""
+"""Errors that several rooms raise or catch, and exceptions in one line. Imports the standard library only."""
 
 import re
 
@@ -13,6 +13,21 @@ class StoreError(CheckpointError, OSError):
 
 class DamagedFile(Exception):
     """A file that is not what it should be; the message says in a few words what is wrong with it."""
+
+
+class TrainingError(Exception):
+    """Training cannot continue; the message is one line: what happened and what to do."""
+
+
+class RunFolderError(Exception):
+    """A run folder that must not be written to; one line per problem."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__(problems)  # an exception travels between ranks by its arguments
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
 
 
 def first_line(error: BaseException) -> str:

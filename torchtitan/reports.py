@@ -14,21 +14,22 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data import DATASETS
-from torchtitan.config_record import effective
 from torchtitan.console import closing_lines, grids, introduce
-from torchtitan.distributed.agreement import from_first_rank, highest_over_ranks
+from torchtitan.distributed.collectives import from_first_rank, highest_over_ranks
 from torchtitan.distributed.compile import CompileCounter
-from torchtitan.errors import reason
+from torchtitan.errors import RunFolderError, TrainingError, reason
 from torchtitan.evaluation.decoding import held_out_picture
-from torchtitan.evaluation.pictures import class_labels, image_grid, save_animation
+from torchtitan.evaluation.judges import build_judge
 from torchtitan.evaluation.sampling import ImageSampler, balanced_labels, grid_labels
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE
+from torchtitan.pictures.grids import class_labels, image_grid, save_animation
+from torchtitan.runs.folder import versions
+from torchtitan.settings.record import effective
 from torchtitan.training.data_loading import validation_batches
-from torchtitan.training.faults import TrainingError
 from torchtitan.training.hardware import (
     ALLOCATOR_RETRIES,
     PEAK_MEMORY,
@@ -39,7 +40,6 @@ from torchtitan.training.hardware import (
 )
 from torchtitan.training.metric_sinks import as_png
 from torchtitan.training.metrics import METRICS_FILE, MetricsLog, Stopwatch, checked_lines, read_points, tail_medians
-from torchtitan.training.run_folder import RunFolderError, versions
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -403,7 +403,7 @@ class Reports:
         self._results |= verdicts
 
     def _judge_images(self, labels: Tensor, sets: dict[str, Tensor]) -> dict[str, float]:
-        judge = DATASETS[self._config.data.name].judge(self._config.data)
+        judge = build_judge(self._config.data)
         return {
             f"sample_{name}{suffix}": round(value, 4)
             for suffix, images in sets.items()

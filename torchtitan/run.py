@@ -11,22 +11,22 @@ import torch.distributed as dist
 
 from data.base import DatasetError
 from torchtitan.autoencoders.base import AutoencoderError
-from torchtitan.config import JobConfig
-from torchtitan.distributed.agreement import requests_ignored_at_the_end
-from torchtitan.distributed.launch import LaunchError, launch_number
+from torchtitan.checkpoint.checkpointer import CheckpointError, StoreError
+from torchtitan.config.job import JobConfig
+from torchtitan.distributed.collectives import requests_ignored_at_the_end
+from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.mesh import process_group
-from torchtitan.distributed.restarts import BUSY, FAILED, REFUSED
-from torchtitan.errors import first_line
+from torchtitan.errors import RunFolderError, TrainingError, first_line
+from torchtitan.files.run_lock import Busy
 from torchtitan.gns.capture import CannotMeasure
 from torchtitan.models.float8 import Float8Error
 from torchtitan.models.flops import MiscountedModel
+from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED
+from torchtitan.processes.launch import LaunchError, launch_number
+from torchtitan.runs.folder import RunFolder
+from torchtitan.supervision.run_status import write_status
 from torchtitan.trainer import Trainer
-from torchtitan.training.checkpoint import CheckpointError, StoreError
-from torchtitan.training.faults import TrainingError, is_lost_rank, is_out_of_memory
 from torchtitan.training.optimizer import OptimizerError
-from torchtitan.training.run_folder import RunFolder, RunFolderError
-from torchtitan.training.run_lock import Busy
-from torchtitan.training.run_status import write_status
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,21 @@ import torch
 from torch import Tensor
 
 from data import DATASETS
-from torchtitan.config import JobConfig
-from torchtitan.config_record import effective
-from torchtitan.diffusion.allocated import AllocatedTimesteps
-from torchtitan.diffusion.bin_pure import BinPureTimesteps
+from torchtitan.checkpoint.checkpointer import (
+    Checkpointer,
+    CheckpointError,
+    checkpoint_path,
+    checkpoint_steps,
+    read_state,
+    read_tensors,
+)
+from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.guidance import drop_labels
 from torchtitan.diffusion.objective import LossTerms, Objective
-from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
-from torchtitan.distributed.agreement import StopRequest, from_first_rank
+from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
+from torchtitan.distributed.collectives import StopRequest, from_first_rank
 from torchtitan.distributed.mesh import Layout, init_process_group, set_train_timeout
 from torchtitan.distributed.parallelize import (
     accumulate_locally,
@@ -30,6 +37,7 @@ from torchtitan.distributed.parallelize import (
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.decoding import run_decoder
 from torchtitan.files.remote_path import AnyPath
+from torchtitan.files.weight_files import check_finite, check_fits, fill
 from torchtitan.gns.batch_schedule import lr_multiple
 from torchtitan.gns.capture import GradientTaps
 from torchtitan.gns.monitor import GNSMonitor, inner_edges
@@ -38,29 +46,21 @@ from torchtitan.models import MODELS
 from torchtitan.models.float8 import check_convertible, convert_to_float8
 from torchtitan.models.flops import check_macs
 from torchtitan.reports import Reports, checked_state
-from torchtitan.training.checkpoint import (
-    Checkpointer,
-    CheckpointError,
-    checkpoint_path,
-    checkpoint_steps,
-    read_state,
-    read_tensors,
-)
+from torchtitan.runs.folder import RunFolder
+from torchtitan.settings.record import effective
+from torchtitan.supervision.heartbeat import remove_heartbeats
+from torchtitan.supervision.phases import BEFORE_FIRST_STEP, Phases
+from torchtitan.supervision.profiling import Profiler
+from torchtitan.supervision.recovery import gone_back, require_finite_start, state_fault
+from torchtitan.supervision.run_status import remove_status
+from torchtitan.supervision.supervision import Supervision
 from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData, microbatches_per_step
 from torchtitan.training.ema import EMABank
-from torchtitan.training.heartbeat import remove_heartbeats
 from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.metrics import LossWindow
 from torchtitan.training.numerical_guard import NumericalGuard, StepSamples, backward
 from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors, set_lr
-from torchtitan.training.phases import BEFORE_FIRST_STEP, Phases
-from torchtitan.training.profiling import Profiler
-from torchtitan.training.recovery import gone_back, require_finite_start, state_fault
-from torchtitan.training.run_folder import RunFolder
-from torchtitan.training.run_status import remove_status
-from torchtitan.training.supervision import Supervision
-from torchtitan.training.weight_files import check_finite, check_fits, fill
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Trainer:
                 before anything is overwritten.
         """
         self.config = config
-        self.decoder = run_decoder(config)
+        self.decoder = run_decoder(config.autoencoder, config.data, config.draws_pictures)
         init_process_group(config.comm)
         self.layout = layout = Layout(config.parallelism)
         self.folder = RunFolder(config)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan.config import load_config
+from torchtitan.config.job import load_config
 from torchtitan.trainer import Trainer
 from torchtitan.training.metrics import METRICS_FILE
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.cases import make_trainer, remove, shared_folder
-from torchtitan.evaluation.trained_model import load_run
-from torchtitan.training import checkpoint
-from torchtitan.training.checkpoint import checkpoint_path, checkpoint_steps, newest_good
-from torchtitan.training.shard_files import write_shard
+from torchtitan.checkpoint import checkpointer as checkpoint
+from torchtitan.checkpoint.checkpointer import checkpoint_path, checkpoint_steps, newest_good
+from torchtitan.files.shard_files import write_shard
+from torchtitan.runs.trained_model import load_run
 
 ENABLED = ("--checkpoint.enable", "true", "--ema.tracks", '[{"name": "ema", "decay": 0.9}]')
 

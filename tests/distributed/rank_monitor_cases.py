@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed.cases import make_trainer, remove, shared_folder
-from torchtitan.diffusion.timesteps import GlobalBatch
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.models import MODELS
 from torchtitan.trainer import Trainer
 

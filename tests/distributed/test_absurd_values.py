@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 
 from tests.distributed.cases import make_trainer, remove, shared_folder
 from tests.launcher import run_on_ranks
+from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_steps
+from torchtitan.errors import TrainingError
+from torchtitan.files.weight_files import WeightsError
 from torchtitan.gns.raw_sums import read_sums
-from torchtitan.training.checkpoint import CheckpointError, checkpoint_steps
-from torchtitan.training.faults import TrainingError
 from torchtitan.training.non_finite import not_finite
-from torchtitan.training.weight_files import WeightsError
 
 HEADS = '--objective.heads=["x0","noise","v"]'
 DDPM = ("--objective.path=ddpm_linear", "--objective.prediction=v", "--objective.preconditioning=index")

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.estimate_memory import LAYOUTS, degrees
 from tests.launcher import run_on_ranks
-from torchtitan.config import load_config
+from torchtitan.config.job import load_config
 from torchtitan.estimate.memory import estimate_memory
 
 # So few tokens that weights, gradients and state are most of the memory.

@@ -8,9 +8,9 @@ from tests.distributed.cases import make_trainer, remove, shared_folder
 from tests.launcher import run_on_ranks
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timestep_samplers import LEARNING, build_sampler
-from torchtitan.diffusion.timesteps import GlobalBatch
-from torchtitan.training.recovery import Fault, go_back
+from torchtitan.diffusion.timesteps.registry import LEARNING, build_sampler
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
+from torchtitan.supervision.recovery import Fault, go_back
 
 GLOBAL_BATCH = 2000  # stratified, two of every index
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.distributed.cases import make_trainer, remove, shared_folder
 from tests.distributed.test_ema_and_optimizers import whole
 from tests.launcher import run_on_ranks
-from torchtitan.training.faults import TrainingError
+from torchtitan.errors import TrainingError
 from torchtitan.training.metrics import METRICS_FILE
 
 STEPS, INTERVAL = 12, 4

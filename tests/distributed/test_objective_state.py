@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.cases import make_trainer, remove, shared_folder
 from tests.launcher import run_on_ranks
-from torchtitan.evaluation.trained_model import WeightsError, load_run, load_weights
-from torchtitan.training.recovery import Fault, go_back
+from torchtitan.runs.trained_model import WeightsError, load_run, load_weights
+from torchtitan.supervision.recovery import Fault, go_back
 
 HEADS = '--objective.heads=["x0","noise","v"]'
 BASE = (

@@ -8,7 +8,7 @@ import torch
 
 from tests.end_to_end.runs import checkpoint_tensors, write_config
 from tests.faults.forked import ForkedRun
-from torchtitan.evaluation.run_check import check_run
+from torchtitan.runs.check import check_run
 
 SHORT = ("--sampling.enable", "false", "--checkpoint.interval", "10", "--training.steps", "60")
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.config import load_config
-from torchtitan.sweep.autotune import NothingFits, autotune
-from torchtitan.sweep.autotune_probe import ProbeFailed, ProbeProcesses, run_probe
+from torchtitan.config.job import load_config
+from torchtitan.experiments.autotune.probe import ProbeFailed, ProbeProcesses, run_probe
+from torchtitan.experiments.autotune.tuning import NothingFits, autotune
 
 CONFIG = """
 [model]

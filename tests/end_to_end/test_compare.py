@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from tests.launcher import ROOT
-from torchtitan.evaluation.compare_page import compare_page
-from torchtitan.evaluation.run_record import read_runs
+from torchtitan.runs.compare.page import compare_page
+from torchtitan.runs.record import read_runs
 
 CONFIG = """
 [job]

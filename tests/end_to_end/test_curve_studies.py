@@ -12,16 +12,16 @@ import torch
 from PIL import Image
 
 from data.synthetic import Synthetic, optimal_noise_loss
+from studies import loss_curve
+from studies.curve_table import LossCurve, read_curves, read_errors
 from tests.end_to_end.tools import rows_of, rows_of_killed
 from tests.faults.forked import ForkedRun
 from tests.launcher import ROOT
 from tests.unit.test_timestep_errors import BestDenoiser
 from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.slot_edges import equal_loss_edges
-from torchtitan.evaluation.studies import loss_curve
-from torchtitan.evaluation.studies.curve_table import LossCurve, read_curves, read_errors
+from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges
 from torchtitan.evaluation.timestep_errors import fixed_samples, in_currency, timestep_errors, timestep_nodes
-from torchtitan.evaluation.trained_model import read_config
+from torchtitan.runs.trained_model import read_config
 
 # One patch is the whole image: little more than a filter has to be learned. The variance puts the first inner edge
 # at index 38, where 5 % are two indices. Trained in v, whose error counts at every timestep: that of the noise at high

@@ -17,7 +17,7 @@ from tests.faults.forked import ForkedRun
 from tests.forked import ForkedProcess
 from tests.launcher import free_port
 from tests.unit.autoencoder_files import write_taef2
-from torchtitan.evaluation.pictures import class_labels, image_grid
+from torchtitan.pictures.grids import class_labels, image_grid
 
 CONFIG = """
 [model]

@@ -11,7 +11,7 @@ import torch
 
 from data.synthetic import Synthetic, optimal_velocity_loss
 from tests.launcher import run_on_ranks
-from torchtitan.config import load_config
+from torchtitan.config.job import load_config
 from torchtitan.diffusion.paths import per_image
 from torchtitan.evaluation.validation import held_out_draw
 

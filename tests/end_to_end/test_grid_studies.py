@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from studies import grid_plots, paired_runs, training_grid
+from studies.sampler_specs import parse_samplers
 from tests.end_to_end.tools import load_tool, table
 from tests.faults.forked import _train
 from tests.forked import ForkedProcess
 from tests.launcher import ROOT
-from torchtitan.diffusion.slot_edges import write_slot_edges
-from torchtitan.evaluation.studies import grid_plots, paired_runs, training_grid
-from torchtitan.evaluation.studies.sampler_specs import parse_samplers
-from torchtitan.sweep.process import Outcome, Stopped
-from torchtitan.training.run_lock import RunLock
+from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
+from torchtitan.experiments.process import Outcome, Stopped
+from torchtitan.files.run_lock import RunLock
 
 CONFIG = """
 [model]

@@ -74,7 +74,7 @@ def test_shipped_configurations_train_when_made_small(cifar10, latents, tmp_path
 
 
 def train_all(arguments: list[list[str]]) -> None:
-    from torchtitan.config import load_config
+    from torchtitan.config.job import load_config
     from torchtitan.trainer import Trainer
 
     for argv in arguments:

@@ -10,9 +10,9 @@ from tests.distributed.cases import make_trainer
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
 from torchtitan import run as run_module
-from torchtitan.config import load_config
-from torchtitan.training.profiling import Profiler
-from torchtitan.training.trace import PHASES, read_trace
+from torchtitan.config.job import load_config
+from torchtitan.supervision.profiling import Profiler
+from torchtitan.supervision.trace import PHASES, read_trace
 
 ON = (
     "--profiling.enable_profiling", "true", "--profiling.profile_freq", "6", "--profiling.profiler_active", "2",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher import ROOT
-from torchtitan.sweep.process import Stopped, run_processes
+from torchtitan.experiments.process import Stopped, run_processes
 
 CONFIG = """
 [model]

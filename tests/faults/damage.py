@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.test_config_fuzz import MUTATIONS as TEXT_MUTATIONS
-from torchtitan.training.checkpoint_files import MANIFEST, read_manifest, write_manifest
+from torchtitan.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 
 Damage = Callable[[random.Random, bytes], bytes]
 

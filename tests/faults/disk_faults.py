@@ -25,9 +25,9 @@ from tests.end_to_end.runs import write_config
 from tests.faults.cut_disk import CannotMount, CutDisk, cut_disks
 from tests.faults.failing_disk import FAILING_DISK, KINDS
 from tests.faults.forked import ForkedRun
-from torchtitan.evaluation.run_check import check_run
-from torchtitan.training.checkpoint import checkpoint_path, checkpoint_steps, newest_good
-from torchtitan.training.checkpoint_files import MANIFEST
+from torchtitan.checkpoint.checkpointer import checkpoint_path, checkpoint_steps, newest_good
+from torchtitan.checkpoint.manifest import MANIFEST
+from torchtitan.runs.check import check_run
 
 INTERVAL = 5
 LAST = 30  # step, of a run that ends by itself

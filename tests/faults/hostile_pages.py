@@ -270,14 +270,14 @@ def record(name: str, words: tuple[str, ...], file: str, text: str, *verdicts: s
         return tuple(word.replace("{run}", str(place.run)) for word in words)
 
 
-BRANCH = ("scripts/branch_test.py", "{run}", "--seeds", "1", "--factors", "1", "--samples", "-1")
+BRANCH = ("scripts/critical_batch.py", "{run}", "--seeds", "1", "--factors", "1", "--samples", "-1")
 LOSS = ("scripts/study.py", "loss_curve", "{run}", "--steps", "4")
 for _name, _text in {
     "nested 10^5 times": "[" * 10**5, "of a number of 10^5 digits": "9" * 10**5,
     "of escape sequences": '{"\\u001b[2J": "\\u0007"}',
     "of NaN": '{"checkpoint": NaN}', "of a list": "[1, 2]", "of nothing": "",
 }.items():  # fmt: skip
-    record(f"settings of a branch test {_name}", BRANCH, "branch_test/step-4/settings.json", _text)
+    record(f"settings of a branch test {_name}", BRANCH, "critical_batch/step-4/settings.json", _text)
 for _name, _text in {
     "of NULs": "step\0,x\n1\0,2\n", "of escape sequences": "\x1b[2J,\x07\n\x1b[2J,1\n",
     "of a field of 10^6 letters": "a\n" + "x" * 10**6 + "\n",

@@ -152,15 +152,13 @@ def _import_everything() -> None:
 
     import cosmos_latent_decoder  # noqa: F401
     import optimization_analysis  # noqa: F401
-    import torchtitan.evaluation.compare_page
-    import torchtitan.run
-    import torchtitan.sweep.runner  # noqa: F401
+    import torchtitan.experiments.runner  # noqa: F401
     import train  # noqa: F401
     from tests.end_to_end.tools import load_tool
-    from torchtitan.config import load_config
+    from torchtitan.config.job import load_config
 
     Image.init()
-    for name in ("sample", "checkpoint", "latents", "extract_latents", "compare", "sweep", "study", "branch_test"):
+    for name in ("sample", "checkpoint", "latents", "extract_latents", "compare", "sweep", "study", "critical_batch"):
         load_tool(name)
     load_config(["--data.name", "synthetic"], 1)  # makes the schemas, which every process would make again
     gc.collect()

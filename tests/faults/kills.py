@@ -26,8 +26,8 @@ from tqdm import tqdm
 from tests.end_to_end.runs import CONFIG, Run, checkpoint_tensors
 from tests.faults.forked import FAULT, ForkedRun
 from tests.faults.moments import KILLED, MOMENTS
-from torchtitan.training.checkpoint import checkpoint_path
-from torchtitan.training.checkpoint_location import run_checkpoints
+from torchtitan.checkpoint.checkpointer import checkpoint_path
+from torchtitan.checkpoint.location import run_checkpoints
 
 RESULTS = Path(__file__).with_name("kills.json")
 STEPS, INTERVAL = 100, 10

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchtitan.training import checkpoint_store
-from torchtitan.training.host_copies import HostCopies
-from torchtitan.training.phases import Phases
+from torchtitan.checkpoint import store as checkpoint_store
+from torchtitan.checkpoint.host_copies import HostCopies
+from torchtitan.supervision.phases import Phases
 
 # How a process ends that was killed at a moment: in a write it is the kernel that does it, at a file's size.
 KILLED = (-signal.SIGKILL, -signal.SIGXFSZ)

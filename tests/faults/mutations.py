@@ -24,6 +24,7 @@ from unittest.mock import patch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from studies.critical_batch import _hold_to_settings
 from tests.faults.confinement import Output, TooLong, WriteWatch, bounded, peak_bytes
 from tests.faults.damage import (
     Damage,
@@ -36,15 +37,14 @@ from tests.faults.damage import (
 )
 from tests.unit.test_config_fuzz import VALID
 from tests.unit.test_sweep_runner import SWEEP
-from torchtitan.config import ConfigError, load_config
-from torchtitan.evaluation.run_check import check_run
-from torchtitan.evaluation.run_record import RunRecordError, read_run
-from torchtitan.evaluation.studies.branch_test import _hold_to_settings
-from torchtitan.evaluation.studies.frame import ResultTable, StudyError
+from torchtitan.config.job import ConfigError, load_config
+from torchtitan.experiments.autotune.record import RecordError, SearchRecord
+from torchtitan.experiments.cells import ResultTable, StudyError
+from torchtitan.experiments.grid import SweepError, read_sweep
+from torchtitan.experiments.record import SweepFolder
 from torchtitan.run import run as run_program
-from torchtitan.sweep.autotune_record import RecordError, SearchRecord
-from torchtitan.sweep.grid import SweepError, read_sweep
-from torchtitan.sweep.record import SweepFolder
+from torchtitan.runs.check import check_run
+from torchtitan.runs.record import RunRecordError, read_run
 from torchtitan.trainer import Trainer
 
 RESULTS = Path(__file__).with_name("mutations.json")

@@ -28,9 +28,9 @@ from tqdm import tqdm
 from tests.end_to_end.runs import Run
 from tests.faults.cut_disk import CannotMount, CutDisk, cut_disks, known_file_systems
 from tests.faults.kills import INTERVAL, LAYOUTS, STEPS, Layout, same, saving, start
-from torchtitan.evaluation.run_check import check_run
+from torchtitan.checkpoint.checkpointer import checkpoint_steps, newest_good
 from torchtitan.gns.raw_sums import read_sums
-from torchtitan.training.checkpoint import checkpoint_steps, newest_good
+from torchtitan.runs.check import check_run
 
 RESULTS = Path(__file__).with_name("power_cuts.json")
 MAX_CUTS = 4

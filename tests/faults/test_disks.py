@@ -11,8 +11,8 @@ import pytest
 
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import FAULT, ForkedRun
-from torchtitan.evaluation.run_check import check_run
-from torchtitan.training.checkpoint import checkpoint_steps, newest_good
+from torchtitan.checkpoint.checkpointer import checkpoint_steps, newest_good
+from torchtitan.runs.check import check_run
 
 SHORT = ("--sampling.enable", "false", "--checkpoint.interval", "10")
 ENDLESS = (*SHORT, "--training.steps", "100000")

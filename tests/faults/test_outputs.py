@@ -9,8 +9,8 @@ import pytest
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
 from tests.forked import ForkedProcess
-from torchtitan.evaluation.run_check import check_run
-from torchtitan.training.checkpoint import newest_good
+from torchtitan.checkpoint.checkpointer import newest_good
+from torchtitan.runs.check import check_run
 
 PICTURES = (
     "--training.steps", "100000", "--sampling.interval", "5", "--sampling.num_steps", "1",

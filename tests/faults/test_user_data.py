@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.faults.mutations import CONFIG
-from torchtitan.config import JobConfig, load_config
+from torchtitan.checkpoint.checkpointer import Checkpointer, newest_good
+from torchtitan.config.job import JobConfig, load_config
+from torchtitan.errors import RunFolderError
 from torchtitan.run import run
-from torchtitan.training.checkpoint import Checkpointer, newest_good
-from torchtitan.training.run_folder import RunFolder, RunFolderError
+from torchtitan.runs.folder import RunFolder
 
 TEXT = "a user's own\n"
 UNIQUE, LONG_UNIQUE = "0123abcd", "0123456789abcdef" * 2

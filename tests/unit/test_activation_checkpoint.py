@@ -8,7 +8,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.config import ConfigError, load_config
+from torchtitan.config.job import ConfigError, load_config
 from torchtitan.distributed import parallelize as parallelize_module
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig, checkpoint_blocks
 from torchtitan.distributed.compile import CompileConfig, compile_blocks
@@ -16,10 +16,10 @@ from torchtitan.distributed.mesh import Layout, ParallelismConfig
 from torchtitan.distributed.parallelize import named_parameters, parallelize
 from torchtitan.estimate.live_storages import ACTIVATIONS
 from torchtitan.estimate.simulation import simulate_step
+from torchtitan.experiments.grid import read_sweep
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.dit.config import FLAVORS
-from torchtitan.sweep.grid import read_sweep
 
 BLOCKS = 3
 PRODUCTS = 5  # of a block: modulation, qkv, attention's output, two of the MLP

@@ -6,12 +6,12 @@ import pytest
 import torch
 from scipy import stats
 
-from torchtitan.diffusion.allocated import AllocatedTimesteps, bin_masses, bin_means
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timestep_densities import LogitNormal, Uniform
-from torchtitan.diffusion.timestep_samplers import build_density
-from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.densities import LogitNormal, Uniform
+from torchtitan.diffusion.timesteps.registry import build_density
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps, bin_masses, bin_means
 
 PATH_NAMES = ("rectified_flow", "ddpm_linear", "ddpm_cosine", "ddpm_linear_continuous", "ddpm_cosine_continuous")
 SAMPLERS = ("uniform", "logit_normal", "mode", "cosmap")

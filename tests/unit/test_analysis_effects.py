@@ -5,11 +5,11 @@ import statistics
 import pytest
 
 from tests import analysis_outputs as planted
-from torchtitan.analysis.cells import join_repeats, missing_arms, missing_batches
-from torchtitan.analysis.collect import Run
-from torchtitan.analysis.effects import effect_of, interactions, pareto, scaling
-from torchtitan.analysis.measures import Estimate
-from torchtitan.analysis.report import analyse, write_report
+from torchtitan.runs.analysis.cells import join_repeats, missing_arms, missing_batches
+from torchtitan.runs.analysis.collect import Run
+from torchtitan.runs.analysis.effects import effect_of, interactions, pareto, scaling
+from torchtitan.runs.analysis.report import analyse, write_report
+from torchtitan.statistics.estimate import Estimate
 
 T_OF_2, T_OF_3 = 4.302652729911275, 3.182446305284263  # 0.975 quantiles of Student's t, from tables
 

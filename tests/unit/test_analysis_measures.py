@@ -4,10 +4,16 @@ import statistics
 
 import pytest
 
-from torchtitan.analysis.axes import add_further_axes, axes_of, complete_from_siblings, value_label, values_in_order
-from torchtitan.analysis.measures import after_warm_up, measure_run, median_interval
-from torchtitan.analysis.picture_style import spread
-from torchtitan.evaluation.run_record import Series, read_run
+from torchtitan.pictures.style import spread
+from torchtitan.runs.analysis.axes import (
+    add_further_axes,
+    axes_of,
+    complete_from_siblings,
+    value_label,
+    values_in_order,
+)
+from torchtitan.runs.analysis.measures import after_warm_up, measure_run, median_interval
+from torchtitan.runs.record import Series, read_run
 
 
 def brute_force_coverage(n: int, low: int, high: int) -> float:

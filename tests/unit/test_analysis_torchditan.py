@@ -3,10 +3,10 @@ import json
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from torchtitan.analysis.cells import join_repeats
-from torchtitan.analysis.findings import cautions
-from torchtitan.analysis.report import analyse, write_report
-from torchtitan.analysis.torchditan_runs import flops_excess, read_torchditan_run
+from torchtitan.runs.analysis.cells import join_repeats
+from torchtitan.runs.analysis.findings import cautions
+from torchtitan.runs.analysis.report import analyse, write_report
+from torchtitan.runs.analysis.torchditan_runs import flops_excess, read_torchditan_run
 
 NAME = "dit-l_bs16_ps2_actselective_ctrue_dbfloat16_p1,8_20250102-0304"
 CONFIG = {

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.launcher import ROOT
-from torchtitan.config import ConfigError, load_config
-from torchtitan.sweep import autotune as module
-from torchtitan.sweep.autotune import NothingFits, autotune
-from torchtitan.sweep.autotune_candidates import AutotuneRefused
-from torchtitan.sweep.autotune_probe import Probe, ProbeFailed, probe_config
-from torchtitan.sweep.autotune_record import RecordError
-from torchtitan.sweep.process import Outcome
+from torchtitan.config.job import ConfigError, load_config
+from torchtitan.experiments.autotune import tuning as module
+from torchtitan.experiments.autotune.candidates import AutotuneRefused
+from torchtitan.experiments.autotune.probe import Probe, ProbeFailed, probe_config
+from torchtitan.experiments.autotune.record import RecordError
+from torchtitan.experiments.autotune.tuning import NothingFits, autotune
+from torchtitan.experiments.process import Outcome
 
 CONFIG = """
 [model]
@@ -289,7 +289,7 @@ def clone(tmp_path) -> Path:
     for name in ("train.sh", "status.sh"):
         (tmp_path / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
     (tmp_path / "torchtitan/distributed").mkdir(parents=True)
-    guard = "torchtitan/distributed/parent_death.py"
+    guard = "torchtitan/processes/parent_death.py"
     (tmp_path / guard).write_bytes((ROOT / guard).read_bytes())
     (tmp_path / "scripts/environment.sh").write_text(f"root={tmp_path}\nvenv=$root/.venv\nset_up() {{ :; }}\n")
     (tmp_path / "small.toml").write_text(CONFIG)

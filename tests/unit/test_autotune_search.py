@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from torchtitan.sweep.search import doublings, fastest, largest_fitting
+from torchtitan.experiments.autotune.search import doublings, fastest, largest_fitting
 
 DIVISORS_OF_96 = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]
 

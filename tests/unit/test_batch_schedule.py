@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.cases import make_trainer
-from torchtitan.config import ConfigError, load_config
+from torchtitan.config.job import ConfigError, load_config
 from torchtitan.gns.batch_schedule import BatchSchedule, lr_multiple
 from torchtitan.gns.capture import StepSums
 from torchtitan.gns.pool import Pool

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from torchtitan.diffusion import philox
-from torchtitan.diffusion.bin_pure import BinPureTimesteps
+from torchtitan import philox
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timestep_densities import CosMap, LogitNormal, Mode, Shifted, Uniform, UniformIndex
-from torchtitan.diffusion.timestep_samplers import build_density
-from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.densities import CosMap, LogitNormal, Mode, Shifted, Uniform, UniformIndex
+from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps
+from torchtitan.diffusion.timesteps.registry import build_density
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 
 
 def on_path(path: str, sampler: str, **settings):

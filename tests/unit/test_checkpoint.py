@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from torchtitan.training.checkpoint import (
+from torchtitan.checkpoint.checkpointer import (
     CheckpointConfig,
     Checkpointer,
     CheckpointError,

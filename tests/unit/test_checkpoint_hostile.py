@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan.training.checkpoint import CheckpointConfig, Checkpointer, checkpoint_path, newest_good, verify
-from torchtitan.training.checkpoint_files import read_manifest, write_manifest
-from torchtitan.training.shard_files import DamagedShard, Piece, check_shards, write_shard
+from torchtitan.checkpoint.checkpointer import CheckpointConfig, Checkpointer, checkpoint_path, newest_good, verify
+from torchtitan.checkpoint.manifest import read_manifest, write_manifest
+from torchtitan.files.shard_files import DamagedShard, Piece, check_shards, write_shard
 
 SHARD = "shard-00001.safetensors"
 

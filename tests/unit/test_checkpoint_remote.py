@@ -12,10 +12,8 @@ from fsspec.registry import known_implementations
 
 from scripts.checkpoint import main as checkpoint_tool
 from tests.unit.test_checkpoint import content, damage, restore, some_tensors
-from torchtitan.config import ConfigError, dump_config, load_config
-from torchtitan.files.remote_path import RemotePath
-from torchtitan.training import checkpoint_reading
-from torchtitan.training.checkpoint import (
+from torchtitan.checkpoint import reading as checkpoint_reading
+from torchtitan.checkpoint.checkpointer import (
     CheckpointConfig,
     Checkpointer,
     CheckpointError,
@@ -27,9 +25,12 @@ from torchtitan.training.checkpoint import (
     read_tensors,
     verify,
 )
-from torchtitan.training.checkpoint_location import folder_problem, run_checkpoints
-from torchtitan.training.checkpoint_owner import OWNER_FILE, claim, read_owner
-from torchtitan.training.run_folder import RunFolder, RunFolderError
+from torchtitan.checkpoint.location import folder_problem, run_checkpoints
+from torchtitan.checkpoint.owner import OWNER_FILE, claim, read_owner
+from torchtitan.config.job import ConfigError, dump_config, load_config
+from torchtitan.errors import RunFolderError
+from torchtitan.files.remote_path import RemotePath
+from torchtitan.runs.folder import RunFolder
 
 
 class ClientError(Exception):

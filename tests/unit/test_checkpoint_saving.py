@@ -13,9 +13,10 @@ import torch
 
 from tests.launcher import run_on_ranks
 from tests.unit.test_checkpoint import saver
-from torchtitan.files.durable import write_synced
-from torchtitan.training import checkpoint, checkpoint_files, checkpoint_store, shard_files
-from torchtitan.training.checkpoint import (
+from torchtitan.checkpoint import checkpointer as checkpoint
+from torchtitan.checkpoint import manifest as checkpoint_files
+from torchtitan.checkpoint import store as checkpoint_store
+from torchtitan.checkpoint.checkpointer import (
     CheckpointError,
     checkpoint_path,
     checkpoint_steps,
@@ -23,6 +24,8 @@ from torchtitan.training.checkpoint import (
     read_state,
     read_tensors,
 )
+from torchtitan.files import shard_files
+from torchtitan.files.durable import write_synced
 
 
 def some_tensors(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.launcher import ROOT
-from torchtitan.distributed.restarts import BUSY
-from torchtitan.training.run_lock import Busy
+from torchtitan.files.run_lock import Busy
+from torchtitan.processes.exit_codes import BUSY
 
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from torchtitan.command_line import OneLineParser, run_program
-from torchtitan.training.run_lock import Busy
+from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.files.run_lock import Busy
 
 def long():
     for number in range(100_000):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data import DATASETS
-from torchtitan.config import (
+from torchtitan.config.job import (
     ConfigError,
     JobConfig,
     config_differences,
@@ -20,9 +20,9 @@ from torchtitan.config import (
     load_config,
     report_and_exit,
 )
-from torchtitan.config_record import effective
 from torchtitan.models import MODELS
 from torchtitan.settings import setting
+from torchtitan.settings.record import effective
 
 ROOT = Path(__file__).parents[2]
 
@@ -260,7 +260,7 @@ def test_differences_take_a_missing_key_as_its_default_and_ignore_removed_ones()
 
 
 def test_import_reads_no_optional_package():
-    code = "import sys, torchtitan.config; print([n for n in ('sklearn', 'tensorboard', 'wandb') if n in sys.modules])"
+    code = "import sys, torchtitan.config.job; print([n for n in ('sklearn', 'tensorboard', 'wandb') if n in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert shown.stdout.strip() == "[]"
 

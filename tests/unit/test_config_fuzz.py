@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.config import ConfigError, JobConfig, dump_config, load_config
+from torchtitan.config.job import ConfigError, JobConfig, dump_config, load_config
 
 SEED_COUNT = 2000
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan import config
-from torchtitan.config import ConfigError, load_config
-from torchtitan.config_schema import MOST_SHOWN
+from torchtitan.config.job import ConfigError, load_config
+from torchtitan.config.job import job as config
+from torchtitan.settings.schema import MOST_SHOWN
 
 MANY = 20_000
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from data import DATASETS, DataConfig, DatasetError
-from torchtitan import config_checks
-from torchtitan.config import (
+from torchtitan.config.job import (
     ConfigError,
     JobConfig,
     load_config,
 )
-from torchtitan.config_schema import shown
+from torchtitan.config.job import checks as config_checks
 from torchtitan.models import MODELS
 from torchtitan.settings import setting
+from torchtitan.settings.schema import shown
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from data import DATASETS
-from torchtitan.config import (
+from torchtitan.config.job import (
     ConfigError,
     JobConfig,
     dump_config,

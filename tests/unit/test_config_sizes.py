@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from torchtitan.config import ConfigError, load_config
-from torchtitan.config_schema import MOST_ENTRIES
-from torchtitan.sweep.grid import SweepError, read_sweep
+from torchtitan.config.job import ConfigError, load_config
+from torchtitan.experiments.grid import SweepError, read_sweep
+from torchtitan.settings.schema import MOST_ENTRIES
 from train import main as train
 
 BASE = ["--data.name=synthetic", "--model.flavor=debug"]

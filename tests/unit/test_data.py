@@ -23,7 +23,7 @@ from data import DATASETS, DataConfig, DatasetError, DatasetInfo
 from data.digits import Digits, DigitsConfig
 from tests.encoded_images import image_bytes, write_tar
 from tests.latent_stores import plan_of, write_store
-from torchtitan.diffusion import philox
+from torchtitan import philox
 from torchtitan.settings import setting
 from torchtitan.training.data_loading import TrainingData, validation_batches
 from torchtitan.training.sample_order import SampleOrder

@@ -8,10 +8,10 @@ from tests.decoding import CLASS_NAMES, decoded_by_hand, write_encoded_store
 from tests.launcher import run_on_ranks
 from tests.unit.autoencoder_files import write_taef2, write_tokenizer
 from torchtitan.autoencoders.base import AutoencoderError
-from torchtitan.config import ConfigError, load_config
+from torchtitan.config.job import ConfigError, load_config
 from torchtitan.evaluation.decoding import AutoencoderConfig, held_out_picture, open_decoder
-from torchtitan.evaluation.pictures import EMPTY, class_labels, image_grid
 from torchtitan.latents import LatentStore
+from torchtitan.pictures.grids import EMPTY, class_labels, image_grid
 
 CPU = torch.device("cpu")
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from scipy import integrate, special, stats
 
-from torchtitan.diffusion import philox
+from torchtitan import philox
 from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.predictions import PREDICTIONS, noise_error_weight, target, to_x0_and_noise
-from torchtitan.diffusion.timestep_densities import LogitNormal, Uniform
-from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.densities import LogitNormal, Uniform
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 
 # --- paths and predictions
 

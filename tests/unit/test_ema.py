@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan.training.checkpoint import CheckpointConfig, Checkpointer, checkpoint_path, read_tensors
+from torchtitan.checkpoint.checkpointer import CheckpointConfig, Checkpointer, checkpoint_path, read_tensors
 from torchtitan.training.ema import EMABank, EMAConfig, EMATrackConfig, kept_share, power_exponent
 
 IMAGES = 32  # per step

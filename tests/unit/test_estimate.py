@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.launcher import ROOT
-from torchtitan.config import load_config
+from torchtitan.config.job import load_config
 from torchtitan.estimate.devices import Device
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
 from torchtitan.estimate.memory import estimate_memory, model_on_meta

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan.diffusion import philox
+from torchtitan import philox
 from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
 from torchtitan.diffusion.solvers import uniform_times
 from torchtitan.evaluation.sampling import ImageSampler, balanced_labels, grid_labels

@@ -14,11 +14,11 @@ from scripts.compare import main as compare
 from scripts.download import PARTIAL
 from scripts.sample import refuse_earlier_pictures
 from scripts.timeline import main as timeline
-from torchtitan.config import write_schema
+from torchtitan.config.job import write_schema
 from torchtitan.files.ownership import refuse_foreign_file
-from torchtitan.training.breakdown import refuse_other_files
-from torchtitan.training.timeline import write_timeline
-from torchtitan.training.weight_files import WeightsError, written_whole
+from torchtitan.files.weight_files import WeightsError, written_whole
+from torchtitan.supervision.breakdown import refuse_other_files
+from torchtitan.supervision.timeline import write_timeline
 
 
 @pytest.fixture

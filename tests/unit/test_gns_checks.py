@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.config import ConfigError, load_config
-from torchtitan.config_record import dump_config
+from torchtitan.config.job import ConfigError, load_config
+from torchtitan.settings.record import dump_config
 
 DDPM = '[objective]\npath = "ddpm_linear"\nprediction = "noise"\ntimestep_sampler = "uniform"\n'
 NARROW = '[objective]\ntimestep_sampler = "logit_normal"\nlogit_std = 0.1\n'

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
-from torchtitan.gns.intervals import fieller, log_delta, student_quantile
 from torchtitan.gns.statistics import PairSums
+from torchtitan.statistics.intervals import fieller, log_delta, student_quantile
 
 GRID = torch.linspace(-50.0, 200.0, 250_001, dtype=torch.float64)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from data.base import Draws, UnreadableImage
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
-from torchtitan.gns.offline import (
+from torchtitan.evaluation.offline_gradients import (
     WHOLE,
     GradientError,
     Gradients,
@@ -19,9 +19,9 @@ from torchtitan.gns.offline import (
     equal_mass_edges,
     noise_scale,
     square_norm,
+    sub_batch_sizes,
     timestep_bin,
 )
-from torchtitan.gns.published import sub_batch_sizes
 
 DDPM = {"path": "ddpm_linear", "prediction": "noise", "preconditioning": "index", "timestep_sampler": "uniform"}
 

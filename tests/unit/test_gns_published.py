@@ -7,10 +7,8 @@ from statistics import median
 import pytest
 import torch
 
-from torchtitan.gns.offline import GroupNorms, noise_scale
-from torchtitan.gns.published import (
+from studies.published_estimator import (
     COLUMNS,
-    EstimateFailed,
     PublishedRow,
     TableError,
     corrected,
@@ -21,9 +19,9 @@ from torchtitan.gns.published import (
     read_tables,
     reported_table,
     softmax_shares,
-    sub_batch_sizes,
 )
-from torchtitan.gns.synthetic import SyntheticGradients
+from studies.synthetic import SyntheticGradients
+from torchtitan.evaluation.offline_gradients import EstimateFailed, GroupNorms, noise_scale, sub_batch_sizes
 
 PROBLEM = SyntheticGradients()
 

@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.gns_allocation import FLOOR, FrozenDraws, allocated, build, measure, realise
-from torchtitan.diffusion.allocated import bin_masses
-from torchtitan.diffusion.timesteps import TimestepSampler
+from torchtitan.diffusion.timesteps.sampler import TimestepSampler
+from torchtitan.diffusion.timesteps.shares import bin_masses
 from torchtitan.gns.allocate import neyman_shares, predicted_ratios
 from torchtitan.gns.monitor import inner_edges
 

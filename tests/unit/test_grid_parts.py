@@ -4,12 +4,8 @@ import math
 
 import pytest
 
-from torchtitan.config import load_config
-from torchtitan.diffusion.objective import Objective, ObjectiveConfig
-from torchtitan.diffusion.slot_edges import write_slot_edges
-from torchtitan.evaluation.studies.equal_samples import batch_overrides, study_base, whole_samples
-from torchtitan.evaluation.studies.frame import StudyError
-from torchtitan.evaluation.studies.grid_statistics import (
+from studies.equal_samples import batch_overrides, study_base, whole_samples
+from studies.grid_statistics import (
     counts_text,
     difference,
     mean_log_loss,
@@ -19,9 +15,13 @@ from torchtitan.evaluation.studies.grid_statistics import (
     uniform_log_loss,
     verdict,
 )
-from torchtitan.evaluation.studies.sampler_specs import parse_samplers, without_sampler
-from torchtitan.evaluation.studies.slot_nodes import PUBLISHED_EDGES, timestep_bins
-from torchtitan.evaluation.studies.training_grid import configure
+from studies.sampler_specs import parse_samplers, without_sampler
+from studies.slot_nodes import PUBLISHED_EDGES, timestep_bins
+from studies.training_grid import configure
+from torchtitan.config.job import load_config
+from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
+from torchtitan.experiments.cells import StudyError
 from torchtitan.training.ema import kept_share
 
 # Student's t at 0.975 in closed form: one and two degrees of freedom.

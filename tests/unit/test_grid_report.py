@@ -4,11 +4,11 @@ import math
 
 import pytest
 
+from studies import grid_plots
+from studies.gns_plots import new_figure
+from studies.slot_nodes import timestep_bins
+from studies.trained_grid_report import GridResults, write
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
-from torchtitan.evaluation.studies import grid_plots
-from torchtitan.evaluation.studies.gns_plots import new_figure
-from torchtitan.evaluation.studies.grid_report import GridResults, write
-from torchtitan.evaluation.studies.slot_nodes import timestep_bins
 
 BINS = timestep_bins(Objective(ObjectiveConfig(), 0), 1)[:2]
 # ln loss by seed; None: the run failed. Without its hard seed, "lost" has the lowest mean of all.

@@ -9,10 +9,10 @@ import pytest
 
 from optimization_analysis import main as analyse
 from scripts.compare import main as compare
-from torchtitan.analysis.tables import write_csv
-from torchtitan.evaluation import svg_charts
-from torchtitan.evaluation.studies import gns_plots
-from torchtitan.markdown import Markdown, bullet, inline, markdown_table
+from studies import gns_plots
+from torchtitan.pictures import svg_charts
+from torchtitan.pictures.markdown import Markdown, bullet, inline, markdown_table
+from torchtitan.runs.analysis.tables import write_csv
 from torchtitan.terminal import PrintableStream, shortened
 
 NAMES = [

@@ -13,21 +13,22 @@ import pytest
 
 from optimization_analysis import main as analyse
 from scripts.compare import main as compare
-from torchtitan.analysis.measures import median_interval
-from torchtitan.evaluation import metric_points
-from torchtitan.evaluation.metric_points import read_points
-from torchtitan.evaluation.pictures import save_animation
-from torchtitan.evaluation.run_check import check_run
-from torchtitan.evaluation.studies.branch_report import noise_scales
-from torchtitan.evaluation.studies.branch_training import samples_seen
-from torchtitan.evaluation.studies.curve_table import read_curves
-from torchtitan.evaluation.studies.frame import ResultTable, StudyError
-from torchtitan.sweep.autotune_record import RecordError, SearchRecord
-from torchtitan.sweep.grid import SweepError
-from torchtitan.sweep.record import SweepFolder
-from torchtitan.training import metrics, trace
-from torchtitan.training.timeline import TimelineError, build_timeline
-from torchtitan.training.trace import TraceError, read_trace
+from studies.branch_training import samples_seen
+from studies.critical_batch_report import noise_scales
+from studies.curve_table import read_curves
+from torchtitan.experiments.autotune.record import RecordError, SearchRecord
+from torchtitan.experiments.cells import ResultTable, StudyError
+from torchtitan.experiments.grid import SweepError
+from torchtitan.experiments.record import SweepFolder
+from torchtitan.pictures.grids import save_animation
+from torchtitan.runs import metric_points
+from torchtitan.runs.analysis.measures import median_interval
+from torchtitan.runs.check import check_run
+from torchtitan.runs.metric_points import read_points
+from torchtitan.supervision import trace
+from torchtitan.supervision.timeline import TimelineError, build_timeline
+from torchtitan.supervision.trace import TraceError, read_trace
+from torchtitan.training import metrics
 
 DIGITS = "9" * 400  # beyond float64
 DEEP = "[" * 500 + "]" * 500

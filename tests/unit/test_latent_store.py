@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.latent_stores import images, plan_of, write_shard, write_store
+from torchtitan.extraction.convert import measure
 from torchtitan.latents import (
     LatentStore,
     LatentStoreError,
@@ -21,7 +22,6 @@ from torchtitan.latents import (
     verify_shards,
 )
 from torchtitan.latents import images_per_shard as default_images_per_shard
-from torchtitan.latents.convert import measure
 from torchtitan.latents.index import INDEX_FILE, PARTIAL_FOLDER, SKIPPED_FILE
 
 

@@ -9,8 +9,8 @@ import torch
 from data import DatasetError
 from data.latents import Latents, LatentsConfig
 from tests.latent_stores import SHAPE, images, plan_of, write_store
-from torchtitan.config import ConfigError, load_config
-from torchtitan.diffusion import philox
+from torchtitan import philox
+from torchtitan.config.job import ConfigError, load_config
 from torchtitan.latents import LatentStore, Normalization
 from torchtitan.training.data_loading import SampleOrder, TrainingData, validation_batches
 

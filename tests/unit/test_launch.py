@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from torchtitan import command_line
-from torchtitan.distributed.launch import LaunchError, check_launch, check_rendezvous, launch_number
 from torchtitan.distributed.mesh import CommConfig, compute_device, init_process_group
-from torchtitan.distributed.restarts import forbid_restart
+from torchtitan.processes import command_line
+from torchtitan.processes.exit_codes import forbid_restart
+from torchtitan.processes.launch import LaunchError, check_launch, check_rendezvous, launch_number
 
 RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", RESTARTS)

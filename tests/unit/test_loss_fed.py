@@ -6,13 +6,13 @@ import json
 import pytest
 import torch
 
-from torchtitan.diffusion.allocated import bin_means
-from torchtitan.diffusion.loss_fed import BINNED_FLOOR, HISTORY, LossFedTimesteps
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timestep_samplers import LEARNING, build_density, build_sampler
-from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.learning import BINNED_FLOOR, HISTORY, LossFedTimesteps
+from torchtitan.diffusion.timesteps.registry import LEARNING, build_density, build_sampler
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.shares import bin_means
 
 KEEP, SKIP = torch.tensor(False), torch.tensor(True)
 

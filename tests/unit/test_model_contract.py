@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchtitan.config import ConfigError, load_config
+from torchtitan.config.job import ConfigError, load_config
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel, ModelConfig, ModelFamily
 from torchtitan.models.flops import MiscountedModel, check_macs, counted_macs_per_image

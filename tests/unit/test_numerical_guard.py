@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchtitan.diffusion.objective import LossTerms
-from torchtitan.diffusion.timesteps import GlobalBatch
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.training.metrics import LossWindow
 from torchtitan.training.non_finite import Watch, not_finite, over_ranks, watched
 from torchtitan.training.numerical_guard import LARGEST_NORM, NumericalGuard, StepSamples, backward

@@ -13,15 +13,15 @@ import pytest
 import torch
 from scipy import stats
 
-from torchtitan.config import load_config
-from torchtitan.diffusion import philox
+from torchtitan import philox
+from torchtitan.config.job import load_config
 from torchtitan.diffusion.learned_variance import log_variance, posterior_mean, variational_bound
 from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
 from torchtitan.diffusion.predictions import PREDICTIONS, target
-from torchtitan.diffusion.timesteps import GlobalBatch
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.weightings import WEIGHTINGS, prediction_weight
 from torchtitan.models.dit.config import FLAVORS
 from torchtitan.models.dit.model import DiT

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tests.distributed.cases import make_trainer
-from torchtitan import config_checks
-from torchtitan.config import ConfigError, load_config
+from torchtitan.config.job import ConfigError, load_config
+from torchtitan.config.job import checks as config_checks
 from torchtitan.distributed.parallelize import clamp_gradients
 from torchtitan.run import REFUSED, run
 from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor

@@ -11,15 +11,15 @@ from PIL import Image
 from data import UnreadableImage
 from tests.unit.test_gns_pool import EDGES, GEOMETRIES, assert_rows, made_up, written
 from tests.unit.test_profiling import CPU
-from torchtitan.evaluation.pictures import save_animation
+from torchtitan.errors import RunFolderError
 from torchtitan.gns import raw_sums
 from torchtitan.gns.raw_sums import RawSums, raw_files
+from torchtitan.pictures.grids import save_animation
+from torchtitan.supervision.events import EventLog
+from torchtitan.supervision.heartbeat import Heartbeats
+from torchtitan.supervision.profiling import Profiler, ProfilingConfig
+from torchtitan.supervision.run_status import remove_status, write_status
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE, CorruptImages
-from torchtitan.training.events import EventLog
-from torchtitan.training.heartbeat import Heartbeats
-from torchtitan.training.profiling import Profiler, ProfilingConfig
-from torchtitan.training.run_folder import RunFolderError
-from torchtitan.training.run_status import remove_status, write_status
 
 
 def test_corrupt_images_are_listed_once_their_list_can_be_written(tmp_path, caplog):

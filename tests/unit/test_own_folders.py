@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.evaluation.studies import gns_published, posterior_coefficients
-from torchtitan.evaluation.studies.branch_training import begin_branch, remove_checkpoints
-from torchtitan.evaluation.studies.frame import ResultTable, StudyError, require_own_folder
+from studies import gns_published, posterior_coefficients
+from studies.branch_training import begin_branch, remove_checkpoints
+from torchtitan.experiments.cells import ResultTable, StudyError, require_own_folder
+from torchtitan.experiments.grid import SweepError, read_sweep
+from torchtitan.experiments.record import SweepFolder
 from torchtitan.files.durable import append_synced
 from torchtitan.files.ownership import begins_with, is_foreign
-from torchtitan.sweep.grid import SweepError, read_sweep
-from torchtitan.sweep.record import SweepFolder
 
 COLUMNS, KEY = ("model", "value"), ("model",)
 UNFINISHED = ".results.csv." + 32 * "a" + ".unfinished"

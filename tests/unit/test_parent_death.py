@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.launcher import ROOT
-from torchtitan.distributed import parent_death
-from torchtitan.training.heartbeat import process_state
+from torchtitan.processes import parent_death
+from torchtitan.supervision.heartbeat import process_state
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has a signal of the parent's death")
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has
 PARENT = """
 import os, sys, time
 sys.path.insert(0, sys.argv[1])
-from torchtitan.distributed.parent_death import end_with_launcher
+from torchtitan.processes.parent_death import end_with_launcher
 pid = os.fork()
 if not pid:
     end_with_launcher()

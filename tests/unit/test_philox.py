@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from torchtitan.diffusion import philox
+from torchtitan import philox
 
 WORD = 2**32
 

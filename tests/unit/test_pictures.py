@@ -6,9 +6,9 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
-from torchtitan.evaluation.pictures import ACCENT, EMPTY, GAP, MARGIN, NOT_FINITE, PAPER, image_grid, save_animation
-from torchtitan.evaluation.studies import gns_plots
+from studies import gns_plots
 from torchtitan.gns import pictures as gns_pictures
+from torchtitan.pictures.grids import ACCENT, EMPTY, GAP, MARGIN, NOT_FINITE, PAPER, image_grid, save_animation
 
 
 def as_array(picture: Image.Image) -> np.ndarray:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from scripts.breakdown import main
-from torchtitan.config import ConfigError, load_config
-from torchtitan.training import breakdown, profiling
-from torchtitan.training.breakdown import as_record, as_text, break_down
-from torchtitan.training.profiling import Profiler, ProfilingConfig
-from torchtitan.training.trace import Span, TraceError, find_trace, read_trace, trace_path
+from torchtitan.config.job import ConfigError, load_config
+from torchtitan.supervision import breakdown, profiling
+from torchtitan.supervision.breakdown import as_record, as_text, break_down
+from torchtitan.supervision.profiling import Profiler, ProfilingConfig
+from torchtitan.supervision.trace import Span, TraceError, find_trace, read_trace, trace_path
 
 CPU = SimpleNamespace(device=torch.device("cpu"), rank=0)
 

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from torchtitan.evaluation.run_check import check_run
-from torchtitan.training.checkpoint import CheckpointConfig, Checkpointer
+from torchtitan.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from torchtitan.runs.check import check_run
 
 
 @pytest.fixture(scope="module")

@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan.config import load_config
-from torchtitan.config_record import dump_config, effective
+from torchtitan.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from torchtitan.config.job import load_config
+from torchtitan.errors import RunFolderError
 from torchtitan.files import durable
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file, replacing
 from torchtitan.files.patient_file import PatientFile
 from torchtitan.files.regular import UnsuitableFile
-from torchtitan.training.checkpoint import CheckpointConfig, Checkpointer
+from torchtitan.files.run_lock import LOCK_FILE
+from torchtitan.runs.folder import RunFolder
+from torchtitan.settings.record import dump_config, effective
+from torchtitan.supervision.run_status import STATUS_VARIABLE, write_status
 from torchtitan.training.metrics import cut_metrics
-from torchtitan.training.run_folder import RunFolder, RunFolderError
-from torchtitan.training.run_lock import LOCK_FILE
-from torchtitan.training.run_status import STATUS_VARIABLE, write_status
 
 
 def run_at(folder: Path, *more: str) -> RunFolder:

@@ -10,12 +10,12 @@ import sys
 import pytest
 
 from tests.launcher import ROOT
-from torchtitan.training.run_lock import LOCK_FILE, RunLock
+from torchtitan.files.run_lock import LOCK_FILE, RunLock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from torchtitan.training.run_lock import RunLock
+from torchtitan.files.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print(lock.acquire(), flush=True)
 if len(sys.argv) > 2:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.evaluation.metric_points import read_points
-from torchtitan.evaluation.run_record import (
+from torchtitan.runs.metric_points import read_points
+from torchtitan.runs.record import (
     TRAINING_LOSS,
     RunRecord,
     RunRecordError,

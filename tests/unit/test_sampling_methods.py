@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.launcher import ROOT
-from torchtitan.config import ConfigError, JobConfig, load_config
-from torchtitan.config_record import dump_config
-from torchtitan.diffusion import philox
+from torchtitan import philox
+from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.diffusion.guidance import Guidance, guided_network, predictor
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.evaluation.sampling import ImageSampler, SamplingConfig, default_schedule, sampling_problems
+from torchtitan.settings.record import dump_config
 
 NULL_CLASS, SHAPE = 3, (4, 2, 2)
 DDPM = ObjectiveConfig(path="ddpm_linear", prediction="noise", preconditioning="index", timestep_sampler="uniform")

@@ -7,10 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from data.synthetic import Synthetic, SyntheticConfig
-from torchtitan.diffusion.objective import Objective, ObjectiveConfig
-from torchtitan.diffusion.slot_edges import equal_loss_edges
-from torchtitan.evaluation.intervals_by_image import cosine, from_text, log_ratio, root_mean, to_text, with_student
-from torchtitan.evaluation.slot_training import (
+from studies.slot_training import (
     curve_nodes,
     edges_of_curve,
     finetune,
@@ -19,8 +16,11 @@ from torchtitan.evaluation.slot_training import (
     restored,
     slot_nodes,
 )
+from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges
+from torchtitan.evaluation.offline_gradients import GradientError, Gradients
 from torchtitan.evaluation.timestep_errors import fixed_samples, timestep_errors
-from torchtitan.gns.offline import GradientError, Gradients
+from torchtitan.statistics.by_image import cosine, from_text, log_ratio, root_mean, to_text, with_student
 from torchtitan.training.optimizer import OptimizerConfig, build_optimizer
 
 VARIANCE = 0.25

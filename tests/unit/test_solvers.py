@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan.diffusion import philox
+from torchtitan import philox
 from torchtitan.diffusion.guidance import Guidance, drop_labels, guided_network, predictor
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import RectifiedFlow

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan.diffusion import philox
+from torchtitan import philox
 from torchtitan.diffusion.paths import PATHS, per_image
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, edm_times, uniform_times
 

@@ -11,10 +11,10 @@ import pytest
 
 from scripts.timeline import main
 from tests.launcher import ROOT
-from torchtitan.training.events import EventLog
-from torchtitan.training.garbage import GarbageControl
+from torchtitan.supervision.events import EventLog
+from torchtitan.supervision.garbage import GarbageControl
+from torchtitan.supervision.run_status import write_status
 from torchtitan.training.memory_monitor import MemoryMonitor, host_memory
-from torchtitan.training.run_status import write_status
 
 GIB = 2**30
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from torchtitan.sweep import guard
-from torchtitan.sweep.process import _environment, classify
+from torchtitan.experiments import guard
+from torchtitan.experiments.process import _environment, classify
 
 LOST = "[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:28872."
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from tests.launcher import ROOT
-from torchtitan.config import ConfigError, load_config
-from torchtitan.sweep.cells import check_cells, run_arguments
-from torchtitan.sweep.grid import SweepError, read_sweep
-from torchtitan.sweep.record import SweepFolder
-from torchtitan.training.run_lock import Busy
+from torchtitan.config.job import ConfigError, load_config
+from torchtitan.experiments.command_lines import check_cells, run_arguments
+from torchtitan.experiments.grid import SweepError, read_sweep
+from torchtitan.experiments.record import SweepFolder
+from torchtitan.files.run_lock import Busy
 
 SWEEP = """
 processes = 8
@@ -117,7 +117,7 @@ def test_float8_is_refused_cell_by_cell_where_it_cannot_be_had(tmp_path, monkeyp
             raise ConfigError(["command line: --float8.enable: unknown key"])
         return load_config(arguments, world_size)
 
-    monkeypatch.setattr("torchtitan.sweep.cells.load_config", without_float8)
+    monkeypatch.setattr("torchtitan.experiments.command_lines.load_config", without_float8)
     refused = check_cells(sweep, sweep.cells, tmp_path)
     assert set(refused) == {cell.id for cell in sweep.cells if cell.axes["dtype"] == "float8"} and len(refused) == 9
     assert set(refused.values()) == {"command line: --float8.enable: unknown key"}

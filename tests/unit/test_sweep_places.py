@@ -7,17 +7,17 @@ import sys
 import pytest
 
 from data import DATASETS
-from torchtitan.config import JobConfig, load_config
-from torchtitan.config_places import place_problems, written_places
-from torchtitan.evaluation.studies.equal_samples import study_base
-from torchtitan.evaluation.studies.frame import StudyError
-from torchtitan.evaluation.studies.grid_options import read_base
-from torchtitan.evaluation.studies.training_grid import GridRun, plan_grid
-from torchtitan.sweep import process
-from torchtitan.sweep.grid import SweepError, read_sweep
-from torchtitan.sweep.process import run_processes
-from torchtitan.sweep.record import SweepFolder
-from torchtitan.sweep.runner import plan_sweep
+from studies.equal_samples import study_base
+from studies.grid_options import read_base
+from studies.training_grid import GridRun, plan_grid
+from torchtitan.config.job import JobConfig, load_config
+from torchtitan.config.places import place_problems, written_places
+from torchtitan.experiments import process
+from torchtitan.experiments.cells import StudyError
+from torchtitan.experiments.grid import SweepError, read_sweep
+from torchtitan.experiments.process import run_processes
+from torchtitan.experiments.record import SweepFolder
+from torchtitan.experiments.runner import plan_sweep
 
 SWEEP = """
 [fixed]

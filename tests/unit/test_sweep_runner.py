@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-import torchtitan.sweep.runner as runner
-import torchtitan.sweep.tuned_batch as tuned_batch
-from torchtitan.sweep.autotune import NothingFits
-from torchtitan.sweep.grid import SweepError, read_sweep
-from torchtitan.sweep.process import Outcome, Stopped
-from torchtitan.sweep.record import SweepFolder
-from torchtitan.sweep.runner import plan_sweep, run_sweep
-from torchtitan.sweep.table import sweep_table
+import torchtitan.experiments.autotune.tuned_batch as tuned_batch
+import torchtitan.experiments.runner as runner
+from torchtitan.experiments.autotune.tuning import NothingFits
+from torchtitan.experiments.grid import SweepError, read_sweep
+from torchtitan.experiments.process import Outcome, Stopped
+from torchtitan.experiments.record import SweepFolder
+from torchtitan.experiments.runner import plan_sweep, run_sweep
+from torchtitan.experiments.table import sweep_table
 
 SWEEP = """
 repeats = 2

@@ -9,7 +9,7 @@ from scipy import integrate, stats
 
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timestep_densities import (
+from torchtitan.diffusion.timesteps.densities import (
     CosMap,
     Laplace,
     LogitNormal,
@@ -20,9 +20,9 @@ from torchtitan.diffusion.timestep_densities import (
     Uniform,
     UniformIndex,
 )
-from torchtitan.diffusion.timestep_samplers import build_density
-from torchtitan.diffusion.timestep_warps import Beta, Cubic, Warped
-from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.registry import build_density
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.warps import Beta, Cubic, Warped
 
 CONTINUOUS = PATHS["ddpm_cosine_continuous"]()
 SMOOTH = {

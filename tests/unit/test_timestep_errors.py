@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from data.synthetic import Synthetic, SyntheticConfig, mode_variances, optimal_noise_loss, optimal_velocity_loss
+from studies import slots
+from studies.curve_table import LossCurve, curve_of, write_curves, write_errors
 from tests.unit.test_timestep_samplers import power_law_curve, scalar_curve
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.predictions import PREDICTIONS
-from torchtitan.diffusion.slot_edges import equal_loss_edges, interpolate_loss
-from torchtitan.evaluation.studies import slots
-from torchtitan.evaluation.studies.curve_table import LossCurve, curve_of, write_curves, write_errors
-from torchtitan.evaluation.studies.frame import StudyError
+from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges, interpolate_loss
 from torchtitan.evaluation.timestep_errors import (
     FixedSamples,
     fixed_samples,
@@ -25,6 +24,7 @@ from torchtitan.evaluation.timestep_errors import (
     timestep_errors,
     timestep_nodes,
 )
+from torchtitan.experiments.cells import StudyError
 
 POWER_LAW = SyntheticConfig(shape=[1, 4, 8], spectrum_alpha=3.0, pixel_variance=1.0, num_classes=0)
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from scipy import stats
 
-from torchtitan.config import load_config
-from torchtitan.config_record import dump_config
-from torchtitan.diffusion.allocated import AllocatedTimesteps
+from torchtitan.config.job import load_config
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.slot_edges import equal_loss_edges, read_slot_edges, write_slot_edges
-from torchtitan.diffusion.timestep_densities import Laplace, Uniform
-from torchtitan.diffusion.timestep_samplers import build_density, build_sampler
-from torchtitan.diffusion.timestep_warps import Beta, Cubic, Warped, speed_start
-from torchtitan.diffusion.timesteps import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.densities import Laplace, Uniform
+from torchtitan.diffusion.timesteps.registry import build_density, build_sampler
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
+from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges, read_slot_edges, write_slot_edges
+from torchtitan.diffusion.timesteps.warps import Beta, Cubic, Warped, speed_start
+from torchtitan.settings.record import dump_config
 
 # Xie and Agam, Table 1, as half-open slots of the 1000 indices.
 PAPER_EDGES = [0.0, 5.0, 13.0, 23.0, 37.0, 56.0, 82.0, 120.0, 177.0, 277.0, 1000.0]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.faults.confinement import bounded
-from torchtitan.training.torch_archives import tuple_depth
-from torchtitan.training.weight_files import WeightsError, read_state_dict
+from torchtitan.files.torch_archives import tuple_depth
+from torchtitan.files.weight_files import WeightsError, read_state_dict
 
 
 def saved(path):

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.config import dump_config, load_config
-from torchtitan.evaluation.studies import training_grid
-from torchtitan.evaluation.studies.equal_samples import study_base
-from torchtitan.evaluation.studies.frame import StudyError
-from torchtitan.evaluation.studies.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
-from torchtitan.sweep.process import Outcome
+from studies import training_grid
+from studies.equal_samples import study_base
+from studies.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
+from torchtitan.config.job import dump_config, load_config
+from torchtitan.experiments.cells import StudyError
+from torchtitan.experiments.process import Outcome
 
 STEPS = 4
 

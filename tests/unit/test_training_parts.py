@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from torchtitan.diffusion.objective import LossTerms
-from torchtitan.distributed import agreement
-from torchtitan.distributed.agreement import StopRequest, from_first_rank
+from torchtitan.distributed import collectives as agreement
+from torchtitan.distributed.collectives import StopRequest, from_first_rank
 from torchtitan.distributed.parallelize import clip_gradients, gradient_norm, sum_of_squares
 from torchtitan.training import metrics
 from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor

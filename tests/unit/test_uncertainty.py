@@ -5,7 +5,7 @@ import torch
 
 from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import per_image
-from torchtitan.diffusion.timesteps import GlobalBatch
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.uncertainty import LogUncertainty
 
 EDM = dict(path="edm", prediction="x0", preconditioning="edm", weighting="edm", timestep_sampler="lognormal_sigma")

@@ -10,10 +10,10 @@ import threading
 import pytest
 
 from torchtitan.distributed.mesh import CommConfig
-from torchtitan.training import watchdog as watchdog_module
-from torchtitan.training.heartbeat import Beat, Heartbeats, find_culprit, process_state, remove_heartbeats
-from torchtitan.training.phases import BETWEEN_STEPS, Phases
-from torchtitan.training.watchdog import Limits, Watchdog, limits
+from torchtitan.supervision import watchdog as watchdog_module
+from torchtitan.supervision.heartbeat import Beat, Heartbeats, find_culprit, process_state, remove_heartbeats
+from torchtitan.supervision.phases import BETWEEN_STEPS, Phases
+from torchtitan.supervision.watchdog import Limits, Watchdog, limits
 
 COMM = CommConfig(init_timeout_seconds=300, train_timeout_seconds=100, long_phase_timeout_seconds=1000)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from torchtitan.autoencoders.base import AutoencoderError, Latents, Normalization, denormalize
 from torchtitan.errors import first_line
-from torchtitan.latents.npy_files import map_npy
-from torchtitan.training.weight_files import written_whole
+from torchtitan.files.npy_files import map_npy
+from torchtitan.files.weight_files import written_whole
 
 SUFFIXES = (".safetensors", ".npy")
 KEYS = ("mean", "latents")

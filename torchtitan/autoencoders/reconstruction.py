@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from torchtitan.evaluation.pictures import image_grid
+from torchtitan.pictures.grids import image_grid
 
 DIFFERENCE_GAIN = 4
 

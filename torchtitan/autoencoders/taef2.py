@@ -12,7 +12,7 @@ from torch.nn.functional import relu
 
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents, compute_dtype
 from torchtitan.autoencoders.weight_hash import weights_sha256
-from torchtitan.training.weight_files import WeightsError, mismatches, read_state_dict
+from torchtitan.files.weight_files import WeightsError, mismatches, read_state_dict
 
 WIDTH = 64
 POOL_WIDTH = 256

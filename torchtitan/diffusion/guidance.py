@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchtitan.diffusion import philox
+from torchtitan import philox
 from torchtitan.diffusion.objective import Network, Objective
 from torchtitan.diffusion.solvers.contract import Predict
 

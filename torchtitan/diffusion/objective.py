@@ -13,14 +13,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from torchtitan.diffusion import philox
+from torchtitan import philox
 from torchtitan.diffusion.heads import HeadErrors, Heads, InverseVariance
 from torchtitan.diffusion.learned_variance import BOUND_WEIGHT, variational_bound
 from torchtitan.diffusion.paths import PATHS, per_image
 from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
 from torchtitan.diffusion.predictions import PREDICTIONS, noise_error_weight, target, to_x0_and_noise
-from torchtitan.diffusion.timestep_samplers import LEARNING, build_sampler
-from torchtitan.diffusion.timesteps import GlobalBatch
+from torchtitan.diffusion.timesteps.registry import LEARNING, build_sampler
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.uncertainty import LogUncertainty
 from torchtitan.diffusion.weightings import WEIGHTINGS, prediction_weight
 from torchtitan.settings import setting

@@ -8,9 +8,9 @@ from torchtitan.diffusion.heads import head_problems
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS, Path
 from torchtitan.diffusion.predictions import noise_error_weight
-from torchtitan.diffusion.slot_edges import slot_positions
-from torchtitan.diffusion.timestep_densities import uniform_density
-from torchtitan.diffusion.timestep_samplers import LEARNING, given_slot_edges
+from torchtitan.diffusion.timesteps.densities import uniform_density
+from torchtitan.diffusion.timesteps.registry import LEARNING, given_slot_edges
+from torchtitan.diffusion.timesteps.slot_edges import slot_positions
 
 # Densities whose tails fall faster than every weight grows; the others' fall as powers of sigma.
 _LIGHT_TAILED = ("logit_normal", "lognormal_sigma")

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from torchtitan.diffusion import philox
+from torchtitan import philox
 
 
 class LogUncertainty(nn.Module):

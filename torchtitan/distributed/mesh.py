@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan.distributed.launch import LaunchError, check_rendezvous, launch_number
+from torchtitan.processes.launch import LaunchError, check_rendezvous, launch_number
 from torchtitan.settings import setting
 
 

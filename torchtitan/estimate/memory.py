@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from data import DATASETS
-from torchtitan.config import JobConfig
+from torchtitan.config.job import JobConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.estimate.live_storages import ACTIVATIONS, COMMUNICATION, GRADIENTS, PARAMETERS
 from torchtitan.estimate.simulation import SimulatedStep, Window, simulate_step

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from torchtitan.config import JobConfig
+from torchtitan.config.job import JobConfig
 from torchtitan.estimate.devices import Device
 from torchtitan.estimate.memory import MemoryEstimate
 from torchtitan.models.base import DiffusionModel

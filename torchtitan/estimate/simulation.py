@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from data import DATASETS
-from torchtitan.config import JobConfig
+from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
 from torchtitan.distributed.mesh import Layout

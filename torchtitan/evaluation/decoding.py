@@ -4,25 +4,22 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
-from data import DATASETS, Dataset
+from data import DATASETS, DataConfig, Dataset
 from torchtitan.autoencoders import AUTOENCODERS, build_autoencoder
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Normalization, denormalize
 from torchtitan.autoencoders.tiling import in_tiles
 from torchtitan.distributed.mesh import compute_device
-from torchtitan.evaluation.pictures import class_labels, image_grid
 from torchtitan.latents.index import LatentStoreError
 from torchtitan.latents.store import LatentStore, check_autoencoder
+from torchtitan.pictures.grids import class_labels, image_grid
 from torchtitan.settings import setting
-
-if TYPE_CHECKING:
-    from torchtitan.config import JobConfig
 
 WITH_WEIGHTS = tuple(name for name in AUTOENCODERS if name != "identity")
 LATENT_DATASETS = tuple(name for name, dataset in DATASETS.items() if hasattr(dataset, "store"))
@@ -142,15 +139,15 @@ def open_decoder(config: AutoencoderConfig, store: LatentStore, device: torch.de
     return LatentDecoder(autoencoder, normalization, config.batch_size, device)
 
 
-def run_decoder(config: "JobConfig") -> LatentDecoder | None:
+def run_decoder(autoencoder: AutoencoderConfig, data: DataConfig, draws_pictures: bool) -> LatentDecoder | None:
     """What a run decodes its pictures with; None where it names no autoencoder or draws no picture.
 
     Raises:
         AutoencoderError, DatasetError: as in `open_decoder`; the store cannot be opened.
     """
-    if config.autoencoder.name == "none" or not (config.sampling.enable or config.validation.enable):
+    if autoencoder.name == "none" or not draws_pictures:
         return None
-    return open_decoder(config.autoencoder, DATASETS[config.data.name].store(config.data), compute_device())
+    return open_decoder(autoencoder, DATASETS[data.name].store(data), compute_device())
 
 
 def held_out_picture(dataset: Dataset, decoder: LatentDecoder, class_names: Sequence[str]) -> Image.Image:

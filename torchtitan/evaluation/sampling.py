@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from torchtitan.diffusion import philox
+from torchtitan import philox
 from torchtitan.diffusion.guidance import Guidance, predictor
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS
 from torchtitan.distributed.precision import compute_context
-from torchtitan.evaluation.mode import evaluating
+from torchtitan.evaluation.eval_mode import evaluating
 from torchtitan.settings import setting
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from data.base import Dataset, DatasetError, UnreadableImage
-from torchtitan.diffusion import philox
+from torchtitan import philox
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.diffusion.predictions import noise_error_weight
 from torchtitan.distributed.precision import compute_context
-from torchtitan.evaluation.mode import evaluating
+from torchtitan.evaluation.eval_mode import evaluating
 
 # Outside of these quantiles of the training density nothing can be said to have been learned.
 _TAIL = 1e-3

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.diffusion import philox
+from torchtitan import philox
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.distributed.precision import compute_context
-from torchtitan.evaluation.mode import evaluating
+from torchtitan.evaluation.eval_mode import evaluating
 from torchtitan.settings import setting
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.diffusion import philox
+from torchtitan import philox
 from torchtitan.distributed.mesh import Layout
 from torchtitan.gns import taps
 from torchtitan.gns.second_moment import FactoredLayer, write_adam_factors

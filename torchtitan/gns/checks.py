@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.timesteps import TimestepSampler
+from torchtitan.diffusion.timesteps.sampler import TimestepSampler
 from torchtitan.gns.monitor import GNSConfig, inner_edges
 
 # Fewer samples of a bin in a step hold hardly a pair, and only pairs say anything of the mean gradient.

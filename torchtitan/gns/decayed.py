@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan.gns.intervals import fieller, student_quantile
 from torchtitan.gns.statistics import PairSums, RatioMoments
+from torchtitan.statistics.intervals import fieller, student_quantile
 
 
 @dataclass(frozen=True)

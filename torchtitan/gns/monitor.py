@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from torchtitan.diffusion.allocated import bin_masses, bin_means
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.paths import Path as NoisePath
-from torchtitan.diffusion.timestep_densities import Density, LogitNormal, Uniform
-from torchtitan.diffusion.timesteps import GlobalBatch
+from torchtitan.diffusion.timesteps.densities import Density, LogitNormal, Uniform
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
+from torchtitan.diffusion.timesteps.shares import bin_masses, bin_means
 from torchtitan.distributed.mesh import Layout
 from torchtitan.gns.allocate import (
     FROM_WEIGHT,

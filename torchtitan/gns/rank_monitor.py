@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.distributed.mesh import Layout
-from torchtitan.gns.intervals import fieller, student_quantile
 from torchtitan.gns.outliers import OutlierRule
 from torchtitan.gns.rank_gradients import RankGradients, SetAside, square_norm
 from torchtitan.gns.statistics import GroupSums, RatioMoments
+from torchtitan.statistics.intervals import fieller, student_quantile
 
 
 class RankMonitor:

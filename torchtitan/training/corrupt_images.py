@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from data.base import UnreadableImage
-from torchtitan.distributed.agreement import of_all_ranks
+from torchtitan.distributed.collectives import of_all_ranks
 from torchtitan.files.patient_file import PatientFile
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Draws, UnreadableImage
-from torchtitan.diffusion import philox
-from torchtitan.distributed.launch import launch_number
+from torchtitan import philox
+from torchtitan.processes.launch import launch_number
 from torchtitan.training.loader_processes import LoaderProcesses, shared_memory_shortage
 from torchtitan.training.sample_order import SampleOrder
 

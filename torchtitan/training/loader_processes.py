@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from data.base import DatasetError
-from torchtitan.command_line import readable_size
-from torchtitan.distributed.parent_death import end_with_parent
+from torchtitan.processes.command_line import readable_size
+from torchtitan.processes.parent_death import end_with_parent
 from torchtitan.training.memory_monitor import host_memory
 
 logger = logging.getLogger(__name__)

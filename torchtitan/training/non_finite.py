@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.distributed.activation_checkpoint import WRAPPER_PREFIX
-from torchtitan.distributed.agreement import of_all_ranks
+from torchtitan.distributed.collectives import of_all_ranks
 from torchtitan.distributed.parallelize import local
 
 

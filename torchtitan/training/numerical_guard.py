@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.diffusion.timesteps import GlobalBatch
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 
 logger = logging.getLogger(__name__)
 

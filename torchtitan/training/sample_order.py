@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from data.base import Dataset
-from torchtitan.diffusion import philox
+from torchtitan import philox
 
 
 class SampleOrder:

@@ -1,0 +1,77 @@
+"""Measure the critical batch size of a run's checkpoint: scripts/critical_batch.py RUN_FOLDER [options].
+
+From one checkpoint (weights and optimizer state) branches train on equally many samples at several batch sizes, and are
+compared by held-out loss. Results lie in RUN_FOLDER/critical_batch/step-N: results.csv, critical_batch_size.csv,
+critical_batch.png and summary.md, and a run per branch. A test that was stopped goes on where it was, and more factors or
+seeds may be asked for later.
+"""
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data.base import DatasetError
+from studies.branch_training import LR_RULES, SCHEDULES
+from studies.critical_batch import open_test, run_test
+from studies.critical_batch_report import report
+from torchtitan.checkpoint.checkpointer import CheckpointError
+from torchtitan.config.job import ConfigError
+from torchtitan.experiments.cells import StudyError
+from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.runs.trained_model import WeightsError
+
+
+def main(words: list[str] | None = None) -> int:
+    arguments = parse_arguments(words)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        test = open_test(arguments)
+        summary = report(test, run_test(test))
+    except (StudyError, ConfigError, CheckpointError, WeightsError, DatasetError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    print(summary.read_text(encoding="utf-8").split("\n## ")[0].strip())
+    print(summary)
+    return 0
+
+
+def parse_arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="critical_batch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN_FOLDER", type=Path, help="a run's folder, as outputs/digits")
+    add("--step", type=int, help="checkpoint to branch from (default: the newest good one)")
+    add("--factors", type=float, nargs="+", default=[0.5, 1, 2, 4], metavar="K", help="batch sizes as multiples of "
+        "the run's (default: 0.5 1 2 4); the smallest is what the others are compared with")
+    add("--samples", type=int, help="of every branch, a multiple of every batch size (default: 32 steps of the "
+        "largest)")
+    add("--seeds", type=int, default=3, help="branches of each batch size (default: 3)")
+    add("--tolerance", type=float, default=0.01, help="excess of held-out loss that counts as none (default: 0.01)")
+    add("--lr", type=float, help="learning rate at factor 1 (default: the run's at that step)")
+    add("--lr-rule", choices=LR_RULES, default="sqrt", help="how it grows with the factor (default: sqrt, Adam's)")
+    add("--schedule", choices=SCHEDULES, default="constant", help="of the learning rate over a branch; linear and "
+        "cosine fall to 0 (default: constant)")
+    add("--held-out", type=int, default=4096, metavar="TRIPLES", help="held-out (image, timestep, noise) triples "
+        "(default: 4096; images are used again with other noise)")
+    add("--nproc", type=int, default=1, help="processes of each branch (default: 1)")
+    add("--retry-failed", action="store_true", help="train again the branches whose row says failed")
+    add("--keep-checkpoints", action="store_true", help="of branches that are measured (default: deleted)")
+    add("--output", type=Path, help="folder of the results (default: RUN_FOLDER/critical_batch/step-N)")
+    return parser.parse_args(words)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    run_program(main)

@@ -1,0 +1,55 @@
+"""Timestep samplers compared at equal samples: samplers x batch sizes x seeds, each trained from the start."""
+
+import argparse
+from pathlib import Path
+
+from studies import grid_options
+from studies import trained_grid as grid_study
+from studies.equal_samples import LR_RULES, batch_overrides
+from studies.sampler_specs import parse_samplers, without_sampler
+from studies.trained_grid import Arm, PlannedRun
+from studies.training_grid import GridRun
+from torchtitan.config.job import JobConfig
+
+NAME = "compare_samplers"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    grid_options.add_grid_options(parser, NAME, seeds=3)
+    add = parser.add_argument
+    add("--samplers", required=True, metavar="LIST", help="name[+spread][:key=value,...] of each, commas between, the "
+        "reference first: uniform,uniform+stratified,logit_normal:logit_mean=0,slots:slot_edges_path=FILE")
+    add("--batches", type=grid_options.batch_list, metavar="LIST", help="global batch sizes, commas between (default: "
+        "the configuration's)")
+    add("--lr-rule", choices=LR_RULES, default="sqrt", help="learning rate at other batch sizes than the "
+        "configuration's: the same, or times the root of the ratio, or times the ratio (default: sqrt)")
+    add("--target", choices=("reference", "worst"), default="reference", help="samples are counted until the loss that "
+        "the reference, or the worst sampler, has at the end (default: reference)")
+    grid_study.add_measure_options(parser)
+
+
+def run_alone(arguments: argparse.Namespace) -> Path:
+    """Train and measure what is missing; returns summary.md. Raises StudyError, ConfigError."""
+    grid_options.require_seeds(arguments)
+    base = grid_options.read_base(arguments)
+    batches = arguments.batches or [base.training.global_batch_size]
+    samples = grid_options.equal_samples(arguments, batches)
+    return grid_study.train_and_measure(
+        NAME, without_sampler(base), _planned(arguments, base, batches, samples), arguments, "sampler",
+        f"{samples} samples per run; learning rate by the rule {arguments.lr_rule} from {base.optimizer.lr:g} at batch "
+        f"size {base.training.global_batch_size}.",
+    )  # fmt: skip
+
+
+def _planned(arguments: argparse.Namespace, base: JobConfig, batches: list[int], samples: int) -> list[PlannedRun]:
+    """A seed's runs one after the other, so that a grid that is not finished has whole seeds."""
+    specs, found = parse_samplers(arguments.samplers), []
+    checkpoints, rule, processes = arguments.checkpoints, arguments.lr_rule, arguments.processes
+    for seed in range(arguments.seeds):
+        for batch in batches:
+            of_batch = batch_overrides(base, batch, samples, checkpoints, rule, processes)
+            for spec in specs:
+                overrides = of_batch | spec.overrides | {"debug.seed": base.debug.seed + seed}
+                run = GridRun(f"b{batch}_{spec.slug}_s{seed}", overrides)
+                found.append(PlannedRun(run, Arm(f"batch size {batch}", spec.label), seed))
+    return found

@@ -1,0 +1,115 @@
+"""Runs that see the same number of samples whatever their batch size: steps, learning rate, warm-up, averages."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from studies.branch_training import largest_divisor
+from torchtitan.config.job import JobConfig
+from torchtitan.experiments.cells import StudyError
+from torchtitan.gns.monitor import GNSConfig
+from torchtitan.training.ema import EMAConfig, EMATrackConfig
+
+# Learning rate of a batch that is `factor` times the reference, as a multiple of the reference's.
+LR_RULES: dict[str, Callable[[float], float]] = {"const": lambda factor: 1.0, "sqrt": math.sqrt, "linear": float}
+
+# Half-life of an average in the place of one with a warm-up, as a share of the images seen, at most.
+_RAMPUP_RATIO = 0.05
+
+
+def whole_samples(samples: int, batches: Sequence[int], checkpoints: int) -> int:
+    """The number of samples nearest to what is asked for at which every batch size has a checkpoint.
+
+    Args:
+        samples: asked for.
+        batches: global batch sizes.
+        checkpoints: of every run, equally spaced, the last at its end.
+
+    Returns:
+        a multiple of checkpoints x the least common multiple of the batch sizes, never 0.
+
+    Raises:
+        StudyError: a number is not positive, or even one checkpoint's worth is over twice what is asked for.
+    """
+    if min([samples, checkpoints, *batches]) < 1:
+        raise StudyError("--samples, --checkpoints and batch sizes must be at least 1")
+    unit = checkpoints * math.lcm(*batches)
+    if unit > 2 * samples:
+        raise StudyError(
+            f"--samples: {samples} are too few for {checkpoints} checkpoints at batch sizes "
+            f"{', '.join(map(str, batches))} (give {unit}, or fewer --checkpoints)"
+        )
+    return max(round(samples / unit), 1) * unit
+
+
+def study_base(config: JobConfig) -> JobConfig:
+    """A configuration for runs of a study: nothing is evaluated or drawn meanwhile, all checkpoints are kept.
+
+    An average with a decay per step becomes one with the same half-life in images, at any batch size; its warm-up
+    becomes a half-life of at most 5 % of the images seen.
+    """
+    images_per_step = config.training.global_batch_size
+    return dataclasses.replace(
+        config,
+        job=dataclasses.replace(config.job, allow_config_change=False),
+        ema=EMAConfig(tracks=[_in_images(track, images_per_step) for track in config.ema.tracks]),
+        gns=GNSConfig(),
+        checkpoint=dataclasses.replace(config.checkpoint, enable=True, folder="", keep_latest_k=0, load_step=-1),
+        metrics=dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False),
+        sampling=dataclasses.replace(config.sampling, enable=False),
+        validation=dataclasses.replace(config.validation, enable=False),
+        profiling=type(config.profiling)(),
+    )
+
+
+def batch_overrides(
+    config: JobConfig, batch: int, samples: int, checkpoints: int, lr_rule: str, processes: int
+) -> dict[str, Any]:
+    """Keys by which a run at another batch size differs.
+
+    Warm-up is the same share of the training, so that it is of as many samples at every batch size.
+
+    Args:
+        config: whose batch size, learning rate and warm-up are the reference.
+        batch: global batch size.
+        samples: as `whole_samples` returns it.
+        checkpoints: of every run.
+        lr_rule: a key of LR_RULES.
+        processes: of a run.
+
+    Returns:
+        dotted key -> value.
+
+    Raises:
+        StudyError: the processes do not divide the batch.
+    """
+    if batch % processes:
+        raise StudyError(f"--batches: {batch} images cannot be divided among {processes} processes")
+    steps = samples // batch
+    schedule, of_run = config.lr_scheduler, config.training.steps
+    overrides: dict[str, Any] = {
+        "training.steps": steps,
+        "training.global_batch_size": batch,
+        "training.local_batch_size": largest_divisor(batch // processes, config.training.local_batch_size),
+        "optimizer.lr": config.optimizer.lr * LR_RULES[lr_rule](batch / config.training.global_batch_size),
+        "lr_scheduler.warmup_steps": round(schedule.warmup_steps * steps / of_run),
+        "checkpoint.interval": steps // checkpoints,
+        "metrics.log_freq": max(steps // 128, 1),
+    }
+    if schedule.decay_type == "inverse_sqrt":
+        overrides["lr_scheduler.reference_steps"] = max(round(schedule.reference_steps * steps / of_run), 1)
+    degrees = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
+    if degrees != processes:
+        overrides |= {
+            "parallelism.data_parallel_replicate_degree": processes, "parallelism.data_parallel_shard_degree": 1,
+        }  # fmt: skip
+    return overrides
+
+
+def _in_images(track: EMATrackConfig, images_per_step: int) -> EMATrackConfig:
+    if track.kind != "constant":
+        return track
+    half_life = math.log(0.5) / math.log(track.decay) * images_per_step if track.decay > 0 else 1e-9
+    ratio = _RAMPUP_RATIO if track.warmup_power > 0 else 0.0
+    return EMATrackConfig(name=track.name, kind="half_life", half_life=half_life, rampup_ratio=ratio)

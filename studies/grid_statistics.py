@@ -1,0 +1,143 @@
+"""Comparison of trained arms over seeds: paired differences, what may be told apart, samples to a target loss."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from torchtitan.statistics.branch_decision import mean_and_margin
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How ln loss differs between two arms, over the seeds that both have.
+
+    Attributes:
+        mean: of the paired differences of ln loss.
+        margin: half the width of their 95 % interval by Student's t; infinite with one seed, NaN with none.
+        seeds: number of pairs.
+    """
+
+    mean: float
+    margin: float
+    seeds: int
+
+    @property
+    def verdict(self) -> str:
+        """lower, higher or cannot be told apart."""
+        if not (math.isfinite(self.mean) and math.isfinite(self.margin)) or abs(self.mean) <= self.margin:
+            return "cannot be told apart"
+        return "lower" if self.mean < 0 else "higher"
+
+
+def difference(losses: Mapping[int, float], reference: Mapping[int, float]) -> Difference:
+    """Compare ln losses of two arms by seed.
+
+    Args:
+        losses, reference: seed -> ln loss.
+    """
+    paired = [losses[seed] - reference[seed] for seed in sorted(losses) if seed in reference]
+    mean, margin = mean_and_margin(paired)
+    return Difference(mean, margin, len(paired))
+
+
+def shared_seeds(losses: Mapping[str, Mapping[int, float]]) -> list[int]:
+    """Seeds that all arms have, apart from arms that have none."""
+    present = [set(of_arm) for of_arm in losses.values() if of_arm]
+    return sorted(set.intersection(*present)) if present else []
+
+
+def ranking(losses: Mapping[str, Mapping[int, float]]) -> list[tuple[str, list[str]]]:
+    """Order arms by mean ln loss over the seeds that all share, the lowest first; as given where they share none.
+
+    Args:
+        losses: arm -> seed -> ln loss.
+
+    Returns:
+        each arm with the others from which its paired differences cannot tell it apart, in the same order.
+    """
+    present = {arm: of_arm for arm, of_arm in losses.items() if of_arm}
+    shared, order = shared_seeds(present), list(present)
+    if shared:
+        order.sort(key=lambda arm: fmean(present[arm][seed] for seed in shared))
+    found = []
+    for arm in order:
+        others = [other for other in order if other != arm]
+        like = [o for o in others if difference(present[arm], present[o]).verdict == "cannot be told apart"]
+        found.append((arm, like))
+    return found
+
+
+def verdict(losses: Mapping[int, float], reference: Mapping[int, float], seeds: int) -> str:
+    """The verdict of a difference, or how many seeds there are of an arm that lost some: those left are a selection.
+
+    Args:
+        losses, reference: seed -> ln loss.
+        seeds: that both arms were to have.
+    """
+    for whose, present in (("", len(losses)), ("reference: ", len(reference))):
+        if present < seeds:
+            return f"{whose}{present} of {seeds} seeds; {seeds - present} failed"
+    return difference(losses, reference).verdict
+
+
+def samples_to_target(samples: Sequence[float], log_losses: Sequence[float], target: float) -> float:
+    """Samples after which a learning curve first is at or below a target.
+
+    Between two checkpoints ln loss is taken to be linear in ln samples.
+
+    Args:
+        samples: at the checkpoints, rising, positive [N].
+        log_losses: ln loss there [N].
+        target: ln loss.
+
+    Returns:
+        the number of samples; 0 if the first checkpoint is at the target already; infinite if none is.
+    """
+    for place, value in enumerate(log_losses):
+        if value > target:
+            continue
+        if place == 0:
+            return samples[0] if value == target else 0.0
+        before = log_losses[place - 1]
+        share = (before - target) / (before - value)
+        low, high = math.log(samples[place - 1]), math.log(samples[place])
+        return math.exp(low + share * (high - low))
+    return math.inf
+
+
+def counts_text(counts: Sequence[float | None], first: int, last: int) -> str:
+    """Samples to a target of every seed: their mean with its 95 % interval if all are known, else one by one.
+
+    Args:
+        counts: as `samples_to_target` returns them; None for a seed that failed.
+        first, last: samples at the first and the last checkpoint.
+    """
+    known = [count for count in counts if count is not None and 0 < count < math.inf]
+    if known and len(known) == len(counts):
+        mean, margin = mean_and_margin(known)
+        return f"{mean:.0f}" + (f" [{max(mean - margin, 0):.0f}, {mean + margin:.0f}]" if math.isfinite(margin) else "")
+    words = {None: "failed", 0.0: f"before {first}", math.inf: f"not within {last}"}
+    each = [words[count] if count in words else f"{count:.0f}" for count in counts]
+    return each[0] if len(set(each)) == 1 else ", ".join(each)
+
+
+def uniform_log_loss(errors: Sequence[float], shares: Sequence[float]) -> float:
+    """ln of the mean error under the reference density: bins' errors weighted by their shares of it."""
+    return math.log(sum(error * share for error, share in zip(errors, shares, strict=True)) / sum(shares))
+
+
+def mean_log_loss(errors: Sequence[float]) -> float:
+    """Mean over the bins of the ln of their errors: every bin counts the same, whatever the size of its errors."""
+    return sum(map(math.log, errors)) / len(errors)
+
+
+def percent(found: Difference) -> str:
+    """A difference of ln loss as a change in per cent with its interval."""
+    if not math.isfinite(found.mean):
+        return "-"
+    change = 100 * math.expm1(found.mean)
+    if not math.isfinite(found.margin):
+        return f"{change:+.2f} %"
+    low, high = (100 * math.expm1(found.mean + sign * found.margin) for sign in (-1, 1))
+    return f"{change:+.2f} % [{low:+.2f}, {high:+.2f}]"

@@ -1,0 +1,136 @@
+"""Timestep samplers as a command line names them: `name[+spread][:key=value,...]`, several with commas between."""
+
+import dataclasses
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+from torchtitan.config.job import JobConfig
+from torchtitan.diffusion.objective import ObjectiveConfig
+from torchtitan.experiments.cells import StudyError
+from torchtitan.settings.schema import default_of
+
+SAMPLERS: tuple[str, ...] = get_args(get_type_hints(ObjectiveConfig)["timestep_sampler"])
+SPREADS: tuple[str, ...] = get_args(get_type_hints(ObjectiveConfig)["spread"])
+# Of the objective, and not of how its timesteps are drawn.
+_SHARED = ("shift", "t_min", "t_max")
+
+
+@dataclass(frozen=True)
+class SamplerSpec:
+    """A sampler with its own keys.
+
+    Attributes:
+        label: what tables and pictures call it.
+        overrides: dotted key -> text, over a base without any sampler's keys.
+    """
+
+    label: str
+    overrides: dict[str, str]
+
+    @property
+    def slug(self) -> str:
+        """The label as a part of a folder's name."""
+        return re.sub(r"[^A-Za-z0-9_.+=-]+", "_", self.label).strip("_")
+
+
+def parse_samplers(text: str) -> list[SamplerSpec]:
+    """Read the samplers of a command line, the first of which is the reference.
+
+    Args:
+        text: such as `uniform,uniform+stratified,logit_normal:logit_mean=0,logit_std=1,slots:slot_edges_path=FILE`.
+            A key without `objective.` is of that section; `shift`, `t_min` and `t_max` may be among a sampler's keys.
+
+    Raises:
+        StudyError: an unknown sampler or spread, text that is no such list, a key twice, or one sampler twice.
+    """
+    entries = _entries(text)
+    specs = [_parse(entry) for entry in entries]
+    meant = [_meant(spec) for spec in specs]
+    for place, spec in enumerate(specs):
+        if meant[place] in meant[:place]:
+            raise StudyError(f"--samplers: {spec.label} is there twice")
+    return _told_apart(entries, specs)
+
+
+def without_sampler(config: JobConfig) -> JobConfig:
+    """The configuration with uniform timesteps, and none of the keys of other samplers."""
+    fields = {field.name: field for field in dataclasses.fields(ObjectiveConfig)}
+    reset = {name: default_of(fields[name]) for name in sampler_keys() if name not in _SHARED}
+    reset["timestep_sampler"] = "uniform"
+    return dataclasses.replace(config, objective=dataclasses.replace(config.objective, **reset))
+
+
+def sampler_keys() -> list[str]:
+    """Keys of `[objective]` that say how timesteps are drawn."""
+    conditions = ("timestep_sampler", "timestep_sampler or base_density")
+    depending = [
+        field.name for field in dataclasses.fields(ObjectiveConfig)
+        if any(condition in field.metadata["applies"] for condition in conditions)
+    ]  # fmt: skip
+    return ["timestep_sampler", "spread", *depending, *_SHARED]
+
+
+def _entries(text: str) -> list[str]:
+    """Cut at commas outside of brackets; a piece `key=value` belongs to the sampler before it."""
+    entries: list[str] = []
+    for piece in re.split(r",(?![^\[]*\])", text):
+        name, equals, _ = piece.partition("=")
+        if equals and ":" not in name and entries:
+            entries[-1] += f",{piece}"
+        else:
+            entries.append(piece)
+    return entries
+
+
+def _meant(spec: SamplerSpec) -> dict[str, str]:
+    """The overrides with one spelling for each file."""
+    return {
+        key: str(Path(value).resolve()) if key.endswith("_path") else value for key, value in spec.overrides.items()
+    }
+
+
+def _told_apart(entries: list[str], specs: list[SamplerSpec]) -> list[SamplerSpec]:
+    """Files of one name are called by as much of their folders' names as it takes. Raises StudyError."""
+    paths = [Path(path) for spec in specs for key, path in _meant(spec).items() if key.endswith("_path")]
+    for parts in range(2, max((len(path.parts) for path in paths), default=0) + 1):
+        names = Counter(spec.slug for spec in specs)
+        specs = [
+            _parse(entry, parts) if names[spec.slug] > 1 else spec for entry, spec in zip(entries, specs, strict=True)
+        ]
+    names = Counter(spec.slug for spec in specs)
+    for spec in specs:
+        if names[spec.slug] > 1:
+            raise StudyError(
+                f"--samplers: two that differ would both be called {spec.label} (write edges to files of other names)"
+            )
+    return specs
+
+
+def _parse(entry: str, path_parts: int = 1) -> SamplerSpec:
+    """A file is called in the label by the last parts of its path."""
+    head, _, keys = entry.strip().partition(":")
+    name, plus, spread = head.partition("+")
+    if name not in SAMPLERS:
+        raise StudyError(f"--samplers: {name!r} is no sampler (there are: {', '.join(SAMPLERS)})")
+    if plus and spread not in SPREADS:
+        raise StudyError(f"--samplers: {head}: {spread!r} is no spread (there are: {', '.join(SPREADS)})")
+    overrides = {"objective.timestep_sampler": name} | ({"objective.spread": spread} if plus else {})
+    shown = []
+    for pair in filter(None, re.split(r",(?![^\[]*\])", keys)):
+        key, equals, value = pair.strip().partition("=")
+        key = key.removeprefix("objective.")
+        if not equals or key not in sampler_keys():
+            raise StudyError(f"--samplers: {head}: {pair!r} is no key=value of a sampler")
+        if f"objective.{key}" in overrides:
+            raise StudyError(f"--samplers: {head}: {key} is there twice")
+        overrides[f"objective.{key}"] = value
+        if key == "slot_importance":
+            shown += ["weighted"] if value == "true" else []
+        elif key.endswith("_path"):
+            shown.append(Path(*Path(value).resolve().with_suffix("").parts[-path_parts:]).as_posix())
+        elif not value.startswith("["):
+            shown.append(f"{key}={value}")
+    return SamplerSpec(head + (f" ({', '.join(shown)})" if shown else ""), overrides)

@@ -1,0 +1,224 @@
+"""Pictures and tables of a grid of trained runs: loss by bin, learning curves, ranking, samples to a target loss."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from studies import grid_plots
+from studies.grid_statistics import (
+    counts_text,
+    difference,
+    mean_log_loss,
+    percent,
+    ranking,
+    samples_to_target,
+    shared_seeds,
+    uniform_log_loss,
+    verdict,
+)
+from studies.slot_nodes import TimestepBin
+from torchtitan.experiments.cells import Row, number
+from torchtitan.pictures.markdown import Markdown, inline, markdown_table
+
+Score = Callable[[Sequence[float], Sequence[float]], float]
+
+# What the errors of all bins are summed up to, as ln of a loss.
+SCORES: dict[str, Score] = {
+    "uniform mean": uniform_log_loss,
+    "geometric mean over bins": lambda errors, shares: mean_log_loss(errors),
+}
+
+
+@dataclass
+class GridResults:
+    """The rows of a grid, by group, arm and seed.
+
+    Attributes:
+        rows: as the table has them.
+        arms: (group, label) in order; the first of a group is its reference.
+        arm_column: what differs between arms.
+        weights: that are compared.
+    """
+
+    rows: list[Row]
+    arms: list[tuple[str, str]]
+    arm_column: str
+    weights: str
+    _errors: dict[tuple, dict[int, float]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._errors = {}
+        for row in self.rows:
+            if row["status"] == "ok":
+                key = (row["group"], row[self.arm_column], int(row["seed"]), row["weights"], int(row["samples"]))
+                self._errors.setdefault(key, {})[int(row["bin"])] = number(row, "error")
+        # What was to be measured counts, failed or not: a bin, a checkpoint or a seed must not drop out unseen.
+        asked = [row for row in self.rows if row["bin"]]
+        bins = {int(row["bin"]): number(row, "share") for row in asked}
+        self.shares = [bins[place] for place in sorted(bins)]
+        self.seeds = sorted({int(row["seed"]) for row in self.rows})
+        self.samples = sorted({int(row["samples"]) for row in asked})
+        self.images = max((int(row["images"]) for row in asked), default=0)
+        self.currency = self.rows[0]["currency"] if self.rows else ""
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is anything to report."""
+        return bool(self._errors)
+
+    @property
+    def groups(self) -> list[str]:
+        return list(dict.fromkeys(group for group, _ in self.arms))
+
+    def labels(self, group: str) -> list[str]:
+        """Arms of a group, its reference first."""
+        return [label for of_group, label in self.arms if of_group == group]
+
+    def legend(self, group: str, arm: str) -> str:
+        """The arm's label, with the number of its seeds where it lost some."""
+        there = sum(bool(self.errors(group, arm, seed, self.samples[-1])) for seed in self.seeds)
+        return arm if there == len(self.seeds) else f"{arm} ({there} of {len(self.seeds)} seeds)"
+
+    def errors(self, group: str, arm: str, seed: int, samples: int, weights: str | None = None) -> list[float]:
+        """Errors in every bin, or nothing where they are not all there."""
+        found = self._errors.get((group, arm, seed, weights or self.weights, samples), {})
+        complete = len(found) == len(self.shares)
+        return [found[place] for place in sorted(found)] if complete else []
+
+    def scores(
+        self, group: str, arm: str, score: Score, samples: int | None = None, weights: str | None = None
+    ) -> dict[int, float]:
+        """Seed -> ln loss at a number of samples, the last by default."""
+        found = {}
+        for seed in self.seeds:
+            if errors := self.errors(group, arm, seed, samples or self.samples[-1], weights):
+                found[seed] = score(errors, self.shares)
+        return found
+
+    def of_bin(self, group: str, arm: str, place: int) -> dict[int, float]:
+        """Seed -> ln loss of one bin at the end."""
+        found = {seed: self.errors(group, arm, seed, self.samples[-1]) for seed in self.seeds}
+        return {seed: math.log(errors[place]) for seed, errors in found.items() if errors}
+
+
+def write(results: GridResults, target: str | None, bins: Sequence[TimestepBin], folder: Path) -> str:
+    """Draw the pictures into the folder; returns the text of the summary.
+
+    Args:
+        results: of the grid.
+        target: "reference" or "worst": whose last loss the samples to a target are for; None: no target.
+        bins: in which the errors were measured.
+        folder: of the study.
+    """
+    if not results.measured:
+        return "No run could be measured.\n\n"
+    text = _explained(results, bins)
+    for place, group in enumerate(results.groups):
+        text += f"## {inline(group)}\n\n"
+        for name, score in SCORES.items():
+            text += _score_table(results, group, name, score, target)
+        if results.weights != "none":
+            text += _trained_weights(results, group)
+        text += _bin_table(results, group, bins)
+        text += grid_plots.draw_bins(results, group, bins, folder / f"bins_{place + 1}.png")
+    return text + grid_plots.draw_curves(results, SCORES, folder / "curves.png")
+
+
+def _explained(results: GridResults, bins: Sequence[TimestepBin]) -> str:
+    weights = "trained weights" if results.weights == "none" else f"EMA weights ({results.weights})"
+    density = "DDPM indices" if bins[0].unit == "index" else "t"
+    return (
+        f"Held-out squared error of {results.currency} ({weights}, {results.images} images with fixed noise, "
+        f"{len(bins)} bins of timesteps), {len(results.seeds)} seeds. Two ways to sum up: the mean under uniform "
+        f"{density} (uniform mean), which bins of large errors decide, and the mean of ln error over bins (geometric "
+        "mean over bins), in which every bin counts the same. Differences are paired by seed: runs of one seed have "
+        "the same initial weights, order of data and noise. Brackets hold 95 % intervals by Student's t over seeds, "
+        f"for these {results.images} images, which are the same for all runs; each is for one comparison, not adjusted "
+        "for their number. Ranks and losses (geometric means) are over the seeds that all arms share; an arm that lost "
+        "seeds has no verdict.\n\n"
+    )
+
+
+def _score_table(results: GridResults, group: str, name: str, score: Score, target: str | None) -> str:
+    arms = results.labels(group)
+    losses = {arm: results.scores(group, arm, score) for arm in arms}
+    header = ["rank", results.arm_column, "seeds", "loss", f"against {arms[0]}", "verdict", "cannot be told apart from"]
+    reached = _samples_to_target(results, group, score, target) if target else {}
+    shared, count, rows = shared_seeds(losses), len(results.seeds), []
+    whole = {arm for arm in arms if len(losses[arm]) == count}
+    ranked = ranking(losses)
+    for rank, (arm, like) in enumerate(ranked + [(arm, []) for arm in arms if not losses[arm]], 1):
+        row = ["-", arm, str(len(losses[arm])), "-"]
+        if losses[arm] and shared:
+            row[0], row[3] = str(rank), f"{math.exp(fmean(losses[arm][seed] for seed in shared)):.5g}"
+        if arm == arms[0]:
+            row += ["-", "reference"]
+        else:
+            row += [percent(difference(losses[arm], losses[arms[0]])), verdict(losses[arm], losses[arms[0]], count)]
+        row.append((", ".join(other for other in like if other in whole) or "none") if arm in whole else "-")
+        rows.append([*row, reached[arm]] if target else row)
+    text = f"### {name[0].upper()}{name[1:]}\n\n"
+    if target:
+        header.append("samples to target")
+        whose = f"{inline(arms[0])} reaches" if target == "reference" else "the worst arm that did not fail reaches"
+        text += (
+            f"Samples to target: until the loss is what {whose} at the end with the same seed, ln loss interpolated "
+            "over ln samples; the mean over seeds, or every seed's number where one of them has none.\n\n"
+        )
+    return text + markdown_table(header, rows)
+
+
+def _samples_to_target(results: GridResults, group: str, score: Score, target: str) -> dict[str, str]:
+    arms, last = results.labels(group), results.samples[-1]
+    final = {arm: results.scores(group, arm, score) for arm in arms}
+    curves = {arm: {n: results.scores(group, arm, score, n) for n in results.samples} for arm in arms}
+    found = {}
+    for arm in arms:
+        counts: list[float | None] = []
+        for seed in results.seeds:
+            others = [final[other][seed] for other in arms if seed in final[other]]
+            if seed not in final[arm] or (target == "reference" and seed not in final[arms[0]]):
+                counts.append(None)
+                continue
+            goal = final[arms[0]][seed] if target == "reference" else max(others)
+            points = [(n, at[seed]) for n, at in curves[arm].items() if seed in at]
+            counts.append(samples_to_target([n for n, _ in points], [value for _, value in points], goal))
+        is_target = target == "reference" and arm == arms[0]
+        found[arm] = "sets the target" if is_target else counts_text(counts, results.samples[0], last)
+    return found
+
+
+def _trained_weights(results: GridResults, group: str) -> str:
+    arms = results.labels(group)
+    rows = []
+    for arm in arms[1:]:
+        cells = []
+        for score in SCORES.values():
+            live, reference = (results.scores(group, one, score, weights="none") for one in (arm, arms[0]))
+            cells += [percent(difference(live, reference)), verdict(live, reference, len(results.seeds))]
+        rows.append([arm, *cells])
+    if not rows:
+        return ""
+    header = [results.arm_column, *(part for name in SCORES for part in (name, "verdict"))]
+    return f"### Trained weights against {inline(arms[0])}\n\n" + markdown_table(header, rows)
+
+
+def _bin_table(results: GridResults, group: str, bins: Sequence[TimestepBin]) -> str:
+    arms = results.labels(group)
+    rows = []
+    for place, where in enumerate(bins):
+        of_reference = results.of_bin(group, arms[0], place)
+        row = [where.label, f"{math.exp(fmean(of_reference.values())):.4g}" if of_reference else "-"]
+        for arm in arms[1:]:
+            row.append(_marked(results.of_bin(group, arm, place), of_reference, len(results.seeds)))
+        rows.append(row)
+    unit = "indices" if bins[0].unit == "index" else "t"
+    text = "### By timestep\n\nChange of the loss in each bin; bold: the interval excludes 0, and no seed was lost.\n\n"
+    return text + markdown_table([unit, f"{arms[0]}: loss", *arms[1:]], rows)
+
+
+def _marked(losses: Mapping[int, float], reference: Mapping[int, float], seeds: int) -> str:
+    text = percent(difference(losses, reference))
+    return Markdown(f"**{text}**") if verdict(losses, reference, seeds) in ("lower", "higher") else text

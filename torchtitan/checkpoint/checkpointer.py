@@ -1,0 +1,293 @@
+"""Checkpoints: a folder that is complete and verified, or does not count.
+
+    checkpoint/step-00001000/shard-*.safetensors  every tensor of the run's state, in pieces
+                             state.json           counters and whatever else is not a tensor
+                             manifest.json        size and SHA-256 of each file; written last
+
+A checkpoint is written, read back, and made to count when it is whole (checkpoint_store.py). Tensors are read back in
+any layout (torch.distributed.checkpoint). Nothing is pickled.
+
+Saving asks torch.distributed.checkpoint for nothing: which rank writes what follows from names and layouts, so that a
+rank copies only its own share to host memory, and the ranks need to meet only over the outcome. They do so in a process
+group of their own, beside which training goes on.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.checkpoint.host_copies import HostCopies
+from torchtitan.checkpoint.manifest import (
+    STATE,
+    check_content,
+    checkpoint_path,
+    checkpoint_steps,
+    glance,
+    newest_good,
+    read_back,
+    verify,
+)
+from torchtitan.checkpoint.reading import read_state, read_tensors
+from torchtitan.checkpoint.store import store_of
+from torchtitan.distributed.collectives import from_first_rank, of_all_ranks
+from torchtitan.errors import CheckpointError, StoreError, first_line
+from torchtitan.files.durable import write_synced
+from torchtitan.files.remote_path import AnyPath
+from torchtitan.files.shard_files import Piece, pieces_of, write_shard
+from torchtitan.settings import setting
+
+__all__ = [
+    "CheckpointConfig", "CheckpointError", "Checkpointer", "StoreError", "checkpoint_path", "checkpoint_steps",
+    "newest_good", "read_state", "read_tensors", "verify",
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+# How long a rank waits for the others' share of a checkpoint.
+_GROUP_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """`[checkpoint]`"""
+
+    enable: bool = setting(True, "save checkpoints and resume from the newest good one", trajectory=False)
+    folder: str = setting(
+        "", "path, or URL of a store (s3://bucket/prefix, gs://, hf:// and others), under which the checkpoints go, into a "
+        "folder of the run's name; default: the run's own folder", applies={"enable": (True,)}, trajectory=False,
+        writes="run",
+    )
+    interval: int = setting(
+        1000, "steps between checkpoints; the last step is always saved", ge=1, applies={"enable": (True,)},
+        trajectory=False,
+    )
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = setting(
+        "disabled", "write checkpoints while training goes on, from a copy in host memory; pinned: on CUDA, the copy "
+        "too is made beside training", applies={"enable": (True,)}, trajectory=False,
+    )
+    keep_latest_k: int = setting(
+        3, "checkpoints kept, older ones are deleted; 0 keeps all", ge=0, applies={"enable": (True,)}, trajectory=False
+    )
+    load_step: int = setting(
+        -1, "step to resume from; -1 is the newest good one", ge=-1, applies={"enable": (True,)}, trajectory=False
+    )
+    initial_weights: str = setting(
+        "", "safetensors file, named as the model's parameters, that a run starts from; not read when it resumes"
+    )
+
+
+class Checkpointer:
+    """Saves and finds the checkpoints of one run. Every method is called by all ranks together.
+
+    A save that fails does not end the run: its folder is removed, the checkpoints before it stay, and the next save
+    tries again.
+
+    Attributes:
+        folder: where the checkpoints are.
+        failures: saves of this process that failed; settled by `wait`.
+    """
+
+    def __init__(self, folder: AnyPath, config: CheckpointConfig, rank: int) -> None:
+        self.folder = folder
+        self.failures = 0
+        self._store = store_of(folder)
+        self._config = config
+        self._rank = rank
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self._group: dist.ProcessGroup | None = None
+        self._problem: str | None = None  # of the last save
+        self._last: int | None = None  # step of the last save that came off, on the first rank
+        self._pending: Future[None] | None = None
+        self._copies = self._thread = None
+        if config.async_mode != "disabled":
+            self._copies = HostCopies(pinned=config.async_mode == "async_with_pinned_mem")
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def find(self) -> int | None:
+        """Step to resume from, None for a new run; names damaged checkpoints in the log.
+
+        Raises:
+            CheckpointError: `checkpoint.load_step` names a step that is missing or damaged.
+            StoreError: the store does not answer.
+        """
+        step, messages, error = from_first_rank(self._find)
+        for message in messages:
+            if self._rank == 0:
+                logger.warning(message)
+        if error:
+            raise CheckpointError(error)
+        return step
+
+    def newest(self) -> int | None:
+        """Step of the newest good checkpoint, on every rank; waits for a save that is under way."""
+        self.wait()
+        return from_first_rank(lambda: newest_good(self.folder)[0])
+
+    def save(
+        self, step: int, tensors: dict[str, Tensor], state: dict, before: Callable[[], None] = lambda: None
+    ) -> None:
+        """Save a checkpoint of the values of now, then delete those beyond keep_latest_k.
+
+        Returns when it is written, or with `checkpoint.async_mode` as soon as the values are copied; there is never
+        more than one under way.
+
+        Args:
+            step: optimizer steps done.
+            tensors: every tensor by name, plain (equal on all ranks) or sharded along one axis of the mesh.
+            state: JSON-serialisable; the first rank's is written.
+            before: called on every rank before the checkpoint counts, perhaps in another thread: brings to the disk what
+                a run that resumes from it finds beside it. Raises nothing.
+        """
+        self.wait()
+        if self._world_size > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
+        frozen = json.dumps(state, indent=1).encode()
+        pieces = pieces_of(tensors, self._rank, self._world_size)
+        if self._thread is None:
+            self._save(step, pieces, frozen, before)
+        else:
+            self._pending = self._thread.submit(self._save, step, self._copies.take(pieces), frozen, before)
+
+    def wait(self) -> str | None:
+        """Return when no save is under way: why the last one failed, on every rank, or None."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+        return self._problem
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a save is being written beside training, on this rank."""
+        return self._pending is not None and not self._pending.done()
+
+    def require_saved(self) -> None:
+        """Wait for the last save. Raises CheckpointError if it failed, or is damaged by now."""
+        if problem := self.wait() or from_first_rank(self._look_at_last):
+            newest = self.newest()
+            left = "none is there" if newest is None else f"the newest good one is of step {newest}"
+            raise CheckpointError(f"the last checkpoint was not saved ({left}): {problem}")
+
+    def _look_at_last(self) -> str | None:
+        path = checkpoint_path(self.folder, self._last) if self._last is not None else None
+        problem = glance(path) if path else None
+        return f"{path}: {problem}, though it was written" if problem else None
+
+    def close(self) -> None:
+        """Let a save that is under way end; on a run that fails, too."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    # ---------------------------------------------------------------------- saving, perhaps beside training
+
+    def _save(self, step: int, pieces: list[Piece], state: bytes, before: Callable[[], None]) -> None:
+        try:
+            if self._copies is not None:
+                self._copies.wait()
+            before()
+            self._problem = self._write(step, pieces, state)
+        except (OSError, RuntimeError) as error:  # another rank is gone
+            self._problem = f"{checkpoint_path(self.folder, step)}: cannot be written: {first_line(error)}"
+        if self._problem:
+            self.failures += 1
+            if self._rank == 0:
+                logger.error(
+                    f"{self._problem}; nothing of it is kept, training goes on and the next interval tries again "
+                    f"(failures so far: {self.failures})"
+                )
+
+    def _write(self, step: int, pieces: list[Piece], state: bytes) -> str | None:
+        """Write a checkpoint together with the other ranks; returns what went wrong on any of them."""
+        partial, problem = from_first_rank(self._begin, step, group=self._group)
+        if problem is None:
+            outcomes = of_all_ranks(self._write_files(self.folder / partial, pieces, state), group=self._group)
+            files = {name: entry for written, _ in outcomes for name, entry in written.items()}
+            problem = next((problem for _, problem in outcomes if problem), None)
+            problem = from_first_rank(self._conclude, partial, step, files, problem, group=self._group)
+        return f"{checkpoint_path(self.folder, step)}: cannot be written: {problem}" if problem else None
+
+    def _begin(self, step: int) -> tuple[str, str | None]:
+        try:
+            return self._store.begin(step), None
+        except OSError as error:
+            return "", first_line(error)
+
+    def _write_files(self, partial: AnyPath, pieces: list[Piece], state: bytes) -> tuple[dict[str, dict], str | None]:
+        """Write this rank's files and read them back; their entries of the manifest, and what went wrong."""
+        files = {}
+        try:
+            if pieces:
+                name = f"shard-{self._rank + 1:05d}.safetensors"
+                files[name] = write_shard(partial / name, pieces)
+            if self._rank == 0:
+                files[STATE] = write_synced(partial / STATE, state)
+            for name, entry in files.items():
+                read_back(partial / name, entry)
+        except OSError as error:
+            return files, first_line(error)
+        return files, None
+
+    def _conclude(self, partial: str, step: int, files: dict[str, dict], problem: str | None) -> str | None:
+        """Let the checkpoint count, or remove it; returns what went wrong."""
+        try:
+            problem = problem or check_content(self.folder / partial, files)
+            if problem is None:
+                self._store.commit(partial, step, files)
+        except OSError as error:
+            problem = first_line(error)
+        if problem:
+            self._store.discard(partial)
+            return problem
+        self._last = step
+        try:
+            self._delete_old(step)
+        except OSError as error:
+            logger.warning(f"{self.folder}: older checkpoints could not be deleted: {first_line(error)}")
+        return None
+
+    def _delete_old(self, saved: int) -> None:
+        """Delete what is older than the newest keep_latest_k; one that is damaged by now is not one of them."""
+        keep, whole = self._config.keep_latest_k, 0
+        if keep == 0:
+            return
+        # Later steps are damaged; if they counted, they would push out the one just saved.
+        for step in (step for step in checkpoint_steps(self.folder) if step <= saved):
+            path = checkpoint_path(self.folder, step)
+            if whole >= keep:
+                self._store.delete(step)
+            elif problem := glance(path):
+                logger.warning(f"{path}: {problem}; an older one is kept instead")
+            else:
+                whole += 1
+
+    # ---------------------------------------------------------------------- finding
+
+    def _find(self) -> tuple[int | None, list[str], str | None]:
+        self._store.prepare()
+        wanted = self._config.load_step
+        if wanted >= 0:
+            path = checkpoint_path(self.folder, wanted)
+            problem = verify(path) if path.exists() else "no such checkpoint"
+            if problem:
+                there = ", ".join(map(str, checkpoint_steps(self.folder))) or "none"
+                message = f"checkpoint.load_step: {wanted}: {problem} (checkpoints in {self.folder}: {there})"
+                return None, [], message
+            return wanted, self._set_aside_after(wanted), None
+        step, skipped = newest_good(self.folder)
+        return step, skipped, None
+
+    def _set_aside_after(self, step: int) -> list[str]:
+        """Keep later checkpoints under names that do not count: the next restart must follow the new branch."""
+        messages = []
+        for later in checkpoint_steps(self.folder):
+            if later > step:
+                path = checkpoint_path(self.folder, later)
+                aside = self._store.set_aside(later)
+                messages.append(f"{path}: is later than checkpoint.load_step = {step}; kept as {aside}")
+        return messages

@@ -1,0 +1,79 @@
+"""Whose checkpoints are in a folder outside of the run's own: no two runs share one.
+
+The run's folder and that of its checkpoints hold a file each with the same random identity. That of the checkpoints also
+names the launch that wrote there last.
+"""
+
+import json
+import os
+import socket
+import uuid
+from datetime import datetime
+from pathlib import Path
+
+from torchtitan.checkpoint.manifest import read_json
+from torchtitan.errors import DamagedFile
+from torchtitan.files.durable import make_folder, replace_file
+from torchtitan.files.remote_path import AnyPath, RemotePath
+
+OWNER_FILE = "checkpoint_owner.json"
+_MAX_BYTES = 4096
+
+
+def claim(run: Path, folder: AnyPath) -> str | None:
+    """Make a folder of checkpoints this run's and this launch's; returns why it cannot be.
+
+    Args:
+        run: the run's folder, which nobody else writes to now.
+        folder: of its checkpoints.
+
+    Raises:
+        OSError.
+    """
+    identity, owner = _identity(run), read_owner(folder)
+    if owner is not None and (identity is None or owner.get("run") != identity):
+        return (
+            f"checkpoint.folder: {folder}: holds the checkpoints of another run, {shown_owner(owner)} (give another "
+            f"--job.name or --checkpoint.folder, or, to go on with that run, copy its {OWNER_FILE} from there into {run})"
+        )
+    identity = identity or uuid.uuid4().hex
+    _write(run / OWNER_FILE, {"run": identity})
+    mine = {
+        "run": identity, "launch": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid(),
+        "started": datetime.now().isoformat(" ", "seconds"),
+    }  # fmt: skip
+    _write(folder / OWNER_FILE, mine)
+    if (now := read_owner(folder)) != mine:
+        return f"checkpoint.folder: {folder}: another run began here at the same moment, {shown_owner(now)} (start again)"
+    return None
+
+
+def read_owner(folder: AnyPath) -> dict | None:
+    """What a folder's owner file says: {} for one that is damaged, None for none. Raises StoreError."""
+    try:
+        return read_json(folder / OWNER_FILE, dict, _MAX_BYTES)
+    except DamagedFile as error:
+        return None if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError) else {}
+
+
+def shown_owner(owner: dict | None) -> str:
+    """Who it was, in words."""
+    try:
+        host, pid, started = (str(owner[key])[:80] for key in ("host", "pid", "started"))
+    except (KeyError, TypeError):
+        return f"whose {OWNER_FILE} is damaged"
+    return ascii(f"started {started} on host {host}, process {pid}").strip("'\"")
+
+
+def _identity(run: Path) -> str | None:
+    identity = (read_owner(run) or {}).get("run")
+    return identity if isinstance(identity, str) else None
+
+
+def _write(path: AnyPath, content: dict) -> None:
+    text = (json.dumps(content) + "\n").encode()
+    if isinstance(path, RemotePath):
+        path.write_bytes(text)
+        return
+    make_folder(path.parent)
+    replace_file(path, text)

@@ -1,0 +1,155 @@
+"""What a good checkpoint holds. One of a remote store is read from a copy on the node's own disk, which is checked again."""
+
+import hashlib
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from tqdm import tqdm
+
+from torchtitan.checkpoint.manifest import STATE, check_content, check_file, read_json, read_manifest
+from torchtitan.distributed.collectives import of_all_ranks
+from torchtitan.errors import CheckpointError, DamagedFile, StoreError, first_line
+from torchtitan.files.remote_path import AnyPath, RemotePath
+from torchtitan.files.shard_files import whole_tensors
+from torchtitan.processes.launch import launch_number
+
+_CHUNK = 8 << 20  # bytes copied at once
+
+
+def read_tensors(checkpoint: AnyPath, tensors: dict[str, Tensor]) -> None:
+    """Fill tensors (plain or sharded) in place from a verified checkpoint, by name. Raises CheckpointError."""
+    with local_copy(checkpoint) as folder:
+        try:
+            with _single_process_allowed():
+                dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+        except (dcp.CheckpointException, RuntimeError, ValueError, OSError) as error:
+            raise CheckpointError(f"{checkpoint}: does not fit this model: {first_line(error)}") from error
+
+
+def read_state(checkpoint: AnyPath) -> dict:
+    """What is not a tensor. Raises CheckpointError."""
+    try:
+        return read_json(checkpoint / STATE, dict)
+    except DamagedFile as error:
+        raise CheckpointError(f"{checkpoint}: {error}") from error
+
+
+def tensor_shapes(checkpoint: AnyPath) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name -> shape and dtype of every tensor of a verified checkpoint."""
+    return whole_tensors(sorted(checkpoint.glob("*.safetensors"), key=str))
+
+
+def reader(checkpoint: AnyPath) -> Callable[[dict[str, Tensor]], None]:
+    """`read_tensors` of one checkpoint, for one process and many calls: of a remote one, the copy is kept between them."""
+    kept: list[Path] = []
+
+    def read(tensors: dict[str, Tensor]) -> None:
+        if isinstance(checkpoint, RemotePath) and not kept:
+            folder = Path(tempfile.mkdtemp(prefix=f"{checkpoint.name}-"))
+            weakref.finalize(read, shutil.rmtree, folder, ignore_errors=True)
+            fetch(checkpoint, folder)
+            kept.append(folder)
+        read_tensors(kept[0] if kept else checkpoint, tensors)
+
+    return read
+
+
+# ---------------------------------------------------------------------- copies on the node's disk
+
+
+@contextmanager
+def local_copy(checkpoint: AnyPath) -> Iterator[Path]:
+    """A checkpoint's folder on this machine. A remote one is copied by the first rank of each node, while the others wait.
+
+    Called by all ranks together. The copy is in the temporary folder (TMPDIR), and removed afterwards.
+
+    Raises:
+        CheckpointError: on every rank, if a node cannot have it.
+    """
+    if isinstance(checkpoint, Path):
+        yield checkpoint
+        return
+    node = (socket.gethostname(), os.environ.get("GROUP_RANK", "0"))
+    with ExitStack() as stack:
+        path = error = None
+        if launch_number("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0) == 0:
+            path, error = _fetched(checkpoint, stack)
+        copies = of_all_ranks((node, path, error))
+        if found := next((error for _, _, error in copies if error), None):
+            raise found
+        yield Path(next(path for other, path, _ in copies if other == node and path))
+        of_all_ranks(None)  # not to be removed before all have read it
+
+
+def _fetched(checkpoint: RemotePath, stack: ExitStack) -> tuple[str | None, CheckpointError | None]:
+    try:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{checkpoint.name}-"))
+        fetch(checkpoint, Path(folder))
+    except CheckpointError as error:
+        return None, error
+    except OSError as error:
+        return None, CheckpointError(f"{tempfile.gettempdir()}: {first_line(error)} (set TMPDIR to a folder)")
+    return folder, None
+
+
+def fetch(checkpoint: RemotePath, folder: Path) -> None:
+    """Copy a remote checkpoint into an empty folder, believing no more of it than its manifest says.
+
+    Raises:
+        CheckpointError: damaged; StoreError, if it cannot be read now; or no room for it.
+    """
+    try:
+        files = read_manifest(checkpoint)
+        total = sum(entry["size"] for entry in files.values())
+        if (free := shutil.disk_usage(folder).free) < total:
+            room = f"{total / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB free"
+            raise CheckpointError(f"{checkpoint}: no room for a copy in {folder.parent}: {room} (set TMPDIR to another folder)")
+        bar = tqdm(
+            total=total, unit="B", unit_scale=True, desc=f"reading {checkpoint.name}", file=sys.stderr, disable=None,
+            leave=False,
+        )  # fmt: skip
+        with bar, ThreadPoolExecutor(4) as pool:
+            found = pool.map(lambda name: _copy(checkpoint / name, folder / name, files[name], bar), files)
+            problem = next((problem for problem in found if problem), None)
+        if problem := problem or check_content(folder, files):
+            raise DamagedFile(problem)
+    except DamagedFile as error:
+        raise CheckpointError(f"{checkpoint}: {error}") from error
+    except FileNotFoundError as error:
+        raise StoreError(f"{checkpoint}: {first_line(error)}") from error
+
+
+def _copy(source: RemotePath, target: Path, entry: dict, bar: tqdm) -> str | None:
+    """Copy a file while its bytes are those of its {"size", "sha256"}; returns what is wrong."""
+    if source.lstat().st_size != entry["size"]:
+        return check_file(source, entry)
+    digest, left = hashlib.sha256(), entry["size"]
+    with source.open("rb") as read, open(target, "xb") as written:
+        while left and (chunk := read.read(min(_CHUNK, left))):
+            digest.update(chunk)
+            written.write(chunk)
+            left -= len(chunk)
+            bar.update(len(chunk))
+    return f"{source.name} is damaged" if left or digest.hexdigest() != entry["sha256"] else None
+
+
+@contextmanager
+def _single_process_allowed() -> Iterator[None]:
+    """Without torch's warning that a single process is one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

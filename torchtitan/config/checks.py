@@ -1,0 +1,447 @@
+"""What one section cannot know by itself: impossible combinations, and defaults that follow from other keys.
+
+A check is a function of the configuration that yields problems; adding one is one function and its name in CHECKS.
+No model and no process group is built here.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.base import DatasetError
+from torchtitan.checkpoint.location import folder_problem
+from torchtitan.config.view import Checked, Unknown
+from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objective_checks import objective_problems
+from torchtitan.diffusion.paths import PATHS
+from torchtitan.diffusion.timesteps.registry import given_slot_edges
+from torchtitan.distributed.activation_checkpoint import checkpoint_problems
+from torchtitan.distributed.compile import compile_problems
+from torchtitan.evaluation.decoding import LATENT_DATASETS, WITH_WEIGHTS
+from torchtitan.evaluation.judges import JUDGES
+from torchtitan.evaluation.sampling import default_schedule, sampling_problems
+from torchtitan.gns.checks import gns_problems
+from torchtitan.models import MODELS
+from torchtitan.models.float8 import float8_problems
+from torchtitan.processes.launch import launch_number
+from torchtitan.settings import has_key
+from torchtitan.settings.record import unmet_condition
+from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, no_effect, shown, shown_name
+from torchtitan.settings.sizes import size_problems
+from torchtitan.supervision.profiling import profiling_problems
+from torchtitan.training.data_loading import image_bytes
+from torchtitan.training.loader_processes import loader_problem, prefetch_problem
+
+
+def find_problems(checked: Checked, fields: dict[str, Any]) -> list[Problem]:
+    """Run every check.
+
+    Args:
+        checked: the configuration.
+        fields: dotted key -> its dataclass field, for every key of the configuration.
+    """
+    problems = [problem for key, field in fields.items() for problem in _attempt(_has_effect, checked, key, field)]
+    return problems + [problem for check in CHECKS for problem in _attempt(check, checked)]
+
+
+def resolve(checked: Checked, config: Any) -> None:
+    """Put numbers in the place of -1, and what follows from other keys in the place of defaults; in place."""
+    layout, training = config.parallelism, config.training
+    if layout.data_parallel_replicate_degree == -1:
+        layout.data_parallel_replicate_degree = checked.world_size // layout.data_parallel_shard_degree
+    if layout.data_parallel_shard_degree == -1:
+        layout.data_parallel_shard_degree = checked.world_size // layout.data_parallel_replicate_degree
+    if training.local_batch_size == -1:
+        training.local_batch_size = training.global_batch_size // checked.world_size
+    if training.global_batch_size == -1:
+        training.global_batch_size = checked.world_size * training.local_batch_size
+    if config.objective.heads:
+        config.model.num_predictions = len(config.objective.heads)
+    if checked.dataset().num_classes == 0 and has_key(config.model, "label_dropout"):
+        config.model.label_dropout = 0.0
+    if _cannot_guide(checked):
+        config.sampling.guidance_scale = 1.0
+    if "sampling.schedule" not in checked.given:
+        config.sampling.schedule = default_schedule(config.objective.path)
+    if config.objective.slot_edges_path:  # so that the run's own record does not depend on the file
+        config.objective.slot_edges = given_slot_edges(config.objective, PATHS[config.objective.path]())
+        config.objective.slot_edges_path = ""
+
+
+def _attempt(check: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Problem]:
+    found = []
+    try:
+        for problem in check(*arguments):
+            found.append(problem)
+    except Unknown:
+        pass
+    return found
+
+
+def _has_effect(checked: Checked, key: str, field: Any) -> Iterator[Problem]:
+    if key not in checked.given:
+        return
+    unmet = unmet_condition(checked, key.split(".")[0], field)
+    if unmet:
+        yield Problem(key, no_effect(*unmet, field.metadata["because"]))
+
+
+def _job_name(checked: Checked) -> Iterator[Problem]:
+    long = next((part for part in Path(checked.job.dump_folder).parts if len(os.fsencode(part)) > 255), None)
+    if long is not None:
+        yield Problem("job.dump_folder", f"{shown(long)} is longer than 255 bytes, the most that a file's name can be")
+    if reason := _unsafe_as_folder(checked.job.name):
+        yield Problem("job.name", f"{reason}; it names the run's folder (set --job.name NAME)")
+
+
+def _degrees(checked: Checked) -> Iterator[Problem]:
+    keys = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
+    degrees = [getattr(checked.parallelism, key) for key in keys]
+    zeros = [key for key in keys if getattr(checked.parallelism, key) == 0]
+    for key in zeros:
+        yield Problem(f"parallelism.{key}", "must be at least 1, or -1 for what is left, is 0")
+    if zeros:
+        return
+    replicas, shards = degrees
+    processes = f"the {checked.world_size} process{'es' if checked.world_size > 1 else ''}"
+    if replicas == shards == -1:
+        yield Problem(f"parallelism.{keys[0]}", f"only one of it and parallelism.{keys[1]} can be -1")
+    elif -1 in degrees:
+        known = degrees.index(max(degrees))
+        if checked.world_size % degrees[known]:
+            text = f"{degrees[known]} does not divide {processes} of this run"
+            yield Problem(f"parallelism.{keys[known]}", text)
+    elif replicas * shards != checked.world_size:
+        key = f"parallelism.{keys[0]}"
+        if key not in checked.given:
+            key = f"parallelism.{keys[1]}"
+        text = f"{replicas} replicas x {shards} shards are not {processes} of this run (-1 means what is left)"
+        yield Problem(key, text)
+
+
+def _batch_sizes(checked: Checked) -> Iterator[Problem]:
+    wanted, local, ranks = checked.training.global_batch_size, checked.training.local_batch_size, checked.world_size
+    if wanted == local == -1:
+        yield Problem("training.local_batch_size", "only one of it and training.global_batch_size can be -1")
+    elif local == 0:
+        yield Problem("training.local_batch_size", "must be at least 1, or -1 for a rank's share, is 0")
+    elif local == -1 and (wanted == 0 or wanted % ranks):
+        yield Problem("training.global_batch_size", f"{wanted} is not a multiple of {ranks} ranks")
+    elif local != -1 and wanted != -1 and (wanted == 0 or wanted % (ranks * local)):
+        text = (
+            f"{wanted} is not a multiple of {ranks * local} = {ranks} ranks x training.local_batch_size"
+            f" (set a multiple, or -1 for {ranks * local})"
+        )
+        yield Problem("training.global_batch_size", text)
+
+
+def _sizes(checked: Checked) -> Iterator[Problem]:
+    growth = checked.gns.growth_limit if checked.gns.enable and checked.gns.grow_batch else 1
+    training, shape = checked.training, checked.dataset().image_shape
+    found = size_problems(
+        shape, checked.whole("data"), training.steps, training.local_batch_size, training.global_batch_size * growth,
+        checked.world_size,
+    )  # fmt: skip
+    for key, text in found:
+        yield Problem(key, text)
+
+
+def _loader_processes(checked: Checked) -> Iterator[Problem]:
+    workers, ranks = checked.data.num_workers, launch_number("LOCAL_WORLD_SIZE", checked.world_size)
+    if text := loader_problem(workers, ranks):
+        yield Problem("data.num_workers", text)
+    elif workers:
+        local = checked.training.local_batch_size
+        local = checked.training.global_batch_size // checked.world_size if local == -1 else local
+        batch_bytes = local * image_bytes(checked.dataset())
+        if text := prefetch_problem(batch_bytes, workers, checked.data.prefetch_factor, ranks):
+            yield Problem("data.prefetch_factor", text)
+
+
+def _warmup(checked: Checked) -> Iterator[Problem]:
+    warmup, steps = checked.lr_scheduler.warmup_steps, checked.training.steps
+    if warmup > steps:
+        yield Problem("lr_scheduler.warmup_steps", f"{warmup} is more than training.steps = {steps}")
+
+
+def _dataset_is_usable(checked: Checked) -> Iterator[Problem]:
+    found = checked.open_dataset()
+    if isinstance(found, DatasetError):
+        text = " ".join(str(found).split())
+        named = re.match(r"(data\.\w+): ", text)
+        path = "data.path" if has_key(checked.whole("data"), "path") else "data.name"
+        yield Problem(named[1], text[named.end() :]) if named else Problem(path, text)
+
+
+def _model_fits_images(checked: Checked) -> Iterator[Problem]:
+    model = checked.whole("model")
+    for line in MODELS[model.name].problems(model, checked.dataset().image_shape):
+        key, _, text = line.partition(": ")
+        yield Problem(key, text)
+
+
+def _learned_variance(checked: Checked) -> Iterator[Problem]:
+    path = checked.objective.path
+    if checked.whole("model").learned_variance and not PATHS[path]().discrete:
+        text = f"objective.path = {path} has no integer steps, whose variance it would be (set it to false)"
+        yield Problem("model.learned_variance", text)
+
+
+def _heads(checked: Checked) -> Iterator[Problem]:
+    model, heads = checked.whole("model"), checked.objective.heads
+    if heads and not has_key(model, "num_predictions"):
+        yield Problem("objective.heads", f"model.name = {model.name} makes one prediction (leave them out)")
+        return
+    if heads and model.learned_variance:
+        yield Problem("model.learned_variance", "is for a network of one prediction, without objective.heads (set it to false)")
+    wanted = max(len(heads), 1)
+    if "model.num_predictions" in checked.given and model.num_predictions != wanted:
+        text = f"{model.num_predictions} is not {wanted}, the number of objective.heads (leave it out: it follows)"
+        yield Problem("model.num_predictions", text)
+
+
+def _autoencoder(checked: Checked) -> Iterator[Problem]:
+    name = checked.autoencoder.name
+    if name in WITH_WEIGHTS and not checked.autoencoder.path and checked.data.name in LATENT_DATASETS:
+        text = f"is missing (give the folder of the weights of {name}; scripts/download.py --list shows public ones)"
+        yield Problem("autoencoder.path", text)
+
+
+def _objective(checked: Checked) -> Iterator[Problem]:
+    for key, text in objective_problems(checked.whole("objective")):
+        yield Problem(key, text)
+
+
+def _gns(checked: Checked) -> Iterator[Problem]:
+    if not checked.gns.enable:
+        return
+    objective, training, ranks = checked.whole("objective"), checked.training, checked.world_size
+    if any(objective_problems(objective)) or any(_batch_sizes(checked)):
+        return  # they cannot be built
+    local, batch = training.local_batch_size, training.global_batch_size
+    local, batch = (batch // ranks if local == -1 else local), (ranks * local if batch == -1 else batch)
+    found = gns_problems(
+        checked.whole("gns"), Objective(objective, seed=0), checked.given,
+        global_batch_size=batch, microbatches=batch // (ranks * local), ranks=ranks,
+    )  # fmt: skip
+    for key, text in found:
+        yield Problem(f"gns.{key}", text)
+    if checked.gns.grow_batch and checked.optimizer.name == "Muon":
+        text = "the square-root rule by which the learning rate grows is Adam's (set it to false, or optimizer.name to AdamW)"
+        yield Problem("gns.grow_batch", text)
+
+
+def _label_dropout(checked: Checked) -> Iterator[Problem]:
+    explicit = "model.label_dropout" in checked.given and checked.model.label_dropout > 0
+    if explicit and checked.dataset().num_classes == 0:
+        text = f"data.name = {checked.data.name} has no classes to drop (remove it or set it to 0)"
+        yield Problem("model.label_dropout", text)
+
+
+def _guidance(checked: Checked) -> Iterator[Problem]:
+    explicit = "sampling.guidance_scale" in checked.given and checked.sampling.guidance_scale != 1
+    if explicit and checked.sampling.enable and _cannot_guide(checked):
+        if checked.dataset().num_classes == 0:
+            reason = f"data.name = {checked.data.name} has no classes"
+        elif has_key(checked.whole("model"), "label_dropout"):
+            reason = "model.label_dropout = 0 trains no unconditional prediction"
+        else:
+            reason = f"model.name = {checked.model.name} trains no unconditional prediction"
+        yield Problem("sampling.guidance_scale", f"{reason} to guide away from (remove it or set it to 1)")
+
+
+def _sampling_method(checked: Checked) -> Iterator[Problem]:
+    if not checked.sampling.enable:
+        return
+    sampling, path_name = checked.whole("sampling"), checked.objective.path
+    if "sampling.schedule" not in checked.given:
+        schedule = default_schedule(path_name)
+        sampling = dataclasses.replace(sampling, schedule=schedule)
+        if "sampling.shift" in checked.given and schedule != "uniform":
+            text = f"has no effect on the schedule of objective.path = {path_name}, {schedule} (remove it)"
+            yield Problem("sampling.shift", text)
+    learned_variance = checked.whole("model").learned_variance
+    for key, text in sampling_problems(sampling, path_name, learned_variance, bool(checked.objective.heads)):
+        yield Problem(f"sampling.{key}", text)
+
+
+def _cannot_guide(checked: Checked) -> bool:
+    return checked.dataset().num_classes == 0 or not checked.whole("model").label_dropout
+
+
+def _sampled_classes(checked: Checked) -> Iterator[Problem]:
+    if not checked.sampling.enable or not checked.sampling.classes:
+        return
+    count = checked.dataset().num_classes
+    wrong = [label for label in checked.sampling.classes if not 0 <= label < count]
+    if wrong:
+        known = f"the classes 0 to {count - 1}" if count else "no classes"
+        yield Problem(
+            "sampling.classes", f"{shown(wrong)} is not in data.name = {checked.data.name}, which has {known}"
+        )
+
+
+def _judge(checked: Checked) -> Iterator[Problem]:
+    if checked.sampling.enable and checked.sampling.judge_images and checked.data.name not in JUDGES:
+        yield Problem("sampling.judge_images", f"data.name = {checked.data.name} has no judge (set it to 0)")
+
+
+def _held_out_images(checked: Checked) -> Iterator[Problem]:
+    if checked.validation.enable and not checked.dataset().has_validation:
+        text = f"data.name = {checked.data.name} holds out no images here (set it to false)"
+        yield Problem("validation.enable", text)
+
+
+def _ema_names(checked: Checked) -> Iterator[Problem]:
+    names = [track.name for track in checked.ema.tracks]
+    first = {name: index for index, name in reversed(list(enumerate(names)))}
+    for index, name in enumerate(names):
+        place = f"[{index}].name"
+        if name == "none":
+            yield Problem("ema.tracks", "'none' stands for the trained weights (choose another name)", place)
+        elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+            text = f"{shown(name)} names a file (use up to 64 letters, digits, '.', '_' and '-', no '.' or '-' first)"
+            yield Problem("ema.tracks", text, place)
+        elif first[name] < index:
+            yield Problem("ema.tracks", f"{shown(name)} is the name of an earlier track", place)
+
+
+def _sampled_track(checked: Checked) -> Iterator[Problem]:
+    if checked.sampling.enable:
+        track = checked.sampling.ema_track
+        known = list(dict.fromkeys(track.name for track in checked.ema.tracks)) + ["none"]
+        if track not in known:
+            guess = nearest(track, known)
+            more = f", ... ({len(known):,} in all)" if len(known) > MOST_SHOWN else ""
+            choices = ", ".join(map(shown_name, known[:MOST_SHOWN])) + more
+            advice = f"did you mean {guess}?" if guess not in ("", "none") else f"set it to one of {choices}"
+            yield Problem("sampling.ema_track", f"{shown(track)} is not a name in ema.tracks ({advice})")
+
+
+def _packages(checked: Checked) -> Iterator[Problem]:
+    packages = {"enable_tensorboard": ("tensorboard", "tensorboard"), "enable_wandb": ("wandb", "'.[wandb]'")}
+    for key, (package, requirement) in packages.items():
+        if getattr(checked.metrics, key) and importlib.util.find_spec(package) is None:
+            text = f"the package {package} is not installed (pip install {requirement}, or set it to false)"
+            yield Problem(f"metrics.{key}", text)
+
+
+def _pinned_memory(checked: Checked) -> Iterator[Problem]:
+    if checked.checkpoint.async_mode == "async_with_pinned_mem" and not torch.cuda.is_available():
+        yield Problem("checkpoint.async_mode", "async_with_pinned_mem needs CUDA, which is not there (set it to async)")
+
+
+def _checkpoint_folder(checked: Checked) -> Iterator[Problem]:
+    if problem := folder_problem(checked.checkpoint.folder):
+        yield Problem("checkpoint.folder", problem)
+
+
+def _parameter_groups(checked: Checked) -> Iterator[Problem]:
+    for index, group in enumerate(checked.optimizer.param_groups):
+        place = f"[{index}].pattern"
+        if not group.pattern:
+            yield Problem("optimizer.param_groups", "is missing (say which parameter names the group is for)", place)
+        try:
+            re.compile(group.pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            yield Problem("optimizer.param_groups", f"{shown(group.pattern)} is no regular expression: {error}", place)
+
+
+def _low_bit_optimizer(checked: Checked) -> Iterator[Problem]:
+    if checked.optimizer.name == "AdamW8bit":
+        if importlib.util.find_spec("torchao") is None:
+            text = "AdamW8bit needs the package torchao, which is not installed (pip install '.[lowbit]', or set AdamW)"
+            yield Problem("optimizer.name", text)
+        if _no_compiler():
+            text = "AdamW8bit is compiled: none of g++, clang++, $CXX is there (install g++, or set AdamW)"
+            yield Problem("optimizer.name", text)
+
+
+def _compiler(checked: Checked) -> Iterator[Problem]:
+    if checked.compile.enable and _no_compiler():
+        text = "the CPU needs a C++ compiler: none of g++, clang++, $CXX is there (install g++, or set it to false)"
+        yield Problem("compile.enable", text)
+    for key, text in compile_problems(checked.whole("compile"), _shards(checked)):
+        yield Problem(f"compile.{key}", text)
+
+
+def _shards(checked: Checked) -> int:
+    """Processes that share a replica's parameters, where the degrees say it."""
+    shards, replicas = (
+        getattr(checked.parallelism, f"data_parallel_{axis}_degree") for axis in ("shard", "replicate")
+    )
+    return shards if shards != -1 else checked.world_size // max(replicas, 1)
+
+
+def _activation_checkpoint(checked: Checked) -> Iterator[Problem]:
+    num_blocks = checked.whole("model").num_blocks
+    for key, text in checkpoint_problems(checked.whole("activation_checkpoint"), checked.compile.enable, num_blocks):
+        yield Problem(f"activation_checkpoint.{key}", text)
+
+
+def _float8(checked: Checked) -> Iterator[Problem]:
+    if not checked.float8.enable:
+        return
+    single_pass_taps = checked.gns.enable and checked.gns.single_pass
+    found = float8_problems(checked.whole("float8"), checked.training.mixed_precision_param, single_pass_taps)
+    for key, text in found:
+        yield Problem(key, text)
+
+
+def _profiling(checked: Checked) -> Iterator[Problem]:
+    for key, text in profiling_problems(checked.whole("profiling"), checked.training.steps):
+        yield Problem(f"profiling.{key}", text)
+
+
+def _no_compiler() -> bool:
+    candidates = [os.environ.get("CXX", "").split(" ")[0], "g++", "clang++"]
+    return not torch.cuda.is_available() and not any(shutil.which(name) for name in candidates if name)
+
+
+def _unsafe_as_folder(name: str) -> str:
+    if name in ("", ".", "..") or not name.isprintable():
+        return f"{shown(name)} is no folder name"
+    if "/" in name or "\\" in name:
+        return f"{shown(name)} has a slash"
+    return "is longer than 200 bytes" if len(name.encode()) > 200 else ""
+
+
+CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
+    _job_name,
+    _dataset_is_usable,
+    _sizes,
+    _model_fits_images,
+    _learned_variance,
+    _heads,
+    _autoencoder,
+    _objective,
+    _gns,
+    _label_dropout,
+    _loader_processes,
+    _warmup,
+    _batch_sizes,
+    _degrees,
+    _ema_names,
+    _packages,
+    _pinned_memory,
+    _checkpoint_folder,
+    _sampled_classes,
+    _sampled_track,
+    _judge,
+    _held_out_images,
+    _guidance,
+    _sampling_method,
+    _parameter_groups,
+    _low_bit_optimizer,
+    _compiler,
+    _activation_checkpoint,
+    _float8,
+    _profiling,
+]

@@ -1,0 +1,445 @@
+"""The configuration of a run: JobConfig, read from a TOML file and the command line, strictly.
+
+python -m torchtitan.config FILE    write the JSON schema of a configuration file, for editors
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_type_hints
+
+from data import DATASETS, DataConfig, DatasetInfo
+from torchtitan.checkpoint.checkpointer import CheckpointConfig
+from torchtitan.config.checks import find_problems, resolve
+from torchtitan.config.view import Checked
+from torchtitan.diffusion.objective import ObjectiveConfig
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan.distributed.compile import CompileConfig
+from torchtitan.distributed.mesh import CommConfig, ParallelismConfig
+from torchtitan.evaluation.decoding import AutoencoderConfig
+from torchtitan.evaluation.sampling import SamplingConfig
+from torchtitan.evaluation.validation import ValidationConfig
+from torchtitan.files.durable import replace_file
+from torchtitan.files.ownership import refuse_foreign_file
+from torchtitan.gns.monitor import GNSConfig
+from torchtitan.models import MODELS
+from torchtitan.models.float8 import Float8Config
+from torchtitan.settings import has_key, setting
+from torchtitan.settings.record import config_differences, dump_config, unmet_condition
+from torchtitan.settings.reference import Choice, build_json_schema, describe
+from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, parse_text, shown, shown_name, validate_section
+from torchtitan.settings.sources import read_command_line, read_toml, shown_file, suggestion
+from torchtitan.supervision.profiling import ProfilingConfig
+from torchtitan.training.ema import EMAConfig
+from torchtitan.training.lr_scheduler import LRSchedulerConfig
+from torchtitan.training.metrics import MetricsConfig
+from torchtitan.training.optimizer import OptimizerConfig
+
+__all__ = [
+    "ConfigError",
+    "JobConfig",
+    "config_differences",
+    "dump_config",
+    "help_text",
+    "json_schema",
+    "load_config",
+    "load_data_section",
+    "report_and_exit",
+]
+
+# What `model.name` and `data.name` choose from, and what they are when not given.
+REGISTRIES: dict[str, dict[str, Any]] = {"model": MODELS, "data": DATASETS}
+DEFAULT_NAMES = {"model": "dit", "data": "digits"}
+
+
+@dataclass(kw_only=True)
+class JobSection:
+    """`[job]`"""
+
+    config_file: str = setting("", "TOML file with the keys below", trajectory=False)
+    dump_folder: str = setting("outputs", "folder that holds the run folders", trajectory=False, writes="run")
+    name: str = setting(
+        "", "name of the run and of its folder; default: the TOML's file name", trajectory=False, writes="run"
+    )
+    allow_config_change: bool = setting(
+        False, "continue a run folder although keys that change what is learned differ", trajectory=False
+    )
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """`[training]`"""
+
+    steps: int = setting(10000, "optimizer steps", ge=1)
+    local_batch_size: int = setting(
+        32, "images per rank in one forward; -1: the rank's share of global_batch_size", ge=-1, le=16_777_216,
+        trajectory=False,
+    )
+    global_batch_size: int = setting(
+        -1, "images per optimizer step; above ranks x local_batch_size, gradients accumulate; -1: ranks x local", ge=-1
+    )
+    max_norm: float = setting(1.0, "gradient norm above which gradients are scaled down; 0: no clipping", ge=0)
+    clip_value: float = setting(
+        0.0, "size above which an element of the gradient is cut down, after max_norm; 0: no cutting", ge=0
+    )
+    max_skipped_steps: int = setting(
+        10, "steps without a finite loss and gradient, or with a spike, that are skipped from one checkpoint to the next;"
+        " beyond, the run goes back to the checkpoint, and stops if it has been there before", ge=0, trajectory=False,
+    )
+    spike_threshold: float = setting(
+        0.0, "a step is skipped whose ln loss is this many standard deviations above its running mean; 0: none is", ge=0
+    )
+    gc_freq: int = setting(
+        1000, "steps between collections of Python's garbage, on all ranks at once; 0: whenever Python does it", ge=0,
+        trajectory=False,
+    )
+    mixed_precision_param: Literal["float32", "bfloat16"] = setting(
+        "float32", "dtype of compute; weights, optimizer state and EMA are float32 always"
+    )
+    mixed_precision_reduce: Literal["float32"] = setting("float32", "dtype of the gradient reduction")
+
+
+@dataclass(kw_only=True)
+class DebugConfig:
+    """`[debug]`"""
+
+    seed: int = setting(0, "decides weights, noise, timesteps, data order: everything random", ge=0)
+    deterministic: bool = setting(False, "use only deterministic kernels", trajectory=False)
+
+
+@dataclass(kw_only=True)
+class JobConfig:
+    """A run's whole configuration, a section per field.
+
+    `model` is the section of the family that `model.name` selects from MODELS, and `data` that of the dataset that
+    `data.name` selects from DATASETS.
+    """
+
+    job: JobSection = field(default_factory=JobSection)
+    model: Any = field(default_factory=lambda: _section_defaults("model", DEFAULT_NAMES["model"]))
+    data: Any = field(default_factory=lambda: _section_defaults("data", DEFAULT_NAMES["data"]))
+    autoencoder: AutoencoderConfig = field(default_factory=AutoencoderConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    float8: Float8Config = field(default_factory=Float8Config)
+    ema: EMAConfig = field(default_factory=EMAConfig)
+    gns: GNSConfig = field(default_factory=GNSConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+    @property
+    def draws_pictures(self) -> bool:
+        """Whether the run draws grids of images: samples, or held-out images."""
+        return self.sampling.enable or self.validation.enable
+
+
+class ConfigError(Exception):
+    """A configuration that cannot run.
+
+    Attributes:
+        problems: the reasons, a line each: where the value stands, its key, what is wrong, what to do. Of more than
+            MOST_SHOWN a last line says how many are left out.
+    """
+
+    def __init__(self, problems: list[str]) -> None:
+        left = len(problems) - MOST_SHOWN
+        self.problems = [*problems[:MOST_SHOWN], f"... and {left:,} more"] if left > 0 else problems
+        super().__init__("\n".join(self.problems))
+
+
+def load_config(argv: list[str], world_size: int) -> JobConfig:
+    """Read, check and resolve a configuration.
+
+    Args:
+        argv: command line without the program's name: `--section.key value` or `--section.key=value`.
+            `--job.config_file` names the TOML file that they override.
+        world_size: number of processes of the run.
+
+    Returns:
+        the configuration with -1 and defaults that depend on other keys replaced by what they mean.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    flags, path, document = _read(argv)
+    filled = _fill(document, flags, path)
+    config, checked, origins, known = filled.config, filled.checked(world_size), filled.origins, filled.known
+    problems = filled.problems + find_problems(checked, known)
+    if problems:
+        raise ConfigError([_line(problem, origins, known, path) for problem in problems])
+    resolve(checked, config)
+    return config
+
+
+def load_data_section(argv: list[str], path: str | None = None) -> tuple[DataConfig, DatasetInfo]:
+    """Read and check `[data]` alone, for programs that read a dataset and train nothing.
+
+    Args:
+        argv: `--data.key value` or `--data.key=value`.
+        path: a TOML file whose section they override; its other sections are left alone.
+
+    Returns:
+        the section of the dataset that `data.name` selects, and what the dataset holds.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    flags, path, document = _read([*argv, "--job.config_file", path] if path is not None else argv)
+    filled = _fill({section: table for section, table in document.items() if section == "data"}, flags, path)
+    if not filled.problems and "data.name" not in filled.origins:
+        raise ConfigError([f"data.name: not given (one of {', '.join(DATASETS)})"])
+    checked = filled.checked(world_size=1)
+    # Checks of other sections see their defaults here, which say nothing of this dataset.
+    found = [problem for problem in find_problems(checked, filled.known) if problem.key.startswith("data.")]
+    problems = filled.problems + found
+    if problems:
+        raise ConfigError([_line(problem, filled.origins, filled.known, path) for problem in problems])
+    return filled.config.data, checked.dataset()
+
+
+def _read(argv: list[str]) -> tuple[dict[str, str], str | None, dict[str, Any]]:
+    """The command line's keys, the file it names, and what stands there. Raises ConfigError."""
+    flags, unreadable = read_command_line(argv)
+    path = flags.pop("job.config_file", None)
+    document: dict[str, Any] = {}
+    if path is not None:
+        document, failure = read_toml(path)
+        unreadable += failure
+    if unreadable:
+        raise ConfigError(unreadable)
+    return flags, path, document
+
+
+@dataclass
+class _Filled:
+    """A configuration as it was given, before its parts are compared with one another.
+
+    Attributes:
+        config: with the defaults in the place of what was refused.
+        problems: why that was refused.
+        refused: its dotted keys, or sections.
+        origins: dotted key -> where it was given.
+        known: dotted key -> its field, of all that may be given.
+    """
+
+    config: JobConfig
+    problems: list[Problem]
+    refused: set[str]
+    origins: dict[str, str]
+    known: dict[str, dataclasses.Field]
+
+    def checked(self, world_size: int) -> Checked:
+        return Checked(self.config, world_size, set(self.origins), self.refused)
+
+
+def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None) -> _Filled:
+    """Choose the classes of a configuration, and lay file and command line over their defaults."""
+    config, refused = JobConfig(), set()
+    document = _without_keys_of_replaced_classes(document, flags)
+    problems = _choose_classes(config, document, flags)
+    refused |= {problem.key.split(".")[0] for problem in problems}
+    unchosen = {problem.key.removesuffix(".name") for problem in problems if problem.key.endswith(".name")}
+    values, origins, misplaced = _merge(config, document, flags)
+    misplaced = [problem for problem in misplaced if problem.key.split(".")[0] not in unchosen]
+    problems += misplaced
+    known = _keys(config)
+    defaults = {section: getattr(config, section) for section in values}
+    for section, given in values.items():
+        if section in unchosen:
+            continue
+        advise = functools.partial(_advice, known=known)
+        filled, wrong = validate_section(section, getattr(config, section), given, advise)
+        setattr(config, section, filled)
+        earlier = {problem.key for problem in problems}
+        problems += [problem for problem in wrong if problem.key not in earlier]
+        refused |= {problem.key for problem in wrong}
+    config.job.config_file = path or ""
+    if "job.name" not in origins:
+        config.job.name = Path(path).stem if path else "run"
+
+    _drop_overruled(config, defaults, origins, known)
+    return _Filled(config, problems, refused, origins, known)
+
+
+def report_and_exit(error: ConfigError) -> NoReturn:
+    """Print the problems to stderr, on rank 0 alone, and exit with code 2."""
+    if os.environ.get("RANK", "0") == "0":
+        print(*error.problems, sep="\n", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def help_text() -> str:
+    """The text of `--help`: every section and key."""
+    return describe(_reference_sections())
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a configuration file, for completion in editors."""
+    return build_json_schema(_reference_sections())
+
+
+def write_schema(path: Path) -> None:
+    """Write the JSON schema to a file. Raises OSError, also where there is one that is no such schema."""
+    schema = json.dumps(json_schema(), indent=1) + "\n"
+    refuse_foreign_file(path, schema.partition(",")[0].encode())
+    replace_file(path, schema)
+
+
+def _section_defaults(section: str, name: str, flavor: str | None = None) -> Any:
+    """The section of a model family or dataset, before anything is overridden."""
+    if section == "data":
+        return dataclasses.replace(DATASETS[name].Config(), name=name)
+    family = MODELS[name]
+    return family.flavors[flavor or family.config_class().flavor]
+
+
+def _choose_classes(config: JobConfig, document: dict[str, Any], flags: dict[str, str]) -> list[Problem]:
+    """Put the section of the chosen model family, with its flavor's values, and of the chosen dataset in place."""
+    problems = []
+    for section, registry in REGISTRIES.items():
+        table = document.get(section)
+        table = table if isinstance(table, dict) else {}
+
+        given = {key: flags.get(f"{section}.{key}", table.get(key)) for key in ("name", "flavor")}
+        name = DEFAULT_NAMES[section] if given["name"] is None else given["name"]
+        if not (isinstance(name, str) and name in registry):
+            problems.append(_not_one_of(f"{section}.name", name, registry))
+            continue
+        flavors = registry[name].flavors if section == "model" else None
+        default_flavor = registry[name].config_class().flavor if flavors else None
+        flavor = default_flavor if given["flavor"] is None else given["flavor"]
+        if flavors and not (isinstance(flavor, str) and flavor in flavors):
+            problems.append(_not_one_of(f"{section}.flavor", flavor, flavors))
+            flavor = default_flavor
+        setattr(config, section, _section_defaults(section, name, flavor))
+    return problems
+
+
+def _not_one_of(key: str, value: Any, known: dict[str, Any]) -> Problem:
+    guess = nearest(value, known) if isinstance(value, str) else ""
+    advice = f" (did you mean {guess}?)" if guess else ""
+    return Problem(key, f"must be one of {', '.join(known)}, is {shown(value)}{advice}")
+
+
+def _merge(
+    config: JobConfig, document: dict[str, Any], flags: dict[str, str]
+) -> tuple[dict[str, dict[str, Any]], dict[str, str], list[Problem]]:
+    """Lay the command line over the file.
+
+    Returns:
+        section -> key -> given value; dotted key -> where it was given; what belongs to no section or key.
+    """
+    known = _keys(config)
+    values: dict[str, dict[str, Any]] = {section.name: {} for section in dataclasses.fields(JobConfig)}
+    origins, problems = {}, []
+    for section, table in document.items():
+        if section not in values:
+            text = _unknown_in_file(section, table, known) if len(problems) < MOST_SHOWN else "is unknown too"
+            problems.append(Problem(shown_name(section), text))
+        elif not isinstance(table, dict):
+            problems.append(Problem(section, f"must be a table, is {shown(table)} (write [{section}] and its keys)"))
+        else:
+            values[section] |= table
+            origins |= {f"{section}.{key}": "file" for key in table}
+    if "config_file" in values["job"]:
+        del values["job"]["config_file"]
+        problems.append(Problem("job.config_file", "is for the command line only (remove it)"))
+    for dotted, text in flags.items():
+        origins[dotted] = "command line"
+        section, _, key = dotted.partition(".")
+        if dotted not in known:
+            advice = f" ({_advice(dotted, known, '--')})" if len(problems) < MOST_SHOWN else ""
+            problems.append(Problem(dotted, f"unknown key{advice}"))
+            continue
+        annotation = get_type_hints(type(getattr(config, section)))[key]
+        values[section][key] = parse_text(text, annotation)
+    return values, origins, problems
+
+
+def _without_keys_of_replaced_classes(document: dict[str, Any], flags: dict[str, str]) -> dict[str, Any]:
+    """Leave out the file's keys of a dataset or model family that the command line has replaced by another."""
+    kept = dict(document)
+    for section, registry in REGISTRIES.items():
+        table, name = document.get(section), flags.get(f"{section}.name")
+        if not isinstance(table, dict) or name not in registry or table.get("name") not in registry:
+            continue
+        old, new = (
+            {key.name for key in dataclasses.fields(_section_defaults(section, chosen))} for chosen in (table["name"], name)
+        )
+        kept[section] = {key: value for key, value in table.items() if key in new or key not in old}
+    return kept
+
+
+def _drop_overruled(
+    config: JobConfig, defaults: dict[str, Any], origins: dict[str, str], known: dict[str, dataclasses.Field]
+) -> None:
+    """Forget the file's keys that have no effect because the command line says otherwise; in place.
+
+    `--sampling.enable false` is meant to overrule a file that says how to sample. Within one source, a key
+    without effect is a mistake and stays for the checks to report.
+    """
+    for dotted, field_ in known.items():
+        section, _, key = dotted.partition(".")
+        if origins.get(dotted) != "file":
+            continue
+        unmet = unmet_condition(config, section, field_)
+        if unmet and origins.get(unmet[0]) == "command line":
+            setattr(getattr(config, section), key, getattr(defaults[section], key))
+            del origins[dotted]
+
+
+def _advice(dotted: str, known: dict[str, dataclasses.Field], prefix: str = "") -> str:
+    """What to do about an unknown key: it may be one of another model family or dataset than the one chosen."""
+    section, _, key = dotted.partition(".")
+    owners = [name for name in REGISTRIES.get(section, ()) if has_key(_section_defaults(section, name), key)]
+    if owners:
+        return f"it is a key of {section}.name = {' or '.join(owners)}"
+    return suggestion(dotted, known, prefix)
+
+
+def _unknown_in_file(section: str, value: Any, known: dict[str, dataclasses.Field]) -> str:
+    if not isinstance(value, dict):
+        return f"is in no section ({suggestion(section, known)})"
+    guess = nearest(section, [field.name for field in dataclasses.fields(JobConfig)])
+    return f"unknown section ({f'did you mean {guess}?' if guess else '--help lists all'})"
+
+
+def _keys(config: JobConfig) -> dict[str, dataclasses.Field]:
+    """Dotted key -> its field, for every key of the configuration."""
+    return {
+        f"{section.name}.{key.name}": key
+        for section in dataclasses.fields(config)
+        for key in dataclasses.fields(getattr(config, section.name))
+    }
+
+
+def _line(problem: Problem, origins: dict[str, str], known: dict[str, Any], path: str | None) -> str:
+    """Put the place of the value before a problem: the command line, the file or, if it was not given, the default."""
+    origin = origins.get(problem.key, "default" if problem.key in known else "file")
+    place = {"command line": "command line: --", "file": f"{shown_file(path or '')}: ", "default": "default: "}[origin]
+    key = shown_name(problem.key) if origin == "command line" else problem.key
+    return f"{place}{key}{problem.within}: {problem.text}"
+
+
+def _reference_sections() -> dict[str, Any]:
+    config = JobConfig()
+    sections = {section.name: getattr(config, section.name) for section in dataclasses.fields(config)}
+    for section, registry in REGISTRIES.items():
+        names = sorted(registry, key=lambda name: name != DEFAULT_NAMES[section])
+        flavors = {name: list(getattr(registry[name], "flavors", ())) for name in names}
+        sections[section] = Choice({name: _section_defaults(section, name) for name in names}, flavors)
+    return sections

@@ -1,0 +1,50 @@
+"""The places that a run writes to, so that what starts several runs keeps them in its own folder and apart."""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchtitan.settings.schema import default_of
+
+# The folder, within that of a sweep or study, for what its runs may share: indexes and caches of data.
+SHARED_FOLDER = "shared"
+
+
+def written_places(config: Any) -> Iterator[tuple[str, str, dataclasses.Field]]:
+    """Dotted key, value and field of every key that names a place which is written; see `writes` of `setting`."""
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        for field in dataclasses.fields(values):
+            if field.metadata.get("writes"):
+                yield f"{section.name}.{field.name}", getattr(values, field.name), field
+
+
+def place_problems(config: Any, folder: Path, dump_folder: Path, name: str) -> list[tuple[str, str]]:
+    """Find what would make one of several runs write elsewhere than into its own folder and the shared one.
+
+    Args:
+        config: a resolved JobConfig.
+        folder: that all runs must stay in.
+        dump_folder, name: of this run.
+
+    Returns:
+        dotted key, and what is wrong with what to do, of each misplaced key.
+    """
+    own = {"job.dump_folder": str(dump_folder), "job.name": name}
+    shared = folder / SHARED_FOLDER
+    problems = []
+    for key, value, field in written_places(config):
+        if field.metadata["writes"] == "run" and value != own.get(key, default_of(field)):
+            text = f"every run writes into a folder of its own in {folder}, so {value!r} cannot be given (remove it)"
+            problems.append((key, text))
+        elif field.metadata["writes"] == "shared" and value and not _is_within(Path(value), shared):
+            text = f"{value!r} is outside of {folder}, where all of its runs write (remove it, or set it below {shared})"
+            problems.append((key, text))
+    return problems
+
+
+def _is_within(path: Path, folder: Path) -> bool:
+    inside, whole = (Path(os.path.expanduser(each)).resolve() for each in (path, folder))
+    return inside.is_relative_to(whole)

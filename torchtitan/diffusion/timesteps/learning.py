@@ -1,0 +1,253 @@
+"""Timestep samplers that learn from the losses of the run which timesteps to draw.
+
+Their state is a function of the losses in the order of the samples' numbers: the same on every rank, and on any number
+of ranks that find the same losses. It changes after each step, so that a step is drawn by what earlier ones have shown.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.diffusion.paths import DDPM
+from torchtitan.diffusion.timesteps.densities import Density
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
+from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
+
+HISTORY = 10  # losses kept of each index, as in improved DDPM
+SECOND_MOMENT_FLOOR = 0.001  # share of the objective's own density, as in improved DDPM
+NUM_BINS = 100
+BINNED_FLOOR = 0.01
+# Losses of the mean of all that every bin is thought to have had before its first. Few: a bin that is drawn as rarely as
+# the floor allows has weight 3 at the default half-life, and may have a ten-thousandth of the mean loss.
+_PRIOR_LOSSES = 0.02
+# Outside of these quantiles of the density, and beyond what float64 tells from t = 1, bins of ln sigma are open.
+_TAIL = 1e-3
+_LOG_SIGMA_LIMIT = 30.0
+
+
+class LossFedTimesteps(AllocatedTimesteps):
+    """Shares that follow from losses, by rules of the classes below.
+
+    The loss of a sample is the objective's, whole, before its importance weight. Losses that are not finite, and those
+    of a step that is skipped, teach nothing.
+
+    Attributes:
+        name: in the configuration and in the state.
+        keeps_objective: whether importance weights undo what the shares do to the mean loss.
+    """
+
+    name: str
+    keeps_objective = True
+
+    def __init__(self, density: Density, seed: int, spread: str = "none", *, edges: Tensor) -> None:
+        """See AllocatedTimesteps."""
+        super().__init__(density, seed, spread, edges=edges)
+        self._seen: Tensor | None = None  # [2, B] of the step under way: losses, K - bins; 0 of a sample not seen
+        self._state = {key: value.to(torch.float64) for key, value in self._fresh_state().items()}
+
+    def sample(self, batch: GlobalBatch, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw timesteps: see AllocatedTimesteps.sample; all weights are 1 where the objective is not kept."""
+        t, importance = super().sample(batch, indices)
+        return t, importance if self.keeps_objective else torch.ones_like(importance)
+
+    def observe(self, batch: GlobalBatch, indices: Tensor, t: Tensor, loss: Tensor) -> None:
+        """Take note of the losses of a microbatch.
+
+        Args:
+            batch, indices: as given to `sample`.
+            t: timesteps drawn for them, [B].
+            loss: what is minimised, with its importance, [B].
+        """
+        if self._seen is None:
+            self._move(loss.device)
+            self._seen = torch.zeros(2, batch.size, dtype=torch.float64, device=loss.device)
+        bins = torch.bucketize(t, self.edges)
+        loss = loss.detach().to(torch.float64)
+        if self.keeps_objective:
+            _, lookup = self._tables_on(loss.device)
+            loss = loss / lookup.stretch.index_select(0, bins)
+        seen = torch.stack((loss, (len(self.masses) - bins).to(torch.float64)))
+        self._seen.index_copy_(1, indices - batch.first_sample, seen)
+
+    def update(self, skip: Tensor) -> None:
+        """Learn from the step; collective: one sum of 16 bytes per sample over the ranks. Never waits for the device.
+
+        Args:
+            skip: whether the optimizer leaves this step out, bool scalar, equal on all ranks.
+        """
+        seen, self._seen = self._seen, None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(seen)  # each sample has been seen by one rank and is 0 on the others: exact
+        ignored = ~(seen[0].abs() < torch.inf) | skip
+        losses, from_the_last = seen.masked_fill_(ignored, 0.0)
+        self._learn(len(self.masses) - from_the_last.long(), losses)
+        self._use(self._wanted_shares())
+
+    def state_dict(self) -> dict:
+        """What has been learned, as plain numbers, which JSON holds exactly."""
+        state = {key: value.tolist() for key, value in self._state.items()} | {"shares": self.shares.tolist()}
+        return {"sampler": self.name, "edges": self.edges.tolist(), **state}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue with a state; an empty one is that of a run that begins.
+
+        Raises:
+            ValueError: the state is of another sampler or of other bins.
+        """
+        self._seen = None
+        fresh = {key: value.to(torch.float64) for key, value in self._fresh_state().items()}
+        fresh["shares"] = self.masses.clone()
+        if state:
+            if state.get("sampler") != self.name:
+                raise ValueError(f"it is not of {self.name}")
+            found = {key: torch.tensor(state[key], dtype=torch.float64) for key in fresh}
+            if state["edges"] != self.edges.tolist() or any(found[key].shape != fresh[key].shape for key in fresh):
+                raise ValueError("its bins of timesteps are others")
+            fresh = found
+        self._state = {key: value.to(self.masses.device) for key, value in fresh.items()}
+        # Kept, because another device would find them again only up to rounding.
+        self._use(self._state.pop("shares"))
+
+    def _fresh_state(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def _learn(self, bins: Tensor, losses: Tensor) -> None:
+        """Take in losses [B] in bins [B] of a global batch, in the order of sample numbers; bin K does not count."""
+        raise NotImplementedError
+
+    def _wanted_shares(self) -> Tensor:
+        raise NotImplementedError
+
+    def _move(self, device: torch.device) -> None:
+        if self.masses.device == device:
+            return
+        for name in ("edges", "masses", "shares"):
+            setattr(self, name, getattr(self, name).to(device))
+        self._bins = self._bins.on(device)
+        self._state = {key: value.to(device) for key, value in self._state.items()}
+        self._use(self.shares)
+
+    def _mixed(self, wanted: Tensor, floor: float) -> Tensor:
+        """Shares in proportion to `wanted`, with a floor of the objective's masses.
+
+        Those masses alone where `wanted` are all zero, or their sum is infinite or NaN.
+        """
+        total = wanted.sum()
+        mixed = floor * self.masses + (1.0 - floor) * wanted / total
+        return torch.where((total > 0) & (total < torch.inf), mixed, self.masses)
+
+
+class LossSecondMoment(LossFedTimesteps):
+    """Every index in proportion to the root mean square of its last 10 losses, times its mass in the density.
+
+    With 0.001 of the density itself mixed in, and importance weights; the density alone until every index has had 10
+    losses. Source: Nichol and Dhariwal, "Improved denoising diffusion probabilistic models", arXiv 2102.09672, eq. 18.
+    """
+
+    name = "loss_second_moment"
+
+    def _fresh_state(self) -> dict[str, Tensor]:
+        bins = len(self.masses)
+        return {"losses": torch.zeros(bins, HISTORY), "count": torch.zeros(bins)}
+
+    def _learn(self, bins: Tensor, losses: Tensor) -> None:
+        history, count = self._state["losses"], self._state["count"].long()
+        num_bins = len(count)
+        ordered, order = bins.sort(stable=True)
+        # Of each bin, and in the last place of what does not count. (`bincount` would wait for the device.)
+        counts = bins.new_zeros(num_bins + 1).scatter_add_(0, bins, torch.ones_like(bins))
+        places = torch.arange(len(bins), device=bins.device)
+        left = counts.cumsum(0).index_select(0, ordered) - places  # of the bin's losses of this batch, from each on
+        counts[:-1] += count
+        column = (counts.index_select(0, ordered) - left) % HISTORY
+        row = ordered.masked_fill(left > HISTORY, num_bins)
+        extended = torch.cat((history, history.new_zeros(1, HISTORY)))
+        extended[row, column] = losses[order]
+        self._state = {"losses": extended[:-1], "count": counts[:-1].to(torch.float64)}
+
+    def _wanted_shares(self) -> Tensor:
+        root_mean_square = self._state["losses"].square().mean(1).sqrt()
+        ready = ((self._state["count"] >= HISTORY) | self._bins.empty).all()
+        return self._mixed(self.masses * root_mean_square * ready, SECOND_MOMENT_FLOOR)
+
+
+class _BinnedLoss(LossFedTimesteps):
+    """Bins in proportion to their share of the mean loss under the objective's density: mass x running mean.
+
+    A mean loses half of its weight with every `half_life` samples of the run. 0.01 of the density is mixed in.
+    """
+
+    def __init__(self, density: Density, seed: int, spread: str = "none", *, edges: Tensor, half_life: float) -> None:
+        """half_life: in samples, > 0; see AllocatedTimesteps for the others."""
+        self._half_life = half_life
+        super().__init__(density, seed, spread, edges=edges)
+
+    def _fresh_state(self) -> dict[str, Tensor]:
+        return {"sum": torch.zeros(len(self.masses)), "weight": torch.zeros(len(self.masses))}
+
+    def _learn(self, bins: Tensor, losses: Tensor) -> None:
+        counted = (bins < len(self.masses)).to(torch.float64)
+        decay = torch.exp2(-counted.sum() / self._half_life)
+        values = torch.stack((losses, counted), dim=1)  # [B, 2]
+        sums = _sums_by_bin(bins, values, len(self.masses) + 1)[:-1]
+        self._state = {
+            "sum": decay * self._state["sum"] + sums[:, 0], "weight": decay * self._state["weight"] + sums[:, 1],
+        }  # fmt: skip
+
+    def _wanted_shares(self) -> Tensor:
+        total, weight = self._state["sum"], self._state["weight"]
+        unmet = weight <= 0
+        met = self.masses.masked_fill(unmet, 0.0)
+        # Under the density, not under the shares, which lean to where losses are large. NaN before the first loss.
+        overall = (met * total / weight.masked_fill(unmet, 1.0)).sum() / met.sum()
+        mean = (total + _PRIOR_LOSSES * overall) / (weight + _PRIOR_LOSSES)
+        return self._mixed(self.masses * mean.clamp_min(0.0), BINNED_FLOOR)
+
+
+class TimeWarping(_BinnedLoss):
+    """t = F^-1(u) of uniform u, with F piecewise linear and fitted to the loss below t: equal stretches, equal loss.
+
+    Without importance weights: timesteps of much loss count more. F has 100 pieces, of equal mass in the density.
+
+    Source: Dieleman et al., "Continuous diffusion for categorical data", arXiv 2211.15089, section 4. F there is fitted
+    to a cross-entropy, which itself rises with t; a squared error does not, and is summed up to t here.
+    """
+
+    name = "time_warping"
+    keeps_objective = False
+
+
+class AdaptiveLogSNR(_BinnedLoss):
+    """p(ln snr) in proportion to weight x running mean of the noise's squared error, with importance weights.
+
+    That is the share of the mean loss under the density, in 100 bins of equal width in ln snr; within a bin timesteps
+    follow the density. Source: Kingma and Gao, "Understanding diffusion objectives as the ELBO with simple data
+    augmentation", arXiv 2303.00848, the adaptive noise schedule.
+    """
+
+    name = "adaptive_log_snr"
+
+
+def _sums_by_bin(bins: Tensor, values: Tensor, num_bins: int) -> Tensor:
+    """Sums of values [B, N] by bins [B], [K, N], each in an order that is always the same."""
+    sums = values.new_zeros(num_bins, values.shape[1])
+    if sums.device.type == "cpu":
+        return sums.index_add_(0, bins, values)  # one after another
+    return sums.index_put_((bins,), values, accumulate=True)  # sorted first, where index_add_ would race
+
+
+def index_edges(path: DDPM) -> Tensor:
+    """Edges in t between all indices of a discrete path, float32 [T - 1]."""
+    return path.index_to_t(torch.arange(path.num_indices - 1) + 0.5).to(torch.float32)
+
+
+def equal_mass_edges(density: Density) -> Tensor:
+    """Inner edges in t of 100 bins of equal mass, float32 [99]."""
+    return density.quantile(torch.arange(1, NUM_BINS, dtype=torch.float64) / NUM_BINS).to(torch.float32)
+
+
+def equal_width_edges(density: Density) -> Tensor:
+    """Inner edges in t of 100 bins, all but the two outermost of equal width in ln sigma, float32 [99]."""
+    ends = torch.logit(density.quantile(torch.tensor([_TAIL, 1.0 - _TAIL], dtype=torch.float64)))
+    ends = ends.clamp(-_LOG_SIGMA_LIMIT, _LOG_SIGMA_LIMIT).tolist()
+    return torch.sigmoid(torch.linspace(*ends, NUM_BINS - 1, dtype=torch.float64)).to(torch.float32)

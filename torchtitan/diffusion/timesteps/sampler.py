@@ -1,0 +1,90 @@
+"""Which timesteps are trained: one per sample, drawn from a density."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchtitan import philox
+from torchtitan.diffusion.timesteps.densities import Density
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The samples of one optimizer step: numbers first_sample .. first_sample + size - 1."""
+
+    first_sample: int
+    size: int
+    attempt: int = 0
+
+
+class TimestepSampler:
+    """Draws one timestep per sample, as a function of the seed and the sample's number only.
+
+    `spread` says how the draws of one global batch of B samples relate; every single one follows the density.
+
+    - none: independent.
+    - stratified: one in each of B equal quantile intervals of the density, at a place of its own in it.
+    - low_discrepancy: the same with one common place, the quantiles (u + i / B) mod 1 with one u for the batch.
+      Source: Kingma et al., "Variational diffusion models", arXiv 2107.00630, appendix I.1.
+
+    Which sample gets which interval is a random order fixed by the seed. A mean over a batch has less variance then.
+    """
+
+    def __init__(self, density: Density, seed: int, spread: str = "none") -> None:
+        self.density = density
+        self.seed = seed
+        self.spread = spread
+
+    def sample(self, batch: GlobalBatch, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw timesteps.
+
+        Args:
+            batch: the global batch that the samples belong to.
+            indices: global sample numbers [B], int64, within the batch.
+
+        Returns:
+            t float32 [B] in [0, 1] and importance weights float32 [B] (1: the density is the objective's own).
+        """
+        t = self.density.quantile(self._quantiles(batch, indices)).to(torch.float32)
+        return t, torch.ones_like(t)
+
+    def _quantiles(self, batch: GlobalBatch, indices: Tensor) -> Tensor:
+        if self.spread == "none":
+            return philox.uniform(self.seed, "timestep", indices, batch.attempt)
+        members = torch.arange(batch.first_sample, batch.first_sample + batch.size, device=indices.device)
+        common = self.spread == "low_discrepancy"
+        draws = (("timestep", members[:1] if common else indices), ("stratum", members))
+        places, order = philox.uniform_bits(self.seed, draws, batch.attempt)
+        strata = _ranks(order).index_select(0, indices - batch.first_sample)
+        if not common:
+            return (strata + philox.middles(places)) / batch.size
+        # Never exactly 0, where a density without bounds has no quantile.
+        return ((philox.middles(places) + strata.to(torch.float64) / batch.size) % 1.0).clamp_min(2.0**-53)
+
+    def bin_importance(self) -> Tensor | None:
+        """Importance weight that all samples of a bin carry, float64 [K]; None where no sample carries any."""
+        return None
+
+    def bin_of_microbatch(self, batch: GlobalBatch, microbatch: int) -> int | None:
+        """The one bin that all samples of a microbatch are of, on every rank; None where they are of any."""
+        return None
+
+    def observe(self, batch: GlobalBatch, indices: Tensor, t: Tensor, loss: Tensor) -> None:
+        """Take note of the losses of a microbatch, [B], with their importance; here nothing comes of them."""
+
+    def update(self, skip: Tensor) -> None:
+        """After the backward of a whole global batch: learn from what was observed, unless `skip`; collective."""
+
+    def state_dict(self) -> dict:
+        """Nothing: every draw is a function of the sample's number."""
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        if state:
+            raise ValueError(f"this timestep sampler has no state, the checkpoint holds {sorted(state)}")
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """How many of the values are smaller than each, [N], of different ones."""
+    return torch.empty_like(values).scatter_(0, values.argsort(), torch.arange(len(values), device=values.device))

@@ -1,0 +1,25 @@
+"""Judges of generated images, by the dataset whose images they know; a new one is a file and a line here."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from data import DATASETS, DataConfig, Dataset
+from torchtitan.evaluation.digits_judge import DigitsJudge
+
+
+class Judge(Protocol):
+    """Compares generated images with real ones."""
+
+    def judge(self, images: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        """Score images [N, C, H, W] in [-1, 1] that were asked for as labels [N]: numbers by name."""
+
+
+JUDGES: dict[str, Callable[[Dataset, Dataset], Judge]] = {"digits": DigitsJudge.from_dataset}
+
+
+def build_judge(config: DataConfig) -> Judge:
+    """Fit the judge of a dataset, one of JUDGES, to both of its splits."""
+    dataset = DATASETS[config.name]
+    return JUDGES[config.name](dataset(config, "train"), dataset(config, "validation"))

@@ -1,0 +1,81 @@
+"""The batch sizes that a configuration may run with: multiples, or divisors where the global batch size is given."""
+
+from collections.abc import Callable, Sequence
+
+from torchtitan.config.job import ConfigError, JobConfig
+from torchtitan.settings.sources import read_command_line, read_toml
+
+_GLOBAL = "training.global_batch_size"
+
+
+class AutotuneRefused(Exception):
+    """A search that cannot begin, by what was asked for; the message is one line."""
+
+
+def given_global_batch_size(arguments: list[str]) -> int | None:
+    """The global batch size that the command line or else the file sets; None where it follows from the local one.
+
+    What is no number is left for load_config to refuse.
+    """
+    flags, _ = read_command_line(arguments)
+    document, _ = read_toml(flags["job.config_file"]) if "job.config_file" in flags else ({}, [])
+    table = document.get("training")
+    text = flags.get(_GLOBAL, table.get("global_batch_size") if isinstance(table, dict) else None)
+    try:
+        value = int(text)
+    except (TypeError, ValueError):
+        return None
+    return value if value > 0 else None
+
+
+def candidates_of(
+    config_with: Callable[[int], JobConfig], whole: int | None, processes: int, multiple_of: int, largest: int
+) -> Sequence[int]:
+    """List the local batch sizes to choose from.
+
+    Args:
+        config_with: local batch size -> configuration; raises ConfigError where it cannot run.
+        whole: the global batch size, None if it follows.
+        processes: of the run.
+        multiple_of: divides every candidate.
+        largest: bound of the candidates.
+
+    Returns:
+        one or more, rising.
+
+    Raises:
+        ConfigError: the configuration cannot run with any of them.
+        AutotuneRefused: none is left by multiple_of and largest.
+    """
+    if whole is None:
+        return _multiples(config_with, multiple_of, largest)
+    share = whole // processes
+    divisors = [size for size in range(multiple_of, min(share, largest) + 1, multiple_of) if share % size == 0]
+    if whole % processes or not divisors:
+        config_with(1)  # what is wrong with the configuration comes first
+        raise AutotuneRefused(
+            f"multiple-of: no multiple of {multiple_of} up to {min(share, largest)} divides the {share} images that"
+            f" each process has of {_GLOBAL} = {whole} (change one of them, or set the latter to -1 to let it follow)"
+        )
+    accepted = [size for size in divisors if _is_accepted(config_with, size)]
+    if not accepted:
+        config_with(divisors[0])
+    return accepted
+
+
+def _multiples(config_with: Callable[[int], JobConfig], multiple_of: int, largest: int) -> Sequence[int]:
+    multiples = range(multiple_of, largest + 1, multiple_of)
+    if _is_accepted(config_with, multiples[0]):
+        return multiples
+    # As where the noise scale needs more images a step. What is refused at any size is told here.
+    config_with(multiples[-1])
+    first = next(place for place, size in enumerate(multiples) if _is_accepted(config_with, size))
+    return multiples[first:]
+
+
+def _is_accepted(config_with: Callable[[int], JobConfig], batch_size: int) -> bool:
+    try:
+        config_with(batch_size)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,147 @@
+"""One try of a batch size: a few steps of train.py in processes of their own, and what they needed."""
+
+import json
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torchtitan.config.job import JobConfig, dump_config, load_config
+from torchtitan.experiments.process import Outcome, run_processes
+from torchtitan.files.regular import read_regular
+
+Goal = Literal["largest", "fastest"]
+
+_STEPS_OF_A_POINT = 4
+_POINTS_OF_A_RATE = 4
+_RUN_NAME = "probe"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A batch size that was tried.
+
+    Attributes:
+        batch_size: images per rank in one forward.
+        repeat: 0 for its first try.
+        status: ok, or oom if memory ran out on any rank; other ends of a probe are no answer and not kept.
+        memory_gib: peak of the rank that needed most, reserved on CUDA and resident on the CPU; None after oom.
+        num_alloc_retries: times that a CUDA allocator had to free its cache, of the rank with most; None after oom.
+        images_per_second: median over the second half of the points, of all ranks together; None after oom.
+        seconds: wall time, start-up included.
+    """
+
+    batch_size: int
+    repeat: int
+    status: Literal["ok", "oom"]
+    memory_gib: float | None
+    num_alloc_retries: int | None
+    images_per_second: float | None
+    seconds: float
+
+    def fits(self, limit_gib: float) -> bool:
+        """Whether it stayed within the limit without the allocator having to struggle."""
+        return self.status == "ok" and self.memory_gib <= limit_gib and self.num_alloc_retries == 0
+
+
+@dataclass(frozen=True)
+class ProbeProcesses:
+    """How the processes of a probe are started.
+
+    Attributes:
+        processes: how many.
+        timeout_s: seconds after which a probe has failed.
+        log: file for the output of the latest probe.
+        memory_limit_gib: of each process's data, None for none.
+        devices: numbers of the CUDA devices to use, None for all.
+        stop: set from another thread, ends the probe.
+    """
+
+    processes: int
+    timeout_s: float
+    log: Path
+    memory_limit_gib: float | None = None
+    devices: list[int] | None = None
+    stop: threading.Event | None = None
+
+
+class ProbeFailed(Exception):
+    """A probe that ended otherwise than by running or by running out of memory; it says nothing of the batch size."""
+
+    def __init__(self, batch_size: int, outcome: Outcome, log: Path) -> None:
+        advice = "a longer timeout gives it time; " if outcome.status == "timeout" else ""
+        super().__init__(f"batch size {batch_size}: {outcome.status}: {outcome.reason} ({advice}its output: {log})")
+        self.outcome = outcome
+
+
+def probe_config(config: JobConfig, goal: Goal, processes: int, folder: Path) -> tuple[JobConfig, list[str]]:
+    """Make the short run that stands for a configuration.
+
+    It takes the same steps, without checkpoints, samples, validation, traces and event files. Where memory alone is asked
+    for, two microbatches a step stand for any number of them: the second finds the accumulated gradients in place.
+
+    Args:
+        config: with the batch size to try, resolved.
+        goal: what the probe has to tell.
+        processes: of the run.
+        folder: where the run shall write; its configuration is written there.
+
+    Returns:
+        the configuration of the short run, and the command line that gives it.
+    """
+    file = folder / f"{_RUN_NAME}.toml"
+    file.write_text(dump_config(config), encoding="utf-8")
+    local, batch = config.training.local_batch_size, config.training.global_batch_size
+    tapped = config.gns.enable and config.gns.single_pass
+    if goal == "largest" and not config.gns.enable:
+        batch = min(batch, 2 * processes * local)
+    # A measured step of the noise scale needs more memory and time than others: each point has one.
+    point = config.gns.interval if tapped else _STEPS_OF_A_POINT
+    overrides = {
+        "job.config_file": file,
+        "job.dump_folder": folder,
+        "job.name": _RUN_NAME,
+        "training.global_batch_size": batch,
+        "training.steps": point * (1 if goal == "largest" else _POINTS_OF_A_RATE),
+        "lr_scheduler.warmup_steps": 0,
+        "checkpoint.enable": "false",
+        "sampling.enable": "false",
+        "validation.enable": "false",
+        "profiling.enable_profiling": "false",
+        "profiling.enable_memory_snapshot": "false",
+        "metrics.log_freq": point,
+        "metrics.enable_tensorboard": "false",
+        "metrics.enable_wandb": "false",
+    }
+    words = [f"--{key}={value}" for key, value in overrides.items()]
+    return load_config(words, processes), words
+
+
+def run_probe(config: JobConfig, goal: Goal, repeat: int, how: ProbeProcesses) -> Probe:
+    """Try the batch size of a configuration.
+
+    Raises:
+        ProbeFailed: it failed for another reason than memory.
+        KeyboardInterrupt, Stopped: after its processes were ended.
+    """
+    batch_size = config.training.local_batch_size
+    with tempfile.TemporaryDirectory(prefix="autotune-") as name:
+        folder = Path(name)
+        _, words = probe_config(config, goal, how.processes, folder)
+        outcome = run_processes(
+            words, processes=how.processes, timeout_s=how.timeout_s, log=how.log, memory_limit_gib=how.memory_limit_gib,
+            devices=how.devices, stop=how.stop,
+        )  # fmt: skip
+        if outcome.status == "oom":
+            return Probe(batch_size, repeat, "oom", None, None, None, round(outcome.seconds, 1))
+        if outcome.status != "ok":
+            raise ProbeFailed(batch_size, outcome, how.log)
+        summary = json.loads(read_regular(folder / _RUN_NAME / "summary.json"))
+    return Probe(
+        batch_size, repeat, "ok",
+        memory_gib=summary["peak_memory_GiB"],
+        num_alloc_retries=summary["num_alloc_retries"],
+        images_per_second=round(summary["tail_medians"]["throughput(img/s)"], 3),
+        seconds=round(outcome.seconds, 1),
+    )  # fmt: skip

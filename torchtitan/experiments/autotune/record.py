@@ -1,0 +1,92 @@
+"""The tries of a search on disk, so that no batch size is tried twice on the same device."""
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchtitan.experiments.autotune.probe import Probe
+from torchtitan.files.durable import make_folder, replace_file
+from torchtitan.files.regular import read_regular
+
+
+class RecordError(Exception):
+    """A record that cannot be read or written; the message is one line."""
+
+
+class SearchRecord:
+    """`<folder>/<hash>.json`: what was asked, the first guess, every probe and, at the end, the batch size found.
+
+    A search is a function of its probes, so a search that is begun again runs through those on record, and goes on
+    where the record ends; a finished one tries nothing.
+
+    Attributes:
+        path: the file.
+        guess: batch size that the search begins with; None before it was estimated.
+        probes: in the order in which they were made.
+        batch_size: the answer; None as long as there is none.
+    """
+
+    def __init__(self, folder: Path, question: dict[str, Any]) -> None:
+        """question: all that the probes and the answer depend on, as JSON has it."""
+        text = json.dumps(question, sort_keys=True)
+        self.path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        self.guess: int | None = None
+        self.probes: list[Probe] = []
+        self.batch_size: int | None = None
+        self._question = question
+
+    @property
+    def log(self) -> Path:
+        """Where the output of the latest probe goes."""
+        return self.path.with_suffix(".log")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes that ask the same question waiting, so that they find the answer.
+
+        Raises:
+            RecordError: the folder cannot be written.
+        """
+        try:
+            make_folder(self.path.parent)
+            lock = open(self.path.with_suffix(".lock"), "a")
+        except OSError as error:
+            raise RecordError(f"{self.path.parent}: cannot be written: {error.strerror}") from error
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def read(self) -> None:
+        """Take over what an earlier search of the same question has left. Raises RecordError."""
+        try:
+            content = json.loads(read_regular(self.path))
+            self.guess = content["guess"]
+            self.probes = [Probe(**probe) for probe in content["probes"]]
+            self.batch_size = content["batch_size"]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise RecordError(f"{self.path}: damaged (--fresh replaces it)") from error
+
+    def find(self, batch_size: int, repeat: int) -> Probe | None:
+        """The probe of a batch size, if it was made."""
+        matching = (probe for probe in self.probes if (probe.batch_size, probe.repeat) == (batch_size, repeat))
+        return next(matching, None)
+
+    def write(self) -> None:
+        """Replace the file in one go. Raises RecordError."""
+        content = {
+            "batch_size": self.batch_size,
+            "guess": self.guess,
+            "probes": [dataclasses.asdict(probe) for probe in self.probes],
+            "question": self._question,
+        }
+        try:
+            replace_file(self.path, json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            raise RecordError(f"{self.path}: cannot be written: {error.strerror}") from error

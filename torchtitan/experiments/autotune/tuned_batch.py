@@ -1,0 +1,51 @@
+"""The batch size of a cell, where a sweep searches it."""
+
+import threading
+import time
+from pathlib import Path
+
+from torchtitan.config.job import ConfigError
+from torchtitan.experiments.autotune.candidates import AutotuneRefused
+from torchtitan.experiments.autotune.probe import ProbeFailed
+from torchtitan.experiments.autotune.record import RecordError
+from torchtitan.experiments.autotune.tuning import NothingFits, autotune
+from torchtitan.experiments.grid import SweepSettings
+from torchtitan.experiments.process import Outcome
+
+
+def tuned_batch_size(
+    arguments: list[str], processes: int, settings: SweepSettings, *, cache: Path, devices: list[int] | None,
+    stop: threading.Event,
+) -> int | Outcome:  # fmt: skip
+    """Search training.local_batch_size as a sweep's autotune keys say.
+
+    Args:
+        arguments: of train.py, without a batch size.
+        processes: of the run.
+        settings: of the sweep.
+        cache: folder of the searches' records; an interrupted one goes on.
+        devices: numbers of the CUDA devices to use.
+        stop: ends the search.
+
+    Returns:
+        the batch size, or how the cell ends where there is none: oom if not even the smallest fits.
+
+    Raises:
+        Stopped: `stop` was set.
+    """
+    begun = time.perf_counter()
+
+    def ended(status: str, error: Exception) -> Outcome:
+        return Outcome(status, " ".join(str(error).split()), time.perf_counter() - begun, 1)
+
+    try:
+        return autotune(
+            arguments, processes, goal=settings.autotune_goal, memory_gib=settings.autotune_memory_gib, cache=cache,
+            multiple_of=settings.autotune_multiple_of, timeout_s=settings.timeout_s, devices=devices, stop=stop,
+        ).batch_size  # fmt: skip
+    except NothingFits as error:
+        return ended("oom", error)
+    except (ConfigError, AutotuneRefused) as error:
+        return ended("refused", error)
+    except (ProbeFailed, RecordError) as error:
+        return ended("failed", error)

@@ -1,0 +1,257 @@
+"""The batch size of a configuration on this device, found by trying: the largest that fits, or the fastest."""
+
+import math
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan.config.job import JobConfig, load_config
+from torchtitan.distributed.mesh import compute_device
+from torchtitan.estimate.memory import estimate_memory
+from torchtitan.experiments.autotune.candidates import AutotuneRefused, candidates_of, given_global_batch_size
+from torchtitan.experiments.autotune.probe import Goal, Probe, ProbeProcesses, probe_config, run_probe
+from torchtitan.experiments.autotune.record import SearchRecord
+from torchtitan.experiments.autotune.search import doublings, fastest, largest_fitting
+from torchtitan.settings.record import effective
+from torchtitan.training.hardware import device_name, peak_resident_gib
+
+GOALS: tuple[Goal, ...] = ("largest", "fastest")
+MAX_BATCH_SIZE = 65536
+
+_GIB = 2**30
+# Keys by which neither memory nor speed is decided, and the batch sizes, which have places of their own in a record.
+_WITHOUT_EFFECT = {"debug.seed", "optimizer.lr", "training.local_batch_size", "training.global_batch_size"}
+_SECTIONS_WITHOUT_EFFECT = {"job", "comm", "metrics", "lr_scheduler"}
+
+
+class NothingFits(Exception):
+    """Not even the smallest batch size fits; the message is one line and says what would help."""
+
+
+@dataclass(frozen=True)
+class AutotuneResult:
+    """The answer of a search.
+
+    Attributes:
+        batch_size: for training.local_batch_size.
+        goal: largest or fastest.
+        probes: every try, in order.
+        tried: how many of them were made now; 0: the answer was on record.
+        record: file that holds all of it.
+    """
+
+    batch_size: int
+    goal: Goal
+    probes: list[Probe]
+    tried: int
+    record: Path
+
+
+def autotune(
+    arguments: list[str],
+    processes: int = 1,
+    *,
+    goal: Goal = "largest",
+    memory_gib: float | None = None,
+    cache: Path | None = None,
+    multiple_of: int = 1,
+    max_batch_size: int = MAX_BATCH_SIZE,
+    headroom: float = 0.1,
+    fresh: bool = False,
+    timeout_s: float = 1800.0,
+    devices: list[int] | None = None,
+    stop: threading.Event | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> AutotuneResult:
+    """Find training.local_batch_size for a configuration on this device.
+
+    Every batch size is tried in fresh processes, by a few steps of train.py. It fits if every rank ends well, its peak
+    of memory is at most (1 - headroom) of what there is, and no CUDA allocator had to free its cache to go on. Where
+    training.global_batch_size is given, only batch sizes that accumulate to it are tried.
+
+    Args:
+        arguments: of train.py, `--section.key value`; a local batch size among them is overridden.
+        processes: of the run.
+        goal: largest: the largest that fits, found by doubling and bisection from an estimate; fastest: the smallest
+            whose images per second come within 3 % of the best, over doublings of the smallest up to what fits.
+        memory_gib: memory of each process, > 0; on CUDA the device's, if that is less or it is not given; on the CPU it
+            must be given.
+        cache: folder of the records, by default <job.dump_folder>/autotune; a question on record is answered from it,
+            an interrupted search goes on.
+        multiple_of: only multiples of it are tried, 1 or more.
+        max_batch_size: largest to try.
+        headroom: share of the memory to leave free, 0 <= headroom < 1.
+        fresh: forget the record.
+        timeout_s: seconds for one try.
+        devices: numbers of the CUDA devices to use.
+        stop: set from another thread, ends the search.
+        report: is given one line per try.
+
+    Raises:
+        ConfigError: the configuration cannot run.
+        AutotuneRefused: what was asked for makes no sense.
+        NothingFits: not even the smallest batch size fits.
+        ProbeFailed: a try failed for another reason than memory.
+        RecordError: the record cannot be read or written.
+        KeyboardInterrupt, Stopped: after the processes of the present try were ended; its record stays.
+    """
+    _check(goal, memory_gib, multiple_of, max_batch_size, headroom, timeout_s)
+    whole = given_global_batch_size(arguments)
+    device = compute_device() if devices is None else torch.device(compute_device().type, devices[0])
+    memory_gib = _memory_of(device, memory_gib)
+
+    def config_with(batch_size: int) -> JobConfig:
+        return load_config([*arguments, f"--training.local_batch_size={batch_size}"], processes)
+
+    candidates = candidates_of(config_with, whole, processes, multiple_of, max_batch_size)
+    smallest = config_with(candidates[0])
+    record = SearchRecord(cache or Path(smallest.job.dump_folder) / "autotune", {
+        "goal": goal,
+        "headroom": headroom,
+        "multiple_of": multiple_of,
+        "max_batch_size": max_batch_size,
+        "global_batch_size": whole,
+        "processes": processes,
+        "device": device_name(device),
+        "memory_gib": round(memory_gib, 3),
+        "torch": torch.__version__,
+        "configuration": _what_decides(smallest, goal, processes),
+    })  # fmt: skip
+    how = ProbeProcesses(processes, timeout_s, record.log, _data_limit(device, memory_gib), devices, stop)
+    search = _Search(record, config_with, goal, how, memory_gib, (1 - headroom) * memory_gib, report)
+    with record.held():
+        if not fresh:
+            record.read()
+        if goal == "fastest":
+            record.batch_size = fastest(doublings(candidates), search.rate)
+        else:
+            record.guess = record.guess or _guess(config_with, candidates, processes, search.limit_gib, device)
+            record.batch_size = largest_fitting(candidates, record.guess, search.fits)
+        record.write()
+    if record.batch_size is None:
+        raise NothingFits(_nothing_fits(smallest, record.probes, memory_gib, search.limit_gib, multiple_of))
+    return AutotuneResult(record.batch_size, goal, record.probes, search.tried, record.path)
+
+
+class _Search:
+    """Tries batch sizes for the searches, from the record where they are on it."""
+
+    def __init__(
+        self, record: SearchRecord, config_with: Callable[[int], JobConfig], goal: Goal, how: ProbeProcesses,
+        memory_gib: float, limit_gib: float, report: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.limit_gib = limit_gib
+        self.memory_gib = memory_gib
+        self.tried = 0
+        self._record, self._config_with, self._goal, self._how, self._report = record, config_with, goal, how, report
+
+    def fits(self, batch_size: int) -> bool:
+        return self._probe(batch_size, 0).fits(self.limit_gib)
+
+    def rate(self, batch_size: int, repeat: int) -> float | None:
+        probe = self._probe(batch_size, repeat)
+        return probe.images_per_second if probe.fits(self.limit_gib) else None
+
+    def _probe(self, batch_size: int, repeat: int) -> Probe:
+        known = self._record.find(batch_size, repeat)
+        probe = known or run_probe(self._config_with(batch_size), self._goal, repeat, self._how)
+        if not known:
+            self.tried += 1
+            self._record.probes.append(probe)
+            self._record.write()
+        self._report(self._line(probe, known is not None))
+        return probe
+
+    def _line(self, probe: Probe, known: bool) -> str:
+        words = f"batch size {probe.batch_size:>5}: {'fits' if probe.fits(self.limit_gib) else 'does not fit'}"
+        if probe.status == "oom":
+            words += ", out of memory"
+        else:
+            words += f", {probe.memory_gib:.3g} of {self.memory_gib:.3g} GiB, {probe.images_per_second:.4g} images/s"
+            if probe.num_alloc_retries:
+                words += f", {probe.num_alloc_retries} allocator retries"
+        return words + (" (on record)" if known else f" ({probe.seconds:.0f} s)")
+
+
+def _check(
+    goal: str, memory_gib: float | None, multiple_of: int, max_batch_size: int, headroom: float, timeout_s: float
+) -> None:
+    if goal not in GOALS:
+        raise AutotuneRefused(f"goal: must be one of {', '.join(GOALS)}, is {goal}")
+    if multiple_of < 1:
+        raise AutotuneRefused(f"multiple-of: must be at least 1, is {multiple_of}")
+    if max_batch_size < 1:
+        raise AutotuneRefused(f"max: must be at least 1, is {max_batch_size}")
+    if multiple_of > max_batch_size:
+        raise AutotuneRefused(f"multiple-of: {multiple_of} is more than max = {max_batch_size} (raise max)")
+    if not 0 <= headroom < 1:
+        raise AutotuneRefused(f"headroom: must be a share from 0 up to, not including, 1, is {headroom:g}")
+    if memory_gib is not None and not 0 < memory_gib < math.inf:
+        raise AutotuneRefused(f"memory: must be a number of GiB above 0, is {memory_gib:g}")
+    if not timeout_s > 0:
+        raise AutotuneRefused(f"timeout: must be a number of seconds above 0, is {timeout_s:g}")
+
+
+def _memory_of(device: torch.device, given_gib: float | None) -> float:
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory / _GIB
+        return min(there, given_gib or there)
+    if given_gib is None:
+        raise AutotuneRefused("memory: the CPU's is shared, so say how much each process may use (--memory GiB)")
+    return given_gib
+
+
+def _data_limit(device: torch.device, memory_gib: float) -> float | None:
+    """Bound what a hopeless try on the CPU takes from the machine; address space that is not touched counts too."""
+    return 2 * memory_gib + 2 if device.type == "cpu" else None
+
+
+def _what_decides(config: JobConfig, goal: Goal, processes: int) -> dict[str, Any]:
+    """The keys of the short runs that memory and speed may depend on."""
+    with tempfile.TemporaryDirectory() as folder:
+        probed, _ = probe_config(config, goal, processes, Path(folder))
+    tables = {name: table for name, table in effective(probed).items() if name not in _SECTIONS_WITHOUT_EFFECT}
+    return {
+        section: {key: value for key, value in table.items() if f"{section}.{key}" not in _WITHOUT_EFFECT}
+        for section, table in tables.items()
+    }
+
+
+def _guess(
+    config_with: Callable[[int], JobConfig], candidates: Sequence[int], processes: int, limit_gib: float,
+    device: torch.device,
+) -> int:  # fmt: skip
+    """The largest batch size that should fit, by an estimate at two of them: memory is linear in the batch size."""
+    if device.type == "cpu":
+        limit_gib -= peak_resident_gib()  # a process that has imported all this, and has no model yet
+    low, high = candidates[0], candidates[min(7, len(candidates) - 1)]
+    if low == high:
+        return low
+    needs = [estimate_memory(config_with(size), processes).needed / _GIB for size in (low, high)]
+    per_image = (needs[1] - needs[0]) / (high - low)
+    if per_image <= 0:
+        return low
+    return max(low, math.floor(low + (limit_gib - needs[0]) / per_image))
+
+
+def _nothing_fits(config: JobConfig, probes: list[Probe], memory_gib: float, limit_gib: float, multiple_of: int) -> str:
+    batch_size = config.training.local_batch_size
+    smallest = next(probe for probe in probes if probe.batch_size == batch_size)
+    need = "memory runs out" if smallest.status == "oom" else f"{smallest.memory_gib:.3g} GiB are needed"
+    help_ = []
+    if config.activation_checkpoint.mode != "full":
+        help_.append('activation_checkpoint.mode = "full"')
+    help_.append("more shards (parallelism.data_parallel_shard_degree, FSDP)")
+    if hasattr(config.model, "patch_size"):
+        help_.append("fewer tokens (a larger model.patch_size)")
+    if batch_size > 1 and multiple_of > 1:
+        help_.append("a smaller multiple-of")
+    return (
+        f"nothing fits: {need} at batch size {batch_size}, the smallest, where {limit_gib:.3g} of {memory_gib:.3g} GiB"
+        f" may be used; what would help: {', '.join(help_)}"
+    )

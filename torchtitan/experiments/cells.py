@@ -1,0 +1,401 @@
+"""What all studies share: a run's checkpoints, cells that are measured once, and a table that survives a kill.
+
+A study is a grid of cells. Every finished cell is a row appended to results.csv, a failed one too (status and reason),
+so that a study that is started again goes on where it was.
+"""
+
+import argparse
+import csv
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tqdm import tqdm
+
+from data import DATASETS
+from data.base import Dataset, DatasetError, Split
+from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_path, checkpoint_steps
+from torchtitan.checkpoint.location import run_checkpoints
+from torchtitan.config.job import ConfigError, JobConfig
+from torchtitan.distributed.mesh import compute_device
+from torchtitan.evaluation.offline_gradients import EstimateFailed, GradientError
+from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples
+from torchtitan.experiments.run_identity import claim, refuse_other_run
+from torchtitan.files.durable import append_synced, replace_file
+from torchtitan.files.ownership import is_foreign
+from torchtitan.files.regular import read_regular
+from torchtitan.pictures.markdown import inline, markdown_table
+from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, read_config
+
+_LARGEST_TABLE = 1 << 28  # bytes
+
+Row = dict[str, str]
+Cell = dict[str, Any]
+Advance = Callable[[int], None]
+
+
+class TrainingFailed(Exception):
+    """A run that a study wanted to measure did not finish; the message is one line."""
+
+
+# What ends a cell with a row that says so, not the study.
+CELL_FAILURES = (
+    GradientError, EstimateFailed, DatasetError, CheckpointError, WeightsError, TrainingFailed,
+    torch.OutOfMemoryError,
+)  # fmt: skip
+
+
+# Files by which a study's folder is known, and what they begin with; the columns of a table are compared when it is read.
+MARKS = {"run.json": b"{", "results.csv": b"model,", "training.csv": b"run,"}
+
+
+class StudyError(Exception):
+    """A study that cannot be made as asked; the message is one line."""
+
+
+@dataclass
+class StudyRun:
+    """The run that a study is of, and how it was asked for.
+
+    Attributes:
+        folder: the run's folder.
+        config: its configuration.
+        steps: checkpoints to look at, rising.
+        track: EMA track, "none" for the trained (live) weights, "both" for these and every track.
+        options: the study's own.
+        device: where models are put.
+        kept: what a study holds from one cell to the next, by names of its own.
+    """
+
+    folder: Path
+    config: JobConfig
+    steps: list[int]
+    track: str
+    options: argparse.Namespace
+    device: torch.device
+    kept: dict[str, Any] = field(default_factory=dict, repr=False)
+    _opened: tuple[tuple[int, str], TrainedModel] | None = field(default=None, repr=False)
+    _datasets: dict[str, Dataset] = field(default_factory=dict, repr=False)
+    _samples: tuple[tuple[str, int, int], FixedSamples] | None = field(default=None, repr=False)
+
+    @property
+    def tracks(self) -> list[str]:
+        """The weights to look at: "none" and names of EMA tracks."""
+        return ["none", *(track.name for track in self.config.ema.tracks)] if self.track == "both" else [self.track]
+
+    @property
+    def weights(self) -> str:
+        """What is measured, in words for tables and pictures."""
+        if self.track == "both":
+            return " and ".join(["live weights", *(f"EMA weights ({track})" for track in self.tracks[1:])])
+        return "live weights" if self.track == "none" else f"EMA weights ({self.track})"
+
+    @property
+    def results(self) -> Path:
+        """The folder that all studies of the run lie in."""
+        return self.folder / "studies"
+
+    @property
+    def description(self) -> str:
+        """What is studied, for the first line of the summary."""
+        name, steps = inline(self.folder.resolve().name), ", ".join(map(str, self.steps))
+        return f"Run {name}, {inline(self.weights)}, checkpoints at steps {steps}."
+
+    def model(self, step: int, track: str | None = None) -> TrainedModel:
+        """The model of a checkpoint, of the run's track or another; kept until the next one. Raises CheckpointError."""
+        wanted = (step, track or self.track)
+        if self._opened is None or self._opened[0] != wanted:
+            self._opened = None  # frees the memory first
+            self._opened = (wanted, load_run(self.folder, wanted[1], step, self.device))
+        return self._opened[1]
+
+    def dataset(self, split: Split) -> Dataset:
+        """One split of the run's dataset. Raises DatasetError."""
+        if split not in self._datasets:
+            self._datasets[split] = DATASETS[self.config.data.name](self.config.data, split)
+        return self._datasets[split]
+
+    def samples(self, split: Split, count: int, seed: int) -> FixedSamples:
+        """`fixed_samples` of one split; kept until others are asked for. Raises DatasetError."""
+        wanted = (split, count, seed)
+        if self._samples is None or self._samples[0] != wanted:
+            self._samples = (wanted, fixed_samples(self.dataset(split), count, seed))
+        return self._samples[1]
+
+
+class Study(Protocol):
+    """A module that is a study, of a run or of anything else with the `options`, `results` and `description` of one.
+
+    Attributes:
+        COLUMNS: of results.csv, `status`, `reason`, `date` and `runtime` among them.
+        KEY: columns that a cell is known by.
+        UNIT: what `cost` counts, in the singular.
+        SEVERAL_WEIGHTS: optional; True where cells of one study are of several weights, `--weights both`.
+    """
+
+    COLUMNS: Sequence[str]
+    KEY: Sequence[str]
+    UNIT: str
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add what only this study can be told."""
+
+    def cells(self, run: StudyRun) -> list[Cell]:
+        """Everything to be measured, in order; each with the columns of KEY. Raises StudyError for bad options."""
+
+    def cost(self, cell: Cell) -> int:
+        """How much work a cell is, in UNIT."""
+
+    def measure(self, run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
+        """Measure one cell: further columns of its row. Raises one of CELL_FAILURES where there is no answer."""
+
+    def report(self, run: StudyRun, rows: list[Row], folder: Path) -> str:
+        """Write the pictures of the rows of this grid, in its order; returns the text of summary.md."""
+
+
+class ResultTable:
+    """results.csv: rows by key, appended one at a time; of two rows with one key, the later counts."""
+
+    def __init__(self, path: Path, columns: Sequence[str], key: Sequence[str]) -> None:
+        """Read what is there. Raises StudyError where it is not such a table."""
+        self.path = path
+        self._columns = list(columns)
+        self._key = list(key)
+        self._rows: dict[tuple[str, ...], Row] = {}
+        self._begun = False
+        if path.exists():
+            self._read()
+
+    def find(self, cell: Cell) -> Row | None:
+        """The row of a cell, if it has one."""
+        return self._rows.get(self._key_of(cell))
+
+    def add(self, cell: Cell) -> Row:
+        """Append a row, on the disk when this returns."""
+        row = {name: as_text(cell.get(name)) for name in self._columns}
+        self.begin()
+        buffer = io.StringIO(newline="")
+        csv.DictWriter(buffer, self._columns, lineterminator="\n").writerow(row)
+        append_synced(self.path, buffer.getvalue().encode())
+        self._rows[self._key_of(row)] = row
+        return row
+
+    def begin(self) -> None:
+        """Write the header where there is none yet: the folder is then known as the study's. Raises OSError."""
+        if not self._begun:
+            replace_file(self.path, self._header)
+            self._begun = True
+
+    def _read(self) -> None:
+        try:
+            content = read_regular(self.path, _LARGEST_TABLE)
+        except OSError as error:
+            raise StudyError(f"{self.path}: cannot be read: {error.strerror}") from error
+        whole = content[: content.rfind(b"\n") + 1]
+        reader = csv.DictReader(io.StringIO(whole.decode("utf-8", errors="replace"), newline=""))
+        if not (reader.fieldnames == self._columns if whole else self._header.encode().startswith(content)):
+            raise StudyError(f"{self.path}: has other columns than this study writes (move it away, or give --output)")
+        self._begun = bool(whole)
+        for row in reader:
+            self._rows[self._key_of(row)] = row
+        if whole and whole != content:  # a kill in the middle of a row, of a table that is the study's own
+            with open(self.path, "r+b") as file:
+                file.truncate(len(whole))
+                os.fsync(file.fileno())
+
+    @property
+    def _header(self) -> str:
+        return ",".join(self._columns) + "\n"
+
+    def _key_of(self, cell: Cell) -> tuple[str, ...]:
+        return tuple(as_text(cell.get(name)) for name in self._key)
+
+
+def as_text(value: Any) -> str:
+    """A value as it stands in the table; the same text for the same value, so that rows are found again."""
+    if value is None:
+        return ""
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
+def number(row: Row, name: str) -> float:
+    """A column's value; nan where it is empty."""
+    return float(row[name]) if row[name] else float("nan")
+
+
+# ---------------------------------------------------------------------- running
+
+
+def add_run_options(parser: argparse.ArgumentParser, several_weights: bool = False) -> None:
+    """Options of every study of a run; several_weights: the study takes `--weights both`, its default."""
+    add = parser.add_argument
+    add("run", metavar="RUN_FOLDER", type=Path, help="a run's folder, as outputs/digits")
+    if several_weights:
+        add("--weights", default="both", metavar="none|TRACK|both", help="none: the trained (live) weights; "
+            "TRACK: an EMA track; both: these and every track (default: both)")
+    else:
+        add("--weights", default="none", metavar="none|TRACK", help="none: the trained (live) weights; else an EMA "
+            "track (default: none)")
+    add("--steps", type=int, nargs="+", metavar="STEP", help="checkpoints to look at (default: all)")
+    add("--retry-failed", action="store_true", help="measure again the cells whose row says failed")
+    add("--output", type=Path, help="folder of the results (default: RUN_FOLDER/studies/NAME)")
+
+
+def open_run(arguments: argparse.Namespace, several_weights: bool = False) -> StudyRun:
+    """The run that the options name; several_weights as in add_run_options.
+
+    Raises:
+        StudyError, ConfigError, CheckpointError: no such run, EMA track or checkpoint.
+    """
+    folder = arguments.run
+    if not (folder / "config.toml").is_file():
+        raise StudyError(f"{folder}: is no run folder (it has no config.toml)")
+    config = read_config(folder / "config.toml")
+    tracks = ["none", *(track.name for track in config.ema.tracks)]
+    if arguments.weights not in [*tracks, *(["both"] if several_weights else [])]:
+        raise StudyError(f"--weights: {arguments.weights!r} is no EMA track (there are: {', '.join(tracks)})")
+    checkpoints = run_checkpoints(folder)
+    there = sorted(checkpoint_steps(checkpoints))
+    if not there:
+        raise StudyError(f"{checkpoints}: holds no checkpoint (train with checkpoint.enable = true)")
+    steps = sorted(set(arguments.steps)) if arguments.steps else there
+    for step in steps:
+        if step not in there:
+            raise StudyError(f"--steps: {step} is no checkpoint of the run (there are: {', '.join(map(str, there))})")
+    return StudyRun(folder, config, steps, arguments.weights, arguments, compute_device())
+
+
+def run_study(name: str, study: Study, run: StudyRun) -> Path:
+    """Measure what is not measured yet, then write pictures and summary.
+
+    Returns:
+        summary.md.
+
+    Raises:
+        StudyError: bad options, or a folder that cannot be written or holds results of another run.
+    """
+    folder = results_folder(name, run)
+    require_own_folder(folder)
+    of_one_run = isinstance(run, StudyRun)  # else what is measured names its runs itself
+    if of_one_run:
+        try:
+            refuse_other_run(folder, run)
+        except ValueError as error:
+            raise StudyError(str(error)) from error
+    cells = study.cells(run)
+    try:
+        if of_one_run:
+            claim(folder, run)
+        folder.mkdir(parents=True, exist_ok=True)
+        table = ResultTable(folder / "results.csv", study.COLUMNS, study.KEY)
+        table.begin()
+        missing = [cell for cell in cells if _is_missing(table, cell, run.options.retry_failed)]
+        _measure(study, run, table, cells, missing)
+        rows = [row for cell in cells if (row := table.find(cell))]
+        summary = folder / "summary.md"
+        text = _header(name, run, rows) + study.report(run, rows, folder) + _failures(rows, study.KEY)
+        replace_file(summary, text)
+    except OSError as error:
+        raise StudyError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    return summary
+
+
+def results_folder(name: str, run: StudyRun) -> Path:
+    """Where a study of this run leaves everything."""
+    return run.options.output or run.results / name
+
+
+def require_own_folder(folder: Path, marks: Mapping[str, bytes] = MARKS) -> None:
+    """Refuse to write into somebody's folder; marks as `is_foreign` takes them. Raises StudyError."""
+    try:
+        foreign = is_foreign(folder, marks)
+    except OSError as error:
+        raise StudyError(f"{folder}: cannot be written: {error.strerror} (give another --output)") from error
+    if foreign:
+        raise StudyError(f"{folder}: holds files, but none of this study (give another --output, or move them away)")
+
+
+def _is_missing(table: ResultTable, cell: Cell, retry_failed: bool) -> bool:
+    row = table.find(cell)
+    return row is None or (retry_failed and row["status"] != "ok")
+
+
+def _measure(study: Study, run: StudyRun, table: ResultTable, cells: list[Cell], missing: list[Cell]) -> None:
+    total = sum(study.cost(cell) for cell in cells)
+    left = sum(study.cost(cell) for cell in missing)
+    # The time that is left is estimated from this process's own work: `initial` does not count in the rate.
+    progress = {"total": total, "initial": total - left, "unit": study.UNIT, "unit_scale": True, "file": sys.stderr}
+    with tqdm(**progress, mininterval=0.5) as bar:
+        for position, cell in enumerate(missing, len(cells) - len(missing) + 1):
+            bar.set_description(f"cell {position} of {len(cells)}")
+            begun, before = time.perf_counter(), bar.n
+            row = cell | {"status": "ok", "reason": "", "date": datetime.now().isoformat(" ", "seconds")}
+            try:
+                row |= study.measure(run, cell, bar.update)
+            except CELL_FAILURES as error:
+                row |= {"status": "failed", "reason": " ".join(str(error).split())[:300]}
+            bar.update(before + study.cost(cell) - bar.n)
+            table.add(row | {"runtime": str(timedelta(seconds=time.perf_counter() - begun))})
+
+
+def require_at_least(options: argparse.Namespace, least: dict[str, int]) -> None:
+    """Refuse options below the least that makes sense of each. Raises StudyError."""
+    for name, low in least.items():
+        if getattr(options, name) < low:
+            raise StudyError(f"--{name.replace('_', '-')}: must be at least {low}, is {getattr(options, name)}")
+
+
+def require_images(run: StudyRun) -> None:
+    """Refuse `--split` and `--images` that the data cannot serve. Raises StudyError."""
+    options = run.options
+    try:
+        images = len(run.dataset(options.split))
+    except DatasetError as error:
+        raise StudyError(f"--split: {error}") from error
+    if options.images > images:
+        raise StudyError(f"--images: the {options.split} split has {images} (try --split or fewer)")
+
+
+def checkpoint_name(run: StudyRun, step: int) -> str:
+    """Name of a checkpoint's folder, as the tables have it."""
+    return checkpoint_path(run.folder, step).name
+
+
+def step_of(row: Row) -> int:
+    """Training steps of the checkpoint of a row."""
+    return int(row["model"].removeprefix("step-"))
+
+
+def run_seconds(row: Row) -> float:
+    """Run time of a row, written h:mm:ss.µs (a long one: `1 day, 0:00:00`)."""
+    days, _, clock = row["runtime"].rpartition(", ")
+    hours, minutes, seconds = clock.split(":")
+    return 86400 * int(days.split()[0] if days else 0) + 3600 * int(hours) + 60 * int(minutes) + float(seconds)
+
+
+def _header(name: str, run: StudyRun, rows: list[Row]) -> str:
+    failed = sum(row["status"] != "ok" for row in rows)
+    return (
+        f"# {name}\n\n{run.description} {len(rows)} cells, {failed} of them without an answer; every cell is a row of "
+        "results.csv.\n\n"
+    )
+
+
+def _failures(rows: list[Row], key: Sequence[str]) -> str:
+    """The failed cells by what tells the study's cells apart."""
+    failed = [row for row in rows if row["status"] != "ok"]
+    if not failed:
+        return ""
+    names = [name for name in key if len({row[name] for row in rows}) > 1] or list(key[:1])
+    described = ([*(row[name] for name in names), row["reason"]] for row in failed)
+    return "## Cells without an answer\n\n" + markdown_table([*names, "reason"], described)
+
+
+__all__ = ["ConfigError", "StudyError", "StudyRun", "add_run_options", "open_run", "run_study"]

@@ -1,0 +1,77 @@
+"""From a cell to the command line of its runs, checked before anything is started."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.job import ConfigError, JobConfig, load_config
+from torchtitan.config.places import place_problems
+from torchtitan.experiments.grid import BATCH_KEY, Cell, Sweep, SweepError
+from torchtitan.settings.sources import read_toml
+
+SEED_KEY = "debug.seed"
+
+
+def run_name(cell: Cell, repeat: int) -> str:
+    """Name of a run, and of its folder below the sweep's."""
+    return f"{cell.id}_r{repeat}"
+
+
+def run_arguments(cell: Cell, repeat: int, folder: Path, base: Path | None) -> list[str]:
+    """The arguments of train.py.
+
+    Args:
+        cell: of the grid.
+        repeat: number of the run, from 0; added to the seed.
+        folder: of the sweep.
+        base: configuration to start from, if any.
+    """
+    values = {"job.dump_folder": str(folder), "job.name": run_name(cell, repeat)} | cell.values
+    seed = values.get(SEED_KEY, _seed_of(base))
+    values[SEED_KEY] = seed + repeat if isinstance(seed, int) else seed  # another type is refused by the checks
+    start = [f"--job.config_file={base}"] if base else []
+    return start + [f"--{key}={_text(value)}" for key, value in values.items()]
+
+
+def check_cells(sweep: Sweep, cells: list[Cell], folder: Path) -> dict[str, str]:
+    """Check the configuration of every cell.
+
+    Returns:
+        id of a cell -> why it is refused, for cells of dtype float8 where float8 cannot be had.
+
+    Raises:
+        SweepError: any other cell is refused, or would write elsewhere than into the sweep's folder; with the first
+            reason.
+    """
+    refused = {}
+    for cell in cells:
+        arguments = run_arguments(cell, 0, folder, sweep.base)
+        if sweep.settings.autotune:
+            arguments.append(f"--{BATCH_KEY}={sweep.settings.autotune_multiple_of}")
+        try:
+            config = load_config(arguments, cell.processes)
+        except ConfigError as error:
+            if cell.axes.get("dtype") == "float8" and all("float8" in problem for problem in error.problems):
+                refused[cell.id] = "; ".join(error.problems)
+                continue
+            raise SweepError(f"{sweep.path}: cell {cell.id}: {error.problems[0]}") from None
+        _refuse_other_places(sweep, cell, config, folder)
+        if sweep.settings.warmup_steps >= config.training.steps:
+            text = f"{sweep.settings.warmup_steps} leaves none of training.steps = {config.training.steps}"
+            raise SweepError(f"{sweep.path}: warmup_steps: {text} (lower it, or train longer)")
+    return refused
+
+
+def _refuse_other_places(sweep: Sweep, cell: Cell, config: JobConfig, folder: Path) -> None:
+    for key, text in place_problems(config, folder, folder, run_name(cell, 0)):
+        given = next((f"{table}." for table in ("fixed", "axes") if key in sweep.table[table]), f"base: {sweep.base}: ")
+        raise SweepError(f"{sweep.path}: {given}{key}: {text}")
+
+
+def _seed_of(base: Path | None) -> Any:
+    section = read_toml(str(base))[0].get("debug", {}) if base else {}
+    return section.get("seed", 0) if isinstance(section, dict) else 0
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,306 @@
+"""A sweep's TOML file, and the cells of its grid."""
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import date, time
+from pathlib import Path
+from typing import Any, Literal
+
+from torchtitan.files.regular import read_text
+from torchtitan.settings import setting
+from torchtitan.settings.schema import nearest, shown, validate_section
+from torchtitan.settings.sources import read_toml, shown_file
+
+BATCH_KEY = "training.local_batch_size"
+MOST_CELLS = 100_000
+LAYOUTS = ("ddp", "fsdp", "hsdp")
+DTYPES = ("float32", "bfloat16", "float8")
+_TABLES = ("fixed", "axes", "exclude")
+# Words of a run's name, where the dotted key is long.
+_SHORT = {
+    BATCH_KEY: "batch",
+    "activation_checkpoint.mode": "ac",
+    "compile.enable": "compile",
+    "model.patch_size": "patch",
+    "model.flavor": "flavor",
+}
+_MEASURED_ALONE = {  # what a sweep switches off unless it says otherwise: a run is there to be measured
+    "checkpoint.enable": False,
+    "sampling.enable": False,
+    "validation.enable": False,
+    "metrics.enable_tensorboard": False,
+}
+
+
+class SweepError(Exception):
+    """A sweep that cannot be made as asked; the message is one line."""
+
+
+@dataclass(kw_only=True)
+class SweepSettings:
+    """The keys of a sweep's file beside its tables `fixed`, `axes` and `exclude`."""
+
+    name: str = setting("", "names the folder outputs/<name>; default: the file's name")
+    base: str = setting("", "configuration that all cells start from, relative to this file; default: none")
+    processes: int = setting(1, "processes of every cell, unless they are an axis", ge=1, le=65536)
+    repeats: int = setting(1, "runs of each cell; repeat r has debug.seed + r", ge=1, le=10_000)
+    timeout_s: float = setting(1800.0, "seconds after which a run is ended", gt=0)
+    warmup_steps: int = setting(0, "first steps, left out of all medians", ge=0)
+    order: str = setting(BATCH_KEY, "axis of rising memory: beyond a value that is out of memory, cells are skipped")
+    hsdp_shard: int = setting(2, "shard degree of layout hsdp", ge=2)
+    memory_limit_gib: float | None = setting(None, "memory of a process on the CPU, in GiB; Linux only", gt=0)
+    autotune: bool = setting(False, "search the batch size of every cell instead of having it as an axis")
+    autotune_goal: Literal["largest", "fastest"] = setting(
+        "largest", "largest that fits, or fastest", applies={"autotune": (True,)}
+    )
+    autotune_multiple_of: int = setting(1, "of which the batch size is a multiple", ge=1, applies={"autotune": (True,)})
+    autotune_memory_gib: float | None = setting(
+        None, "memory of a process, in GiB; needed on the CPU", gt=0, applies={"autotune": (True,)}
+    )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the grid.
+
+    Attributes:
+        id: `axis=value` joined, for axes of several values; a file name, unique in the sweep.
+        axes: axis -> value, as the sweep's file has them.
+        values: dotted key -> value of everything that the cell sets.
+        processes: of its runs.
+    """
+
+    id: str
+    axes: dict[str, Any]
+    values: dict[str, Any]
+    processes: int
+
+    def arm(self, order: str) -> str:
+        """What cells share that differ along the axis `order` only."""
+        return json.dumps({axis: value for axis, value in self.axes.items() if axis != order}, sort_keys=True)
+
+
+@dataclass
+class Sweep:
+    """A sweep's file, read and expanded.
+
+    Attributes:
+        path: of the file.
+        text: of the file.
+        table: its content, dotted keys as TOML nests them made flat.
+        settings: its plain keys.
+        base: configuration of all cells, None if there is none.
+        cells: of the grid, the batch rising fastest.
+    """
+
+    path: Path
+    text: str
+    table: dict[str, Any]
+    settings: SweepSettings
+    base: Path | None
+    cells: list[Cell] = field(default_factory=list)
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Read a sweep's file and expand its grid; the cells' configurations are not checked here.
+
+    Raises:
+        SweepError: with the first thing that is wrong.
+    """
+    document, unreadable = read_toml(str(path))
+    if unreadable:
+        raise SweepError(unreadable[0].replace("--job.config_file must name a TOML file", "give a sweep's TOML file"))
+    plain = {key: value for key, value in document.items() if key not in _TABLES}
+    known = [each.name for each in dataclasses.fields(SweepSettings)]
+
+    def advise(key: str) -> str:
+        guess = nearest(key.removeprefix("sweep."), [*known, *_TABLES])
+        advice = f"keys of runs stand in [fixed] and [axes]; here: {', '.join(known)}"
+        return f"did you mean {guess}?" if guess else advice
+
+    settings, problems = validate_section("sweep", SweepSettings(), plain, advise)
+    for problem in problems:
+        raise _error(path, f"{problem.key.removeprefix('sweep.')}{problem.within}: {problem.text}")
+    settings.name = settings.name or path.stem
+    if not re.fullmatch(r"[\w.+-]{1,100}", settings.name) or settings.name in (".", ".."):
+        raise _error(path, f"name: {shown(settings.name)} is no folder name (use letters, digits, '.', '_', '-')")
+    base = path.parent / settings.base if settings.base else None
+    if base is not None and not base.is_file():
+        raise _error(path, f"base: {base}: no such file (it is relative to the sweep's file)")
+    for problem in read_toml(str(base))[1] if base is not None else []:
+        raise _error(path, f"base: {problem}")
+    if not settings.autotune and (given := [key for key in plain if key.startswith("autotune_")]):
+        raise _error(path, f"{given[0]}: has no effect while autotune is false (remove it, or set autotune = true)")
+    table = plain | {name: _flat_table(path, name, document.get(name, {})) for name in ("fixed", "axes")}
+    table["exclude"] = _excludes(path, document.get("exclude", []), table["axes"])
+    sweep = Sweep(path, read_text(path), table, settings, base)
+    sweep.cells = _expand(sweep)
+    return sweep
+
+
+def _expand(sweep: Sweep) -> list[Cell]:
+    axes, order = sweep.table["axes"], sweep.settings.order
+    if not axes:
+        raise _error(sweep.path, "the grid is empty ([axes] is missing; give it a key and its values)")
+    _check_axes(sweep)
+    names = sorted(axes, key=lambda axis: axis == order)  # stable: the batch comes last, so it changes fastest
+    choices = [sorted(axes[axis]) if axis == order and _are_numbers(axes[axis]) else axes[axis] for axis in names]
+    if (size := math.prod(map(len, choices))) > MOST_CELLS:
+        raise _error(sweep.path, f"axes: their product has {size} cells, at most {MOST_CELLS} can be run (shorten an axis)")
+    cells = []
+    for values in itertools.product(*choices):
+        point = dict(zip(names, values, strict=True))
+        point = {axis: point[axis] for axis in axes}  # in the file's order, for names
+        if not any(_matches(point, exclude) for exclude in sweep.table["exclude"]):
+            cells.append(_cell(sweep, point))
+    if not cells:
+        raise _error(sweep.path, "the grid is empty ([[exclude]] leaves nothing)")
+    names_in_use: dict[str, Cell] = {}
+    for cell in cells:
+        other = names_in_use.setdefault(cell.id.lower(), cell)
+        if other is not cell:
+            raise _error(sweep.path, f"axes: {other.axes} and {cell.axes} would have one folder, {cell.id}")
+    return cells
+
+
+def _check_axes(sweep: Sweep) -> None:
+    axes, fixed, path, settings = sweep.table["axes"], sweep.table["fixed"], sweep.path, sweep.settings
+    for axis, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise _error(path, f"axes.{axis}: must be a list of one or more values, is {shown(values)}")
+        texts = [json.dumps(value) for value in values]
+        if len(set(texts)) < len(texts):
+            raise _error(path, f"axes.{axis}: has a value twice, {shown(values)}")
+        if axis in fixed:
+            raise _error(path, f"axes.{axis}: is in [fixed] too (remove one)")
+        known = {"layout": LAYOUTS, "dtype": DTYPES}.get(axis)
+        for value in values:
+            if known and value not in known:
+                raise _error(path, f"axes.{axis}: must be of {', '.join(known)}, is {shown(value)}")
+            if axis == "processes" and (type(value) is not int or not 1 <= value <= 65536):
+                raise _error(path, f"axes.processes: must be whole numbers from 1 to 65536, is {shown(value)}")
+    if "processes" in axes and "processes" in sweep.table:
+        raise _error(path, "axes.processes: processes is set for all cells too (remove one)")
+    if settings.order not in axes and "order" in sweep.table:
+        raise _error(path, f"order: {shown(settings.order)} is no axis (there are: {', '.join(axes)})")
+    if settings.order in axes and not _are_numbers(axes[settings.order]):
+        raise _error(path, f"order: the values of axis {settings.order} are no numbers")
+    if settings.autotune and (BATCH_KEY in axes or BATCH_KEY in fixed):
+        raise _error(path, f"{BATCH_KEY}: is searched where autotune = true (remove one)")
+    if settings.repeats > 1 and "debug.seed" in axes:
+        raise _error(path, "axes.debug.seed: repeats > 1 choose seeds already (remove one)")
+
+
+def _cell(sweep: Sweep, point: dict[str, Any]) -> Cell:
+    processes = point.get("processes", sweep.settings.processes)
+    values = _MEASURED_ALONE | sweep.table["fixed"]
+    for axis, value in point.items():
+        for key, set_value in _meaning(sweep, axis, value, processes).items():
+            if key in sweep.table["fixed"] or (key != axis and key in sweep.table["axes"]):
+                raise _error(sweep.path, f"axes.{axis}: sets {key}, which is set a second time (remove one)")
+            values[key] = set_value
+    told_apart = [axis for axis in point if len(sweep.table["axes"][axis]) > 1] or list(point)
+    words = [f"{_SHORT.get(axis, axis)}={_file_safe(point[axis])}" for axis in told_apart]
+    return Cell("_".join(words), point, values, processes)
+
+
+def _meaning(sweep: Sweep, axis: str, value: Any, processes: int) -> dict[str, Any]:
+    """The configuration's keys that a value of an axis stands for."""
+    if axis == "processes":
+        return {}
+    if axis == "dtype":
+        if value == "float8":
+            return {"training.mixed_precision_param": "bfloat16", "float8.enable": True}
+        return {"training.mixed_precision_param": value}
+    if axis != "layout":
+        return {axis: value}
+    shard = {"ddp": 1, "fsdp": processes, "hsdp": sweep.settings.hsdp_shard}[value]
+    if value == "fsdp" and processes == 1:
+        raise _error(sweep.path, "axes.layout: fsdp needs 2 processes or more (exclude it, or raise processes)")
+    if value == "hsdp" and (processes % shard or processes == shard):
+        text = f"hsdp needs a multiple of hsdp_shard = {shard} processes, twice or more, not {processes}"
+        raise _error(sweep.path, f"axes.layout: {text} (exclude it, or change either)")
+    degrees = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
+    return dict(zip(degrees, (processes // shard, shard), strict=True))
+
+
+def _excludes(path: Path, tables: Any, axes: dict[str, Any]) -> list[dict[str, list]]:
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise _error(path, "exclude: must be tables (write [[exclude]] and axis = value lines)")
+    found = []
+    for table in tables:
+        flat = {axis: value if isinstance(value, list) else [value] for axis, value in _flatten(table)}
+        if not flat:
+            raise _error(path, "exclude: an empty table excludes everything (name an axis, or remove it)")
+        for axis, values in flat.items():
+            if axis not in axes:
+                raise _error(path, f"exclude.{axis}: is no axis (there are: {', '.join(axes)})")
+            for value in values:
+                if not any(_same(value, known) for known in axes[axis]):
+                    raise _error(path, f"exclude.{axis}: {shown(value)} is not in the axis, {shown(axes[axis])}")
+        found.append(flat)
+    return found
+
+
+def _matches(point: dict[str, Any], exclude: dict[str, list]) -> bool:
+    return all(any(_same(point[axis], value) for value in values) for axis, values in exclude.items())
+
+
+def _flat_table(path: Path, name: str, table: Any) -> dict[str, Any]:
+    if not isinstance(table, dict):
+        raise _error(path, f"{name}: must be a table, is {shown(table)} (write [{name}] and its keys)")
+    flat = dict(_flatten(table))
+    for key, value in flat.items():
+        if not _fits_in_64_bits(value):  # Python would not even print the longest
+            raise _error(path, f"{name}.{key}: a whole number must fit in 64 bits")
+        if _holds_a_date(value):
+            raise _error(path, f"{name}.{key}: a date or time is no value of a key (write it as a string)")
+    return flat
+
+
+def _fits_in_64_bits(value: Any) -> bool:
+    if isinstance(value, list | dict):
+        return all(map(_fits_in_64_bits, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
+
+
+def _holds_a_date(value: Any) -> bool:
+    if isinstance(value, list | dict):
+        return any(map(_holds_a_date, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, date | time)
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _are_numbers(values: list) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _file_safe(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    return re.sub(r"[^A-Za-z0-9.+-]+", "-", text).strip("-") or "none"
+
+
+def _error(path: Path, text: str) -> SweepError:
+    return SweepError(f"{shown_file(str(path))}: {text}")
+
+
+def saved_table(text: str) -> dict[str, Any]:
+    """The content of a sweep's file, flat: dotted key -> value. Raises tomllib.TOMLDecodeError."""
+    return dict(_flatten(tomllib.loads(text)))

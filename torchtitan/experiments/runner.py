@@ -1,0 +1,258 @@
+"""Run the cells of a sweep that are missing, several side by side where asked for, each in fresh processes."""
+
+import os
+import sys
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from torchtitan.experiments.autotune.tuned_batch import tuned_batch_size
+from torchtitan.experiments.command_lines import check_cells, run_arguments, run_name
+from torchtitan.experiments.grid import BATCH_KEY, Cell, Sweep, SweepError
+from torchtitan.experiments.process import Outcome, Stopped, run_processes
+from torchtitan.experiments.record import Row, SweepFolder
+
+RETRIED = ("failed", "timeout", "refused")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run of a cell."""
+
+    cell: Cell
+    repeat: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.cell.id, self.repeat
+
+
+@dataclass
+class SweepPlan:
+    """What of a sweep is to be done.
+
+    Attributes:
+        tasks: every run that was asked for: all cells once, then all again with the next seed.
+        refused: id of a cell -> why it cannot run.
+        rows: of the runs that are finished.
+    """
+
+    tasks: list[Task]
+    refused: dict[str, str]
+    rows: dict[tuple[str, int], Row]
+    retry_failed: bool = False
+    missing: list[Task] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.missing = [task for task in self.tasks if self._is_missing(task)]
+
+    def _is_missing(self, task: Task) -> bool:
+        row = self.rows.get(task.key)
+        return row is None or (self.retry_failed and row["status"] in RETRIED)
+
+
+def plan_sweep(
+    sweep: Sweep, folder: SweepFolder, *, only: dict[str, list[str]] | None = None, retry_failed: bool = False
+) -> SweepPlan:
+    """Check everything that can be checked before anything is written or started.
+
+    Args:
+        sweep: read from its file.
+        folder: of its results.
+        only: axis -> the values to run, as text; the other cells are left alone.
+        retry_failed: run again what failed, took too long or was refused.
+
+    Raises:
+        SweepError: a cell is refused, the folder is of another sweep, or `only` names what is not there.
+    """
+    folder.check(sweep)
+    cells = _select(sweep, only or {})
+    refused = check_cells(sweep, cells, folder.path)
+    tasks = [Task(cell, repeat) for repeat in range(sweep.settings.repeats) for cell in cells]
+    return SweepPlan(tasks, refused, folder.rows(), retry_failed)
+
+
+def _select(sweep: Sweep, only: dict[str, list[str]]) -> list[Cell]:
+    cells = sweep.cells
+    for axis, values in only.items():
+        if axis not in sweep.table["axes"]:
+            raise SweepError(f"--only {axis}: is no axis (there are: {', '.join(sweep.table['axes'])})")
+        known = [value_text(value) for value in sweep.table["axes"][axis]]
+        for value in values:
+            if value not in known:
+                raise SweepError(f"--only {axis}={value}: is no value of the axis (there are: {', '.join(known)})")
+        cells = [cell for cell in cells if value_text(cell.axes[axis]) in values]
+    if not cells:
+        raise SweepError("--only: no cell is left")
+    return cells
+
+
+def value_text(value: Any) -> str:
+    """A value as it is written on a command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def run_sweep(sweep: Sweep, folder: SweepFolder, plan: SweepPlan, jobs: int = 1) -> None:
+    """Run what is missing; every finished run is a row of the folder's record.
+
+    Args:
+        sweep, folder, plan: as `plan_sweep` takes and returns them.
+        jobs: runs side by side; on CUDA each has devices of its own.
+
+    Raises:
+        SweepError: the folder is in use or cannot be written, or there are too few devices.
+        KeyboardInterrupt: asked to stop; what was running is ended and left out of the record.
+    """
+    try:
+        with folder.held(sweep):
+            _Workers(sweep, folder, plan, jobs).run()
+    except OSError as error:
+        raise SweepError(f"{error.filename or folder.path}: cannot be written: {error.strerror or error}") from error
+
+
+class _Workers:
+    """Threads that take the next task each, and what they share."""
+
+    def __init__(self, sweep: Sweep, folder: SweepFolder, plan: SweepPlan, jobs: int) -> None:
+        self._sweep, self._folder, self._plan, self._jobs = sweep, folder, plan, jobs
+        self._waiting = deque(plan.missing)
+        self._lock = threading.Condition()
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+        self._devices = self._free_devices()
+        done = len(plan.tasks) - len(plan.missing)
+        self._bar = tqdm(
+            total=len(plan.tasks), initial=done, unit="run", desc=sweep.settings.name, file=sys.stderr,
+            smoothing=0.1, dynamic_ncols=True,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self._work) for _ in range(min(self._jobs, len(self._waiting)))]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.2)  # short waits, so that a signal is noticed
+        finally:
+            self._stop.set()
+            with self._lock:
+                self._lock.notify_all()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            self._bar.close()
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self) -> None:
+        try:
+            while (task := self._take()) is not None:
+                self._settle(task)
+        except Stopped:
+            pass
+        except BaseException as failure:  # carried to the thread that waits
+            self._failure = failure
+            self._stop.set()
+
+    def _take(self) -> Task | None:
+        with self._lock:
+            return self._waiting.popleft() if self._waiting and not self._stop.is_set() else None
+
+    def _settle(self, task: Task) -> None:
+        started = datetime.now().astimezone().isoformat(timespec="seconds")
+        axes, seconds = task.cell.axes, 0.0
+        if reason := self._plan.refused.get(task.cell.id):
+            status = "refused"
+        elif reason := self._out_of_memory_below(task.cell):
+            status = "skipped"
+        else:
+            devices = self._acquire(task.cell.processes)
+            try:
+                outcome, tuned = self._run(task, devices)
+            finally:
+                self._release(devices)
+            axes, status, reason, seconds = axes | tuned, outcome.status, outcome.reason, outcome.seconds
+        name = run_name(task.cell, task.repeat)
+        row = {
+            "cell": task.cell.id, "name": name, "axes": axes, "repeat": task.repeat, "status": status,
+            "reason": reason, "seconds": round(seconds, 2), "run": name, "processes": task.cell.processes,
+            "started": started,
+        }  # fmt: skip
+        with self._lock:
+            self._folder.add(row)
+            self._plan.rows[task.key] = row
+            self._bar.update()
+            tqdm.write(f"{status:<8}{seconds:7.1f} s  {name}  {reason}".rstrip(), file=sys.stderr)
+
+    def _run(self, task: Task, devices: list[int] | None) -> tuple[Outcome, dict[str, Any]]:
+        """How a run ended, and the axes that were chosen for it."""
+        settings, processes = self._sweep.settings, task.cell.processes
+        arguments = run_arguments(task.cell, task.repeat, self._folder.path, self._folder.base)
+        tuned: dict[str, Any] = {}
+        if settings.autotune:
+            found = tuned_batch_size(
+                arguments, processes, settings, cache=self._folder.path / "autotune", devices=devices, stop=self._stop
+            )
+            if isinstance(found, Outcome):
+                return found, tuned
+            tuned = {BATCH_KEY: found}
+            arguments = [*arguments, f"--{BATCH_KEY}={found}"]
+        outcome = run_processes(
+            arguments, processes=processes, timeout_s=settings.timeout_s, environment=self._environment(processes),
+            log=self._folder.path / "logs" / f"{run_name(task.cell, task.repeat)}.log",
+            memory_limit_gib=settings.memory_limit_gib, devices=devices, stop=self._stop,
+        )  # fmt: skip
+        return outcome, tuned
+
+    def _environment(self, processes: int) -> dict[str, str]:
+        if "OMP_NUM_THREADS" in os.environ:
+            return {}
+        return {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // (processes * self._jobs), 1))}
+
+    def _out_of_memory_below(self, cell: Cell) -> str:
+        """Why a cell need not be tried, if a smaller batch of its arm has run out of memory."""
+        order = self._sweep.settings.order
+        if order not in cell.axes:
+            return ""
+        with self._lock:
+            for other in self._sweep.cells:
+                if other.axes[order] >= cell.axes[order] or other.arm(order) != cell.arm(order):
+                    continue
+                for (cell_id, _), row in self._plan.rows.items():
+                    if cell_id == other.id and row["status"] == "oom":
+                        return f"{order} = {other.axes[order]} is out of memory already"
+        return ""
+
+    # ------------------------------------------------------------------ devices
+
+    def _free_devices(self) -> list[int] | None:
+        if not torch.cuda.is_available():
+            return None
+        there, most = torch.cuda.device_count(), max((task.cell.processes for task in self._plan.tasks), default=1)
+        if most * self._jobs > there:
+            advice = f"lower --jobs to {there // most}" if there >= most else "lower processes"
+            raise SweepError(f"{most} processes x {self._jobs} jobs need more than the {there} CUDA devices ({advice})")
+        return list(range(there))
+
+    def _acquire(self, count: int) -> list[int] | None:
+        if self._devices is None:
+            return None
+        with self._lock:
+            while len(self._devices) < count:
+                self._lock.wait()
+                if self._stop.is_set():
+                    raise Stopped
+            taken, self._devices[:] = self._devices[:count], self._devices[count:]
+        return taken
+
+    def _release(self, devices: list[int] | None) -> None:
+        if devices is not None:
+            with self._lock:
+                self._devices += devices
+                self._lock.notify_all()

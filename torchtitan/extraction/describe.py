@@ -1,0 +1,33 @@
+"""A store in words."""
+
+from pathlib import Path
+
+from torchtitan.latents.index import SKIPPED_FILE, StoreIndex
+from torchtitan.processes.command_line import readable_size
+
+
+def describe_store(folder: Path, index: StoreIndex) -> list[str]:
+    """What a store holds, in lines for people."""
+    kept = ("mean and standard deviation" if index.posterior else "the latent") + (
+        " of each image and of its mirror image" if index.mirrored else " of each image"
+    )
+    size = sum(shard.size for shard in index.shards)
+    left_out = index.num_source_images - index.num_images
+    step = f" in steps of {index.int8_step:.6g}" if index.int8_step else ""
+    classes = f"{index.num_classes}{' with names' if index.class_names else ''}" if index.num_classes else "none"
+    pixels = f", of {index.image_size}x{index.image_size} pixels" if index.image_size else ""
+    skipped = [f"  left out       {left_out:,} that could not be decoded, listed in {SKIPPED_FILE}"] if left_out else []
+    return [
+        f"{folder}: {index.num_images:,} images{pixels}, {readable_size(size)} in {index.num_shards} files",
+        *skipped,
+        f"  kept           {kept}, {'x'.join(map(str, index.shape))}, {index.dtype}{step}",
+        f"  classes        {classes}",
+        f"  autoencoder    {', '.join(f'{key} {value}' for key, value in index.autoencoder.items())}",
+        f"  normalization  {index.normalization.source}",
+        f"    shift        {_figures(index.normalization.shift)}",
+        f"    scale        {_figures(index.normalization.scale)}",
+    ]
+
+
+def _figures(values: list[float]) -> str:
+    return " ".join(f"{value:.4g}" for value in values)

@@ -1,0 +1,131 @@
+"""Images to be encoded: splits of a dataset, one after the other, each in its stored order."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data import DATASETS
+from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Split, UnreadableImage
+from torchtitan.latents.index import SkippedImage
+from torchtitan.settings.schema import plain
+from torchtitan.training.data_loading import read_checked
+
+SourceSplit = Literal["train", "validation", "all"]
+SAMPLED_IMAGES = 16
+
+
+class ImageSource:
+    """A dataset's images by number; survives pickling, as the dataset does.
+
+    Attributes:
+        info: what the dataset holds.
+        split: "all" is the training images and then those held out.
+    """
+
+    def __init__(self, config: DataConfig, info: DatasetInfo, split: SourceSplit) -> None:
+        """Raises DatasetError: the dataset has no pixels to encode, or no image in that split."""
+        if config.name == "latents":
+            raise DatasetError("data.name: latents are encoded already; name a dataset of images")
+        if info.image_shape[0] != 3:
+            raise DatasetError(
+                f"data.name: {config.name} has images of shape {list(info.image_shape)}; those that autoencoders take "
+                "have 3 channels"
+            )
+        if split == "validation" and not info.has_validation:
+            raise DatasetError(f"--split validation: {config.name} holds out no images here")
+        self.info = info
+        self.split = split
+        self._config = config
+        splits: list[Split] = ["train", "validation"] if split == "all" else [split]
+        self._parts: list[Dataset] = [
+            DATASETS[config.name](config, part) for part in splits if part == "train" or info.has_validation
+        ]
+        self._starts = np.cumsum([0, *map(len, self._parts)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def dataset(self) -> Dataset:
+        """The first of its splits."""
+        return self._parts[0]
+
+    def read(self, numbers: range) -> tuple[Tensor, Tensor, list[SkippedImage]]:
+        """Read images that follow one another.
+
+        Args:
+            numbers: in [0, len(self)), at least one.
+
+        Returns:
+            those that can be decoded: images float32 [n, 3, H, W] in [-1, 1], labels int64 [n]; and the others.
+
+        Raises:
+            DatasetError: anything is wrong but that an image cannot be decoded.
+        """
+        pieces = []
+        for part, start, end in zip(self._parts, self._starts, self._starts[1:], strict=False):
+            inside = np.arange(max(numbers.start, start), min(numbers.stop, end))
+            if len(inside):
+                pieces.append(self._read_part(part, int(start), inside - start))
+        images, labels, skipped = zip(*pieces, strict=True)
+        return torch.cat(images), torch.cat(labels), sum(skipped, [])
+
+    def _read_part(self, part: Dataset, start: int, indices: np.ndarray) -> tuple[Tensor, Tensor, list[SkippedImage]]:
+        try:
+            return *read_checked(part, self.info, indices), []
+        except UnreadableImage:
+            pass  # find out which, one by one
+        images, labels = [torch.empty(0, *self.info.image_shape)], [torch.empty(0, dtype=torch.int64)]
+        skipped = []
+        for index in indices.tolist():
+            try:
+                image, label = read_checked(part, self.info, np.array([index]))
+                images.append(image)
+                labels.append(label)
+            except UnreadableImage as error:
+                if not error.damaged:  # left out, it would be for good
+                    raise DatasetError(f"{error} (no damaged image; mend that)") from error
+                path = self._without_place(error.path)
+                skipped.append(SkippedImage(image=start + index, path=path, reason=error.reason))
+        return torch.cat(images), torch.cat(labels), skipped
+
+    def origin(self) -> dict[str, Any]:
+        """What tells this source from others, the same wherever it lies: its keys, how many images, a hash of some."""
+        keys = {
+            name: value
+            for name, value in plain(self._config).items()
+            if self._config.__dataclass_fields__[name].metadata.get("trajectory", True)
+            and not name.endswith(("path", "_file"))
+            and name != "horizontal_flip"  # of training
+        }
+        return {
+            "data": keys, "split": self.split, "num_images": len(self), "listing": self._listing_digest(),
+            "sample": self._sample_digest(),
+        }  # fmt: skip
+
+    def _listing_digest(self) -> str:
+        """Hash of what the dataset lists, where it lists files or rows."""
+        listings = [part.listing_digest() for part in self._parts if hasattr(part, "listing_digest")]
+        return hashlib.sha256("".join(listings).encode()).hexdigest()[:16]
+
+    def _sample_digest(self) -> str:
+        """Hash of some images and labels spread over the source."""
+        digest = hashlib.sha256()
+        for number in np.unique(np.linspace(0, len(self) - 1, SAMPLED_IMAGES).astype(np.int64)).tolist():
+            images, labels, _ = self.read(range(number, number + 1))
+            digest.update(images.numpy().tobytes() + labels.numpy().tobytes())
+        return digest.hexdigest()
+
+    def _without_place(self, path: str) -> str:
+        """A file's path relative to where the dataset is, so that a store does not depend on that."""
+        for key in ("path", "validation_path"):
+            place = Path(os.path.expanduser(getattr(self._config, key, None) or os.devnull))
+            for folder in (place, place.parent):
+                if path.startswith(f"{folder}/"):
+                    return path[len(str(folder)) + 1 :]
+        return path

@@ -1,0 +1,126 @@
+"""One rank's shards, from files to files: other processes decode, this one encodes, a thread writes.
+
+Inside a shard batches are cut by the images' numbers, so that what is computed does not depend on anything else.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.base import DatasetError
+from torchtitan.autoencoders.base import Autoencoder
+from torchtitan.extraction.extraction_plan import ExtractionOptions
+from torchtitan.extraction.image_source import ImageSource
+from torchtitan.extraction.stage_times import StageTimes
+from torchtitan.latents.index import SkippedImage, StorePlan
+from torchtitan.latents.values import pack_views
+from torchtitan.latents.writer import StoreWriter
+from torchtitan.training.loader_processes import LoaderProcesses
+
+
+def encode_shards(
+    writer: StoreWriter, numbers: list[int], source: ImageSource, autoencoder: Autoencoder,
+    options: ExtractionOptions, on_images: Callable[[int], None],
+) -> StageTimes:  # fmt: skip
+    """Encode and write shards, one after the other.
+
+    Args:
+        numbers: of the shards, none of which another rank writes.
+        on_images: called with how many images of the source each batch had.
+
+    Raises:
+        as `torchtitan.extraction.extraction.extract`; the shards that are finished stay.
+    """
+    times = StageTimes(decoders=max(options.num_workers, 1))
+    if not numbers:
+        return times
+    parts = {number: _cut(writer.plan.source_images_of(number), options.batch_size) for number in numbers}
+    batches = _decode_ahead(source, [part for number in numbers for part in parts[number]], options.num_workers)
+    skipped: list[SkippedImage] = []
+    try:
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            before: Future | None = None
+            for number in numbers:
+                shard = _Shard(number, writer.plan)
+                for part in parts[number]:
+                    shard.add(next(batches), autoencoder, times)
+                    on_images(len(part))
+                    if before is not None and before.done():
+                        before.result()  # what went wrong there ends the work here
+                skipped += shard.skipped
+                check_skipped(skipped, options.max_skipped_share, writer.plan)
+                if before is not None:
+                    before.result()  # one shard in memory beside the one being encoded
+                before = pool.submit(shard.write, writer, times)
+            before.result()
+    finally:
+        batches.close()
+    return times
+
+
+def check_skipped(skipped: list[SkippedImage], largest_share: float, plan: StorePlan) -> None:
+    """Raise DatasetError where more than that share of a source has been left out."""
+    if len(skipped) > largest_share * plan.num_source_images:
+        raise DatasetError(
+            f"{len(skipped)} of {plan.num_source_images} images cannot be decoded, more than a share of "
+            f"{largest_share:g} (data.max_corrupt_share); the last is {skipped[-1].path}: {skipped[-1].reason}"
+        )
+
+
+class _Shard:
+    """What has been encoded of a shard."""
+
+    def __init__(self, number: int, plan: StorePlan) -> None:
+        self._number, self._plan = number, plan
+        self._values: list[Tensor] = [torch.empty(0, plan.views, plan.parts, *plan.shape)]
+        self._labels: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+        self._num_source_images = 0
+        self.skipped: list[SkippedImage] = []
+
+    def add(self, batch: dict[str, Any], autoencoder: Autoencoder, times: StageTimes) -> None:
+        images, started = batch["images"], time.perf_counter()
+        if len(images):
+            views = [images, images.flip(-1)][: self._plan.views]
+            encoded = [autoencoder.encode(view) for view in views]
+            self._values.append(
+                pack_views([(each.mean.cpu(), None if each.std is None else each.std.cpu()) for each in encoded])
+            )
+        self._labels.append(batch["labels"])
+        self.skipped += batch["skipped"]
+        self._num_source_images += len(images) + len(batch["skipped"])
+        times.busy["encode"] += time.perf_counter() - started
+        times.busy["decode"] += batch["seconds"]
+
+    def write(self, writer: StoreWriter, times: StageTimes) -> None:
+        started = time.perf_counter()
+        writer.write(self._number, torch.cat(self._values), torch.cat(self._labels), self.skipped)
+        times.busy["write"] += time.perf_counter() - started
+        times.images += self._num_source_images
+
+
+def _cut(images: range, batch_size: int) -> list[range]:
+    return [images[first : first + batch_size] for first in range(0, len(images), batch_size)]
+
+
+class _BatchReader:
+    """Reads in a loader process, from which a failure comes back as its message."""
+
+    def __init__(self, source: ImageSource) -> None:
+        self._source = source
+
+    def __getitem__(self, numbers: range) -> dict[str, Any] | str:
+        started = time.perf_counter()
+        try:
+            images, labels, skipped = self._source.read(numbers)
+        except DatasetError as error:
+            return str(error)
+        seconds = time.perf_counter() - started
+        return {"images": images, "labels": labels, "skipped": skipped, "seconds": seconds}
+
+
+def _decode_ahead(source: ImageSource, batches: list[range], num_workers: int) -> LoaderProcesses:
+    return LoaderProcesses(type(source.dataset).Config.name, num_workers, dataset=_BatchReader(source), sampler=batches)

@@ -1,0 +1,190 @@
+"""Files of weights: read without running what is in them, written whole or not at all."""
+
+import argparse
+import os
+import pickle
+import uuid
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from torchtitan.errors import CheckpointError, first_line
+from torchtitan.files.durable import make_folder, sync
+from torchtitan.files.removal import remove_folder
+from torchtitan.files.torch_archives import check_archive
+
+_NESTED = ("ema", "model", "state_dict")  # where training scripts put a state dict, the best weights first
+
+
+class WeightsError(CheckpointError):
+    """Weights that cannot be used; one line per problem."""
+
+
+def check_fits(path: Path, model: nn.Module) -> None:
+    """Read the header of a safetensors file and compare it with a model's parameters; the model may be on meta.
+
+    Raises:
+        WeightsError: not a safetensors file, or tensors are missing, superfluous or of another shape.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
+    problems = mismatches({name: tuple(p.shape) for name, p in model.named_parameters()}, found)
+    if problems:
+        raise WeightsError("\n".join(f"{path}: {problem}" for problem in problems))
+
+
+def check_finite(path: Path) -> None:
+    """Read every tensor of a safetensors file, one at a time. Raises WeightsError: one holds NaN or an infinity."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            bad = [
+                name for name in file.keys() if not file.get_tensor(name).to(torch.float32).isfinite().all()  # noqa: SIM118
+            ]
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
+    if bad:
+        raise WeightsError(f"{path}: {len(bad)} tensors hold values that are not finite: {_some(bad)}")
+
+
+@torch.no_grad()
+def fill(model: nn.Module, path: Path) -> None:
+    """Give a model the weights of a safetensors file, named as its parameters. Raises WeightsError."""
+    check_fits(path, model)
+    parameters = dict(model.named_parameters())
+    try:
+        for name, tensor in load_file(path).items():
+            parameters[name].copy_(tensor)
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
+    """Read a state dict from safetensors or from a torch checkpoint; no code of the file is run.
+
+    Returns:
+        the tensors, and under which key of the file they were if they were nested.
+
+    Raises:
+        WeightsError: it is neither, or holds something else than tensors.
+    """
+    if not path.is_file():
+        raise WeightsError(f"{path}: no such file of weights")
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path), None
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from error
+    try:
+        check_archive(path)
+        # The usual training script puts its arguments beside the weights, as this plain record of values.
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = first_line(error).partition(". ")[0]
+        raise WeightsError(f"{path}: holds more than tensors, or is damaged ({reason}); nothing in it was run") from error
+    except Exception as error:  # whatever a damaged archive makes torch.load raise
+        raise WeightsError(f"{path}: is not a readable torch checkpoint: {first_line(error)}") from error
+    nested = None
+    if isinstance(content, dict):
+        nested = next((key for key in _NESTED if isinstance(content.get(key), dict)), None)
+    tensors = content[nested] if nested else content
+    if not isinstance(tensors, dict) or not tensors or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise WeightsError(f"{path}: holds no state dict (a dictionary of tensors, or one under {', '.join(_NESTED)})")
+    return dict(tensors), nested
+
+
+def refuse_existing(path: Path, overwrite: bool) -> None:
+    """Raises WeightsError: there is something at `path` that must not be replaced, or it names no file."""
+    if path.name in ("", ".."):
+        raise WeightsError(f"{path}: names no file")
+    if (path.exists() or path.is_symlink()) and not overwrite:
+        raise WeightsError(f"{path}: exists already (--overwrite replaces it)")
+
+
+@contextmanager
+def written_whole(path: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield a temporary path beside `path` and give what was written there its name, if the block succeeds.
+
+    A folder replaces one that holds nothing but plain files of the same names.
+
+    Raises:
+        WeightsError: there is something already and `overwrite` is false, or something else than was written; or it cannot
+            be written.
+    """
+    refuse_existing(path, overwrite)
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    try:
+        make_folder(path.parent)
+        yield temporary
+        if temporary.is_dir():
+            _name_folder(temporary, path)
+        else:
+            sync(temporary)
+            temporary.replace(path)
+            sync(path.parent)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{path}: cannot be written: {first_line(error)}") from error
+    finally:
+        with suppress(OSError):
+            if temporary.is_dir():
+                remove_folder(temporary, lambda name: True)  # all of it was written just now
+            else:
+                temporary.unlink(missing_ok=True)
+
+
+def _name_folder(temporary: Path, path: Path) -> None:
+    """Bring a folder of files to the disk and give it its name. Raises OSError, WeightsError."""
+    names = {entry.name for entry in temporary.iterdir()}
+    for name in names:
+        sync(temporary / name)
+    sync(temporary)
+    if not os.path.lexists(path):
+        temporary.rename(path)
+        sync(path.parent)
+        return
+    if path.is_symlink() or not path.is_dir():
+        raise WeightsError(f"{path}: is no folder; it was not replaced")
+    others = [entry.name for entry in path.iterdir() if entry.name not in names or entry.is_symlink() or not entry.is_file()]
+    if others:
+        raise WeightsError(f"{path}: holds other files ({min(others)}); it was not replaced")
+    old = path.with_name(f".{path.name}-replaced-{uuid.uuid4().hex}")
+    path.rename(old)
+    temporary.rename(path)
+    sync(path.parent)
+    if left := remove_folder(old, names.__contains__):  # it came after we looked
+        raise WeightsError(f"{path}: was replaced; what came into the old folder meanwhile is kept: {left[0]}")
+
+
+def mismatches(wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> list[str]:
+    """What keeps tensors of the shapes `found` from being those `wanted`: one line per kind."""
+    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    other = sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name])
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} tensors are missing: {_some(missing)}")
+    if extra:
+        problems.append(f"{len(extra)} tensors are not of this model: {_some(extra)}")
+    if other:
+        first = other[0]
+        problems.append(
+            f"{len(other)} tensors have another shape: {first} is {list(found[first])} instead of {list(wanted[first])}"
+        )
+    return problems
+
+
+def _unreadable(path: Path, error: Exception) -> WeightsError:
+    return WeightsError(f"{path}: is not a readable safetensors file: {first_line(error)}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,95 @@
+"""What the commands of this project share."""
+
+import argparse
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+from torchtitan.files.run_lock import Busy
+from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED
+from torchtitan.processes.launch import LaunchError, check_launch
+from torchtitan.terminal import OutputError, escape_output
+
+_READER_GONE = 128 + signal.SIGPIPE
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose complaint is one line, without the usage before it; exit code 2."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def run_program(main: Callable[[], int]) -> NoReturn:
+    """Run a command as `exit_code` does, and end the process with its code."""
+    sys.exit(exit_code(main))
+
+
+def exit_code(main: Callable[[], int]) -> int:
+    """Run a command: the border between it and what has started it.
+
+    Returns:
+        what the command returns; 2 if RANK, WORLD_SIZE or the like are no such numbers; 75 if another process is at work
+        in its folder, 141 if the reader of its output has gone (as in `--help | head -1`; nothing is said), 1 if the
+        output cannot be written.
+    """
+    _open_standard_files()
+    escape_output()
+    try:
+        try:
+            check_launch()
+            code = main()
+        except SystemExit as ended:  # of the parser
+            code = ended.code if isinstance(ended.code, int) else FAILED * bool(ended.code)
+            if isinstance(ended.code, str):
+                print(ended.code, file=sys.stderr)
+        except Busy as error:
+            print(error, file=sys.stderr)
+            code = BUSY
+        except LaunchError as error:
+            print(error, file=sys.stderr)
+            code = REFUSED
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        return code
+    except OutputError as error:
+        gone = error.errno == errno.EPIPE
+        if not gone:
+            with suppress(OSError):
+                print(f"standard output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        return _READER_GONE if gone else FAILED
+    finally:
+        _let_python_end_quietly()
+
+
+def _open_standard_files() -> None:
+    """Where one was closed, the next file that is opened would take its number, and get what is printed to it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+
+
+def _let_python_end_quietly() -> None:
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:  # Python would write what is left once more, and complain
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+
+
+def readable_size(size: float) -> str:
+    """A number of bytes in its unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.{0 if unit == 'B' else 1}f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,211 @@
+"""What distinguishes runs: model, patch, batch, layout and switches, read from their configurations."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torchtitan.settings.schema import shown
+
+Axes = dict[str, Any]
+
+BATCH = ("local_batch", "global_batch")
+NAMED_AXES = (
+    "model", "patch", *BATCH, "layout", "mesh", "world_size", "ac", "compile", "dtype", "device",
+)
+SWITCHES = ("compile", "ac", "layout", "dtype", "patch")
+
+# Where the values of a switch have an order, the first that there is is what the others are compared with.
+_ORDER = {
+    "compile": ("false", "true"),
+    "ac": ("none", "selective", "full", "memory_budget"),
+    "layout": ("single", "ddp", "fsdp", "hsdp"),
+    "dtype": ("float32", "bfloat16", "float8"),
+}
+_SOURCES = {
+    "model.flavor", "model.patch_size", "training.local_batch_size", "training.global_batch_size", "debug.seed",
+    "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree", "compile.enable",
+    "activation_checkpoint.mode", "training.mixed_precision_param", "float8.enable",
+}
+# None of these counts in a step's time: how long and where a run goes, and what the stopwatch leaves out.
+_NOT_SPEED = ("job.", "metrics.", "checkpoint.", "sampling.", "validation.", "comm.", "profiling.", "training.steps")
+_FOLDED = {
+    "model": "model", "activation_checkpoint": "ac", "compile": "compile", "float8": "dtype", "parallelism": "layout",
+}
+
+
+def axes_of(settings: Mapping[str, Any], processes: int | None = None) -> Axes:
+    """Axes of a run.
+
+    Args:
+        settings: dotted key -> value of its configuration; or of a sweep's cell, where `layout` and `dtype` stand for
+            the keys behind them. What is not there is None in the axes.
+        processes: their number, where the degrees do not say it.
+    """
+    replicas = settings.get("parallelism.data_parallel_replicate_degree")
+    shards = settings.get("parallelism.data_parallel_shard_degree")
+    known = is_count(replicas) and is_count(shards)
+    layout = _layout(replicas, shards) if known else word(settings.get("layout"))
+    patch, local, all_ranks = (
+        settings.get(key) if is_count(settings.get(key)) else None
+        for key in ("model.patch_size", "training.local_batch_size", "training.global_batch_size")
+    )
+    flavor = word(settings.get("model.flavor"))
+    stem, _, suffix = (flavor or "").rpartition("/")
+    named_patch = stem and suffix.isdecimal() and len(suffix) < 6
+    if patch is None and named_patch:
+        patch = int(suffix)
+    dtype = "float8" if settings.get("float8.enable") else settings.get("training.mixed_precision_param")
+    compiled = settings.get("compile.enable")
+    return {
+        "model": stem if named_patch else flavor,
+        "patch": patch,
+        "local_batch": local,
+        "global_batch": all_ranks,
+        "layout": layout,
+        "mesh": f"{replicas}x{shards}" if known else None,
+        "world_size": replicas * shards if known else processes,
+        "ac": word(settings.get("activation_checkpoint.mode")),
+        "compile": None if compiled is None else str(word(compiled)).lower(),
+        "dtype": word(settings.get("dtype", dtype)),
+        "device": None,
+    }
+
+
+def complete_from_siblings(unknown: Axes, siblings: Sequence[Axes]) -> None:
+    """Give a cell that never started the values that cells of its sweep agree on, first those most like it."""
+    close = [one for one in siblings if _agree(unknown, one, ("model", "layout", "world_size"))]
+    for name in NAMED_AXES:
+        if name in BATCH or unknown.get(name) is not None:
+            continue
+        for candidates in (close, siblings if name != "mesh" else []):
+            values = {one[name] for one in candidates if one.get(name) is not None}
+            if len(values) == 1:
+                unknown[name] = values.pop()
+                break
+    factors = {_accumulation(one) for one in siblings} - {None}
+    if unknown["global_batch"] is None and unknown["local_batch"] and unknown["world_size"] and len(factors) == 1:
+        unknown["global_batch"] = round(unknown["local_batch"] * unknown["world_size"] * factors.pop())
+
+
+def add_further_axes(runs: Sequence[tuple[Axes, Mapping[str, Any]]]) -> list[str]:
+    """Make an axis of every other key of which two runs have different values, so that they are never mixed up.
+
+    Keys of a section that has an axis of its own go into that axis' value, as `selective (interval=2)`. Keys that the
+    model alone decides are none.
+
+    Args:
+        runs: axes, which are changed, and settings of every run.
+
+    Returns:
+        names of the new axes.
+    """
+    keys = dict.fromkeys(key for _, settings in runs for key in settings)
+    added = []
+    for key in keys:
+        if key in _SOURCES or "." not in key or key.startswith(_NOT_SPEED):
+            continue
+        values = [_text(settings[key]) if key in settings else None for _, settings in runs]
+        if len(set(values) - {None}) < 2 or _decided_by_model(runs, values):
+            continue
+        section, _, name = key.partition(".")
+        folded = _FOLDED.get(section)
+        for (axes, _), value in zip(runs, values, strict=True):
+            if folded is None:
+                axes[key] = value
+            elif value is not None and axes[folded] is not None:
+                axes[folded] = f"{axes[folded]} ({name}={value})"
+        if folded is None:
+            added.append(key)
+    _name_meshes([axes for axes, _ in runs])
+    return added
+
+
+def values_in_order(switch: str, values: Iterable[Any]) -> list[Any]:
+    """The values of a switch, what the others are compared with first; those that are not known are left out."""
+    order = _ORDER.get(switch, ())
+
+    def place(value: Any) -> tuple:
+        stem = str(value).partition(" ")[0]
+        number = value if isinstance(value, (int, float)) else 0
+        return order.index(stem) if stem in order else len(order), number, str(value)
+
+    return sorted({value for value in values if value is not None}, key=place)
+
+
+def varying(all_axes: Sequence[Axes]) -> list[str]:
+    """Names of the axes of which there are several values."""
+    names = dict.fromkeys(name for axes in all_axes for name in axes)
+    return [name for name in names if len({axes.get(name) for axes in all_axes}) > 1]
+
+
+def value_label(name: str, value: Any) -> str:
+    """One value of an axis in words."""
+    if value is None:
+        return f"{name} unknown"
+    text = str(value)
+    if name == "compile":
+        return text.replace("true", "compiled", 1).replace("false", "eager", 1)
+    if name == "ac":
+        return "no AC" if text == "none" else f"AC {text}"
+    words = {"patch": "patch {}", "local_batch": "batch {}", "global_batch": "global batch {}"}
+    words["world_size"] = "1 rank" if value == 1 else "{} ranks"
+    words["layout"] = "one process" if text == "single" else "{}"
+    if name in ("model", "mesh", "dtype", "device") or name in words:
+        return words.get(name, "{}").format(text)
+    return f"{name}={text}"
+
+
+def label(axes: Axes, names: Iterable[str]) -> str:
+    """Several axes in words."""
+    return ", ".join(value_label(name, axes.get(name)) for name in names)
+
+
+def _layout(replicas: int, shards: int) -> str:
+    if replicas * shards == 1:
+        return "single"
+    if shards == 1:
+        return "ddp"
+    return "fsdp" if replicas == 1 else "hsdp"
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number above 0 that processes, images or pixels can have."""
+    return type(value) is int and 0 < value < 2**31
+
+
+def word(value: Any) -> str | None:
+    """A value as text that stands for it in an axis; None where there is none."""
+    return None if value is None else shown(value) if not isinstance(value, str) else value
+
+
+def _agree(one: Axes, other: Axes, names: Iterable[str]) -> bool:
+    return all(one.get(name) is None or other.get(name) is None or one[name] == other[name] for name in names)
+
+
+def _accumulation(axes: Axes) -> float | None:
+    if not all(axes.get(name) for name in ("local_batch", "global_batch", "world_size")):
+        return None
+    return axes["global_batch"] / (axes["local_batch"] * axes["world_size"])
+
+
+def _decided_by_model(runs: Sequence[tuple[Axes, Mapping[str, Any]]], values: Sequence[str | None]) -> bool:
+    seen: dict[Any, str] = {}
+    for (axes, _), value in zip(runs, values, strict=True):
+        if value is not None and seen.setdefault(axes["model"], value) != value:
+            return False
+    return True
+
+
+def _name_meshes(all_axes: Sequence[Axes]) -> None:
+    """Where one number of ranks has several HSDP meshes, they are layouts of their own."""
+    meshes: dict[Any, set[str]] = {}
+    for axes in all_axes:
+        if axes["layout"] == "hsdp" and axes["mesh"]:
+            meshes.setdefault(axes["world_size"], set()).add(axes["mesh"])
+    for axes in all_axes:
+        if axes["layout"] == "hsdp" and axes["mesh"] and len(meshes[axes["world_size"]]) > 1:
+            axes["layout"] = f"hsdp {axes['mesh']}"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

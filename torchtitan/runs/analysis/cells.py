@@ -1,0 +1,174 @@
+"""Repeats joined into cells, and which cells of the grid are missing."""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.runs.analysis.axes import BATCH, SWITCHES, Axes, values_in_order
+from torchtitan.runs.analysis.collect import Run
+from torchtitan.runs.analysis.measures import IMAGES, METRICS
+from torchtitan.runs.record import mean_interval
+from torchtitan.statistics.estimate import Estimate
+
+# What a cell without an ok run is called, the first that one of its runs is.
+_WORST = ("oom", "timeout", "failed", "damaged", "short", "interrupted", "unfinished", "refused", "skipped")
+
+
+@dataclass(eq=False)
+class Cell:
+    """Runs that are equal in all axes.
+
+    Attributes:
+        axes: of all of them.
+        runs: its repeats, ok or not.
+        measures: metric's name -> mean over the ok repeats with Student's interval; of one repeat alone its own median
+            and interval.
+    """
+
+    axes: Axes
+    runs: list[Run]
+    measures: dict[str, Estimate]
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.measures)
+
+    @property
+    def good_runs(self) -> list[Run]:
+        return [run for run in self.runs if run.ok]
+
+    @property
+    def single(self) -> bool:
+        """Whether its interval is of one run's points alone, which says nothing about how runs differ."""
+        return len(self.good_runs) == 1
+
+    @property
+    def status(self) -> str:
+        """`ok` if a repeat is, else the worst of them."""
+        if self.ok:
+            return "ok"
+        found = [run.status for run in self.runs]
+        return min(found, key=lambda status: _WORST.index(status) if status in _WORST else len(_WORST))
+
+    @property
+    def not_ok(self) -> str:
+        """Repeats that are not ok, counted, as `1 oom, 2 failed`."""
+        counts = Counter(run.status for run in self.runs if not run.ok)
+        return ", ".join(f"{n} {status}" for status, n in counts.items())
+
+    @property
+    def reason(self) -> str:
+        """Why it is not ok, or why a repeat is not."""
+        return next((run.reason for run in self.runs if not run.ok and (self.ok or run.status == self.status)), "")
+
+    def value(self, metric: str) -> float | None:
+        return self.measures[metric].value if metric in self.measures else None
+
+
+def join_repeats(runs: Sequence[Run]) -> list[Cell]:
+    """Cells in the order of their axes."""
+    names = list(dict.fromkeys(name for run in runs for name in run.axes))
+    groups: dict[tuple, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(tuple(run.axes.get(name) for name in names), []).append(run)
+    cells = [_cell(members) for members in groups.values()]
+    places = {
+        name: {value: n for n, value in enumerate(values_in_order(name, [cell.axes.get(name) for cell in cells]))}
+        for name in names
+    }
+    return sorted(cells, key=lambda cell: [places[name].get(cell.axes.get(name), -1) for name in names])
+
+
+def _cell(runs: list[Run]) -> Cell:
+    good = sorted((run for run in runs if run.ok), key=lambda run: (run.repeat is None, run.repeat or 0, run.name))
+    measures = {}
+    for metric in METRICS:
+        present = [run.measures[metric.name] for run in good if metric.name in run.measures]
+        if len(present) == 1:
+            measures[metric.name] = present[0]
+        elif present:
+            measures[metric.name] = _mean([estimate.value for estimate in present])
+    return Cell(runs[0].axes, runs, measures)
+
+
+def _mean(values: Sequence[float]) -> Estimate:
+    mean = mean_interval(values)
+    return Estimate(mean.mean, mean.mean - mean.half_width, mean.mean + mean.half_width, mean.count, 0.95)
+
+
+def arm_key(axes: Axes, without: Sequence[str] = ()) -> tuple:
+    """Everything but the batch, and but `without`."""
+    return tuple((name, value) for name, value in axes.items() if name not in BATCH and name not in without)
+
+
+def arms(cells: Sequence[Cell]) -> dict[tuple, list[Cell]]:
+    """Arm -> its cells, batches rising."""
+    found: dict[tuple, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(arm_key(cell.axes), []).append(cell)
+    for members in found.values():
+        members.sort(key=lambda cell: (cell.axes["local_batch"] or 0, cell.axes["global_batch"] or 0))
+    return found
+
+
+def best_cell(arm: Sequence[Cell]) -> Cell | None:
+    """The cell of an arm with the most images per second."""
+    measured = [cell for cell in arm if cell.value(IMAGES.name) is not None]
+    return max(measured, key=lambda cell: cell.value(IMAGES.name), default=None)
+
+
+def what_limits(arm: Sequence[Cell], best: Cell) -> str:
+    """Why an arm's best batch is not larger: slower beyond, out of memory, or nothing larger was tried."""
+    beyond = [cell for cell in arm if (cell.axes["local_batch"] or 0) > (best.axes["local_batch"] or 0)]
+    if any(cell.ok for cell in beyond):
+        return "larger ones are slower"
+    if any(cell.status == "oom" for cell in beyond):
+        return "the next is out of memory"
+    return f"the next: {beyond[0].status}" if beyond else "largest tried"
+
+
+@dataclass(frozen=True)
+class MissingArm:
+    """A combination of switches that no run has, though each of its values was run with this model and these ranks."""
+
+    values: dict[str, Any]
+
+
+def missing_arms(cells: Sequence[Cell]) -> list[MissingArm]:
+    """Combinations of the switches' values that were never started, by model, ranks and further axes."""
+    groups: dict[tuple, list[Axes]] = {}
+    for cell in cells:
+        groups.setdefault(arm_key(cell.axes, without=(*SWITCHES, "mesh")), []).append(cell.axes)
+    missing = []
+    for rest, members in groups.items():
+        values = [values_in_order(name, [axes[name] for axes in members]) for name in SWITCHES]
+        there = {tuple(axes[name] for name in SWITCHES) for axes in members}
+        missing += [
+            MissingArm(dict(rest) | dict(zip(SWITCHES, combination, strict=True)))
+            for combination in itertools.product(*values)
+            if combination not in there
+        ]
+    return missing
+
+
+def missing_batches(cells: Sequence[Cell]) -> list[tuple[list[Cell], list[int]]]:
+    """Arms that lack a batch which an arm of the same model, patch and ranks was run at.
+
+    Returns:
+        arm and the batches that it lacks; those above one that ran out of memory do not count.
+    """
+    grouped: dict[tuple, list[list[Cell]]] = {}
+    for arm in arms(cells).values():
+        rest = tuple(arm[0].axes.get(name) for name in ("model", "patch", "world_size", "device"))
+        grouped.setdefault(rest, []).append(arm)
+    found = []
+    for members in grouped.values():
+        tried = sorted({cell.axes["local_batch"] for arm in members for cell in arm if cell.axes["local_batch"]})
+        for arm in members:
+            own = {cell.axes["local_batch"] for cell in arm}
+            full = min((cell.axes["local_batch"] or 0 for cell in arm if cell.status == "oom"), default=float("inf"))
+            if lacks := [batch for batch in tried if batch not in own and batch < full]:
+                found.append((arm, lacks))
+    return found

@@ -1,0 +1,291 @@
+"""Find runs below folders and read each into one row: axes, status, medians with intervals."""
+
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from torchtitan.files.regular import read_regular
+from torchtitan.runs.analysis.axes import Axes, add_further_axes, axes_of, complete_from_siblings, is_count, word
+from torchtitan.runs.analysis.measures import IMAGES, measure_run
+from torchtitan.runs.analysis.torchditan_runs import is_torchditan_run, read_torchditan_run
+from torchtitan.runs.record import RunRecord, flattened, read_run
+from torchtitan.statistics.estimate import Estimate
+
+SWEEP_STATE, SWEEP_FILE = "sweep.jsonl", "sweep.toml"
+RUN_FILES = ("config.toml", "metrics.jsonl", "summary.json")
+_LARGEST_FILE = 1 << 26  # bytes
+DEFAULT_WARM_UP = 0.1  # of a run's steps
+
+_STATUS = {"completed": "ok", "oom": "oom", "failed": "failed", "interrupted": "interrupted"}
+
+
+class NoRuns(Exception):
+    """Folders in which there is nothing to analyse; the message is one line."""
+
+
+@dataclass(eq=False)
+class Run:
+    """One run, or one cell of a sweep that left none.
+
+    Attributes:
+        name: of its folder, below the folder that was asked for.
+        folder: None where it never started.
+        axes: see axes.NAMED_AXES; further ones may follow.
+        repeat: number or seed that tells repeats apart.
+        status: ok, oom, failed, timeout, refused, skipped, interrupted, damaged, unfinished or short.
+        reason: why it is not ok, one line.
+        measures: metric's name -> median over the points after the warm-up; empty unless ok.
+        warmup_steps: left out at the start.
+        settings: dotted key -> value of the configuration.
+        versions: of torch and others.
+        source: "torchditan" for runs of that program.
+        sweep: folder of its sweep.
+        notes: what is to be known about its numbers.
+    """
+
+    name: str
+    folder: Path | None
+    axes: Axes
+    repeat: int | None = None
+    status: str = "unfinished"
+    reason: str = ""
+    measures: dict[str, Estimate] = field(default_factory=dict)
+    warmup_steps: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+    sweep: Path | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def points(self) -> int:
+        """Logged points that the median of images per second is made of."""
+        return self.measures[IMAGES.name].count if IMAGES.name in self.measures else 0
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+
+@dataclass
+class Sweep:
+    """The state of a sweep.
+
+    Attributes:
+        folder: that holds sweep.jsonl.
+        rows: the last row of every cell and repeat.
+        table: of sweep.toml.
+        problems: what could not be read, one line each.
+    """
+
+    folder: Path
+    rows: list[dict[str, Any]]
+    table: dict[str, Any]
+    problems: list[str]
+
+    @property
+    def warmup_steps(self) -> int | None:
+        steps = self.table.get("warmup_steps")
+        return steps if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0 else None
+
+    def run_folder(self, row: dict[str, Any]) -> Path | None:
+        """The folder that a row's run left, if there is one."""
+        for name in (row.get("run"), row.get("name")):
+            for above in (self.folder, self.folder.parent) if isinstance(name, str) and name else ():
+                if _is_run(above / name):
+                    return (above / name).resolve()
+        return None
+
+
+def collect(
+    folders: Sequence[Path], warmup_steps: int | None = None, progress: bool = False
+) -> tuple[list[Run], list[str]]:
+    """Read every run below some folders.
+
+    Args:
+        folders: each a run's folder or one above run folders; sweeps among them are read with their state.
+        warmup_steps: left out at the start of every run; default: what the sweep says, else a tenth of its steps.
+        progress: whether to show it.
+
+    Returns:
+        runs, with the axes of all made comparable, and lines on what could not be read.
+
+    Raises:
+        NoRuns: a folder is not there, or no run is below any.
+    """
+    found, sweeps = _search(folders)
+    remarks = [problem for sweep in sweeps for problem in sweep.problems]
+    by_path: dict[Path, Run] = {}
+    of_sweep = {sweep.folder: sweep for sweep in sweeps}
+    for path, base in tqdm(found.items(), desc="reading runs", unit="run", disable=not (progress and found)):
+        sweep = next((of_sweep[above] for above in path.parents if above in of_sweep), None)
+        wanted = warmup_steps if warmup_steps is not None or sweep is None else sweep.warmup_steps
+        by_path[path] = _read(path, _name(path, base), wanted)
+        by_path[path].sweep = sweep.folder if sweep else None
+    runs = list(by_path.values())
+    for sweep in sweeps:
+        runs += _apply_rows(sweep, by_path)
+    if not runs:
+        where = ", ".join(map(str, folders))
+        raise NoRuns(f"{where}: no run there or below (a run's folder has config.toml or metrics.jsonl)")
+    add_further_axes([(run.axes, run.settings) for run in runs])
+    remarks += [f"{run.name}: {run.reason}" for run in runs if run.status == "damaged"]
+    return runs, remarks
+
+
+def read_sweep(folder: Path) -> Sweep:
+    """Read sweep.jsonl and sweep.toml; of several rows of a cell's repeat the last counts."""
+    rows: dict[tuple, dict[str, Any]] = {}
+    problems, damaged = [], 0
+    try:
+        lines = read_regular(folder / SWEEP_STATE, _LARGEST_FILE).decode(errors="replace").split("\n")
+    except OSError as error:
+        problems.append(f"{folder / SWEEP_STATE}: cannot be read ({error.strerror})")
+        lines = []
+    for line in filter(str.strip, lines):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and "cell" in row and isinstance(row.get("axes"), dict):
+            rows[str(row["cell"]), str(row.get("repeat"))] = row
+        else:
+            damaged += 1
+    if damaged:
+        problems.append(f"{folder / SWEEP_STATE}: {damaged} of its lines could not be read and left out")
+    table = {}
+    try:
+        table = tomllib.loads(read_regular(folder / SWEEP_FILE, _LARGEST_FILE).decode())
+        dict(flattened(table))  # raises for one that is nested too deep
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, RecursionError) as error:
+        table = {}
+        problems.append(f"{folder / SWEEP_FILE}: cannot be read ({' '.join(str(error).split())})")
+    return Sweep(folder.resolve(), list(rows.values()), table, problems)
+
+
+def _search(folders: Iterable[Path]) -> tuple[dict[Path, Path], list[Sweep]]:
+    """Run folder -> folder that it was found below; and sweeps. A run's own folder is not searched."""
+    found: dict[Path, Path] = {}
+    sweeps: dict[Path, Sweep] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise NoRuns(f"{folder}: " + ("not a folder" if folder.exists() else "no such folder"))
+        for path, below, files in os.walk(folder.resolve()):
+            here = Path(path)
+            below.sort()
+            if SWEEP_STATE in files:
+                sweeps.setdefault(here, read_sweep(here))
+            elif _is_run(here):
+                found.setdefault(here, folder.resolve())
+                below.clear()
+    return found, list(sweeps.values())
+
+
+def _is_run(folder: Path) -> bool:
+    # os.path, unlike Path, takes a name that no folder can have, of a sweep's row, for one that is not there.
+    logged = any(os.path.isfile(folder / name) for name in RUN_FILES)
+    return logged or (os.path.isdir(folder) and is_torchditan_run(folder))
+
+
+def _name(path: Path, base: Path) -> str:
+    return path.name if path == base else path.relative_to(base).as_posix()
+
+
+def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
+    if not any((path / file).is_file() for file in RUN_FILES):
+        return _read_torchditan(path, name, warmup_steps)
+    record = read_run(path)
+    summary = record.summary or {}
+    run = Run(name, path, axes_of(record.settings), record.seed, settings=record.settings)
+    run.axes["device"] = word(summary.get("device"))
+    if record.stride > 1:
+        run.notes.append(f"metrics.jsonl is very large: every {record.stride}th of its points counts")
+    run.versions = summary["versions"] if isinstance(summary.get("versions"), dict) else {}
+    run.status = _STATUS.get(str(summary.get("status")), "unfinished")
+    run.reason = str(summary.get("reason") or ("" if run.ok else record.status))
+    run.warmup_steps = _warm_up(record.settings.get("training.steps"), record.last_step, warmup_steps)
+    if run.status in ("ok", "unfinished") and (damage := _damage(record)):
+        run.status, run.reason = "damaged", damage
+    elif run.ok:
+        run.measures = measure_run(record, run.warmup_steps)
+        _refuse_empty(run)
+    return run
+
+
+def _read_torchditan(path: Path, name: str, warmup_steps: int | None) -> Run:
+    found = read_torchditan_run(path)
+    run = Run(name, path, found.axes, source="torchditan", notes=list(found.problems))
+    run.warmup_steps = _warm_up(found.planned_steps, found.last_step, warmup_steps)
+    whole = found.last_step > 0 and found.last_step >= (found.planned_steps or 0)
+    run.status = "ok" if whole else "unfinished"
+    run.reason = "" if whole else f"logged up to step {found.last_step} of {found.planned_steps or 'an unknown number'}"
+    if whole:
+        run.measures = found.measure(run.warmup_steps)
+        _refuse_empty(run)
+    return run
+
+
+def _warm_up(planned: Any, last: int, asked: int | None) -> int:
+    if asked is not None:
+        return asked
+    return round(DEFAULT_WARM_UP * (planned if type(planned) is int and 0 < planned < 2**63 else last))
+
+
+def _damage(record: RunRecord) -> str:
+    finished = record.summary is not None
+    lost = record.damaged_lines if finished else max(record.damaged_lines - 1, 0)  # a kill may cut the last line
+    parts = [problem for problem in record.problems if finished or not problem.startswith("no ")]
+    if lost:
+        parts.insert(0, f"{lost} {'line' if lost == 1 else 'lines'} of metrics.jsonl cannot be read")
+    return "; ".join(parts)
+
+
+def _refuse_empty(run: Run) -> None:
+    if not run.points:
+        run.status, run.reason = "short", f"no point of images/s after the {run.warmup_steps} warm-up steps"
+        run.measures = {}
+
+
+def _apply_rows(sweep: Sweep, by_path: dict[Path, Run]) -> list[Run]:
+    """Take what the sweep knows about its runs; returns those cells that left no folder."""
+    without_folder = []
+    for row in sweep.rows:
+        path = sweep.run_folder(row)
+        run = by_path.get(path) if path else None
+        if run is None:
+            run = _started_never(sweep, row)
+            without_folder.append(run)
+        repeat = row.get("repeat")
+        run.repeat = repeat if type(repeat) is int and abs(repeat) < 2**63 else run.repeat
+        status = str(row.get("status") or "failed")
+        if status != "ok":  # a damaged run, too, is what the sweep saw of it
+            run.status, run.measures = status, {}
+            run.reason = str(row.get("reason") or run.reason)
+        elif run.status in ("unfinished", "interrupted", "failed"):
+            run.status, run.reason = "damaged", f"the sweep calls it ok, its folder says: {run.reason}"
+    siblings = [run.axes for run in by_path.values() if run.sweep == sweep.folder]
+    for run in without_folder:
+        complete_from_siblings(run.axes, siblings)
+    for run in by_path.values():
+        if run.sweep == sweep.folder and run.axes["device"] is None:  # killed before its summary
+            complete_from_siblings(run.axes, siblings)
+    return without_folder
+
+
+def _started_never(sweep: Sweep, row: dict[str, Any]) -> Run:
+    fixed = sweep.table.get("fixed")
+    settings = dict(flattened(fixed) if isinstance(fixed, dict) else ()) | row["axes"]
+    processes = row.get("processes")
+    axes = axes_of(settings, processes if is_count(processes) else None)
+    run = Run(str(row.get("name") or row["cell"]), None, axes, settings=settings, sweep=sweep.folder)
+    if row.get("status") == "ok":
+        run.status, run.reason = "damaged", "the sweep calls it ok, but its folder is gone"
+    return run

@@ -1,0 +1,271 @@
+"""What a switch brings, what switches do to each other, and how speed grows with ranks: ratios of paired cells."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torchtitan.runs.analysis.axes import BATCH, NAMED_AXES, SWITCHES, Axes, values_in_order
+from torchtitan.runs.analysis.cells import Cell, arms, best_cell
+from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU
+from torchtitan.runs.record import mean_interval
+from torchtitan.statistics.estimate import Estimate
+
+Paired = Literal["equal batch", "best batch"]
+EFFECT_METRICS = (IMAGES, MFU, MEMORY)
+MOST_VALUES = 6  # of a further axis that counts as a switch
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A factor.
+
+    Attributes:
+        value: geometric mean over `pairs`.
+        lower, upper: ends of its 95 % interval; None where there is none.
+        pairs: ratios that it is the mean of; 1: the interval is that of the cells' own.
+        ratios: each of them.
+    """
+
+    value: float
+    lower: float | None
+    upper: float | None
+    pairs: int
+    ratios: tuple[float, ...]
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out 1."""
+        return self.lower is not None and not self.lower <= 1 <= self.upper
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What changing one switch does.
+
+    Attributes:
+        switch, before, after: which axis, from which value to which.
+        at: how cells were paired.
+        ratios: metric's name -> after / before; metrics without a pair are left out.
+        pairs: cells (before, after), equal in all other axes; with "best batch" each the best of its arm.
+        alone: status of the partner -> how many measured cells have no measured partner; "none" where it never ran.
+    """
+
+    switch: str
+    before: Any
+    after: Any
+    at: Paired
+    ratios: dict[str, Ratio]
+    pairs: tuple[tuple[Cell, Cell], ...]
+    alone: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Interaction:
+    """How the effect of one switch depends on another.
+
+    Attributes:
+        first, second: (switch, before, after); their order has no meaning.
+        ratios: metric's name -> effect of the first with `after` of the second, over that with its `before`.
+    """
+
+    first: tuple[str, Any, Any]
+    second: tuple[str, Any, Any]
+    ratios: dict[str, Ratio]
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """One cell of a scaling curve.
+
+    Attributes:
+        ranks: processes.
+        cell: measured.
+        efficiency: images/s per rank over that of the curve's smallest number of ranks, with its interval.
+    """
+
+    ranks: int
+    cell: Cell
+    efficiency: Estimate
+
+
+@dataclass(frozen=True)
+class ScalingCurve:
+    """Cells that differ in the number of ranks only, at an equal batch per rank (weak) or in all (strong)."""
+
+    kind: Literal["weak", "strong"]
+    axes: Axes
+    points: tuple[ScalingPoint, ...]
+
+
+def switches_of(cells: Sequence[Cell]) -> list[str]:
+    """Axes with several values that are compared: the named ones, and further ones of few values."""
+    further = dict.fromkeys(name for cell in cells for name in cell.axes if name not in NAMED_AXES)
+    names = []
+    for name in (*SWITCHES, *further):
+        values = {cell.axes.get(name) for cell in cells} - {None}
+        if len(values) > 1 and (name in SWITCHES or len(values) <= MOST_VALUES):
+            names.append(name)
+    return names
+
+
+def contrasts(cells: Sequence[Cell], switch: str) -> list[tuple[Any, Any]]:
+    """Every (before, after) of a switch's values, before the one that the order of values has first."""
+    return list(itertools.combinations(values_in_order(switch, {cell.axes.get(switch) for cell in cells}), 2))
+
+
+def all_effects(cells: Sequence[Cell]) -> list[Effect]:
+    """Effects of all switches at equal batch and at each arm's best batch; those without a pair are left out."""
+    best = [cell for arm in arms(cells).values() if (cell := best_cell(arm))]
+    found = []
+    for switch in switches_of(cells):
+        for before, after in contrasts(cells, switch):
+            for at, chosen in (("equal batch", cells), ("best batch", best)):
+                effect = effect_of(chosen, switch, before, after, at)
+                if effect.pairs:
+                    found.append(effect)
+    return found
+
+
+def effect_of(cells: Sequence[Cell], switch: str, before: Any, after: Any, at: Paired) -> Effect:
+    """Pair cells that are equal in all axes but one.
+
+    Args:
+        cells: with "best batch" the best cell of every arm alone: then batches need not be equal.
+    """
+    ignored = _dependent(switch) | (set(BATCH) if at == "best batch" else set())
+    firsts = {_rest(cell.axes, ignored): cell for cell in cells if cell.axes.get(switch) == before}
+    seconds = {_rest(cell.axes, ignored): cell for cell in cells if cell.axes.get(switch) == after}
+    pairs, alone = [], Counter()
+    for key in dict.fromkeys((*firsts, *seconds)):
+        first, second = firsts.get(key), seconds.get(key)
+        if first and second and first.ok and second.ok:
+            pairs.append((first, second))
+        elif (first and first.ok) or (second and second.ok):
+            other = second if first and first.ok else first
+            alone[other.status if other else "none"] += 1
+    ratios = {}
+    for metric in EFFECT_METRICS:
+        if found := [pair for pair in pairs if all(_usable(cell, metric.name) for cell in pair)]:
+            ratios[metric.name] = geometric_mean([(pair[1:], pair[:1]) for pair in found], metric.name)
+    return Effect(switch, before, after, at, ratios, tuple(pairs), dict(alone))
+
+
+def interactions(cells: Sequence[Cell]) -> list[Interaction]:
+    """For every two switches, each against its first value: fours of cells that differ in these two alone."""
+    found = []
+    for one, other in itertools.combinations(switches_of(cells), 2):
+        for change, condition in itertools.product(*(_against_first(cells, switch) for switch in (one, other))):
+            ignored = _dependent(one) | _dependent(other)
+            index = {
+                (_rest(cell.axes, ignored), cell.axes.get(one), cell.axes.get(other)): cell for cell in cells if cell.ok
+            }
+            fours = []
+            for rest in dict.fromkeys(key[0] for key in index):
+                corners = [(change[1], condition[1]), (change[0], condition[0]),
+                           (change[0], condition[1]), (change[1], condition[0])]
+                four = [index.get((rest, *corner)) for corner in corners]
+                if all(four):
+                    fours.append((four[:2], four[2:]))
+            ratios = {}
+            for metric in (IMAGES, MEMORY):
+                usable = [four for four in fours if all(_usable(cell, metric.name) for side in four for cell in side)]
+                if usable:
+                    ratios[metric.name] = geometric_mean(usable, metric.name)
+            if ratios:
+                found.append(Interaction((one, *change), (other, *condition), ratios))
+    return found
+
+
+def geometric_mean(pairs: Sequence[tuple[Sequence[Cell], Sequence[Cell]]], metric: str) -> Ratio:
+    """Geometric mean of ratios of cells, with Student's interval over the logarithms.
+
+    Args:
+        pairs: (cells above, cells below) each; a ratio is the product of the ones over that of the others.
+        metric: which every cell has, positive.
+
+    Returns:
+        the mean; of one ratio alone the interval comes from those of its cells, as if their errors were independent.
+    """
+    logs = [
+        sum(math.log(cell.value(metric)) for cell in above) - sum(math.log(cell.value(metric)) for cell in below)
+        for above, below in pairs
+    ]
+    mean = mean_interval(logs)
+    half = mean.half_width
+    if half is None:
+        widths = [_log_half_width(cell.measures[metric]) for side in pairs[0] for cell in side]
+        half = None if None in widths else math.hypot(*widths)
+    ends = (None, None) if half is None else (math.exp(mean.mean - half), math.exp(mean.mean + half))
+    return Ratio(math.exp(mean.mean), *ends, len(logs), tuple(map(math.exp, logs)))
+
+
+def scaling(cells: Sequence[Cell]) -> list[ScalingCurve]:
+    """Weak and strong scaling of every arm that ran on several numbers of ranks; one process is the start of all."""
+    curves = []
+    for kind, free in (("weak", "global_batch"), ("strong", "local_batch")):
+        ignored = {"world_size", "mesh", "layout", free}
+        measured = [cell for cell in cells if _usable(cell, IMAGES.name) and cell.axes["world_size"]]
+        measured.sort(key=lambda cell: cell.value(IMAGES.name))  # of several meshes or accumulations the fastest counts
+        groups: dict[tuple, list[Cell]] = {}
+        for cell in measured:
+            groups.setdefault(_rest(cell.axes, ignored), []).append(cell)
+        for members in groups.values():
+            alone = [cell for cell in members if cell.axes["layout"] == "single"]
+            for layout in values_in_order("layout", {cell.axes["layout"] for cell in members} - {"single"}):
+                chosen = {cell.axes["world_size"]: cell for cell in members if cell.axes["layout"] == layout}
+                chosen |= {1: alone[-1]} if alone else {}
+                if len(chosen) > 1:
+                    curves.append(_curve(kind, layout, [chosen[ranks] for ranks in sorted(chosen)]))
+    return curves
+
+
+def pareto(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells that none beats in both memory and images per second, memory rising; of comparable cells only."""
+    front: list[Cell] = []
+    measured = [cell for cell in cells if _usable(cell, IMAGES.name) and _usable(cell, MEMORY.name)]
+    for cell in sorted(measured, key=lambda cell: (cell.value(MEMORY.name), -cell.value(IMAGES.name))):
+        if not front or cell.value(IMAGES.name) > front[-1].value(IMAGES.name):
+            front.append(cell)
+    return front
+
+
+def _curve(kind: str, layout: str, cells: Sequence[Cell]) -> ScalingCurve:
+    first = cells[0]
+    points = []
+    for cell in cells:
+        ranks = cell.axes["world_size"]
+        share = first.axes["world_size"] / ranks
+        if cell is first:
+            efficiency = Estimate(1.0, None, None, 1, None)
+        else:
+            ratio = geometric_mean([((cell,), (first,))], IMAGES.name)
+            efficiency = Estimate(ratio.value, ratio.lower, ratio.upper, 1, 0.95).scaled(share)
+        points.append(ScalingPoint(ranks, cell, efficiency))
+    return ScalingCurve(kind, first.axes | {"layout": layout}, tuple(points))
+
+
+def _against_first(cells: Sequence[Cell], switch: str) -> list[tuple[Any, Any]]:
+    values = values_in_order(switch, {cell.axes.get(switch) for cell in cells})
+    return [(values[0], value) for value in values[1:]]
+
+
+def _dependent(switch: str) -> set[str]:
+    return {"layout", "mesh"} if switch == "layout" else {switch}
+
+
+def _rest(axes: Axes, ignored: set[str]) -> tuple:
+    return tuple((name, value) for name, value in axes.items() if name not in ignored)
+
+
+def _usable(cell: Cell, metric: str) -> bool:
+    value = cell.value(metric)
+    return value is not None and value > 0
+
+
+def _log_half_width(estimate: Estimate) -> float | None:
+    if estimate.lower is None or estimate.lower <= 0:
+        return None
+    return (math.log(estimate.upper) - math.log(estimate.lower)) / 2

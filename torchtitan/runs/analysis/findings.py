@@ -1,0 +1,329 @@
+"""Findings in words and tables, each number with its interval."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torchtitan.pictures.markdown import bullet, inline, markdown_table
+from torchtitan.pictures.svg_charts import significant
+from torchtitan.runs.analysis.axes import BATCH, label, value_label, varying
+from torchtitan.runs.analysis.cells import Cell, arms, best_cell, missing_arms, missing_batches, what_limits
+from torchtitan.runs.analysis.collect import Run
+from torchtitan.runs.analysis.effects import Effect, Interaction, Ratio, ScalingCurve
+from torchtitan.runs.analysis.measures import IMAGES, MEMORY, METRICS, MFU, MFU_REPORTED, STEP
+from torchtitan.statistics.estimate import Estimate
+
+MISSING = "–"
+MOST_LISTED = 30
+
+HOW_MEASURED = (
+    "A run's value is the median over its logged points after the warm-up, with the interval between two order "
+    "statistics; a cell's is the mean over its repeats with Student's 95 % interval. A cell of a single repeat is "
+    "marked †: its interval comes from that run's points alone and says nothing about how runs differ."
+)
+HOW_PAIRED = (
+    "An effect is the geometric mean of the ratios of cells that are equal in all other axes, with Student's 95 % "
+    "interval over the logarithms of the ratios: how much it differs between these conditions, not between repeats. "
+    "From one pair alone (‡) the interval is that of its two cells. At equal batch, cells that did not run in both "
+    "arms have no part; at best batch each arm stands at the batch of its most images/s, which may differ."
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts under a heading, with a line of explanation."""
+
+    heading: str
+    note: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything that is told and drawn.
+
+    Attributes:
+        runs, cells: as read and joined.
+        effects, interactions, curves: of the cells.
+        remarks: what could not be read.
+    """
+
+    runs: list[Run]
+    cells: list[Cell]
+    effects: list[Effect]
+    interactions: list[Interaction]
+    curves: list[ScalingCurve]
+    remarks: list[str]
+
+
+def headlines(results: Results) -> list[str]:
+    """The findings, one sentence each."""
+    counts = Counter(run.status for run in results.runs)
+    told = ", ".join(f"{n} {status}" for status, n in sorted(counts.items(), key=lambda item: (item[0] != "ok", item)))
+    singles = sum(cell.single for cell in results.cells)
+    measured = sum(cell.ok for cell in results.cells)
+    lines = [f"{len(results.runs)} runs ({told}) in {len(results.cells)} cells, {measured} of them measured."]
+    if singles:
+        lines.append(f"Measured cells with a single ok repeat: {singles}.")
+    if absent := len(missing_arms(results.cells)):
+        lines.append(f"{absent} {'arm' if absent == 1 else 'arms'} of the grid never ran.")
+    lines += [_best_line(cells) for cells in _by_model(results.cells).values() if any(cell.ok for cell in cells)]
+    lines += [_effect_line(effect) for effect in results.effects if effect.ratios.get(IMAGES.name)]
+    lines += [_interaction_line(one) for one in results.interactions if IMAGES.name in one.ratios
+              and one.ratios[IMAGES.name].is_clear and one.ratios[IMAGES.name].pairs > 1]
+    lines += [_scaling_line(curve) for curve in results.curves]
+    return lines
+
+
+def cautions(results: Results) -> list[str]:
+    """What restricts the findings: versions, unlike counts, damage, missing arms."""
+    lines = list(dict.fromkeys(results.remarks))
+    for key, word in (("torch", "versions of torch"), ("git_commit", "commits")):
+        found = sorted({str(run.versions[key]) for run in results.runs if run.ok and run.versions.get(key)})
+        if len(found) > 1:
+            lines.append(f"The runs are of several {word}, which are not told apart: {', '.join(found)}.")
+    if any(MFU_REPORTED.name in run.measures for run in results.runs):
+        lines.append(
+            "TorchDiTan's own MFU counts every parameter once per token; “MFU as reported” is that, “MFU” is the "
+            "same measurement with the FLOPs of the matrix products alone, and missing where model or image are not "
+            "known. Its “hsdp” was sharded over all ranks, as fsdp is."
+        )
+    if any(not run.measures.get(MFU.name) for run in results.runs if run.ok and not run.source):
+        lines.append("Some runs have no MFU: their device's peak is not known (metrics.peak_tflops gives it).")
+    if any("(resident)" in _memory_kind(run) for run in results.runs):
+        lines.append("Memory of runs on a CPU: peak resident memory of the first process, the interpreter included.")
+    lines += [f"{run.name}: {note}." for run in results.runs for note in run.notes]
+    return lines
+
+
+def tables(results: Results) -> list[Table]:
+    """All tables, in the order of the report; those without rows are left out."""
+    found = [
+        _best_table(results.cells), _effect_table(results.effects), _interaction_table(results.interactions),
+        _scaling_table(results.curves), _trouble_table(results.cells), _missing_table(results.cells),
+        cell_table(results.cells),
+    ]
+    return [table for table in found if table.rows]
+
+
+def markdown(results: Results, pictures: Iterable[tuple[str, str]]) -> str:
+    """The text of analysis.md; pictures are (title, file name)."""
+    parts = ["# Analysis\n", "## Findings\n", *map(bullet, headlines(results)), ""]
+    if cautious := cautions(results):
+        parts += ["## To be known\n", *map(bullet, cautious), ""]
+    parts += [HOW_MEASURED, "", HOW_PAIRED, ""]
+    for table in tables(results):
+        parts += [f"## {table.heading}\n", *([inline(table.note), ""] if table.note else [])]
+        parts.append(markdown_table(table.columns, table.rows).removesuffix("\n"))
+    parts += ["## Pictures\n"]
+    parts += [f"![{inline(title)}]({name})\n" for title, name in pictures]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def cell_table(cells: Sequence[Cell]) -> Table:
+    """Every cell with what was measured, or why it was not."""
+    names = _names(cells)
+    metrics = [metric for metric in METRICS if any(metric.name in cell.measures for cell in cells)]
+    metrics = [metric for metric in metrics if metric.name in _SHOWN]
+    columns = (*(name.replace("_", " ") for name in names), "status", "runs", *(metric.title for metric in metrics))
+    rows = []
+    for cell in cells:
+        mark = "†" if cell.single else ""
+        status = cell.status + (f" ({cell.not_ok} besides)" if cell.ok and cell.not_ok else "")
+        texts = [value_text(cell.measures.get(metric.name)) for metric in metrics]
+        axes = [MISSING if cell.axes.get(name) is None else str(cell.axes[name]) for name in names]
+        rows.append((*axes, status, f"{len(cell.runs)}{mark}", *texts))
+    return Table("All cells", _common(cells, names), columns, tuple(rows))
+
+
+def value_text(estimate: Estimate | None) -> str:
+    """A value with its interval: `1,234 [1,200, 1,260]`."""
+    if estimate is None:
+        return MISSING
+    if estimate.lower is None:
+        return significant(estimate.value)
+    return f"{significant(estimate.value)} [{significant(estimate.lower)}, {significant(estimate.upper)}]"
+
+
+def change_text(ratio: Ratio | None) -> str:
+    """A factor as a change: `+30.1 % [+29.0, +31.2]`."""
+    if ratio is None:
+        return MISSING
+    mark = "‡" if ratio.pairs == 1 else ""
+    if ratio.lower is None:
+        return f"{percent(ratio.value)} %{mark}"
+    return f"{percent(ratio.value)} % [{percent(ratio.lower)}, {percent(ratio.upper)}]{mark}"
+
+
+def change_label(switch: str, before: object, after: object) -> str:
+    """A contrast in words: `eager → compiled`."""
+    return f"{value_label(switch, before)} → {value_label(switch, after)}"
+
+
+def percent(factor: float) -> str:
+    """A factor as a change in per cent, without the unit: `+30.1`."""
+    text = f"{100 * (factor - 1):+.1f}"
+    return "0.0" if float(text) == 0 else text
+
+
+_SHOWN = {IMAGES.name, MFU.name, MFU_REPORTED.name, STEP.name, MEMORY.name}
+
+
+def _best_line(cells: list[Cell]) -> str:
+    best = best_cell(cells)
+    names = [name for name in _names(cells) if name not in ("model", "patch", "global_batch")]
+    where = label(cells[0].axes, ("model", "patch"))
+    mfu = f", MFU {value_text(best.measures[MFU.name])} %" if MFU.name in best.measures else ""
+    memory = f", {value_text(best.measures[MEMORY.name])} GiB" if MEMORY.name in best.measures else ""
+    mark = " †" if best.single else ""
+    conditions = label(best.axes, names)
+    with_ = f" with {conditions}" if conditions else ""
+    return f"{where}: most images/s{with_}: {value_text(best.measures[IMAGES.name])}{mfu}{memory}{mark}."
+
+
+def _effect_line(effect: Effect) -> str:
+    images = effect.ratios[IMAGES.name]
+    pairs = "1 pair" if images.pairs == 1 else f"{images.pairs} pairs"
+    memory = f", memory {change_text(effect.ratios[MEMORY.name])}" if MEMORY.name in effect.ratios else ""
+    verdict = "" if images.is_clear or images.lower is None else " (images/s: no difference can be told)"
+    change = change_label(effect.switch, effect.before, effect.after)
+    return f"{change}, at {effect.at}: images/s {change_text(images)}{memory}, {pairs}{verdict}."
+
+
+def _interaction_line(one: Interaction) -> str:
+    ratio = one.ratios[IMAGES.name]
+    (_, before, after), (_, from_, to) = one.first, one.second
+    return (
+        f"What {change_label(one.first[0], before, after)} brings in images/s is multiplied by {_factor_text(ratio)} "
+        f"with {value_label(one.second[0], to)} instead of {value_label(one.second[0], from_)} ({ratio.pairs} fours)."
+    )
+
+
+def _scaling_line(curve: ScalingCurve) -> str:
+    last = curve.points[-1]
+    e = last.efficiency.scaled(100)
+    return (
+        f"{curve.kind.capitalize()} scaling, {_curve_label(curve)}: {last.ranks} ranks do {significant(e.value, 3)} % "
+        f"{_ends(e)}of {significant(last.ranks / curve.points[0].ranks, 3)} times what {curve.points[0].ranks} "
+        f"{'does' if curve.points[0].ranks == 1 else 'do'}."
+    )
+
+
+def _best_table(cells: Sequence[Cell]) -> Table:
+    names = [name for name in _names(cells) if name not in BATCH]
+    columns = ("arm", "best batch", "images/s", "MFU, %", "memory, GiB", "larger batches")
+    rows = []
+    for arm in arms(cells).values():
+        name, best = label(arm[0].axes, names) or "all", best_cell(arm)
+        if best is None:
+            statuses = ", ".join(dict.fromkeys(cell.status for cell in arm))
+            rows.append((name, MISSING, MISSING, MISSING, MISSING, f"none ran ({statuses})"))
+            continue
+        texts = [value_text(best.measures.get(metric.name)) for metric in (IMAGES, MFU, MEMORY)]
+        mark = "†" if best.single else ""
+        rows.append((name, f"{best.axes['local_batch']}{mark}", *texts, what_limits(arm, best)))
+    return Table("Best batch of each arm", "The batch per process with the most images/s.", columns, tuple(rows))
+
+
+def _effect_table(effects: Sequence[Effect]) -> Table:
+    rows = []
+    for effect in effects:
+        alone = ", ".join(f"{n} {status}" for status, n in effect.alone.items()) or "none"
+        texts = [change_text(effect.ratios.get(metric.name)) for metric in (IMAGES, MFU, MEMORY)]
+        change = change_label(effect.switch, effect.before, effect.after)
+        rows.append((change, effect.at, str(len(effect.pairs)), *texts, alone))
+    columns = ("switch", "paired at", "pairs", "images/s", "MFU", "memory", "cells without partner, by its status")
+    return Table("Effect of each switch", HOW_PAIRED, columns, tuple(rows))
+
+
+def _interaction_table(found: Sequence[Interaction]) -> Table:
+    rows = []
+    for one in found:
+        ratios = [one.ratios.get(metric.name) for metric in (IMAGES, MEMORY)]
+        fours = max(ratio.pairs for ratio in ratios if ratio)
+        texts = [MISSING if ratio is None else _factor_text(ratio) for ratio in ratios]
+        rows.append((change_label(*one.first), change_label(*one.second), str(fours), *texts))
+    note = "Effect of the first switch after the second, divided by that before it; 1: they are independent."
+    return Table("Interaction of switches", note, ("effect of", "under", "fours", "images/s", "memory"), tuple(rows))
+
+
+def _scaling_table(curves: Sequence[ScalingCurve]) -> Table:
+    rows = [
+        (curve.kind, _curve_label(curve), str(point.ranks), value_text(point.cell.measures[IMAGES.name]),
+         "100" if point is curve.points[0] else value_text(point.efficiency.scaled(100)))
+        for curve in curves for point in curve.points
+    ]
+    note = "Weak: equal batch per process; strong: equal global batch. Efficiency: against the curve's fewest ranks."
+    return Table("Scaling over ranks", note, ("scaling", "arm", "ranks", "images/s", "efficiency, %"), tuple(rows))
+
+
+def _trouble_table(cells: Sequence[Cell]) -> Table:
+    rows = []
+    for cell in cells:
+        alike: dict[tuple[str, str], list[str]] = {}
+        for run in cell.runs:
+            if not run.ok:
+                alike.setdefault((run.status, run.reason or MISSING), []).append(run.name)
+        for (status, reason), names in alike.items():
+            others = f" and {len(names) - 1} more of the cell" if len(names) > 1 else ""
+            rows.append((names[0] + others, status, reason))
+    return Table("Runs without a result", "", ("run", "status", "reason"), tuple(rows))
+
+
+def _missing_table(cells: Sequence[Cell]) -> Table:
+    rows = []
+    names = [name for name in _names(cells) if name not in (*BATCH, "mesh")]
+    absent = missing_arms(cells)
+    rows += [(label(arm.values, names), "whole arm") for arm in absent[:MOST_LISTED]]
+    if len(absent) > MOST_LISTED:
+        rows.append((f"and {len(absent) - MOST_LISTED} more", "whole arm"))
+    lacking = missing_batches(cells)
+    rows += [
+        (label(arm[0].axes, names) or "all", "batch " + ", ".join(map(str, batches)))
+        for arm, batches in lacking[:MOST_LISTED]
+    ]
+    if len(lacking) > MOST_LISTED:
+        rows.append((f"and {len(lacking) - MOST_LISTED} more", "batches"))
+    note = "Combinations of values that were run otherwise; batches that another arm of the same model and patch has."
+    return Table("Never run", note, ("arm", "missing"), tuple(rows))
+
+
+def _by_model(cells: Sequence[Cell]) -> dict[tuple, list[Cell]]:
+    found: dict[tuple, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(tuple(cell.axes.get(name) for name in ("model", "patch", "device")), []).append(cell)
+    return found
+
+
+def _names(cells: Sequence[Cell]) -> list[str]:
+    """Axes of several values, and the batch; the mesh only where the layout and ranks do not tell it."""
+    found = varying([cell.axes for cell in cells])
+    names = [name for name in cells[0].axes if name in found or name == "local_batch"]
+    return [name for name in names if name != "mesh"]
+
+
+def _common(cells: Sequence[Cell], names: Sequence[str]) -> str:
+    same = [name for name in cells[0].axes if name not in names and name != "mesh" and cells[0].axes[name] is not None]
+    return f"All: {label(cells[0].axes, same)}." if same else ""
+
+
+def _curve_label(curve: ScalingCurve) -> str:
+    batch = "local_batch" if curve.kind == "weak" else "global_batch"
+    return label(curve.axes, ("model", "patch", "layout", "compile", "ac", "dtype", batch))
+
+
+def _memory_kind(run: Run) -> str:
+    return "(resident)" if str(run.axes.get("device")).startswith("CPU") else ""
+
+
+def _factor_text(ratio: Ratio) -> str:
+    mark = "‡" if ratio.pairs == 1 else ""
+    ends = f" [{ratio.lower:.3f}, {ratio.upper:.3f}]" if ratio.lower is not None else ""
+    return f"{ratio.value:.3f}{ends}{mark}"
+
+
+def _ends(estimate: Estimate) -> str:
+    if estimate.lower is None:
+        return ""
+    return f"[{significant(estimate.lower, 3)}, {significant(estimate.upper, 3)}] "

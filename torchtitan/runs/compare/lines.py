@@ -1,0 +1,59 @@
+"""From the runs of a group to the lines of a chart."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchtitan.pictures.svg_charts import Line
+from torchtitan.runs.record import RunGroup, RunRecord, Series, align
+
+Tag = str | Callable[[RunRecord], str | None]
+
+
+def series_of(run: RunRecord, tag: Tag) -> Series:
+    tag = tag(run) if callable(tag) else tag
+    return run.series(tag) if tag else Series()
+
+
+def held_out(run: RunRecord, track: str) -> Series:
+    return series_of(run, lambda run: run.held_out_tags().get(track))
+
+
+def group_lines(
+    number: int, group: RunGroup, tag: Tag, smoothing: float, marked: bool,
+    over_images: bool, faint_raw: bool,
+) -> list[Line]:
+    runs = [run for run in group.runs if run.images_per_step or not over_images]
+    raw = [(run, one) for run in runs if (one := series_of(run, tag))]
+    if not raw:
+        return []
+    scale = raw[0][0].images_per_step if over_images else 1  # one group, one batch size
+
+    def line(series: Series, name: str, **style: Any) -> Line:
+        points = [(step * scale, value) for step, value in zip(series.steps, series.values, strict=True)]
+        return Line(points, number, name, **style)
+
+    if len(raw) == 1:
+        run, series = raw[0]
+        lines = [line(series, f"{run.name}, as logged", faint=True)] if smoothing and faint_raw else []
+        return [*lines, line(series.smoothed(smoothing), run.name, marked=marked)]
+    smooth = [series.smoothed(smoothing) for _, series in raw]
+    lines = [line(series, run.name, faint=True, marked=marked) for (run, _), series in zip(raw, smooth, strict=True)]
+    mean = align(smooth)
+    if mean:
+        band = [(step * scale, one.mean - one.half_width, one.mean + one.half_width) for step, one in mean]
+        points = [(step * scale, one.mean) for step, one in mean]
+        lines.append(Line(points, number, f"{group.name}, mean", band=band, marked=marked))
+    return lines
+
+
+def reach(values: Sequence[float], lines: Sequence[Line], log: bool) -> list[float]:
+    """What the vertical axis spans: all values, and of the bands as much as does not flatten the lines."""
+    low, high = min(values), max(values)
+    ends = [y for line in lines for _, *band in line.band for y in band] + [low, high]
+    room = 0.5 * (high - low)
+    least, most = (low / (high / low) ** 0.5, high * (high / low) ** 0.5) if log else (low - room, high + room)
+    return [max(min(ends), least), min(max(ends), most)]
+
+
+def after_warm_up(series: Series) -> tuple[float, ...]:
+    return series.values[1:] if len(series) > 1 else series.values

@@ -1,0 +1,190 @@
+"""The folder of a run: what it may continue, and the summary that closes it."""
+
+import json
+import logging
+import platform
+import subprocess
+import tomllib
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from torchtitan.checkpoint.location import checkpoint_folder, run_checkpoints
+from torchtitan.checkpoint.manifest import checkpoint_path, checkpoint_steps, newest_good
+from torchtitan.checkpoint.owner import claim, read_owner
+from torchtitan.checkpoint.reading import read_state
+from torchtitan.checkpoint.store import foreign_content as foreign_checkpoint_content
+from torchtitan.config.job import JobConfig
+from torchtitan.errors import CheckpointError, RunFolderError, StoreError
+from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
+from torchtitan.files.regular import UnsuitableFile, read_regular
+from torchtitan.files.remote_path import AnyPath
+from torchtitan.files.run_lock import Busy, RunLock
+from torchtitan.runs.ownership import CONFIG_FILE, foreign_content
+from torchtitan.settings.record import config_differences, dump_config
+
+logger = logging.getLogger(__name__)
+
+_LARGEST_FILE = 16 << 20  # bytes of config.toml and summary.json
+
+
+class RunFolder:
+    """`<dump_folder>/<name>`, written by the first rank only."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self.path = Path(config.job.dump_folder) / config.job.name
+        self._config = config
+        self._lock = RunLock(self.path)
+
+    @cached_property
+    def checkpoints(self) -> AnyPath:
+        return checkpoint_folder(self.path, self._config.checkpoint.folder, self._config.job.name)
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def open(self) -> None:
+        """Create the folder and its config.toml, or make sure that it holds the same run; keep others out of it.
+
+        Raises:
+            Busy: another process writes into the folder.
+            RunFolderError: it holds a run that learns something else, or cannot be written; or the folder of its
+                checkpoints is another run's.
+            StoreError: that folder is in a store that does not answer.
+        """
+        try:
+            if name := foreign_content(self.path):
+                advice = "give another --job.name or --job.dump_folder"
+                raise RunFolderError([f"{self.path}: holds {name}, which is not a run's; nothing was written ({advice})"])
+            make_folder(self.path)
+            if owner := self._lock.acquire():
+                raise Busy(self.path, owner, "give another --job.name")
+            remove_unfinished(self.path)
+            if not self._config.job.allow_config_change:
+                self._refuse_changes()
+            if self._config.checkpoint.enable:
+                self._open_checkpoints()
+            replace_file(self.path / CONFIG_FILE, dump_config(self._config))
+        except StoreError:
+            raise
+        except OSError as error:
+            raise RunFolderError([f"{self.path}: cannot be written: {error.strerror}"]) from error
+
+    def close(self) -> None:
+        """Let others write into the folder; on the first rank."""
+        self._lock.release()
+
+    def _refuse_changes(self) -> None:
+        saved = self.path / CONFIG_FILE
+        try:
+            old = tomllib.loads(read_regular(saved, _LARGEST_FILE).decode())
+            damage = "" if old else "is empty"
+        except FileNotFoundError:
+            old, damage = {}, "is missing"
+        except UnsuitableFile as error:
+            raise RunFolderError([f"{saved}: {error.strerror} (move it away)"]) from error
+        except (ValueError, RecursionError) as error:  # no TOML, no text, an endless number, nested too deep
+            old, damage = {}, f"is damaged ({error})"
+        if damage:
+            old = self._recorded_config(f"{saved}: {damage}", needed=saved.exists())
+        if old and (changes := config_differences(old, self._config)):
+            advice = "give another --job.name, or --job.allow_config_change true to continue it all the same"
+            raise RunFolderError(
+                [f"{self.path}: holds a run of another configuration ({advice})", *(f"  {line}" for line in changes)]
+            )
+
+    def _recorded_config(self, damage: str, needed: bool) -> dict:
+        """The configuration that the newest good checkpoint was saved under; empty where there is no checkpoint.
+
+        Raises:
+            RunFolderError: it is needed, and no good checkpoint has a record of it.
+        """
+        if not self._config.checkpoint.enable or not checkpoint_steps(self.checkpoints):
+            return {}
+        step, _ = newest_good(self.checkpoints)
+        recorded = read_state(checkpoint_path(self.checkpoints, step)).get("config") if step is not None else None
+        if not isinstance(recorded, dict) or not recorded:
+            if not needed:  # checkpoints were put here for a run that begins
+                return {}
+            advice = "put a copy back, or --job.allow_config_change true to continue with the configuration given now"
+            raise RunFolderError([f"{damage}, and no checkpoint has a record of the configuration ({advice})"])
+        logger.warning(f"{damage}; restored from the checkpoint of step {step}")
+        return recorded
+
+    def _open_checkpoints(self) -> None:
+        before = self._checkpoints_before()
+        if str(before) != str(self.checkpoints) and checkpoint_steps(before) and not checkpoint_steps(self.checkpoints):
+            advice = "leave checkpoint.folder as it was, or copy them first, or give another --job.name"
+            raise RunFolderError(
+                [f"checkpoint.folder: {self.checkpoints}: has none of the run's checkpoints: they are in {before} ({advice})"]
+            )
+        if self._config.checkpoint.folder:
+            self._refuse_foreign_checkpoints()
+        try:
+            problem = claim(self.path, self.checkpoints) if self._config.checkpoint.folder else None
+        except StoreError:
+            raise
+        except OSError as error:
+            problem = f"checkpoint.folder: {self.checkpoints}: cannot be written: {error.strerror}"
+        if problem:
+            raise RunFolderError([problem])
+
+    def _checkpoints_before(self) -> AnyPath:
+        try:
+            return run_checkpoints(self.path)
+        except CheckpointError:  # of a config.toml that a checkpoint's record takes the place of
+            return self.checkpoints
+
+    def _refuse_foreign_checkpoints(self) -> None:
+        if read_owner(self.checkpoints) is None and (name := foreign_checkpoint_content(self.checkpoints)):
+            advice = "give another --checkpoint.folder or --job.name"
+            raise RunFolderError(
+                [f"checkpoint.folder: {self.checkpoints}: holds {name}, which is no checkpoint; nothing was written ({advice})"]
+            )
+
+    def is_finished(self) -> bool:
+        """Whether the summary says that a run of as many steps was completed."""
+        try:
+            summary = json.loads(read_regular(self.summary, _LARGEST_FILE))
+            done = summary.get("progress", summary["step"])  # steps of a batch that grew count as several
+            return summary["status"] == "completed" and done >= self._config.training.steps
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return False
+
+    def write_summary(self, content: dict) -> None:
+        """Replace summary.json."""
+        replace_file(self.summary, json.dumps(content, indent=1) + "\n")
+
+
+def versions() -> dict[str, str | None]:
+    """What a result depends on besides the configuration: versions, and this repository's commit where known."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    try:
+        found["numpy"] = version("numpy")
+    except PackageNotFoundError:
+        found["numpy"] = None
+    found["git_commit"] = _git_commit()
+    return found
+
+
+def _git_commit() -> str | None:
+    # `describe --dirty` would write the checkout's index, which is no concern of a run's; `status` can do without.
+    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]
+    questions = (["describe", "--always", "--abbrev=12"], ["status", "--porcelain", "--untracked-files=no"])
+    try:
+        commit, changes = (
+            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for words in questions
+        )
+        return f"{commit}-dirty" if commit and changes else commit or None
+    except (OSError, subprocess.SubprocessError):
+        return None

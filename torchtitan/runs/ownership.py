@@ -1,0 +1,88 @@
+"""Whether a folder is a run's: nothing is written into one that somebody else has filled."""
+
+import json
+import tomllib
+from pathlib import Path
+
+from torchtitan.checkpoint.manifest import checkpoint_path, checkpoint_steps, read_json, read_manifest
+from torchtitan.errors import DamagedFile
+from torchtitan.files.durable import is_unfinished
+from torchtitan.files.run_lock import LOCK_FILE
+from torchtitan.settings.record import CONFIG_HEADER
+
+CONFIG_FILE = "config.toml"
+
+# What a run that begins writes before its first checkpoint.
+_BEGUN_NAMES = frozenset((
+    CONFIG_FILE, LOCK_FILE, "checkpoint", "checkpoint_owner.json", "events", "faults", "gns", "metrics.jsonl", "samples",
+    "tb", "wandb", "wandb_id",
+))  # fmt: skip
+_SECTIONS = ("job", "model", "training")
+_MAX_BYTES = 1 << 20
+
+
+def foreign_content(folder: Path) -> str | None:
+    """Why a folder must not become a run's: what is in it was not put there by one.
+
+    A folder is a run's if its config.toml, its lock or a checkpoint says so, and may then hold anything else. One
+    without any of them may hold nothing but what a start that was cut off leaves.
+
+    Returns:
+        the name of something in it that is not a run's; None where a run may write.
+
+    Raises:
+        OSError: it cannot be looked into.
+    """
+    if not folder.exists():
+        return None
+    names = sorted(path.name for path in folder.iterdir())
+    if not names or _is_lock(folder / LOCK_FILE) or _is_config(folder / CONFIG_FILE) or _has_checkpoint(folder):
+        return None
+    for name in names:
+        if name not in _BEGUN_NAMES and not is_unfinished(name):
+            return name
+        if name in (CONFIG_FILE, "metrics.jsonl") and not _may_be_cut_off(folder / name):
+            return name
+    return None
+
+
+def _is_config(path: Path) -> bool:
+    try:
+        if path.is_symlink() or not path.is_file():
+            return False
+        with open(path, "rb") as file:
+            text = file.read(_MAX_BYTES).decode()
+        return text.startswith(CONFIG_HEADER) or all(isinstance(tomllib.loads(text).get(name), dict) for name in _SECTIONS)
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _is_lock(path: Path) -> bool:
+    try:
+        return read_json(path, dict, 4096).keys() == {"host", "pid", "started"}
+    except DamagedFile:
+        return False
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    for step in checkpoint_steps(folder / "checkpoint"):
+        try:
+            read_manifest(checkpoint_path(folder / "checkpoint", step))
+            return True
+        except DamagedFile:
+            continue
+    return False
+
+
+def _may_be_cut_off(path: Path) -> bool:
+    """Whether a file is what a power cut leaves of a run's: nothing, zeros, or lines of metrics."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        start = file.read(_MAX_BYTES).strip(b"\0\n")
+    if not start or path.name == CONFIG_FILE:
+        return not start
+    try:
+        return "step" in json.loads(start.split(b"\n")[0])
+    except (ValueError, TypeError, RecursionError):
+        return b"\n" not in start and start.startswith(b'{"step"')

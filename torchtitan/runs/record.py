@@ -1,0 +1,435 @@
+"""What runs left behind: read from their folders, grouped by seed, averaged with intervals."""
+
+import bisect
+import itertools
+import json
+import math
+import re
+import statistics
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan.files.regular import read_regular
+from torchtitan.runs.metric_points import LATEST_STEP, read_points
+
+TRAINING_LOSS = "loss_metrics/global_avg_loss"
+HELD_OUT_LOSS = "validation_metrics/loss"
+
+# Keys that never make two runs different trainings: the seed, and everything about where a run is kept.
+_NOT_A_SETTING = ("debug.seed", "job.")
+
+
+_LARGEST_FILE = 1 << 24  # bytes, of config.toml and summary.json
+_SMALLEST_NUMBER, _LARGEST_NUMBER = 1e-100, 1e100  # beyond, squares and axes leave float64
+
+
+class RunRecordError(Exception):
+    """A folder that cannot be read as a run."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """The finite values of one metric over steps; steps rise strictly."""
+
+    steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def tail(self) -> tuple[float, ...]:
+        """The last half of the points: what summary.json takes its medians over."""
+        return self.values[len(self.values) // 2 :]
+
+    def final(self) -> float | None:
+        """The last value."""
+        return self.values[-1] if self.values else None
+
+    def lowest(self) -> tuple[float, int] | None:
+        """The lowest value and its step, the earliest of equals."""
+        return min(zip(self.values, self.steps, strict=True)) if self.values else None
+
+    def tail_median(self) -> float | None:
+        return statistics.median(self.tail()) if self.values else None
+
+    def at(self, step: float) -> float:
+        """Linear interpolation between points; `step` lies within the first and the last one."""
+        right = bisect.bisect_left(self.steps, step)
+        if right == len(self.steps) or (right == 0 and step != self.steps[0]):
+            raise ValueError(f"step {step} is not within the series")
+        if self.steps[right] == step:
+            return self.values[right]
+        share = (step - self.steps[right - 1]) / (self.steps[right] - self.steps[right - 1])
+        return self.values[right - 1] + share * (self.values[right] - self.values[right - 1])
+
+    def smoothed(self, width: float) -> "Series":
+        """Centred running mean over the points within `width` steps.
+
+        At the start, where curves are steep, over as many as fit on both sides; at the end over those there are.
+        """
+        if len(self) < 3:
+            return self
+        spacing = statistics.median(after - before for before, after in zip(self.steps, self.steps[1:]))
+        half = int(width / 2 / spacing)
+        sums = [0.0, *itertools.accumulate(self.values)]
+        means = list(self.values)
+        for i in range(1, len(self)) if half else ():
+            reach = min(half, i)
+            end = min(i + reach + 1, len(self))
+            means[i] = (sums[end] - sums[i - reach]) / (end - i + reach)
+        return Series(self.steps, tuple(means))
+
+
+class Interval(NamedTuple):
+    """A mean with its confidence interval mean +- half_width; one value alone has none."""
+
+    mean: float
+    half_width: float | None
+    count: int
+
+
+@dataclass(eq=False)
+class RunRecord:
+    """One run's folder as it was read.
+
+    Attributes:
+        folder: as given.
+        name: of the folder.
+        config: the tables of config.toml; empty where there is none.
+        summary: of summary.json; None where there is none, as in a run that goes on or was killed.
+        points: metrics.jsonl in the order of steps; later lines stand after earlier ones of the same step.
+        samples: step -> grid of samples.
+        damaged_lines: lines of metrics.jsonl that could not be read.
+        stride: 1; of a very large metrics.jsonl k, where every k-th point was kept.
+        problems: what else could not be read, one line each.
+    """
+
+    folder: Path
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] | None = None
+    points: list[dict[str, Any]] = field(default_factory=list)
+    samples: dict[int, Path] = field(default_factory=dict)
+    damaged_lines: int = 0
+    stride: int = 1
+    problems: list[str] = field(default_factory=list)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Dotted key -> value of the configuration."""
+        return dict(flattened(self.config))
+
+    @property
+    def seed(self) -> int | None:
+        seed = self.settings.get("debug.seed")
+        return seed if type(seed) is int and abs(seed) < 2**63 else None
+
+    @property
+    def last_step(self) -> int:
+        logged = self.points[-1]["step"] if self.points else 0
+        return max(logged, self._summary_step())
+
+    @property
+    def status(self) -> str:
+        """What the summary says; a run that logged beyond its summary, or has none, is running or was killed."""
+        if self.summary is None:
+            return "no summary (running or killed)"
+        status = str(self.summary.get("status", "unknown"))
+        if self.points and self.points[-1]["step"] > self._summary_step():
+            return f"{status} at step {self._summary_step()}, went on since (running or killed)"
+        return status
+
+    @cached_property
+    def images_per_step(self) -> float | None:
+        """Images that a step sees; None where neither metrics nor configuration tell."""
+        for point in reversed(self.points):
+            if point["step"] > 0 and is_number(images := point.get("n_images_seen")) and images > 0:
+                return images / point["step"]
+        batch = self.settings.get("training.global_batch_size")
+        return batch if is_number(batch) and batch > 0 else None
+
+    @cached_property
+    def tags(self) -> tuple[str, ...]:
+        """Names of the metrics, in the order they first appear."""
+        return tuple(dict.fromkeys(tag for point in self.points for tag in point if tag != "step"))
+
+    def series(self, tag: str) -> Series:
+        """The finite values of one metric; of several at one step the last counts."""
+        found = {point["step"]: point[tag] for point in self.points if is_number(point.get(tag))}
+        return Series(tuple(found), tuple(map(float, found.values())))
+
+    def not_finite(self, tag: str) -> int:
+        """How many logged values of a metric are NaN or infinite."""
+        return sum(isinstance(value := point.get(tag), float) and not math.isfinite(value) for point in self.points)
+
+    def held_out_tags(self) -> dict[str, str]:
+        """Track -> tag of its held-out loss; the trained weights are the track `raw`."""
+        tags = {"raw": HELD_OUT_LOSS} if HELD_OUT_LOSS in self.tags else {}
+        for tag in self.tags:
+            parts = tag.split("/")
+            if len(parts) == 3 and parts[0] == "validation_metrics" and parts[2] == "loss":
+                tags[parts[1]] = tag
+        return tags
+
+    def bin_tags(self) -> dict[int, str]:
+        """Number of the timestep bin -> tag of its training error."""
+        tags = [tag for tag in self.tags if re.fullmatch(r"loss_by_bin/[0-9]{1,3}", tag)]
+        return dict(sorted((int(tag.split("/")[1]), tag) for tag in tags))
+
+    @cached_property
+    def bin_edges(self) -> list[float] | None:
+        """Edges in t of the timestep bins, [K + 1] from 0 to 1; None where the configuration does not tell."""
+        import torch
+
+        from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+
+        try:
+            bins = self.config["metrics"]["loss_bins"]
+            if not 1 <= bins <= 1000:
+                return None
+            quantiles = torch.arange(1, bins, dtype=torch.float64) / bins
+            objective = Objective(ObjectiveConfig(**self.config["objective"]), seed=0)
+            return [0.0, *objective.timestep_sampler.density.quantile(quantiles).tolist(), 1.0]
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
+            return None  # of another version of the program
+
+    def _summary_step(self) -> int:
+        step = (self.summary or {}).get("step", 0)
+        return step if type(step) is int and 0 <= step < LATEST_STEP else 0
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read what there is of a run.
+
+    Raises:
+        RunRecordError: there is no such folder, or nothing in it that a run writes.
+    """
+    if not folder.is_dir():
+        raise RunRecordError(f"{folder}: no such folder" if not folder.exists() else f"{folder}: not a folder")
+    if not any((folder / name).is_file() for name in ("config.toml", "metrics.jsonl", "summary.json")):
+        raise RunRecordError(f"{folder}: not a run's folder (no config.toml, metrics.jsonl or summary.json in it)")
+    run = RunRecord(folder, folder.resolve().name)
+    try:
+        config = tomllib.loads(read_regular(folder / "config.toml", _LARGEST_FILE).decode())
+        dict(flattened(config))  # raises for one that is nested too deep
+        run.config = config
+    except (OSError, ValueError, RecursionError) as error:
+        run.problems.append(_unread("config.toml", error))
+    try:
+        summary = json.loads(read_regular(folder / "summary.json", _LARGEST_FILE))
+        if not isinstance(summary, dict):
+            raise ValueError("not an object")
+        run.summary = summary
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, RecursionError) as error:
+        run.problems.append(_unread("summary.json", error))
+    try:
+        read = read_points(folder / "metrics.jsonl")
+        run.points, run.damaged_lines, run.stride = read.points, read.damaged, read.stride
+    except OSError as error:
+        run.problems.append(_unread("metrics.jsonl", error))
+    for path in sorted((folder / "samples").glob("step-*.png")):
+        if path.stem.removeprefix("step-").isdecimal():
+            run.samples[int(path.stem.removeprefix("step-"))] = path
+    return run
+
+
+def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
+    """Read several runs, one that is given twice once; names are told apart by the folders above.
+
+    Raises:
+        RunRecordError: with one line per folder that is no run.
+    """
+    runs: dict[Path, RunRecord] = {}
+    problems = []
+    for folder in folders:
+        try:
+            runs.setdefault(folder.resolve(), read_run(folder))
+        except RunRecordError as error:
+            problems.append(str(error))
+    if problems:
+        raise RunRecordError("\n".join(dict.fromkeys(problems)))
+    _tell_apart(runs)
+    return list(runs.values())
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs of the same settings and different seeds; often one run alone."""
+
+    name: str
+    runs: tuple[RunRecord, ...]
+
+    def interval(self, values: Iterable[float | None]) -> Interval | None:
+        """Mean over the runs that have a value, with its interval; None where none has."""
+        present = [value for value in values if value is not None]
+        return mean_interval(present) if present else None
+
+
+def group_by_seed(runs: Sequence[RunRecord]) -> list[RunGroup]:
+    """Put runs together that differ in debug.seed only (and in [job]: name, folder).
+
+    A seed that is there a second time says nothing new about the spread: that run stands alone, as one without a
+    configuration does. Groups stand in the order of their first runs, runs in that of their seeds.
+    """
+    groups: dict[tuple, list[RunRecord]] = {}
+    repeats: dict[tuple, int] = {}
+    for run in runs:
+        settings = {key: value for key, value in run.settings.items() if not key.startswith(_NOT_A_SETTING)}
+        if not settings:
+            groups["alone", str(run.folder.resolve())] = [run]
+            continue
+        same = json.dumps(settings, sort_keys=True, default=str)
+        repeat = repeats.get((same, run.seed), 0)
+        repeats[same, run.seed] = repeat + 1
+        alone = ("repeat", str(run.folder.resolve())) if repeat else ("group", same)
+        groups.setdefault(alone, []).append(run)
+    names: set[str] = set()
+    found = []
+    for members in groups.values():
+        name = _group_name([run.name for run in members])
+        while name in names:
+            name += "'"
+        names.add(name)
+        found.append(RunGroup(name, tuple(sorted(members, key=lambda run: (run.seed or 0, run.name)))))
+    return found
+
+
+def align(series: Sequence[Series]) -> list[tuple[int, Interval]]:
+    """Average series at every step that one of them logged and all of them reach.
+
+    Between its points a series counts as a straight line, so that those of unequal steps can be averaged. Empty ones
+    do not count.
+
+    Returns:
+        step and interval of the mean, steps rising.
+    """
+    present = [one for one in series if len(one)]
+    if not present:
+        return []
+    first, last = max(one.steps[0] for one in present), min(one.steps[-1] for one in present)
+    steps = sorted({step for one in present for step in one.steps if first <= step <= last})
+    return [(step, mean_interval([one.at(step) for one in present])) for step in steps]
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Mean of independent normal values with Student's interval: mean +- t * s / sqrt(n).
+
+    Args:
+        values: one or more; of one alone there is no interval.
+        confidence: of the interval, in (0, 1).
+    """
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return Interval(mean, None, len(values))
+    quantile = t_quantile((1 + confidence) / 2, len(values) - 1)
+    return Interval(mean, quantile * statistics.stdev(values) / math.sqrt(len(values)), len(values))
+
+
+def t_quantile(probability: float, degrees: int) -> float:
+    """Quantile of Student's t distribution.
+
+    Args:
+        probability: in [0.5, 1).
+        degrees: of freedom, >= 1.
+    """
+    low, high = 0.0, 1.0
+    while t_within(high, degrees) < 2 * probability - 1:
+        high *= 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_within(middle, degrees) < 2 * probability - 1 else (low, middle)
+    return (low + high) / 2
+
+
+def t_within(t: float, degrees: int) -> float:
+    """P(|T| <= t) of Student's t distribution with whole degrees of freedom, t >= 0.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
+    """
+    theta = math.atan(t / math.sqrt(degrees))
+    cosine = math.cos(theta)
+    if degrees % 2:
+        term, total = cosine, 0.0
+        for k in range(1, degrees - 1, 2):  # cos + 2/3 cos^3 + 2*4/(3*5) cos^5 + ...
+            total += term
+            term *= cosine**2 * (k + 1) / (k + 2)
+        return 2 / math.pi * (theta + math.sin(theta) * total)
+    term, total = 1.0, 0.0
+    for k in range(0, degrees, 2):  # 1 + 1/2 cos^2 + 1*3/(2*4) cos^4 + ...
+        total += term
+        term *= cosine**2 * (k + 1) / (k + 2)
+    return math.sin(theta) * total
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """Value below which a fraction of the values lies, straight lines between neighbours; fraction in [0, 1]."""
+    ordered = sorted(values)
+    place = fraction * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def flattened(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Dotted key and value of everything in tables of tables."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def differing_settings(runs: Sequence[RunRecord]) -> tuple[list[str], list[str]]:
+    """Split the configurations' keys.
+
+    Returns:
+        keys of which two runs have different values, or only one of them has a value; and keys all agree on.
+        Runs without a configuration do not count.
+    """
+    known = [run.settings for run in runs if run.settings]
+    keys = list(dict.fromkeys(key for settings in known for key in settings))
+    common = [key for key in keys if all(key in one and one[key] == known[0][key] for one in known)]
+    return [key for key in keys if key not in set(common)], common
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON or TOML is a number for means and charts: 0, or from 1e-100 to 1e100 in size."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return value == 0 or _SMALLEST_NUMBER <= abs(value) <= _LARGEST_NUMBER
+
+
+def _unread(name: str, error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"no {name}"
+    return f"{name} cannot be read ({' '.join(str(error).split())})"
+
+
+def _tell_apart(runs: dict[Path, RunRecord]) -> None:
+    names = [run.name for run in runs.values()]
+    for path, run in runs.items():
+        if names.count(path.name) > 1:
+            run.name = "/".join(path.parts[-2:])
+    names = [run.name for run in runs.values()]
+    for path, run in runs.items():
+        if names.count(run.name) > 1:
+            run.name = str(path)
+
+
+def _group_name(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    common = names[0]
+    while not all(name.startswith(common) for name in names):
+        common = common[:-1]
+    stem = common.rstrip("-_. /")
+    for word in ("seed", "s"):
+        if stem.endswith(("-" + word, "_" + word)):
+            stem = stem[: -len(word)].rstrip("-_. /")
+    return f"{stem or names[0]} ({len(names)} seeds)"

@@ -1,0 +1,138 @@
+"""A trained model, read back for sampling: from a run folder's checkpoint, or from a file of weights."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from data import DATASETS
+from data.base import DatasetInfo
+from torchtitan.checkpoint.checkpointer import (
+    CheckpointError,
+    checkpoint_path,
+    checkpoint_steps,
+    newest_good,
+    read_tensors,
+    verify,
+)
+from torchtitan.checkpoint.location import run_checkpoints
+from torchtitan.config.job import ConfigError, JobConfig, load_config
+from torchtitan.diffusion.objective import Objective
+from torchtitan.files.regular import read_text
+from torchtitan.files.remote_path import AnyPath
+from torchtitan.files.weight_files import WeightsError, fill
+from torchtitan.models import MODELS
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model ready to sample from.
+
+    Attributes:
+        config: the run's configuration.
+        info: what the dataset held.
+        model: in eval mode, float32, whole, on the device asked for.
+        objective: what it was trained for.
+        label: where the weights are from, such as `step 1000, ema`.
+        warnings: damaged checkpoints that were skipped.
+    """
+
+    config: JobConfig
+    info: DatasetInfo
+    model: nn.Module
+    objective: Objective
+    label: str
+    warnings: tuple[str, ...] = ()
+
+
+def load_run(folder: Path, track: str | None, step: int | None, device: torch.device) -> TrainedModel:
+    """Read a checkpoint of a run.
+
+    Args:
+        folder: the run's folder.
+        track: name of an EMA track, "none" for the trained weights, None for the run's own choice.
+        step: which checkpoint; None for the newest good one.
+        device: where the model goes.
+
+    Raises:
+        WeightsError, ConfigError, CheckpointError.
+    """
+    config = read_config(folder / "config.toml")
+    track = track or config.sampling.ema_track
+    tracks = [entry.name for entry in config.ema.tracks]
+    if track not in ("none", *tracks):
+        raise WeightsError(f"{folder}: has no EMA track {track!r} (there are: {', '.join(['none', *tracks])})")
+    checkpoints = run_checkpoints(folder)
+    step, warnings = _choose_step(checkpoints, step)
+    info = DATASETS[config.data.name].info(config.data)
+    model = _empty_model(config, info, device)
+    prefix = "model." if track == "none" else f"ema.{track}."
+    read_tensors(
+        checkpoint_path(checkpoints, step),
+        {prefix + name: parameter.detach() for name, parameter in model.named_parameters()},
+    )
+    objective = Objective(config.objective, config.debug.seed).to(device)
+    learned = {f"objective.{name}": tensor for name, tensor in objective.tensors().items()}
+    if learned:
+        read_tensors(checkpoint_path(checkpoints, step), learned)
+    label = f"step {step}, {'trained weights' if track == 'none' else track}"
+    return TrainedModel(config, info, model, objective, label, tuple(warnings))
+
+
+def load_weights(path: Path, config_file: Path, device: torch.device) -> TrainedModel:
+    """Read a safetensors file of weights, named as the model's parameters, for a configuration.
+
+    Raises:
+        WeightsError: not a safetensors file, tensors are missing, superfluous or of another shape, or heads are mixed
+            by what only a checkpoint holds.
+        ConfigError: the configuration is refused.
+    """
+    config = read_config(config_file)
+    info = DATASETS[config.data.name].info(config.data)
+    objective = Objective(config.objective, config.debug.seed).to(device)
+    if objective.mixes_by_state:
+        raise WeightsError(
+            f"{path}: holds weights alone, but objective.combine = {config.objective.combine} mixes the heads by what was"
+            " learned in training (give the run's folder, or use snr_handover)"
+        )
+    model = _empty_model(config, info, device)
+    fill(model, path)
+    return TrainedModel(config, info, model, objective, path.stem)
+
+
+def read_config(path: Path) -> JobConfig:
+    """The configuration as it was resolved, for as many processes as it then had."""
+    try:
+        degrees = tomllib.loads(read_text(path)).get("parallelism", {})
+        processes = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]
+        processes = max(int(processes), 1)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        processes = 1  # what is wrong is reported by load_config
+    return load_config(["--job.config_file", str(path)], processes)
+
+
+def _choose_step(checkpoints: AnyPath, step: int | None) -> tuple[int, list[str]]:
+    there = ", ".join(map(str, checkpoint_steps(checkpoints))) or "none"
+    if step is not None:
+        problem = verify(checkpoint_path(checkpoints, step))
+        if problem:
+            raise CheckpointError(f"{checkpoint_path(checkpoints, step)}: {problem} (checkpoints: {there})")
+        return step, []
+    newest, skipped = newest_good(checkpoints)
+    if newest is None:
+        lines = [*skipped, f"{checkpoints}: holds no good checkpoint (train with checkpoint.enable = true)"]
+        raise CheckpointError("\n".join(lines))
+    return newest, skipped
+
+
+def _empty_model(config: JobConfig, info: DatasetInfo, device: torch.device) -> nn.Module:
+    with torch.device("meta"):
+        model = MODELS[config.model.name].build(config.model, info.image_shape, info.num_classes)
+    model.to_empty(device=device)
+    model.init_buffers()
+    return model.eval().requires_grad_(False)
+
+
+__all__ = ["ConfigError", "TrainedModel", "WeightsError", "load_run", "load_weights", "read_config"]

@@ -1,0 +1,65 @@
+"""How a configuration section declares its keys: a dataclass field with a description and a range.
+
+Sections are plain dataclasses that stand beside the class they configure; `torchtitan.config.job` turns them
+into a validated schema, `--help` text and the JSON schema. This file imports the standard library only,
+so that every package may use it.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+
+def setting(
+    default: Any,
+    description: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    applies: dict[str, tuple | str] | None = None,
+    because: str = "",
+    trajectory: bool = True,
+    writes: Literal["", "run", "shared"] = "",
+) -> Any:
+    """Declare one configuration key as a dataclass field.
+
+    Args:
+        default: value when the key is not given; a list or dict is copied for every instance.
+        description: one line, printed by `--help`.
+        ge, gt, le, lt: bounds of a number (inclusive, exclusive, inclusive, exclusive).
+        applies: other key -> the values of it under which this one has an effect, or ">0" for any positive
+            number, or "set" for any list but the empty one; given under another value, this key is refused instead of
+            ignored. A key without a dot is of the same section. "one or other" is met when either is.
+        because: why it has no effect otherwise, where that is not plain; said when it is refused.
+        trajectory: whether a change of this key changes what a run learns, so that a checkpoint of another
+            value must not be continued silently.
+        writes: what is written at the place that this key names: files of one run alone, a folder that runs may share,
+            or nothing. What starts several runs keeps these places within its own folder (`config_places`).
+
+    Returns:
+        a `dataclasses.Field` whose metadata carries all of this.
+    """
+    metadata = {
+        "description": description,
+        "bounds": {name: bound for name, bound in dict(ge=ge, gt=gt, le=le, lt=lt).items() if bound is not None},
+        "applies": applies or {},
+        "because": because,
+        "trajectory": trajectory,
+        "writes": writes,
+    }
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def has_key(section: Any, name: str) -> bool:
+    """Whether a section declares a key of that name."""
+    return name in {field.name for field in dataclasses.fields(section)}
+
+
+def meets(value: Any, accepted: tuple | str) -> bool:
+    """Whether a key's value is among those of `applies` under which another one has an effect."""
+    if accepted == "set":
+        return bool(value)
+    return value > 0 if accepted == ">0" else value in accepted

@@ -1,0 +1,106 @@
+"""Which keys have an effect; the resolved configuration as TOML; what differs between two configurations."""
+
+import dataclasses
+import json
+import typing
+from typing import Any
+
+import tomli_w
+
+from torchtitan.settings import meets
+from torchtitan.settings.schema import default_of, plain
+
+CONFIG_HEADER = "# The resolved configuration of this run; give it as --job.config_file to repeat the run.\n"
+
+
+def dump_config(config: Any) -> str:
+    """Write a resolved JobConfig as TOML: every key that has an effect, sections in their order.
+
+    Loading the text on as many processes gives an equal JobConfig, but for `job.config_file`.
+    """
+    text = tomli_w.dumps({name: table for name, table in effective(config).items() if table})
+    return CONFIG_HEADER + text
+
+
+def config_differences(old: Any, new: Any) -> list[str]:
+    """Compare what decides how a run learns.
+
+    Args:
+        old: a JobConfig, or the tables of a config.toml, which may lack keys or have ones that exist no more.
+        new: the JobConfig to continue with.
+
+    Returns:
+        one line per key of another value, as `training.steps: 100 -> 200`. A key that the old one lacks counts
+        as its default.
+    """
+    before = old if isinstance(old, dict) else effective(old)
+    lines = []
+    for section, table in effective(new).items():
+        old_table = before.get(section)
+        old_table = old_table if isinstance(old_table, dict) else {}
+        hints = typing.get_type_hints(type(getattr(new, section)))
+        for field in dataclasses.fields(getattr(new, section)):
+            if not field.metadata.get("trajectory", True) or not _has_effect(new, section, field):
+                continue
+            value, old_value = table.get(field.name), old_table.get(field.name, plain(default_of(field)))
+            if _with_later_keys(old_value, hints[field.name]) != value:
+                lines.append(f"{section}.{field.name}: {_text(old_value)} -> {_text(value)}")
+    return lines
+
+
+def effective(config: Any) -> dict[str, dict[str, Any]]:
+    """Section -> key -> value for every key that has an effect, in the form of TOML."""
+    tables = {}
+    for section in (field.name for field in dataclasses.fields(config)):
+        values = getattr(config, section)
+        fields = [field for field in dataclasses.fields(values) if (section, field.name) != ("job", "config_file")]
+        table = {
+            field.name: plain(getattr(values, field.name)) for field in fields if _has_effect(config, section, field)
+        }
+        tables[section] = {key: value for key, value in table.items() if value is not None}
+    return tables
+
+
+def unmet_condition(config: Any, section: str, field: dataclasses.Field) -> tuple[str, Any, tuple | str] | None:
+    """Find why a key has no effect.
+
+    Returns:
+        the dotted key that it depends on, that key's value, and the values under which it would have an effect;
+        None if it has one.
+    """
+    for condition, accepted in field.metadata.get("applies", {}).items():
+        unmet = [_unmet(config, section, key, accepted) for key in condition.split(" or ")]
+        if all(unmet):
+            return unmet[0]
+    return None
+
+
+def _unmet(config: Any, section: str, condition: str, accepted: tuple | str) -> tuple[str, Any, tuple | str] | None:
+    of_section, key = condition.split(".") if "." in condition else (section, condition)
+    value = getattr(getattr(config, of_section), key)
+    if not meets(value, accepted):
+        return f"{of_section}.{key}", value, accepted
+    return unmet_condition(config, of_section, getattr(config, of_section).__dataclass_fields__[key])
+
+
+def _has_effect(config: Any, section: str, field: dataclasses.Field) -> bool:
+    return unmet_condition(config, section, field) is None
+
+
+def _with_later_keys(old_value: Any, annotation: Any) -> Any:
+    """Give the tables of an old list of tables the defaults of the keys that came after it was written."""
+    element = (*typing.get_args(annotation), None)[0]
+    if not (isinstance(old_value, list) and dataclasses.is_dataclass(element)):
+        return old_value
+    known = {field.name for field in dataclasses.fields(element)}
+
+    def completed(entry: dict) -> dict:
+        return entry | plain(element(**{key: value for key, value in entry.items() if key in known}))
+
+    return [completed(entry) if isinstance(entry, dict) else entry for entry in old_value]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,0 +1,164 @@
+"""The critical batch size from held-out losses of branches: the largest batch that loses nothing at equal samples.
+
+Source: Merrill et al., "Critical Batch Size Revisited", arXiv 2505.23971: branches of a checkpoint at k times the batch
+size, smoothed loss, tolerance 0.01.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from torchtitan.statistics.intervals import student_quantile
+
+# Held-out losses by batch size and seed; infinite for a branch that diverged, absent where there is none.
+Losses = Mapping[int, Mapping[int, float]]
+
+
+@dataclass(frozen=True)
+class Excess:
+    """Held-out loss of a batch size over that of the smallest one, minus 1, paired by seed.
+
+    Attributes:
+        batch_size: global.
+        by_seed: of each seed that has both branches; infinite where the branch diverged.
+        mean: over seeds; NaN without any.
+        lower, upper: confidence interval of the mean; infinite with a single seed.
+    """
+
+    batch_size: int
+    by_seed: tuple[float, ...]
+    mean: float
+    lower: float
+    upper: float
+
+    @property
+    def known(self) -> bool:
+        return bool(self.by_seed)
+
+    def verdict(self, tolerance: float) -> str:
+        """ "within" or "beyond" the tolerance with confidence, else "undecided"; "missing" without branches."""
+        if not self.known:
+            return "missing"
+        if self.upper <= tolerance:
+            return "within"
+        return "beyond" if self.lower > tolerance else "undecided"
+
+
+@dataclass(frozen=True)
+class CriticalBatch:
+    """What a branch test says of the critical batch size, all in samples.
+
+    Attributes:
+        relation: "equal": `value` is within the tolerance and the next batch is not; "at least": nothing above
+            `value` was beyond it; "below": the first batch above the smallest, `value`, is beyond it already (the
+            smallest one itself is what others are compared with, so nothing can be said of it); "unresolved": the
+            branches learned less than the tolerance, so that any batch size would be within; "unknown": no losses.
+        value: None for unresolved and unknown.
+        lower: the largest batch up to which all are within with confidence; None where that is only the smallest
+            one, which is what others are compared with.
+        upper: the smallest batch that is beyond with confidence, itself excluded; None: there is none.
+        larger: a batch above `value` that is within although one below it is not: chance, or a rough landscape.
+    """
+
+    relation: str
+    value: int | None = None
+    lower: int | None = None
+    upper: int | None = None
+    larger: int | None = None
+
+
+def excesses(losses: Losses, batch_sizes: Sequence[int], confidence: float = 0.95) -> list[Excess]:
+    """Compare every batch size with the smallest one, paired by seed.
+
+    Args:
+        losses: of the branches there are.
+        batch_sizes: of the test, rising; the first is the reference.
+        confidence: of each interval (Student's t over seeds) by itself.
+    """
+    reference = {seed: loss for seed, loss in losses.get(batch_sizes[0], {}).items() if math.isfinite(loss)}
+    found = []
+    for batch_size in batch_sizes:
+        of_batch = losses.get(batch_size, {})
+        ratios = tuple(of_batch[seed] / reference[seed] - 1.0 for seed in sorted(reference) if seed in of_batch)
+        mean, margin = mean_and_margin(ratios, confidence)
+        if batch_size == batch_sizes[0]:  # exactly 0 by definition, also with one seed
+            margin = 0.0
+        # A diverged branch is no outlier to average: the batch size does not work.
+        bounds = (math.inf, math.inf) if mean == math.inf else (mean - margin, mean + margin)
+        found.append(Excess(batch_size, ratios, mean, *bounds))
+    return found
+
+
+def mean_and_margin(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Mean, and half the width of its confidence interval by Student's t; infinite for one value, NaN for none."""
+    if not values:
+        return math.nan, math.nan
+    mean = fmean(values)
+    if len(values) == 1 or not math.isfinite(mean):
+        return mean, math.inf
+    quantile = student_quantile(0.5 + 0.5 * confidence, float(len(values) - 1))
+    return mean, quantile * stdev(values) / math.sqrt(len(values))
+
+
+def progress(start_loss: float, reference_losses: Sequence[float]) -> float:
+    """Share of the start's loss over that of the smallest batch that training took away: start / reference - 1."""
+    finite = [loss for loss in reference_losses if math.isfinite(loss)]
+    return start_loss / fmean(finite) - 1.0 if finite else math.nan
+
+
+def critical_batch(found: Sequence[Excess], tolerance: float, learned: float = math.inf) -> CriticalBatch:
+    """Decide.
+
+    The batch sizes are gone through from the smallest up; the last one before the first whose mean excess is beyond
+    the tolerance is the critical one.
+
+    Args:
+        found: excesses, of rising batch sizes, the first being the reference.
+        tolerance: largest excess that counts as none, > 0.
+        learned: what `progress` says of the same losses.
+    """
+    if not found[0].known or math.isnan(learned):
+        return CriticalBatch("unknown")
+    if learned <= tolerance:
+        return CriticalBatch("unresolved")
+    last = 0
+    while last + 1 < len(found) and found[last + 1].known and found[last + 1].mean <= tolerance:
+        last += 1
+    verdicts = [excess.verdict(tolerance) for excess in found]
+    sure = next((place for place, verdict in enumerate(verdicts) if verdict != "within"), len(found)) - 1
+    beyond = [excess.batch_size for excess, verdict in zip(found, verdicts, strict=True) if verdict == "beyond"]
+    larger = [excess.batch_size for excess in found[last + 1 :] if excess.known and excess.mean <= tolerance]
+    relation, value = "equal", found[last].batch_size
+    if last + 1 == len(found) or not found[last + 1].known:
+        relation = "at least"
+    elif last == 0:
+        relation, value = "below", found[1].batch_size
+    lower = found[sure].batch_size if sure > 0 else None
+    return CriticalBatch(relation, value, lower, min(beyond, default=None), max(larger, default=None))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Critical batch size over an estimate of it; `upper` None: no upper end is known."""
+
+    relation: str
+    value: float
+    lower: float
+    upper: float | None
+
+
+def ratio_to_estimate(critical: CriticalBatch, estimate: float, lower: float, upper: float) -> Ratio | None:
+    """The critical batch size over a noise scale; None where either says nothing.
+
+    Both intervals at their worst together, so it covers at least as often as each of them.
+
+    Args:
+        critical: what the branches say.
+        estimate, lower, upper: the noise scale and its interval; upper may be infinite.
+    """
+    if critical.value is None or not estimate > 0:
+        return None
+    highest = None if critical.upper is None or not lower > 0 else critical.upper / lower
+    lowest = critical.lower / upper if critical.lower is not None and upper > 0 else 0.0
+    return Ratio(critical.relation, critical.value / estimate, lowest, highest)

@@ -1,0 +1,185 @@
+"""Traces of single steps, and snapshots of CUDA's memory.
+
+    <run>/profile/trace/step-00000100/rank0.json.gz    for chrome://tracing, perfetto.dev or scripts/breakdown.py
+    <run>/profile/memory/step-00000100/rank0.pickle    for pytorch.org/memory_viz
+    <run>/profile/breakdown.md, breakdown.json         where the time of the newest trace of rank 0 went
+
+Traced steps, and those before that warm the profiler up, are left out of throughput.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from torchtitan.distributed.mesh import Layout
+from torchtitan.files.optional import OptionalOutputs
+from torchtitan.settings import setting
+from torchtitan.supervision.breakdown import write_breakdown
+from torchtitan.supervision.trace import PROFILE_FOLDER, TraceError, trace_path
+
+logger = logging.getLogger(__name__)
+
+# Allocations and releases that a snapshot looks back on: some steps of a large model.
+_HISTORY_ENTRIES = 100_000
+
+
+@dataclass(kw_only=True)
+class ProfilingConfig:
+    """`[profiling]`"""
+
+    enable_profiling: bool = setting(
+        False, "write traces of steps to <run>/profile/trace, and where their time went", trajectory=False
+    )
+    profile_freq: int = setting(
+        100, "steps from one trace to the next; a trace ends with each multiple of it", ge=2,
+        applies={"enable_profiling": (True,)}, trajectory=False,
+    )
+    profiler_active: int = setting(
+        1, "steps in a trace", ge=1, applies={"enable_profiling": (True,)}, trajectory=False
+    )
+    profiler_warmup: int = setting(
+        3, "steps before a trace with the profiler on, whose cost at its start would distort it", ge=1,
+        applies={"enable_profiling": (True,)}, trajectory=False,
+    )
+    record_shapes: bool = setting(
+        False, "shapes of every operation's inputs in the traces", applies={"enable_profiling": (True,)},
+        trajectory=False,
+    )
+    with_stack: bool = setting(
+        False, "Python stacks in the traces: slow and large", applies={"enable_profiling": (True,)}, trajectory=False
+    )
+    enable_memory_snapshot: bool = setting(
+        False, "write snapshots of CUDA's allocator to <run>/profile/memory, and one when memory runs out",
+        trajectory=False,
+    )
+    memory_snapshot_freq: int = setting(
+        100, "steps from one snapshot to the next", ge=1, applies={"enable_memory_snapshot": (True,)}, trajectory=False
+    )
+
+
+def profiling_problems(config: ProfilingConfig, steps: int) -> Iterator[tuple[str, str]]:
+    """Find what would give no trace or no snapshot.
+
+    Args:
+        config: the section.
+        steps: of the run.
+
+    Returns:
+        pairs of a key of the section and the reason.
+    """
+    if config.enable_profiling:
+        window = config.profiler_warmup + config.profiler_active
+        if window > config.profile_freq:
+            yield "profile_freq", (
+                f"{config.profile_freq} steps hold no trace of profiler_warmup + profiler_active = {window} steps"
+                f" (set it to {window} or more)"
+            )
+        elif config.profile_freq > steps:
+            yield "profile_freq", f"no step would be traced, for training.steps = {steps} (set it to {steps} or less)"
+    if config.enable_memory_snapshot and not torch.cuda.is_available():
+        yield "enable_memory_snapshot", (
+            "a snapshot is of CUDA's allocator; the CPU's keeps no record (set it to false; memory/max_resident is logged)"
+        )
+
+
+class Profiler:
+    """Traces the steps of one process by the section's rhythm; does nothing at all where the section is off."""
+
+    def __init__(
+        self,
+        config: ProfilingConfig,
+        run_folder: Path,
+        layout: Layout,
+        excluded: Callable[[], AbstractContextManager],
+    ) -> None:
+        """
+        Args:
+            config: the section.
+            run_folder: of the run.
+            layout: this process's place.
+            excluded: makes the context of work that is not training time.
+        """
+        self._config = config
+        self._folder = run_folder / PROFILE_FOLDER
+        self._layout = layout
+        self._excluded = excluded
+        self._profile: profile | None = None
+        self._outputs = OptionalOutputs()
+        if config.enable_memory_snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=_HISTORY_ENTRIES)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[bool]:
+        """Surround a step of the loop; gives whether the profiler is on in it, so that its time means nothing."""
+        if self._config.enable_profiling and step % self._config.profile_freq == self._first_of_window:
+            self._start()
+        traced = self._profile is not None
+        yield traced
+        if traced:
+            with self._excluded():
+                self._profile.step()
+                if step % self._config.profile_freq == 0:
+                    self._finish(step)
+        if self._config.enable_memory_snapshot and step % self._config.memory_snapshot_freq == 0:
+            with self._excluded():
+                self._dump_memory(f"step-{step:08d}")
+
+    def out_of_memory(self, step: int) -> None:
+        """Keep what the allocator did up to the failure of a step, where snapshots are wanted."""
+        if self._config.enable_memory_snapshot:
+            self._dump_memory(f"step-{step:08d}-out-of-memory")
+
+    def close(self) -> None:
+        """Stop; a trace that is not complete is dropped."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+        if self._config.enable_memory_snapshot:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    @property
+    def _first_of_window(self) -> int:
+        # A run that resumes after it leaves this window out: without a warm-up its trace would be distorted.
+        config = self._config
+        return (config.profile_freq - config.profiler_warmup - config.profiler_active + 1) % config.profile_freq
+
+    def _start(self) -> None:
+        config, cuda = self._config, self._layout.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize()  # the work of the steps before counts in their time
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
+            schedule=schedule(wait=0, warmup=config.profiler_warmup, active=config.profiler_active, repeat=1),
+            record_shapes=config.record_shapes,
+            with_stack=config.with_stack,
+        )
+        self._profile.start()
+
+    def _finish(self, step: int) -> None:
+        if self._layout.device.type == "cuda":
+            torch.cuda.synchronize()  # the next step's time begins with an idle device, as the first traced one's did
+        finished, self._profile = self._profile, None
+        path = trace_path(self._folder, step, self._layout.rank)
+        unfinished = path.with_name(f"unfinished-{path.name}")
+        with self._outputs.attempt("the trace", path, TraceError):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                finished.export_chrome_trace(str(unfinished))
+                unfinished.replace(path)
+            finally:
+                finished.stop()
+                unfinished.unlink(missing_ok=True)
+            if self._layout.rank == 0:
+                logger.info(f"trace of step {step}: {path}\n{write_breakdown(path, self._folder)}")
+
+    def _dump_memory(self, name: str) -> None:
+        path = self._folder / "memory" / name / f"rank{self._layout.rank}.pickle"
+        with self._outputs.attempt("the memory snapshot", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
+            logger.info(f"memory snapshot: {path}")

@@ -1,0 +1,48 @@
+"""`<run>/status.json`: how a run ended, for the script that started it.
+
+    {"status": "completed" | "requeue" | "failed" | "refused" | "busy", "exit_code": of the processes, "reason": in words}
+
+requeue: a signal interrupted the run, and a checkpoint was saved to go on from. busy: another process writes into the
+folder; nothing was done. The file is missing while a run is
+going on. torchrun turns every child's failure into 1, so a launch script reads this instead of the exit code: it may
+name another file in TRAIN_STATUS_FILE, which every rank writes, also on a machine without the run's folder, and also
+where the run was refused and the folder belongs to another one.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from torchtitan.errors import RunFolderError
+from torchtitan.files.durable import replace_file
+from torchtitan.files.optional import OptionalOutputs
+
+STATUS_FILE = "status.json"
+STATUS_VARIABLE = "TRAIN_STATUS_FILE"
+
+
+def write_status(run_folder: Path | None, status: str, exit_code: int, reason: str = "") -> None:
+    """Write how the run ended, wherever that is possible.
+
+    Args:
+        run_folder: of the run; None if this process must not write there.
+        status: one of those above.
+        exit_code: of this process.
+        reason: why, if it did not end well.
+    """
+    content = {"status": status, "exit_code": exit_code} | ({"reason": reason} if reason else {})
+    places = [run_folder / STATUS_FILE] if run_folder else []
+    if os.environ.get(STATUS_VARIABLE):
+        places.append(Path(os.environ[STATUS_VARIABLE]))
+    for path in places:
+        with OptionalOutputs().attempt("the status", path, consequence=f"the run has ended: {status}"):
+            replace_file(path, json.dumps(content, indent=1) + "\n")
+
+
+def remove_status(run_folder: Path) -> None:
+    """Forget how the run ended before; it resumes. Raises RunFolderError: a launch script would read it again."""
+    path = run_folder / STATUS_FILE
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunFolderError([f"{path}: cannot be removed: {error.strerror}"]) from error

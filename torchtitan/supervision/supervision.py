@@ -1,0 +1,103 @@
+"""What looks after a process while it trains: event log, watchdog, garbage control, memory monitor."""
+
+import multiprocessing
+from collections import Counter
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from torchtitan.processes.exit_codes import FAILED
+from torchtitan.supervision.events import EventLog
+from torchtitan.supervision.garbage import GarbageControl
+from torchtitan.supervision.heartbeat import process_state
+from torchtitan.supervision.run_status import write_status
+from torchtitan.supervision.watchdog import Watchdog
+from torchtitan.training.hardware import memory_metrics
+from torchtitan.training.memory_monitor import MemoryMonitor
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+
+class Supervision:
+    """Surrounds the training of one process. Nothing here is collective."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        config, layout, phases = trainer.config, trainer.layout, trainer.phases
+        self._trainer, self._phases = trainer, phases
+        self._log: EventLog | None = None
+        if config.metrics.enable_events:
+            self._log = EventLog(
+                trainer.folder.path, rank=layout.rank, world_size=layout.world_size,
+                keep_every=config.metrics.log_freq, step=trainer.step,
+            )  # fmt: skip
+            phases.on_end = self._log.phase
+        # Every forward is progress, also in the many of a validation or of a sampler.
+        trainer.model.register_forward_pre_hook(lambda *_: phases.touch())
+        self._garbage = GarbageControl(config.training.gc_freq)
+        self._memory = MemoryMonitor(layout.rank)
+        self._watchdog = Watchdog(
+            phases, config.comm, trainer.folder.path, rank=layout.rank, world_size=layout.world_size,
+            compiles=config.compile.enable, describe=_waiting_for, on_fault=self._note, on_end=self._close_run,
+        )  # fmt: skip
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Supervision":
+        self._stack.enter_context(self._garbage)
+        self._stack.enter_context(self._watchdog)
+        return self
+
+    def __exit__(self, *details) -> bool | None:
+        if self._log:
+            self._log.flush()
+        return self._stack.__exit__(*details)
+
+    def first_step_done(self) -> None:
+        """Start-up is over: the watchdog's limits are the short ones."""
+        self._watchdog.first_step_done()
+
+    def step_done(self, step: int, logged: bool) -> None:
+        """After each step; logged: whether its metrics were."""
+        self._garbage.step(step)
+        if logged:
+            self._memory.check(memory_metrics(self._trainer.layout.device))
+            if self._log:
+                self._log.flush()
+
+    def sync(self) -> None:
+        """Bring this rank's events to the disk, if it allows; any thread may call it, beside training."""
+        if self._log:
+            self._log.sync()
+
+    def culprit(self, wait: float) -> str | None:
+        """Another rank that is gone, stopped or has failed, in words; waits that many seconds for it to show."""
+        heartbeats = self._watchdog.heartbeats
+        return heartbeats.certain_culprit(wait) if heartbeats else None
+
+    def failed(self, status: str, reason: str) -> None:
+        """Close a run that cannot go on: its summary and status, the events, and a word for the other ranks."""
+        self._note(reason)
+        self._close_run(reason, status)
+        self._watchdog.ended(reason)
+
+    def _note(self, text: str) -> None:
+        if self._log:
+            self._log.fault(text, self._phases.step, self._phases.where)
+
+    def _close_run(self, reason: str, status: str = "failed") -> None:
+        heartbeats = self._watchdog.heartbeats
+        closes = heartbeats is None or heartbeats.writes_summary()
+        write_status(self._trainer.folder.path if closes else None, "failed", FAILED, reason)
+        if closes:
+            self._trainer.reports.fail(status, reason)
+
+
+def _waiting_for(phase: str) -> str:
+    if phase != "data":
+        return ""
+    workers = [child for child in multiprocessing.active_children() if child.pid]
+    if not workers:
+        return ""
+    states = {child.pid: process_state(child.pid) for child in workers}
+    odd = [f"process {pid} is {state}" for pid, state in states.items() if state != "running"]
+    counts = ", ".join(f"{count} {state}" for state, count in Counter(states.values()).items())
+    return f"of its loader processes {counts}" + (f" ({', '.join(odd)})" if odd else "")

@@ -1,0 +1,231 @@
+"""Ends a process that stands still, and says where: no hang is silent.
+
+A thread looks at the phase of the train loop. Near the end of the time that the phase may take, it writes one line to
+stderr, and stacks and the last collectives to `<run>/faults/`; at the end it closes the summary and ends the process.
+It works while the interpreter lock is free, as it is in a collective, in a kernel and in waiting for data. A process
+that holds the lock, or is stopped, is named by the others.
+"""
+
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from torchtitan.distributed.mesh import CommConfig
+from torchtitan.processes.exit_codes import FAILED
+from torchtitan.supervision.heartbeat import FAULTS_FOLDER, Heartbeats
+from torchtitan.supervision.phases import LONG_PHASES, Phases
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = 5.0  # seconds
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a phase may last.
+
+    Attributes:
+        report, end: seconds until the process says where it stands, and until it is ended.
+        key: the configuration key to raise where that was too short.
+    """
+
+    report: float
+    end: float
+    key: str
+
+
+def limits(comm: CommConfig, phase: str, *, alone: bool, first_step: bool, compiles: bool) -> Limits:
+    """The limits of a phase.
+
+    The end comes before the collectives' own timeout, after which NCCL would abort the process without a word.
+
+    Args:
+        comm: the section.
+        phase: where the process stands.
+        alone: whether it is the run's only process: nobody waits for it, and it may just be slow.
+        first_step: whether this process has yet to finish its first step.
+        compiles: whether that one compiles.
+    """
+    key = "comm.init_timeout_seconds" if first_step else "comm.train_timeout_seconds"
+    short = comm.init_timeout_seconds if first_step else comm.train_timeout_seconds
+    margin = min(20.0, 0.2 * short)
+    long = max(comm.long_phase_timeout_seconds, short)
+    if phase in LONG_PHASES:
+        return Limits(0.8 * long, 0.9 * long, "comm.long_phase_timeout_seconds")
+    if alone or (first_step and compiles):
+        return Limits(short - margin, 0.9 * long, "comm.long_phase_timeout_seconds")
+    return Limits(short - margin, short - margin / 2, key)
+
+
+class Watchdog:
+    """Watches the phases of one process.
+
+    Attributes:
+        interval: seconds between two looks, and between the heartbeats of several processes.
+        heartbeats: of all ranks; None in a single process.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        comm: CommConfig,
+        run_folder: Path,
+        *,
+        rank: int,
+        world_size: int,
+        compiles: bool,
+        describe: Callable[[str], str],
+        on_fault: Callable[[str], None],
+        on_end: Callable[[str], None],
+        end_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        """
+        Args:
+            phases: of the train loop.
+            comm: the section.
+            run_folder: of the run.
+            rank, world_size: this process's place.
+            compiles: whether the first step compiles.
+            describe: phase -> what it waits for, where more is known; else an empty string.
+            on_fault: called with the report of a process that stands still.
+            on_end: called with the reason before the process is ended; may write the summary.
+            end_process: ends the process with a code.
+        """
+        self.interval = max(0.1, min(5.0, comm.train_timeout_seconds / 20, comm.init_timeout_seconds / 20))
+        self.heartbeats = Heartbeats(run_folder, rank, world_size, self.interval) if world_size > 1 else None
+        self._phases, self._comm, self._folder = phases, comm, run_folder / FAULTS_FOLDER
+        self._rank, self._compiles = rank, compiles
+        self._describe, self._on_fault, self._on_end, self._end_process = describe, on_fault, on_end, end_process
+        self._first_step = True
+        self._reported_at: int | None = None  # `since` of the standstill that was reported
+        self._last_look = phases.clock()
+        self._resumed_at = 0
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> "Watchdog":
+        self._last_look = self._phases.clock()
+        self._beat()
+        # Apart, because a heartbeat may hang on the file system that the train loop hangs on.
+        for name, work in {"watchdog": self.look, "heartbeat": self._beat}.items():
+            thread = threading.Thread(target=self._repeat, args=(work,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        """Stop watching. Where the thread is just ending the process, this does not return."""
+        self._stop.set()
+        watching, beating = self._threads
+        watching.join()
+        beating.join(_PATIENCE)
+        if self.heartbeats and kind is None:
+            self.heartbeats.remove()
+
+    def first_step_done(self) -> None:
+        """From now on the limits are those of steady training."""
+        self._first_step = False
+
+    def ended(self, reason: str) -> None:
+        """Let the other ranks know why this one ends."""
+        if self.heartbeats:
+            self.heartbeats.beat(self._phases.step, self._phases.where, self._phases.changes, ended=reason)
+
+    def look(self) -> None:
+        """One look at the phase; called by the thread."""
+        phases, now = self._phases, self._phases.clock()
+        if now - self._last_look > 1e9 * (5 * self.interval + 1):
+            self._resumed_at = now  # this process was itself stopped, or the machine asleep: count anew
+        self._last_look = now
+        since, phase = phases.since, phases.name
+        stood = (now - max(since, self._resumed_at)) / 1e9
+        limit = limits(
+            self._comm, phase, alone=self.heartbeats is None, first_step=self._first_step, compiles=self._compiles
+        )
+        if stood >= limit.report and self._reported_at != since:
+            self._reported_at = since
+            _within_patience(self._report, phase, stood, limit)
+        elif stood >= limit.end:
+            self._end(phase, stood, limit)
+
+    def _repeat(self, work: Callable[[], None]) -> None:
+        while not self._stop.wait(self.interval):
+            work()
+
+    def _beat(self) -> None:
+        if self.heartbeats:
+            self.heartbeats.beat(self._phases.step, self._phases.name, self._phases.changes)
+
+    def _report(self, phase: str, stood: float, limit: Limits) -> None:
+        left = max(limit.end - stood, 0.0)
+        text = f"{self._where(phase, stood)}; ends in {left:.3g} s unless it goes on ({limit.key} sets the limit)"
+        kept = dump_state(self._folder, self._rank)
+        self._on_fault(text)
+        _say(f"{text}; {kept}")
+
+    def _end(self, phase: str, stood: float, limit: Limits) -> None:
+        _within_patience(self._close, phase, stood, limit)
+        self._end_process(FAILED)
+
+    def _close(self, phase: str, stood: float, limit: Limits) -> None:
+        reason = f"{self._where(phase, stood)}; ended by the limit ({limit.key})"
+        _say(reason)
+        self._on_end(reason)
+        self.ended(reason)
+
+    def _where(self, phase: str, stood: float) -> str:
+        place = f"rank {self._rank} ({socket.gethostname()}): step {self._phases.step}: {stood:.3g} s in {phase}"
+        known = [self._describe(phase)]
+        if self.heartbeats:
+            known.append(self.heartbeats.culprit() or "no rank stands out by its heartbeat")
+        return "; ".join([place, *filter(None, known)])
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # nobody reads it any more
+        print(text, file=sys.stderr, flush=True)
+
+
+def _within_patience(work: Callable[..., None], *arguments: object) -> None:
+    """Do something that may hang as well, on a file system; give it up after a while."""
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+
+
+def dump_state(folder: Path, rank: int) -> str:
+    """Write every thread's Python stack, and the flight recorder's collectives where it is on; says what it wrote."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    stacks = folder / f"rank-{rank:04d}-{stamp}-stacks.txt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(stacks, "w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        collectives = last_collectives()
+        if collectives is None:
+            return f"stacks: {stacks}; the back end has recorded no collectives"
+        record = folder / f"rank-{rank:04d}-{stamp}-collectives.json"
+        record.write_bytes(collectives)
+        return f"stacks: {stacks}; collectives: {record}"
+    except OSError as error:
+        return f"stacks cannot be written: {error}"
+
+
+def last_collectives() -> bytes | None:
+    """The flight recorder's content as JSON; None where it is off, or this torch has none."""
+    module = getattr(torch._C, "_distributed_c10d", None)
+    dump = getattr(module, "_dump_nccl_trace_json", None) or getattr(module, "_dump_fr_trace_json", None)
+    if dump is None or os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
+        return None
+    content = dump()
+    return content if isinstance(content, bytes) else content.encode()
