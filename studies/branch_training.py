@@ -44,7 +44,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 # The file by which a branch's folder is known.
 BRANCH_MARKS = {"branch.toml": b"# The resolved configuration of this run"}
 
-_TRAIN = Path(__file__).resolve().parents[3] / "train.py"
+_TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 _POLL_SECONDS = 0.2
 _SAVES = 4  # checkpoints of a branch, to go on from after a stop
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")

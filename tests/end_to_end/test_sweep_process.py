@@ -107,7 +107,7 @@ def test_a_stopped_run_leaves_no_process(start, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_nothing_outlives_a_caller_that_was_killed(start, tmp_path):
-    guard = [sys.executable, str(ROOT / "torchtitan" / "sweep" / "guard.py"), "0"]
+    guard = [sys.executable, str(ROOT / "torchtitan" / "experiments" / "guard.py"), "0"]
     child = "import subprocess, sys; subprocess.run(['sleep', sys.argv[1]], start_new_session=True)"
     caller = f"import subprocess, time; p = subprocess.Popen({guard + [sys.executable, '-c', child, '4711.5']!r}, "
     caller += "stdin=subprocess.PIPE, start_new_session=True); time.sleep(60)"

@@ -288,7 +288,7 @@ def clone(tmp_path) -> Path:
     (tmp_path / ".venv/bin").mkdir(parents=True)
     for name in ("train.sh", "status.sh"):
         (tmp_path / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
-    (tmp_path / "torchtitan/distributed").mkdir(parents=True)
+    (tmp_path / "torchtitan/processes").mkdir(parents=True)
     guard = "torchtitan/processes/parent_death.py"
     (tmp_path / guard).write_bytes((ROOT / guard).read_bytes())
     (tmp_path / "scripts/environment.sh").write_text(f"root={tmp_path}\nvenv=$root/.venv\nset_up() {{ :; }}\n")

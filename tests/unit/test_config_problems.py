@@ -11,7 +11,7 @@ from torchtitan.config.job import (
     JobConfig,
     load_config,
 )
-from torchtitan.config.job import checks as config_checks
+from torchtitan.config import checks as config_checks
 from torchtitan.models import MODELS
 from torchtitan.settings import setting
 from torchtitan.settings.schema import shown

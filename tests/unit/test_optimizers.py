@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.distributed.cases import make_trainer
 from torchtitan.config.job import ConfigError, load_config
-from torchtitan.config.job import checks as config_checks
+from torchtitan.config import checks as config_checks
 from torchtitan.distributed.parallelize import clamp_gradients
 from torchtitan.run import REFUSED, run
 from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor

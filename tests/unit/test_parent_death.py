@@ -97,7 +97,7 @@ def test_the_command_of_a_launch_script_ends_with_it_and_keeps_its_code():
 
 
 def test_the_command_of_a_guard_ends_even_if_the_guard_is_killed():
-    guard = [sys.executable, "-S", str(ROOT / "torchtitan" / "sweep" / "guard.py"), "0", "sleep", "60"]
+    guard = [sys.executable, "-S", str(ROOT / "torchtitan" / "experiments" / "guard.py"), "0", "sleep", "60"]
     process = subprocess.Popen(guard, stdin=subprocess.PIPE)
     command = child_that_sleeps(process.pid)
     process.kill()

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-_PARENT_DEATH = Path(__file__).resolve().parents[1] / "distributed" / "parent_death.py"
+_PARENT_DEATH = Path(__file__).resolve().parents[1] / "processes" / "parent_death.py"
 _POLL_SECONDS = 0.05
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
