@@ -309,7 +309,7 @@ def test_output_is_replaced_only_when_asked_for(run, command, tmp_path):
     assert contents(tmp_path) == {"x.safetensors", "folder"} | {f"folder/{name}" for name in inside}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/checkpoints.md"])
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/checkpoints.md"])
 def test_commands_of_the_documentation_are_accepted(page):
     commands = re.findall(r"\.venv/bin/python scripts/checkpoint\.py ([^`\n]+)", (ROOT / page).read_text())
     assert {command.split()[0] for command in commands} == {"list", "verify", "diff", "export", "import"}

@@ -1,4 +1,4 @@
-"""The commands of the README are accepted as they stand."""
+"""The commands of the README and of docs/index.md are accepted as they stand, and the index is complete."""
 
 import io
 import os
@@ -15,8 +15,10 @@ from PIL import Image
 
 from tests.launcher import ROOT
 
-README = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(r"^\|[^|]+\| `([^`]+)`\s*(?:\([^|]*\))?\s*\|$", README, re.MULTILINE)
+README, INDEX = (ROOT / "README.md").read_text(), (ROOT / "docs" / "index.md").read_text()
+ROWS = [line.strip("| ").split(" | ") for line in (README + INDEX).splitlines() if line.startswith("| ")]
+# a command stands in the last cell of its row; rows of scripts and benchmarks name files in the first one
+COMMANDS = sorted({row[-1].split("`")[1] for row in ROWS if row[-1].startswith("`")})
 
 
 @pytest.fixture
@@ -29,8 +31,9 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_the_table_is_read_whole():
-    assert len(COMMANDS) == len([line for line in README.splitlines() if line.startswith("| ") and "`" in line]) >= 10
+def test_tables_are_read_whole():
+    assert len([row for row in README.split("## Results")[0].splitlines() if row.startswith("| ") and "`" in row]) <= 12
+    assert len(COMMANDS) >= 40 and not [command for command in COMMANDS if "|" in command]
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "scripts/train.sh" in command or command.startswith("--")])
@@ -49,6 +52,13 @@ def test_training_command_passes_the_check(command, folder):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"(?:scripts|docs|benchmarks|train_configs)/[\w./]+\w", README))))
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"(?:scripts|docs|benchmarks|train_configs)/[\w./]+\w", README + INDEX))))
 def test_named_file_exists(path):
     assert (ROOT / path).exists()
+
+
+def test_index_names_every_page_script_and_benchmark():
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages == set(re.findall(r"^\| \[([\w.]+)\]\(\1\)", INDEX, re.MULTILINE))
+    programs = {f"{path.parent.name}/{path.name}" for folder in ("scripts", "benchmarks") for path in (ROOT / folder).glob("*.*")}
+    assert programs == set(re.findall(r"`((?:scripts|benchmarks)/[\w.]+)`", INDEX))

@@ -297,7 +297,7 @@ def test_arguments_that_are_none(tmp_path, capsys):
 
 def test_documented_commands_and_section_are_valid():
     root = Path(__file__).parents[2]
-    text = (root / "docs" / "latents.md").read_text() + (root / "README.md").read_text()
+    text = (root / "docs" / "latents.md").read_text() + (root / "docs" / "index.md").read_text()
     commands = re.findall(r"scripts/latents\.py ([^`]+)`", text)
     assert {parse_arguments(words.split()).command.__name__ for words in commands} == {
         "convert_source", "show", "verify", "measure_store",
