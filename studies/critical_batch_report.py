@@ -11,11 +11,7 @@ from matplotlib.ticker import NullFormatter, NullLocator
 
 from studies import gns_plots
 from studies.critical_batch import START, BranchTest
-from torchtitan.experiments.cells import Row, number
-from torchtitan.files.regular import read_regular
-from torchtitan.gns.capture import GEOMETRIES
-from torchtitan.pictures.markdown import inline, markdown_table
-from torchtitan.statistics.branch_decision import (
+from studies.critical_batch_decision import (
     CriticalBatch,
     Excess,
     critical_batch,
@@ -23,6 +19,11 @@ from torchtitan.statistics.branch_decision import (
     progress,
     ratio_to_estimate,
 )
+from torchtitan.experiments.cells import Row, number
+from torchtitan.files.regular import read_regular
+from torchtitan.gns.capture import GEOMETRIES
+from torchtitan.pictures.markdown import inline, markdown_table
+from torchtitan.statistics.interval import Interval
 from torchtitan.training.metrics import METRICS_FILE
 
 WEIGHTS = {"ema/": "weights averaged over the branch", "": "trained weights"}
@@ -42,13 +43,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """The run's own estimate at a step, in samples; NaN and infinite where the gradient is lost in the noise."""
+    """The run's own estimate at a step; NaN and infinite where the gradient is lost in the noise."""
 
     geometry: str
     step: int
-    value: float
-    lower: float
-    upper: float
+    samples: Interval
 
 
 def report(test: BranchTest, rows: list[Row]) -> Path:
@@ -97,8 +96,8 @@ def noise_scales(metrics: Path, step: int) -> list[NoiseScale]:
             lower, value, upper = (point.get(f"{prefix}/{name}") for name in ("lower", "b_simple", "upper"))
             if lower is not None:  # an infinite end is not logged
                 bounded = value is not None and upper is not None
-                ends = (value, lower, upper) if bounded else (math.nan, lower, math.inf)
-                latest[geometry] = NoiseScale(geometry, point["step"], *ends)
+                samples = Interval(value, lower, upper) if bounded else Interval(math.nan, lower)
+                latest[geometry] = NoiseScale(geometry, point["step"], samples)
     return list(latest.values())
 
 
@@ -127,10 +126,10 @@ def interval_text(critical: CriticalBatch) -> str:
 def _excess_text(excess: Excess, tolerance: float) -> str:
     if not excess.known:
         return "missing"
-    if excess.mean == math.inf:
+    if excess.mean.value == math.inf:
         return "diverged: beyond"
-    margin = f" ± {100 * (excess.upper - excess.mean):.2f}" if math.isfinite(excess.upper) else ""
-    return f"{100 * excess.mean:+.2f}{margin}, {excess.verdict(tolerance)}"
+    margin = f" ± {100 * excess.mean.half_width:.2f}" if excess.mean.bounded else ""
+    return f"{100 * excess.mean.value:+.2f}{margin}, {excess.verdict(tolerance)}"
 
 
 def _text(
@@ -184,12 +183,13 @@ def _scales_text(critical: CriticalBatch, scales: list[NoiseScale]) -> str:
         return text + "None: the run did not measure its gradient noise scale up to this step (gns.enable).\n\n"
     table = []
     for scale in scales:
-        known = math.isfinite(scale.value)
-        shown = f"{scale.value:.3g} [{scale.lower:.3g}, {scale.upper:.3g}]" if known else f"above {scale.lower:.3g}"
-        ratio, words = ratio_to_estimate(critical, scale.value, scale.lower, scale.upper), ""
+        found = scale.samples
+        ends = f"{found.value:.3g} [{found.lower:.3g}, {found.upper:.3g}]"
+        shown = ends if found.bounded else f"above {found.lower:.3g}"
+        ratio, words = ratio_to_estimate(critical, found), ""
         if ratio:
-            sign = {"equal": "", "at least": "≥ ", "below": "< "}[ratio.relation]
-            upper = "∞" if ratio.upper is None else f"{ratio.upper:.2g}"
+            sign = {"equal": "", "at least": "≥ ", "below": "< "}[critical.relation]
+            upper = f"{ratio.upper:.2g}" if ratio.bounded else "∞"
             words = f"{sign}{ratio.value:.2g} [{ratio.lower:.2g}, {upper})"
         table.append([scale.geometry, str(scale.step), shown, words])
     header = ["geometry", "logged at step", "gradient noise scale (samples), 95 %", "critical batch size / estimate"]
@@ -243,7 +243,7 @@ def _write_table(findings: dict[str, Finding], path: Path) -> None:
             critical = of_column.critical
             verdict = [critical.relation, critical.value, critical.lower, critical.upper, f"{of_column.learned:.6g}"]
             for excess in of_column.found:
-                shown = [f"{value:.6g}" for value in (excess.mean, excess.lower, excess.upper)]
+                shown = [f"{value:.6g}" for value in (excess.mean.value, excess.mean.lower, excess.mean.upper)]
                 writer.writerow([weights, where, *verdict, excess.batch_size, *shown])
 
 
@@ -260,10 +260,10 @@ def _draw(test: BranchTest, findings: dict[str, Finding], scales: list[NoiseScal
     for weights, color, shift in ((DECIDING, "crimson", 1.0), ("", "0.6", 1.06)):
         _draw_excess(left, findings[weights + WHOLE].found, color, WEIGHTS[weights], shift, bars=True)
     for scale, color in zip(scales, ("tab:blue", "tab:green"), strict=False):
-        if math.isfinite(scale.value):
+        if scale.samples.bounded:
             label = f"noise scale, {scale.geometry}: estimate"
-            left.axvline(scale.value, color=color, linewidth=1, linestyle=":", label=label)
-            left.axvspan(scale.lower, scale.upper, color=color, alpha=0.1, linewidth=0)
+            left.axvline(scale.samples.value, color=color, linewidth=1, linestyle=":", label=label)
+            left.axvspan(scale.samples.lower, scale.samples.upper, color=color, alpha=0.1, linewidth=0)
     bins = test.config.metrics.loss_bins
     for k, color in enumerate(gns_plots.bin_colors(bins)):
         of_bin = findings[f"{DECIDING}loss_by_bin/{k}"].found
@@ -278,17 +278,17 @@ def _draw(test: BranchTest, findings: dict[str, Finding], scales: list[NoiseScal
 
 
 def _draw_excess(axis: Axes, found: list[Excess], color, label: str, shift: float, bars: bool) -> None:
-    drawn = [excess for excess in found if excess.known and math.isfinite(excess.mean)]
-    xs, means = [shift * excess.batch_size for excess in drawn], [100 * excess.mean for excess in drawn]
+    drawn = [excess for excess in found if excess.known and math.isfinite(excess.mean.value)]
+    xs, means = [shift * excess.batch_size for excess in drawn], [100 * excess.mean.value for excess in drawn]
     axis.plot(xs, means, color=color, marker="o", markersize=4, linewidth=1.5, label=label)
     for x, excess in zip(xs, drawn, strict=True):
         if bars:
             seeds = [100 * value for value in excess.by_seed]
             axis.plot([x] * len(seeds), seeds, ".", color=color, alpha=0.5)
-        if bars and math.isfinite(excess.upper):
-            axis.vlines(x, 100 * excess.lower, 100 * excess.upper, color=color, linewidth=1.3)
+        if bars and excess.mean.bounded:
+            axis.vlines(x, 100 * excess.mean.lower, 100 * excess.mean.upper, color=color, linewidth=1.3)
     for excess in found:
-        if excess.mean == math.inf:
+        if excess.mean.value == math.inf:
             place = {"transform": axis.get_xaxis_transform(), "rotation": 90, "ha": "center", "va": "top"}
             axis.text(excess.batch_size, 0.97, "diverged", fontsize=8, color=color, **place)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from studies import gns_plots
 from studies.curve_table import LossCurve
 from torchtitan.diffusion.paths import DDPM
-from torchtitan.statistics.intervals import student_quantile
+from torchtitan.statistics.student import student_quantile
 
 _LOWEST_BAND = 0.02  # of its value: the lower end of a band that would reach 0 on a logarithmic axis
 _INDEX = "DDPM index + 1 (left is clean data)"

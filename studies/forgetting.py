@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from data.base import DatasetError
 from studies import forgetting_report
+from studies.by_image import to_text
 from studies.forgetting_report import AFTER, PRODUCT, Grid
 from studies.slot_training import (
     Slot,
@@ -43,7 +44,6 @@ from torchtitan.experiments.cells import (
 )
 from torchtitan.experiments.run_identity import claim
 from torchtitan.files.durable import replacing
-from torchtitan.statistics.by_image import to_text
 from torchtitan.training.optimizer import build_optimizer
 
 COLUMNS = (

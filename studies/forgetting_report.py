@@ -12,10 +12,11 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from studies import gns_plots
+from studies.by_image import cosine, from_text, log_ratio
 from studies.slot_training import Slot
 from torchtitan.experiments.cells import Row, StudyRun, number
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.statistics.by_image import Interval, cosine, from_text, log_ratio
+from torchtitan.statistics.interval import Interval
 
 # Kinds of rows: errors of the checkpoint, errors after a training, products of gradients.
 BEFORE, AFTER, PRODUCT = "before", "after", "product"

@@ -11,9 +11,8 @@ from matplotlib import colormaps
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from studies.gns_plots import legend_outside, new_figure, note, save
-from studies.grid_statistics import difference
 from studies.slot_nodes import TimestepBin
-from torchtitan.statistics.branch_decision import mean_and_margin
+from torchtitan.statistics.interval import Interval, mean_interval, paired_difference
 
 if TYPE_CHECKING:
     from studies.trained_grid_report import GridResults
@@ -30,7 +29,7 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
     absolute, relative = axes[:, 0]
     for number, arm in enumerate(arms):
         style = {"color": arm_color(number), "marker": _MARKERS[number % len(_MARKERS)], "markersize": 4}
-        found = [mean_and_margin(list(results.of_bin(group, arm, place).values())) for place in range(len(bins))]
+        found = [mean_interval(list(results.of_bin(group, arm, place).values())) for place in range(len(bins))]
         _draw_line(absolute, range(len(bins)), found, label=results.legend(group, arm), linewidth=1.2, **style)
         if number:
             _draw_changes(relative, results, group, arm, len(bins), (number - 1, len(arms) - 1), style)
@@ -93,39 +92,36 @@ def _draw_changes(
     shift = _WIDTH_OF_A_BIN * ((number + 0.5) / of - 0.5)
     reference = results.labels(group)[0]
     for place in range(count):
-        found = difference(results.of_bin(group, arm, place), results.of_bin(group, reference, place))
-        if math.isnan(found.mean):
+        found = paired_difference(results.of_bin(group, arm, place), results.of_bin(group, reference, place))
+        if math.isnan(found.value):
             continue
-        known = math.isfinite(found.margin)
-        if known:
-            low, high = (math.exp(found.mean + sign * found.margin) for sign in (-1, 1))
+        if found.bounded:
+            low, high = math.exp(found.lower), math.exp(found.upper)
             axes.vlines(place + shift, low, high, color=style["color"], linewidth=1.4)
-        fill = "full" if known else "none"
-        axes.plot([place + shift], [math.exp(found.mean)], linestyle="none", fillstyle=fill, **style)
+        fill = "full" if found.bounded else "none"
+        axes.plot([place + shift], [math.exp(found.value)], linestyle="none", fillstyle=fill, **style)
 
 
 def _draw_curve(axes, results: GridResults, group: str, arm: str, score: Callable, number: int) -> None:
-    found = {n: mean_and_margin(list(results.scores(group, arm, score, n).values())) for n in results.samples}
-    found = {n: pair for n, pair in found.items() if not math.isnan(pair[0])}
+    found = {n: mean_interval(list(results.scores(group, arm, score, n).values())) for n in results.samples}
+    found = {n: mean for n, mean in found.items() if not math.isnan(mean.value)}
     _draw_line(
         axes, list(found), list(found.values()), label=results.legend(group, arm), color=arm_color(number),
         marker=_MARKERS[number % len(_MARKERS)], markersize=3.5, linewidth=1.3,
     )  # fmt: skip
 
 
-def _draw_line(axes, places: Sequence[float], found: Sequence[tuple[float, float]], *, label: str, **style) -> None:
-    """Means of ln loss with their margins, as losses: a band where the margin is known, else hollow markers."""
-    means = [math.exp(mean) for mean, _ in found]
-    known = [place for place, (_, margin) in enumerate(found) if math.isfinite(margin)]
+def _draw_line(axes, places: Sequence[float], found: Sequence[Interval], *, label: str, **style) -> None:
+    """Means of ln loss, as losses: a band where the interval is bounded, else hollow markers."""
+    means = [math.exp(mean.value) for mean in found]
+    known = [place for place, mean in enumerate(found) if mean.bounded]
     unknown = [place for place in range(len(found)) if place not in known]
     filled, every = ("full", known) if known else ("none", unknown)
     axes.plot(places, means, label=label, fillstyle=filled, markevery=every, **style)
     if known and unknown:
         axes.plot(places, means, fillstyle="none", markevery=unknown, **style | {"linewidth": 0})
-    ends = (
-        [math.exp(mean + sign * margin) if math.isfinite(margin) else math.nan for mean, margin in found]
-        for sign in (-1, 1)
-    )
+    bands = [(mean.lower, mean.upper) if mean.bounded else (math.nan, math.nan) for mean in found]
+    ends = [list(map(math.exp, end)) for end in zip(*bands, strict=True)] or [[], []]
     axes.fill_between(places, *ends, color=style["color"], alpha=0.12, linewidth=0)
 
 

@@ -2,43 +2,18 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
-from torchtitan.statistics.branch_decision import mean_and_margin
+from torchtitan.statistics.interval import Interval, mean_interval, paired_difference
+
+NOT_TOLD_APART = "cannot be told apart"
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How ln loss differs between two arms, over the seeds that both have.
-
-    Attributes:
-        mean: of the paired differences of ln loss.
-        margin: half the width of their 95 % interval by Student's t; infinite with one seed, NaN with none.
-        seeds: number of pairs.
-    """
-
-    mean: float
-    margin: float
-    seeds: int
-
-    @property
-    def verdict(self) -> str:
-        """lower, higher or cannot be told apart."""
-        if not (math.isfinite(self.mean) and math.isfinite(self.margin)) or abs(self.mean) <= self.margin:
-            return "cannot be told apart"
-        return "lower" if self.mean < 0 else "higher"
-
-
-def difference(losses: Mapping[int, float], reference: Mapping[int, float]) -> Difference:
-    """Compare ln losses of two arms by seed.
-
-    Args:
-        losses, reference: seed -> ln loss.
-    """
-    paired = [losses[seed] - reference[seed] for seed in sorted(losses) if seed in reference]
-    mean, margin = mean_and_margin(paired)
-    return Difference(mean, margin, len(paired))
+def direction(difference: Interval) -> str:
+    """lower, higher or cannot be told apart."""
+    if not difference.bounded or not difference.excludes(0.0):
+        return NOT_TOLD_APART
+    return "lower" if difference.value < 0 else "higher"
 
 
 def shared_seeds(losses: Mapping[str, Mapping[int, float]]) -> list[int]:
@@ -63,7 +38,7 @@ def ranking(losses: Mapping[str, Mapping[int, float]]) -> list[tuple[str, list[s
     found = []
     for arm in order:
         others = [other for other in order if other != arm]
-        like = [o for o in others if difference(present[arm], present[o]).verdict == "cannot be told apart"]
+        like = [o for o in others if direction(paired_difference(present[arm], present[o])) == NOT_TOLD_APART]
         found.append((arm, like))
     return found
 
@@ -78,7 +53,7 @@ def verdict(losses: Mapping[int, float], reference: Mapping[int, float], seeds: 
     for whose, present in (("", len(losses)), ("reference: ", len(reference))):
         if present < seeds:
             return f"{whose}{present} of {seeds} seeds; {seeds - present} failed"
-    return difference(losses, reference).verdict
+    return direction(paired_difference(losses, reference))
 
 
 def samples_to_target(samples: Sequence[float], log_losses: Sequence[float], target: float) -> float:
@@ -115,8 +90,8 @@ def counts_text(counts: Sequence[float | None], first: int, last: int) -> str:
     """
     known = [count for count in counts if count is not None and 0 < count < math.inf]
     if known and len(known) == len(counts):
-        mean, margin = mean_and_margin(known)
-        return f"{mean:.0f}" + (f" [{max(mean - margin, 0):.0f}, {mean + margin:.0f}]" if math.isfinite(margin) else "")
+        mean = mean_interval(known)
+        return f"{mean.value:.0f}" + (f" [{max(mean.lower, 0):.0f}, {mean.upper:.0f}]" if mean.bounded else "")
     words = {None: "failed", 0.0: f"before {first}", math.inf: f"not within {last}"}
     each = [words[count] if count in words else f"{count:.0f}" for count in counts]
     return each[0] if len(set(each)) == 1 else ", ".join(each)
@@ -132,12 +107,11 @@ def mean_log_loss(errors: Sequence[float]) -> float:
     return sum(map(math.log, errors)) / len(errors)
 
 
-def percent(found: Difference) -> str:
+def percent(found: Interval) -> str:
     """A difference of ln loss as a change in per cent with its interval."""
-    if not math.isfinite(found.mean):
+    if not math.isfinite(found.value):
         return "-"
-    change = 100 * math.expm1(found.mean)
-    if not math.isfinite(found.margin):
+    change, low, high = (100 * math.expm1(end) for end in (found.value, found.lower, found.upper))
+    if not found.bounded:
         return f"{change:+.2f} %"
-    low, high = (100 * math.expm1(found.mean + sign * found.margin) for sign in (-1, 1))
     return f"{change:+.2f} % [{low:+.2f}, {high:+.2f}]"

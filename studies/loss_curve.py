@@ -13,6 +13,7 @@ from torch import Tensor
 from data.base import DatasetError
 from data.synthetic import SyntheticConfig, optimal_noise_loss
 from studies import curve_plots
+from studies.by_image import LEAST_RESAMPLED, log_ratio, resampled_shares
 from studies.curve_table import ERRORS, LossCurve, curve_of, write_curves, write_errors
 from torchtitan.diffusion.objective import Objective
 from torchtitan.evaluation.offline_gradients import GradientError
@@ -29,8 +30,8 @@ from torchtitan.experiments.cells import (
 )
 from torchtitan.files.durable import make_folder, replacing
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.statistics.by_image import LEAST_RESAMPLED, log_ratio, mean_interval, resampled_shares
-from torchtitan.statistics.intervals import student_quantile
+from torchtitan.statistics.interval import mean_interval
+from torchtitan.statistics.student import student_quantile
 
 SEVERAL_WEIGHTS = True
 KEY = ("model", "weights", "split", "seed", "nodes", "first_image", "last_image")
@@ -162,9 +163,9 @@ def _table(run: StudyRun, curves: list[LossCurve], errors: dict[tuple[str, int],
     lines = []
     for curve in curves:
         values = errors[curve.weights, curve.step]
-        mean = mean_interval(values.mean(1))
+        mean = mean_interval(values.mean(1).tolist())
         lines.append([
-            str(curve.step), _weights(curve), str(curve.images), f"{mean.value:.4g} ± {mean.upper - mean.value:.2g}",
+            str(curve.step), _weights(curve), str(curve.images), f"{mean.value:.4g} ± {mean.half_width:.2g}",
             _span(values), _span(values * curve.noise_factor),
         ])  # fmt: skip
     return markdown_table(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from studies import oracle_replace_report
+from studies.by_image import to_text
 from studies.oracle_replace_report import EXCEPT, INJECT, INJECT_TRUE, NONE, REPLACE
 from studies.oracle_replacement import ancestral_chain, unit_errors, visited_indices
 from torchtitan import philox
@@ -25,7 +26,6 @@ from torchtitan.experiments.cells import (
     require_at_least,
     require_images,
 )
-from torchtitan.statistics.by_image import to_text
 
 COLUMNS = (
     "model", "weights", "variant", "low", "high", "num_steps", "first_image", "images", "error_kind", "error_size",

@@ -9,9 +9,10 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from studies import gns_plots
+from studies.by_image import from_text, root_mean
 from torchtitan.experiments.cells import Row, StudyRun
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.statistics.by_image import Interval, from_text, mean_interval, root_mean
+from torchtitan.statistics.interval import Interval, mean_interval
 
 NONE, REPLACE, EXCEPT, INJECT, INJECT_TRUE = "none", "replace", "except", "inject", "inject_true"
 TITLES = {
@@ -101,7 +102,7 @@ def _findings(errors: dict[Key, Tensor]) -> str:
     verdicts = []
     for (variant, low, high), values in errors.items():
         if variant == REPLACE and low != "0":
-            found = mean_interval(values - plain)
+            found = mean_interval((values - plain).tolist())
             word = "lowers" if found.upper < 0 else "raises" if found.lower > 0 else "does not measurably change"
             verdicts.append(
                 f"- the truth in {low}-{high} {word} the mean squared error (by {found.value:+.3g} "

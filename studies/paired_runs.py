@@ -11,6 +11,7 @@ from torch import Tensor
 
 from data import DATASETS
 from data.base import DatasetError
+from studies.by_image import log_ratio
 from studies.gns_plots import legend_outside, new_figure, note, save
 from studies.grid_plots import arm_color, label_log_axis
 from studies.slot_nodes import TimestepBin
@@ -25,8 +26,7 @@ from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples
 from torchtitan.experiments.cells import Advance, Cell, Row, StudyError, TrainingFailed, number
 from torchtitan.pictures.markdown import Markdown, inline, markdown_table
 from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
-from torchtitan.statistics.by_image import log_ratio
-from torchtitan.statistics.intervals import student_quantile
+from torchtitan.statistics.student import student_quantile
 from torchtitan.training.ema import EMATrackConfig
 
 # Keys of `[data]` that change neither the held-out images nor what is learned of them.

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from studies import curve_plots
+from studies.by_image import LEAST_RESAMPLED, resampled_shares
 from studies.curve_table import ERRORS, LossCurve, read_curves, read_errors
 from torchtitan.diffusion.paths import NUM_INDICES
 from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges, interpolate_loss, write_slot_edges
 from torchtitan.experiments.cells import StudyError, as_text, require_own_folder
 from torchtitan.files.durable import replace_file, replacing
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.statistics.by_image import LEAST_RESAMPLED, resampled_shares
 
 # First and last index of each slot as published; they are 1001 indices.
 # Source: Xie and Agam, "Rethinking timesteps samplers and prediction types", arXiv 2502.01990, Table 1.

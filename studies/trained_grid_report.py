@@ -9,7 +9,6 @@ from statistics import fmean
 from studies import grid_plots
 from studies.grid_statistics import (
     counts_text,
-    difference,
     mean_log_loss,
     percent,
     ranking,
@@ -21,6 +20,7 @@ from studies.grid_statistics import (
 from studies.slot_nodes import TimestepBin
 from torchtitan.experiments.cells import Row, number
 from torchtitan.pictures.markdown import Markdown, inline, markdown_table
+from torchtitan.statistics.interval import paired_difference
 
 Score = Callable[[Sequence[float], Sequence[float]], float]
 
@@ -156,7 +156,8 @@ def _score_table(results: GridResults, group: str, name: str, score: Score, targ
         if arm == arms[0]:
             row += ["-", "reference"]
         else:
-            row += [percent(difference(losses[arm], losses[arms[0]])), verdict(losses[arm], losses[arms[0]], count)]
+            pair = losses[arm], losses[arms[0]]
+            row += [percent(paired_difference(*pair)), verdict(*pair, count)]
         row.append((", ".join(other for other in like if other in whole) or "none") if arm in whole else "-")
         rows.append([*row, reached[arm]] if target else row)
     text = f"### {name[0].upper()}{name[1:]}\n\n"
@@ -197,7 +198,7 @@ def _trained_weights(results: GridResults, group: str) -> str:
         cells = []
         for score in SCORES.values():
             live, reference = (results.scores(group, one, score, weights="none") for one in (arm, arms[0]))
-            cells += [percent(difference(live, reference)), verdict(live, reference, len(results.seeds))]
+            cells += [percent(paired_difference(live, reference)), verdict(live, reference, len(results.seeds))]
         rows.append([arm, *cells])
     if not rows:
         return ""
@@ -220,5 +221,5 @@ def _bin_table(results: GridResults, group: str, bins: Sequence[TimestepBin]) ->
 
 
 def _marked(losses: Mapping[int, float], reference: Mapping[int, float], seeds: int) -> str:
-    text = percent(difference(losses, reference))
+    text = percent(paired_difference(losses, reference))
     return Markdown(f"**{text}**") if verdict(losses, reference, seeds) in ("lower", "higher") else text

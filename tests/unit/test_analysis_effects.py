@@ -9,7 +9,7 @@ from torchtitan.runs.analysis.cells import join_repeats, missing_arms, missing_b
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.effects import effect_of, interactions, pareto, scaling
 from torchtitan.runs.analysis.report import analyse, write_report
-from torchtitan.statistics.estimate import Estimate
+from torchtitan.statistics.interval import Interval
 
 T_OF_2, T_OF_3 = 4.302652729911275, 3.182446305284263  # 0.975 quantiles of Student's t, from tables
 
@@ -122,7 +122,7 @@ def run(images, memory=10.0, repeat=0, status="ok", **axes) -> Run:
     named = {"model": "m", "patch": 2, "local_batch": 8, "global_batch": 8, "layout": "ddp", "mesh": None,
              "world_size": 1, "ac": "none", "compile": "false", "dtype": "bfloat16", "device": "d"}
     values = {"images_per_second": images, "memory_gib": memory} if status == "ok" else {}
-    measures = {name: Estimate(value, value * 0.99, value * 1.01, 9, 0.96) for name, value in values.items()}
+    measures = {name: Interval(value, value * 0.99, value * 1.01, 9, 0.96) for name, value in values.items()}
     return Run(f"r{repeat}", None, named | axes, repeat, status, measures=measures)
 
 
@@ -154,7 +154,7 @@ def test_one_pair_has_the_interval_of_its_cells():
     cells = join_repeats([run(100.0), run(130.0, compile="true")])
     found = effect_of(cells, "compile", "false", "true", "equal batch").ratios["images_per_second"]
     width = math.hypot(*[math.log(1.01 / 0.99) / 2] * 2)
-    assert (found.pairs, found.upper) == (1, pytest.approx(1.3 * math.exp(width)))
+    assert (found.count, found.upper) == (1, pytest.approx(1.3 * math.exp(width)))
 
 
 def test_different_batches_make_no_pair_at_equal_batch():

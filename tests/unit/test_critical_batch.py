@@ -17,20 +17,20 @@ from studies.branch_training import (
     write_start,
 )
 from studies.critical_batch import HeldOut
-from studies.critical_batch_report import Finding, critical_text, interval_text, noise_scales
-from torchtitan.checkpoint.checkpointer import CheckpointConfig, Checkpointer, checkpoint_path, verify
-from torchtitan.checkpoint.comparison import open_checkpoint
-from torchtitan.config.job import JobConfig, load_config
-from torchtitan.experiments.cells import StudyError
-from torchtitan.statistics.branch_decision import (
+from studies.critical_batch_decision import (
     CriticalBatch,
     Excess,
     critical_batch,
     excesses,
-    mean_and_margin,
     progress,
     ratio_to_estimate,
 )
+from studies.critical_batch_report import Finding, NoiseScale, critical_text, interval_text, noise_scales
+from torchtitan.checkpoint.checkpointer import CheckpointConfig, Checkpointer, checkpoint_path, verify
+from torchtitan.checkpoint.comparison import open_checkpoint
+from torchtitan.config.job import JobConfig, load_config
+from torchtitan.experiments.cells import StudyError
+from torchtitan.statistics.interval import Interval, mean_interval
 from torchtitan.training.ema import kept_share
 
 SIZES = [8, 16, 32, 64]
@@ -39,7 +39,7 @@ SIZES = [8, 16, 32, 64]
 def exact(means: list[float], margin: float = 0.001) -> list[Excess]:
     """Excesses of SIZES with these means and narrow intervals; NaN: missing."""
     return [
-        Excess(size, () if math.isnan(mean) else (mean, mean), mean, mean - margin, mean + margin)
+        Excess(size, () if math.isnan(mean) else (mean, mean), Interval(mean, mean - margin, mean + margin))
         for size, mean in zip(SIZES, means, strict=True)
     ]
 
@@ -84,17 +84,17 @@ def test_excess_is_paired_by_seed_with_the_interval_of_student():
     """Seeds that differ much in level but not in ratio give a narrow interval; by hand with t(0.975, 2) = 4.302653."""
     losses = {8: {0: 1.0, 1: 2.0, 2: 4.0}, 16: {0: 1.01, 1: 2.04, 2: 4.12}}
     reference, other = excesses(losses, [8, 16])
-    assert other.mean == pytest.approx(0.02)
-    assert other.upper - other.mean == pytest.approx(4.302653 * 0.01 / math.sqrt(3), rel=1e-6)
-    assert other.mean - other.lower == pytest.approx(other.upper - other.mean)
-    assert (reference.mean, reference.lower, reference.upper) == (0, 0, 0)
+    assert other.mean.value == pytest.approx(0.02)
+    assert other.mean.upper - other.mean.value == pytest.approx(4.302653 * 0.01 / math.sqrt(3), rel=1e-6)
+    assert other.mean.value - other.mean.lower == pytest.approx(other.mean.upper - other.mean.value)
+    assert reference.mean == Interval(0, 0, 0, count=3)
 
 
 def test_seeds_without_their_pair_are_left_out():
     losses = {8: {0: 1.0, 1: 2.0, 2: math.inf}, 16: {1: 2.02, 2: 0.5, 3: 9.0}, 32: {}}
     found = excesses(losses, [8, 16, 32])
     assert found[1].by_seed == pytest.approx((0.01,))
-    assert (found[1].lower, found[1].upper) == (-math.inf, math.inf)
+    assert (found[1].mean.lower, found[1].mean.upper) == (-math.inf, math.inf)
     assert not found[2].known and found[2].verdict(0.01) == "missing"
 
 
@@ -107,7 +107,7 @@ def test_one_diverged_branch_puts_its_batch_size_beyond():
 def test_intervals_cover_as_often_as_they_say():
     """Means of three normal values: 95 % of the intervals hold the true one (standard error of the count: 0.5 %)."""
     values = torch.randn(2000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    hits = sum(abs(mean) <= margin for mean, margin in map(mean_and_margin, values.tolist()))
+    hits = sum(not mean_interval(three).excludes(0.0) for three in values.tolist())
     assert 0.935 < hits / 2000 < 0.965
 
 
@@ -117,12 +117,12 @@ def test_progress_is_what_there_was_to_lose():
 
 
 def test_ratio_to_an_estimate_takes_both_intervals_at_their_worst():
-    ratio = ratio_to_estimate(CriticalBatch("equal", 32, 16, 64), 20.0, 10.0, 40.0)
+    ratio = ratio_to_estimate(CriticalBatch("equal", 32, 16, 64), Interval(20.0, 10.0, 40.0))
     assert (ratio.value, ratio.lower, ratio.upper) == (1.6, 0.4, 6.4)
-    ratio = ratio_to_estimate(CriticalBatch("at least", 64, None, None), 20.0, 10.0, math.inf)
-    assert (ratio.lower, ratio.upper) == (0.0, None)
-    assert ratio_to_estimate(CriticalBatch("equal", 32, 16, 64), math.nan, 10.0, math.inf) is None
-    assert ratio_to_estimate(CriticalBatch("unresolved"), 20.0, 10.0, 40.0) is None
+    ratio = ratio_to_estimate(CriticalBatch("at least", 64, None, None), Interval(20.0, 10.0))
+    assert (ratio.lower, ratio.upper) == (0.0, math.inf)
+    assert ratio_to_estimate(CriticalBatch("equal", 32, 16, 64), Interval(math.nan, 10.0)) is None
+    assert ratio_to_estimate(CriticalBatch("unresolved"), Interval(20.0, 10.0, 40.0)) is None
 
 
 @pytest.mark.parametrize(
@@ -150,10 +150,10 @@ def test_noise_scales_are_the_last_ones_up_to_the_checkpoint(tmp_path):
         point(30, b_simple=8.0, lower=7.0, upper=10.0), '{"step": 40, "gns/cut o',
     ]))  # fmt: skip
     (scale,) = noise_scales(path, 25)
-    assert (scale.geometry, scale.step, scale.value, scale.lower, scale.upper) == ("plain", 20, 7.0, 6.0, 9.0)
+    assert scale == NoiseScale("plain", 20, Interval(7.0, 6.0, 9.0))
     path.write_text(point(20, b_simple=70.0, lower=6.0))  # an infinite end is not logged: the value means nothing
     (scale,) = noise_scales(path, 25)
-    assert math.isnan(scale.value) and (scale.lower, scale.upper) == (6.0, math.inf)
+    assert math.isnan(scale.samples.value) and (scale.samples.lower, scale.samples.upper) == (6.0, math.inf)
     assert noise_scales(tmp_path / "none", 25) == []
 
 

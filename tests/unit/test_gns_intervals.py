@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
 from torchtitan.gns.statistics import PairSums
-from torchtitan.statistics.intervals import fieller, log_delta, student_quantile
+from torchtitan.statistics.ratio_intervals import fieller, log_delta
 
 GRID = torch.linspace(-50.0, 200.0, 250_001, dtype=torch.float64)
 
@@ -52,19 +52,6 @@ def test_intervals_agree_where_the_denominator_is_well_known() -> None:
     for one, other in zip(fieller(*values), log_delta(*values), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
     assert log_delta(1.0, 0.1, 0.1, 0.1, 0.0, 2.0) == (0.0, math.inf, True)
-
-
-def test_student_quantile_is_exact_where_a_closed_form_exists() -> None:
-    for probability in (0.9, 0.975, 0.9995):
-        tail = 2 * probability - 1
-        alpha = 1 - tail**2
-        cosine = math.cos(math.acos(math.sqrt(alpha)) / 3) / math.sqrt(alpha)
-        closed = [math.tan(0.5 * math.pi * tail), tail * math.sqrt(2 / alpha), 2 * math.sqrt(cosine - 1)]
-        found = student_quantile(probability, torch.tensor([1.0, 2.0, 4.0]))
-        torch.testing.assert_close(found, torch.tensor(closed, dtype=torch.float64), rtol=1e-8, atol=0)
-    normal = torch.special.ndtri(torch.tensor(0.975, dtype=torch.float64)).item()
-    assert student_quantile(0.975, 1e6) == pytest.approx(normal, rel=3e-6)
-    assert student_quantile(0.975, 0.9) == math.inf
 
 
 # ---------------------------------------------------------------------- coverage

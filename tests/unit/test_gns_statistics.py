@@ -10,7 +10,8 @@ from torch import Tensor
 from torchtitan.gns import statistics
 from torchtitan.gns.decayed import DecayedSums
 from torchtitan.gns.statistics import GroupSums, PairSums
-from torchtitan.statistics.intervals import fieller, student_quantile
+from torchtitan.statistics.ratio_intervals import fieller
+from torchtitan.statistics.student import student_quantile
 
 BINS, DIM, SEEDS = 3, 6, 1000
 

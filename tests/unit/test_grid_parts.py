@@ -7,7 +7,7 @@ import pytest
 from studies.equal_samples import batch_overrides, study_base, whole_samples
 from studies.grid_statistics import (
     counts_text,
-    difference,
+    direction,
     mean_log_loss,
     percent,
     ranking,
@@ -22,6 +22,7 @@ from torchtitan.config.job import load_config
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
 from torchtitan.experiments.cells import StudyError
+from torchtitan.statistics.interval import paired_difference
 from torchtitan.training.ema import kept_share
 
 # Student's t at 0.975 in closed form: one and two degrees of freedom.
@@ -40,30 +41,30 @@ def base():
 
 
 def test_margin_of_two_seeds_is_the_closed_form_of_their_paired_difference():
-    found = difference({0: 1.0, 1: 1.4, 7: 99.0}, {0: 0.9, 1: 1.1})
+    found = paired_difference({0: 1.0, 1: 1.4, 7: 99.0}, {0: 0.9, 1: 1.1})
     deviation = abs(0.3 - 0.1) / math.sqrt(2)
-    assert (found.mean, found.seeds) == (pytest.approx(0.2), 2)
-    assert found.margin == pytest.approx(T1 * deviation / math.sqrt(2), rel=1e-6)
-    assert found.verdict == "cannot be told apart"
+    assert (found.value, found.count) == (pytest.approx(0.2), 2)
+    assert found.half_width == pytest.approx(T1 * deviation / math.sqrt(2), rel=1e-6)
+    assert direction(found) == "cannot be told apart"
 
 
 def test_margin_of_three_seeds_is_the_closed_form():
-    found = difference({0: 0.1, 1: 0.2, 2: 0.3}, {0: 0.0, 1: 0.0, 2: 0.0})
-    assert found.margin == pytest.approx(T2 * 0.1 / math.sqrt(3), rel=1e-6)
+    found = paired_difference({0: 0.1, 1: 0.2, 2: 0.3}, {0: 0.0, 1: 0.0, 2: 0.0})
+    assert found.half_width == pytest.approx(T2 * 0.1 / math.sqrt(3), rel=1e-6)
 
 
 def test_pairing_by_seed_takes_away_what_a_seed_does_to_all():
     of_seed = {0: 0.0, 1: 5.0, 2: -3.0}
     better = {seed: value - 0.1 + 0.001 * seed for seed, value in of_seed.items()}
-    assert difference(better, of_seed).verdict == "lower"
-    assert difference(of_seed, better).verdict == "higher"
-    assert percent(difference(better, of_seed)) == ("-9.43 % [-9.65, -9.20]")
+    assert direction(paired_difference(better, of_seed)) == "lower"
+    assert direction(paired_difference(of_seed, better)) == "higher"
+    assert percent(paired_difference(better, of_seed)) == ("-9.43 % [-9.65, -9.20]")
 
 
 def test_a_single_seed_tells_nothing_apart():
-    found = difference({0: 0.0}, {0: 9.0})
-    assert found.margin == math.inf and found.verdict == "cannot be told apart"
-    assert difference({0: 0.0}, {1: 9.0}).verdict == "cannot be told apart"
+    found = paired_difference({0: 0.0}, {0: 9.0})
+    assert found.half_width == math.inf and direction(found) == "cannot be told apart"
+    assert direction(paired_difference({0: 0.0}, {1: 9.0})) == "cannot be told apart"
 
 
 def test_ranking_names_what_intervals_do_not_separate():

@@ -9,6 +9,7 @@ from studies.gns_plots import new_figure
 from studies.slot_nodes import timestep_bins
 from studies.trained_grid_report import GridResults, write
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.statistics.interval import Interval
 
 BINS = timestep_bins(Objective(ObjectiveConfig(), 0), 1)[:2]
 # ln loss by seed; None: the run failed. Without its hard seed, "lost" has the lowest mean of all.
@@ -105,7 +106,8 @@ def test_labels_of_a_narrow_axis_differ():
 
 def test_a_mean_without_an_interval_is_hollow():
     _, axes = new_figure("hollow", rows=1, size=(4, 3))
-    grid_plots._draw_line(axes[0, 0], [1, 2, 3], [(0.0, 0.1), (0.0, math.inf), (0.0, 0.1)], label="a", color="k")
+    known = Interval(0.0, -0.1, 0.1)
+    grid_plots._draw_line(axes[0, 0], [1, 2, 3], [known, Interval(0.0), known], label="a", color="k")
     filled, hollow = axes[0, 0].get_lines()
     assert (filled.get_fillstyle(), filled.get_markevery()) == ("full", [0, 2])
     assert (hollow.get_fillstyle(), hollow.get_markevery()) == ("none", [1])

@@ -16,46 +16,15 @@ from torchtitan.runs.record import (
     align,
     differing_settings,
     group_by_seed,
-    mean_interval,
-    percentile,
     read_run,
     read_runs,
-    t_quantile,
-    t_within,
 )
+from torchtitan.statistics.interval import percentile
 
 
 def run(name: str, seed: int | None = 0, **settings) -> RunRecord:
     config = {"job": {"name": name}, "optimizer": {"lr": 1e-3} | settings, "debug": {"seed": seed}}
     return RunRecord(Path("/nowhere") / name, name, config)
-
-
-@pytest.mark.parametrize("probability", [0.6, 0.9, 0.975, 0.999])
-def test_t_quantile_equals_closed_forms(probability):
-    excess = 2 * probability - 1
-    assert t_quantile(probability, 1) == pytest.approx(math.tan(math.pi * excess / 2), rel=1e-9)
-    product = probability * (1 - probability)
-    assert t_quantile(probability, 2) == pytest.approx(excess * math.sqrt(0.5 / product), rel=1e-9)
-    alpha = math.sqrt(4 * product)
-    q = math.cos(math.acos(alpha) / 3) / alpha
-    assert t_quantile(probability, 4) == pytest.approx(2 * math.sqrt(q - 1), rel=1e-9)
-
-
-@pytest.mark.parametrize("degrees", [1, 2, 3, 5, 8, 29])
-def test_t_within_equals_the_integrated_density(degrees):
-    norm = math.gamma((degrees + 1) / 2) / math.sqrt(degrees * math.pi) / math.gamma(degrees / 2)
-    count, end = 4000, 1.7
-    density = [norm * (1 + (end * (i + 0.5) / count) ** 2 / degrees) ** (-(degrees + 1) / 2) for i in range(count)]
-    assert t_within(end, degrees) == pytest.approx(2 * sum(density) * end / count, abs=1e-7)
-
-
-def test_mean_interval_of_two_and_three_values():
-    two = mean_interval([1.0, 3.0])
-    assert (two.mean, two.count) == (2.0, 2)
-    assert two.half_width == pytest.approx(12.7062047)  # s / sqrt(n) = 1, t of one degree of freedom
-    three = mean_interval([1.0, 2.0, 3.0])
-    assert three.half_width == pytest.approx(4.30265273 / math.sqrt(3))
-    assert mean_interval([5.0]) == (5.0, None, 1)
 
 
 def test_percentile_and_tail():
@@ -73,7 +42,7 @@ def test_running_mean_is_centred_and_takes_what_there_is_at_the_end():
 
 def test_series_of_unequal_steps_are_averaged_where_all_of_them_reach():
     coarse, fine = Series((0, 10, 20), (0.0, 10.0, 40.0)), Series((5, 10, 15, 18), (1.0, 2.0, 3.0, 4.0))
-    means = {step: interval.mean for step, interval in align([coarse, fine, Series()])}
+    means = {step: interval.value for step, interval in align([coarse, fine, Series()])}
     assert means == pytest.approx({5: (5 + 1) / 2, 10: (10 + 2) / 2, 15: (25 + 3) / 2, 18: (34 + 4) / 2})
     assert align([Series((1, 2), (1.0, 1.0)), Series((3, 4), (1.0, 1.0))]) == []
     assert align([]) == []

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from data.synthetic import Synthetic, SyntheticConfig
+from studies.by_image import cosine, from_text, log_ratio, root_mean, to_text, with_student
 from studies.slot_training import (
     curve_nodes,
     edges_of_curve,
@@ -20,7 +21,6 @@ from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges
 from torchtitan.evaluation.offline_gradients import GradientError, Gradients
 from torchtitan.evaluation.timestep_errors import fixed_samples, timestep_errors
-from torchtitan.statistics.by_image import cosine, from_text, log_ratio, root_mean, to_text, with_student
 from torchtitan.training.optimizer import OptimizerConfig, build_optimizer
 
 VARIANCE = 0.25

@@ -20,7 +20,8 @@ from torchtitan import philox
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.distributed.precision import compute_context
 from torchtitan.gns.statistics import GroupSums
-from torchtitan.statistics.intervals import fieller, student_quantile
+from torchtitan.statistics.ratio_intervals import fieller
+from torchtitan.statistics.student import student_quantile
 
 # What the draws of one sample are told apart by, added to its number.
 _TIMESTEP, _NOISE, _IMAGE, _MIRROR, _LABEL = (place << 40 for place in range(5))

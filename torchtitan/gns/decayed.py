@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from torchtitan.gns.statistics import PairSums, RatioMoments
-from torchtitan.statistics.intervals import fieller, student_quantile
+from torchtitan.statistics.ratio_intervals import fieller
+from torchtitan.statistics.student import student_quantile
 
 
 @dataclass(frozen=True)

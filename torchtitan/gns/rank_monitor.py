@@ -21,7 +21,8 @@ from torchtitan.distributed.mesh import Layout
 from torchtitan.gns.outliers import OutlierRule
 from torchtitan.gns.rank_gradients import RankGradients, SetAside, square_norm
 from torchtitan.gns.statistics import GroupSums, RatioMoments
-from torchtitan.statistics.intervals import fieller, student_quantile
+from torchtitan.statistics.ratio_intervals import fieller
+from torchtitan.statistics.student import student_quantile
 
 
 class RankMonitor:

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from torchtitan.files.durable import replacing
 from torchtitan.pictures.figure_text import show_text_as_it_is
-from torchtitan.statistics.estimate import Estimate
+from torchtitan.statistics.interval import Interval
 
 # Okabe and Ito's colours without the yellow, which is too bright for lines on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4b4b4b")
@@ -51,9 +51,9 @@ def dashes(number: int) -> str:
     return ("-", "--", ":", "-.")[number // len(COLOURS) % 4]
 
 
-def error_bar(estimate: Estimate | None) -> tuple[float, float]:
+def error_bar(estimate: Interval | None) -> tuple[float, float]:
     """Lengths of the interval below and above the value; 0 where there is no interval."""
-    if estimate is None or estimate.lower is None:
+    if estimate is None or not estimate.bounded:
         return 0.0, 0.0
     return max(estimate.value - estimate.lower, 0.0), max(estimate.upper - estimate.value, 0.0)
 

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchtitan.files.regular import read_regular
 from torchtitan.runs.metric_points import LATEST_STEP, read_points
+from torchtitan.statistics.interval import Interval, mean_interval
 
 TRAINING_LOSS = "loss_metrics/global_avg_loss"
 HELD_OUT_LOSS = "validation_metrics/loss"
@@ -82,14 +83,6 @@ class Series:
             end = min(i + reach + 1, len(self))
             means[i] = (sums[end] - sums[i - reach]) / (end - i + reach)
         return Series(self.steps, tuple(means))
-
-
-class Interval(NamedTuple):
-    """A mean with its confidence interval mean +- half_width; one value alone has none."""
-
-    mean: float
-    half_width: float | None
-    count: int
 
 
 @dataclass(eq=False)
@@ -315,65 +308,6 @@ def align(series: Sequence[Series]) -> list[tuple[int, Interval]]:
     first, last = max(one.steps[0] for one in present), min(one.steps[-1] for one in present)
     steps = sorted({step for one in present for step in one.steps if first <= step <= last})
     return [(step, mean_interval([one.at(step) for one in present])) for step in steps]
-
-
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Mean of independent normal values with Student's interval: mean +- t * s / sqrt(n).
-
-    Args:
-        values: one or more; of one alone there is no interval.
-        confidence: of the interval, in (0, 1).
-    """
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return Interval(mean, None, len(values))
-    quantile = t_quantile((1 + confidence) / 2, len(values) - 1)
-    return Interval(mean, quantile * statistics.stdev(values) / math.sqrt(len(values)), len(values))
-
-
-def t_quantile(probability: float, degrees: int) -> float:
-    """Quantile of Student's t distribution.
-
-    Args:
-        probability: in [0.5, 1).
-        degrees: of freedom, >= 1.
-    """
-    low, high = 0.0, 1.0
-    while t_within(high, degrees) < 2 * probability - 1:
-        high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_within(middle, degrees) < 2 * probability - 1 else (low, middle)
-    return (low + high) / 2
-
-
-def t_within(t: float, degrees: int) -> float:
-    """P(|T| <= t) of Student's t distribution with whole degrees of freedom, t >= 0.
-
-    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
-    """
-    theta = math.atan(t / math.sqrt(degrees))
-    cosine = math.cos(theta)
-    if degrees % 2:
-        term, total = cosine, 0.0
-        for k in range(1, degrees - 1, 2):  # cos + 2/3 cos^3 + 2*4/(3*5) cos^5 + ...
-            total += term
-            term *= cosine**2 * (k + 1) / (k + 2)
-        return 2 / math.pi * (theta + math.sin(theta) * total)
-    term, total = 1.0, 0.0
-    for k in range(0, degrees, 2):  # 1 + 1/2 cos^2 + 1*3/(2*4) cos^4 + ...
-        total += term
-        term *= cosine**2 * (k + 1) / (k + 2)
-    return math.sin(theta) * total
-
-
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """Value below which a fraction of the values lies, straight lines between neighbours; fraction in [0, 1]."""
-    ordered = sorted(values)
-    place = fraction * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 def flattened(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -9,8 +9,7 @@ from typing import Any
 from torchtitan.runs.analysis.axes import BATCH, SWITCHES, Axes, values_in_order
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.measures import IMAGES, METRICS
-from torchtitan.runs.record import mean_interval
-from torchtitan.statistics.estimate import Estimate
+from torchtitan.statistics.interval import Interval, mean_interval
 
 # What a cell without an ok run is called, the first that one of its runs is.
 _WORST = ("oom", "timeout", "failed", "damaged", "short", "interrupted", "unfinished", "refused", "skipped")
@@ -29,7 +28,7 @@ class Cell:
 
     axes: Axes
     runs: list[Run]
-    measures: dict[str, Estimate]
+    measures: dict[str, Interval]
 
     @property
     def ok(self) -> bool:
@@ -89,13 +88,8 @@ def _cell(runs: list[Run]) -> Cell:
         if len(present) == 1:
             measures[metric.name] = present[0]
         elif present:
-            measures[metric.name] = _mean([estimate.value for estimate in present])
+            measures[metric.name] = mean_interval([estimate.value for estimate in present])
     return Cell(runs[0].axes, runs, measures)
-
-
-def _mean(values: Sequence[float]) -> Estimate:
-    mean = mean_interval(values)
-    return Estimate(mean.mean, mean.mean - mean.half_width, mean.mean + mean.half_width, mean.count, 0.95)
 
 
 def arm_key(axes: Axes, without: Sequence[str] = ()) -> tuple:

@@ -15,7 +15,7 @@ from torchtitan.runs.analysis.axes import Axes, add_further_axes, axes_of, compl
 from torchtitan.runs.analysis.measures import IMAGES, measure_run
 from torchtitan.runs.analysis.torchditan_runs import is_torchditan_run, read_torchditan_run
 from torchtitan.runs.record import RunRecord, flattened, read_run
-from torchtitan.statistics.estimate import Estimate
+from torchtitan.statistics.interval import Interval
 
 SWEEP_STATE, SWEEP_FILE = "sweep.jsonl", "sweep.toml"
 RUN_FILES = ("config.toml", "metrics.jsonl", "summary.json")
@@ -55,7 +55,7 @@ class Run:
     repeat: int | None = None
     status: str = "unfinished"
     reason: str = ""
-    measures: dict[str, Estimate] = field(default_factory=dict)
+    measures: dict[str, Interval] = field(default_factory=dict)
     warmup_steps: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)

@@ -48,7 +48,7 @@ def draw_interactions(found: Sequence[Interaction], path: Path) -> Path:
     """A row per pair of changes: by how much the second changes the effect of the first."""
     rows = [
         (f"{change_label(*one.first)}\nunder {change_label(*one.second)}, "
-         f"{_count(max(ratio.pairs for ratio in one.ratios.values()), 'four')}", COLOURS[0], one.ratios)
+         f"{_count(max(ratio.count for ratio in one.ratios.values()), 'four')}", COLOURS[0], one.ratios)
         for one in found
     ]
     names = [(metric.name, metric.title.split(",")[0]) for metric in (IMAGES, MEMORY)
@@ -163,11 +163,11 @@ def _forest(title: str, rows: list[Row], metrics: list[tuple[str, str]], path: P
 
 
 def _draw_ratio(panel: Panel, place: int, color: str, ratio: Ratio) -> None:
-    if ratio.pairs > 1:
-        panel.plot(ratio.ratios, [place] * ratio.pairs, marker="|", color=color, alpha=0.35, linestyle="", markersize=9)
-    if ratio.lower is not None:
+    if ratio.count > 1:
+        panel.plot(ratio.ratios, [place] * ratio.count, marker="|", color=color, alpha=0.35, linestyle="", markersize=9)
+    if ratio.bounded:
         panel.plot([ratio.lower, ratio.upper], [place, place], color=color, linewidth=2.2, solid_capstyle="butt")
-    face = "white" if ratio.pairs == 1 else color
+    face = "white" if ratio.count == 1 else color
     panel.plot([ratio.value], [place], marker="o", color=color, markerfacecolor=face, markersize=5.5, linestyle="")
     panel.annotate(
         f"{percent(ratio.value)} %", (1.01, place), xycoords=("axes fraction", "data"), fontsize=7.5, va="center",
@@ -180,7 +180,7 @@ def _ratio_axis(panel: Panel, ratios: list[Ratio]) -> None:
     inner = [value for ratio in ratios for value in ratio.ratios] + [1.0]
     low, high = min(*inner, 1 / _LEAST), max(*inner, _LEAST)
     span = high / low
-    ends = [end for ratio in ratios if ratio.lower is not None for end in (ratio.lower, ratio.upper)]
+    ends = [end for ratio in ratios if ratio.bounded for end in (ratio.lower, ratio.upper)]
     low = max(min([low, *ends]), low / span) / span**0.08
     high = min(max([high, *ends]), high * span) * span**0.08
     panel.set_xscale("log")

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from torchtitan.runs.analysis.axes import BATCH, NAMED_AXES, SWITCHES, Axes, values_in_order
 from torchtitan.runs.analysis.cells import Cell, arms, best_cell
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU
-from torchtitan.runs.record import mean_interval
-from torchtitan.statistics.estimate import Estimate
+from torchtitan.statistics.interval import Interval, mean_interval
 
 Paired = Literal["equal batch", "best batch"]
 EFFECT_METRICS = (IMAGES, MFU, MEMORY)
@@ -19,26 +18,14 @@ MOST_VALUES = 6  # of a further axis that counts as a switch
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """A factor.
+class Ratio(Interval):
+    """Geometric mean of `count` ratios with its 95 % interval, that of the cells themselves for a single ratio.
 
     Attributes:
-        value: geometric mean over `pairs`.
-        lower, upper: ends of its 95 % interval; None where there is none.
-        pairs: ratios that it is the mean of; 1: the interval is that of the cells' own.
         ratios: each of them.
     """
 
-    value: float
-    lower: float | None
-    upper: float | None
-    pairs: int
-    ratios: tuple[float, ...]
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the interval leaves out 1."""
-        return self.lower is not None and not self.lower <= 1 <= self.upper
+    ratios: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +75,7 @@ class ScalingPoint:
 
     ranks: int
     cell: Cell
-    efficiency: Estimate
+    efficiency: Interval
 
 
 @dataclass(frozen=True)
@@ -194,12 +181,12 @@ def geometric_mean(pairs: Sequence[tuple[Sequence[Cell], Sequence[Cell]]], metri
         for above, below in pairs
     ]
     mean = mean_interval(logs)
-    half = mean.half_width
-    if half is None:
-        widths = [_log_half_width(cell.measures[metric]) for side in pairs[0] for cell in side]
-        half = None if None in widths else math.hypot(*widths)
-    ends = (None, None) if half is None else (math.exp(mean.mean - half), math.exp(mean.mean + half))
-    return Ratio(math.exp(mean.mean), *ends, len(logs), tuple(map(math.exp, logs)))
+    lower, upper = mean.lower, mean.upper
+    if len(logs) == 1:
+        half = math.hypot(*(_log_half_width(cell.measures[metric]) for side in pairs[0] for cell in side))
+        lower, upper = mean.value - half, mean.value + half
+    ends = math.exp(lower), math.exp(upper)
+    return Ratio(math.exp(mean.value), *ends, len(logs), mean.coverage, tuple(map(math.exp, logs)))
 
 
 def scaling(cells: Sequence[Cell]) -> list[ScalingCurve]:
@@ -239,10 +226,9 @@ def _curve(kind: str, layout: str, cells: Sequence[Cell]) -> ScalingCurve:
         ranks = cell.axes["world_size"]
         share = first.axes["world_size"] / ranks
         if cell is first:
-            efficiency = Estimate(1.0, None, None, 1, None)
+            efficiency = Interval(1.0)
         else:
-            ratio = geometric_mean([((cell,), (first,))], IMAGES.name)
-            efficiency = Estimate(ratio.value, ratio.lower, ratio.upper, 1, 0.95).scaled(share)
+            efficiency = geometric_mean([((cell,), (first,))], IMAGES.name).scaled(share)
         points.append(ScalingPoint(ranks, cell, efficiency))
     return ScalingCurve(kind, first.axes | {"layout": layout}, tuple(points))
 
@@ -265,7 +251,7 @@ def _usable(cell: Cell, metric: str) -> bool:
     return value is not None and value > 0
 
 
-def _log_half_width(estimate: Estimate) -> float | None:
-    if estimate.lower is None or estimate.lower <= 0:
-        return None
+def _log_half_width(estimate: Interval) -> float:
+    if estimate.lower <= 0 or not estimate.bounded:
+        return math.inf
     return (math.log(estimate.upper) - math.log(estimate.lower)) / 2

@@ -11,7 +11,7 @@ from torchtitan.runs.analysis.cells import Cell, arms, best_cell, missing_arms, 
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.effects import Effect, Interaction, Ratio, ScalingCurve
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY, METRICS, MFU, MFU_REPORTED, STEP
-from torchtitan.statistics.estimate import Estimate
+from torchtitan.statistics.interval import Interval
 
 MISSING = "–"
 MOST_LISTED = 30
@@ -71,7 +71,7 @@ def headlines(results: Results) -> list[str]:
     lines += [_best_line(cells) for cells in _by_model(results.cells).values() if any(cell.ok for cell in cells)]
     lines += [_effect_line(effect) for effect in results.effects if effect.ratios.get(IMAGES.name)]
     lines += [_interaction_line(one) for one in results.interactions if IMAGES.name in one.ratios
-              and one.ratios[IMAGES.name].is_clear and one.ratios[IMAGES.name].pairs > 1]
+              and one.ratios[IMAGES.name].excludes(1.0) and one.ratios[IMAGES.name].count > 1]
     lines += [_scaling_line(curve) for curve in results.curves]
     return lines
 
@@ -137,11 +137,11 @@ def cell_table(cells: Sequence[Cell]) -> Table:
     return Table("All cells", _common(cells, names), columns, tuple(rows))
 
 
-def value_text(estimate: Estimate | None) -> str:
+def value_text(estimate: Interval | None) -> str:
     """A value with its interval: `1,234 [1,200, 1,260]`."""
     if estimate is None:
         return MISSING
-    if estimate.lower is None:
+    if not estimate.bounded:
         return significant(estimate.value)
     return f"{significant(estimate.value)} [{significant(estimate.lower)}, {significant(estimate.upper)}]"
 
@@ -150,8 +150,8 @@ def change_text(ratio: Ratio | None) -> str:
     """A factor as a change: `+30.1 % [+29.0, +31.2]`."""
     if ratio is None:
         return MISSING
-    mark = "‡" if ratio.pairs == 1 else ""
-    if ratio.lower is None:
+    mark = "‡" if ratio.count == 1 else ""
+    if not ratio.bounded:
         return f"{percent(ratio.value)} %{mark}"
     return f"{percent(ratio.value)} % [{percent(ratio.lower)}, {percent(ratio.upper)}]{mark}"
 
@@ -184,9 +184,9 @@ def _best_line(cells: list[Cell]) -> str:
 
 def _effect_line(effect: Effect) -> str:
     images = effect.ratios[IMAGES.name]
-    pairs = "1 pair" if images.pairs == 1 else f"{images.pairs} pairs"
+    pairs = "1 pair" if images.count == 1 else f"{images.count} pairs"
     memory = f", memory {change_text(effect.ratios[MEMORY.name])}" if MEMORY.name in effect.ratios else ""
-    verdict = "" if images.is_clear or images.lower is None else " (images/s: no difference can be told)"
+    verdict = "" if images.excludes(1.0) or not images.bounded else " (images/s: no difference can be told)"
     change = change_label(effect.switch, effect.before, effect.after)
     return f"{change}, at {effect.at}: images/s {change_text(images)}{memory}, {pairs}{verdict}."
 
@@ -196,7 +196,7 @@ def _interaction_line(one: Interaction) -> str:
     (_, before, after), (_, from_, to) = one.first, one.second
     return (
         f"What {change_label(one.first[0], before, after)} brings in images/s is multiplied by {_factor_text(ratio)} "
-        f"with {value_label(one.second[0], to)} instead of {value_label(one.second[0], from_)} ({ratio.pairs} fours)."
+        f"with {value_label(one.second[0], to)} instead of {value_label(one.second[0], from_)} ({ratio.count} fours)."
     )
 
 
@@ -241,7 +241,7 @@ def _interaction_table(found: Sequence[Interaction]) -> Table:
     rows = []
     for one in found:
         ratios = [one.ratios.get(metric.name) for metric in (IMAGES, MEMORY)]
-        fours = max(ratio.pairs for ratio in ratios if ratio)
+        fours = max(ratio.count for ratio in ratios if ratio)
         texts = [MISSING if ratio is None else _factor_text(ratio) for ratio in ratios]
         rows.append((change_label(*one.first), change_label(*one.second), str(fours), *texts))
     note = "Effect of the first switch after the second, divided by that before it; 1: they are independent."
@@ -318,12 +318,12 @@ def _memory_kind(run: Run) -> str:
 
 
 def _factor_text(ratio: Ratio) -> str:
-    mark = "‡" if ratio.pairs == 1 else ""
-    ends = f" [{ratio.lower:.3f}, {ratio.upper:.3f}]" if ratio.lower is not None else ""
+    mark = "‡" if ratio.count == 1 else ""
+    ends = f" [{ratio.lower:.3f}, {ratio.upper:.3f}]" if ratio.bounded else ""
     return f"{ratio.value:.3f}{ends}{mark}"
 
 
-def _ends(estimate: Estimate) -> str:
-    if estimate.lower is None:
+def _ends(estimate: Interval) -> str:
+    if not estimate.bounded:
         return ""
     return f"[{significant(estimate.lower, 3)}, {significant(estimate.upper, 3)}] "

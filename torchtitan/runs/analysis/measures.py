@@ -1,12 +1,10 @@
 """Speed and memory of one run: medians over its logged points after the warm-up, with intervals."""
 
-import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchtitan.runs.record import RunRecord, Series
-from torchtitan.statistics.estimate import Estimate
+from torchtitan.statistics.interval import Interval, median_interval
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ MFU_REPORTED = Metric("mfu_reported_percent", "MFU as reported, %", ())
 METRICS = (IMAGES, TOKENS, TFLOPS, MFU, STEP, MEMORY, ACTIVE_MEMORY, MFU_REPORTED)
 
 
-def measure(series: Mapping[str, Series], warmup_steps: int) -> dict[str, Estimate]:
+def measure(series: Mapping[str, Series], warmup_steps: int) -> dict[str, Interval]:
     """Median of every metric that was logged after the warm-up.
 
     Args:
@@ -56,7 +54,7 @@ def measure(series: Mapping[str, Series], warmup_steps: int) -> dict[str, Estima
     return found
 
 
-def measure_run(record: RunRecord, warmup_steps: int) -> dict[str, Estimate]:
+def measure_run(record: RunRecord, warmup_steps: int) -> dict[str, Interval]:
     """`measure` of a run's folder."""
     return measure({tag: record.series(tag) for metric in METRICS for tag in metric.tags}, warmup_steps)
 
@@ -65,34 +63,3 @@ def after_warm_up(series: Series, warmup_steps: int) -> list[float]:
     """The values whose window, the steps since the point before, holds no warm-up step."""
     starts = (0, *series.steps)
     return [value for start, value in zip(starts, series.values, strict=False) if start >= warmup_steps]
-
-
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> Estimate:
-    """Median with the interval between two order statistics, whatever the distribution of independent values.
-
-    [x_(k), x_(n+1-k)] covers the median with probability 1 - 2 P(Binomial(n, 1/2) < k); k is the largest for which that
-    is at least `confidence`. Below six values none reaches 95 %: then it is the range, and `coverage` says how little
-    that is. One value alone has no interval.
-
-    Args:
-        values: at least one.
-        confidence: in (0, 1).
-
-    Source: David and Nagaraja, "Order Statistics", section 7.1.
-    """
-    ordered, n = sorted(values), len(values)
-    median = statistics.median(ordered)
-    if n == 1:
-        return Estimate(median, None, None, 1, None)
-    rank, tail = 1, _binomial(n, 0)  # P(Binomial < rank)
-    while rank < n // 2:
-        further = tail + _binomial(n, rank)
-        if 2 * further > 1 - confidence:
-            break
-        rank, tail = rank + 1, further
-    return Estimate(median, ordered[rank - 1], ordered[n - rank], n, 1 - 2 * tail)
-
-
-def _binomial(n: int, k: int) -> float:
-    """Probability of k in n throws of a coin; by logarithms, as 2^-n is 0 for the points of a long run."""
-    return math.exp(math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2))

@@ -13,7 +13,7 @@ from torchtitan.runs.analysis.axes import NAMED_AXES, Axes
 from torchtitan.runs.analysis.cells import Cell
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.measures import IMAGES, METRICS
-from torchtitan.statistics.estimate import Estimate
+from torchtitan.statistics.interval import Interval
 from torchtitan.terminal import printable
 
 Row = dict[str, Any]
@@ -72,13 +72,13 @@ def write_parquet(rows: Sequence[Row], path: Path) -> None:
         pq.write_table(pa.table(columns), unfinished)
 
 
-def _columns(measures: dict[str, Estimate]) -> Row:
+def _columns(measures: dict[str, Interval]) -> Row:
     columns: Row = {}
     for metric in METRICS:
         estimate = measures.get(metric.name)
         columns[metric.name] = estimate.value if estimate else None
-        columns[f"{metric.name}_lower"] = estimate.lower if estimate else None
-        columns[f"{metric.name}_upper"] = estimate.upper if estimate else None
+        columns[f"{metric.name}_lower"] = estimate.lower if estimate and estimate.bounded else None
+        columns[f"{metric.name}_upper"] = estimate.upper if estimate and estimate.bounded else None
     return columns
 
 

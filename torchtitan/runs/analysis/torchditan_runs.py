@@ -15,7 +15,7 @@ from torchtitan.files.regular import read_regular
 from torchtitan.runs.analysis.axes import Axes, axes_of
 from torchtitan.runs.analysis.measures import MFU, MFU_REPORTED, measure
 from torchtitan.runs.record import Series
-from torchtitan.statistics.estimate import Estimate
+from torchtitan.statistics.interval import Interval
 
 _LARGEST_FILE = 1 << 22  # bytes
 EVENTS = "events.out.tfevents.*"
@@ -57,7 +57,7 @@ class TorchDiTanRun:
     def last_step(self) -> int:
         return max((series.steps[-1] for series in self.series.values() if len(series)), default=0)
 
-    def measure(self, warmup_steps: int) -> dict[str, Estimate]:
+    def measure(self, warmup_steps: int) -> dict[str, Interval]:
         """As `measures.measure`; MFU by the right count where the network and its input are known, else none."""
         found = measure(self.series, warmup_steps)
         reported = found.pop(MFU.name, None)

@@ -40,8 +40,8 @@ def group_lines(
     lines = [line(series, run.name, faint=True, marked=marked) for (run, _), series in zip(raw, smooth, strict=True)]
     mean = align(smooth)
     if mean:
-        band = [(step * scale, one.mean - one.half_width, one.mean + one.half_width) for step, one in mean]
-        points = [(step * scale, one.mean) for step, one in mean]
+        band = [(step * scale, one.lower, one.upper) for step, one in mean]
+        points = [(step * scale, one.value) for step, one in mean]
         lines.append(Line(points, number, f"{group.name}, mean", band=band, marked=marked))
     return lines
 

@@ -36,8 +36,8 @@ from torchtitan.runs.record import (
     RunRecord,
     differing_settings,
     group_by_seed,
-    percentile,
 )
+from torchtitan.statistics.interval import percentile
 
 MOST_GRIDS = 40  # steps of sample grids on the page, per run
 WIDEST_GRID = 800  # pixels; larger ones are made smaller
@@ -313,13 +313,13 @@ class _Page:
                 if not tails:
                     continue
                 interval = group.interval(one.tail_median() for one in tails)
-                if interval.half_width is not None:
-                    ends = interval.mean - interval.half_width, interval.mean + interval.half_width
+                if interval.bounded:
+                    ends = interval.lower, interval.upper
                 else:
                     ends = percentile(tails[0].tail(), 0.1), percentile(tails[0].tail(), 0.9)
                 place = group.runs[0].bin_edges if in_t else [*range(max(numbers) + 2)]
                 if number + 1 < len(place):
-                    found.append((place[number], place[number + 1], interval.mean, ends))
+                    found.append((place[number], place[number + 1], interval.value, ends))
             if found:
                 series.append((group.name, n, found))
         x_label = "timestep t (0 is clean data, 1 is noise)" if in_t else "bin (0 is next to the data)"

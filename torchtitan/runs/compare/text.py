@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.pictures.svg_charts import short, significant
-from torchtitan.runs.record import Interval, Series, is_number
+from torchtitan.runs.record import Series, is_number
+from torchtitan.statistics.interval import Interval
 
 MISSING = "–"
 
@@ -49,8 +50,8 @@ def lowest_text(series: Series) -> str:
 def interval_text(interval: Interval | None) -> str:
     if interval is None:
         return MISSING
-    if not interval.half_width:
-        return significant(interval.mean)
+    if not interval.bounded or interval.half_width == 0:
+        return significant(interval.value)
     half = significant(interval.half_width, 2)
     decimals = len(half.partition(".")[2])
-    return f"{interval.mean:,.{decimals}f} ± {half}"
+    return f"{interval.value:,.{decimals}f} ± {half}"

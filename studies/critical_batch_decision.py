@@ -7,9 +7,9 @@ size, smoothed loss, tolerance 0.01.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 
-from torchtitan.statistics.intervals import student_quantile
+from torchtitan.statistics.interval import Interval, mean_interval
 
 # Held-out losses by batch size and seed; infinite for a branch that diverged, absent where there is none.
 Losses = Mapping[int, Mapping[int, float]]
@@ -22,15 +22,12 @@ class Excess:
     Attributes:
         batch_size: global.
         by_seed: of each seed that has both branches; infinite where the branch diverged.
-        mean: over seeds; NaN without any.
-        lower, upper: confidence interval of the mean; infinite with a single seed.
+        mean: over seeds with its interval; NaN without any, infinite with a diverged branch.
     """
 
     batch_size: int
     by_seed: tuple[float, ...]
-    mean: float
-    lower: float
-    upper: float
+    mean: Interval
 
     @property
     def known(self) -> bool:
@@ -40,9 +37,9 @@ class Excess:
         """ "within" or "beyond" the tolerance with confidence, else "undecided"; "missing" without branches."""
         if not self.known:
             return "missing"
-        if self.upper <= tolerance:
+        if self.mean.upper <= tolerance:
             return "within"
-        return "beyond" if self.lower > tolerance else "undecided"
+        return "beyond" if self.mean.lower > tolerance else "undecided"
 
 
 @dataclass(frozen=True)
@@ -81,24 +78,11 @@ def excesses(losses: Losses, batch_sizes: Sequence[int], confidence: float = 0.9
     for batch_size in batch_sizes:
         of_batch = losses.get(batch_size, {})
         ratios = tuple(of_batch[seed] / reference[seed] - 1.0 for seed in sorted(reference) if seed in of_batch)
-        mean, margin = mean_and_margin(ratios, confidence)
-        if batch_size == batch_sizes[0]:  # exactly 0 by definition, also with one seed
-            margin = 0.0
-        # A diverged branch is no outlier to average: the batch size does not work.
-        bounds = (math.inf, math.inf) if mean == math.inf else (mean - margin, mean + margin)
-        found.append(Excess(batch_size, ratios, mean, *bounds))
+        mean = mean_interval(ratios, confidence)
+        if batch_size == batch_sizes[0] and ratios:  # exactly 0 by definition, also with one seed
+            mean = Interval(0.0, 0.0, 0.0, len(ratios))
+        found.append(Excess(batch_size, ratios, mean))
     return found
-
-
-def mean_and_margin(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Mean, and half the width of its confidence interval by Student's t; infinite for one value, NaN for none."""
-    if not values:
-        return math.nan, math.nan
-    mean = fmean(values)
-    if len(values) == 1 or not math.isfinite(mean):
-        return mean, math.inf
-    quantile = student_quantile(0.5 + 0.5 * confidence, float(len(values) - 1))
-    return mean, quantile * stdev(values) / math.sqrt(len(values))
 
 
 def progress(start_loss: float, reference_losses: Sequence[float]) -> float:
@@ -123,12 +107,12 @@ def critical_batch(found: Sequence[Excess], tolerance: float, learned: float = m
     if learned <= tolerance:
         return CriticalBatch("unresolved")
     last = 0
-    while last + 1 < len(found) and found[last + 1].known and found[last + 1].mean <= tolerance:
+    while last + 1 < len(found) and found[last + 1].known and found[last + 1].mean.value <= tolerance:
         last += 1
     verdicts = [excess.verdict(tolerance) for excess in found]
     sure = next((place for place, verdict in enumerate(verdicts) if verdict != "within"), len(found)) - 1
     beyond = [excess.batch_size for excess, verdict in zip(found, verdicts, strict=True) if verdict == "beyond"]
-    larger = [excess.batch_size for excess in found[last + 1 :] if excess.known and excess.mean <= tolerance]
+    larger = [excess.batch_size for excess in found[last + 1 :] if excess.known and excess.mean.value <= tolerance]
     relation, value = "equal", found[last].batch_size
     if last + 1 == len(found) or not found[last + 1].known:
         relation = "at least"
@@ -138,27 +122,17 @@ def critical_batch(found: Sequence[Excess], tolerance: float, learned: float = m
     return CriticalBatch(relation, value, lower, min(beyond, default=None), max(larger, default=None))
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """Critical batch size over an estimate of it; `upper` None: no upper end is known."""
-
-    relation: str
-    value: float
-    lower: float
-    upper: float | None
-
-
-def ratio_to_estimate(critical: CriticalBatch, estimate: float, lower: float, upper: float) -> Ratio | None:
+def ratio_to_estimate(critical: CriticalBatch, estimate: Interval) -> Interval | None:
     """The critical batch size over a noise scale; None where either says nothing.
 
     Both intervals at their worst together, so it covers at least as often as each of them.
 
     Args:
         critical: what the branches say.
-        estimate, lower, upper: the noise scale and its interval; upper may be infinite.
+        estimate: the noise scale; its upper end may be infinite.
     """
-    if critical.value is None or not estimate > 0:
+    if critical.value is None or not estimate.value > 0:
         return None
-    highest = None if critical.upper is None or not lower > 0 else critical.upper / lower
-    lowest = critical.lower / upper if critical.lower is not None and upper > 0 else 0.0
-    return Ratio(critical.relation, critical.value / estimate, lowest, highest)
+    highest = math.inf if critical.upper is None or not estimate.lower > 0 else critical.upper / estimate.lower
+    lowest = critical.lower / estimate.upper if critical.lower is not None and estimate.upper > 0 else 0.0
+    return Interval(critical.value / estimate.value, lowest, highest)

@@ -1,28 +1,15 @@
 """Intervals of what is averaged over images and over repetitions of a training, paired by image."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torchtitan.statistics.intervals import student_quantile
+from torchtitan.statistics.interval import Interval, mean_interval
+from torchtitan.statistics.student import student_quantile
 
 # Fewer, drawn anew, say too little of what other images would give.
 LEAST_RESAMPLED = 8
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An estimate with the ends of its confidence interval; both infinite where nothing is known of its error."""
-
-    value: float
-    lower: float
-    upper: float
-
-    def excludes(self, value: float) -> bool:
-        """Whether the value is outside."""
-        return not self.lower <= value <= self.upper
 
 
 def with_student(value: float, variances: list[tuple[float, float]], confidence: float = 0.95) -> Interval:
@@ -60,24 +47,16 @@ def log_ratio(after: Tensor, before: Tensor) -> Interval:
     each = after.mean(1).log() - before.mean(1).log()  # [R]
     relative = after / after.mean(1, keepdim=True) - before / before.mean(1, keepdim=True)  # [R, K]
     if images < 2:
-        return Interval(each.mean().item(), -math.inf, math.inf)
+        return Interval(each.mean().item())
     parts = [(relative.mean(0).var().item() / images, images - 1.0)]
     if repetitions > 1:
         parts.append((each.var().item() / repetitions, repetitions - 1.0))
     return with_student(each.mean().item(), parts)
 
 
-def mean_interval(values: Tensor) -> Interval:
-    """95 % interval of the mean of values [K]; with one value it is infinite."""
-    mean = values.mean().item()
-    if len(values) < 2:
-        return Interval(mean, -math.inf, math.inf)
-    return with_student(mean, [(values.var().item() / len(values), len(values) - 1.0)])
-
-
 def root_mean(errors: Tensor) -> Interval:
     """95 % interval of sqrt(mean) of squared errors [K], by the mean's own."""
-    found = mean_interval(errors)
+    found = mean_interval(errors.tolist())
     return Interval(math.sqrt(found.value), math.sqrt(max(found.lower, 0.0)), math.sqrt(found.upper))
 
 

@@ -1,0 +1,71 @@
+"""Student's t against a table, closed forms and the integrated density; means and their intervals."""
+
+import math
+
+import pytest
+import torch
+
+from torchtitan.statistics.interval import Interval, mean_interval, paired_difference
+from torchtitan.statistics.student import student_quantile
+
+# Upper critical values as textbooks print them, equal to scipy.stats.t.ppf to three decimals.
+PROBABILITIES = (0.90, 0.95, 0.975, 0.99, 0.995, 0.999)
+TABLE = {
+    1: (3.078, 6.314, 12.706, 31.821, 63.657, 318.309),
+    2: (1.886, 2.920, 4.303, 6.965, 9.925, 22.327),
+    3: (1.638, 2.353, 3.182, 4.541, 5.841, 10.215),
+    5: (1.476, 2.015, 2.571, 3.365, 4.032, 5.893),
+    10: (1.372, 1.812, 2.228, 2.764, 3.169, 4.144),
+    30: (1.310, 1.697, 2.042, 2.457, 2.750, 3.385),
+    100: (1.290, 1.660, 1.984, 2.364, 2.626, 3.174),
+}
+
+
+@pytest.mark.parametrize("degrees", TABLE)
+def test_student_quantile_is_that_of_the_printed_table(degrees: int) -> None:
+    found = [student_quantile(probability, degrees) for probability in PROBABILITIES]
+    assert [round(t, 3) for t in found] == list(TABLE[degrees])
+
+
+def test_student_quantile_is_exact_where_a_closed_form_exists() -> None:
+    for probability in (0.9, 0.975, 0.9995):
+        tail = 2 * probability - 1
+        alpha = 1 - tail**2
+        cosine = math.cos(math.acos(math.sqrt(alpha)) / 3) / math.sqrt(alpha)
+        closed = [math.tan(0.5 * math.pi * tail), tail * math.sqrt(2 / alpha), 2 * math.sqrt(cosine - 1)]
+        found = student_quantile(probability, torch.tensor([1.0, 2.0, 4.0]))
+        torch.testing.assert_close(found, torch.tensor(closed, dtype=torch.float64), rtol=1e-8, atol=0)
+    normal = torch.special.ndtri(torch.tensor(0.975, dtype=torch.float64)).item()
+    assert student_quantile(0.975, 1e6) == pytest.approx(normal, rel=3e-6)
+    assert student_quantile(0.975, 0.9) == math.inf
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4.5, 8, 29])
+def test_student_quantile_inverts_the_integrated_density(degrees: float) -> None:
+    norm = math.gamma((degrees + 1) / 2) / math.sqrt(degrees * math.pi) / math.gamma(degrees / 2)
+    count, end = 4000, student_quantile(0.95, degrees)
+    density = [norm * (1 + (end * (i + 0.5) / count) ** 2 / degrees) ** (-(degrees + 1) / 2) for i in range(count)]
+    assert sum(density) * end / count == pytest.approx(0.45, abs=1e-6)
+
+
+def test_mean_of_one_two_and_three_values() -> None:
+    two = mean_interval([1.0, 3.0])
+    assert (two.value, two.count, two.coverage) == (2.0, 2, 0.95)
+    assert two.half_width == pytest.approx(12.7062047)  # s / sqrt(n) = 1, t of one degree of freedom
+    assert mean_interval([1.0, 2.0, 3.0]).half_width == pytest.approx(4.30265273 / math.sqrt(3))
+    assert mean_interval([5.0]) == Interval(5.0, -math.inf, math.inf, 1, None)
+
+
+def test_no_value_and_an_infinite_one_give_no_interval() -> None:
+    assert math.isnan(mean_interval([]).value) and mean_interval([]).count == 0
+    for values in ([], [1.0, math.inf]):
+        assert not mean_interval(values).bounded
+    assert not mean_interval([]).excludes(0.0)
+
+
+def test_a_difference_is_paired_over_the_keys_that_both_have() -> None:
+    assert paired_difference({0: 1.0, 1: 2.0, 2: 9.0}, {1: 1.5, 0: 0.5, 3: 0.0}) == Interval(0.5, 0.5, 0.5, 2, 0.95)
+
+
+def test_scaling_an_interval_keeps_an_open_end_open() -> None:
+    assert Interval(2.0, 1.0, math.inf, 3, 0.9).scaled(2.0) == Interval(4.0, 2.0, math.inf, 3, 0.9)

@@ -1,0 +1,106 @@
+"""Estimates with confidence intervals: means, paired differences, medians."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchtitan.statistics.student import student_quantile
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with the ends of its confidence interval.
+
+    Attributes:
+        value: estimate.
+        lower, upper: ends; infinite on a side that nothing bounds.
+        count: values or repeats behind the estimate.
+        coverage: probability with which the interval holds the truth; None where none is claimed.
+    """
+
+    value: float
+    lower: float = -math.inf
+    upper: float = math.inf
+    count: int = 1
+    coverage: float | None = None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether both ends are finite."""
+        return math.isfinite(self.lower) and math.isfinite(self.upper)
+
+    @property
+    def half_width(self) -> float:
+        return (self.upper - self.lower) / 2
+
+    def excludes(self, value: float) -> bool:
+        """Whether the value is outside."""
+        return value < self.lower or value > self.upper
+
+    def scaled(self, factor: float) -> "Interval":
+        """The interval of `factor` times the quantity, factor > 0."""
+        return Interval(self.value * factor, self.lower * factor, self.upper * factor, self.count, self.coverage)
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Mean of independent normal values with Student's interval, mean ± t s / sqrt(n).
+
+    Args:
+        values: any number; a single one leaves the mean unbounded. Without any, or with an infinite one, all of the
+            result is NaN or infinite.
+        confidence: of the interval, in (0, 1).
+    """
+    count = len(values)
+    mean = statistics.fmean(values) if values else math.nan
+    if not math.isfinite(mean):
+        return Interval(mean, mean, mean, count)
+    if count == 1:
+        return Interval(mean)
+    half = student_quantile(0.5 + 0.5 * confidence, count - 1.0) * statistics.stdev(values) / math.sqrt(count)
+    return Interval(mean, mean - half, mean + half, count, confidence)
+
+
+def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Interval:
+    """Mean of `values` minus `reference`, paired by key (a seed), over the keys that both have."""
+    return mean_interval([values[key] - reference[key] for key in sorted(values) if key in reference])
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Median with the interval between two order statistics, whatever the distribution of independent values.
+
+    [x_(k), x_(n+1-k)] covers the median with probability 1 - 2 P(Binomial(n, 1/2) < k); k is the largest for which that
+    is at least `confidence`. Below six values none reaches 95 %: then it is the range, and `coverage` says how little
+    that is. A single value leaves the median unbounded.
+
+    Args:
+        values: at least one.
+        confidence: in (0, 1).
+
+    Source: David and Nagaraja, "Order Statistics", section 7.1.
+    """
+    ordered, n = sorted(values), len(values)
+    median = statistics.median(ordered)
+    if n == 1:
+        return Interval(median)
+    rank, tail = 1, _binomial(n, 0)  # P(Binomial < rank)
+    while rank < n // 2:
+        further = tail + _binomial(n, rank)
+        if 2 * further > 1 - confidence:
+            break
+        rank, tail = rank + 1, further
+    return Interval(median, ordered[rank - 1], ordered[n - rank], n, 1 - 2 * tail)
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """Value below which a fraction of the values lies, linear between neighbours; fraction in [0, 1]."""
+    ordered = sorted(values)
+    place = fraction * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def _binomial(n: int, k: int) -> float:
+    """Probability of k in n throws of a coin; by logarithms, as 2^-n is 0 for the points of a long run."""
+    return math.exp(math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2))
