@@ -364,7 +364,7 @@ def test_state_survives_json_bit_for_bit() -> None:
         resumed.add(sums)
     assert resumed.state_dict() == decayed.state_dict()
     assert torch.equal(resumed.estimate().upper, decayed.estimate().upper)
-    with pytest.raises(ValueError, match="of 2 timestep bins, these are 3"):
+    with pytest.raises(ValueError, match="of 2 timestep bins, this run has 3"):
         DecayedSums(3, 30.0).load_state_dict(decayed.state_dict())
 
 

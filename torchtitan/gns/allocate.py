@@ -1,4 +1,4 @@
-"""How many samples each timestep bin should get, what that would save, and whether the measurement can tell.
+"""Allocate samples to timestep bins by gradient noise: shares, predicted savings and their confidence intervals.
 
 The objective is fixed: sum over K bins of pi_b E[weighted loss in bin b], with pi_b the bin's mass in the objective's
 own density. Drawing a share q_b of the samples from bin b, with importance weights pi_b / q_b, leaves the mean gradient
@@ -36,7 +36,7 @@ _UNCERTAIN = 1.1  # times fewer samples that an interval must allow for, to be c
 
 
 class BinNoise(Protocol):
-    """What was measured in K bins: `BinEstimates` is one such."""
+    """Noise and signal measured in K bins; `BinEstimates` has these fields."""
 
     noise: Tensor  # S_b, [K]; may be negative, NaN where nothing is known
     noise_stderr: Tensor  # [K]
@@ -49,8 +49,8 @@ class BinNoise(Protocol):
 class PredictedRatio(NamedTuple):
     """Gradient variance of a sampler of t over that of the present one, with its confidence interval.
 
-    Equal to the samples that it needs for the same variance, over those that the present one needs. Where nothing can
-    be said, the ratio is NaN and the interval (0, inf).
+    Equal to the ratio of the samples that the two need for the same variance. Where it is unknown, the ratio is NaN and
+    the interval (0, inf).
     """
 
     name: str
@@ -68,8 +68,8 @@ def neyman_shares(mass: Tensor, noise: Tensor, signal: Tensor | None = None, flo
     Proportional to pi_b sqrt(S_b) where every batch holds fixed counts of each bin (stratified timesteps), and to
     pi_b sqrt(S_b + |G_b|^2) where timesteps are drawn independently. Importance weights are at most 1 / floor.
 
-    A bin without a usable value (negative, NaN, infinite) keeps its own mass, and the others share what is left. All
-    bins keep theirs if no value is usable, or if all are 0.
+    A bin without a usable value (negative, NaN, infinite) keeps its own mass, and the others share the remaining mass.
+    All bins keep theirs if no value is usable, or if all are 0.
 
     Args:
         mass: pi_b, [K], summing to 1.
@@ -97,7 +97,7 @@ def neyman_shares(mass: Tensor, noise: Tensor, signal: Tensor | None = None, flo
 
 
 def weight_shares(mass: Tensor, mean_multiplier: Tensor) -> Tensor:
-    """Shares of the density that holds the loss multiplier: pi_b x its mean in the bin, normalised; float64 [K].
+    """Shares of a density proportional to the loss multiplier: pi_b x its mean in the bin, normalised; float64 [K].
 
     Such a sampler divides the multiplier out again, so that every sample counts the same.
 
@@ -120,7 +120,7 @@ def loss_second_moment_shares(mass: Tensor, mean_square_loss: Tensor, floor: flo
 
 
 def mean_loss_shares(mass: Tensor, mean_loss: Tensor, floor: float = 0.1) -> Tensor:
-    """`loss_second_moment_shares` where only the mean of the weighted loss is known, which is taken for its root mean
+    """Shares of `loss_second_moment_shares` where only the mean of the weighted loss is known, taken as its root mean
     square: right if the losses' relative spread is the same in every bin.
     """
     return neyman_shares(mass, torch.where(mean_loss >= 0, mean_loss, torch.nan).square(), floor=floor)
@@ -189,9 +189,9 @@ def predicted_ratios(
 
     Shares chosen by the measured noise look better by that measurement than they are. So the intervals are a parametric
     bootstrap of the whole procedure: the measured values are taken for the truth, measurements with normal errors are
-    made up, shares are chosen by each, and what these shares promise is compared with what they are worth. The ratio
-    returned has the median of that error removed. The errors of noise and signal are taken as independent. The work
-    is bounded and the seed fixed: equal arguments give equal results.
+    simulated, shares are chosen by each, and the predicted gain of these shares is compared with their true one. The
+    ratio returned has the median of that error removed. The errors of noise and signal are taken as independent. The
+    work is bounded and the seed fixed: equal arguments give equal results.
 
     Args:
         mass: pi_b, [K].
@@ -203,7 +203,8 @@ def predicted_ratios(
         confidence: of each interval by itself.
 
     Returns:
-        "neyman"; "stratified", the present shares with fixed counts, unless they are so; then the others in order.
+        "neyman"; "stratified", the present shares with fixed counts, unless they are stratified already; then the
+        others.
     """
     mass = _checked_mass(mass)
     present = mass if present is None else present.to(mass)
@@ -244,7 +245,7 @@ class _Moments(NamedTuple):
         return cls(measured.noise.to(mass), measured.signal.to(mass), _by_pairs(mass, matrix).sum())
 
     def perturbed(self, mass: Tensor, measured: BinNoise) -> "_Moments":
-        """Made-up measurements of these, [D, K]."""
+        """Simulated measurements with normal errors around these, [D, K]."""
         generator = torch.Generator().manual_seed(0)
         normal = torch.randn(_DRAWS, 2 * len(mass) + 1, generator=generator, dtype=torch.float64)
         for_noise, for_signal, for_whole = normal.split((len(mass), len(mass), 1), dim=1)
@@ -279,7 +280,7 @@ def _with_interval(name: str, promised: float, errors: Tensor, confidence: float
 
 
 def advice(ratios: Iterable[PredictedRatio]) -> str:
-    """One line: which sampler of t would save samples, that none would, or that there are too few samples to tell.
+    """Advice on the timestep sampler in one line: which one would save samples, that none would, or too few samples.
 
     A change is recommended only where its interval excludes a ratio of 1 and it saves more than 2 %; a loss multiplier
     that wastes samples comes first, since nothing has to be measured to leave it out.
@@ -303,7 +304,7 @@ def advice(ratios: Iterable[PredictedRatio]) -> str:
 
 
 def batch_advice(b_simple: float, lower: float, upper: float, global_batch_size: int) -> str:
-    """One line: whether a batch is below, near or above the noise scale.
+    """Advice on the batch size in one line: below, near or above the noise scale.
 
     Near is within a factor of 2 of the estimate, or within the interval.
 
@@ -355,12 +356,12 @@ def _samples(number: float) -> str:
 
 
 class SharesSchedule:
-    """Decides when the shares of a run change: rarely, late enough, and for a gain only.
+    """Schedule of the sampling shares of a run: they change rarely, after a warm-up, and only for a significant gain.
 
     A change is considered after `warmup` samples, and then every `interval` steps. It is made if the Neyman shares by
-    the newest measurement would need `least_gain` times fewer samples than the shares in use, and certainly fewer (the
-    interval excludes 1). Call `update` after a step, and use its answer from the next step on: shares must not depend
-    on the samples that they draw.
+    the newest measurement would need `least_gain` times fewer samples than the shares in use, and significantly fewer
+    (the interval excludes 1). Call `update` after a step, and use its answer from the next step on: shares must not
+    depend on the samples that they draw.
     """
 
     def __init__(
@@ -370,8 +371,8 @@ class SharesSchedule:
         Args:
             mass: pi_b, [K]: the shares to begin with.
             warmup: samples of the run before the first change, >= 0.
-            interval: steps from one consideration to the next, >= 1.
-            least_gain: times fewer samples that a change must promise, >= 1.
+            interval: steps between considered changes, >= 1.
+            least_gain: factor of samples that a change must save by prediction, >= 1.
             floor: see `neyman_shares`.
         """
         if warmup < 0 or interval < 1 or least_gain < 1.0:
@@ -384,10 +385,10 @@ class SharesSchedule:
         self.considered_at: int | None = None  # step
 
     def update(self, step: int, samples: int, measured: BinNoise, *, stratified: bool) -> list[float] | None:
-        """New shares, to be used from step + 1 on, or None: they stay as they are.
+        """Update the shares: return new ones, to be used from step + 1 on, or None where they stay.
 
         Args:
-            step: the one just made.
+            step: the step just made.
             samples: of the run so far.
             measured: of gradients without importance weights, equal on all ranks.
             stratified: as in `predicted_ratios`.
@@ -406,11 +407,11 @@ class SharesSchedule:
         return list(self.shares)
 
     def state_dict(self) -> dict:
-        """Plain numbers, which JSON holds exactly."""
+        """Return the state as plain numbers, which JSON holds exactly."""
         return {"shares": list(self.shares), "considered_at": self.considered_at}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a state. Raises ValueError: it is of another number of bins."""
+        """Resume from a state. Raises ValueError: it is of another number of bins."""
         if len(state["shares"]) != len(self._mass):
-            raise ValueError(f"the state is of {len(state['shares'])} timestep bins, these are {len(self._mass)}")
+            raise ValueError(f"the state is of {len(state['shares'])} timestep bins, this run has {len(self._mass)}")
         self.shares, self.considered_at = list(state["shares"]), state["considered_at"]

@@ -1,6 +1,6 @@
-"""Per-bin sums of the gradients of single samples, from the ordinary backward of mixed microbatches.
+"""Capture of per-bin sums of single-sample gradients from the ordinary backward of mixed microbatches.
 
-Every parameter belongs to one part of the model, and every part is measured in its own way:
+Every parameter belongs to one part of the model, and every part has its own measurement:
 
     modulation  linears inside the blocks that see one vector per sample (adaLN): every step, exact within a microbatch
     embedding   the other layers that see one vector per sample: every step, exact within a microbatch
@@ -46,12 +46,12 @@ _WHOLE_GRADIENT_SIZE = 2**17
 
 
 class CannotMeasure(Exception):
-    """A model with parameters that no tap can measure; the message is one line."""
+    """Model with parameters that no tap can measure; the message is one line."""
 
 
 @dataclass(frozen=True)
 class StepSums:
-    """What one step measured, float64, of the gradient of the per-sample loss; K bins, P parts, G geometries.
+    """Sums measured in one step, float64, of the gradient of the per-sample loss; K bins, P parts, G geometries.
 
     Attributes:
         count: samples [K].
@@ -78,12 +78,12 @@ class StepSums:
 
     @property
     def measured(self) -> bool:
-        """Whether the token part was measured."""
+        """True if the token part was measured."""
         return self.sketched is not None
 
     @property
     def all_products(self) -> Tensor:
-        """Inner products over the whole step [P, G, K, K]: the best known of every pair. Of a measured step."""
+        """Inner products over the whole step [P, G, K, K]: the best known of every pair; of a measured step."""
         return self.sketched + self.corrections
 
     def rescaled(self, factor: Tensor) -> "StepSums":
@@ -113,7 +113,7 @@ class GradientTaps:
         adam: bool,
         device: torch.device,
     ) -> None:
-        """Put tapped layers in the place of the model's; before anything wraps the model.
+        """Replace the model's layers by tapped ones, before the model is wrapped.
 
         Args:
             model: an initialised model.
@@ -169,10 +169,10 @@ class GradientTaps:
         self._switch.mode = MEASURED if self._measured else FREE
 
     def end_microbatch(self, samples_per_rank: int, loss: Tensor) -> None:
-        """Collect what the backward measured and switch the taps off.
+        """Collect the measurements of the backward and switch the taps off.
 
         Args:
-            samples_per_rank: over how many samples of this rank the loss is a mean (all its microbatches).
+            samples_per_rank: samples of this rank (all its microbatches) over which the loss is a mean.
             loss: per-sample losses [B].
         """
         self._switch.mode = OFF
@@ -200,7 +200,7 @@ class GradientTaps:
             self._collect(self._sketched["token"] + self._whole["token"], scale)
 
     def end_step(self) -> StepSums:
-        """Sums over all ranks, the same on every rank; collective. Starts anew."""
+        """Reduce the sums over all ranks, the same on every rank, and reset; collective."""
         parts = (self._count, self._square_losses, self._pairs, self._squares, self._products, self._corrections)
         packed = torch.cat([part.flatten() for part in parts])
         parallel = dist.is_initialized() and dist.get_world_size() > 1

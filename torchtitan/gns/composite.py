@@ -36,7 +36,7 @@ _STEPS_OF_COMMON = 4.0
 
 
 class Composite:
-    """Pools the steps of one geometry; older ones count less, as in DecayedSums."""
+    """Pooled steps of one geometry; older ones count less, as in DecayedSums."""
 
     def __init__(self, num_bins: int, geometry: int, half_life: float, ramp: float = math.inf) -> None:
         """
@@ -54,7 +54,7 @@ class Composite:
         self._all = PairSums.zeros(num_bins)  # F since the last measured step
 
     def add(self, sums: StepSums) -> None:
-        """Count one step."""
+        """Add one step."""
         if sums.measured:
             self._learn_ratios(sums)
         proxy = self._proxy(sums)
@@ -65,7 +65,7 @@ class Composite:
             self._close_entry(sums, proxy)
 
     def estimate(self) -> BinEstimates:
-        """Of every bin; without the matrix of inner products between bins."""
+        """Estimate every bin; without the matrix of inner products between bins."""
         covariance = torch.einsum("ri,kij,sj->krs", _COMBINATION, _finite(self._ratios.covariance), _COMBINATION)
         unknown = torch.tensor([[torch.inf, 0.0], [0.0, torch.inf]], dtype=torch.float64)
         enough = (self._ratios.steps >= 2.0)[:, None, None]
@@ -88,9 +88,10 @@ class Composite:
         return PairSums(sums.count, squares + of_squares * own, products + stand_in, sums.pairs)
 
     def token_to_modulation(self) -> tuple[Tensor, Tensor]:
-        """What the modulation part is multiplied by: for the second moment [K], for the signal [K]; NaN before any is known.
+        """Multiplier of the modulation part: for the second moment [K], for the signal [K]; NaN while unknown.
 
-        The signal's is each bin's own slope, drawn to the common one of all bins as by some steps of it more.
+        The signal's is each bin's own slope, shrunk towards the slope common to all bins as if by some more steps of
+        it.
         """
         token_squares, squares, *_ = self._parts.ratios.unbind(-1)
         of_squares = token_squares / squares
@@ -132,7 +133,7 @@ class Composite:
         self._all = PairSums.zeros(self.num_bins)
 
     def state_dict(self) -> dict[str, list]:
-        """Plain lists of numbers, which JSON holds exactly."""
+        """Return plain lists of numbers, which JSON holds exactly."""
         return {name: tensor.tolist() for name, tensor in self._tensors().items()}
 
     def load_state_dict(self, state: dict[str, list]) -> None:
@@ -152,13 +153,13 @@ class Composite:
 
 
 def _pairs_of_ratios(sums: PairSums) -> Tensor:
-    """(numerator, weight) of the second moment and of the signal, [K, 2, 2]."""
+    """Pairs (numerator, weight) of the second moment and of the signal, [K, 2, 2]."""
     signal = torch.stack((sums.products.diagonal() - sums.squares, sums.pairs.diagonal()), dim=-1)
     return torch.stack((torch.stack((sums.squares, sums.count), dim=-1), signal), dim=-2)
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """Over the bins that have a weight and a finite value."""
+    """Weighted sum over the bins that have a weight and a finite value."""
     return torch.where((weights > 0) & values.isfinite(), weights * values, 0.0).sum()
 
 

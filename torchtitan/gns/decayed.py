@@ -1,4 +1,4 @@
-"""Sums of many steps, the older ones counting less, and what they say with confidence intervals."""
+"""Decayed sums over steps, older ones counting less, and noise scales with confidence intervals from them."""
 
 import math
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class BinEstimates:
         signal, noise: |G_b|^2, which may be negative, and tr Sigma_b, [K]; NaN without pairs.
         b_simple: noise / signal in samples, [K].
         lower, upper: confidence interval of the noise scale, [K]; 0 <= lower since no noise is negative.
-        unbounded: the signal cannot be told from zero, [K] bool: the noise scale is "greater than lower", upper is
-            infinite and b_simple means nothing.
+        unbounded: [K] bool, the signal is not significantly above zero: the noise scale is "greater than lower", upper
+            is infinite and b_simple means nothing.
         samples: samples pooled, older ones counting less, [K].
         steps: equally weighted steps that the pooled ones are worth, [K].
         signal_stderr, noise_stderr: standard errors, [K]; infinite below two steps.
@@ -48,9 +48,9 @@ class BinEstimates:
 class DecayedSums:
     """Pools the PairSums of steps; a sample counts half after `half_life` further samples of its bin.
 
-    A step's n_b samples multiply what there was of bin b by 0.5^(n_b / half_life), and what there was of the pair of
-    bins (b, c) by the geometric mean of the two. A bin that a step leaves out stays as it is, and how the batch is
-    spread over steps makes no difference to what older samples are worth.
+    A step's n_b samples multiply the earlier sums of bin b by 0.5^(n_b / half_life), and those of the pair of bins
+    (b, c) by the geometric mean of the two factors. A bin without samples in a step stays unchanged, and the weight of
+    older samples does not depend on how the batch is spread over steps.
 
     Early in training gradients change by orders of magnitude, most of all in Adam's geometry. With `ramp`, the half-life
     is at most that share of the samples seen so far, so that the first steps do not outweigh the later ones for long.
@@ -78,7 +78,7 @@ class DecayedSums:
         self._fourth_powers = torch.zeros(num_bins, dtype=torch.float64)  # of the steps' weights in the signal
 
     def add(self, sums: PairSums) -> None:
-        """Pool one step; left out, and counted in `skipped`, if any sum is not finite."""
+        """Pool one step; it is left out, and counted in `skipped`, if any sum is not finite."""
         sums = sums.to("cpu")
         if not sums.is_finite():
             self.skipped += 1
@@ -95,13 +95,13 @@ class DecayedSums:
         self._fourth_powers = self._fourth_powers * kept**4 + pairs**4
 
     def sums(self) -> PairSums:
-        """The decayed sums themselves, for `whole_objective` and the like."""
+        """Decayed sums themselves, for `whole_objective` and the like."""
         squares, count = self._bins.first[:, 0].unbind(-1)
         numerators, pairs = self._pairs.first[:, :, 0].unbind(-1)
         return PairSums(count, squares, numerators + squares.diag(), pairs)
 
     def estimate(self, confidence: float = 0.95) -> BinEstimates:
-        """What the pooled steps say.
+        """Estimate noise scales from the pooled steps.
 
         The variances are those between steps, whatever the gradients' distribution and however alike the samples of a
         step are. The interval is Fieller's of E|g|^2 / |G_b|^2 = B_simple + 1 at a quantile of Student's t. The interval
@@ -123,7 +123,8 @@ class DecayedSums:
         )
 
     def _degrees_of_freedom(self) -> Tensor:
-        """Of the signal's variance [K]: steps - 1 with equal weights p, else Satterthwaite's (sum p^2)^2 / sum p^4 - 1.
+        """Degrees of freedom of the signal's variance [K]: steps - 1 with equal weights p, else Satterthwaite's
+        (sum p^2)^2 / sum p^4 - 1.
 
         Under exponential decay that is half the effective steps of the mean.
         """
@@ -131,18 +132,18 @@ class DecayedSums:
         return torch.where(squares > 0, squares**2 / self._fourth_powers, 0.0) - 1.0
 
     def state_dict(self) -> dict:
-        """Plain numbers and lists of them, so that JSON holds it exactly."""
+        """Return plain numbers and lists of them, so that JSON holds the state exactly."""
         tensors = {name: tensor.tolist() for name, tensor in self._tensors().items()}
         return {"num_bins": self.num_bins, "skipped": self.skipped, **tensors}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a state; the half-life is this object's own.
+        """Resume from a state; the half-life is this object's own.
 
         Raises:
             ValueError: the state is of another number of bins.
         """
         if state["num_bins"] != self.num_bins:
-            raise ValueError(f"the state is of {state['num_bins']} timestep bins, these are {self.num_bins}")
+            raise ValueError(f"the state is of {state['num_bins']} timestep bins, this run has {self.num_bins}")
         loaded = {name: torch.tensor(state[name], dtype=torch.float64) for name in self._tensors()}
         self.skipped = state["skipped"]
         self._bins = RatioMoments(loaded["bins_first"], loaded["bins_second"])
@@ -161,7 +162,7 @@ class DecayedSums:
 
 
 def kept_share(count: Tensor, seen: Tensor, half_life: float, ramp: float) -> Tensor:
-    """What older samples of each bin are worth after `count` further ones; arguments as in DecayedSums, [K] each."""
+    """Weight of older samples of each bin after `count` further ones; arguments as in DecayedSums, [K] each."""
     limit = torch.full_like(seen, half_life) if math.isinf(ramp) else (ramp * seen).clamp(max=half_life)
     return torch.where(count > 0, 0.5 ** (count / limit), 1.0)
 
@@ -182,7 +183,7 @@ def estimates_of_ratios(
     Args:
         ratios: (second moment, signal) of each bin, [K, 2].
         covariance: of the two, [K, 2, 2].
-        samples, steps: what they rest on, [K].
+        samples, steps: pooled in them, [K].
         degrees: of freedom of the variances, [K].
         matrix, matrix_stderr: of inner products between bins, [K, K]; NaN and infinite where not given.
         confidence: of each interval by itself.

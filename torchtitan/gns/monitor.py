@@ -1,4 +1,4 @@
-"""The gradient noise scale of every timestep bin while a model trains: the part that the trainer calls."""
+"""Monitor of the gradient noise scale of every timestep bin while a model trains, called by the trainer."""
 
 import logging
 import math
@@ -51,15 +51,15 @@ class GNSConfig:
 
     enable: bool = setting(False, "measure the gradient noise scale of every timestep bin", trajectory=False)
     interval: int = setting(
-        8, "steps from one measured step, with sketches of all layers, to the next", ge=1, applies=_TAPPED, trajectory=False
+        8, "steps between measured steps, with sketches of all layers", ge=1, applies=_TAPPED, trajectory=False
     )
     sketch_size: int = setting(
-        8, "columns of a layer's random sketch, which has 8 times as many rows: less error of its own for more time",
+        8, "columns of a layer's random sketch, which has 8 times as many rows: more of them, less error, more time",
         ge=1, le=32, applies=_TAPPED,
         trajectory=False,
     )
     num_bins: int = setting(
-        10, "timestep bins of equal training mass, unless bin_edges says otherwise", ge=1, le=64, applies=_BINNED,
+        10, "timestep bins of equal training mass, unless bin_edges is given", ge=1, le=64, applies=_BINNED,
         trajectory=False,
     )
     bin_edges: list[float] = setting(
@@ -67,14 +67,14 @@ class GNSConfig:
         applies=_BINNED, trajectory=False,
     )
     bin_unit: Literal["t", "sigma", "index"] = setting(
-        "t", "what bin_edges are given in; index: of a DDPM path", applies=_BINNED, trajectory=False
+        "t", "unit of bin_edges; index: of a DDPM path", applies=_BINNED, trajectory=False
     )
     half_life: float = setting(
-        4096.0, "samples of a bin after which a measurement counts half", gt=0, applies=_ON, trajectory=False
+        4096.0, "half-life of a measurement, in samples of its bin", gt=0, applies=_ON, trajectory=False
     )
     log_interval: int = setting(50, "steps between logged estimates", ge=1, applies=_ON, trajectory=False)
     picture_interval: int = setting(
-        500, "steps between drawings of <run>/gns/noise_scale.png; also at the last step", ge=1, applies=_TAPPED,
+        500, "steps between pictures <run>/gns/noise_scale.png; also at the last step", ge=1, applies=_TAPPED,
         trajectory=False,
     )
     single_pass: bool = setting(
@@ -85,7 +85,7 @@ class GNSConfig:
         applies=_ON, trajectory=False,
     )
     bin_pure_microbatches: bool = setting(
-        False, "one timestep bin per microbatch, on all ranks, each reduced by itself: rank gradients tell bins apart",
+        False, "one timestep bin per microbatch, each reduced separately: rank gradients then measure single bins",
         applies={"rank_gradients": (True,)},
     )
     allocate_timesteps: bool = setting(
@@ -96,19 +96,20 @@ class GNSConfig:
         20_000, "images before the first change of the allocation", ge=0, applies={"allocate_timesteps": (True,)}
     )
     allocation_interval: int = setting(
-        100, "steps from one change of the allocation to the next, at least", ge=1,
+        100, "minimum steps between changes of the allocation", ge=1,
         applies={"allocate_timesteps": (True,)},
     )
     grow_batch: bool = setting(
-        False, "let the global batch grow to the measured noise scale by accumulating more; training.steps counts as if it"
-        " stayed, and Adam's learning rate grows with its square root", applies=_TAPPED,
+        False, "grow the global batch to the measured noise scale by accumulating more; "
+        "training.steps counts steps of the first batch size, "
+        "and Adam's learning rate grows with the square root of the batch", applies=_TAPPED,
     )
     growth_limit: int = setting(
         8, "largest batch, as a multiple of training.global_batch_size", ge=2, le=1_000_000, applies={"grow_batch": (True,)}
     )
     growth_warmup: int = setting(20_000, "images before the batch first grows", ge=0, applies={"grow_batch": (True,)})
     growth_interval: int = setting(
-        100, "steps from one growth of the batch to the next, at least; each doubles it at most", ge=1,
+        100, "minimum steps between growths of the batch; each doubles it at most", ge=1,
         applies={"grow_batch": (True,)},
     )
 
@@ -138,7 +139,7 @@ def inner_edges(config: GNSConfig, density: Density, path: NoisePath) -> Tensor:
 
 
 class GNSMonitor:
-    """Measures, pools, logs and stores; its state is part of the checkpoint."""
+    """Monitor that measures, pools, logs and stores; its state is part of the checkpoint."""
 
     def __init__(
         self,
@@ -184,43 +185,43 @@ class GNSMonitor:
 
     @property
     def batch_factor(self) -> int:
-        """Times the first global batch size that the next step should have."""
+        """Batch factor: multiple of the first global batch size for the next step."""
         return self._batch.factor if self._batch else 1
 
     @property
     def separate_microbatches(self) -> bool:
-        """Whether every microbatch's gradient is reduced by itself."""
+        """True if every microbatch's gradient is reduced separately."""
         return self._ranks is not None and self._ranks.separate
 
     # ------------------------------------------------------------------ a step, in the order of calls
 
     def forget(self) -> None:
-        """After a backward that is thrown away: what it sent through the reduction does not count."""
+        """Forget a backward that is thrown away: its reduction does not count."""
         if self._ranks:
             self._ranks.forget()
 
     def begin_step(self, step: int, optimizer_state: dict[nn.Parameter, dict], beta2: float) -> None:
-        """Before the first microbatch; collective on a measured step."""
+        """Begin a step, before its first microbatch; collective on a measured step."""
         self._step = step
         if self._taps:
             self._taps.begin_step(step, step % self._config.interval == 0, optimizer_state, beta2, self._layout)
 
     def begin_microbatch(self, t: Tensor) -> None:
-        """Before the forward of samples at times t [B]."""
+        """Begin a microbatch, before the forward of samples at times t [B]."""
         if self._taps:
             self._taps.begin_microbatch(t)
 
     def end_microbatch(
         self, loss: Tensor, microbatches: int, parameters: Sequence[nn.Parameter], samples: GlobalBatch, number: int
     ) -> None:
-        """After the backward of a microbatch; collective where microbatches are reduced by themselves.
+        """End a microbatch, after its backward; collective where microbatches are reduced separately.
 
         Args:
             loss: per-sample losses [B], whose mean over `microbatches` backward was given.
             microbatches: of each rank in this step.
             parameters: of the model.
             samples: the global batch.
-            number: of this microbatch in the step.
+            number: of this microbatch within the step.
         """
         if self._taps:
             self._taps.end_microbatch(len(loss) * microbatches, loss)
@@ -231,7 +232,7 @@ class GNSMonitor:
             self._ranks.end_microbatch(parameters, len(loss), k or 0, importance)
 
     def end_step(self, parameters: Sequence[nn.Parameter], samples_per_rank: int, microbatches: int) -> None:
-        """After the last microbatch, before clipping; collective."""
+        """End a step, after its last microbatch and before clipping; collective."""
         if self._ranks:
             of_group = samples_per_rank // microbatches if self.separate_microbatches else samples_per_rank
             self._ranks.end_step(parameters, of_group)
@@ -244,9 +245,9 @@ class GNSMonitor:
         self._samples += samples_per_rank * self._layout.world_size
 
     def conclude(self, skip: Tensor) -> None:
-        """After the verdict on the step: what was measured of one that is skipped does not count.
+        """Conclude a step after its verdict: the measurement of a skipped one does not count.
 
-        The device is waited for on measured steps only.
+        Waits for the device on measured steps only.
 
         Args:
             skip: whether the optimizer leaves the step out, bool scalar, equal on all ranks.
@@ -271,13 +272,13 @@ class GNSMonitor:
     # ------------------------------------------------------------------ what came of it
 
     def settle(self) -> None:
-        """Bring all measurements to the host and pool them; waits for the device."""
+        """Settle all measurements: bring them to the host and pool them; waits for the device."""
         for step, sums, skip in self._pending:
             if skip.item():
                 continue
             found = to_host(sums)
             if not self.pool.add(found) and self._layout.rank == 0:
-                logger.warning(f"step {step}: left out of the gradient noise scale: its gradients stand out of the others'")
+                logger.warning(f"step {step}: left out of the gradient noise scale: its gradients are outliers")
             if self._raw:
                 self._raw.add(step, found)
         self._pending = []
@@ -285,7 +286,7 @@ class GNSMonitor:
             self._ranks.settle()
 
     def metrics(self) -> dict[str, float]:
-        """Estimates by tag, `gns/<geometry>/<estimator>/<bin or all>/<quantity>`; what is not known is left out."""
+        """Metrics by tag, `gns/<geometry>/<estimator>/<bin or all>/<quantity>`; unknown ones are left out."""
         self.settle()
         found = self._ranks.metrics() if self._ranks else {}
         if self.pool and self.pool.outliers:
@@ -306,7 +307,7 @@ class GNSMonitor:
         return found
 
     def advice(self, global_batch_size: int) -> list[str]:
-        """What the measurement says of the batch and of the timestep sampler, a line each; nothing without taps."""
+        """Advice on the batch size and on the timestep sampler, a line each; none without taps."""
         if not self.pool:
             return []
         self.settle()
@@ -333,7 +334,7 @@ class GNSMonitor:
         )
 
     def draw(self, points: Sequence[dict], global_batch_size: int) -> Image.Image | None:
-        """Draw the picture of the run so far from its logged points; None where there is nothing to draw."""
+        """Draw the picture of the run so far from its logged points; None if there is nothing to draw."""
         if not self.pool:
             return None
         self.settle()
@@ -346,27 +347,27 @@ class GNSMonitor:
         self.sync()
 
     def sync(self) -> None:
-        """Bring the raw sums to the disk that are on the host, if it allows; any thread may call it, beside training."""
+        """Sync the raw sums on the host to the disk, if the disk allows; any thread may call it, during training."""
         if self._raw:
             self._raw.flush()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the state by name, equal on all ranks."""
+        """Tensors of the state by name, equal on all ranks."""
         return self._taps.tensors() if self._taps else {}
 
     def state_dict(self) -> dict:
-        """Everything else of the state, and the tensors' sizes."""
+        """Return the rest of the state, and the tensors' sizes."""
         self.settle()
         sizes = {name: len(tensor) for name, tensor in self.tensors().items()}
         parts = {name: part.state_dict() for name, part in self._parts.items() if part}
         return {"samples": self._samples, "sizes": sizes} | parts
 
     def fits(self, state: dict) -> bool:
-        """Whether the tensors of a state are as many and as large as these."""
+        """Check whether the tensors of a state have this monitor's number and sizes."""
         return state.get("sizes") == {name: len(tensor) for name, tensor in self.tensors().items()}
 
     def load_state_dict(self, state: dict, step: int) -> None:
-        """Resume after a step; what the state lacks is measured anew from there."""
+        """Resume after a step; quantities that the state lacks are measured anew from there."""
         self._pending, self._measured = [], None
         self._samples = state.get("samples", 0)
         for name, part in self._parts.items():
@@ -388,7 +389,7 @@ class GNSMonitor:
         return self.pool.whole(geometry, estimator, None if as_drawn else self._mass, self._stratified)
 
     def _headline(self) -> BinEstimates:
-        """In Adam's geometry where it is measured: the one that updates are made in."""
+        """Headline geometry: Adam's, in which updates are made, where it is measured."""
         return self.pool.by_bin(self.pool.geometries[-1], "sketch")
 
 

@@ -1,4 +1,4 @@
-"""Steps whose gradients are so far above those of the steps before that a noise scale of them would mean nothing.
+"""Outlier steps: gradients so far above those of earlier steps that a noise scale from them would mean nothing.
 
 One sample whose gradient is a million times the others' has 10^12 times their square. It decides a pooled second moment
 for as long as it is remembered, and the signal, a small difference of such sums, comes out anywhere, also negative.
@@ -18,16 +18,16 @@ _NORMAL = 1.4826  # standard deviation of a normal distribution over its median 
 
 
 class OutlierRule:
-    """Mean squared gradients of the latest steps by bin, and whether a new one stands out of them.
+    """Outlier rule: mean squared gradients of the latest steps by bin, against which a new one is compared.
 
-    A bin's mean square stands out of the latest 64 if it exceeds their median a million times (a norm a thousand times),
-    and its ln by 8 standard deviations, estimated by 1.4826 times the median absolute deviation of theirs. Nothing stands
-    out of fewer than 32. Squared norms of single samples that are lognormal, however wide, thus practically never do; the
-    mean of a step's samples varies less. Every value is remembered, also one that stands out, so that a lasting change is
-    ordinary after half of the memory at the latest.
+    A bin's mean square is an outlier if it exceeds the median of its latest 64 a million times (a norm
+    a thousand times), and its ln by 8 standard deviations, estimated by 1.4826 times the median absolute deviation of
+    theirs. Nothing is an outlier of fewer than 32. Squared norms of single samples that are lognormal, however wide,
+    thus practically never do; the mean of a step's samples varies less. Every value is remembered, outliers too, so
+    that a lasting change is ordinary after half of the memory at the latest.
 
     Attributes:
-        count: steps that stood out.
+        count: outlier steps.
     """
 
     def __init__(self, num_bins: int) -> None:
@@ -36,7 +36,7 @@ class OutlierRule:
         self._seen = torch.zeros(num_bins, dtype=torch.int64)
 
     def stands_out(self, mean_squares: Tensor) -> bool:
-        """Judge a step by the mean squared gradient of each bin [K], in any bin, and remember it.
+        """Check whether a step is an outlier by the mean squared gradient of each bin [K], in any bin, and remember it.
 
         A bin without samples (NaN), or with a square that is zero or infinite, is left out.
         """
@@ -52,7 +52,7 @@ class OutlierRule:
         return found
 
     def state_dict(self) -> dict:
-        """Plain numbers: of each bin the latest steps' ln, the oldest first, and how many there were."""
+        """Return plain numbers: of each bin the latest steps' ln, the oldest first, and how many there were."""
         rings = [
             ring.roll(-int(seen) % _STEPS if seen >= _STEPS else 0)[: int(seen)].tolist()
             for ring, seen in zip(self._logs, self._seen, strict=True)
@@ -60,7 +60,7 @@ class OutlierRule:
         return {"count": self.count, "seen": self._seen.tolist(), "logs": rings}
 
     def load_state_dict(self, state: dict) -> None:
-        """Resume from a state of as many bins; an empty one is that of a run that begins."""
+        """Resume from a state of as many bins; an empty one is that of a new run."""
         fresh = {"count": 0, "seen": [0] * len(self._seen), "logs": [[]] * len(self._seen)}
         state = fresh | state
         self.count, self._seen = state["count"], torch.tensor(state["seen"], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The picture of a run's gradient noise scale: by timestep bin, over training, and how bins agree or conflict."""
+"""Picture of a run's gradient noise scale: by timestep bin, over training, and agreement of the bins' gradients."""
 
 import io
 import math
@@ -126,7 +126,7 @@ def _draw_cosines(axes, figure, found: BinEstimates, bounds: list[float]) -> Non
 
 
 def _series(points: Sequence[dict], geometry: str, estimator: str, k: int) -> list[tuple[float, ...]]:
-    """(step, value, lower, upper) where the noise scale is known."""
+    """Series (step, value, lower, upper) where the noise scale is known."""
     prefix = f"gns/{geometry}/{estimator}/{k}"
     wanted = [f"{prefix}/{name}" for name in ("b_simple", "lower", "upper")]
     found = [(point["step"], *(point[tag] for tag in wanted)) for point in points if all(tag in point for tag in wanted)]

@@ -1,4 +1,4 @@
-"""Noise scales from the sums of many steps: which estimators there are, and what each is fed."""
+"""Pools of noise scales over many steps: every estimator and the sums that it takes."""
 
 from dataclasses import fields, replace
 
@@ -26,8 +26,8 @@ _RAMP = 0.25
 class Pool:
     """Decayed sums of every geometry and estimator, by bin and over all bins; on the host, in float64.
 
-    The steps from one measured step to the next are one entry of all sums: the mean gradient swings from step to step,
-    and intervals take entries as independent.
+    The steps between measured steps are one entry of all sums: the mean gradient swings from step to step, and
+    intervals take entries as independent.
     """
 
     def __init__(self, num_bins: int, num_geometries: int, half_life: float) -> None:
@@ -47,11 +47,11 @@ class Pool:
 
     @property
     def outliers(self) -> int:
-        """Steps left out because their gradients stood out, see `OutlierRule`."""
+        """Count of steps left out as outliers, see `OutlierRule`."""
         return self._free_outliers.count + self._whole_outliers.count
 
     def add(self, sums: StepSums) -> bool:
-        """Count one step, unless its gradients stand out; whether it was counted."""
+        """Add one step unless its gradients are outliers; return whether it was counted."""
         squares = sums.squares[:, 0] / sums.count  # [P, K]
         if self._free_outliers.stands_out(squares[: len(FREE_PARTS)].sum(0)):
             return False
@@ -86,21 +86,21 @@ class Pool:
                 self._entry[key] = PairSums.zeros(self.num_bins)
 
     def by_bin(self, geometry: str, estimator: str) -> BinEstimates:
-        """Estimates of every bin."""
+        """Estimates by bin."""
         if estimator == "composite":
             return self._composites[self.geometries.index(geometry)].estimate()
         return self._by_bin[geometry, estimator].estimate()
 
     def whole(self, geometry: str, estimator: str, mass: Tensor | None = None, stratified: bool = False) -> BinEstimates:
-        """Estimates of the objective as a whole, as of one bin: of the sketch or the modulation.
+        """Estimates of the whole objective as a single bin, from the sketch or the modulation.
 
         Without `mass` samples are taken as independent draws of the objective's timesteps. With it the bins are put
-        together by `whole_objective`, which knows of stratified batches and of shares that are not the masses; the
-        interval keeps the relative width that it has without, since what differs are not the samples; where either
-        signal is not positive, nothing is known.
+        together by `whole_objective`, which accounts for stratified batches and for shares that are not the masses; the
+        interval keeps its relative width, since the samples are the same; where either signal is not positive, all are
+        NaN.
 
         Args:
-            geometry, estimator: which.
+            geometry, estimator: names.
             mass: probability of each bin in the objective, [K].
             stratified: whether every batch has its share of each bin.
         """
@@ -122,7 +122,7 @@ class Pool:
         return {"noise_within": whole.within.item(), "noise_between": whole.between.item()}
 
     def mean_square_loss(self) -> Tensor:
-        """E[L^2] of each bin [K]; NaN without samples."""
+        """Mean square loss E[L^2] of each bin [K]; NaN without samples."""
         return self._losses[1] / self._losses[0]
 
     def state_dict(self) -> dict:
@@ -157,6 +157,6 @@ class Pool:
 
 
 def to_host(sums: StepSums) -> StepSums:
-    """The same sums in the host's memory; waits for the device."""
+    """Copy the sums to the host's memory; waits for the device."""
     values = (getattr(sums, field.name) for field in fields(StepSums))
     return StepSums(*(None if value is None else value.to("cpu", torch.float64) for value in values))

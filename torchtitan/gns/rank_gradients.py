@@ -22,7 +22,7 @@ from torchtitan.distributed.parallelize import fsdp_modules, gradient_norm, loca
 class RankGradients:
     """Sum of squares of this rank's gradient, taken just before every reduction. Changes no bit of the gradient.
 
-    Nothing is seen of a backward that does not reduce: the next one that does hands over the sum.
+    A backward without reduction is not seen; the next one with a reduction hands over the sum.
     """
 
     def __init__(self, train_module: nn.Module, layout: Layout) -> None:
@@ -46,7 +46,7 @@ class RankGradients:
             module.set_custom_reduce_scatter(_MeasuredReduceScatter(self._add))
 
     def take(self) -> Tensor:
-        """|h|^2, float64 scalar on the device, of what this rank handed over since the last call.
+        """Take |h|^2, float64 scalar on the device, of the gradients that this rank handed over since the last call.
 
         h is the gradient of the loss that this rank accumulated, not divided by the number of ranks.
         """
@@ -73,7 +73,7 @@ class RankGradients:
 
 
 class _MeasuredReduceScatter(DefaultReduceScatter):
-    """FSDP2's reduce-scatter of one module, whose input is the whole local gradient, flat and padded with zeros."""
+    """FSDP2's reduce-scatter of one module, with the whole local gradient as input, flat and padded with zeros."""
 
     def __init__(self, measure: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _MeasuredReduceScatter(DefaultReduceScatter):
 
 
 class SetAside:
-    """Reduced gradients of the microbatches of a step, summed out of the way so that each can be seen by itself."""
+    """Sum of the reduced gradients of a step's microbatches, kept aside so that each can be measured alone."""
 
     def __init__(self) -> None:
         self._sums: dict[nn.Parameter, Tensor] = {}
@@ -107,7 +107,7 @@ class SetAside:
             torch._foreach_add_(sums, gradients)
 
     def restore(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Put the sum into p.grad, with what is still there, and forget it."""
+        """Restore p.grad: the sum plus the gradients in it; then forget the sum."""
         parameters = list(parameters)
         self.add(parameters)
         for parameter in parameters:
@@ -115,10 +115,10 @@ class SetAside:
 
 
 def _kept(gradient: Tensor) -> Tensor:
-    """A gradient that the next backward leaves alone: DDP's are views of its buckets, FSDP's are new every time."""
+    """Keep a gradient safe from the next backward: DDP's are views of its buckets, FSDP's are new every time."""
     return gradient if isinstance(gradient, DTensor) else gradient.clone()
 
 
 def square_norm(parameters: Sequence[nn.Parameter], layout: Layout) -> Tensor:
-    """|g|^2 of the reduced gradient over the whole model, float64 scalar, the same on every rank; collective."""
+    """Square norm |g|^2 of the reduced gradient, whole model, float64 scalar, equal on every rank; collective."""
     return gradient_norm(list(parameters), layout).square()

@@ -1,8 +1,8 @@
 """Noise scales from the gradients of the data-parallel ranks: small batch = one rank's, large batch = all ranks'.
 
-Three ways to have groups, by the layout and the configuration:
+Groups, by the layout and the configuration:
 
-    ranks          a group is all that a rank accumulates in a step; the objective as a whole, on every step
+    ranks          a group is everything a rank accumulates in a step; the objective as a whole, on every step
     microbatches   in a single process that accumulates, a group is a microbatch; the objective as a whole
     bin-pure       every microbatch holds one timestep bin on all ranks and is reduced by itself, so that its ranks'
                    gradients tell that bin's noise scale; a reduction and a copy of the gradient per microbatch
@@ -26,7 +26,7 @@ from torchtitan.statistics.student import student_quantile
 
 
 class RankMonitor:
-    """Squared norms of small and large batches, and what they say of each bin or of the whole."""
+    """Monitor of the squared norms of small and large batches, and the estimates of each bin or the whole from them."""
 
     def __init__(
         self, train_module: nn.Module, layout: Layout, *, microbatches: int, num_bins: int | None, half_life: float
@@ -60,16 +60,16 @@ class RankMonitor:
 
     @property
     def separate(self) -> bool:
-        """Whether every microbatch is reduced by itself."""
+        """True if every microbatch is reduced separately."""
         return self.bin_pure or self._ranks is None
 
     def forget(self) -> None:
-        """Drop what a backward handed to the reduction."""
+        """Forget the gradients that a backward handed to the reduction."""
         if self._ranks:
             self._ranks.take()
 
     def end_microbatch(self, parameters: Sequence[nn.Parameter], samples: int, k: int, importance: float) -> None:
-        """After the backward of a microbatch; collective where microbatches are separate.
+        """End a microbatch, after its backward; collective where microbatches are separate.
 
         Args:
             parameters: of the model.
@@ -89,11 +89,12 @@ class RankMonitor:
         self._aside.add(parameters)
 
     def end_step(self, parameters: Sequence[nn.Parameter], samples: int) -> None:
-        """After the last microbatch, before clipping; collective. p.grad is the step's gradient afterwards.
+        """End a step, after its last microbatch and before clipping; collective. p.grad is the step's gradient
+        afterwards.
 
         Args:
             parameters: of the model.
-            samples: of a group: all of this rank's in the step, or of one microbatch in a single process.
+            samples: of a group: all samples of this rank in the step, or of one microbatch in a single process.
         """
         if self.separate:
             self._aside.restore(parameters)
@@ -114,12 +115,12 @@ class RankMonitor:
         self._noted.append((k, samples, everyone, large))
 
     def conclude(self, skip: Tensor) -> None:
-        """After the verdict on the step; skip: it does not count, bool scalar."""
+        """Conclude a step after its verdict; skip: it does not count, bool scalar."""
         self._pending += [(k, n, torch.where(skip, torch.nan, small), large) for k, n, small, large in self._noted]
         self._noted = []
 
     def settle(self) -> None:
-        """Pool what was measured; waits for the device."""
+        """Settle: pool the measurements; waits for the device."""
         for k, samples, small, large in self._pending:
             small, large = small.cpu(), large.cpu()
             if not (small.isfinite().all() and large.isfinite()):
@@ -136,7 +137,7 @@ class RankMonitor:
         self._pending = []
 
     def metrics(self) -> dict[str, float]:
-        """`gns/plain/ranks/<bin or all>/<quantity>`; what is not known is left out."""
+        """Metrics `gns/plain/ranks/<bin or all>/<quantity>`; unknown ones are left out."""
         self.settle()
         found = {}
         for name, sums, last in zip(self._names, self._sums, self._last, strict=True):
@@ -161,7 +162,7 @@ class RankMonitor:
         return {"names": self._names, "moments": moments, "outliers": self._outliers.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Resume from a state; one of other bins is dropped."""
+        """Resume from a state; a state of other bins is dropped."""
         self._noted, self._pending = [], []
         if state.get("names") != self._names:
             return

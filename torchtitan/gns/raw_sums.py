@@ -1,4 +1,4 @@
-"""The sums of every step on disk, so that any later analysis can pool them anew: <run>/gns/raw-<first>-<last>.parquet.
+"""Raw sums of every step on disk, from which any later analysis can pool anew: <run>/gns/raw-<first>-<last>.parquet.
 
 One row per step, in columns of lists (K bins; P parts x G geometries in the order of PARTS and GEOMETRIES, flattened):
 count [K], square_losses [K], pairs [K K], squares [P G K], products [P G K K], and on measured steps all_pairs [K K], sketched [P G K K]
@@ -31,9 +31,9 @@ _COLUMNS = ("count", "square_losses", "pairs", "squares", "products", "all_pairs
 
 
 class RawSums:
-    """Writer of the first rank; keeps rows in memory until they are flushed.
+    """Writer of the raw sums on the first rank; keeps rows in memory until they are flushed.
 
-    A disk that cannot be written costs the oldest of them, not the run.
+    A failing disk loses the oldest rows, and does not end the run.
     """
 
     def __init__(self, folder: Path, edges: Tensor, num_geometries: int) -> None:
@@ -50,13 +50,13 @@ class RawSums:
         self._outputs = OptionalOutputs()
 
     def add(self, step: int, sums: StepSums) -> None:
-        """Keep the sums of a step; on the host."""
+        """Add the sums of a step, on the host."""
         with self._lock:
             self._steps.append(step)
             self._rows.append(sums)
 
     def flush(self) -> None:
-        """Write what is kept as one more file, on the disk when this returns; or keep it. Any thread may call it."""
+        """Flush the kept rows to one more file, on the disk when this returns; or keep them. Any thread may call it."""
         with self._lock:
             steps, rows = self._steps, self._rows
             self._steps, self._rows = [], []
@@ -81,9 +81,9 @@ class RawSums:
         return pa.table(columns).replace_schema_metadata(self._metadata)
 
     def cut(self, last_step: int) -> None:
-        """Drop what is of steps after one, when a run resumes from there; what is not written yet is.
+        """Cut the rows after a step, when a run resumes from it; unwritten rows are dropped.
 
-        A file that cannot be read is set aside, under a name that does not count.
+        A file that cannot be read is set aside under another name, and does not count.
         """
         self._steps, self._rows = [], []
         for path in raw_files(self._folder):

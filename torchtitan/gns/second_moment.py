@@ -26,7 +26,7 @@ _FLOOR = 1e-4
 
 @dataclass(frozen=True)
 class FactoredLayer:
-    """A layer whose second moment is wanted.
+    """Layer with a factored second moment.
 
     Attributes:
         module: has `weight` [out, in], or [out] for gains, and maybe `bias` [out]; all plain or sharded over rows.

@@ -1,6 +1,6 @@
 """Estimates of the gradient noise scale from sums over samples.
 
-Of the gradients g_i of single samples in timestep bin b, G_b is the mean and Sigma_b the covariance. Wanted are the
+Of the gradients g_i of single samples in timestep bin b, G_b is the mean and Sigma_b the covariance. Estimated are the
 signal |G_b|^2, the noise tr Sigma_b, their quotient B_simple = tr Sigma_b / |G_b|^2, which is the batch size at which
 the noise of a batch's mean gradient is as large as the signal, and the inner products M_bc = G_b . G_c.
 
@@ -42,13 +42,13 @@ class PairSums:
 
     @classmethod
     def zeros(cls, num_bins: int) -> Self:
-        """No samples."""
+        """Sums of no samples."""
         vector, matrix = (num_bins,), (num_bins, num_bins)
         return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in (vector, vector, matrix, matrix)))
 
     @classmethod
     def of_group(cls, count: Tensor, squares: Tensor, products: Tensor) -> Self:
-        """Sums of one group, whose pairs follow from its counts [K]."""
+        """Sums of one group; its pairs follow from its counts [K]."""
         count, squares, products = (tensor.to(torch.float64) for tensor in (count, squares, products))
         return cls(count, squares, products, torch.outer(count, count) - count.diag())
 
@@ -61,14 +61,14 @@ class PairSums:
         )
 
     def rescaled(self, factor: Tensor) -> Self:
-        """The sums if the gradients of bin b were multiplied by factor[b], as by a loss weight; factor [K]."""
+        """Rescale the gradients of bin b by factor[b], as a loss weight does; factor [K]."""
         products = self.products * torch.outer(factor, factor)
         return type(self)(self.count, self.squares * factor**2, products, self.pairs)
 
     def combined(self, bin_of: Tensor, num_bins: int) -> Self:
-        """The sums if bin b were part of bin `bin_of[b]` of fewer, larger bins.
+        """Combine bins: the sums as if bin b were part of bin `bin_of[b]` of fewer, larger bins.
 
-        All bins in one make the sums of the whole objective, of which samples are drawn as they were here.
+        All bins combined make the sums of the whole objective, with samples drawn as they were here.
 
         Args:
             bin_of: new bin of each bin, int64 [K], 0 <= bin_of < num_bins.
@@ -84,11 +84,11 @@ class PairSums:
         )
 
     def to(self, device: torch.device | str) -> Self:
-        """The same on another device."""
+        """Copy the sums to another device."""
         return type(self)(*(t.to(device) for t in (self.count, self.squares, self.products, self.pairs)))
 
     def is_finite(self) -> bool:
-        """Whether every sum is a finite number."""
+        """True if every sum is a finite number."""
         return all(bool(t.isfinite().all()) for t in (self.count, self.squares, self.products, self.pairs))
 
 
@@ -117,7 +117,7 @@ def noise(sums: PairSums) -> Tensor:
 
 
 def b_simple(sums: PairSums) -> Tensor:
-    """Noise scale tr Sigma_b / |G_b|^2 in samples, [K]; negative where the signal is. Says little without an interval."""
+    """Noise scale tr Sigma_b / |G_b|^2 in samples, [K]; negative with the signal. Means little without an interval."""
     return noise(sums) / signal(sums)
 
 
@@ -173,13 +173,13 @@ def _quotient(numerator: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class WholeObjective:
-    """Noise scale of the objective that all bins make up together; scalars.
+    """Noise scale of the whole objective, all bins together; scalars.
 
     Attributes:
         signal: |G|^2 of G = sum_b pi_b G_b, sum_bc pi_b pi_c M_bc; may be negative.
         within: noise within the bins, sum_b pi_b tr Sigma_b.
-        between: noise of which bin a sample is in, sum_b pi_b |G_b|^2 - |G|^2.
-        noise: what acts on a batch's mean gradient: within + between, or within alone where batches are stratified.
+        between: noise from the bin that a sample falls into, sum_b pi_b |G_b|^2 - |G|^2.
+        noise: of a batch's mean gradient: within + between, or within alone where batches are stratified.
         b_simple: noise / signal; not an average of the bins' own.
     """
 
@@ -191,7 +191,7 @@ class WholeObjective:
 
 
 def whole_objective(sums: PairSums, mass: Tensor, stratified: bool) -> WholeObjective:
-    """Put the bins together.
+    """Combine the bins into the whole objective.
 
     Batches whose shares of the bins are fixed have no noise between bins. Where they are stratified more finely, the
     noise within a bin is smaller too, by D_b, and this estimate of it is conservative: see `noise`.
@@ -253,10 +253,10 @@ def _group_scatter(sizes: Tensor, square_norms: Tensor, mean_square_norm: Tensor
 
 @dataclass(frozen=True)
 class RatioMoments:
-    """Sums over steps of (numerator, weight) of m ratios, and of their products: the ratios and how far off they are.
+    """Sums over steps of (numerator, weight) of m ratios, and of their products: the ratios and their standard errors.
 
     Attributes:
-        first: sum over steps of lambda v, [..., m, 2]; lambda is 1, or what is left of the step after decay.
+        first: sum over steps of lambda v, [..., m, 2]; lambda is 1, or the step's remaining weight after decay.
         second: sum over steps of lambda^2 v v^T, [..., m, 2, m, 2].
     """
 
@@ -265,30 +265,32 @@ class RatioMoments:
 
     @classmethod
     def of(cls, values: Tensor) -> Self:
-        """One step's numerators and weights, [..., m, 2]."""
+        """Ratios of one step, from numerators and weights [..., m, 2]."""
         return cls(values, torch.einsum("...ia,...jb->...iajb", values, values))
 
     def __add__(self, other: Self) -> Self:
         return type(self)(self.first + other.first, self.second + other.second)
 
     def decayed(self, factor: Tensor) -> Self:
-        """With every step so far worth `factor` [...] of what it was."""
+        """Decay every step so far by `factor` [...]."""
         return type(self)(self.first * factor[..., None, None], self.second * (factor**2)[..., None, None, None, None])
 
     @property
     def ratios(self) -> Tensor:
-        """[..., m]; NaN where nothing was weighed."""
+        """Ratios [..., m]; NaN without weight."""
         return _quotient(self.first[..., 0], self.first[..., 1])
 
     @property
     def steps(self) -> Tensor:
-        """Equally weighted steps that the last ratio is worth, (sum of weights)^2 / sum of their squares, [...]."""
+        """Number of equally weighted steps equivalent to the last ratio's, (sum of weights)^2 / sum of their squares,
+        [...].
+        """
         steps = self.first[..., -1, 1] ** 2 / self.second[..., -1, 1, -1, 1]
         return torch.where(self.first[..., -1, 1] > 0, steps, 0.0)
 
     @property
     def covariance(self) -> Tensor:
-        """Covariance of the ratios, [..., m, m], from how much the steps differ; infinite variances below two steps.
+        """Covariance of the ratios, [..., m, m], from the variation between steps; infinite variances below two steps.
 
         A step changes a ratio R = sum x / sum w by (x - R w) / sum w to first order. The sum of these products is
         multiplied by n / (n - 1), n the effective steps, which makes it unbiased for steps of equal weights; under
@@ -318,12 +320,12 @@ class GroupSums:
 
     @classmethod
     def zeros(cls) -> Self:
-        """No steps."""
+        """Sums of no steps."""
         return cls(RatioMoments.of(torch.zeros(2, 2, dtype=torch.float64)))
 
     @classmethod
     def of_step(cls, sizes: Tensor, square_norms: Tensor, mean_square_norm: Tensor | float) -> Self:
-        """One step's groups; arguments as in `group_estimate`."""
+        """Sums of one step's groups; arguments as in `group_estimate`."""
         total, groups, scatter, mean_square_norm = _group_scatter(sizes, square_norms, mean_square_norm)
         if groups < 2:
             return cls.zeros()
@@ -337,12 +339,12 @@ class GroupSums:
 
     @property
     def noise(self) -> Tensor:
-        """tr Sigma; NaN without a step of two groups."""
+        """Noise tr Sigma; NaN without a step of two groups."""
         return self.moments.ratios[0]
 
     @property
     def signal(self) -> Tensor:
-        """|G|^2; may be negative, NaN without a step of two groups."""
+        """Signal |G|^2; may be negative, NaN without a step of two groups."""
         return self.moments.ratios[1]
 
     @property

@@ -1,10 +1,10 @@
-"""Layers that measure the gradients of single samples while they compute the gradient of the batch.
+"""Tapped layers: they measure the gradients of single samples while they compute the gradient of the batch.
 
-A tap stands behind a layer's output y. It hands y on unchanged and takes an extra input that is all zeros and of
-which nothing depends, a probe. In backward it returns the gradient of y unchanged, and as the "gradient" of the probe
-whatever is to be measured. So the measurement is an ordinary tensor of the autograd graph: it is compiled with the
-block, recomputed with it under activation checkpointing, and no hook and no graph break is needed. Probes are shared
-between layers whose measurements are summed: autograd adds them.
+A tap stands behind a layer's output y. It returns y unchanged and takes an extra input of zeros on which nothing
+depends, a probe. In backward it returns the gradient of y unchanged, and the measurement as the "gradient" of the
+probe. So the measurement is an ordinary tensor of the autograd graph: it is compiled with the block, recomputed with it
+under activation checkpointing, and no hook and no graph break is needed. Probes are shared between layers whose
+measurements are summed: autograd adds them.
 
 For a sample i, a layer's input A_i and the gradient D_i of its output, both [T, channels], the gradient of the
 weight is D_i^T A_i, and with a bias D_i^T [A_i, 1]. Measured are, in every geometry g (a factor row_o col_i on the
@@ -15,7 +15,7 @@ gradient's elements; the first geometry has factor 1):
     sketch    L^T D_i^T [A_i, 1] R, L and R random signs over the roots of their m and k columns, summed by bin, and
               their squared norms: inner products of sketches are unbiased for those of the gradients
 
-All in units of the gradient that backward is given, in float32.
+All in units of the gradient given to backward, in float32.
 """
 
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ OFF, FREE, MEASURED = 0, 1, 2
 
 @dataclass
 class TapSwitch:
-    """What all taps of a model share.
+    """Switch shared by all taps of a model.
 
     Attributes:
-        mode: OFF (layers are ordinary), FREE (what costs nearly nothing), MEASURED (sketches too).
+        mode: OFF (layers are ordinary), FREE (measurements of negligible cost), MEASURED (sketches too).
         one_hot: timestep bin of each sample of the microbatch, float32 [B, K].
     """
 
@@ -45,7 +45,7 @@ class TapSwitch:
 
 @dataclass
 class Scales:
-    """The factors of all geometries on a layer's gradient, written in place before a step.
+    """Factors of all geometries on a layer's gradient, written in place before a step.
 
     Attributes:
         rows: [G, out]; of a table of vectors: one per vector; of a gain: one per channel.
@@ -73,7 +73,7 @@ def _by_bin(one_hot: Tensor, per_sample: Tensor) -> Tensor:
 
 
 class VectorTap(Function):
-    """For layers that see one vector per sample: y [B, out], x [B, in]."""
+    """Tap of layers with one vector per sample: y [B, out], x [B, in]."""
 
     @staticmethod
     def forward(ctx, y, x, gram, sums, one_hot, rows, columns, left, right, has_bias, measured):
@@ -100,7 +100,7 @@ class VectorTap(Function):
 
 
 class EmbeddingTap(Function):
-    """For a table of vectors: y [B, D] is row ids [B] of it; its rows are the sketch's left side."""
+    """Tap of a table of vectors: y [B, D] is row ids [B] of it; its rows are the sketch's left side."""
 
     @staticmethod
     def forward(ctx, y, ids, gram, sums, one_hot, rows, columns, left, right, measured):
@@ -121,7 +121,7 @@ class EmbeddingTap(Function):
 
 
 class SketchTap(Function):
-    """For layers over tokens: y [B, T, out], x [B, T, in]."""
+    """Tap of layers over tokens: y [B, T, out], x [B, T, in]."""
 
     @staticmethod
     def forward(ctx, y, x, squares, sums, one_hot, left, right, has_bias):
@@ -144,7 +144,7 @@ class SketchTap(Function):
 
 
 class SmallTap(Function):
-    """For narrow layers over tokens, whose gradients of single samples fit into memory: y [B, T, out], x [B, T, in]."""
+    """Tap of narrow layers over tokens (single-sample gradients fit into memory): y [B, T, out], x [B, T, in]."""
 
     @staticmethod
     def forward(ctx, y, x, squares, sums, one_hot, rows, columns, has_bias):
@@ -163,7 +163,7 @@ class SmallTap(Function):
 
 
 class GainTap(Function):
-    """For a norm's learned gain: y = gain * normed, any shape [B, ..., channels]."""
+    """Tap of a norm's learned gain: y = gain * normed, any shape [B, ..., channels]."""
 
     @staticmethod
     def forward(ctx, y, normed, squares, sums, one_hot, rows, columns):
@@ -179,9 +179,9 @@ class GainTap(Function):
 
 
 class TappedLinear(nn.Linear):
-    """A linear with a tap behind it.
+    """Linear with a tap behind it.
 
-    Whoever installs it gives it what its tap needs, float32 tensors on the device of compute, each under its name:
+    The installer gives it the tensors that its tap needs, float32 on the device of compute, each under its name:
     `rows` [G, out] and `columns` [G, in + 1] (see Scales), `left` [out, G m] and `right` [in + 1, G k] (projections
     times these factors), and the probes, which require a gradient: `sums` [G, K, m, k] where sketches are taken.
     """
@@ -193,7 +193,7 @@ class TappedLinear(nn.Linear):
 
 
 class VectorLinear(TappedLinear):
-    """See VectorTap. `gram`: probe [G, B, B]."""
+    """Linear with a VectorTap. `gram`: probe [G, B, B]."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
@@ -206,7 +206,7 @@ class VectorLinear(TappedLinear):
 
 
 class SketchedLinear(TappedLinear):
-    """See SketchTap. `squares`: probe [G, B]."""
+    """Linear with a SketchTap. `squares`: probe [G, B]."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
@@ -218,7 +218,7 @@ class SketchedLinear(TappedLinear):
 
 
 class SmallLinear(TappedLinear):
-    """See SmallTap. `squares`: probe [G, B]; `sums`: probe [K, out, in + 1]."""
+    """Linear with a SmallTap. `squares`: probe [G, B]; `sums`: probe [K, out, in + 1]."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
@@ -230,7 +230,7 @@ class SmallLinear(TappedLinear):
 
 
 class TappedEmbedding(nn.Embedding):
-    """A table of vectors with a tap behind it, see EmbeddingTap. `gram`: probe [G, B, B]."""
+    """Table of vectors with an EmbeddingTap. `gram`: probe [G, B, B]."""
 
     def __init__(self, table: nn.Embedding, switch: TapSwitch) -> None:
         super().__init__(table.num_embeddings, table.embedding_dim, device="meta")
@@ -248,7 +248,7 @@ class TappedEmbedding(nn.Embedding):
 
 
 class TappedNorm(nn.Module):
-    """A norm with a learned gain and a tap behind it, see GainTap. `squares`: probe [G, B]; `sums`: probe [K, channels, 1]."""
+    """Norm with a learned gain and a GainTap. `squares`: probe [G, B]; `sums`: probe [K, channels, 1]."""
 
     def __init__(self, norm: nn.LayerNorm | RMSNorm, switch: TapSwitch) -> None:
         super().__init__()
