@@ -1,6 +1,5 @@
 """What CIFAR-10 and CIFAR-100 share: parquet files, the official python batches, or the Hugging Face hub."""
 
-import os
 import pickle
 import re
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from data.bounded_tables import MAX_REPEATED_BYTES, read_rows
 from data.image_decoding import decoding_problem, open_image
 from data.numpy_pickle import read_table
 from torchtitan.errors import one_line
-from torchtitan.files.regular import check_regular
+from torchtitan.files.regular import check_regular, user_path
 from torchtitan.settings import setting
 
 IMAGE_SHAPE = (3, 32, 32)
@@ -294,7 +293,7 @@ class _HubDataset:
 def _open_source(path: str, edition: CifarEdition) -> _PythonBatches | _ParquetFolder | _HubDataset:
     if not path:
         raise DatasetError(f"data.path: not given; {edition.title} needs a folder or a Hugging Face hub name")
-    folder = Path(os.path.expanduser(path))
+    folder = user_path(path)
     if not folder.exists():
         if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
             return _HubDataset(path, edition)

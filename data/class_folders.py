@@ -3,7 +3,6 @@
 import functools
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from data.base import DatasetError
 from data.derived_classes import MOST_CLASSES
 from data.image_files import ImageList, list_folders, list_images, shown_names, shown_path
-from torchtitan.files.regular import read_regular
+from torchtitan.files.regular import read_regular, user_path
 
 MAX_CLASSES_BYTES = 16 << 20  # of a file that names classes
 
@@ -44,7 +43,7 @@ def list_class_folders(key: str, path: str) -> tuple[list[bytes], ImageList]:
 
 def existing_folder(key: str, path: str) -> bytes:
     """The path as the file system wants it. Raises DatasetError where it is no folder."""
-    folder = Path(os.path.expanduser(path))
+    folder = user_path(path)
     if not folder.exists():
         raise DatasetError(f"{key}: {path!r} does not exist")
     if not folder.is_dir():
@@ -70,7 +69,7 @@ def class_numbers(folders: list[bytes], classes_file: str) -> np.ndarray:
 def read_classes(path: str) -> Mapping[str, str]:
     """Folder -> name, in the order of a file with one "folder name" a line. Raises DatasetError."""
     try:
-        return _parsed(path, read_regular(Path(os.path.expanduser(path)), MAX_CLASSES_BYTES).decode("utf-8"))
+        return _parsed(path, read_regular(user_path(path), MAX_CLASSES_BYTES).decode("utf-8"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise DatasetError(f"data.classes_file: {path}: cannot be read: {reason}") from error

@@ -1,7 +1,6 @@
 """Tables that the package `datasets` opens: from the Hugging Face hub, a folder, or what it saved itself."""
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from data.derived_classes import num_classes_of
 from data.image_columns import Columns, find_columns
 from data.image_decoding import MAX_FILE_BYTES
 from torchtitan.errors import one_line
-from torchtitan.files.regular import read_regular
+from torchtitan.files.regular import read_regular, user_path
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def open_hub_table(
         import datasets
     except ImportError as error:
         raise DatasetError('data.name: "huggingface" needs the package datasets: pip install .[hub]') from error
-    folder = Path(os.path.expanduser(path))
+    folder = user_path(path)
     if folder.exists() and revision:
         raise DatasetError(f"data.revision: {path!r} is a folder here; leave the key out")
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():

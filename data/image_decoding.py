@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchtitan.errors import unwrapped
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -145,7 +147,7 @@ def decoding_problem(error: Exception) -> str:
         return "not enough memory to decode it"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
+    return unwrapped(error) or type(error).__name__
 
 
 def _check_size(width: int, height: int, most: int) -> None:

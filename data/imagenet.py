@@ -26,6 +26,7 @@ from data.imagenet_metadata import WNID, find_class_names, find_validation_wnids
 from data.saved_index import Advance, Table, are_places, is_column, saved_tables
 from data.splits import chosen_positions, last_of_each_class
 from data.tar_files import Member, OpenArchives, TarImages, read_members
+from torchtitan.files.regular import user_path
 from torchtitan.settings import setting
 
 TRAIN_ARCHIVE = "ILSVRC2012_img_train.tar"
@@ -134,7 +135,7 @@ def _open(path: str, index_path: str) -> tuple[_Part, _Part | None]:
 
 def _roots(path: str) -> list[Path]:
     """Where images and what describes them may lie."""
-    folder = Path(os.path.expanduser(path))
+    folder = user_path(path)
     inside = list(folder.absolute().parents)[2:3] if folder.name == Path(KAGGLE_IMAGES).name else []
     return [folder, folder / KAGGLE_IMAGES, *inside]
 

@@ -4,7 +4,6 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from data.bounded_tables import MAX_REPEATED_BYTES, read_rows
 from data.node_cache import NodeCache
 from data.parquet_files import RowGroups, open_storage
 from torchtitan.errors import one_line
+from torchtitan.files.regular import user_path
 
 PAUSES = (1.0, 4.0, 16.0)  # seconds before a read is tried again
 LASTING = (FileNotFoundError, PermissionError, ImportError)
@@ -80,7 +80,7 @@ class RowGroupImages:
 
     def _shared(self, group: int) -> Any:
         try:
-            cache = NodeCache(Path(os.path.expanduser(self._cache_path)), self._cache_bytes)
+            cache = NodeCache(user_path(self._cache_path), self._cache_bytes)
             return cache.get(self.groups.keys[group], lambda: self._read(group))
         except OSError as error:
             raise DatasetError(f"data.cache_path: {self._cache_path}: {error.strerror or error}") from error

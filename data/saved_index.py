@@ -16,8 +16,9 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from data.base import DatasetError
+from torchtitan.errors import unwrapped
 from torchtitan.files.durable import make_folder, replacing
-from torchtitan.files.regular import check_regular, open_regular
+from torchtitan.files.regular import check_regular, open_regular, user_path
 
 MAX_HEADER_BYTES = 1 << 16
 
@@ -72,7 +73,7 @@ def _index_file(archive: Path, folder: str) -> Path:
     if not folder:
         return archive.parent / f".{archive.name}.index"
     place = hashlib.sha256(os.fsencode(archive.absolute())).hexdigest()[:16]
-    return Path(os.path.expanduser(folder)) / f"{archive.name}.{place}.index"
+    return user_path(folder) / f"{archive.name}.{place}.index"
 
 
 def _mark(archive: Path, kind: str) -> dict[str, str]:
@@ -110,7 +111,7 @@ def _save(path: Path, mark: dict[str, str], table: Table) -> None:
             unfinished.touch()  # the library's own error is of another kind
             save_file(table, unfinished, metadata=mark | {"crc32": _checksum(table)})
     except SafetensorError as error:
-        raise OSError(errno.EIO, " ".join(str(error).split())) from error
+        raise OSError(errno.EIO, unwrapped(error)) from error
 
 
 def _may_replace(path: Path) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from data.base import DataConfig, DatasetError, DatasetInfo, Split
 from data.image_files import ImageList, SquareImages, check_readable, list_images
-from torchtitan.files.regular import read_regular
+from torchtitan.files.regular import read_regular, user_path
 from torchtitan.settings import setting
 
 IMAGE_SIZE = 64
@@ -56,7 +56,7 @@ class TinyImageNet(SquareImages):
 def _open_folder(path: str) -> Path:
     if not path:
         raise DatasetError("data.path: not given; tinyimagenet needs the folder tiny-imagenet-200")
-    folder = Path(os.path.expanduser(path))
+    folder = user_path(path)
     for candidate in (folder, folder / "tiny-imagenet-200"):
         if (candidate / "wnids.txt").is_file():
             return candidate

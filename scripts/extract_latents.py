@@ -47,7 +47,7 @@ from torchtitan.extraction.image_source import ImageSource
 from torchtitan.extraction.stage_times import describe_times
 from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
-from torchtitan.files.regular import read_text
+from torchtitan.files.regular import read_text, user_path
 from torchtitan.latents.index import LatentStoreError
 from torchtitan.processes.command_line import OneLineParser, exit_code, readable_size
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
@@ -117,7 +117,7 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--output", type=path_of, required=True, metavar="STORE", help="folder to write, or to go on with")
+    add("--output", type=user_path, required=True, metavar="STORE", help="folder to write, or to go on with")
     add("--autoencoder", choices=tuple(AUTOENCODERS), required=True)
     add("--path", default="", help="the autoencoder's folder, or its name on the Hugging Face hub")
     add("--dtype", choices=tuple(DTYPES), help="of compute (default: float32; for cosmos that of its files)")
@@ -164,10 +164,6 @@ def split_words(words: list[str]) -> tuple[list[str], list[str]]:
         if "=" not in word and words and not words[0].startswith("--"):
             of_data.append(words.pop(0))
     return own, of_data
-
-
-def path_of(text: str) -> Path:
-    return Path(os.path.expanduser(text))
 
 
 def default_workers() -> int:

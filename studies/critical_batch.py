@@ -49,6 +49,7 @@ from torchtitan.checkpoint.checkpointer import (
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.config.job import JobConfig
 from torchtitan.distributed.mesh import compute_device
+from torchtitan.errors import unwrapped
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.experiments.cells import ResultTable, Row, StudyError, require_own_folder
 from torchtitan.files.durable import make_folder, replace_file
@@ -300,7 +301,7 @@ def _run_branch(
         row |= _measure_branch(test, held_out, start, plan, seed, lock, lambda seen: bar.update(before + seen - bar.n))
     except FAILURES as error:
         status = "diverged" if isinstance(error, Diverged) else "failed"
-        row |= {"status": status, "reason": " ".join(str(error).split())[:300]}
+        row |= {"status": status, "reason": unwrapped(error)[:300]}
     bar.update(before + test.samples - bar.n)
     table.add(row | {"runtime": str(timedelta(seconds=time.perf_counter() - begun))})
     if row["status"] == "ok" and not test.options.keep_checkpoints:

@@ -42,9 +42,14 @@ def first_line(error: BaseException) -> str:
 
 def reason(error: Exception) -> str:
     """Why something could not be written or read, in one line without its path."""
-    return " ".join((getattr(error, "strerror", None) or first_line(error)).split())
+    return unwrapped(getattr(error, "strerror", None) or first_line(error))
 
 
 def one_line(error: Exception) -> str:
     """Kind and text of an exception of a foreign library, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {unwrapped(error)}"
+
+
+def unwrapped(text: object) -> str:
+    """A text, or that of an exception, in one line: every run of white space is a blank."""
+    return " ".join(str(text).split())

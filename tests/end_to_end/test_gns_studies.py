@@ -192,7 +192,7 @@ def test_bad_input_is_one_line_and_exit_code_2(run, study, tmp_path, words, mess
 
 
 def test_results_of_other_columns_are_not_touched(run, study, tmp_path):
-    for text, said in (("a,b\n1,2\n", "holds files, but none of this study"), ("model,b\n1,2", "has other columns")):
+    for text, said in (("a,b\n1,2\n", "which is not this study's; nothing was written"), ("model,b\n1,2", "has other columns")):
         (tmp_path / "results.csv").write_text(text)
         code, _, error = study("gns_bins", run, *TINY, "--output", tmp_path)
         assert code == 2 and said in error and error.count("\n") == 1

@@ -262,7 +262,7 @@ def test_bad_arguments_end_with_one_line_and_nothing_written(inputs, tmp_path, c
         (["--batch-size", "0"], "must be a whole number of at least 1"),
         (["--batchsize", "2"], "unrecognized arguments: --batchsize 2"),
         (["--config", str(tmp_path / "absent.toml")], "absent.toml: no such file"),
-        (["--output", str(folder)], "holds other files; give a new or empty folder"),
+        (["--output", str(folder)], "which is not a latent store's; nothing was written (give a new or empty folder)"),
     ):
         try:
             code = main([*store, *words, *more])

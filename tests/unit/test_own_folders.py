@@ -11,7 +11,7 @@ from torchtitan.experiments.cells import ResultTable, StudyError, require_own_fo
 from torchtitan.experiments.grid import SweepError, read_sweep
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.files.durable import append_synced
-from torchtitan.files.ownership import begins_with, is_foreign
+from torchtitan.files.ownership import begins_with, foreign_entry
 
 COLUMNS, KEY = ("model", "value"), ("model",)
 UNFINISHED = ".results.csv." + 32 * "a" + ".unfinished"
@@ -23,21 +23,21 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 def test_a_folder_is_known_by_a_mark_with_its_content(tmp_path):
     marks = {"run.json": b"{"}
-    assert not is_foreign(tmp_path / "missing", marks) and not is_foreign(tmp_path, marks)
+    assert not foreign_entry(tmp_path / "missing", marks) and not foreign_entry(tmp_path, marks)
     (tmp_path / ".lock").touch()
     (tmp_path / UNFINISHED).touch()
-    assert not is_foreign(tmp_path, marks)  # of a start that was killed
+    assert not foreign_entry(tmp_path, marks)  # of a start that was killed
     (tmp_path / "thesis.tex").touch()
-    assert is_foreign(tmp_path, marks)
+    assert foreign_entry(tmp_path, marks)
     (tmp_path / "run.json").write_text("my runs: ...")
-    assert is_foreign(tmp_path, marks)
+    assert foreign_entry(tmp_path, marks)
     (tmp_path / "run.json").write_text("{}")
-    assert not is_foreign(tmp_path, marks)
+    assert not foreign_entry(tmp_path, marks)
     (tmp_path / "elsewhere").write_text("{}")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     assert not begins_with(tmp_path / "link", b"{") and not begins_with(tmp_path, b"")
     with pytest.raises(NotADirectoryError):
-        is_foreign(tmp_path / "thesis.tex", marks)
+        foreign_entry(tmp_path / "thesis.tex", marks)
 
 
 def test_a_sweep_leaves_a_folder_of_something_else_alone(tmp_path):
@@ -47,7 +47,7 @@ def test_a_sweep_leaves_a_folder_of_something_else_alone(tmp_path):
     folder.mkdir()
     (folder / "config.toml").write_text("of a run")
     (folder / ".lock").write_text("somebody's")
-    with pytest.raises(SweepError, match="results: is no folder of a sweep .*give another name or --output"):
+    with pytest.raises(SweepError, match=r"results: holds config.toml, which is not a sweep's; nothing was written \(give"):
         SweepFolder(folder).check(read_sweep(path))
     assert content_of(folder) == {"config.toml": b"of a run", ".lock": b"somebody's"}
     (folder / "config.toml").unlink()
@@ -98,7 +98,7 @@ def test_what_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path):
 def test_studies_of_no_run_leave_a_folder_of_something_else_alone(tmp_path, study):
     (tmp_path / "summary.md").write_text("# My thesis\n")
     asked = argparse.Namespace(output=tmp_path, tables=tmp_path / "none", run=None, path="ddpm_linear")
-    with pytest.raises(StudyError, match="holds files, but none of this study"):
+    with pytest.raises(StudyError, match="holds summary.md, which is not this study's; nothing was written"):
         study.run_alone(asked)
     assert content_of(tmp_path) == {"summary.md": b"# My thesis\n"}
 

@@ -1,11 +1,11 @@
 """Where an autoencoder's files are: a folder here, or a repository on the Hugging Face hub."""
 
-import os
 import re
 from pathlib import Path
 
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.errors import first_line
+from torchtitan.files.regular import user_path
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -21,7 +21,7 @@ def local_folder(autoencoder: str, path: str, patterns: list[str]) -> Path:
     Raises:
         AutoencoderError: neither a folder nor a hub name, or it cannot be fetched.
     """
-    folder = Path(os.path.expanduser(path))
+    folder = user_path(path)
     if path and folder.is_dir():
         return folder
     if not path:

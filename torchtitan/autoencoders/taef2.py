@@ -3,7 +3,6 @@
 Source: the public repository madebyollin/taesd (MIT licence), whose weights these networks read.
 """
 
-import os
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.functional import relu
 
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents, compute_dtype
 from torchtitan.autoencoders.weight_hash import weights_sha256
+from torchtitan.files.regular import user_path
 from torchtitan.files.weight_files import WeightsError, mismatches, read_state_dict
 
 WIDTH = 64
@@ -121,7 +121,7 @@ def _halve() -> nn.Conv2d:
 
 def _weights_file(path: str, part: str) -> Path:
     names = [f"taef2_{part}{suffix}" for suffix in SUFFIXES]
-    folder = Path(os.path.expanduser(path))
+    folder = user_path(path)
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     if not path or found is None:
         raise AutoencoderError(

@@ -20,7 +20,8 @@ from torchtitan.checkpoint.manifest import (
 )
 from torchtitan.checkpoint.owner import OWNER_FILE, read_owner, shown_owner
 from torchtitan.errors import first_line
-from torchtitan.files.durable import is_unfinished, make_folder, sync
+from torchtitan.files.durable import make_folder, sync
+from torchtitan.files.ownership import foreign_entry
 from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.files.removal import remove_folder
 
@@ -179,11 +180,10 @@ def _is_own(folder: Path) -> bool:
 
 def foreign_content(folder: AnyPath) -> str | None:
     """Name of something in a folder of checkpoints that the program does not put there; None if there is nothing."""
-    own = (is_checkpoint_folder, _SET_ASIDE.fullmatch, _HIDDEN.fullmatch, is_unfinished, {OWNER_FILE}.__contains__)
-    if isinstance(folder, Path) and not folder.exists():
+    own = (is_checkpoint_folder, _SET_ASIDE.fullmatch, _HIDDEN.fullmatch, {OWNER_FILE}.__contains__)
+    if isinstance(folder, Path) and not folder.exists():  # nor can it be made, if a file is above it
         return None
-    names = sorted(path.name for path in folder.iterdir())
-    return next((name for name in names if not any(is_own(name) for is_own in own)), None)
+    return foreign_entry(folder, is_own=lambda path: any(is_own(path.name) for is_own in own))
 
 
 def _remove(path: RemotePath) -> None:

@@ -1,11 +1,11 @@
 """The places that a run writes to, so that what starts several runs keeps them in its own folder and apart."""
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchtitan.files.regular import user_path
 from torchtitan.settings.schema import default_of
 
 # The folder, within that of a sweep or study, for what its runs may share: indexes and caches of data.
@@ -46,5 +46,5 @@ def place_problems(config: Any, folder: Path, dump_folder: Path, name: str) -> l
 
 
 def _is_within(path: Path, folder: Path) -> bool:
-    inside, whole = (Path(os.path.expanduser(each)).resolve() for each in (path, folder))
+    inside, whole = (user_path(each).resolve() for each in (path, folder))
     return inside.is_relative_to(whole)

@@ -25,11 +25,12 @@ from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_path,
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.distributed.mesh import compute_device
+from torchtitan.errors import unwrapped
 from torchtitan.evaluation.offline_gradients import EstimateFailed, GradientError
 from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples
 from torchtitan.experiments.run_identity import claim, refuse_other_run
 from torchtitan.files.durable import append_synced, replace_file
-from torchtitan.files.ownership import is_foreign
+from torchtitan.files.ownership import foreign_entry, foreign_text
 from torchtitan.files.regular import read_regular
 from torchtitan.pictures.markdown import inline, markdown_table
 from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, read_config
@@ -313,13 +314,13 @@ def results_folder(name: str, run: StudyRun) -> Path:
 
 
 def require_own_folder(folder: Path, marks: Mapping[str, bytes] = MARKS) -> None:
-    """Refuse to write into somebody's folder; marks as `is_foreign` takes them. Raises StudyError."""
+    """Refuse to write into somebody's folder; marks as `foreign_entry` takes them. Raises StudyError."""
     try:
-        foreign = is_foreign(folder, marks)
+        name = foreign_entry(folder, marks)
     except OSError as error:
         raise StudyError(f"{folder}: cannot be written: {error.strerror} (give another --output)") from error
-    if foreign:
-        raise StudyError(f"{folder}: holds files, but none of this study (give another --output, or move them away)")
+    if name:
+        raise StudyError(foreign_text(folder, name, "this study's", "give another --output, or move it away"))
 
 
 def _is_missing(table: ResultTable, cell: Cell, retry_failed: bool) -> bool:
@@ -340,7 +341,7 @@ def _measure(study: Study, run: StudyRun, table: ResultTable, cells: list[Cell],
             try:
                 row |= study.measure(run, cell, bar.update)
             except CELL_FAILURES as error:
-                row |= {"status": "failed", "reason": " ".join(str(error).split())[:300]}
+                row |= {"status": "failed", "reason": unwrapped(error)[:300]}
             bar.update(before + study.cost(cell) - bar.n)
             table.add(row | {"runtime": str(timedelta(seconds=time.perf_counter() - begun))})
 

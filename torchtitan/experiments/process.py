@@ -14,7 +14,7 @@ from typing import Literal
 from torchtitan.checkpoint.manifest import read_json
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.distributed.failures import OUT_OF_MEMORY_WORDS
-from torchtitan.errors import DamagedFile
+from torchtitan.errors import DamagedFile, unwrapped
 
 Status = Literal["ok", "oom", "failed", "timeout", "refused"]
 
@@ -253,4 +253,4 @@ def _unfinished(summary: Path) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(str(text).split())[:300]
+    return unwrapped(text)[:300]

@@ -17,7 +17,7 @@ from typing import Any
 
 from torchtitan.experiments.grid import Sweep, SweepError, saved_table
 from torchtitan.files.durable import append_synced, make_folder, remove_unfinished, replace_file
-from torchtitan.files.ownership import LOCK_FILE, is_foreign
+from torchtitan.files.ownership import LOCK_FILE, foreign_entry, foreign_text
 from torchtitan.files.regular import read_regular, read_text
 from torchtitan.files.run_lock import Busy
 from torchtitan.settings.schema import shown
@@ -42,12 +42,12 @@ class SweepFolder:
             SweepError: it is of another one, with the first difference; or it is no sweep's folder at all.
         """
         try:
-            foreign = is_foreign(self.path, {SWEEP_FILE: b"", STATE_FILE: b"{"})
+            name = foreign_entry(self.path, {SWEEP_FILE: b"", STATE_FILE: b"{"})
         except OSError as error:
             raise SweepError(f"{self.path}: cannot be written: {error.strerror} (give another --output)") from error
-        if foreign:
-            advice = f"it holds files, but no {SWEEP_FILE}; give another name or --output, or move them away"
-            raise SweepError(f"{self.path}: is no folder of a sweep ({advice})")
+        if name:
+            advice = "give another name or --output, or move it away"
+            raise SweepError(foreign_text(self.path, name, "a sweep's", advice))
         state = self.path / STATE_FILE
         for name, text in self._files(sweep).items():
             try:

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from data import DATASETS
 from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Split, UnreadableImage
+from torchtitan.files.regular import user_path
 from torchtitan.latents.index import SkippedImage
 from torchtitan.settings.schema import plain
 from torchtitan.training.data_loading import read_checked
@@ -124,7 +124,7 @@ class ImageSource:
     def _without_place(self, path: str) -> str:
         """A file's path relative to where the dataset is, so that a store does not depend on that."""
         for key in ("path", "validation_path"):
-            place = Path(os.path.expanduser(getattr(self._config, key, None) or os.devnull))
+            place = user_path(getattr(self._config, key, None) or os.devnull)
             for folder in (place, place.parent):
                 if path.startswith(f"{folder}/"):
                     return path[len(str(folder)) + 1 :]

@@ -19,6 +19,7 @@ import safetensors
 import torch
 from torch import Tensor
 
+from torchtitan.errors import unwrapped
 from torchtitan.files.npy_files import map_npy
 from torchtitan.files.regular import check_regular
 from torchtitan.files.shard_files import DamagedShard, whole_tensors
@@ -199,7 +200,7 @@ def _read_rows(path: Path, names: tuple[str, ...], first: int, end: int) -> list
         with safetensors.safe_open(path, framework="pt") as file:
             return [file.get_slice(name)[first:end] for name in names]
     except (OSError, safetensors.SafetensorError) as error:
-        raise LatentStoreError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+        raise LatentStoreError(f"{path}: cannot be read: {unwrapped(error)}") from error
 
 
 def _header_digest(paths: list[Path]) -> str:
@@ -222,4 +223,4 @@ def _read_npy(path: Path) -> np.ndarray:
     try:
         return map_npy(path)
     except (OSError, ValueError) as error:
-        raise LatentStoreError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+        raise LatentStoreError(f"{path}: cannot be read: {unwrapped(error)}") from error

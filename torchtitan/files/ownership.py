@@ -3,33 +3,52 @@
 import errno
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from torchtitan.files.durable import is_unfinished
+from torchtitan.files.remote_path import AnyPath
 
 LOCK_FILE = ".lock"
 
 
-def is_foreign(folder: Path, marks: Mapping[str, bytes]) -> bool:
-    """Whether a folder holds something, but none of the program's marks.
+def foreign_entry(
+    folder: AnyPath, marks: Mapping[str, bytes] = MappingProxyType({}), is_own: Callable[[Any], bool] = lambda path: False
+) -> str | None:
+    """Name of something in a folder that the program did not put there; None in one that it may write to.
 
-    A lock and an unfinished file are no sign of somebody else's: a kill may have left them before the mark was written.
+    A folder with a mark of the program may hold anything else. A lock and an unfinished file are no sign of somebody
+    else's: a kill may have left them before the mark was written.
 
     Args:
         folder: to be written to; one that is missing is nobody's.
         marks: name of a plain file, one of which the program writes before anything else -> what it begins with.
+        is_own: whether a path in a folder without a mark is the program's.
 
     Raises:
         OSError: it is no folder, or cannot be read.
     """
     try:
-        names = os.listdir(folder)
+        paths = sorted(folder.iterdir(), key=lambda path: path.name)
     except FileNotFoundError:
-        return False
-    if any(begins_with(folder / name, start) for name, start in marks.items() if name in names):
-        return False
-    return any(name != LOCK_FILE and not is_unfinished(name) for name in names)
+        return None
+    if any(begins_with(path, marks[path.name]) for path in paths if path.name in marks):
+        return None
+    mine = (path.name == LOCK_FILE or is_unfinished(path.name) or is_own(path) for path in paths)
+    return next((path.name for path, own in zip(paths, mine, strict=True) if not own), None)
+
+
+def foreign_text(folder: AnyPath, name: str, owner: str, advice: str) -> str:
+    """The refusal of a folder that holds something foreign.
+
+    Args:
+        folder, name: as `foreign_entry` was given and has found.
+        owner: whose folder it should be, as "a run's".
+        advice: what else to give.
+    """
+    return f"{folder}: holds {name}, which is not {owner}; nothing was written ({advice})"
 
 
 def refuse_foreign_file(path: Path, start: bytes) -> None:

@@ -18,6 +18,11 @@ _KINDS = {
 }  # fmt: skip
 
 
+def user_path(path: str | Path) -> Path:
+    """A path as a user gives it, with `~` and `~name` replaced; that of an unknown user stays as it is."""
+    return Path(os.path.expanduser(path))
+
+
 class UnsuitableFile(OSError):
     """What is there is no regular file, or larger than the reader believes; another try would find the same."""
 

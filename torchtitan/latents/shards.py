@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from torchtitan.errors import unwrapped
 from torchtitan.files.shard_files import DamagedShard, whole_tensors
 from torchtitan.latents.index import LatentStoreError, StoreIndex, StorePlan, shard_name
 from torchtitan.latents.values import LABELS, LATENTS, SCALES, check_labels, encode, tensor_shapes
@@ -71,7 +72,7 @@ def map_shard(folder: Path, number: int, index: StoreIndex) -> MappedShard:
     except DamagedShard as error:
         raise LatentStoreError(f"{folder}: {error}") from error
     except (OSError, safetensors.SafetensorError) as error:
-        raise LatentStoreError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+        raise LatentStoreError(f"{path}: cannot be read: {unwrapped(error)}") from error
     latents = tensors[LATENTS]
     return MappedShard(
         latents.view(_INTEGERS[latents.itemsize]).numpy(),

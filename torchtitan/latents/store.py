@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan.files.regular import user_path
 from torchtitan.latents.index import INDEX_FILE, LatentStoreError, StoreIndex, read_index, shard_name
 from torchtitan.latents.shards import MappedShard, map_shard
 from torchtitan.latents.values import check_labels, decode
@@ -37,7 +38,7 @@ class LatentStore:
         Raises:
             LatentStoreError: it is no complete store.
         """
-        self.folder = Path(os.path.expanduser(folder))
+        self.folder = user_path(folder)
         self.index: StoreIndex = read_index(self.folder)
         for number in range(self.index.num_shards):
             if problem := _size_problem(self.folder, self.index, number):

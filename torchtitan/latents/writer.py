@@ -9,7 +9,6 @@ depend on who wrote what, or when.
 import functools
 import hashlib
 import json
-import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,6 +19,8 @@ import torch
 from torch import Tensor
 
 from torchtitan.files.durable import make_folder, remove_unfinished
+from torchtitan.files.ownership import foreign_entry, foreign_text
+from torchtitan.files.regular import user_path
 from torchtitan.files.removal import remove_folder
 from torchtitan.latents.index import (
     INDEX_FILE,
@@ -65,14 +66,15 @@ class StoreWriter:
             LatentStoreError: the folder holds something else, or a store of another plan; nothing was changed.
             OSError: it cannot be written.
         """
-        self.folder = Path(os.path.expanduser(folder))
+        self.folder = user_path(folder)
         self.plan = plan
         self._partial = self.folder / PARTIAL_FOLDER
         plan_file = self._partial / PLAN_FILE
         if not self._is_complete() and not plan_file.exists():
             # Asked in this order, because another writer may finish the store meanwhile.
-            if self._holds_other_files() and not self._is_complete():
-                raise LatentStoreError(f"{self.folder}: holds other files; give a new or empty folder")
+            if (name := self._foreign_entry()) and not self._is_complete():
+                advice = "give a new or empty folder"
+                raise LatentStoreError(foreign_text(self.folder, name, "a latent store's", advice))
             if not self._is_complete():
                 make_folder(self._partial)
                 write_sealed(plan_file, plan.model_dump(mode="json"))
@@ -85,13 +87,11 @@ class StoreWriter:
     def _is_complete(self) -> bool:
         return (self.folder / INDEX_FILE).exists()
 
-    def _holds_other_files(self) -> bool:
-        """Whether there is anything but what a writer leaves that was killed before its plan was in place."""
-        if not self.folder.exists():
-            return False
-        drafts = self._partial.glob(f".{PLAN_FILE}.*") if self._partial.is_dir() else ()
-        own = {self._partial, self._partial / PLAN_FILE, *drafts}
-        return any(path not in own for path in (*self.folder.iterdir(), *self._partial.glob("*")))
+    def _foreign_entry(self) -> str | None:
+        """Anything but what a writer leaves that was killed before its plan was in place."""
+        own = {PLAN_FILE, *(path.name for path in self._partial.glob(f".{PLAN_FILE}.*"))}
+        name = foreign_entry(self.folder, is_own=self._partial.__eq__)
+        return name or foreign_entry(self._partial, is_own=lambda path: path.name in own)
 
     def pending(self) -> list[int]:
         """Numbers of the shards that are not written yet."""

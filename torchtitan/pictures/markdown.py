@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
+from torchtitan.errors import unwrapped
 from torchtitan.terminal import printable, shortened
 
 MOST_OF_A_TEXT = 2000  # characters of a cell or an item; sentences of a report have a few hundred
@@ -21,7 +22,7 @@ def inline(text: str) -> Markdown:
     """A text for a heading, a cell, or the middle of a line of Markdown."""
     if isinstance(text, Markdown):
         return text
-    text = printable(shortened(" ".join(str(text).split()), MOST_OF_A_TEXT))
+    text = printable(shortened(unwrapped(text), MOST_OF_A_TEXT))
     return Markdown(_ACTIVE.sub(r"\\\g<0>", text).replace("&", "&amp;").replace("<", "&lt;"))
 
 

@@ -19,6 +19,7 @@ from torchtitan.checkpoint.store import foreign_content as foreign_checkpoint_co
 from torchtitan.config.job import JobConfig
 from torchtitan.errors import CheckpointError, RunFolderError, StoreError
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
+from torchtitan.files.ownership import foreign_text
 from torchtitan.files.regular import UnsuitableFile, read_regular
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.run_lock import Busy, RunLock
@@ -62,7 +63,7 @@ class RunFolder:
         try:
             if name := foreign_content(self.path):
                 advice = "give another --job.name or --job.dump_folder"
-                raise RunFolderError([f"{self.path}: holds {name}, which is not a run's; nothing was written ({advice})"])
+                raise RunFolderError([foreign_text(self.path, name, "a run's", advice)])
             make_folder(self.path)
             if owner := self._lock.acquire():
                 raise Busy(self.path, owner, "give another --job.name")
@@ -145,9 +146,8 @@ class RunFolder:
     def _refuse_foreign_checkpoints(self) -> None:
         if read_owner(self.checkpoints) is None and (name := foreign_checkpoint_content(self.checkpoints)):
             advice = "give another --checkpoint.folder or --job.name"
-            raise RunFolderError(
-                [f"checkpoint.folder: {self.checkpoints}: holds {name}, which is no checkpoint; nothing was written ({advice})"]
-            )
+            refusal = foreign_text(self.checkpoints, name, "a checkpoint", advice)
+            raise RunFolderError([f"checkpoint.folder: {refusal}"])
 
     def is_finished(self) -> bool:
         """Whether the summary says that a run of as many steps was completed."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torchtitan.checkpoint.manifest import checkpoint_path, checkpoint_steps, read_json, read_manifest
 from torchtitan.errors import DamagedFile
-from torchtitan.files.durable import is_unfinished
+from torchtitan.files.ownership import foreign_entry
 from torchtitan.files.run_lock import LOCK_FILE
 from torchtitan.settings.record import CONFIG_HEADER
 
@@ -33,17 +33,13 @@ def foreign_content(folder: Path) -> str | None:
     Raises:
         OSError: it cannot be looked into.
     """
-    if not folder.exists():
+    if _is_lock(folder / LOCK_FILE) or _is_config(folder / CONFIG_FILE) or _has_checkpoint(folder):
         return None
-    names = sorted(path.name for path in folder.iterdir())
-    if not names or _is_lock(folder / LOCK_FILE) or _is_config(folder / CONFIG_FILE) or _has_checkpoint(folder):
-        return None
-    for name in names:
-        if name not in _BEGUN_NAMES and not is_unfinished(name):
-            return name
-        if name in (CONFIG_FILE, "metrics.jsonl") and not _may_be_cut_off(folder / name):
-            return name
-    return None
+    return foreign_entry(folder, is_own=_is_begun)
+
+
+def _is_begun(path: Path) -> bool:
+    return path.name in _BEGUN_NAMES and (path.name not in (CONFIG_FILE, "metrics.jsonl") or _may_be_cut_off(path))
 
 
 def _is_config(path: Path) -> bool:

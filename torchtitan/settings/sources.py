@@ -7,6 +7,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
+from torchtitan.errors import unwrapped
 from torchtitan.settings.schema import shown, shown_name
 
 _LARGEST_FILE = 4 << 20  # bytes
@@ -68,7 +69,7 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
     except UnicodeDecodeError as failure:
         return {}, [f"{shown_file(path)}: is not UTF-8 text, see byte {failure.start} (save it as UTF-8)"]
     except ValueError as failure:
-        reason = " ".join(str(failure).split())
+        reason = unwrapped(failure)
         return {}, [f"{shown_file(path)}: TOML syntax: {reason if reason.isprintable() else shown(reason, 200)}"]
     except RecursionError:
         return {}, [f"{shown_file(path)}: TOML syntax: nested too deeply"]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Draws, UnreadableImage
 from torchtitan import philox
+from torchtitan.errors import unwrapped
 from torchtitan.processes.launch import launch_number
 from torchtitan.training.loader_processes import LoaderProcesses, shared_memory_shortage
 from torchtitan.training.sample_order import SampleOrder
@@ -406,7 +407,7 @@ def read_checked(
     except Exception as error:
         index, cause = _first_failure(dataset, info, indices) or (None, error)
         place = f"images {indices[0]}, ..." if index is None else f"image {index}"
-        text = " ".join(str(cause).split())
+        text = unwrapped(cause)
         text = text if isinstance(cause, DatasetError) else f"{type(cause).__name__}: {text}"
         raise DatasetError(f"dataset {_name(dataset)}: {place} cannot be read: {text}") from error
     return images, labels

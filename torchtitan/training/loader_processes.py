@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from data.base import DatasetError
+from torchtitan.errors import unwrapped
 from torchtitan.processes.command_line import readable_size
 from torchtitan.processes.parent_death import end_with_parent
 from torchtitan.training.memory_monitor import host_memory
@@ -77,7 +78,7 @@ class LoaderProcesses:
             for process in set(multiprocessing.active_children()) - known:
                 process.kill()
                 process.join(_PATIENCE)
-            cause = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+            cause = error.strerror if isinstance(error, OSError) else unwrapped(error)
             raise DatasetError(
                 f"dataset {dataset_name}: {num_workers} loader processes cannot be started: {cause} (set data.num_workers "
                 f"lower, or to 0; check ulimit -u, ulimit -n and the room in {SHARED_MEMORY})"
@@ -94,7 +95,7 @@ class LoaderProcesses:
             self.close()
             raise
         except (RuntimeError, OSError, EOFError) as error:  # a process was killed, or pinning failed
-            reason = self.lost(_DEATH_SHOWS) or f"loading failed: {' '.join(str(error).split())}"
+            reason = self.lost(_DEATH_SHOWS) or f"loading failed: {unwrapped(error)}"
             self.close()
             raise DatasetError(f"dataset {self._name}: {reason}") from error
         if isinstance(batch, str):

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from torchtitan.config.job import ConfigError
+from torchtitan.errors import unwrapped
 from torchtitan.experiments.autotune.candidates import AutotuneRefused
 from torchtitan.experiments.autotune.probe import ProbeFailed
 from torchtitan.experiments.autotune.record import RecordError
@@ -36,7 +37,7 @@ def tuned_batch_size(
     begun = time.perf_counter()
 
     def ended(status: str, error: Exception) -> Outcome:
-        return Outcome(status, " ".join(str(error).split()), time.perf_counter() - begun, 1)
+        return Outcome(status, unwrapped(error), time.perf_counter() - begun, 1)
 
     try:
         return autotune(

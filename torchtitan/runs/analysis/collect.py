@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from torchtitan.errors import unwrapped
 from torchtitan.files.regular import read_regular
 from torchtitan.runs.analysis.axes import Axes, add_further_axes, axes_of, complete_from_siblings, is_count, word
 from torchtitan.runs.analysis.measures import IMAGES, measure_run
@@ -167,7 +168,7 @@ def read_sweep(folder: Path) -> Sweep:
         pass
     except (OSError, ValueError, RecursionError) as error:
         table = {}
-        problems.append(f"{folder / SWEEP_FILE}: cannot be read ({' '.join(str(error).split())})")
+        problems.append(f"{folder / SWEEP_FILE}: cannot be read ({unwrapped(error)})")
     return Sweep(folder.resolve(), list(rows.values()), table, problems)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from torchtitan.errors import unwrapped
 from torchtitan.files.durable import replacing
 from torchtitan.runs.analysis.axes import NAMED_AXES, Axes
 from torchtitan.runs.analysis.cells import Cell
@@ -93,7 +94,7 @@ def _csv_text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
-    text = printable(" ".join(str(value).split()))
+    text = printable(unwrapped(value))
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from torchtitan.errors import unwrapped
 from torchtitan.files.regular import read_regular
 from torchtitan.runs.analysis.axes import Axes, axes_of
 from torchtitan.runs.analysis.measures import MFU, MFU_REPORTED, measure
@@ -156,7 +157,7 @@ def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"config.json cannot be read ({' '.join(str(error).split())})")
+        problems.append(f"config.json cannot be read ({unwrapped(error)})")
         return {}
     return config if isinstance(config, dict) else {}
 
@@ -171,7 +172,7 @@ def _read_series(folder: Path, ranks: int | None, problems: list[str]) -> dict[s
         try:
             events.Reload()
         except (OSError, ValueError, DecodeError) as error:
-            problems.append(f"{path.name} cannot be read ({' '.join(str(error).split())})")
+            problems.append(f"{path.name} cannot be read ({unwrapped(error)})")
             continue
         for tag in events.Tags()["scalars"]:
             found.setdefault(tag, {}).update({event.step: event.value for event in events.Scalars(tag)})
