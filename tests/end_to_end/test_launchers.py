@@ -155,4 +155,4 @@ def test_shards_that_lie_across_nodes_are_pointed_out():
         return crosses_nodes(SimpleNamespace(replicas=replicas, shards=shards), per_node)
 
     assert advice(4, 4, 8) is advice(1, 16, 8) is advice(8, 1, 6) is advice(2, 16, 8) is None
-    assert "copies of 4 shards lie across nodes of 6 processes" in advice(3, 4, 6)
+    assert "copies of 4 shards cross nodes of 6 processes" in advice(3, 4, 6)

@@ -20,15 +20,15 @@ class ActivationCheckpointConfig:
 
     mode: Literal["none", "selective", "full", "memory_budget"] = setting(
         "none",
-        "recompute in backward: nothing; all but what `keep` names; whole blocks; what the compiler finds cheapest",
+        "recomputed in backward: nothing; all but the results in `keep`; whole blocks; the compiler's choice",
         trajectory=False,
     )
     every: int = setting(
-        1, "recompute in every n-th block only, from the first on", ge=1, applies={"mode": ("selective", "full")},
+        1, "recompute every n-th block only, from the first on", ge=1, applies={"mode": ("selective", "full")},
         trajectory=False,
     )
     keep: list[Literal["matmul", "attention"]] = setting(
-        ["matmul", "attention"], "what is not computed again: results of matrix products, of attention",
+        ["matmul", "attention"], "results that are kept: of matrix products, of attention",
         applies={"mode": ("selective",)}, trajectory=False,
     )  # fmt: skip
     memory_budget: float = setting(
@@ -60,7 +60,7 @@ WRAPPER_PREFIX = "_checkpoint_wrapped_module."
 def checkpoint_problems(
     config: ActivationCheckpointConfig, compiled: bool, num_blocks: int | None
 ) -> Iterator[tuple[str, str]]:
-    """Find what cannot be done or would be ignored.
+    """Find combinations that cannot work or would be ignored.
 
     Args:
         config: the section.
@@ -86,14 +86,14 @@ def checkpoint_problems(
 
 
 def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module], config: ActivationCheckpointConfig) -> None:
-    """Replace blocks in the model by ones that recompute their activations.
+    """Wrap blocks of the model to recompute their activations.
 
-    Nothing is done in mode memory_budget, which is the compiler's: see torchtitan.distributed.compile.
+    Does nothing in mode memory_budget, which belongs to the compiler: see torchtitan.distributed.compile.
 
     Args:
         model: the model that holds the blocks.
         blocks: modules of the model, in the order of the forward.
-        config: which of them, and what they keep.
+        config: choice of the blocks, and the results that they keep.
 
     Raises:
         ValueError: there is no block.

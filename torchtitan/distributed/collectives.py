@@ -1,4 +1,4 @@
-"""Small agreements between processes: one rank decides, or one rank's wish becomes everyone's."""
+"""Collectives of plain objects: one rank decides for all, or one rank's request reaches everyone."""
 
 import signal
 import time
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def from_first_rank(function: Callable[..., Any], *args: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Call a function on rank 0 and give its result (a picklable object) to every rank.
+    """Call a function on rank 0 and return its result (a picklable object) on every rank.
 
     What the function raises on rank 0 is raised on every rank. The group, by default that of all, holds all ranks.
     """
@@ -30,7 +30,9 @@ def from_first_rank(function: Callable[..., Any], *args: Any, group: dist.Proces
 
 
 def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value (a picklable object), in their order; collective. The group, by default that of all, holds all."""
+    """Gather every rank's value (a picklable object), in rank order; collective. The group holds all ranks, as by
+    default.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -39,7 +41,7 @@ def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any
 
 
 def highest_over_ranks(*values: float) -> list[float]:
-    """The maximum of each value over all ranks; collective."""
+    """Maximum of each value over all ranks; collective."""
     highest = torch.tensor(values, dtype=torch.float64)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
@@ -48,9 +50,9 @@ def highest_over_ranks(*values: float) -> list[float]:
 
 @contextmanager
 def requests_ignored_at_the_end() -> Iterator[None]:
-    """Surround training and its closing: where no StopRequest listens inside, a request to stop is ignored.
+    """Ignore stop requests around training and its closing, where no StopRequest listens inside.
 
-    When one process fails, its launcher at once asks the others to stop; they are still to write why.
+    When one process fails, its launcher at once asks the others to stop; they still have to write the reason.
     """
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
@@ -61,10 +63,10 @@ def requests_ignored_at_the_end() -> Iterator[None]:
 
 
 class StopRequest:
-    """A signal to any rank stops all ranks after the same step.
+    """Stop request: a signal to any rank stops all ranks after the same step.
 
-    Each step sends this rank's wish around while the step computes and reads the previous step's answer, so that
-    every rank sees the same answer at the same step and none waits. A later second signal ends the process at once.
+    Each step sends this rank's request around while it computes, and reads the previous step's answer, so that every
+    rank sees the same answer at the same step and none waits. A later second signal ends the process at once.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is what Slurm sends before it ends a job
@@ -94,7 +96,7 @@ class StopRequest:
             raise SystemExit(128 + number)
 
     def poll(self) -> int:
-        """Called once per step by every rank; the number of the signal to stop for, or 0."""
+        """Poll once per step, on every rank: the number of the signal to stop for, or 0."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self._received
         answer = self._exchange_result()

@@ -1,4 +1,4 @@
-"""torch.compile of blocks or of the whole model, and what it does in the course of a run."""
+"""Compile blocks or the whole model with torch.compile, and count compilations during a run."""
 
 import logging
 from collections.abc import Iterator
@@ -25,13 +25,13 @@ class CompileConfig:
         False, "compile the model with torch.compile (needs a C++ compiler on the CPU)", trajectory=False
     )
     scope: Literal["blocks", "model"] = setting(
-        "blocks", "what is compiled: each block, or the whole model as one, which is for parameters that are not sharded",
+        "blocks", "unit of compilation: each block, or the whole model, if its parameters are not sharded",
         applies={"enable": (True,)}, trajectory=False,
     )  # fmt: skip
 
 
 def compile_problems(config: CompileConfig, shards: int) -> Iterator[tuple[str, str]]:
-    """Find what cannot be compiled.
+    """Find combinations that cannot be compiled.
 
     Args:
         config: the section.
@@ -45,14 +45,14 @@ def compile_problems(config: CompileConfig, shards: int) -> Iterator[tuple[str, 
 
 
 def compile_blocks(blocks: list[nn.Module], memory_budget: float = 1.0, backend: str = "inductor") -> None:
-    """Compile each block in place, which leaves the names of its parameters alone.
+    """Compile each block in place; parameters keep their names.
 
     All blocks share one code object, so the graph is compiled once. fullgraph: a graph break is an error.
 
     Args:
         blocks: modules.
         memory_budget: bytes that may be kept from forward to backward, as a share of what is kept without
-            recomputation, in [0, 1]; what is cheapest to compute again is let go.
+            recomputation, in [0, 1]; the cheapest results to recompute are not kept.
         backend: name of torch's compiler backend.
     """
     for block in blocks:
@@ -62,7 +62,7 @@ def compile_blocks(blocks: list[nn.Module], memory_budget: float = 1.0, backend:
 def compile_model(model: nn.Module, memory_budget: float = 1.0, backend: str = "inductor") -> None:
     """Compile a model's forward in place as one graph; for the arguments see `compile_blocks`.
 
-    The forward alone: hooks of the model run outside of the graph, where they may do what cannot be compiled.
+    The forward alone: hooks of the model run outside of the graph and may contain code that cannot be compiled.
     """
     model.forward = torch.compile(model.forward, fullgraph=True, backend=_compiler(backend, memory_budget))
 
@@ -73,9 +73,10 @@ def _compiler(backend: str, memory_budget: float) -> "str | _WithinBudget":
 
 @dataclass(frozen=True)
 class _WithinBudget:
-    """A backend that sets torch's memory budget around each of its compilations, and for nobody else's.
+    """Backend that sets torch's memory budget around each of its own compilations only.
 
-    What is kept is decided when the forward is compiled. Equal ones are one backend to torch's cache of graphs.
+    The kept results are decided when the forward is compiled. Equal instances are one backend to torch's cache of
+    graphs.
     """
 
     backend: str
@@ -87,7 +88,7 @@ class _WithinBudget:
 
 
 class CompileCounter:
-    """Counts what torch.compile does in this process from here on; reading it costs microseconds."""
+    """Counter of torch.compile's work in this process from here on; reading it costs microseconds."""
 
     def __init__(self, expected_steps: int) -> None:
         """expected_steps: first steps, in which functions may be compiled again without a word."""
@@ -98,18 +99,18 @@ class CompileCounter:
         self._before = _totals()
 
     def counts(self) -> dict[str, int]:
-        """Totals up to now.
+        """Total counts up to now.
 
         Returns:
-            graphs: compiled; recompiles: times that a function was compiled again, for arguments or attributes that
-            none of its graphs fits; graph_breaks: places where one fell into several graphs (in a block, an error).
+            graphs: compiled; recompiles: functions compiled again, for arguments or attributes that none of their
+                graphs fits; graph_breaks: places where a function was split into several graphs (in a block, an error).
         """
         self._read()
         graphs, breaks = (now - before for now, before in zip(_totals(), self._before, strict=True))
         return {"graphs": graphs, "recompiles": self._recompiles, "graph_breaks": breaks}
 
     def end_step(self, step: int) -> None:
-        """Warn of every recompilation in this step, the number of which stands in the message."""
+        """Warn of every recompilation in this step, with its number."""
         self._read()
         self._steps += 1
         if self._steps > self._expected_steps:
@@ -125,7 +126,7 @@ class CompileCounter:
         self._untold += found
 
     def _unseen(self, compilations: list[CompilationMetrics]) -> Iterator[CompilationMetrics]:
-        """torch keeps the last 64: from one step to the next there are fewer."""
+        """Recompilations not seen yet: torch keeps the last 64, and a step has fewer."""
         places = [place for place, each in enumerate(compilations) if each is self._latest]
         yield from compilations[places[0] + 1 if places else 0 :]
 
@@ -135,7 +136,7 @@ def _last(compilations: list[CompilationMetrics]) -> CompilationMetrics | None:
 
 
 def _totals() -> tuple[int, int]:
-    """Graphs and graph breaks of this process."""
+    """Totals of graphs and graph breaks of this process."""
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 

@@ -1,4 +1,4 @@
-"""Which exceptions mean that memory has run out, or that another rank is lost."""
+"""Failures recognised by their exceptions: memory has run out, or another rank is lost."""
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,14 @@ LOST_RANK_WORDS = ("/gloo/transport/", "Application timeout caused pair closure"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that the device's or the host's memory has run out."""
+    """Check whether an exception means that the device's or the host's memory has run out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY_WORDS)
 
 
 def is_lost_rank(error: BaseException | None) -> bool:
-    """Whether an exception, or what caused it, says that another process could not be reached in a collective."""
+    """Check whether an exception, or its cause, means that another process could not be reached in a collective."""
     while error is not None:
         if isinstance(error, dist.DistError):
             return True

@@ -1,4 +1,4 @@
-"""Which process holds what: device, process groups and the data-parallel mesh."""
+"""Mesh of processes: device, process groups and the data-parallel layout."""
 
 import os
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ class ParallelismConfig:
     """`[parallelism]`: replicate degree x shard degree = number of processes."""
 
     data_parallel_replicate_degree: int = setting(
-        1, "copies of the model; -1 is what is left", ge=-1, trajectory=False
+        1, "copies of the model; -1: as many as remain", ge=-1, trajectory=False
     )
     data_parallel_shard_degree: int = setting(
-        -1, "processes that share one copy (1: DDP; above: FSDP2, or HSDP with copies); -1 is what is left", ge=-1,
+        -1, "processes that share one copy (1: DDP; above: FSDP2, or HSDP with copies); -1: as many as remain", ge=-1,
         trajectory=False,
     )
 
@@ -39,22 +39,22 @@ class CommConfig:
         le=31_536_000, trajectory=False,
     )
     long_phase_timeout_seconds: int = setting(
-        1800, "longest time without a forward in validation, sampling, checkpoints, start-up and compilation; a single"
-        " process may stand as long anywhere", ge=1, le=31_536_000, trajectory=False,
+        1800, "longest time without a forward in validation, sampling, checkpoints, start-up and compilation; "
+        "for a single process, in any phase", ge=1, le=31_536_000, trajectory=False,
     )
     trace_buf_size: int = setting(
-        2000, "last collectives that are written down on a timeout (flight recorder); 0: none", ge=0, le=10_000_000,
+        2000, "number of last collectives recorded on a timeout (flight recorder); 0: none", ge=0, le=10_000_000,
         trajectory=False,
     )
 
 
 class Layout:
-    """This process's place among all: rank, device, mesh, and the groups that gradients are reduced over.
+    """Layout of the processes: this process's rank, device, mesh, and the groups of gradient reductions.
 
     Attributes:
         rank, world_size: of all processes; every process is data-parallel.
         device: where this process computes.
-        replicas: copies of the model (1: none beside this one).
+        replicas: copies of the model.
         shards: processes that share one copy (1: every process holds the whole model).
         mesh: DeviceMesh with dimensions ("replicate", "shard"), of which those of size 1 are left out;
             None in a single process.
@@ -80,16 +80,16 @@ class Layout:
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are sharded (FSDP2 or HSDP)."""
+        """True if parameters are sharded (FSDP2 or HSDP)."""
         return self.shards > 1
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The processes that share this process's copy of the model; None where it is whole."""
+        """Group of the processes that share this process's copy of the model; None where it is whole."""
         return self.mesh["shard"].get_group() if self.sharded else None
 
     def describe(self) -> str:
-        """The layout in words, such as `HSDP 2 x 2`."""
+        """Describe the layout in words, such as `HSDP 2 x 2`."""
         if self.world_size == 1:
             return "one process"
         if not self.sharded:
@@ -98,7 +98,7 @@ class Layout:
 
 
 def crosses_nodes(layout: Layout, processes_per_node: int) -> str | None:
-    """What is to be said of copies whose shards lie on several nodes though they need not; None if nothing is.
+    """Advice on copies whose shards cross nodes without need; None if there are none.
 
     Neighbouring ranks share a copy, so it stays inside a node where the shard degree divides the processes of one.
     """
@@ -106,13 +106,16 @@ def crosses_nodes(layout: Layout, processes_per_node: int) -> str | None:
     if layout.replicas == 1 or shards == 1 or processes_per_node % shards == 0 or shards % processes_per_node == 0:
         return None
     return (
-        f"parallelism.data_parallel_shard_degree: copies of {shards} shards lie across nodes of {processes_per_node} "
-        "processes, and every gather crosses the network (a divisor of the processes of a node keeps them inside)"
+        f"parallelism.data_parallel_shard_degree: copies of {shards} shards cross nodes of "
+        f"{processes_per_node} processes, and every gather uses the network "
+        "(a divisor of the processes of a node keeps them inside)"
     )
 
 
 def compute_device() -> torch.device:
-    """The CUDA device of this process's local rank, or the CPU. Raises LaunchError where there is no such device."""
+    """Device of this process: the CUDA device of its local rank, or the CPU. Raises LaunchError: there is no such
+    device.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     index, count = launch_number("LOCAL_RANK", 0), torch.cuda.device_count()
@@ -123,12 +126,12 @@ def compute_device() -> torch.device:
 
 
 def init_process_group(comm: CommConfig) -> None:
-    """Join the processes that torchrun started; nothing for a process started by itself.
+    """Join the processes that torchrun started; do nothing for a process started alone.
 
     CUDA tensors travel over NCCL; CPU tensors, and small agreements between hosts, over gloo.
 
     Raises:
-        LaunchError: what torchrun sets is not there, or there is no device for this process.
+        LaunchError: torchrun's variables are missing, or there is no device for this process.
     """
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
         return
@@ -145,7 +148,7 @@ def init_process_group(comm: CommConfig) -> None:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Leave the process group, if one was joined, however the block ends."""
+    """Leave the process group at the end of the block, if one was joined, also after an exception."""
     try:
         yield
     finally:

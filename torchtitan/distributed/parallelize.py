@@ -1,4 +1,4 @@
-"""One function that turns a model into a parallel one, in a fixed order."""
+"""Parallelise a model in a fixed order, in one function."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -33,8 +33,8 @@ def parallelize(
     Args:
         model: an initialised model on the layout's device, with `blocks()` (see torchtitan.models.base).
         layout: where it runs.
-        checkpointing: what is recomputed in backward; None: nothing.
-        compiling: what is compiled; None: nothing.
+        checkpointing: recomputation in backward; None: nothing is recomputed.
+        compiling: choice of compiled modules; None: nothing is compiled.
         param_dtype, reduce_dtype: dtype of compute and of the gradient reduction.
 
     Returns:
@@ -42,7 +42,7 @@ def parallelize(
 
     Raises:
         ValueError: a memory budget for blocks that are not compiled; no blocks where some are to be recomputed; a
-            whole model to be compiled that is sharded.
+            sharded model to be compiled whole.
     """
     checkpointing, compiling = checkpointing or ActivationCheckpointConfig(), compiling or CompileConfig()
     for key, text in compile_problems(compiling, layout.shards):
@@ -82,12 +82,12 @@ def _shard(model: nn.Module, layout: Layout, param_dtype: str, reduce_dtype: str
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Every module that FSDP2 wraps, the root included."""
+    """List every module that FSDP2 wraps, the root included."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def accumulate_locally(train_module: nn.Module, *, last: bool) -> AbstractContextManager:
-    """The context of one microbatch's forward and backward: gradients are reduced in the last one only."""
+    """Context of one microbatch's forward and backward: gradients are reduced in the last one only."""
     if isinstance(train_module, DistributedDataParallel):
         return nullcontext() if last else train_module.no_sync()
     if isinstance(train_module, FSDPModule):
@@ -96,21 +96,21 @@ def accumulate_locally(train_module: nn.Module, *, last: bool) -> AbstractContex
 
 
 def release_unsharded(model: nn.Module) -> None:
-    """Let go of gathered parameters, so that the next forward gathers them from the shards anew.
+    """Release gathered parameters, so that the next forward gathers them from the shards anew.
 
-    FSDP2 keeps the root's parameters gathered after a forward. Whoever changes the shards must call this.
+    FSDP2 keeps the root's parameters gathered after a forward. Code that changes the shards must call this.
     """
     for module in fsdp_modules(model):
         module.reshard()
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the names they have without any wrapper: the names of checkpoints and parameter groups."""
+    """Parameters by their names without any wrapper: the names of checkpoints and parameter groups."""
     return {name.replace(WRAPPER_PREFIX, ""): parameter for name, parameter in model.named_parameters()}
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded."""
+    """Local part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -119,8 +119,7 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     """Sum of squares over a list of plain tensors, float64 scalar on their device.
 
     On the CPU a float32 norm of 25 M elements is off by 0.3 %; rows of 1,024 summed in float64 are off by 1e-8,
-    at full speed (1e-6 where all elements are equal, and so all rows round alike). CUDA's norm is a tree of sums
-    already.
+    at full speed (1e-6 where all elements are equal, and so all rows round alike). CUDA's norm is a tree of sums.
     """
     tensors = [tensor for tensor in tensors if tensor.numel()]  # a rank may hold no row of a small parameter
     if tensors and tensors[0].device.type == "cuda":
@@ -149,13 +148,13 @@ def gradient_norm(parameters: list[nn.Parameter], layout: Layout) -> Tensor:
 
 @torch.no_grad()
 def whole_gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """Norm of gradients that stand whole and equal on every rank, float64 scalar."""
+    """Norm of gradients that are whole and equal on every rank, float64 scalar."""
     return sum_of_squares([p.grad for p in parameters if p.grad is not None]).sqrt()
 
 
 @torch.no_grad()
 def average_gradients(parameters: Iterable[nn.Parameter], layout: Layout) -> None:
-    """Bring the gradients of parameters that stand whole and unwrapped on every rank to their mean over the ranks."""
+    """Average the gradients of parameters that are whole and unwrapped on every rank over the ranks."""
     for parameter in parameters:
         if layout.world_size > 1 and parameter.grad is not None:
             torch.distributed.all_reduce(parameter.grad)
@@ -164,14 +163,14 @@ def average_gradients(parameters: Iterable[nn.Parameter], layout: Layout) -> Non
 
 @torch.no_grad()
 def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that their norm is at most max_norm; `norm` is what gradient_norm returned."""
+    """Clip gradients in place to a norm of at most max_norm; `norm` is the value of gradient_norm."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
     torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], scale)
 
 
 @torch.no_grad()
 def clamp_gradients(parameters: list[nn.Parameter], limit: float) -> None:
-    """Bring every element of the gradients into [-limit, limit], in place."""
+    """Clamp every element of the gradients into [-limit, limit], in place."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     torch._foreach_clamp_min_(gradients, -limit)
     torch._foreach_clamp_max_(gradients, limit)

@@ -1,4 +1,4 @@
-"""Which dtype computes: float32 weights everywhere, bfloat16 compute by policy."""
+"""Precision: float32 weights everywhere, bfloat16 compute by policy."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -9,7 +9,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def compute_context(param_dtype: str, device: torch.device, sharded: bool) -> AbstractContextManager:
-    """What a forward runs in: autocast where the weights are whole, nothing where FSDP casts them itself.
+    """Context of a forward: autocast where the weights are whole, none where FSDP casts them itself.
 
     Args:
         param_dtype: a key of DTYPES.

@@ -1,4 +1,4 @@
-"""The families of networks, by the name that `model.name` selects."""
+"""Families of networks by the name in `model.name`."""
 
 from torchtitan.models import dit
 from torchtitan.models.base import ModelFamily

@@ -1,4 +1,4 @@
-"""What a diffusion network must offer, and what a family of networks registers.
+"""Base class of diffusion networks, and the registry entry of a family.
 
 A model file describes mathematics on one device. Sharding, checkpointing, compilation and mixed precision are put
 around it from outside, through the few methods below.
@@ -18,11 +18,11 @@ LinearRole = Literal["vector", "small", "token"]
 
 
 class DiffusionModel(nn.Module):
-    """Base of every network that the trainer trains.
+    """Base of all networks that the trainer trains.
 
     A model is built on any device, the meta device included, and holds no values until `init_weights` has run.
     Weights may be bfloat16 while x and t are float32: the model casts x to its weights' dtype by itself, and t
-    and every table keep float32 until they are used. So whatever wraps the model must not cast its inputs.
+    and every table keep float32 until they are used. So wrappers of the model must not cast its inputs.
 
     Attributes:
         image_shape: (C, H, W) of the input.
@@ -51,23 +51,23 @@ class DiffusionModel(nn.Module):
         raise NotImplementedError
 
     def init_weights(self) -> None:
-        """Give every parameter and every buffer its initial value, from torch's global random state alone."""
+        """Initialise every parameter and every buffer, from torch's global random state alone."""
         raise NotImplementedError
 
     def init_buffers(self) -> None:
-        """Fill the buffers that no checkpoint holds; for a model whose parameters are loaded, not drawn."""
+        """Initialise the buffers that no checkpoint holds; for a model with loaded instead of drawn parameters."""
         raise NotImplementedError
 
     def blocks(self) -> list[nn.Module]:
-        """The units that checkpointing, compilation and sharding wrap, in the order of the forward."""
+        """List the units of checkpointing, compilation and sharding, in the order of the forward."""
         raise NotImplementedError
 
     def linear_roles(self) -> dict[str, LinearRole]:
-        """Role of every nn.Linear, by qualified name."""
+        """Roles of the nn.Linear modules, by qualified name."""
         raise NotImplementedError
 
     def tokens_per_image(self, image_shape: tuple[int, int, int]) -> int:
-        """Number of tokens T that an image (C, H, W) becomes."""
+        """Number of tokens T of an image (C, H, W)."""
         raise NotImplementedError
 
     def attention_macs(self, num_tokens: int) -> int:
@@ -88,7 +88,7 @@ class DiffusionModel(nn.Module):
         return macs
 
     def flops_per_image(self, image_shape: tuple[int, int, int]) -> int:
-        """Floating-point operations that training on one image needs: what MFU divides by time.
+        """Floating-point operations of training on one image: MFU divides them by time.
 
         2 per multiply-accumulate, and the backward has two products for each one of the forward. Recomputation
         in checkpointing or in attention kernels is not counted.
@@ -102,15 +102,15 @@ class DiffusionModel(nn.Module):
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """`[model]`: the keys of every family, and what the program asks of the rest.
+    """`[model]`: the keys of every family, and the optional abilities of a family.
 
-    What stands below without a type is no key: a family that can do it declares a setting of that name, and every
-    other one keeps the value here, which nobody can change.
+    A name below without a type is no key: a family with that ability declares a setting of that name, and every other
+    family keeps the constant value here.
 
     Attributes:
         label_dropout: probability of replacing the class by the null class in training; 0 trains no guidance.
-        learned_variance: whether the network also gives the variance of a DDPM's step.
-        num_predictions: images that the network gives for each input, one for each of `objective.heads`.
+        learned_variance: whether the network also predicts the variance of a DDPM's step.
+        num_predictions: images that the network predicts for each input, one for each of `objective.heads`.
     """
 
     name: str = setting("", "model family")
@@ -122,13 +122,13 @@ class ModelConfig:
 
     @property
     def num_blocks(self) -> int | None:
-        """Number of units that `blocks` will give; None where the configuration does not say."""
+        """Number of units in `blocks`; None if the configuration does not determine it."""
         return None
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """One entry of MODELS.
+    """Family of networks: one entry of MODELS.
 
     Attributes:
         config_class: dataclass of the `[model]` section: ModelConfig and the family's own fields.

@@ -1,7 +1,7 @@
-"""The one way to put other modules in the place of a model's own: gradient taps, low precision, adapters.
+"""Converters: the one way to replace modules of a model, for gradient taps, low precision and adapters.
 
-A converter is a function of a module's name and of the module; what it returns takes the module's place. It adopts
-the module's parameters, under their names, so that checkpoints, optimizer and sharding see the same model.
+A converter is a function of a module's name and of the module; the returned module replaces it. It adopts the replaced
+module's parameters, under their names, so that checkpoints, optimizer and sharding see the same model.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Converter = Callable[[str, nn.Module], nn.Module | None]
 
 
 def convert(model: nn.Module, converter: Converter) -> dict[str, nn.Module]:
-    """Replace modules of a model in place, before anything is wrapped around them.
+    """Replace modules of a model in place, before the model is wrapped.
 
     Args:
         model: an initialised model.

@@ -1,7 +1,7 @@
 """Linears over tokens with float8 matrix products, by torchao: dynamic scales, weights kept as they are.
 
-Converted are the linears over tokens inside the blocks. Those that see one vector per sample (adaLN, embedders) have
-too few rows to gain anything, and the projections into and out of the token stream are narrow and the most sensitive.
+Converted are the linears over tokens inside the blocks. Linears with one vector per sample (adaLN, embedders) have too
+few rows to gain speed, and the projections into and out of the token stream are narrow and the most sensitive.
 """
 
 import importlib.util
@@ -43,11 +43,11 @@ class Float8Config:
 
 
 class Float8Error(Exception):
-    """A model that cannot be converted as asked; the message is one line."""
+    """Model that cannot be converted as configured; the message is one line."""
 
 
 def float8_problems(config: Float8Config, param_dtype: str, single_pass_taps: bool) -> Iterator[tuple[str, str]]:
-    """Find what rules out float8 on this device and beside the other sections.
+    """Find reasons against float8 on this device and with the other sections.
 
     Args:
         config: the section, enabled.
@@ -81,7 +81,7 @@ def float8_problems(config: Float8Config, param_dtype: str, single_pass_taps: bo
 
 
 def check_convertible(model: DiffusionModel, config: Float8Config, local_batch_size: int) -> None:
-    """Raise Float8Error where nothing would be converted, or where a batch has a shape that cannot be multiplied.
+    """Raise Float8Error where nothing would be converted, or a batch's shape cannot be multiplied.
 
     Args:
         model: on any device, not converted yet.
@@ -109,7 +109,7 @@ def convert_to_float8(model: DiffusionModel, config: Float8Config) -> list[str]:
         config: the section, enabled.
 
     Returns:
-        the names of what was converted.
+        the names of the converted linears.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

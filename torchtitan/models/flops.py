@@ -1,6 +1,6 @@
-"""The matrix products of a network, counted by torch where the network says them by a formula.
+"""FLOPs of a network: its own formula, compared with torch's count of its matrix products.
 
-The formula is what MFU is made of; a count of every product that the forward calls, convolutions included, must agree.
+MFU uses the formula; torch's count of every product in the forward, convolutions included, must agree with it.
 """
 
 import torch
@@ -10,11 +10,11 @@ from torchtitan.models.base import DiffusionModel
 
 
 class MiscountedModel(Exception):
-    """A network whose formula for its own products is wrong; the message is one line."""
+    """Network with a wrong formula for its own products; the message is one line."""
 
 
 def counted_macs_per_image(model: DiffusionModel) -> int:
-    """Multiply-accumulates of one image's forward, as torch counts them.
+    """Count multiply-accumulates of one image's forward, by torch.
 
     Args:
         model: on the meta device, where the forward computes nothing.

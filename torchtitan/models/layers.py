@@ -1,4 +1,4 @@
-"""Layers that several families of networks use, and that gradient probes know."""
+"""Layers shared by several families of networks, and known to gradient taps."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x), over the last dimension, times a learned gain if affine."""
+    """RMS norm x / rms(x), over the last dimension, times a learned gain if affine."""
 
     def __init__(self, dim: int, eps: float, affine: bool = True) -> None:
         super().__init__()

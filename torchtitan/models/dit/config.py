@@ -1,4 +1,4 @@
-"""The architecture of a diffusion transformer: one field per choice, and the table of named sizes."""
+"""Architecture of a diffusion transformer: one field per choice, and the table of named sizes."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -37,7 +37,7 @@ class DiTConfig(ModelConfig):
     )
     learned_variance: bool = setting(False, "twice the output channels: prediction and variance interpolation")
     num_predictions: int = setting(
-        1, "images that the network gives for each input; follows from objective.heads, one for each of them", ge=1
+        1, "images that the network predicts for each input; one for each of objective.heads, which set it", ge=1
     )
 
     @property

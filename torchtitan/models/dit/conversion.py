@@ -1,7 +1,7 @@
-"""Weights of this model in the layouts that others publish, and back: the same function, other names and orders.
+"""Conversion of weights between this model and published layouts: the same function, other names and orders.
 
 `dit` and `sit` are the state dicts of facebookresearch/DiT and of SiT, which share their names; `diffusers` is that
-of DiTTransformer2DModel. A conversion copies numbers and computes none, so there and back is exact. What differs:
+of DiTTransformer2DModel. A conversion copies numbers and computes none, so a round trip is exact. Differences:
 
     patch embedding      a convolution [D, C, p, p] there, the same numbers as a linear [D, C p p] here
     output channels      (p, p, C) there, (C, p, p) here
@@ -38,11 +38,11 @@ Places = dict[str, list[list[str]]]
 
 
 class ConversionError(Exception):
-    """Weights that have no place in the other layout; one line per problem."""
+    """Weights that do not fit the other layout; one line per problem."""
 
 
 def export_weights(weights: dict[str, Tensor], model: DiT, layout: str) -> dict[str, Tensor]:
-    """Bring weights into a published layout.
+    """Export weights to a published layout.
 
     Args:
         weights: every parameter of `model` by name.
@@ -53,7 +53,7 @@ def export_weights(weights: dict[str, Tensor], model: DiT, layout: str) -> dict[
         the published state dict, its tensors contiguous and sharing memory with nothing.
 
     Raises:
-        ConversionError: the layout has no place for this model.
+        ConversionError: the layout cannot represent this model.
     """
     if problems := layout_problems(model, layout):
         raise ConversionError("\n".join(problems))
@@ -75,7 +75,7 @@ def export_weights(weights: dict[str, Tensor], model: DiT, layout: str) -> dict[
 
 
 def import_weights(published: dict[str, Tensor], model: DiT, layout: str) -> tuple[dict[str, Tensor], list[str]]:
-    """Read weights out of a published layout.
+    """Import weights from a published layout.
 
     Args:
         published: the state dict.
@@ -83,10 +83,11 @@ def import_weights(published: dict[str, Tensor], model: DiT, layout: str) -> tup
         layout: one of LAYOUTS.
 
     Returns:
-        every parameter of `model` by name, and a line for each thing that was left out.
+        every parameter of `model` by name, and a line for each omission.
 
     Raises:
-        ConversionError: tensors are missing, superfluous, of another model, or not what this model computes.
+        ConversionError: tensors are missing, superfluous, of another model, or in conflict with this model's
+            computation.
     """
     if problems := layout_problems(model, layout) or _layout_mismatch(published, layout):
         raise ConversionError("\n".join(problems))
@@ -123,7 +124,7 @@ def import_weights(published: dict[str, Tensor], model: DiT, layout: str) -> tup
 
 
 def layout_problems(model: DiT, layout: str) -> list[str]:
-    """Why a model has no place in a layout: one line each, empty when it has."""
+    """Reasons why a layout cannot represent a model: one line each, empty if it can."""
     found = [
         f"model.{key} = {_plain(getattr(model.config, key))}: the {layout} layout is of models with {_plain(value)}"
         for key, value in _FIXED.items() if getattr(model.config, key) != value
@@ -139,7 +140,7 @@ def layout_problems(model: DiT, layout: str) -> list[str]:
 
 
 def diffusers_config(model: DiT) -> dict:
-    """The config.json of DiTTransformer2DModel for this model."""
+    """Build the config.json of DiTTransformer2DModel for this model."""
     config = model.config
     return {
         "_class_name": "DiTTransformer2DModel",
@@ -160,7 +161,7 @@ def diffusers_config(model: DiT) -> dict:
 
 
 def diffusers_config_problems(document: dict, model: DiT) -> list[str]:
-    """What a config.json says that weights do not show, and this model is not: one line each."""
+    """Differences between a config.json and this model that weights do not show: one line each."""
     wanted = diffusers_config(model)
     defaults = {"norm_type": "ada_norm_zero", "activation_fn": "gelu-approximate", "attention_bias": True}
     return [
@@ -233,17 +234,17 @@ def _joined(published: dict[str, Tensor], copies: list[list[str]]) -> Tensor:
 
 
 def _channels_last(tensor: Tensor, patch_size: int) -> Tensor:
-    """Rows (C, p, p) to rows (p, p, C)."""
+    """Reorder rows (C, p, p) to (p, p, C)."""
     return tensor.unflatten(0, (-1, patch_size, patch_size)).movedim(0, 2).flatten(0, 2)
 
 
 def _channels_first(tensor: Tensor, patch_size: int) -> Tensor:
-    """Rows (p, p, C) to rows (C, p, p)."""
+    """Reorder rows (p, p, C) to (C, p, p)."""
     return tensor.unflatten(0, (patch_size, patch_size, -1)).movedim(2, 0).flatten(0, 2)
 
 
 def _output_channels(tensor: Tensor, rows: int, config: DiTConfig) -> tuple[Tensor, str | None]:
-    """The output layer's rows (C, p, p), without the variance's if this model has none."""
+    """Output layer's rows (C, p, p), without the variance's if this model has none."""
     if tensor.shape[0] % config.patch_size**2:
         return tensor, None  # refused for its shape
     tensor = _channels_first(tensor, config.patch_size)
@@ -283,7 +284,7 @@ def _layout_mismatch(published: dict[str, Tensor], layout: str) -> list[str]:
 
 
 def _size_mismatch(published: dict[str, Tensor], model: DiT, layout: str) -> str | None:
-    """Whose weights these are, if width, depth or patch are not the model's."""
+    """Describe the model that the weights belong to, if width, depth or patch differ from this one's."""
     names = {"diffusers": ("pos_embed.proj.weight", "transformer_blocks.")}
     patch, prefix = names.get(layout, ("x_embedder.proj.weight", "blocks."))
     if published[patch].ndim != 4:

@@ -1,4 +1,4 @@
-"""The parts of a diffusion transformer: block, output layer, embeddings, and the fixed tables.
+"""Layers of a diffusion transformer: block, output layer, embeddings, and the fixed tables.
 
 B images, T = (H / p)(W / p) tokens of width D, N heads of width D / N, patches of side p.
 """
@@ -27,7 +27,8 @@ class Block(nn.Module):
         self.modulation = nn.Linear(config.dim, 6 * config.dim)
 
     def forward(self, x: Tensor, c: Tensor, rotary: Tensor | None) -> Tensor:
-        """x: tokens [B, T, D]; c: conditioning vector [B, D]; rotary: table [2, T, D / N / 2] or None."""
+        """Apply the block. x: tokens [B, T, D]; c: conditioning vector [B, D]; rotary: table [2, T, D / N / 2] or None.
+        """
         modulation = self.modulation(c)[:, None].chunk(6, dim=-1)  # six of [B, 1, D]
         attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = modulation
         h = _modulate(self.attention_norm(x), attention_shift, attention_scale)
@@ -89,7 +90,7 @@ class GeluMLP(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """out(silu(gate x) * (up x)) without biases; gate and up are packed in one linear.
+    """Feed-forward out(silu(gate x) * (up x)) without biases; gate and up are packed in one linear.
 
     Source: Shazeer, "GLU variants improve transformer", arXiv 2002.05202, equation 6.
     """

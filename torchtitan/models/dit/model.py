@@ -1,4 +1,4 @@
-"""The diffusion transformer.
+"""Diffusion transformer.
 
 Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", arXiv 2212.09748.
 """
@@ -83,9 +83,9 @@ class DiT(DiffusionModel):
         return x.to(torch.promote_types(x.dtype, torch.float32))
 
     def init_weights(self) -> None:
-        """Initialise as in the paper, for every flavor: TorchDiTan's too, whose own scheme was another.
+        """Initialise as in the paper, for every flavor: also TorchDiTan's, which were published with another scheme.
 
-        A packed linear (queries, keys and values; gate and up) is drawn as the one matrix that it is.
+        A packed linear (queries, keys and values; gate and up) is drawn as one matrix.
         """
         self.init_buffers()
         for module in self.modules():
@@ -143,7 +143,7 @@ class DiT(DiffusionModel):
 
 
 def problems(config: DiTConfig, image_shape: tuple[int, int, int]) -> list[str]:
-    """What makes this model impossible for images (C, H, W): one line each, empty when it can be built."""
+    """Problems of this model with images (C, H, W): one line each, empty if it can be built."""
     found = []
     _, height, width = image_shape
     if height % config.patch_size or width % config.patch_size:
