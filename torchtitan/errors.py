@@ -1,26 +1,26 @@
-"""Errors that several rooms raise or catch, and exceptions in one line. Imports the standard library only."""
+"""Errors of several rooms, and exceptions in one line. Imports the standard library only."""
 
 import re
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be written or read; the message is one line."""
+    """Checkpoint that cannot be written or read; the message is one line."""
 
 
 class StoreError(CheckpointError, OSError):
-    """A remote store that does not answer or that refuses: it says nothing about the checkpoints in it."""
+    """Remote store that does not answer or refuses; not an error of the checkpoints in it."""
 
 
 class DamagedFile(Exception):
-    """A file that is not what it should be; the message says in a few words what is wrong with it."""
+    """Damaged file; the message says in a few words what is wrong with it."""
 
 
 class TrainingError(Exception):
-    """Training cannot continue; the message is one line: what happened and what to do."""
+    """Training cannot continue; the message is one line: the cause and the remedy."""
 
 
 class RunFolderError(Exception):
-    """A run folder that must not be written to; one line per problem."""
+    """Run folder that must not be written to; one line per problem."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__(problems)  # an exception travels between ranks by its arguments
@@ -31,7 +31,7 @@ class RunFolderError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception, or the first rank's within it, says; without gloo's source line and advice."""
+    """First line of an exception's text, or of the first rank's within it; without gloo's source line and advice."""
     failures = getattr(error, "failures", None)  # of torch.distributed.checkpoint
     cause = next(iter(failures.values()))[0] if failures else error
     lines = str(cause).strip().splitlines()
@@ -41,7 +41,7 @@ def first_line(error: BaseException) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Why something could not be written or read, in one line without its path."""
+    """Reason of a failed write or read, in one line without its path."""
     return unwrapped(getattr(error, "strerror", None) or first_line(error))
 
 

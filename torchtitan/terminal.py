@@ -1,6 +1,6 @@
-"""What this program prints moves no cursor and hides nothing: control characters of names and messages are shown, not sent.
+"""Terminal output: control characters of names and messages are shown escaped, so that they move no cursor.
 
-File names, labels, captions and what other programs say may hold escape sequences. They are shown escaped (`\\x1b[2J`)
+File names, labels, captions and other programs' output may hold escape sequences. They are shown escaped (`\\x1b[2J`)
 at the one place where text leaves for a terminal or a log: the streams, through which prints, logging, warnings,
 tracebacks and progress bars all go.
 """
@@ -23,12 +23,12 @@ _BAR_MOVES = re.compile(r"(\n|\x1b\[A)*")
 
 
 def printable(text: str) -> str:
-    """A text without characters that move the cursor, change colours or reverse what is read; newlines and tabs stay."""
+    """Escape characters that move the cursor, change colours or reverse reading order; newlines and tabs stay."""
     return text.translate(_ESCAPED)
 
 
 def shortened(text: str, most: int = MOST_OF_A_NAME) -> str:
-    """A text whose lines are no longer than so many characters; of longer ones the middle is left out."""
+    """Shorten lines to a number of characters; of longer ones the middle is left out."""
     if len(text) <= most:
         return text
     half = (most - 3) // 2
@@ -37,18 +37,19 @@ def shortened(text: str, most: int = MOST_OF_A_NAME) -> str:
 
 
 def escape_output() -> None:
-    """Show control characters in all that this process prints from now on; for a program's main, before it prints."""
+    """Escape control characters in everything this process prints from now on; for a program's main, before it prints.
+    """
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is not None:  # None: it was closed when Python started
             setattr(sys, name, PrintableStream(stream))
 
 
 class OutputError(OSError):
-    """What this program prints cannot be written: its reader has gone, or the disk behind it is full."""
+    """Output that cannot be written: its reader has gone, or the disk behind it is full."""
 
 
 class PrintableStream:
-    """A text stream whose writes are `printable`, and fail as OutputError; all else is the stream's own."""
+    """Text stream with `printable` writes, which fail as OutputError; the rest is the stream's own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

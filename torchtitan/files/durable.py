@@ -1,7 +1,7 @@
-"""Files that outlast a power cut: content and name are on the disk, or whole in the store, when a call returns.
+"""Durable files: content and name are on the disk, or whole in the store, when a call returns.
 
-A name that is replaced is always the old content or the new one, never a part: the new content is written under a hidden
-name beside it, brought to the disk, and renamed.
+A replaced file always holds the old content or the new one, never a part: the new content is written under a hidden
+name in the same folder, brought to the disk, and renamed.
 """
 
 import errno
@@ -45,13 +45,13 @@ def write_synced(path: AnyPath, content: bytes) -> dict:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a hidden path to write a file's whole new content to; `path` becomes it when the block has ended well.
+    """Replace a file: yield a hidden path for its whole new content, renamed to `path` when the block succeeds.
 
-    For libraries that write to a path. They are told the format: the hidden name has another ending. A link is replaced,
-    not what it names.
+    For libraries that write to a path. They must be given the format, since the hidden name has another ending. A link
+    itself is replaced, not its target.
 
     Raises:
-        OSError: it cannot be brought to the disk, or is a pipe, a device or a folder; `path` is as it was.
+        OSError: it cannot be brought to the disk, or is a pipe, a device or a folder; `path` is unchanged.
     """
     refuse_special(path)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
@@ -67,16 +67,16 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, content: bytes | str) -> None:
-    """Make a file hold just this content (text as UTF-8), whether it was there or not. Raises OSError."""
+    """Replace a file's content by this (text as UTF-8), or create the file. Raises OSError."""
     with replacing(path) as unfinished, open(unfinished, "xb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def append_synced(path: Path, content: bytes) -> None:
-    """Add to the end of a file, which is made if it is missing; whole on the disk when this returns.
+    """Append to a file, which is created if missing; all of it is on the disk when this returns.
 
     Raises:
-        OSError: the disk is full or fails; the file is as long as it was, as far as that can be had.
+        OSError: the disk is full or fails; the file is cut back to its old length, if the disk allows.
     """
     there = path.exists()
     with open(path, "ab", buffering=0) as file:
@@ -94,7 +94,7 @@ def append_synced(path: Path, content: bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, if they are missing. Raises OSError."""
+    """Make a folder and its parents, if they are missing. Raises OSError."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -102,7 +102,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file's content, or a folder's list of names, to the disk. Raises OSError."""
+    """Sync a file's content, or a folder's list of names, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -115,12 +115,14 @@ def sync(path: Path) -> None:
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether a file of this name is what `replacing` writes to."""
+    """Check whether a name is that of an unfinished file of `replacing`."""
     return _UNFINISHED.fullmatch(name) is not None
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what `replacing` left in a folder of the program's own when it was killed; not in folders below."""
+    """Remove unfinished files that `replacing` left in a folder of the program's own when it was killed; not in
+    subfolders.
+    """
     for path in folder.glob(".*.unfinished"):
         if is_unfinished(path.name) and path.is_file() and not path.is_symlink():
             path.unlink(missing_ok=True)

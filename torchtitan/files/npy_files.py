@@ -1,4 +1,4 @@
-"""Files of one NumPy array, written by anybody."""
+"""Files of one NumPy array, from any source."""
 
 import tokenize
 from pathlib import Path
@@ -11,7 +11,7 @@ MAX_HEADER_BYTES = 1 << 16
 
 
 def map_npy(path: Path) -> np.ndarray:
-    """The array, mapped: a damaged header could ask for any amount of memory.
+    """Map the array of a file into memory: a damaged header could ask for any amount of memory.
 
     Raises:
         OSError: it cannot be read.

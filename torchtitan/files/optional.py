@@ -1,4 +1,4 @@
-"""Outputs that a run can do without: a disk that is full, read-only or failing costs the picture, not the training."""
+"""Optional outputs of a run: a disk that is full, read-only or failing loses the picture, not the training."""
 
 import logging
 import threading
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class OptionalOutputs:
-    """Knows which outputs are failing now. Any thread may use it.
+    """Record of the outputs that fail at present. Any thread may use it.
 
     A failure is logged in one line when it begins, and its end in another; in between the output is silent.
     """
@@ -29,14 +29,14 @@ class OptionalOutputs:
         *errors: type[Exception],
         consequence: str = "training continues, and the next interval tries again",
     ) -> Iterator[None]:
-        """Surround the writing of an output: what fails in the block ends the block, not the run.
+        """Attempt to write an output: a failure in the block ends the block, not the run.
 
         Pillow, matplotlib, pyarrow and torch's profiler all raise OSError where a disk or a name refuses a file.
 
         Args:
             output: name of the output, the same at every attempt.
             path: of its file or folder.
-            errors: what else may be raised, besides OSError.
+            errors: other exceptions that may be raised, besides OSError.
             consequence: the end of the line that is logged.
         """
         try:
@@ -47,7 +47,7 @@ class OptionalOutputs:
             self.worked(output, path)
 
     def failed(self, output: str, path: Path, error: Exception, consequence: str) -> None:
-        """Note a failure; logged if the output worked before."""
+        """Record a failure; logged if the output worked before."""
         with self._lock:
             known = output in self._failing
             self._failing.add(output)
@@ -55,7 +55,7 @@ class OptionalOutputs:
             logger.error(f"{path}: {output} cannot be written: {reason(error)}; {consequence}")
 
     def worked(self, output: str, path: Path) -> None:
-        """Note a success; logged if the output failed before."""
+        """Record a success; logged if the output failed before."""
         with self._lock:
             known = output in self._failing
             self._failing.discard(output)

@@ -1,7 +1,7 @@
-"""A file that grows by records, and that neither a failing disk nor a power cut tears.
+"""Append-only file of records that tolerates a failing disk and power cuts.
 
-Records stay in memory until the disk is known to hold them: what cannot be written waits, and what the kernel may have
-dropped after a failed sync is written again.
+Records stay in memory until the disk is known to hold them: those that cannot be written wait, and those that the
+kernel may have dropped after a failed sync are written again.
 """
 
 import os
@@ -19,9 +19,9 @@ MIB = 2**20
 
 
 class PatientFile:
-    """Appends records to a file. No method raises OSError but `open`; any thread may sync while another adds.
+    """Writer that appends records to a file. Only `open` raises OSError; any thread may sync while another adds.
 
-    The file holds whole records only, and readers may follow it. It is made again if it is removed.
+    The file holds whole records only, and readers may follow it. It is created again if it is removed.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class PatientFile:
     ) -> None:
         """
         Args:
-            path: of the file; nothing is touched before `open` or the first record.
+            path: of the file; not touched before `open` or the first record.
             output: its name in log lines.
             prepare: brings a file that is already there into the state to append to; called before it is first opened.
             most_kept: bytes of records in memory; beyond it the file is synced, or the oldest records are given up.
@@ -59,12 +59,12 @@ class PatientFile:
         self._sync_failed = False
 
     def open(self) -> None:
-        """Make the file ready. Raises OSError."""
+        """Open the file, ready for records. Raises OSError."""
         with self._lock:
             self._open()
 
     def add(self, record: bytes) -> None:
-        """Append a record; it waits in memory while it cannot be written."""
+        """Add a record; it waits in memory while it cannot be written."""
         with self._lock:
             self._kept.append(record)
             self._kept_size += len(record)
@@ -76,7 +76,7 @@ class PatientFile:
             self.sync()
 
     def sync(self) -> bool:
-        """Bring all records to the disk; returns whether it holds them."""
+        """Sync all records to the disk; return whether the disk holds them."""
         with self._syncing:
             with self._lock:
                 if not self._write():
@@ -109,7 +109,7 @@ class PatientFile:
             return True
 
     def settle(self, seconds: float) -> int:
-        """Sync, again and again for that time while it fails; returns the number of records that the disk lacks."""
+        """Settle: sync, and retry for that time while it fails; return the number of records that the disk lacks."""
         deadline, pause = time.monotonic() + seconds, 0.1
         while not self.sync() and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(pause, left))
@@ -117,12 +117,12 @@ class PatientFile:
         return len(self.unsaved())
 
     def unsaved(self) -> list[bytes]:
-        """The records that the disk is not known to hold, in order."""
+        """Records that the disk is not known to hold, in order."""
         with self._lock:
             return self._kept.copy()
 
     def close(self) -> None:
-        """Write what waits, if that is possible now, and close the file."""
+        """Close the file; write the waiting records, if that is possible now."""
         with self._syncing, self._lock:
             self._write()
             self._close()

@@ -1,7 +1,7 @@
-"""Files of others, read with bounds: regular files alone, and no more of them than the reader believes.
+"""Regular files of other owners, read with bounds on their size.
 
-A link to a regular file is followed. A pipe would wait for ever, a device has no end and may act on being opened; neither
-is opened.
+A link to a regular file is followed. A pipe would block forever, a device has no end and may act on being opened;
+neither is opened.
 """
 
 import errno
@@ -24,11 +24,11 @@ def user_path(path: str | Path) -> Path:
 
 
 class UnsuitableFile(OSError):
-    """What is there is no regular file, or larger than the reader believes; another try would find the same."""
+    """File that is not regular, or larger than allowed; a retry would find the same."""
 
 
 def check_regular(path: str | bytes | Path) -> os.stat_result:
-    """Make sure that a path is a regular file or a link to one, without opening it.
+    """Check that a path is a regular file or a link to one, without opening it.
 
     Raises:
         UnsuitableFile: it is something else.
@@ -53,7 +53,7 @@ def open_regular(path: str | bytes | Path) -> BinaryIO:
 
 
 def read_regular(path: str | bytes | Path, limit: int = LARGEST_RECORD) -> bytes:
-    """The whole content of a regular file.
+    """Read the whole content of a regular file.
 
     Args:
         path: of the file, or of a link to it.
@@ -74,7 +74,7 @@ def read_regular(path: str | bytes | Path, limit: int = LARGEST_RECORD) -> bytes
 
 
 def read_text(path: str | bytes | Path, limit: int = LARGEST_RECORD) -> str:
-    """The whole content of a regular file of UTF-8 text, with or without a byte order mark; lines end in `\\n`.
+    """Read a regular file of UTF-8 text, with or without a byte order mark; lines end in `\n`.
 
     Raises:
         UnsuitableFile: it is no regular file, or larger.
@@ -85,7 +85,7 @@ def read_text(path: str | bytes | Path, limit: int = LARGEST_RECORD) -> str:
 
 
 def refuse_special(path: Path) -> None:
-    """Make sure that a path which is to be replaced is no pipe, socket, device or folder. Raises UnsuitableFile."""
+    """Check that a path to be replaced is no pipe, socket, device or folder. Raises UnsuitableFile."""
     with suppress(FileNotFoundError, NotADirectoryError):
         status = path.lstat()
         if not stat.S_ISLNK(status.st_mode):
@@ -93,7 +93,7 @@ def refuse_special(path: Path) -> None:
 
 
 def refuse_other_than_file(path: Path) -> None:
-    """Make sure that a path of the program's own is a plain file, and no link, or nothing yet.
+    """Check that a path of the program's own is a plain file, and no link, or is missing.
 
     Raises:
         UnsuitableFile: it is something else, which must not be written to.

@@ -22,7 +22,7 @@ _READ_AT_ONCE = 1 << 20  # bytes
 
 @dataclass(frozen=True)
 class RemotePath:
-    """A file or folder of a store; methods are pathlib's, and raise StoreError, or FileNotFoundError.
+    """File or folder of a store; methods are pathlib's, and raise StoreError, or FileNotFoundError.
 
     Attributes:
         fs: fsspec's file system.
@@ -34,7 +34,9 @@ class RemotePath:
 
     @classmethod
     def from_url(cls, url: str) -> "RemotePath":
-        """The path of `protocol://...`. Credentials are what the protocol's package finds in the environment."""
+        """Open the path of `protocol://...`. Credentials come from the environment, as the protocol's package reads
+        them.
+        """
         from fsspec.core import url_to_fs  # only runs with a remote folder wait for it
 
         with _border(url):
@@ -60,7 +62,7 @@ class RemotePath:
         return Path(self.name).suffix
 
     def lstat(self) -> SimpleNamespace:
-        """st_mode, only as far as the kind of file goes, and st_size in bytes."""
+        """Status: st_mode, only the kind of file, and st_size in bytes."""
         with _border(self):
             self.fs.invalidate_cache()
             info = self.fs.info(self.path)
@@ -86,7 +88,7 @@ class RemotePath:
         return self.exists() and stat.S_ISDIR(self.lstat().st_mode)
 
     def iterdir(self) -> Iterator["RemotePath"]:
-        """What is in the folder now; nothing if it is not there."""
+        """List the folder's present content; nothing if it is missing."""
         try:
             with _border(self):
                 self.fs.invalidate_cache()
@@ -97,11 +99,11 @@ class RemotePath:
             yield self / name
 
     def glob(self, pattern: str) -> Iterator["RemotePath"]:
-        """What is in the folder and named so; the pattern has no slash."""
+        """List the folder's content that matches a pattern; the pattern has no slash."""
         return (path for path in self.iterdir() if fnmatchcase(path.name, pattern))
 
     def modified(self) -> datetime | None:
-        """When the file was written, where the store knows."""
+        """Modification time of the file, if the store knows it."""
         try:
             with _border(self):
                 return self.fs.modified(self.path)
@@ -120,13 +122,13 @@ class RemotePath:
             return file.read()
 
     def write_bytes(self, content: bytes) -> None:
-        """Write a small file in one go."""
+        """Write a small file at once."""
         self.make_parents()
         with _border(self, writing=True):
             self.fs.pipe_file(self.path, content)
 
     def make_parents(self) -> None:
-        """Make the folders above, in stores that have some."""
+        """Make the parent folders, in stores that have folders."""
         if not self.path.startswith("/"):  # begins with a bucket: it needs no folders, and is not made for a slip of the pen
             return
         with _border(self, writing=True):
@@ -147,13 +149,13 @@ class RemotePath:
             return
 
     def remove_files(self, names: Sequence[str]) -> None:
-        """Remove files of this folder, in one request where the store can."""
+        """Remove files of this folder, in one request if the store can."""
         if names:
             with _border(self):
                 self.fs.rm([f"{self.path}/{name}" for name in names])
 
     def remove_empty(self) -> None:
-        """Remove a folder in which there is nothing, in stores that know such."""
+        """Remove an empty folder, in stores that have folders."""
         with _border(self):
             self.fs.invalidate_cache()
             if self.fs.isdir(self.path):
@@ -165,7 +167,7 @@ AnyPath = Path | RemotePath
 
 
 class _StoredFile(io.RawIOBase):
-    """An open file of a store, whose errors are those of RemotePath."""
+    """Open file of a store, with the errors of RemotePath."""
 
     def __init__(self, path: RemotePath, file: Any, mode: str) -> None:
         self._path, self._file, self._mode = path, file, mode
@@ -199,7 +201,7 @@ class _StoredFile(io.RawIOBase):
 
 @contextmanager
 def _border(place: object, writing: bool = False) -> Iterator[None]:
-    """Where calls leave this program for a store: of all that its package may raise, two kinds come back."""
+    """Border between this program and a store's package: of all its exceptions, two kinds come back."""
     try:
         yield
     except Exception as error:  # each package has its own, most of them no OSError

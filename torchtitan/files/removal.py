@@ -1,4 +1,4 @@
-"""Removal of folders that the program has made: nothing that may be somebody else's goes."""
+"""Removal of the program's own folders; files of others stay."""
 
 import stat
 from collections.abc import Callable
@@ -6,17 +6,17 @@ from pathlib import Path
 
 
 def remove_folder(folder: Path, is_own: Callable[[str], bool]) -> list[Path]:
-    """Remove a folder's plain files that bear the program's names, and the folder if nothing else is in it.
+    """Remove a folder's plain files with the program's names, and the folder if it is empty then.
 
-    Nothing happens to links, folders within, and files of other names: they stay, and so does the folder.
+    Links, subfolders, and files of other names stay, and so does the folder then.
 
     Args:
-        folder: it must be known as the program's own by its name and by what surrounds it; a link is not followed, and a
-            folder that is missing counts as removed.
+        folder: known as the program's own by its name and its surroundings; a link is not followed, and a missing
+            folder counts as removed.
         is_own: whether the program gives files such a name.
 
     Returns:
-        what was left, sorted; empty if the folder is gone.
+        the remaining names, sorted; empty if the folder is gone.
 
     Raises:
         OSError: a file cannot be removed.

@@ -1,6 +1,6 @@
-"""Shards: safetensors files that hold pieces of tensors, hashed as they are written and distrusted when they are read.
+"""Shards: safetensors files of pieces of tensors, hashed as they are written and verified when they are read.
 
-A file's header names, beside each piece, where in the whole tensor it lies; torch.distributed.checkpoint reads that.
+A file's header gives, with each piece, its place in the whole tensor; torch.distributed.checkpoint reads that.
 """
 
 import hashlib
@@ -28,17 +28,17 @@ _ITEM_BYTES = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
 
 
 class DamagedShard(Exception):
-    """A file that is no shard, or whose header does not describe it; the message says in a few words why."""
+    """File that is no shard, or has a header that does not describe it; the message is a few words."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one process holds of a tensor.
+    """Piece of a tensor, held by one process.
 
     Attributes:
         name: of the whole tensor.
         local: the values, on any device.
-        offsets: where the piece begins in the whole tensor, one number per dimension.
+        offsets: begin of the piece in the whole tensor, one number per dimension.
     """
 
     name: str
@@ -47,10 +47,10 @@ class Piece:
 
 
 def pieces_of(tensors: dict[str, Tensor], rank: int, world_size: int) -> list[Piece]:
-    """What this rank has to write so that all ranks together write every element once.
+    """Pieces for this rank to write, so that all ranks together write every element once.
 
-    Every rank comes to the same distribution by itself. A sharded tensor is written by its holders, of several copies
-    by the first; a plain one, equal on all ranks, by the rank that has least to write so far.
+    Every rank computes the same distribution, without communication. A sharded tensor is written by its holders, of
+    several copies by the first; a plain one, equal on all ranks, by the rank with the least to write so far.
 
     Args:
         tensors: by name, plain or sharded along one axis of the mesh.
@@ -69,7 +69,7 @@ def pieces_of(tensors: dict[str, Tensor], rank: int, world_size: int) -> list[Pi
 
 
 def _place(tensor: DTensor) -> tuple[int, ...] | None:
-    """Where this rank's part of a sharded tensor begins; None where another rank writes it or it is empty."""
+    """Place of this rank's part in a sharded tensor; None where another rank writes it or it is empty."""
     offsets, coordinate = [0] * tensor.ndim, tensor.device_mesh.get_coordinate()
     for axis, placement in enumerate(tensor.placements):
         if placement.is_shard():
@@ -85,7 +85,7 @@ def write_shard(path: AnyPath, pieces: Iterable[Piece]) -> dict:
     """Write pieces to a new file, and bring it to the disk or the store.
 
     Returns:
-        {"size": bytes, "sha256": of what was meant to be written}, to compare with what can be read back.
+        {"size": bytes, "sha256": of the bytes to be written}, to compare with the file that is read back.
 
     Raises:
         OSError: it could not be written.
@@ -122,7 +122,7 @@ def _header(pieces: list[Piece]) -> bytes:
 
 
 def check_shards(paths: Iterable[AnyPath]) -> None:
-    """Make sure that headers describe their files, and that the pieces fill each tensor once.
+    """Check that headers describe their files, and that the pieces fill each tensor once.
 
     Only headers are read, and no more of them than MAX_HEADER_BYTES each.
 
@@ -139,7 +139,7 @@ def check_shards(paths: Iterable[AnyPath]) -> None:
 
 
 def whole_tensors(paths: Iterable[AnyPath]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor whose pieces are in shards that were checked. Raises DamagedShard, OSError."""
+    """Shape and dtype of every tensor in checked shards. Raises DamagedShard, OSError."""
     wholes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for path in paths:
         for name, (offsets, shape, dtype) in _read_places(path).items():
@@ -150,7 +150,7 @@ def whole_tensors(paths: Iterable[AnyPath]) -> dict[str, tuple[tuple[int, ...], 
 
 
 def _read_places(path: AnyPath) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], str]]:
-    """Offsets, shape and dtype of each piece of a file whose header has been checked."""
+    """Read offsets, shape and dtype of each piece of a file with a checked header."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -193,7 +193,7 @@ def _counts(values: list) -> tuple[int, ...]:
 
 
 def _fills(places: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether the pieces follow one another along one dimension and fill the tensor."""
+    """Check whether the pieces follow one another along one dimension and fill the tensor."""
     if len({len(shape) for _, shape in places}) != 1:
         return False
     if len(places) == 1:

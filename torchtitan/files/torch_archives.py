@@ -1,4 +1,4 @@
-"""Bounds on files of torch.save before torch reads them: what would take more memory or time than the file has bytes."""
+"""Bounds on files of torch.save before torch reads them: against more memory or time than the file's size explains."""
 
 import pickle
 import pickletools
@@ -13,12 +13,12 @@ _PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT"), ("GET", "BINGET", "LONG_BINGET"
 
 
 def check_archive(path: Path) -> None:
-    """Make sure that reading a file of torch.save takes no more memory than its size, and comes to an end.
+    """Check that reading a file of torch.save takes no more memory than its size, and terminates.
 
     Files in the format of torch before 1.6, which are no archives, are left to torch.
 
     Raises:
-        pickle.UnpicklingError: it would not; nothing was unpacked.
+        pickle.UnpicklingError: it would exceed that; nothing was unpacked.
         OSError: it is no regular file, or cannot be read.
     """
     with open_regular(path) as file:
@@ -51,7 +51,7 @@ def _check_record(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
 
 
 def tuple_depth(content: bytes) -> int:
-    """How deep tuples lie within tuples in a pickle, of which nothing is built.
+    """Depth of nested tuples in a pickle; no object of it is built.
 
     Raises:
         ValueError, IndexError, KeyError: it is no pickle.

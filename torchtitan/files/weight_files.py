@@ -1,4 +1,4 @@
-"""Files of weights: read without running what is in them, written whole or not at all."""
+"""Files of weights: read without running code from them, written whole or not at all."""
 
 import argparse
 import os
@@ -57,7 +57,7 @@ def check_finite(path: Path) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, path: Path) -> None:
-    """Give a model the weights of a safetensors file, named as its parameters. Raises WeightsError."""
+    """Fill a model with the weights of a safetensors file, named as its parameters. Raises WeightsError."""
     check_fits(path, model)
     parameters = dict(model.named_parameters())
     try:
@@ -71,10 +71,10 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
     """Read a state dict from safetensors or from a torch checkpoint; no code of the file is run.
 
     Returns:
-        the tensors, and under which key of the file they were if they were nested.
+        the tensors, and the key of the file under which they were nested, if any.
 
     Raises:
-        WeightsError: it is neither, or holds something else than tensors.
+        WeightsError: it is neither, or holds other objects than tensors.
     """
     if not path.is_file():
         raise WeightsError(f"{path}: no such file of weights")
@@ -85,7 +85,7 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
             raise _unreadable(path, error) from error
     try:
         check_archive(path)
-        # The usual training script puts its arguments beside the weights, as this plain record of values.
+        # The usual training script saves its arguments with the weights, as this plain record of values.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -104,7 +104,7 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Raises WeightsError: there is something at `path` that must not be replaced, or it names no file."""
+    """Refuse a path that must not be replaced, or that names no file. Raises WeightsError."""
     if path.name in ("", ".."):
         raise WeightsError(f"{path}: names no file")
     if (path.exists() or path.is_symlink()) and not overwrite:
@@ -113,13 +113,13 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
 
 @contextmanager
 def written_whole(path: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield a temporary path beside `path` and give what was written there its name, if the block succeeds.
+    """Write a file whole: yield a temporary path in the same folder, and rename it to `path` if the block succeeds.
 
     A folder replaces one that holds nothing but plain files of the same names.
 
     Raises:
-        WeightsError: there is something already and `overwrite` is false, or something else than was written; or it cannot
-            be written.
+        WeightsError: the path exists and `overwrite` is false, or is not of the kind to be written; or it cannot be
+            written.
     """
     refuse_existing(path, overwrite)
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
@@ -143,7 +143,7 @@ def written_whole(path: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def _name_folder(temporary: Path, path: Path) -> None:
-    """Bring a folder of files to the disk and give it its name. Raises OSError, WeightsError."""
+    """Bring a folder of files to the disk and rename it. Raises OSError, WeightsError."""
     names = {entry.name for entry in temporary.iterdir()}
     for name in names:
         sync(temporary / name)
@@ -166,7 +166,7 @@ def _name_folder(temporary: Path, path: Path) -> None:
 
 
 def mismatches(wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> list[str]:
-    """What keeps tensors of the shapes `found` from being those `wanted`: one line per kind."""
+    """Differences between tensors of the shapes `found` and those `wanted`: one line per kind."""
     missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     other = sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name])
     problems = []

@@ -1,1 +1,1 @@
-"""Processes: what a launcher tells them, what they tell it, and how a command ends."""
+"""Processes: launch variables, exit codes, and the ends of commands."""

@@ -1,4 +1,4 @@
-"""What the commands of this project share."""
+"""Command-line parts shared by the commands of this project."""
 
 import argparse
 import errno
@@ -18,7 +18,7 @@ _READER_GONE = 128 + signal.SIGPIPE
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose complaint is one line, without the usage before it; exit code 2."""
+    """Parser with one-line errors, without the usage text; exit code 2."""
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}\n")
@@ -30,11 +30,11 @@ def run_program(main: Callable[[], int]) -> NoReturn:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """Run a command: the border between it and what has started it.
+    """Run a command and turn its outcome into an exit code.
 
     Returns:
-        what the command returns; 2 if RANK, WORLD_SIZE or the like are no such numbers; 75 if another process is at work
-        in its folder, 141 if the reader of its output has gone (as in `--help | head -1`; nothing is said), 1 if the
+        the command's own code; 2 if RANK, WORLD_SIZE or the like are no valid numbers; 75 if another process works in
+        its folder, 141 if the reader of its output has gone (as in `--help | head -1`; without a message), 1 if the
         output cannot be written.
     """
     _open_standard_files()
@@ -67,7 +67,7 @@ def exit_code(main: Callable[[], int]) -> int:
 
 
 def _open_standard_files() -> None:
-    """Where one was closed, the next file that is opened would take its number, and get what is printed to it."""
+    """Open closed standard files: otherwise the next opened file would take their number, and receive printed text."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -87,7 +87,7 @@ def _let_python_end_quietly() -> None:
 
 
 def readable_size(size: float) -> str:
-    """A number of bytes in its unit."""
+    """Format a number of bytes with its unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.{0 if unit == 'B' else 1}f} {unit}"

@@ -1,4 +1,4 @@
-"""What a process tells the launcher that started it. Imports no torch."""
+"""Exit codes of a process for the launcher that started it. Imports no torch."""
 
 import os
 import signal
@@ -10,10 +10,10 @@ BUSY = 75  # EX_TEMPFAIL, another process writes into the folder: nothing was wr
 
 
 def forbid_restart() -> None:
-    """Have torchrun end the job: what was refused would be refused again, and what was told to stop must not go on.
+    """Forbid torchrun from restarting the job: a refusal would recur, and a requested stop must hold.
 
-    torchrun knows no exit codes: with --max-restarts it starts whatever has failed once more. So the first process of
-    each node ends its launcher, as a signal from outside would.
+    torchrun knows no exit codes: with --max-restarts it restarts every failed job. So the first process of each node
+    ends its launcher, as an external signal would.
     """
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts.isdecimal() and restarts.strip("0") and os.environ.get("LOCAL_RANK") == "0":

@@ -1,4 +1,4 @@
-"""Numbers that a launcher hands to its processes in their environment. Imports no torch."""
+"""Launch variables: numbers that a launcher hands to its processes in their environment. Imports no torch."""
 
 import os
 import re
@@ -12,11 +12,11 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class LaunchError(Exception):
-    """The environment gives a process no place among the others; one line."""
+    """Environment that gives a process no place among the others; one line."""
 
 
 def launch_number(name: str, default: int) -> int:
-    """A variable of the launcher, as RANK; the default where it is not set.
+    """Read a variable of the launcher, as RANK; the default where it is not set.
 
     Raises:
         LaunchError: it is no whole number, or too small.
@@ -43,7 +43,7 @@ def check_launch() -> None:
 
 
 def check_rendezvous() -> None:
-    """Check that a process knows where to meet the others. Raises LaunchError."""
+    """Check that a process has the address of the rendezvous. Raises LaunchError."""
     missing = [name for name in _NEEDED if not os.environ.get(name)]
     if missing:
         text = f"WORLD_SIZE is set, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not"

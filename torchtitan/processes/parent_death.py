@@ -1,9 +1,9 @@
-"""Nothing that a launcher has started outlives it, however the launcher ends. Imports the standard library only.
+"""End processes with their launcher, however the launcher ends. Imports the standard library only.
 
     python -S parent_death.py PARENT COMMAND...    run a command that ends with its parent, the process PARENT
 
-Linux alone knows the signal; elsewhere a killed launcher's processes end when they next wait for one another. Launch
-scripts run this file with whatever `python3` the system has: it keeps to Python 3.6.
+Only Linux has the signal; elsewhere a killed launcher's processes end when they next wait for one another. Launch
+scripts run this file with the system's `python3`: it keeps to Python 3.6.
 """
 
 import ctypes
@@ -15,16 +15,16 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(parent: int) -> bool:
-    """Have the kernel kill this process as soon as its parent ends, now if that is gone; a later `exec` keeps it.
+    """Ask the kernel to kill this process as soon as its parent ends, at once if that is gone; a later `exec` keeps it.
 
-    The parent ends, to the kernel, with the thread that has started this process: that must be its main one.
+    For the kernel the parent ends with the thread that started this process: that must be its main thread.
 
     Args:
         parent: process id that the parent has or had.
 
     Returns:
-        whether it is so; False if this system has no such signal, and for a process whose parent is another, as that
-        of a fork server's.
+        True if the kernel agreed; False if this system has no such signal, and for a process of another parent, such as
+        a fork server's child.
     """
     if sys.platform != "linux":
         return False
@@ -36,7 +36,7 @@ def end_with_parent(parent: int) -> bool:
 
 
 def end_with_launcher() -> None:
-    """End with torchrun, if that has started this process: by SIGKILL, before it can wait for ranks that are gone."""
+    """End with torchrun, if torchrun started this process: by SIGKILL, before it can wait for ranks that are gone."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         parent = os.getppid()
         if not end_with_parent(parent) and sys.platform == "linux":
