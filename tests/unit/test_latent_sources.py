@@ -198,7 +198,7 @@ def test_sources_that_are_none(tmp_path, capsys):
     latents = torch.zeros(3, *SHAPE, dtype=torch.int8)
     cases = {
         "no such file or folder": tmp_path / "absent",
-        "no latents that are known here": tmp_path,
+        "no latents in a known format": tmp_path,
         "has no tensor 'latents'": write_tensors(tmp_path / "a.safetensors", indices=latents, labels=labels),
         "'latents' is torch.float32 [3, 4, 8, 8], not int8": write_tensors(
             tmp_path / "b.safetensors", latents=latents.float(), labels=labels
@@ -218,7 +218,7 @@ def test_sources_that_are_none(tmp_path, capsys):
     }
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "c.safetensors").read_bytes()[:-1])
     cases["the header does not describe the file"] = tmp_path / "cut.safetensors"
-    cases["no latents that are known here"] = tmp_path / "empty"
+    cases["no latents in a known format"] = tmp_path / "empty"
     (tmp_path / "empty").mkdir()
     for message, source in cases.items():
         assert convert(source, tmp_path / "store") == 2

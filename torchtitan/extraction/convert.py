@@ -1,4 +1,4 @@
-"""From published latents to a store."""
+"""Convert published latents to a store."""
 
 import hashlib
 from pathlib import Path
@@ -24,15 +24,15 @@ def plan_conversion(
     measured: bool = True,
     shard_images: int | None = None,
 ) -> StorePlan:
-    """What the store of a source is to be.
+    """Plan the store of a source.
 
     Args:
         source: published latents.
         dtype: of the stored values; None: int8 with the source's own step where it has one, or else float16.
         num_classes: of the labels; 0 stores no labels.
         class_names: one per class.
-        measured: whether the normalisation is measured, or else the one of the source's makers.
-        shard_images: images per file; None: as `images_per_shard` has it.
+        measured: whether the normalisation is measured, or else taken from the source's makers.
+        shard_images: images per file; None: that of `images_per_shard`.
 
     Raises:
         LatentStoreError: the source's makers say nothing about normalisation.
@@ -58,9 +58,9 @@ def plan_conversion(
 
 
 def _sample_digest(source: LatentSource) -> str:
-    """Hash of some latents spread over the source: tells apart sources that look alike from outside.
+    """Digest of some latents spread over the source, to distinguish similar sources.
 
-    Without labels, of which one may be mended before a conversion goes on.
+    Without labels, so that a label may be corrected before a conversion resumes.
     """
     digest = hashlib.sha256()
     for number in sorted({*np.linspace(0, source.num_images - 1, SAMPLED_IMAGES, dtype=np.int64).tolist()}):
@@ -69,7 +69,7 @@ def _sample_digest(source: LatentSource) -> str:
 
 
 def convert(source: LatentSource, folder: Path, plan: StorePlan) -> StoreIndex:
-    """Write the store, or what is missing of it.
+    """Write the store, or its missing shards.
 
     Raises:
         LatentStoreError: the source cannot be read, or the folder holds something else.
@@ -88,7 +88,7 @@ def convert(source: LatentSource, folder: Path, plan: StorePlan) -> StoreIndex:
 
 
 def measure(store: LatentStore) -> ChannelMoments:
-    """Moments of each channel over all images and views of a store. Raises LatentStoreError."""
+    """Measure the moments of each channel over all images and views of a store. Raises LatentStoreError."""
     total = None
     with tqdm(total=len(store), unit="img", desc="measuring") as bar:
         for number in range(store.index.num_shards):

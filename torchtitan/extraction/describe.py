@@ -1,4 +1,4 @@
-"""A store in words."""
+"""Description of a store in words."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from torchtitan.processes.command_line import readable_size
 
 
 def describe_store(folder: Path, index: StoreIndex) -> list[str]:
-    """What a store holds, in lines for people."""
+    """Describe a store's content in lines for readers."""
     kept = ("mean and standard deviation" if index.posterior else "the latent") + (
         " of each image and of its mirror image" if index.mirrored else " of each image"
     )

@@ -1,7 +1,7 @@
-"""From a dataset of images to a latent store, by any number of ranks.
+"""Extraction of a latent store from a dataset of images, by any number of ranks.
 
-The unit of work is a shard. What is pending is divided among the ranks when they begin; one that is killed leaves its
-unfinished shard to the next start. The store's bytes do not depend on how many ranks there are, or on kills.
+The unit of work is a shard. Pending shards are divided among the ranks when they begin; a killed rank leaves its
+unfinished shard to the next start. The store's bytes do not depend on the number of ranks, or on kills.
 """
 
 import time
@@ -58,7 +58,7 @@ def begin_store(folder: Path, plan: StorePlan, group: dist.ProcessGroup | None =
 
 
 def check_alike(plans: list[StorePlan]) -> None:
-    """Make sure that every rank is about to write the same store: a rank has its own dataset and autoencoder.
+    """Check that every rank is about to write the same store: each has its own dataset and autoencoder.
 
     Args:
         plans: of all ranks, in their order.
@@ -82,13 +82,13 @@ def extract(
 
     Args:
         pending: what `begin_store` returned.
-        group: of all ranks, for CPU tensors, with a timeout beyond the time that the work takes; None: one process.
+        group: of all ranks, for CPU tensors, with a timeout above the duration of the work; None: one process.
 
     Returns:
-        what `stage_times.summarize` gives.
+        the summary of `stage_times.summarize`.
 
     Raises, on the rank where it happens:
-        LatentStoreError: latents that the store cannot hold.
+        LatentStoreError: the store cannot hold the latents.
         DatasetError: the source cannot be read, or too much of it cannot be decoded.
         OSError: the store cannot be written.
         RuntimeError: another rank was lost, or the device's memory has run out.
@@ -106,7 +106,7 @@ def extract(
 def finish_store(
     folder: Path, plan: StorePlan, max_skipped_share: float, group: dist.ProcessGroup | None = None
 ) -> StoreIndex:
-    """Write the index of a store whose shards are all written; collective.
+    """Finish a store: write the index after all shards; collective.
 
     Raises, on all ranks:
         DatasetError: more than that share of the source could not be decoded.
@@ -136,7 +136,7 @@ def _wait_for_all(group: dist.ProcessGroup | None, progress: "_Progress") -> Non
 
 
 class _Progress:
-    """A bar over the whole store: this rank's images as they are encoded, those of others by finished shards."""
+    """Progress bar over the whole store: this rank's images as they are encoded, those of others by finished shards."""
 
     def __init__(self, writer: StoreWriter, pending: list[int], others: list[int], shown: bool) -> None:
         total = writer.plan.num_source_images
@@ -158,7 +158,7 @@ class _Progress:
         self.look()
 
     def look(self, now: bool = False) -> None:
-        """See what others have finished since, at most once in SECONDS_BETWEEN_LOOKS."""
+        """Look for shards that others have finished since, at most once in SECONDS_BETWEEN_LOOKS."""
         if not self._others or not (now or time.monotonic() - self._looked > SECONDS_BETWEEN_LOOKS):
             return
         self._looked = time.monotonic()

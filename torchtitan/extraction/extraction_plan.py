@@ -1,4 +1,4 @@
-"""What is to be extracted and how, decided before the first image is encoded."""
+"""Plan of an extraction, fixed before the first image is encoded."""
 
 import shutil
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from torchtitan.latents.values import tensor_shapes
 
 @dataclass(frozen=True)
 class ExtractionOptions:
-    """How a source is encoded.
+    """Options of an extraction.
 
     Attributes:
         mirrored: whether mirror images are encoded too.
         dtype: of the stored values.
-        normalization: "measured" on the store, or of the "autoencoder"'s own configuration.
+        normalization: "measured" on the store, or from the "autoencoder"'s own configuration.
         batch_size: images that are encoded at once.
-        shard_images: images of the source per file; None: as `images_per_shard` has it.
+        shard_images: images of the source per file; None: that of `images_per_shard`.
         threads: of torch on the CPU, on each rank.
-        num_workers: processes that decode, on each rank; 0: none beside the one that encodes.
+        num_workers: decoding processes of each rank; 0: the encoding process decodes.
         max_skipped_share: of the source that may be left out because it cannot be decoded.
     """
 
@@ -41,7 +41,7 @@ class ExtractionOptions:
 
 
 def plan_extraction(source: ImageSource, autoencoder: Autoencoder, options: ExtractionOptions) -> StorePlan:
-    """What the store is to be.
+    """Plan the store.
 
     Raises:
         AutoencoderError: the images do not suit the autoencoder, or it has no normalisation of its own.
@@ -77,14 +77,14 @@ def plan_extraction(source: ImageSource, autoencoder: Autoencoder, options: Extr
 
 
 def _probe(autoencoder: Autoencoder, image_shape: tuple[int, int, int], batch_size: int) -> tuple[tuple, bool]:
-    """Shape of the latents, and whether they have a deviation; on a GPU, whether a batch fits its memory."""
+    """Probe the autoencoder: shape of the latents, whether they have a deviation; on a GPU, whether a batch fits."""
     count = batch_size if autoencoder.device.type == "cuda" else 1
     latents = autoencoder.encode(torch.zeros(count, *image_shape))
     return tuple(latents.mean.shape[1:]), latents.std is not None
 
 
 def _encoding(autoencoder: Autoencoder, options: ExtractionOptions) -> dict[str, Any]:
-    """What the last bits of the latents depend on."""
+    """Settings that decide the last bits of the latents."""
     encoding = {
         "batch_size": options.batch_size, "device": autoencoder.device.type, "dtype": dtype_name(autoencoder.dtype),
         "threads": options.threads,
@@ -102,7 +102,7 @@ def estimated_size(plan: StorePlan) -> int:
 
 
 def check_room(folder: Path, plan: StorePlan) -> None:
-    """Make sure that the disk has room for what is missing of a store. Raises LatentStoreError."""
+    """Check that the disk has room for the missing part of a store. Raises LatentStoreError."""
     place = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     there = sum(path.stat().st_size for path in folder.glob("shard-*.safetensors"))
     needed, free = estimated_size(plan) - there, shutil.disk_usage(place).free

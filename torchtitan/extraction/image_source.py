@@ -1,4 +1,4 @@
-"""Images to be encoded: splits of a dataset, one after the other, each in its stored order."""
+"""Source of images to be encoded: splits of a dataset, one after the other, each in its stored order."""
 
 import hashlib
 import os
@@ -20,10 +20,10 @@ SAMPLED_IMAGES = 16
 
 
 class ImageSource:
-    """A dataset's images by number; survives pickling, as the dataset does.
+    """Images of a dataset by number; survives pickling, as the dataset does.
 
     Attributes:
-        info: what the dataset holds.
+        info: of the dataset.
         split: "all" is the training images and then those held out.
     """
 
@@ -52,11 +52,11 @@ class ImageSource:
 
     @property
     def dataset(self) -> Dataset:
-        """The first of its splits."""
+        """Dataset of the first split."""
         return self._parts[0]
 
     def read(self, numbers: range) -> tuple[Tensor, Tensor, list[SkippedImage]]:
-        """Read images that follow one another.
+        """Read consecutive images.
 
         Args:
             numbers: in [0, len(self)), at least one.
@@ -65,7 +65,7 @@ class ImageSource:
             those that can be decoded: images float32 [n, 3, H, W] in [-1, 1], labels int64 [n]; and the others.
 
         Raises:
-            DatasetError: anything is wrong but that an image cannot be decoded.
+            DatasetError: any other failure than an image that cannot be decoded.
         """
         pieces = []
         for part, start, end in zip(self._parts, self._starts, self._starts[1:], strict=False):
@@ -95,7 +95,7 @@ class ImageSource:
         return torch.cat(images), torch.cat(labels), skipped
 
     def origin(self) -> dict[str, Any]:
-        """What tells this source from others, the same wherever it lies: its keys, how many images, a hash of some."""
+        """Origin of the images, wherever they lie: the dataset's keys, their number, a hash of some."""
         keys = {
             name: value
             for name, value in plain(self._config).items()
@@ -109,12 +109,12 @@ class ImageSource:
         }  # fmt: skip
 
     def _listing_digest(self) -> str:
-        """Hash of what the dataset lists, where it lists files or rows."""
+        """Digest of the dataset's list of files or rows, if it has one."""
         listings = [part.listing_digest() for part in self._parts if hasattr(part, "listing_digest")]
         return hashlib.sha256("".join(listings).encode()).hexdigest()[:16]
 
     def _sample_digest(self) -> str:
-        """Hash of some images and labels spread over the source."""
+        """Digest of some images and labels spread over the source."""
         digest = hashlib.sha256()
         for number in np.unique(np.linspace(0, len(self) - 1, SAMPLED_IMAGES).astype(np.int64)).tolist():
             images, labels, _ = self.read(range(number, number + 1))
@@ -122,7 +122,7 @@ class ImageSource:
         return digest.hexdigest()
 
     def _without_place(self, path: str) -> str:
-        """A file's path relative to where the dataset is, so that a store does not depend on that."""
+        """Path of a file relative to the dataset's place, so that a store does not depend on that."""
         for key in ("path", "validation_path"):
             place = user_path(getattr(self._config, key, None) or os.devnull)
             for folder in (place, place.parent):

@@ -1,6 +1,6 @@
-"""One rank's shards, from files to files: other processes decode, this one encodes, a thread writes.
+"""Shards of one rank, from files to files: other processes decode, this one encodes, a thread writes.
 
-Inside a shard batches are cut by the images' numbers, so that what is computed does not depend on anything else.
+Inside a shard batches are cut by the images' numbers, so that the result does not depend on anything else.
 """
 
 import time
@@ -30,7 +30,7 @@ def encode_shards(
 
     Args:
         numbers: of the shards, none of which another rank writes.
-        on_images: called with how many images of the source each batch had.
+        on_images: called with the number of source images of each batch.
 
     Raises:
         as `torchtitan.extraction.extraction.extract`; the shards that are finished stay.
@@ -63,7 +63,7 @@ def encode_shards(
 
 
 def check_skipped(skipped: list[SkippedImage], largest_share: float, plan: StorePlan) -> None:
-    """Raise DatasetError where more than that share of a source has been left out."""
+    """Check the images left out; raise DatasetError if they are more than that share of a source."""
     if len(skipped) > largest_share * plan.num_source_images:
         raise DatasetError(
             f"{len(skipped)} of {plan.num_source_images} images cannot be decoded, more than a share of "
@@ -72,7 +72,7 @@ def check_skipped(skipped: list[SkippedImage], largest_share: float, plan: Store
 
 
 class _Shard:
-    """What has been encoded of a shard."""
+    """Shard in progress."""
 
     def __init__(self, number: int, plan: StorePlan) -> None:
         self._number, self._plan = number, plan
@@ -107,7 +107,7 @@ def _cut(images: range, batch_size: int) -> list[range]:
 
 
 class _BatchReader:
-    """Reads in a loader process, from which a failure comes back as its message."""
+    """Reader of batches in a loader process; a failure comes back as its message."""
 
     def __init__(self, source: ImageSource) -> None:
         self._source = source

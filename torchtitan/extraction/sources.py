@@ -1,4 +1,4 @@
-"""Latents that others have published, as something to convert: images by number, in a fixed order.
+"""Sources of published latents to convert: images by number, in a fixed order.
 
 Formats, by name:
     int8_file      one safetensors file, `latents` int8 [N, C, h, w] whose unit is 16 / 255, `labels` [N]: the file
@@ -34,14 +34,14 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class LatentSource:
-    """What is known of a source, and its images.
+    """Source of latents, its properties and images.
 
     Attributes:
         num_images, shape: of the latents, shape (C, h, w).
-        mirrored: whether mirror images are there too.
+        mirrored: whether mirror images are included.
         int8_step: the step of the source's own int8 values, None where they are floats.
-        normalization: what the source's makers train with, None where they say nothing.
-        origin: what tells it from other sources, the same wherever it lies.
+        normalization: used by the source's makers in training, None where it is not stated.
+        origin: to distinguish it from other sources, the same wherever it lies.
     """
 
     num_images: int
@@ -52,12 +52,13 @@ class LatentSource:
     origin: dict[str, Any]
 
     def read(self, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Images first .. end - 1: raw values float32 [n, V, 1, C, h, w], labels int64 [n]. Raises LatentStoreError."""
+        """Read images first .. end - 1: values float32 [n, V, 1, C, h, w], labels int64 [n]. Raises LatentStoreError.
+        """
         raise NotImplementedError
 
 
 class Int8File(LatentSource):
-    """The format int8_file."""
+    """Source in the format int8_file."""
 
     int8_step = INT8_STEP
 
@@ -74,7 +75,7 @@ class Int8File(LatentSource):
 
 
 class NpyFolders(LatentSource):
-    """The format npy_folders."""
+    """Source in the format npy_folders."""
 
     def __init__(self, path: Path) -> None:
         """Raises LatentStoreError."""
@@ -114,7 +115,7 @@ class NpyFolders(LatentSource):
 
 
 class MirroredShards(LatentSource):
-    """The format mirrored_shards."""
+    """Source in the format mirrored_shards."""
 
     mirrored = True
 
@@ -155,7 +156,7 @@ SOURCES: dict[str, type[LatentSource]] = {
 
 
 def open_source(path: Path) -> LatentSource:
-    """Open published latents, whose format is seen from what is there. Raises LatentStoreError."""
+    """Open published latents; their files determine the format. Raises LatentStoreError."""
     if path.is_file():
         return Int8File(path)
     if not path.is_dir():
@@ -165,7 +166,7 @@ def open_source(path: Path) -> LatentSource:
     if next(path.glob("*.safetensors"), None):
         return MirroredShards(path)
     raise LatentStoreError(
-        f"{path}: no latents that are known here: an int8 safetensors file, folders *_features and *_labels of .npy "
+        f"{path}: no latents in a known format: an int8 safetensors file, folders *_features and *_labels of .npy "
         "files, or a folder of safetensors files with latents, latents_flip and labels"
     )
 
@@ -185,7 +186,7 @@ def _tensors_of(path: Path, names: tuple[str, ...]) -> dict[str, tuple[tuple[int
 
 
 def _check_arrays(path: Path, found: dict, dtypes: tuple[torch.dtype, ...]) -> tuple[int, tuple[int, int, int]]:
-    """Number of images and their shape."""
+    """Check the arrays: number of images and their shape."""
     (shape, dtype), (label_shape, label_dtype) = found["latents"], found["labels"]
     if dtype not in dtypes or len(shape) != 4 or 0 in shape:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -1,4 +1,4 @@
-"""How long decoding, encoding and writing take, and which of them the others wait for."""
+"""Times of decoding, encoding and writing, and the limiting stage."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,12 +8,12 @@ STAGES = ("decode", "encode", "write")
 
 @dataclass
 class StageTimes:
-    """One rank's.
+    """Stage times of one rank.
 
     Attributes:
         decoders: processes that decode at once.
-        images: how many went through all stages.
-        busy: seconds that each stage worked, of decoding summed over its processes.
+        images: number that passed all stages.
+        busy: seconds of work of each stage, of decoding summed over its processes.
     """
 
     decoders: int
@@ -21,13 +21,13 @@ class StageTimes:
     busy: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     def alone(self, stage: str) -> float:
-        """Images per second of a stage if it never had to wait for another."""
+        """Images per second of a stage without waiting for another."""
         seconds = self.busy[stage] / (self.decoders if stage == "decode" else 1)
         return self.images / seconds if seconds else 0.0
 
 
 def summarize(ranks: list[StageTimes], seconds: float) -> dict[str, Any]:
-    """What all ranks did together, for JSON.
+    """Summarise all ranks, for JSON.
 
     Args:
         ranks: at least one with images.
@@ -49,7 +49,7 @@ def summarize(ranks: list[StageTimes], seconds: float) -> dict[str, Any]:
 
 
 def describe_times(summary: dict[str, Any]) -> list[str]:
-    """Lines for people."""
+    """Describe the times in lines for readers."""
     processes = f"{summary['ranks']} ranks" if summary["ranks"] > 1 else "1 process"
     lines = [
         f"{summary['images']:,} images in {summary['seconds']:.1f} s on {processes}: "

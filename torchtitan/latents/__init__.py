@@ -1,4 +1,4 @@
-"""Encoded images on the disk: the store that training reads, its writer, and public formats to convert from."""
+"""Latent stores: encoded images on disk, their reader and writer, and public formats to convert from."""
 
 from torchtitan.latents.index import (
     LatentStoreError,

@@ -1,8 +1,8 @@
-"""What a latent store says about itself: one JSON file, written last, that carries its own checksum.
+"""Index of a latent store: one JSON file, written last, with its own checksum.
 
     STORE/index.json  shard-00000.safetensors  shard-00001.safetensors  ...  skipped.jsonl (where images were left out)
 
-A folder without the index is no store yet: see `torchtitan.latents.writer`.
+A folder without the index is not a store yet: see `torchtitan.latents.writer`.
 """
 
 import errno
@@ -46,7 +46,7 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class LatentStoreError(Exception):
-    """A store, or a source of one, that cannot be used; the message is one line: what is wrong and what to do."""
+    """Store, or a source of one, that cannot be used; the message is one line: the cause and the remedy."""
 
 
 class _Record(BaseModel):
@@ -54,11 +54,11 @@ class _Record(BaseModel):
 
 
 class Normalization(_Record):
-    """normalised = (raw - shift) * scale, per channel.
+    """Normalisation per channel: normalised = (raw - shift) * scale.
 
     Attributes:
         shift, scale: one number per channel.
-        source: "measured" on this store, of the "autoencoder"'s own configuration, or "given" by the user.
+        source: "measured" on this store, from the "autoencoder"'s own configuration, or "given" by the user.
     """
 
     shift: list[Finite]
@@ -67,7 +67,7 @@ class Normalization(_Record):
 
 
 class ShardRecord(_Record):
-    """One file: images it holds, bytes, and their SHA-256."""
+    """File of the store: number of images, bytes, and SHA-256."""
 
     num_images: CountOrNone
     size: Count
@@ -75,12 +75,12 @@ class ShardRecord(_Record):
 
 
 class SkippedImage(_Record):
-    """An image that could not be decoded, and is not in the store.
+    """Image that could not be decoded, and is not in the store.
 
     Attributes:
         image: its number in the source.
-        path: which file it was, or which part of one, relative to the source.
-        reason: what is wrong with it, one line.
+        path: its file, or its place in one, relative to the source.
+        reason: of the failure, one line.
     """
 
     image: CountOrNone
@@ -89,22 +89,22 @@ class SkippedImage(_Record):
 
 
 class StorePlan(_Record):
-    """What is decided before the first image is written, and the same for whoever writes any part.
+    """Plan of a store: fixed before the first image is written, and equal for every writer.
 
     Attributes:
-        num_source_images: in what is encoded or converted; the store holds those of them that can be decoded.
+        num_source_images: images of the source; the store holds those of them that can be decoded.
         images_per_shard: of the source, image i of which belongs to shard i // images_per_shard.
         shape: (channels, height, width) of the latents.
-        posterior: whether mean and standard deviation are kept, or else the latent alone.
+        posterior: whether mean and standard deviation are kept, or only the latent.
         mirrored: whether each image's mirror image is kept too, encoded as such.
         dtype: of the stored values.
         int8_step: with dtype int8, the difference of neighbouring values; None gives each image and channel its own.
         num_classes: labels are 0 .. num_classes - 1; 0: no labels.
         class_names: one per class, or none.
         image_size: pixels of each side of the images that were encoded, None where it is not known.
-        autoencoder: what made the latents: "name", and all that tells it from another; "unknown" says nothing.
-        normalization: None has it measured when all is written.
-        origin: what was encoded or converted, in words and numbers that tell it from other sources.
+        autoencoder: maker of the latents: "name", and everything that identifies it; "unknown" if it is not known.
+        normalization: None: measured after the last shard.
+        origin: of the images, in words and numbers that distinguish it from other sources.
     """
 
     num_source_images: Count
@@ -127,12 +127,12 @@ class StorePlan(_Record):
 
     @property
     def views(self) -> int:
-        """Images per image: 2 where the mirror image is kept."""
+        """Number of views per image: 2 where the mirror image is kept."""
         return 1 + self.mirrored
 
     @property
     def parts(self) -> int:
-        """Arrays per view: 2 where mean and standard deviation are kept."""
+        """Number of arrays per view: 2 where mean and standard deviation are kept."""
         return 1 + self.posterior
 
     def source_images_of(self, shard: int) -> range:
@@ -159,7 +159,7 @@ class StorePlan(_Record):
 
 
 class StoreIndex(StorePlan):
-    """A complete store: its plan, the normalisation to read it with, and its shards in order.
+    """Index of a complete store: its plan, its normalisation, and its shards in order.
 
     Attributes:
         num_images: in the whole store, numbered through its shards.
@@ -188,12 +188,12 @@ class StoreIndex(StorePlan):
         return self
 
     def first_images(self) -> np.ndarray:
-        """Number of the first image of each shard, int64 [num_shards]; an empty one has that of the next."""
+        """First image number of each shard, int64 [num_shards]; an empty one has that of the next."""
         counts = np.array([shard.num_images for shard in self.shards], np.int64)
         return np.cumsum(counts) - counts
 
     def plan(self) -> StorePlan:
-        """What the store was begun with."""
+        """Plan that the store was begun with."""
         content = {name: getattr(self, name) for name in StorePlan.model_fields}
         if self.normalization.source == "measured":
             content["normalization"] = None
@@ -205,7 +205,7 @@ def shard_name(number: int) -> str:
 
 
 def images_per_shard(num_source_images: int) -> int:
-    """Images per file so that a store has at most MAX_SHARDS files, and few where it is small."""
+    """Choose the images per file so that a store has at most MAX_SHARDS files, and few where it is small."""
     return max(MIN_IMAGES_PER_SHARD, -(-num_source_images // MAX_SHARDS))
 
 
@@ -215,7 +215,7 @@ def read_index(folder: Path) -> StoreIndex:
         raise LatentStoreError(f"{folder}: no such folder; give a latent store (scripts/latents.py convert makes one)")
     if not (folder / INDEX_FILE).is_file():
         if (folder / PARTIAL_FOLDER).is_dir():
-            raise LatentStoreError(f"{folder}: not finished; run the command that writes it again, and it goes on")
+            raise LatentStoreError(f"{folder}: not finished; run the command that writes it again, and it resumes")
         raise LatentStoreError(f"{folder}: no latent store, it has no {INDEX_FILE}")
     return parse_record(StoreIndex, read_sealed(folder / INDEX_FILE), folder / INDEX_FILE)
 
@@ -229,7 +229,7 @@ def parse_record(kind: type[_Record], content: dict, path: Path) -> Any:
 
 
 def first_problem(failure: pydantic.ValidationError) -> str:
-    """The first reason for which a record was refused, in a line."""
+    """First reason for the refusal of a record, in one line."""
     error = failure.errors(include_url=False, include_context=False)[0]
     place = ".".join(map(str, error["loc"]))
     text = " ".join(error["msg"].removeprefix("Value error, ").split())
@@ -243,7 +243,7 @@ def write_sealed(path: Path, content: dict) -> None:
 
 
 def read_sealed(path: Path) -> dict:
-    """Read what `write_sealed` wrote. Raises LatentStoreError."""
+    """Read a file of `write_sealed`. Raises LatentStoreError."""
     try:
         text = read_regular(path, MAX_INDEX_BYTES)
         if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MAX_INDEX_PARTS:
@@ -261,7 +261,7 @@ def read_sealed(path: Path) -> dict:
 
 
 def place_durably(path: Path, content: bytes) -> dict:
-    """Put a file into its place whole and on the disk; returns its {"size", "sha256"}. Raises OSError."""
+    """Place a file whole and on the disk; return its {"size", "sha256"}. Raises OSError."""
     replace_file(path, content)
     return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
@@ -274,5 +274,5 @@ def _checksum(content: dict) -> str:
 
 
 def rounded(value: float) -> float:
-    """Ten significant digits: more than any use needs, fewer than sums in another order would change."""
+    """Round to ten significant digits: more than any use needs, fewer than sums in another order would change."""
     return value if value == 0 or not math.isfinite(value) else float(f"{value:.10g}")

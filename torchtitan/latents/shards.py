@@ -1,4 +1,4 @@
-"""One file of a latent store: safetensors with the tensors that `values.tensor_shapes` lists."""
+"""Shard of a latent store: safetensors with the tensors that `values.tensor_shapes` lists."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16}
 
 @dataclass(frozen=True)
 class MappedShard:
-    """Arrays whose pages the system reads when they are touched, and shares between processes.
+    """Memory-mapped arrays of a shard: the system reads pages when they are touched, and shares them between processes.
 
     Attributes:
         latents: [n, V, P, C, h, w], as integers of the dtype's width.
@@ -34,7 +34,7 @@ class MappedShard:
 
 
 def shard_content(plan: StorePlan, number: int, images: Sequence[int], values: Tensor, labels: Tensor) -> bytes:
-    """The bytes of a shard: a function of the images in it alone.
+    """Build the bytes of a shard: a function of its images alone.
 
     Args:
         images: their numbers in the source, n.
@@ -42,7 +42,7 @@ def shard_content(plan: StorePlan, number: int, images: Sequence[int], values: T
         labels: int64 [n].
 
     Raises:
-        LatentStoreError: what is given is not what the plan says, or a value or label that it cannot hold.
+        LatentStoreError: the arrays contradict the plan, or it cannot hold a value or label.
     """
     shape = tensor_shapes(plan, len(images))[LATENTS][0]
     if values.shape != shape or values.dtype != torch.float32:
@@ -60,7 +60,7 @@ def shard_content(plan: StorePlan, number: int, images: Sequence[int], values: T
 
 
 def map_shard(folder: Path, number: int, index: StoreIndex) -> MappedShard:
-    """Open a shard for reading; only its header is read. Raises LatentStoreError where the index says otherwise."""
+    """Map a shard for reading; only its header is read. Raises LatentStoreError where the index contradicts it."""
     path = folder / shard_name(number)
     try:
         found = whole_tensors([path])

@@ -1,4 +1,4 @@
-"""Mean and standard deviation of each channel, exact in float64 whatever the number of images."""
+"""Statistics of each channel, mean and standard deviation, exact in float64 for any number of images."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class ChannelMoments:
 
     @classmethod
     def of(cls, values: Tensor) -> "ChannelMoments":
-        """Of latents float32 [N, V, P, C, h, w], N >= 1; all views count.
+        """Moments of latents float32 [N, V, P, C, h, w], N >= 1; all views count.
 
         The sums are NumPy's, whose order does not depend on the number of threads.
         """
@@ -45,7 +45,7 @@ class ChannelMoments:
         return total
 
     def joined(self, other: "ChannelMoments") -> "ChannelMoments":
-        """Of both sets of values together.
+        """Join the moments of two sets of values.
 
         Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
         variances" (1979), equation 2.1.
@@ -59,11 +59,11 @@ class ChannelMoments:
 
     @property
     def std(self) -> np.ndarray:
-        """float64 [C], of the whole population."""
+        """Standard deviation, float64 [C], of the whole population."""
         return np.sqrt(self.squares / self.count)
 
     def normalization(self) -> Normalization:
-        """What brings each channel to mean 0 and variance 1. Raises LatentStoreError where a channel is constant."""
+        """Normalisation of each channel to mean 0 and variance 1. Raises LatentStoreError: a channel is constant."""
         constant = np.flatnonzero(self.std == 0)
         if len(constant):
             raise LatentStoreError(f"channel {constant[0]} is constant and cannot be normalised; give a normalization")

@@ -1,4 +1,4 @@
-"""Reading a latent store: opened by its index alone, random access through memory maps."""
+"""Reader of a latent store: opened by its index alone, random access through memory maps."""
 
 import hashlib
 import os
@@ -19,14 +19,14 @@ _CHUNK = 8 << 20  # bytes hashed at once
 
 
 class LatentStore:
-    """A complete store.
+    """Latent store, complete.
 
-    Opening reads the index and the sizes of the shards. A shard is mapped when it is first read; its pages are the
-    system's, which all processes share. The object may be pickled: a copy maps shards anew.
+    Opening reads the index and the sizes of the shards. A shard is mapped when it is first read; all processes share
+    its pages. The object may be pickled: a copy maps shards anew.
 
     Attributes:
         folder: of the store.
-        index: what it holds.
+        index: its content.
     """
 
     def __init__(self, folder: str | Path, watched: bool = False) -> None:
@@ -79,7 +79,7 @@ class LatentStore:
     def read_stored(
         self, images: np.ndarray, views: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        """As `read`, without turning values to float32: `values.decode` does that.
+        """Read stored values without converting to float32: `values.decode` does that.
 
         Returns:
             integers of the dtype's width [B, P, C, h, w], scales float32 [B, P, C] of int8 or None, labels int64 [B].
@@ -110,7 +110,7 @@ class LatentStore:
         return stored, scales, labels
 
     def read_whole(self, number: int) -> tuple[Tensor, Tensor]:
-        """All images of a shard: values float32 [n, V, P, C, h, w], labels int64 [n]. Raises LatentStoreError."""
+        """Read all images of a shard: values float32 [n, V, P, C, h, w], labels int64 [n]. Raises LatentStoreError."""
         shard = map_shard(self.folder, number, self.index)
         return decode(shard.latents, shard.scales, self.index.dtype), torch.from_numpy(shard.labels)
 
@@ -133,20 +133,20 @@ def verify_shards(folder: Path, index: StoreIndex) -> Iterator[str]:
     """Read every byte of a store.
 
     Yields:
-        for each shard in order what is wrong with it, one line, or "".
+        for each shard in order its problem, one line, or "".
     """
     for number in range(index.num_shards):
         yield _size_problem(folder, index, number) or _content_problem(folder, index, number)
 
 
 def check_autoencoder(store: LatentStore, identity: dict) -> None:
-    """Make sure that latents are of the autoencoder that is to decode them.
+    """Check that latents were made by the autoencoder that is to decode them.
 
     Args:
-        identity: what the autoencoder says it is; at least "name".
+        identity: of the autoencoder; at least "name".
 
     Raises:
-        LatentStoreError: the store names another. One that names "unknown" passes: there is nothing to compare.
+        LatentStoreError: the store names another. A store that names "unknown" passes.
     """
     made_with = store.index.autoencoder
     if made_with["name"] == "unknown" or made_with == identity:

@@ -1,7 +1,7 @@
-"""Latents as the store keeps them: half precision, or 8-bit integers with scales.
+"""Stored values of latents: half precision, or 8-bit integers with scales.
 
-Arrays are [N, V, P, C, h, w]: V views (the image, its mirror image), P parts (mean, standard deviation). What one
-sample of training needs is one view of one image, [P, C, h, w], and lies in one piece.
+Arrays are [N, V, P, C, h, w]: V views (the image, its mirror image), P parts (mean, standard deviation). A training
+sample is one view of one image, [P, C, h, w], and is contiguous.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ LATENTS, SCALES, LABELS = "latents", "scales", "labels"
 
 
 def pack_views(views: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
-    """Lay out encoded images as the store's writer takes them.
+    """Pack encoded images into the layout of the store's writer.
 
     Args:
         views: (mean, standard deviation or None) of the images, and of their mirror images where those are kept;
@@ -41,7 +41,7 @@ def tensor_shapes(plan: StorePlan, num_images: int) -> dict[str, tuple[tuple[int
 
 
 def encode(values: Tensor, plan: StorePlan, images: Sequence[int]) -> dict[str, Tensor]:
-    """Round values to what the store keeps.
+    """Encode values to the stored dtype, rounded.
 
     An int8 has a step: `plan.int8_step`, or for each image, view, part and channel the largest magnitude / 127.
 
@@ -53,7 +53,7 @@ def encode(values: Tensor, plan: StorePlan, images: Sequence[int]) -> dict[str, 
         the tensors LATENTS and, of int8, SCALES, float32 [N, V, P, C].
 
     Raises:
-        LatentStoreError: a value is not finite, or not to be held by that dtype.
+        LatentStoreError: a value is not finite, or outside the dtype's range.
     """
     if plan.dtype != "int8":
         stored = values.to(STORED_DTYPES[plan.dtype])
@@ -71,7 +71,7 @@ def encode(values: Tensor, plan: StorePlan, images: Sequence[int]) -> dict[str, 
 
 
 def decode(stored: np.ndarray, scales: np.ndarray | None, dtype: str) -> Tensor:
-    """The values of stored arrays.
+    """Decode stored arrays to values.
 
     Args:
         stored: [..., C, h, w], as integers of the dtype's width.
@@ -86,7 +86,7 @@ def decode(stored: np.ndarray, scales: np.ndarray | None, dtype: str) -> Tensor:
 
 
 def check_labels(labels: np.ndarray, images: np.ndarray | Sequence[int], plan: StorePlan) -> None:
-    """Raise LatentStoreError, which begins with the image's number, for a label out of range.
+    """Check labels; raise LatentStoreError, beginning with the image's number, for a label out of range.
 
     Args:
         labels: int64 [N].

@@ -1,4 +1,4 @@
-"""Whether the bytes of a store's shards are still those that were written, found while training reads them."""
+"""Watch for changed shards of a store while training reads them."""
 
 import hashlib
 import os
@@ -19,14 +19,14 @@ _CHUNK = 8 << 20
 
 
 class ShardWatch:
-    """Hashes each shard when it is first used, and again when its time or size has changed.
+    """Watch that hashes each shard when it is first used, and again when its time or size has changed.
 
     A process hashes its first shards at once, until BYTES_AT_ONCE of them are done. The others are left to a thread in
     one process of each machine: a store has hundreds of gigabytes, and training does not wait for them.
 
     Attributes:
-        process: that made it; a thread does not outlive a fork.
-        problem: what is wrong with a shard, one line; "" as long as nothing is.
+        process: its creator; a thread does not outlive a fork.
+        problem: of a shard, one line; "" while there is none.
     """
 
     def __init__(self, folder: Path, index: StoreIndex) -> None:
@@ -41,7 +41,7 @@ class ShardWatch:
         self._thread = threading.Thread(target=self._work, daemon=True) if _is_first_of_its_machine() else None
 
     def use(self, number: int) -> None:
-        """Take note of a shard's first use in this process."""
+        """Record a shard's first use in this process."""
         size = self._index.shards[number].size
         if size <= self._at_once:
             self._at_once -= size
@@ -52,7 +52,7 @@ class ShardWatch:
                 self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, if there is one, whatever waits for it."""
+        """Stop the thread, if there is one, even with shards waiting."""
         self._stopped = True
         self._used.put(None)
 
@@ -93,7 +93,7 @@ class ShardWatch:
             self._good[number] = mark
 
     def _mark(self, number: int) -> tuple[int, ...] | None:
-        """What changes with a file's content; None where it is gone, which does not harm who has it mapped."""
+        """Fingerprint that changes with a file's content; None for a removed file, harmless to mapped readers."""
         try:
             status = os.stat(self._folder / shard_name(number))
         except OSError:

@@ -1,9 +1,9 @@
-"""Writing a latent store in any order, by any number of processes, so that a killed writer can resume.
+"""Writer of a latent store in any order, by any number of processes, resumable after a kill.
 
-While it is being made, a store has a folder PARTIAL_FOLDER in place of the index: the plan in it, and for each finished
+While it is being written, a store has a folder PARTIAL_FOLDER instead of the index: the plan, and for each finished
 shard a note with its size, checksum, moments, and the images that were left out. The index is written when every shard
-has its note, then the folder goes. Shards are cut by the images' numbers in the source, so the store's bytes do not
-depend on who wrote what, or when.
+has its note, then the folder is removed. Shards are cut by the images' numbers in the source, so the store's bytes do
+not depend on the writers' number, order or interruptions.
 """
 
 import functools
@@ -51,12 +51,12 @@ _OF_THE_WRITER = re.compile(
 
 
 class StoreWriter:
-    """One of the processes that write a store; they share the folder and nothing else.
+    """Store writer: one of the processes that write a store; they share only the folder.
 
-    Each writes some of `pending()`, no two the same, and when all have, one of them calls `finish()`.
+    Each writes some of `pending()`, no two the same, and after the last shard one of them calls `finish()`.
 
     Attributes:
-        complete: whether the store was there already, whole: nothing is pending, and `finish` returns its index.
+        complete: whether the store was finished before: nothing is pending, and `finish` returns its index.
     """
 
     def __init__(self, folder: str | Path, plan: StorePlan) -> None:
@@ -98,11 +98,11 @@ class StoreWriter:
         return [number for number in range(self.plan.num_shards) if not self.is_written(number)]
 
     def is_written(self, number: int) -> bool:
-        """Whether a shard is finished, by whichever writer."""
+        """Check whether a shard is finished, by any writer."""
         return self._is_complete() or self._note(number) is not None
 
     def write(self, number: int, values: Tensor, labels: Tensor, skipped: Sequence[SkippedImage] = ()) -> None:
-        """Write a shard: the images `plan.source_images_of(number)`, but for those that could not be decoded.
+        """Write a shard: the images `plan.source_images_of(number)`, except those that could not be decoded.
 
         Args:
             values: raw latents, float32 [n, V, P, C, h, w], as `pack_views` lays them out.
@@ -110,7 +110,7 @@ class StoreWriter:
             skipped: the images of the shard that are not among these.
 
         Raises:
-            LatentStoreError: they are not what the plan says.
+            LatentStoreError: they contradict the plan.
             OSError: the shard cannot be written; it stays pending.
         """
         left_out = {entry.image for entry in skipped}
@@ -128,14 +128,14 @@ class StoreWriter:
         write_sealed(self._note_file(number), record | note)
 
     def skipped(self) -> list[SkippedImage]:
-        """The images left out of the shards that are finished, in order. Raises LatentStoreError: the store is."""
+        """Images left out of the finished shards, in order. Raises LatentStoreError: the store is finished."""
         if self._is_complete():
             raise LatentStoreError(f"{self.folder}: is finished; {SKIPPED_FILE} lists what was left out")
         notes = [note for number in range(self.plan.num_shards) if (note := self._note(number))]
         return [SkippedImage(**entry) for note in notes for entry in note["skipped"]]
 
     def finish(self) -> StoreIndex:
-        """Write the index, which makes the folder a store.
+        """Finish the store: write the index.
 
         Raises:
             LatentStoreError: shards are pending, all images were skipped, or the normalisation cannot be measured.
@@ -173,7 +173,7 @@ class StoreWriter:
         return self._partial / f"{shard_name(number)}.json"
 
     def _note(self, number: int) -> dict | None:
-        """What was noted of a finished shard; None where it has to be written (again)."""
+        """Note of a finished shard; None if it must be written (again)."""
         try:
             note = read_sealed(self._note_file(number))
             size = (self.folder / shard_name(number)).stat().st_size
@@ -182,7 +182,9 @@ class StoreWriter:
             return None
 
     def _plan_digest(self) -> str:
-        """Tells shards of this plan from those of another that was begun in the same folder at the same moment."""
+        """Digest of the plan: distinguishes its shards from those of another plan begun in the same folder at the same
+        moment.
+        """
         return hashlib.sha256(self.plan.model_dump_json().encode()).hexdigest()
 
     def _compare(self, begun: StorePlan, verb: str) -> None:
@@ -195,7 +197,7 @@ class StoreWriter:
 
 
 def first_difference(one: StorePlan, other: StorePlan) -> tuple[str, str, str] | None:
-    """The first place in which two plans differ, as `origin.encoding.threads`, and what stands there in each."""
+    """First place where two plans differ, as `origin.encoding.threads`, and its value in each."""
     plans = one.model_dump(mode="json"), other.model_dump(mode="json")  # as they come back from a file
     for name in StorePlan.model_fields:
         values = [plan[name] for plan in plans]
@@ -206,7 +208,7 @@ def first_difference(one: StorePlan, other: StorePlan) -> tuple[str, str, str] |
 
 
 def _difference(place: str, before: Any, now: Any) -> tuple[str, Any, Any]:
-    """The first place in two tables where they differ, and what stands there."""
+    """First place where two tables differ, and its values."""
     if isinstance(before, dict) and isinstance(now, dict):
         missing = object()
         key = min(key for key in before.keys() | now.keys() if before.get(key, missing) != now.get(key, missing))
