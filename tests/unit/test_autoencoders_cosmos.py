@@ -103,7 +103,7 @@ IMAGE, CLIP = torch.zeros(1, 3, 64, 64), torch.zeros(1, 3, 8, 64, 64)
         (ThreeQuarters(), IMAGE, "encoder.jit", "not a whole number"),
         (Number(), IMAGE, "encoder.jit", r"does not give latents \[B, C, h, w\] for images, but \[\]"),
         (nn.Conv2d(4, 8, 3), torch.zeros(1, 4, 8, 8), "encoder.jit", "does not encode images"),
-        (nn.Conv2d(4, 3, 3), torch.zeros(1, 4, 8, 8), "decoder.jit", "does not decode what encoder.jit beside"),
+        (nn.Conv2d(4, 3, 3), torch.zeros(1, 4, 8, 8), "decoder.jit", "does not decode the output of encoder.jit"),
         (nn.Conv2d(16, 3, 1).bfloat16(), torch.zeros(1, 16, 8, 8).bfloat16(), "decoder.jit", "in float32"),
         (Small(), torch.zeros(1, 16, 8, 8), "decoder.jit", r"gives \[1, 3, 8, 8\] instead of the image"),
     ],

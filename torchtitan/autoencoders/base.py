@@ -1,4 +1,4 @@
-"""What every autoencoder provides: images to latents and back, and what it is."""
+"""Base of autoencoders: images to latents and back, and the identity of the weights."""
 
 from dataclasses import dataclass
 from typing import TypedDict
@@ -10,11 +10,11 @@ COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class AutoencoderError(Exception):
-    """An autoencoder, or data for one, that cannot be used; one line: what is wrong and what to do."""
+    """Autoencoder, or data for one, that cannot be used; one line: the cause and the remedy."""
 
 
 class Normalization(TypedDict):
-    """Per channel, as plain numbers: normalized = (raw - shift) * scale."""
+    """Normalisation per channel, as plain numbers: normalized = (raw - shift) * scale."""
 
     shift: list[float]
     scale: list[float]
@@ -22,7 +22,7 @@ class Normalization(TypedDict):
 
 @dataclass(frozen=True)
 class Latents:
-    """What an encoder gives, raw: neither shifted nor scaled.
+    """Latents of an encoder, raw: neither shifted nor scaled.
 
     Attributes:
         mean: [B, C, h, w] float32.
@@ -42,7 +42,7 @@ class Autoencoder(nn.Module):
         name: of its entry in the registry.
         channels: C of the latents.
         downscale: pixels per latent position along each side.
-        normalization: what the model's own configuration says of its latents, or None where it says nothing.
+        normalization: of the latents, from the model's own configuration, or None where it has none.
         weights_sha256: hash of the weights, the same on every machine and in any compute dtype.
         dtype: of compute.
         device: where it computes; images and latents are brought there.
@@ -93,7 +93,7 @@ class Autoencoder(nn.Module):
         return self._decode(latents.to(self.device, self.dtype)).float().clamp(-1, 1)
 
     def identity(self) -> dict:
-        """What makes the autoencoder what it is, for JSON; equal on every machine and in any compute dtype."""
+        """Identity of the autoencoder, for JSON; equal on every machine and in any compute dtype."""
         return {
             "name": self.name,
             "sha256": self.weights_sha256,
@@ -102,7 +102,7 @@ class Autoencoder(nn.Module):
         }
 
     def move(self, device: torch.device) -> None:
-        """Bring the networks to a device, and compute there from now on."""
+        """Move the networks to a device, and compute there from now on."""
         for module in self.modules():
             if isinstance(module, Autoencoder):
                 module.device = device
@@ -113,7 +113,7 @@ class Autoencoder(nn.Module):
         return super().train(False)
 
     def check_images(self, images: Tensor) -> None:
-        """Raises AutoencoderError: `images` are not [B, 3, H, W] with sides that are multiples of `downscale`."""
+        """Check that `images` are [B, 3, H, W], sides multiples of `downscale`. Raises AutoencoderError."""
         shape = list(images.shape)
         if images.ndim != 4 or shape[1] != 3:
             raise AutoencoderError(f"{self.name} encodes images [B, 3, H, W], not {shape}")
@@ -124,7 +124,7 @@ class Autoencoder(nn.Module):
             )
 
     def check_latents(self, latents: Tensor) -> None:
-        """Raises AutoencoderError: `latents` are not [B, C, h, w] with this autoencoder's number of channels."""
+        """Check that `latents` are [B, C, h, w] with this autoencoder's number of channels. Raises AutoencoderError."""
         shape = list(latents.shape)
         if latents.ndim != 4 or shape[1] != self.channels or 0 in shape:
             raise AutoencoderError(f"{self.name} decodes latents [B, {self.channels}, h, w], not {shape}")
@@ -141,7 +141,7 @@ class Autoencoder(nn.Module):
 
 
 def compute_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype asked for, float32 by default. Raises AutoencoderError: it is not one to compute in."""
+    """Compute dtype: the given one, float32 by default. Raises AutoencoderError: it is not one to compute in."""
     if dtype is None:
         return torch.float32
     if dtype not in COMPUTE_DTYPES:  # float16 overflows in several published decoders
@@ -154,13 +154,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def normalize(latents: Tensor, normalization: Normalization) -> Tensor:
-    """Raw latents [B, C, h, w] -> normalized ones, (raw - shift) * scale per channel."""
+    """Normalise raw latents [B, C, h, w]: (raw - shift) * scale per channel."""
     shift, scale = _per_channel(latents, normalization)
     return (latents - shift) * scale
 
 
 def denormalize(latents: Tensor, normalization: Normalization) -> Tensor:
-    """The inverse of `normalize`."""
+    """Denormalise: the inverse of `normalize`."""
     shift, scale = _per_channel(latents, normalization)
     return latents / scale + shift
 

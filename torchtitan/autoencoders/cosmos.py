@@ -22,7 +22,7 @@ PROBE_SIDE = 64
 class CosmosTokenizer(Autoencoder):
     """A pair of TorchScript files; latents are deterministic and have no published normalization.
 
-    The dtype is part of a trace: the files compute in the one they were made in, whatever training uses. Channels
+    The dtype is part of a trace: the files compute in their own dtype, whatever training uses. Channels
     and downscale are found by encoding one small black image. The `cosmos-tokenizer` package calls the files where it
     is installed, TorchScript alone elsewhere; both give the same.
     """
@@ -75,7 +75,7 @@ def _load(file: Path, device: torch.device) -> torch.jit.ScriptModule:
 def _through_package(
     files: tuple[Path, Path], dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None:
-    """Encoder and decoder as the package calls them, or None where it is not installed."""
+    """Load encoder and decoder through the package, or None if it is not installed."""
     try:
         from cosmos_tokenizer.image_lib import ImageTokenizer
     except ImportError:
@@ -90,7 +90,7 @@ def _through_package(
 def _probe_encoder(
     file: Path, encoder: torch.jit.ScriptModule, device: torch.device
 ) -> tuple[torch.dtype, Tensor]:
-    """The dtype that the encoder takes, and what it makes of a black image [1, 3, 64, 64]."""
+    """Probe the encoder: its dtype, and its output for a black image [1, 3, 64, 64]."""
     black = -torch.ones(1, 3, PROBE_SIDE, PROBE_SIDE, device=device)
     reason = ""
     for dtype in _likely_dtypes(encoder):
@@ -105,7 +105,7 @@ def _probe_encoder(
 
 
 def _likely_dtypes(module: torch.jit.ScriptModule) -> list[torch.dtype]:
-    """Floating dtypes to try, the likeliest first: of the weights, of constants in the trace, then all."""
+    """Likely floating dtypes, the likeliest first: of the weights, of constants in the trace, then all."""
     found = [tensor.dtype for tensor in (*module.parameters(), *module.buffers())]
     found += [value.dtype for value in _constants(module.inlined_graph)]
     found += [torch.float32, torch.bfloat16, torch.float16]
@@ -139,7 +139,7 @@ def _probe_decoder(file: Path, decoder: torch.jit.ScriptModule, latents: Tensor,
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
         raise AutoencoderError(
-            f"cosmos: {file}: does not decode what {ENCODER} beside it gives, {list(latents.shape)} in "
+            f"cosmos: {file}: does not decode the output of {ENCODER} in the same folder, {list(latents.shape)} in "
             f"{dtype_name(dtype)}: {reason}"
         ) from error
     if not isinstance(image, Tensor) or image.shape != (1, 3, PROBE_SIDE, PROBE_SIDE):
@@ -157,7 +157,7 @@ def _call(network: Callable[[Tensor], object], x: Tensor) -> Any:
 
 
 def _files_sha256(files: tuple[Path, Path]) -> str:
-    """Hash of both files' hashes: the operations are in the files too, not weights alone."""
+    """SHA-256 of both files' hashes: the files hold operations as well as weights."""
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as content:

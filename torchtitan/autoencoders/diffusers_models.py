@@ -22,7 +22,7 @@ FILES = [
 
 
 class DiffusersAutoencoder(Autoencoder):
-    """The contract around a diffusers model; scale and shift are those of the model's config.json."""
+    """Autoencoder around a diffusers model; scale and shift are those of the model's config.json."""
 
     name = "diffusers"
 
@@ -67,7 +67,7 @@ class DiffusersAutoencoder(Autoencoder):
 
 
 def _kind(file: Path) -> str:
-    """The class that a config.json names."""
+    """Class named by a config.json."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -98,7 +98,7 @@ def _load(folder: Path, kind: str) -> torch.nn.Module:
         # torch heads its list of wrong shapes with a line that says nothing.
         reason = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])
         raise AutoencoderError(f"diffusers: {folder}: cannot be loaded: {reason}") from error
-    # diffusers fills what a file lacks with random weights and goes on.
+    # diffusers fills missing weights of a file with random ones, and does not stop.
     for key, text in (
         ("missing_keys", "are missing"), ("unexpected_keys", "are not of this model"),
         ("mismatched_keys", "have another shape"),
@@ -109,7 +109,7 @@ def _load(folder: Path, kind: str) -> torch.nn.Module:
 
 
 def _normalization(folder: Path, config, channels: int) -> Normalization | None:
-    """Shift and scale as the pipelines of diffusers apply them, from the model's own configuration.
+    """Normalisation (shift and scale) as the pipelines of diffusers apply it, from the model's own configuration.
 
     With per-channel statistics: (raw - latents_mean) * scaling_factor / latents_std; else (raw - shift_factor) *
     scaling_factor, with no shift where there is none.

@@ -1,4 +1,4 @@
-"""Where an autoencoder's files are: a folder here, or a repository on the Hugging Face hub."""
+"""Files of an autoencoder: a local folder, or a repository on the Hugging Face hub."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def local_folder(autoencoder: str, path: str, patterns: list[str]) -> Path:
-    """The folder with an autoencoder's files, fetched from the hub into its cache where `path` is a name there.
+    """Local folder of an autoencoder's files, fetched from the hub into its cache where `path` is a hub name.
 
     Args:
         autoencoder: name to begin messages with.

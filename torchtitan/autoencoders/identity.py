@@ -1,4 +1,4 @@
-"""Pixels as latents: what stands where an autoencoder is asked for and none is wanted."""
+"""Pixels as latents: stands in for an autoencoder where one is required but not wanted."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torchtitan.autoencoders.weight_hash import weights_sha256
 
 
 class IdentityAutoencoder(Autoencoder):
-    """Latents are the image itself: 3 channels, no downscaling; decoding clamps to [-1, 1]."""
+    """Identity: latents are the image itself: 3 channels, no downscaling; decoding clamps to [-1, 1]."""
 
     name = "identity"
     channels = 3

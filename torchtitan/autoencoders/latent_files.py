@@ -1,4 +1,4 @@
-"""Single files of latents, safetensors or npy: what the latent decoder reads and writes."""
+"""Files of latents, safetensors or npy, which the latent decoder reads and writes."""
 
 import json
 import math
@@ -28,8 +28,8 @@ class LatentFile:
         path: of the file.
         shape: (N, C, h, w).
         integers: whether they are stored as whole numbers, which mean nothing without a factor.
-        autoencoder: identity of the one that made them, where the file says.
-        normalization: what was done to them, where the file says; None: they are raw.
+        autoencoder: identity of the one that made them, if the file states it.
+        normalization: applied to them, if the file states it; None: they are raw.
     """
 
     path: Path
@@ -39,11 +39,11 @@ class LatentFile:
     normalization: Normalization | None = None
 
     def read(self, begin: int, end: int, factor: float | None = None) -> Tensor:
-        """Raw latents begin .. end - 1, [end - begin, C, h, w] float32.
+        """Read raw latents begin .. end - 1, [end - begin, C, h, w] float32.
 
         Args:
             begin, end: in 0..N.
-            factor: what stored numbers are multiplied by.
+            factor: multiplies the stored numbers.
 
         Raises:
             AutoencoderError: that part of the file cannot be read.
@@ -65,7 +65,7 @@ class LatentFile:
 
 
 def open_latents(path: Path) -> LatentFile:
-    """Look at a file's header.
+    """Open a file of latents; only its header is read.
 
     Args:
         path: .npy with [N, C, h, w] or [C, h, w]; .safetensors with such a tensor, named `mean` or `latents`.
@@ -93,7 +93,7 @@ def open_latents(path: Path) -> LatentFile:
 
 
 def find_latents(source: Path) -> list[Path]:
-    """The file itself, or the files of latents in a folder, by name. Raises AutoencoderError: there are none."""
+    """Find files of latents: the file itself, or those in a folder, by name. Raises AutoencoderError if none."""
     if not source.is_dir():
         return [source]
     found = sorted(path for path in source.iterdir() if path.suffix in SUFFIXES and not path.name.startswith("."))
@@ -103,7 +103,7 @@ def find_latents(source: Path) -> list[Path]:
 
 
 def save_latents(path: Path, latents: Latents, names: list[str], autoencoder: dict, overwrite: bool) -> None:
-    """Write raw latents as safetensors: `mean`, and `std` where there is one, with their origin as metadata.
+    """Save raw latents as safetensors: `mean`, and `std` where there is one, with their origin as metadata.
 
     Args:
         path: must end in .safetensors.
@@ -113,7 +113,7 @@ def save_latents(path: Path, latents: Latents, names: list[str], autoencoder: di
         overwrite: whether a file in the way is replaced.
 
     Raises:
-        WeightsError: there is a file already, or it cannot be written; nothing is left half-written.
+        WeightsError: the file exists, or cannot be written; no partial file is left.
     """
     tensors = {"mean": latents.mean} | ({} if latents.std is None else {"std": latents.std})
     metadata = {"autoencoder": json.dumps(autoencoder), "names": json.dumps(names)}

@@ -1,4 +1,4 @@
-"""How well an autoencoder gives images back: in figures, and side by side."""
+"""Reconstruction quality of an autoencoder: in figures, and side by side."""
 
 from collections.abc import Sequence
 
@@ -25,12 +25,12 @@ def psnr(images: Tensor, others: Tensor) -> Tensor:
 
 
 def side_by_side(images: Tensor, reconstructions: Tensor, labels: Sequence[str], title: str = "") -> Image.Image:
-    """A row per image: the original, its reconstruction, and four times their difference around grey.
+    """Draw a row per image: the original, its reconstruction, and four times their difference around grey.
 
     Args:
         images, reconstructions: [N, 3, H, W] in [-1, 1].
         labels: one per image.
-        title: written above.
+        title: of the picture.
     """
     difference = (DIFFERENCE_GAIN * (reconstructions - images)).clamp(-1, 1)
     cells = torch.stack((images, reconstructions, difference), dim=1).flatten(0, 1)  # [3 N, 3, H, W]

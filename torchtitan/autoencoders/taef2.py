@@ -22,7 +22,7 @@ SUFFIXES = (".safetensors", ".pth")
 
 
 class Taef2(Autoencoder):
-    """The contract around encoder and decoder; pixels in [0, 1] inside. The model's source gives no normalization."""
+    """TAEF2's encoder and decoder; pixels in [0, 1] inside. The model's source states no normalization."""
 
     name = "taef2"
     channels = LATENT_CHANNELS
@@ -53,7 +53,9 @@ class Taef2(Autoencoder):
 
 
 def build_encoder() -> nn.Sequential:
-    """Pixels [B, 3, H, W] in [0, 1] -> latents [B, 32, H / 8, W / 8]; parameters are named as in the files."""
+    """Build the encoder: pixels [B, 3, H, W] in [0, 1] -> latents [B, 32, H / 8, W / 8]; parameter names as in the
+    files.
+    """
     return nn.Sequential(
         _convolution(3, WIDTH),
         ResidualBlock(),
@@ -65,7 +67,9 @@ def build_encoder() -> nn.Sequential:
 
 
 def build_decoder() -> nn.Sequential:
-    """Latents [B, 32, h, w] -> pixels [B, 3, 8 h, 8 w], about [0, 1]; parameters are named as in the files."""
+    """Build the decoder: latents [B, 32, h, w] -> pixels [B, 3, 8 h, 8 w], about [0, 1]; parameter names as in the
+    files.
+    """
     return nn.Sequential(
         SoftLimit(),
         _convolution(LATENT_CHANNELS, WIDTH), nn.ReLU(),
@@ -81,7 +85,8 @@ def build_decoder() -> nn.Sequential:
 
 
 class ResidualBlock(nn.Module):
-    """relu(f(x) + x) with three convolutions f; with `pool`, x first gains what a wide, normalised layer adds.
+    """Residual block relu(f(x) + x), f three convolutions; with `pool`, x first gains the output of a wide, normalised
+    layer.
 
     The group norm takes its statistics over all positions, so that the blocks with `pool` see the whole image.
     """
@@ -105,7 +110,7 @@ class ResidualBlock(nn.Module):
 
 
 class SoftLimit(nn.Module):
-    """Brings latents into (-3, 3); small ones stay as they are."""
+    """Soft limit of latents to (-3, 3); small ones stay as they are."""
 
     def forward(self, x: Tensor) -> Tensor:
         return LATENT_LIMIT * torch.tanh(x / LATENT_LIMIT)

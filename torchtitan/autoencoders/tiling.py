@@ -1,4 +1,4 @@
-"""Large images in overlapping tiles, so that memory depends on the tile and not on the image."""
+"""Tiling of large images, so that memory depends on the tile and not on the image."""
 
 from collections.abc import Callable
 
@@ -9,19 +9,19 @@ from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents
 
 
 class TiledAutoencoder(Autoencoder):
-    """An autoencoder that sees at most `tile` x `tile` pixels at a time; neighbours are blended linearly.
+    """Autoencoder in tiles of at most `tile` x `tile` pixels; neighbours are blended linearly.
 
-    What fits one tile is encoded and decoded exactly as without tiling. Of larger images a network whose outputs see
-    r pixels around them gives the same values farther than r from every cut; nearer, the blend gives an edge small
-    weight. What is summed over the whole image, as in group norms and attention, is summed over the tile instead.
+    An image that fits one tile is encoded and decoded exactly as without tiling. For larger images a network with a
+    receptive field of radius r gives the same values farther than r from every cut; nearer, the blend gives an edge
+    small weight. Sums over the whole image, as in group norms and attention, are sums over the tile instead.
     """
 
     def __init__(self, autoencoder: Autoencoder, tile: int, overlap: int) -> None:
         """
         Args:
-            autoencoder: what encodes and decodes the tiles.
+            autoencoder: encodes and decodes the tiles.
             tile: side of a tile in pixels, a multiple of the autoencoder's downscale.
-            overlap: pixels that neighbours share at least, also a multiple, at most half of the tile.
+            overlap: minimum of pixels shared by neighbours, also a multiple, at most half of the tile.
 
         Raises:
             AutoencoderError: tile or overlap is not such a number.
@@ -39,11 +39,11 @@ class TiledAutoencoder(Autoencoder):
         self.tile, self.overlap = tile // step, overlap // step  # in latent positions
 
     def identity(self) -> dict:
-        """That of the autoencoder inside: the latents are of the same kind, and what fits a tile is equal."""
+        """Identity of the autoencoder inside: the latents are of its kind, and equal where an image fits a tile."""
         return self.autoencoder.identity()
 
     def encode(self, images: Tensor) -> Latents:
-        """As of the autoencoder inside; mean and standard deviation are blended alike."""
+        """Encode as the autoencoder inside; mean and standard deviation are blended alike."""
         self.check_images(images)
         step = self.downscale
         has_std = True
@@ -59,7 +59,7 @@ class TiledAutoencoder(Autoencoder):
         return Latents(*blended.chunk(2, dim=1)) if has_std else Latents(blended)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """As of the autoencoder inside."""
+        """Decode as the autoencoder inside."""
         self.check_latents(latents)
 
         def decode_tile(top: int, bottom: int, left: int, right: int) -> Tensor:
@@ -70,7 +70,7 @@ class TiledAutoencoder(Autoencoder):
 
 
 def in_tiles(autoencoder: Autoencoder, tile: int, overlap: int | None) -> TiledAutoencoder:
-    """The autoencoder in tiles of `tile` pixels that share `overlap`; None: a quarter. Raises AutoencoderError."""
+    """Wrap an autoencoder in tiles of `tile` pixels that share `overlap`; None: a quarter. Raises AutoencoderError."""
     quarter = max(tile // 4 // autoencoder.downscale, 1) * autoencoder.downscale
     return TiledAutoencoder(autoencoder, tile, quarter if overlap is None else overlap)
 
@@ -85,7 +85,7 @@ def blend_tiles(
             (right - left) * zoom].
         height, width: of the whole.
         tile: side of a tile; a shorter whole is one tile on that side.
-        overlap: positions that neighbours share at least; the last tile of a row shares more.
+        overlap: minimum of positions shared by neighbours; the last tile of a row shares more.
         zoom: positions of the result per position of the tile.
 
     Returns:
@@ -111,7 +111,7 @@ def blend_tiles(
 
 
 def spans(length: int, tile: int, overlap: int) -> list[tuple[int, int]]:
-    """Begin and end of the tiles along one side: all of full length where there are several, the last at the end."""
+    """Spans (begin, end) of the tiles along one side: all of full length if there are several, the last at the end."""
     if length <= tile:
         return [(0, length)]
     begins = [*range(0, length - tile, tile - overlap), length - tile]
@@ -119,7 +119,7 @@ def spans(length: int, tile: int, overlap: int) -> list[tuple[int, int]]:
 
 
 def ramp(begin: int, end: int, length: int, overlap: int, zoom: int) -> Tensor:
-    """Weights along one side of a tile, [(end - begin) * zoom]: 1 inside, linear to 0 over a cut edge's overlap."""
+    """Ramp of weights along a tile's side, [(end - begin) * zoom]: 1 inside, linear to 0 over a cut edge's overlap."""
     weights = torch.ones((end - begin) * zoom)
     size = overlap * zoom
     rise = (torch.arange(size) + 0.5) / size

@@ -1,4 +1,4 @@
-"""A hash that says which weights an autoencoder has."""
+"""Hash of an autoencoder's weights."""
 
 import hashlib
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from torch import Tensor
 def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
     """Hash names, shapes and values, in the order of the names.
 
-    Values are taken as float32, so that the same ones in a float16, bfloat16 or float32 file give the same hash.
+    Values are cast to float32, so that equal ones in a float16, bfloat16 or float32 file give the same hash.
 
     Args:
         tensors: the weights before they are cast to a dtype of compute.

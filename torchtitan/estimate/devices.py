@@ -1,4 +1,4 @@
-"""What devices can do, as their makers state it."""
+"""Devices and their peaks, as their makers state them."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torchtitan.training.hardware import PEAK_TFLOPS_BF16
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator in a node of several.
+    """Device: one accelerator in a node of several.
 
     Attributes:
         name: key of DEVICES, or "CPU" for numbers of the user's own.

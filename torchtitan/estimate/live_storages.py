@@ -1,4 +1,4 @@
-"""Count the bytes of tensors that are alive, operation by operation, without any memory behind them."""
+"""Count of live tensor bytes, operation by operation, without allocating memory."""
 
 import weakref
 from collections import Counter
@@ -17,15 +17,15 @@ _COLLECTIVES = ("fsdp", "c10d")
 
 
 class LiveStorages(TorchDispatchMode):
-    """Inside a FakeTensorMode: the bytes alive after every operation, by category, and their peak in each window.
+    """Live bytes inside a FakeTensorMode after every operation, by category, and their peak in each window.
 
-    A storage counts once, however many tensors view it, with the bytes it has at that moment: FSDP2 empties and
-    refills the storage of gathered parameters. Its category is given by `hold`; without it, what a collective or a
-    copy around one touches is COMMUNICATION, its reduced output GRADIENTS, and everything else ACTIVATIONS. Memory
-    that a kernel takes and returns within one operation is not seen.
+    A storage counts once, however many tensors view it, with the bytes it has at that moment: FSDP2 empties and refills
+    the storage of gathered parameters. Its category is given by `hold`; without it, storages touched by a collective or
+    a copy around one are COMMUNICATION, its reduced output GRADIENTS, and everything else ACTIVATIONS. Memory allocated
+    and freed by a kernel within one operation is not seen.
 
     Attributes:
-        windows: window -> category -> bytes, when the sum over categories was highest in that window.
+        windows: window -> category -> bytes, at the highest sum over categories in that window.
     """
 
     def __init__(self) -> None:
@@ -35,17 +35,17 @@ class LiveStorages(TorchDispatchMode):
         self._window: Any = None
 
     def open_window(self, key: Any) -> None:
-        """From here on peaks count for the window `key`, until the next call."""
+        """Open a window: from here on peaks count for the window `key`, until the next call."""
         self._window = key
         self._sample()
 
     def hold(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Count these tensors, plain or sharded, in a category."""
+        """Hold these tensors, plain or sharded, in a category."""
         for tensor in tensors:
             self._see(tensor.to_local() if isinstance(tensor, DTensor) else tensor, category)
 
     def now(self) -> Counter:
-        """Bytes alive, by category."""
+        """Live bytes now, by category."""
         sums: Counter = Counter()
         for key, (reference, category) in list(self._live.items()):
             storage = reference()

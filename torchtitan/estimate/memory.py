@@ -1,4 +1,4 @@
-"""Memory that each rank of a run needs, without running it."""
+"""Memory estimate of each rank of a run, without running it."""
 
 import dataclasses
 import warnings
@@ -21,26 +21,26 @@ _EDGE = 1
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the fullest rank, of tensors alone: no allocator's gaps, no CUDA context, no libraries' workspace.
+    """Memory estimate: bytes on the fullest rank, tensors alone: no allocator gaps, CUDA context or library workspace.
 
-    The first six are the parts at the step's highest moment and sum to `total`. Gradients need not all be there then,
-    nor activations in the optimizer's step.
+    The first six are the parts at the step's peak and sum to `total`. Not all gradients need exist then, nor
+    activations in the optimizer's step.
 
     Attributes:
         parameters: weights, or this rank's shards, float32, and the model's fixed tables.
-        gradients: gradients, or their shards, float32; DDP's buckets, which are there from start to end.
+        gradients: gradients, or their shards, float32; DDP's buckets, which exist throughout.
         optimizer: state of the optimizer.
         ema: all averages of the weights.
-        activations: the batch, what the forward keeps for the backward (under activation checkpointing less of it), and
-            the temporaries of that moment. Eager: compiled blocks usually keep less.
+        activations: the batch, the tensors kept for the backward (fewer under activation checkpointing), and the
+            temporaries of that moment. Eager: compiled blocks usually keep less.
         communication: gathered parameters and the buffers of collectives (FSDP2, HSDP); none with DDP, whose buckets
             are the gradients.
-        phase: "forward", "backward" or "optimizer": where the highest moment lies.
-        all_gradients: gradients when all of them are there.
-        start_up: while the whole model is drawn on every rank, before it is sharded.
-        least: peak of a step in which every block is recomputed whole, where the compiler is to choose what it keeps
+        phase: "forward", "backward" or "optimizer": the phase of the peak.
+        all_gradients: gradients when all of them exist.
+        start_up: peak of initialisation of the whole model on every rank, before sharding.
+        least: peak of a step in which every block is recomputed whole, where the compiler chooses the kept tensors
             (activation_checkpoint.mode = memory_budget): the other numbers are then those of a step without
-            recomputation, and the true peak, known after compiling, lies between. None where it is no question.
+            recomputation, and the true peak, known after compiling, lies between. None in other modes.
     """
 
     parameters: int
@@ -61,7 +61,7 @@ class MemoryEstimate:
 
     @property
     def needed(self) -> int:
-        """Peak of the run: of a step, or of the start."""
+        """Peak of the run: of a step, or of start-up."""
         return max(self.total, self.start_up)
 
 
@@ -115,14 +115,14 @@ def _estimate(config: JobConfig, world_size: int) -> MemoryEstimate:
 
 
 def model_on_meta(config: JobConfig) -> DiffusionModel:
-    """The configured model, whole and without values."""
+    """Configured model, whole and without values."""
     info = DATASETS[config.data.name].info(config.data)
     with torch.device("meta"):
         return MODELS[config.model.name].build(config.model, info.image_shape, info.num_classes)
 
 
 def _of_full_depth(config: JobConfig, world_size: int) -> SimulatedStep:
-    """The step of the configured depth, from those of two models of fewer blocks.
+    """Memory of the step at the configured depth, from those of two models of fewer blocks.
 
     Blocks repeat with period n where every n-th recomputes. The shallow models end at the same place of the period as
     the deep one, and both their ends have windows for a whole period beyond the edge.
@@ -137,7 +137,7 @@ def _of_full_depth(config: JobConfig, world_size: int) -> SimulatedStep:
     periods = (depth - shallow_depth) // period
 
     def farther(window: Window) -> Window:
-        """The window of the deeper model that lies as far from the first or the last block."""
+        """Window of the deeper model at the same distance from the first or the last block."""
         microbatch, phase, block = window
         return microbatch, phase, block if block < end else block + period
 

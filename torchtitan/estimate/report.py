@@ -1,4 +1,4 @@
-"""The estimate of a run as text and as a JSON object."""
+"""Report of an estimate as text and as a JSON object."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ _USABLE = 0.9
 def as_record(
     model: DiffusionModel, memory: MemoryEstimate, time: StepTime, device: Device, efficiency: Efficiency
 ) -> dict[str, Any]:
-    """Everything that is known, for machines: bytes, seconds, FLOPs."""
+    """Record of all estimates, for machines: bytes, seconds, FLOPs."""
     return {
         "num_parameters": model.num_parameters(),
         "flops_per_image": model.flops_per_image(model.image_shape),
@@ -30,7 +30,7 @@ def as_record(
 
 
 def fits(memory: MemoryEstimate, device: Device) -> bool | None:
-    """Whether the run's peak is at most nine tenths of the device's memory; None: it is up to the compiler."""
+    """Check whether the run's peak is at most nine tenths of the device's memory; None: it depends on the compiler."""
     usable = _USABLE * device.memory_gib * 2**30
     if memory.needed <= usable:
         return True
@@ -42,7 +42,7 @@ def as_text(
     config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, time: StepTime, device: Device,
     efficiency: Efficiency,
 ) -> str:
-    """The same for readers."""
+    """Format the same as text for readers."""
     layout = config.parallelism
     ranks = layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree
     notes = {
@@ -55,7 +55,7 @@ def as_text(
         f"{config.training.global_batch_size} per step, {config.training.mixed_precision_param}",
         f"parameters            {model.num_parameters():,}",
         f"FLOPs per image       {model.flops_per_image(model.image_shape):.4g} (training)",
-        f"memory per rank, at the highest moment of a step ({memory.phase}):",
+        f"memory per rank, at the peak of a step ({memory.phase}):",
         *(f"  {part:20}{_gib(getattr(memory, part))}{notes.get(part, '')}" for part in PARTS),
         f"  {'total':20}{_gib(memory.total)}",
         *_range_lines(memory),
@@ -63,7 +63,7 @@ def as_text(
         f"  {'the device has':20}{device.memory_gib:9.2f} GiB: {_verdict(memory, device)}",
     ]
     if config.gns.enable:
-        lines.append("  gns.enable: what the measurement of the gradient noise scale needs is not counted")
+        lines.append("  gns.enable: memory of the gradient noise scale's measurement is not counted")
     if memory.least is not None:
         lines.append("the compiler's recomputation is not in the times below: up to a third more compute")
     return "\n".join(lines + _time_lines(time, efficiency))

@@ -1,4 +1,4 @@
-"""How long a training step takes at stated efficiencies."""
+"""Roofline estimate of a training step's time at stated efficiencies."""
 
 import math
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of a device's peaks that a step reaches, each in (0, 1].
+    """Efficiencies: shares of a device's peaks reached in a step, each in (0, 1].
 
     Attributes:
         compute: of the peak of matrix products, over forward and backward; well-tuned transformers reach 0.4 to 0.5 in
             bfloat16.
         memory: of the memory's bandwidth, in the optimizer and the averages.
         link: of the links' bandwidth, in collectives.
-        overlap: share of communication that can hide behind compute; the rest is exposed always.
+        overlap: share of communication that can be hidden behind compute; the rest is always exposed.
     """
 
     compute: float = 0.45
@@ -31,11 +31,11 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, and what follows.
+    """Seconds of one optimizer step, and rates derived from them.
 
     Attributes:
-        compute: forward, backward and recomputation of all microbatches; without what a compiler with a memory budget
-            chooses to recompute (at most a third more).
+        compute: forward, backward and recomputation of all microbatches; without the recomputation chosen by a compiler
+            with a memory budget (at most a third more).
         communication: all collectives, hidden or not.
         optimizer: reading and writing weights, state and averages.
         step: max(compute, overlap x communication) + (1 - overlap) x communication + optimizer.
@@ -57,13 +57,13 @@ class StepTime:
 def estimate_step_time(
     config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, device: Device, efficiency: Efficiency
 ) -> StepTime:
-    """Roofline of a step: compute = FLOPs / (peak x efficiency), communication = bytes / (link x efficiency).
+    """Estimate a step's time: compute = FLOPs / (peak x efficiency), communication = bytes / (link x efficiency).
 
     Args:
         config: a resolved configuration.
-        model: it, on any device.
+        model: the configured one, on any device.
         memory: of `estimate_memory`.
-        device: what it runs on.
+        device: of the run.
         efficiency: shares of the peaks.
     """
     layout, training = config.parallelism, config.training
@@ -85,7 +85,7 @@ def estimate_step_time(
 
 
 def recomputed_share(config: JobConfig, model: DiffusionModel) -> float:
-    """FLOPs of recomputation as a share of the training FLOPs, products alone counted: 1/3 is a whole forward again.
+    """Recomputed share: FLOPs of recomputation over the training FLOPs, products alone: 1/3 is a whole forward again.
 
     With a memory budget the compiler chooses, and 0 is the least.
     """
@@ -102,7 +102,7 @@ def recomputed_share(config: JobConfig, model: DiffusionModel) -> float:
 
 
 def communication_bytes(config: JobConfig, num_parameters: int) -> dict[str, float]:
-    """Bytes that each rank sends in one step, by group: "shard" and "replicate".
+    """Communicated bytes of each rank in one step, by group: "shard" and "replicate".
 
     Ring collectives over n ranks send (n - 1) / n of the whole for a gather or a reduce-scatter, twice that for an
     all-reduce. FSDP2 gathers the weights in the dtype of compute in every forward and every backward, and reduces

@@ -1,4 +1,4 @@
-"""One training step without memory: the real model, sharding and objective on fake tensors, measured by window."""
+"""Simulation of one training step without memory: the real model, sharding and objective on fake tensors."""
 
 import dataclasses
 from collections import Counter
@@ -33,13 +33,14 @@ _QUANTILE_TABLE = 256  # values that 8 bits stand for, float32, a table for each
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """What rank 0 holds, in bytes. No rank holds more: rank 0 has a row of every unevenly sharded parameter.
+    """Simulated step: bytes that rank 0 holds; no rank holds more, since rank 0 has a row of every unevenly sharded
+    parameter.
 
     Attributes:
-        held: "parameters" (with the model's tables), "gradients", "optimizer" and "ema", each when it is all there.
-        windows: (microbatch, phase, block) -> category -> bytes at the window's highest point, optimizer and EMA
-            not counted. Phases are "forward" (block -1: before the first), "backward" (from the gradient of that
-            block's output on; block num_layers: from the loss) and "optimizer".
+        held: "parameters" (with the model's tables), "gradients", "optimizer" and "ema", each when complete.
+        windows: (microbatch, phase, block) -> category -> bytes at the window's peak, optimizer and EMA not counted.
+            Phases are "forward" (block -1: before the first), "backward" (from the gradient of that block's output on;
+            block num_layers: from the loss) and "optimizer".
     """
 
     held: Counter
@@ -47,12 +48,12 @@ class SimulatedStep:
 
 
 def simulate_step(config: JobConfig, world_size: int, num_layers: int | None = None) -> SimulatedStep:
-    """Make one eager step as rank 0 of `world_size` processes on fake tensors; seconds for a few blocks.
+    """Simulate one eager step as rank 0 of `world_size` processes on fake tensors; seconds for a few blocks.
 
     Args:
         config: a resolved configuration of that many processes.
         world_size: number of processes of the run.
-        num_layers: blocks of the model in the place of the configuration's; None: as configured.
+        num_layers: blocks of the model instead of the configured number; None: as configured.
 
     Raises:
         RuntimeError: this process belongs to a process group already.
@@ -144,7 +145,7 @@ class _Step:
             block.register_forward_hook(lambda _, inputs, output, number=number: mark_backward(number, output))
 
     def _forward_backward(self, last: bool) -> None:
-        """What the trainer does with one microbatch, on values that do not exist."""
+        """Forward and backward of one microbatch as in the trainer, on values that do not exist."""
         self.last = last
         config, live = self.config, self.live
         live.open_window((self.microbatch, "forward", -1))
@@ -164,7 +165,7 @@ class _Step:
         return sum(_state_bytes(p, self.config.optimizer, p in of_blocks) for p in self.parameters)
 
     def _orthogonalise_largest(self) -> None:
-        """The one step of an optimizer that takes more than a few rows beside its state."""
+        """Orthogonalise the largest matrix: the one optimizer step that takes more than a few rows besides its state"""
         matrices = [p for block in self.model.blocks() for p in block.parameters() if p.ndim == 2]
         largest = max(matrices, key=lambda p: p.numel())
         ahead = local(largest.detach()).clone()
