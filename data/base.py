@@ -1,4 +1,4 @@
-"""What every dataset provides: a configuration section, what it holds, and images by index."""
+"""Base of datasets: a configuration section, the dataset's properties, and images by index."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -13,17 +13,17 @@ Split = Literal["train", "validation"]
 
 
 class DatasetError(Exception):
-    """A dataset that cannot be used; the message is one line: what is wrong and what to do."""
+    """Dataset that cannot be used; the message is one line: the cause and the remedy."""
 
 
 class UnreadableImage(DatasetError):
-    """One image that cannot be decoded: the next one takes its place, and the run goes on and reports it.
+    """Image that cannot be decoded: the next one replaces it, and the run continues and reports it.
 
     Attributes:
         index: position in the split.
-        path: which file, or which part of one.
-        reason: what is wrong with it, one line.
-        damaged: its bytes were had and are no image; false: they could not be had, which may pass.
+        path: its file, or its place in one.
+        reason: of the failure, one line.
+        damaged: its bytes were read and are no image; false: they could not be read, which may be temporary.
     """
 
     def __init__(self, index: int, path: str, reason: str, damaged: bool = True) -> None:
@@ -39,7 +39,7 @@ class UnreadableImage(DatasetError):
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What a dataset holds, known without reading its images.
+    """Properties of a dataset, known without reading its images.
 
     Attributes:
         image_shape: (channels, height, width) of every image.
@@ -63,13 +63,13 @@ class DataConfig:
         0, "processes per rank that load ahead of training; 0 loads in the training process", ge=0, trajectory=False
     )
     prefetch_factor: int = setting(
-        2, "batches that each worker holds ready", ge=1, applies={"num_workers": ">0"}, trajectory=False
+        2, "batches that each loader process holds ready", ge=1, applies={"num_workers": ">0"}, trajectory=False
     )
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers for the samples of a batch: functions of (seed, purpose, sample number, attempt) alone.
+    """Draws of random numbers for the samples of a batch: functions of (seed, purpose, sample number, attempt) alone.
 
     Attributes:
         seed: of the run.
@@ -82,20 +82,20 @@ class Draws:
     attempt: int = 0
 
     def __getitem__(self, slots: slice) -> "Draws":
-        """Those of some of the samples."""
+        """Draws for some of the samples."""
         return Draws(self.seed, self.samples[slots], self.attempt)
 
     def uniform(self, purpose: str) -> Tensor:
-        """One number in (0, 1) per sample, float64 [B]."""
+        """Uniform draws, one number in (0, 1) per sample, float64 [B]."""
         return philox.uniform(self.seed, purpose, self.samples, self.attempt)
 
     def normal(self, purpose: str, shape: tuple[int, ...]) -> Tensor:
-        """Standard normal numbers, float32 [B, *shape]."""
+        """Normal draws, float32 [B, *shape]."""
         return philox.normal(self.seed, purpose, self.samples, shape, self.attempt)
 
 
 class Dataset(Protocol):
-    """A finite collection of images in a fixed order, read by index.
+    """Dataset: a finite collection of images in a fixed order, read by index.
 
     The class attribute `Config` is the dataset's `[data]` section, a subclass of DataConfig whose `name` is
     its Literal. The object must survive pickling, because loader workers may be started by spawning.

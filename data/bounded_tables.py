@@ -1,4 +1,4 @@
-"""Rows of parquet files, read a few at a time: an image stored once may be repeated in so many that memory is full."""
+"""Read parquet rows a few at a time: repeats of a stored image could otherwise fill the memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +10,10 @@ MAX_REPEATED_BYTES = 256 << 20  # that images may take beyond what the file says
 
 
 def check_types(place: str, schema: Any, image_column: str, label_column: str) -> None:
-    """Make sure that a table's columns can hold images and labels, whatever is said of them.
+    """Check that a table's columns can hold images and labels, whatever its metadata say.
 
     Args:
-        place: what messages call the table.
+        place: name of the table in messages.
         schema: of the table, a pyarrow.Schema.
         image_column, label_column: their names.
 
@@ -40,18 +40,18 @@ def read_rows(
     """Read images and labels.
 
     Args:
-        place: what messages call the rows.
+        place: name of the rows in messages.
         reader: pyarrow.parquet.ParquetFile whose columns `check_types` has passed.
         groups: row groups.
         image_column, label_column: their names.
-        most_bytes: that the images may take.
+        most_bytes: limit of the images' memory.
 
     Returns:
         pyarrow.Table of "image", large_binary in one array, and "label", int64.
 
     Raises:
         DatasetError: the images take more.
-        (and whatever pyarrow raises of damaged files)
+        (and pyarrow's own exceptions for damaged files)
     """
     import pyarrow
     from pyarrow import compute

@@ -1,4 +1,4 @@
-"""What CIFAR-10 and CIFAR-100 share: parquet files, the official python batches, or the Hugging Face hub."""
+"""CIFAR-10 and CIFAR-100 from parquet files, the official python batches, or the Hugging Face hub."""
 
 import pickle
 import re
@@ -28,13 +28,13 @@ MAX_FILE_BYTES = 4 << 30  # of images as their files store them; CIFAR's have 12
 
 @dataclass(frozen=True)
 class CifarEdition:
-    """What tells one of the two collections from the other.
+    """Edition: the differences between the two collections.
 
     Attributes:
-        title: how messages call it.
+        title: in messages.
         class_names: one per label.
         label_column: of parquet files.
-        folder: the one inside the official archive.
+        folder: inside the official archive.
         train_batches, validation_batches: the files in it.
         label_key: of a batch.
     """
@@ -50,7 +50,7 @@ class CifarEdition:
 
 @dataclass(kw_only=True)
 class CifarConfig(DataConfig):
-    """Keys of `[data]` with either name."""
+    """Keys of `[data]` for both names."""
 
     path: str = setting("", "folder of parquet files or of the official python batches, or a Hugging Face hub name")
     horizontal_flip: bool = setting(True, "mirror each training image with probability 1/2")
@@ -100,7 +100,7 @@ class Cifar:
 
 @dataclass(frozen=True)
 class _RawImages:
-    """One python batch: pixels as they are."""
+    """Python batch of raw pixels."""
 
     origin: str
     labels: np.ndarray  # int64 [N]
@@ -112,7 +112,7 @@ class _RawImages:
 
 @dataclass(frozen=True)
 class _EncodedImages:
-    """One table of PNG or JPEG files, end to end in one array: loader processes share its memory."""
+    """Table of PNG or JPEG files, end to end in one array: loader processes share its memory."""
 
     origin: str
     labels: np.ndarray  # int64 [N]
@@ -124,7 +124,7 @@ class _EncodedImages:
 
 
 def _decode(origin: str, row: int, encoded: bytes) -> np.ndarray:
-    """Pixels uint8 [3, 32, 32]. Raises DatasetError."""
+    """Decode to pixels uint8 [3, 32, 32]. Raises DatasetError."""
     try:
         with open_image(encoded) as image:
             width, height = image.size
@@ -138,7 +138,7 @@ def _decode(origin: str, row: int, encoded: bytes) -> np.ndarray:
 
 
 class _PythonBatches:
-    """The folder inside cifar-10-python.tar.gz or cifar-100-python.tar.gz."""
+    """Folder inside cifar-10-python.tar.gz or cifar-100-python.tar.gz."""
 
     has_validation = True
 
@@ -221,7 +221,7 @@ class _ParquetFolder:
 
 
 def _column_chunks(file: Any, path: str) -> list[Any]:
-    """What the footer says of a column, in each row group."""
+    """Column statistics of each row group in the footer."""
     groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
     columns = [group.column(number) for group in groups for number in range(group.num_columns)]
     return [column for column in columns if column.path_in_schema == path]
@@ -242,7 +242,7 @@ def _open_parquet(path: Path) -> Iterator[Any]:
 
 
 class _HubDataset:
-    """A dataset of the Hugging Face hub, downloaded or taken from the local cache by the package `datasets`."""
+    """Dataset of the Hugging Face hub, downloaded or taken from the local cache by the package `datasets`."""
 
     def __init__(self, name: str, edition: CifarEdition) -> None:
         self._name = name
@@ -313,7 +313,7 @@ def _open_source(path: str, edition: CifarEdition) -> _PythonBatches | _ParquetF
 
 
 def _find_columns(origin: str, schema: Any, edition: CifarEdition) -> str:
-    """Return the image column's name; raise DatasetError where the columns are not the edition's."""
+    """Find the image column's name; raise DatasetError where the columns are not the edition's."""
     import pyarrow
 
     image_column = next((name for name in IMAGE_COLUMNS if name in schema.names), None)
@@ -363,7 +363,7 @@ def _label_array(origin: str, table: Any, edition: CifarEdition) -> np.ndarray:
 
 
 def _integers(labels: Any) -> np.ndarray | None:
-    """A list of plain integers or an array of them as an array; None where it is neither, such as a ragged list."""
+    """Convert a list or array of plain integers to an array; None for anything else, such as a ragged list."""
     if isinstance(labels, list) and all(type(label) is int and abs(label) < 1 << 62 for label in labels):
         return np.array(labels, np.int64)
     return labels if isinstance(labels, np.ndarray) and labels.dtype.kind == "i" else None

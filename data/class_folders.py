@@ -1,4 +1,4 @@
-"""Folders of images, one per class: how they are listed, numbered and named."""
+"""Class folders of images: their listing, numbers and names."""
 
 import functools
 import os
@@ -17,7 +17,7 @@ MAX_CLASSES_BYTES = 16 << 20  # of a file that names classes
 
 @functools.lru_cache(maxsize=4)  # a run opens the same folder several times, and may have a million files
 def list_class_folders(key: str, path: str) -> tuple[list[bytes], ImageList]:
-    """Class folders by name, and the images in them.
+    """List class folders by name, and the images in them.
 
     Args:
         key: of the configuration, for messages.
@@ -42,7 +42,7 @@ def list_class_folders(key: str, path: str) -> tuple[list[bytes], ImageList]:
 
 
 def existing_folder(key: str, path: str) -> bytes:
-    """The path as the file system wants it. Raises DatasetError where it is no folder."""
+    """Resolve an existing folder's path for the file system. Raises DatasetError where it is no folder."""
     folder = user_path(path)
     if not folder.exists():
         raise DatasetError(f"{key}: {path!r} does not exist")
@@ -52,7 +52,7 @@ def existing_folder(key: str, path: str) -> bytes:
 
 
 def class_numbers(folders: list[bytes], classes_file: str) -> np.ndarray:
-    """The label of each class folder, int64: its place, or its line in the file where one is given.
+    """Class number of each class folder, int64: its place, or its line in the given file.
 
     Raises:
         DatasetError: the file cannot be read, or lacks a folder.
@@ -67,7 +67,7 @@ def class_numbers(folders: list[bytes], classes_file: str) -> np.ndarray:
 
 
 def read_classes(path: str) -> Mapping[str, str]:
-    """Folder -> name, in the order of a file with one "folder name" a line. Raises DatasetError."""
+    """Read folder -> name, in the order of a file with one "folder name" a line. Raises DatasetError."""
     try:
         return _parsed(path, read_regular(user_path(path), MAX_CLASSES_BYTES).decode("utf-8"))
     except (OSError, ValueError) as error:

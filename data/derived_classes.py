@@ -1,4 +1,4 @@
-"""How many classes there are where only labels say so, and at most."""
+"""Number of classes derived from labels, with a bound."""
 
 from collections.abc import Callable
 
@@ -13,13 +13,13 @@ EXPECTED_CLASSES = 1000  # as many need no explanation
 def num_classes_of(labels: np.ndarray, place: Callable[[int], str], advice: str) -> int:
     """Number of classes of a data set that does not declare them: the largest label and one.
 
-    A label is a stray where it is twice as large as all smaller ones, and as EXPECTED_CLASSES: a class for every
-    number up to it would be made, of which almost all have no image.
+    A label is a stray where it is twice as large as all smaller ones, and as EXPECTED_CLASSES: of the classes up to it
+    almost all would have no image.
 
     Args:
         labels: int64 [N], N >= 1, none negative.
-        place: what messages call the image of a position.
-        advice: what to do where that many classes are meant.
+        place: name, in messages, of the image at a position.
+        advice: for a data set that has that many classes.
 
     Raises:
         DatasetError: there is a stray, or a label beyond MOST_CLASSES; it is named with its place.

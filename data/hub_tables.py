@@ -1,4 +1,4 @@
-"""Tables that the package `datasets` opens: from the Hugging Face hub, a folder, or what it saved itself."""
+"""Tables of the package `datasets`: from the Hugging Face hub, a folder, or saved by the package itself."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -19,11 +19,11 @@ from torchtitan.files.regular import read_regular, user_path
 
 @dataclass(frozen=True)
 class HubImages:
-    """Images of a table that lies memory-mapped on this machine.
+    """Images of a table that is memory-mapped on this machine.
 
     Attributes:
-        place: what messages call it.
-        columns: which hold images and labels.
+        place: its name in messages.
+        columns: of images and labels.
         num_classes: labels are 0 .. num_classes - 1.
         labels: int64 [N].
         rows: the `datasets.Dataset` of the image column alone, not decoded.
@@ -60,7 +60,7 @@ def open_hub_table(
         image_column, label_column: names, or "" to find them.
 
     Raises:
-        DatasetError: the package is missing, the table cannot be had, lacks the columns, or has labels that are none.
+        DatasetError: the package is missing, the table cannot be read, lacks the columns, or has invalid labels.
     """
     try:
         import datasets
@@ -88,7 +88,7 @@ def open_hub_table(
 
 
 def _saved_split(datasets: Any, folder: Path, subset: str, split: str) -> Any:
-    """A split of what `save_to_disk` wrote; a table saved alone is the split that it was."""
+    """Split of a folder of `save_to_disk`; a table saved alone is the split that it was."""
     if subset:
         raise DatasetError(f"data.config: {folder} is one that save_to_disk wrote; leave the key out")
     saved = datasets.load_from_disk(str(folder))
@@ -122,7 +122,7 @@ def _asked(path: str, ask: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _without_retry_messages() -> Iterator[None]:
-    """The hub's package logs every attempt; what matters is how they end."""
+    """Silence the hub's messages of single attempts; the final outcome matters."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Image datasets in the form of Hugging Face: on its hub, in a folder, or streamed out of parquet files anywhere."""
+"""Hugging Face image datasets: on the hub, in a folder, or streamed from parquet files anywhere."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,9 +23,9 @@ class HuggingFaceConfig(SquareImagesConfig):
 
     name: Literal["huggingface"] = setting("huggingface", "dataset")
     path: str = setting("", "name on the Hugging Face hub, folder, or URL of parquet files (with data.streaming)")
-    config: str = setting("", "which of a dataset's subsets; default: the only one")
+    config: str = setting("", "subset of the dataset; default: the only one")
     revision: str = setting("", "branch, tag or commit on the hub; default: the newest")
-    split: str = setting("train", "split that is trained on")
+    split: str = setting("train", "split for training")
     validation_split: str = setting("", "split of held-out images; default: a part of data.split")
     validation_fraction: float = setting(
         0.05, "share of data.split held out, spread evenly over its order", ge=0, lt=1,
@@ -43,11 +43,11 @@ class HuggingFaceConfig(SquareImagesConfig):
         trajectory=False,
     )  # fmt: skip
     cache_path: str = setting(
-        "", "folder on this machine in which its processes share row groups; default: each reads its own",
+        "", "local folder in which the processes of a machine share row groups; default: each reads its own",
         applies={"streaming": (True,)}, trajectory=False, writes="shared",
     )  # fmt: skip
     cache_gib: float = setting(
-        32.0, "largest size of that folder; those longest unused go first", gt=0, applies={"streaming": (True,)},
+        32.0, "largest size of that folder; the longest unused are removed first", gt=0, applies={"streaming": (True,)},
         trajectory=False,
     )  # fmt: skip
 
@@ -56,8 +56,8 @@ class HuggingFace(SquareImages):
     """Colour images [3, S, S] with the labels of a column.
 
     Without `validation_split` image i of the split is held out where floor((i + 1) f) > floor(i f),
-    f = `validation_fraction`. Streaming or not, the images and their numbers are the same; the order of training is
-    not (see `blocks` in data/base.py).
+    f = `validation_fraction`. Images and their numbers are the same with and without streaming; the order of training
+    is not (see `blocks` in data/base.py).
     """
 
     Config = HuggingFaceConfig
@@ -95,11 +95,11 @@ class HuggingFace(SquareImages):
 
 
 def _open(config: HuggingFaceConfig, split: Split) -> tuple:
-    """The images of a split, their columns and the number of classes. Raises DatasetError."""
+    """Open a split: its images, columns and number of classes. Raises DatasetError."""
     if not config.path:
         raise DatasetError("data.path: not given; huggingface needs a name on the hub, a folder or a URL")
     if config.validation_split == config.split:
-        raise DatasetError(f"data.validation_split: {config.split!r} is what is trained on; name another, or leave it out")
+        raise DatasetError(f"data.validation_split: {config.split!r} is the training split; name another, or leave it out")
     name = config.validation_split if split == "validation" and config.validation_split else config.split
     asked = (config.config, config.revision, name, config.image_column, config.label_column)
     if not config.streaming:
@@ -126,7 +126,7 @@ def _open_groups(path: str, subset: str, revision: str, split: str, image_column
 
 
 def _check_memory(config: HuggingFaceConfig, groups: RowGroups, num_kept: int) -> None:
-    """Refuse a window that may not fit."""
+    """Refuse a window that may exceed its memory limit."""
     largest = np.sort(groups.image_bytes)[-num_kept:].sum() / GIB
     for key in ("window_gib", "cache_gib") if config.cache_path else ("window_gib",):
         if largest > getattr(config, key):

@@ -1,4 +1,4 @@
-"""Which columns of a table hold its images and labels, found from what the table says of its columns."""
+"""Columns of images and labels of a table, found from its schema."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from data.derived_classes import MOST_CLASSES
 
 @dataclass(frozen=True)
 class Columns:
-    """The two columns that training reads.
+    """Columns that training reads.
 
     Attributes:
         image, label: their names.
@@ -22,10 +22,10 @@ class Columns:
 
 
 def find_columns(place: str, features: dict[str, Any], image_column: str, label_column: str) -> Columns:
-    """Choose the columns given, or the only ones that are of the kind.
+    """Find the given columns, or the only ones of their kind.
 
     Args:
-        place: what messages call the table.
+        place: name of the table in messages.
         features: column -> description, as Hugging Face `datasets` writes them: {"_type": "Image"},
             {"_type": "ClassLabel", "names": [...]}, {"_type": "Value", "dtype": "int64"}.
         image_column, label_column: names, or "" to find them.
@@ -45,7 +45,7 @@ def find_columns(place: str, features: dict[str, Any], image_column: str, label_
 
 
 def arrow_features(schema: Any) -> dict[str, Any]:
-    """Descriptions of the columns of a parquet file that was written without them, from their types alone."""
+    """Describe the columns of a parquet file without such metadata, from their types alone."""
     import pyarrow
 
     features: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def _describe(feature: Any) -> str:
 
 
 def _is_image(feature: Any) -> bool:
-    """Also the struct of an image that was saved without saying so."""
+    """Check for an image column; also the struct of an image that was saved without metadata."""
     return isinstance(feature, dict) and (feature.get("_type") == "Image" or set(feature) == {"bytes", "path"})
 
 

@@ -1,7 +1,7 @@
-"""From the bytes of an image file, whoever made it, to a square of RGB pixels: all images of users are decoded here.
+"""Decode the bytes of an image file, from any source, to a square of RGB pixels: for all images of users.
 
-A decoder gets only what begins as one of a few formats does: none of these starts a program; a name decides nothing.
-How much memory and time it takes is bounded before it begins, by what the header says and by the file's structure.
+A decoder only gets files that begin as one of a few formats, none of which starts a program; the file's name is
+ignored. Memory and time are bounded before decoding, by the header and by the file's structure.
 """
 
 import io
@@ -46,11 +46,11 @@ _LONE_MARKERS = frozenset((0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)))  # of 
 
 
 def open_image(content: bytes) -> "Image":
-    """Read an image's header; no pixel is decoded.
+    """Open an image: read its header; no pixel is decoded.
 
     Raises:
-        ValueError: it is of another format than FORMATS, or larger than a decoder is trusted with.
-        (and whatever the decoder raises)
+        ValueError: it is of another format than FORMATS, or larger than allowed.
+        (and the decoder's own exceptions)
     """
     # Their import makes the formats known; by itself the package would load every format it has.
     from PIL import (  # noqa: F401
@@ -98,7 +98,7 @@ def decode_square(content: bytes, image_size: int) -> np.ndarray:
 
 
 def upright(image: "Image") -> "Image":
-    """Turn or mirror as the EXIF orientation says; what is wrong in the EXIF data is no reason to lose the image."""
+    """Apply the EXIF orientation; damaged EXIF data do not lose the image."""
     from PIL.Image import Transpose
 
     image.load()  # a damaged image shall fail here, not below
@@ -111,7 +111,7 @@ def upright(image: "Image") -> "Image":
 
 
 def to_rgb(image: "Image") -> "Image":
-    """Convert any mode to RGB: what is transparent is laid on white, 16-bit grey is scaled to 8 bits."""
+    """Convert any mode to RGB: transparent pixels are laid on white, 16-bit grey is scaled to 8 bits."""
     if image.mode.startswith("I"):
         return _in_bands(image, _scaled_grey)
     if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
@@ -120,7 +120,7 @@ def to_rgb(image: "Image") -> "Image":
 
 
 def resize_and_crop(image: "Image", image_size: int) -> "Image":
-    """Cut the centre square at a size, with the preprocessing of ADM.
+    """Resize and crop the centre square to a size, with the preprocessing of ADM.
 
     Halve both sides with a box filter while the shorter is at least twice the target; resize with a bicubic
     filter so that the shorter is the target; keep the middle of the longer.
@@ -138,7 +138,7 @@ def resize_and_crop(image: "Image", image_size: int) -> "Image":
 
 
 def decoding_problem(error: Exception) -> str:
-    """Why an image cannot be had, from what reading or decoding it raised; one line."""
+    """Problem of an image, from the exception of reading or decoding it; one line."""
     from PIL import UnidentifiedImageError
 
     if isinstance(error, UnidentifiedImageError):  # its own text shows where in memory the bytes were
@@ -158,7 +158,7 @@ def _check_size(width: int, height: int, most: int) -> None:
 
 
 def _webp_size(content: bytes) -> tuple[int, int]:
-    """Width and height of the canvas, as its first chunk says."""
+    """WebP's width and height of the canvas, from its first chunk."""
     chunk = content[12:30].ljust(18, b"\0")
     if chunk.startswith(b"VP8X"):
         return 1 + int.from_bytes(chunk[12:15], "little"), 1 + int.from_bytes(chunk[15:18], "little")
@@ -171,7 +171,7 @@ def _webp_size(content: bytes) -> tuple[int, int]:
 
 
 def _check_jpeg(content: bytes) -> None:
-    """Walk over the segments before the pixels, as the decoder's slow loop will."""
+    """Check the segments of a JPEG before the pixels, within the limits of the decoder's slow loop."""
     scans = content.count(b"\xff\xda")
     if scans > MAX_SCANS:
         raise ValueError(f"a JPEG of {scans} scans, more than {MAX_SCANS}")
@@ -208,7 +208,7 @@ def _orientation(image: "Image") -> int:
 
 
 def _in_bands(image: "Image", convert) -> "Image":
-    """Apply a conversion of each pixel by itself to a few rows at a time."""
+    """Apply a pixelwise conversion to a few rows at a time."""
     from PIL import Image
 
     rows = max(1, PIXELS_AT_A_TIME // image.width)

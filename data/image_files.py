@@ -1,4 +1,4 @@
-"""Encoded images of any kind of store: their names, where they lie, and batches of them as squares."""
+"""Encoded images in any kind of store: their names, their places, and batches of them as squares."""
 
 import hashlib
 import os
@@ -21,16 +21,16 @@ NUM_PROBES = 16
 
 @dataclass(kw_only=True)
 class SquareImagesConfig(DataConfig):
-    """Keys of `[data]` of every dataset that cuts images to squares of a size given."""
+    """Keys of `[data]` of every dataset that cuts images to squares of a given size."""
 
-    image_size: int | None = setting(None, "pixels of each side of the squares that images are cut to", ge=1)
+    image_size: int | None = setting(None, "side, in pixels, of the squares cut from images", ge=1)
     horizontal_flip: bool = setting(True, "mirror each training image with probability 1/2")
     max_corrupt_share: float = setting(
         0.2, "stop when more than this share of the images read cannot be decoded", ge=0, le=1, trajectory=False
     )
 
     def required_size(self) -> int:
-        """Pixels of each side. Raises DatasetError where the key was not given."""
+        """Required side in pixels. Raises DatasetError where the key was not given."""
         if self.image_size is None:
             raise DatasetError(
                 f"data.image_size: not given; {self.name} needs the side of its square images in pixels"
@@ -39,7 +39,7 @@ class SquareImagesConfig(DataConfig):
 
 
 class ImageSource(Protocol):
-    """Encoded images by position, in any kind of store."""
+    """Source of encoded images by position, in any kind of store."""
 
     def __len__(self) -> int: ...
 
@@ -48,16 +48,16 @@ class ImageSource(Protocol):
         exception means that this image alone cannot be read."""
 
     def shown(self, position: int) -> str:
-        """What messages call it: a path, or archive and member; one line."""
+        """Name of an image in messages: a path, or archive and member; one line."""
 
 
 @dataclass(frozen=True)
 class PackedNames:
-    """Names end to end in one array, so that a million of them cost little memory in any process.
+    """Packed names, end to end in one array, so that a million of them cost little memory in any process.
 
     Attributes:
         letters: uint8.
-        offsets: where each name begins, int64 [N + 1].
+        offsets: begin of each name, int64 [N + 1].
     """
 
     letters: np.ndarray
@@ -77,10 +77,10 @@ class PackedNames:
 
 @dataclass(frozen=True)
 class ImageList:
-    """Files in a folder and their classes.
+    """List of files in a folder and their classes.
 
     Attributes:
-        folder: what the names are relative to.
+        folder: base of the relative names.
         names: of the files.
         classes: class of each file in the order of the list's class folders, int32 [N].
     """
@@ -111,15 +111,15 @@ class ImageList:
 
 
 class SquareImages:
-    """Part of a source, read as squares; the reading side of the datasets of encoded images."""
+    """Squares of a part of a source; the reading side of the datasets of encoded images."""
 
     def __init__(
         self, source: ImageSource, positions: np.ndarray, labels: np.ndarray | None, image_size: int
     ) -> None:
         """
         Args:
-            source: where the images are.
-            positions: which of them, int64 [N].
+            source: of the images.
+            positions: in the source, int64 [N].
             labels: one per position, int64 [N]; None where only the source's `label(position)` knows them.
             image_size: pixels of each side.
         """
@@ -132,7 +132,7 @@ class SquareImages:
         return len(self._positions)
 
     def listing_digest(self) -> str:
-        """Hash of what is listed: which images, their names where they have any, and their labels; not their content."""
+        """Digest of the listing: image positions, names where they have any, and labels; not the content."""
         names = getattr(self._source, "names", None)
         parts = [self._positions] if names is None else [self._positions, names.offsets, names.letters]
         parts += [] if self._labels is None else [self._labels]
@@ -160,12 +160,12 @@ class SquareImages:
 
 
 def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:
-    """List the files whose names end as images' do, in folders of any depth, sorted by name as bytes.
+    """List the files with an image's ending, in folders of any depth, sorted by name as bytes.
 
-    Names that begin with a dot are left out. Whatever has an image's ending is listed without a look at it.
+    Names that begin with a dot are left out. Files are listed by their ending, and not opened.
 
     Args:
-        folder: where to look.
+        folder: to search.
         prefix: put before each name.
     """
     found, pending = [], [(folder, prefix)]
@@ -184,18 +184,18 @@ def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:
 
 
 def is_image_name(name: bytes) -> bool:
-    """Whether a file's name ends as images' do, in either case."""
+    """Check whether a file's name has an image's ending, in either case."""
     return name.rpartition(b".")[2].lower() in SUFFIXES
 
 
 def list_folders(folder: bytes) -> list[bytes]:
-    """Names of the folders in a folder, sorted as bytes; links to folders count, names with a leading dot do not."""
+    """List the folders in a folder, sorted as bytes; links to folders count, names with a leading dot do not."""
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if not entry.name.startswith(b".") and entry.is_dir())
 
 
 def check_readable(source: ImageSource, key: str) -> None:
-    """Decode a few images evenly spread over the source, until one succeeds.
+    """Check that images are readable: decode a few, evenly spread over the source, until one succeeds.
 
     Raises:
         DatasetError: none does.
@@ -214,22 +214,22 @@ def check_readable(source: ImageSource, key: str) -> None:
 
 
 def read_square(path: bytes, image_size: int) -> np.ndarray:
-    """As `decode_square`, of a file."""
+    """Read a square from a file, as `decode_square`."""
     return decode_square(read_regular(path, MAX_FILE_BYTES), image_size)
 
 
 def shown_path(path: bytes) -> str:
-    """A path as one printable line, whatever bytes it has."""
+    """Show a path as one printable line, whatever bytes it has."""
     return path.decode("utf-8", "backslashreplace").replace("\n", "\\n")
 
 
 def shown_names(names: Iterable[bytes]) -> tuple[str, ...]:
-    """As `shown_path`, for many."""
+    """Show many names, as `shown_path`."""
     return tuple(shown_path(name) for name in names)
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether the bytes could not be had or decoded just now; the decoder's own errors have no number."""
+    """Check whether the failure to read or decode may be temporary; the decoder's own errors have no number."""
     if isinstance(error, UnsuitableFile):
         return False
     return isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno is not None

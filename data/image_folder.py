@@ -79,7 +79,7 @@ class ImageFolder(SquareImages):
 
 
 def _list_folder(key: str, path: str, class_folders: bool) -> tuple[list[bytes], ImageList]:
-    """Class folders by name (none without classes) and the images in them."""
+    """List class folders by name (none without classes) and the images in them."""
     if not path:
         raise DatasetError(f"{key}: not given; image_folder needs a folder of images")
     return list_class_folders(key, path) if class_folders else ([], _list_unlabelled(key, path))
@@ -114,7 +114,7 @@ def _check_classes(config: ImageFolderConfig, folders: list[bytes]) -> None:
 
 
 def _class_numbers(config: ImageFolderConfig, folders: list[bytes]) -> np.ndarray:
-    """The label of each class folder, int64."""
+    """Class number of each class folder, int64."""
     return class_numbers(folders, config.classes_file) if config.class_folders else np.zeros(1, np.int64)
 
 

@@ -1,4 +1,4 @@
-"""ImageNet (ILSVRC-2012) as it is handed out: class folders, Kaggle's tree, or the original tar archives in place."""
+"""ImageNet (ILSVRC-2012) as distributed: class folders, Kaggle's tree, or the original tar archives in place."""
 
 import functools
 import os
@@ -48,13 +48,13 @@ class ImageNetConfig(SquareImagesConfig):
         ge=0, lt=1,
     )  # fmt: skip
     index_path: str = setting(
-        "", "folder that keeps what tar archives hold; default: beside the archives", trajectory=False, writes="shared"
+        "", "folder for the indexes of tar archives; default: that of the archives", trajectory=False, writes="shared"
     )
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Images and their classes.
+    """Part of ImageNet: images and their classes.
 
     Attributes:
         wnids: the classes that have images, sorted.
@@ -119,7 +119,7 @@ def _class_names(config: ImageNetConfig, wnids: list[bytes]) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=2)  # a run opens the same folder several times
 def _open(path: str, index_path: str) -> tuple[_Part, _Part | None]:
-    """The training images, and the held-out ones where there are any. Raises DatasetError."""
+    """Open the training images, and the held-out ones if there are any. Raises DatasetError."""
     if not path:
         raise DatasetError("data.path: not given; imagenet needs the folder with train/ and val/, or with the archives")
     existing_folder("data.path", path)
@@ -134,7 +134,7 @@ def _open(path: str, index_path: str) -> tuple[_Part, _Part | None]:
 
 
 def _roots(path: str) -> list[Path]:
-    """Where images and what describes them may lie."""
+    """Roots of the images and of the files that describe them."""
     folder = user_path(path)
     inside = list(folder.absolute().parents)[2:3] if folder.name == Path(KAGGLE_IMAGES).name else []
     return [folder, folder / KAGGLE_IMAGES, *inside]
@@ -206,7 +206,7 @@ def _open_archive(path: Path, index_path: str) -> TarImages:
 
 
 def _read_archive(path: Path, advance: Advance) -> Table:
-    """Images by class and name, as a listing of folders gives them."""
+    """Read an archive as images by class and name, like a listing of folders."""
 
     def place(member: Member) -> tuple[bytes, bytes]:
         archive, _, name = member.name.rpartition(b".tar/")

@@ -1,4 +1,4 @@
-"""What ImageNet's classes are called and which class each held-out image has, as the files beside the images say."""
+"""Metadata of ImageNet: names of classes, and the class of each held-out image."""
 
 import csv
 import io
@@ -25,7 +25,7 @@ WNID = re.compile(r"n\d{8}")
 
 
 def find_class_names(roots: list[Path]) -> dict[str, str]:
-    """wnid -> the first of its names, from Kaggle's mapping or the devkit; empty where there is neither.
+    """Find wnid -> the first of its names, from Kaggle's mapping or the devkit; empty without either.
 
     Raises:
         DatasetError: one of them is damaged, or scipy is missing for the devkit's.
@@ -42,7 +42,7 @@ def find_class_names(roots: list[Path]) -> dict[str, str]:
 
 
 def find_validation_wnids(roots: list[Path]) -> dict[str, str]:
-    """Name of a held-out image without its ending -> wnid, from Kaggle's solution or the devkit.
+    """Find name of a held-out image without its ending -> wnid, from Kaggle's solution or the devkit.
 
     Raises:
         DatasetError: there is neither, or one is damaged.
@@ -74,7 +74,7 @@ def _first(names: str) -> str:
 
 
 def _read_solution(path: Path) -> dict[str, str]:
-    """Lines "ImageId,PredictionString", where the prediction begins with the wnid."""
+    """Read lines "ImageId,PredictionString", where the prediction begins with the wnid."""
     try:
         rows = list(csv.reader(read_regular(path, MAX_FILE_BYTES).decode("utf-8").splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -89,7 +89,7 @@ def _read_solution(path: Path) -> dict[str, str]:
 
 
 def _devkit_file(roots: list[Path], name: str) -> bytes | None:
-    """A file of the devkit's folder `data`, unpacked or still in its archive."""
+    """Read a file of the devkit's folder `data`, unpacked or still in its archive."""
     inside = f"{DEVKIT}/data/{name}"
     place = _find(roots, inside) or _find(roots, f"{DEVKIT}.tar.gz")
     if place is None:
@@ -102,7 +102,7 @@ def _devkit_file(roots: list[Path], name: str) -> bytes | None:
 
 
 def _packed_file(packed: bytes, name: bytes) -> bytes:
-    """A file's content from an archive in the gzip format. Raises TarError, zlib.error."""
+    """Read a file from an archive in the gzip format. Raises TarError, zlib.error."""
     content = _unpacked(packed)
     for entry in walk(lambda offset, count: content[offset : offset + count], 0, len(content)):
         if entry.name == name and entry.kind in REGULAR:
@@ -111,7 +111,7 @@ def _packed_file(packed: bytes, name: bytes) -> bytes:
 
 
 def _unpacked(packed: bytes) -> bytes:
-    """What gzip has packed, as far as it goes. Raises TarError where it is more than MAX_FILE_BYTES, zlib.error."""
+    """Unpack gzip as far as it goes. Raises TarError where it is more than MAX_FILE_BYTES, zlib.error."""
     unpacker = zlib.decompressobj(wbits=31)
     content = unpacker.decompress(packed, MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
@@ -126,7 +126,7 @@ def _has_scipy() -> bool:
 
 
 def _synsets(content: bytes) -> dict[int, tuple[str, str]]:
-    """ILSVRC2012_ID -> (wnid, words) of the devkit's table."""
+    """Synsets of the devkit's table: ILSVRC2012_ID -> (wnid, words)."""
     from scipy.io import loadmat, whosmat
 
     try:
@@ -141,7 +141,7 @@ def _synsets(content: bytes) -> dict[int, tuple[str, str]]:
 
 
 def _check_packed_parts(content: bytes) -> None:
-    """Make sure that what a MATLAB file has packed is not too large. Raises ValueError, zlib.error."""
+    """Check that the packed parts of a MATLAB file are not too large. Raises ValueError, zlib.error."""
     order: Literal["little", "big"] = "big" if content[126:128] == b"MI" else "little"
     position, left = _MATLAB_HEADER_BYTES, MAX_FILE_BYTES
     while position < len(content):

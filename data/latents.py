@@ -1,4 +1,4 @@
-"""Images encoded beforehand: reads a latent store, draws from each posterior, normalises by channel."""
+"""Dataset of encoded images: reads a latent store, draws from each posterior, normalises by channel."""
 
 import json
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ class LatentsConfig(DataConfig):
     name: Literal["latents"] = setting("latents", "dataset")
     path: str = setting("", "folder of a latent store")
     sample_posterior: bool | None = setting(
-        None, "draw each latent from its normal distribution anew; false: take the mean; default: true where the store "
-        "keeps standard deviations",
+        None, "draw each latent anew from its posterior; false: take the mean; "
+        "default: true where the store keeps standard deviations",
     )  # fmt: skip
     mirror: bool | None = setting(
-        None, "take the mirror image's latent with probability 1/2; default: true where the store keeps it"
+        None, "take the mirror image's latent with probability 1/2; default: true where the store keeps mirror images"
     )
     validation_path: str = setting("", "latent store of held-out images")
     validation_fraction: float = setting(
@@ -78,12 +78,12 @@ class Latents:
 
     @staticmethod
     def store(config: LatentsConfig) -> LatentStore:
-        """The store that is trained on. Raises DatasetError."""
+        """Store for training. Raises DatasetError."""
         return _open(config, "train")
 
     @staticmethod
     def latent_metadata(config: LatentsConfig) -> dict[str, str]:
-        """What a file of latents drawn by a model of these has to say: how they were normalised, and what made them."""
+        """Metadata for files of latents drawn by a model of these: their normalisation and their autoencoder."""
         index = _open(config, "train").index
         normalization = index.normalization.model_dump(include={"shift", "scale"})
         return {"normalization": json.dumps(normalization), "autoencoder": json.dumps(index.autoencoder)}
@@ -115,7 +115,7 @@ class Latents:
 
 
 def _open(config: LatentsConfig, split: Split) -> LatentStore:
-    """The store that holds a split. Raises DatasetError."""
+    """Open the store that holds a split. Raises DatasetError."""
     key = "validation_path" if split == "validation" and config.validation_path else "path"
     path = getattr(config, key)
     if not path:
@@ -134,7 +134,7 @@ def _open(config: LatentsConfig, split: Split) -> LatentStore:
 
 
 def _check_first(key: str, store: LatentStore) -> None:
-    """Read an image, so that a shape which the shards do not have makes no model. Raises DatasetError."""
+    """Check the first image, so that a wrong shape is found before a model is built. Raises DatasetError."""
     try:
         store.read(np.zeros(1, np.int64))
     except LatentStoreError as error:

@@ -1,4 +1,4 @@
-"""A folder in which the processes of a machine share tables that are slow to get."""
+"""Cache folder in which the processes of a machine share tables that are slow to read."""
 
 import fcntl
 import os
@@ -22,7 +22,7 @@ _MARK = {b"kept by": b"row group cache"}  # in each table: others have tables in
 
 
 class NodeCache:
-    """Tables as files, memory-mapped, so that processes share their pages; those longest unused go first.
+    """Cache of tables as memory-mapped files, so that processes share their pages; those longest unused go first.
 
     Nothing else in the folder is removed, or counted.
     """
@@ -30,23 +30,23 @@ class NodeCache:
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """
         Args:
-            folder: made if need be. Raises OSError where it cannot be.
-            max_bytes: of its tables together.
+            folder: created if missing. Raises OSError if it cannot be.
+            max_bytes: limit of its tables' total size.
         """
         self._folder = folder
         self._max_bytes = max_bytes
         make_folder(folder)
 
     def get(self, key: str, make: Callable[[], Any]) -> Any:
-        """The pyarrow Table of that name, made by the first process that asks while the others wait for it.
+        """Get the pyarrow Table of that name, made by the first process that asks while the others wait for it.
 
         Args:
             key: letters and digits; equal keys stand for equal tables.
-            make: called without arguments where the folder does not have it.
+            make: called without arguments if the folder lacks it.
 
         Raises:
             OSError: the folder cannot be read or written.
-            (and whatever `make` raises)
+            (and the exceptions of `make`)
         """
         path = self._folder / f"{key}.arrow"
         table = _open(path)
@@ -94,7 +94,7 @@ class NodeCache:
 
 
 def _open(path: Path) -> Any:
-    """None where there is none, or a damaged one."""
+    """Open a table; None if it is missing or damaged."""
     import pyarrow
     from pyarrow import ipc
 

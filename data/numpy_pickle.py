@@ -1,8 +1,8 @@
-"""Read a pickle of numbers, bytes and NumPy arrays without ever running what it names.
+"""Read a pickle of numbers, bytes and NumPy arrays without running any function that it names.
 
-Loading a pickle calls any function that the file asks for, and reserves as much memory as its lengths ask for. Here the
-few operations that a table of arrays needs are carried out one by one: each of the few names stands for a function of
-this file, every length is compared with what is left of the file, and the number of operations is bounded.
+Loading a pickle calls any function that the file names, and reserves as much memory as its lengths ask for. Here only
+the few operations of a table of arrays are executed: each of the few allowed names stands for a function of this file,
+every length is compared with the rest of the file, and the number of operations is bounded.
 """
 
 import codecs
@@ -23,11 +23,11 @@ MAX_INTEGER_BYTES = 16
 
 
 class _ArrayType:
-    """Stands for `numpy.ndarray` where a pickle names it."""
+    """Placeholder for `numpy.ndarray` where a pickle names it."""
 
 
 class _Array:
-    """Stands for an array until its content has been read."""
+    """Placeholder for an array until its content has been read."""
 
     values: np.ndarray | None = None
 
@@ -39,7 +39,7 @@ class _Array:
 
 
 class _ElementType:
-    """Stands for `numpy.dtype`: little-endian integers only."""
+    """Placeholder for `numpy.dtype`: little-endian integers only."""
 
     def __init__(self, code: str | bytes, *flags: Any) -> None:
         code = code.decode("latin1") if isinstance(code, bytes) else code
@@ -95,7 +95,7 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 class _Machine:
-    """Carries out the operations of a pickle, those that are known here, on a stack of plain values."""
+    """Machine for the operations of a pickle, known ones only, on a stack of plain values."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -106,7 +106,7 @@ class _Machine:
         self._left_to_encode = len(content)  # of texts, each of which stands in the file
 
     def run(self) -> Any:
-        """What the pickle holds. Raises pickle.UnpicklingError."""
+        """Run the operations and return the pickle's value. Raises pickle.UnpicklingError."""
         try:
             for _ in range(MAX_STEPS):
                 code = self._take(1)

@@ -1,4 +1,4 @@
-"""Parquet files in a folder, a store or on the Hugging Face hub: which are of a split, and what their footers say."""
+"""Parquet files in a folder, a store or on the Hugging Face hub: the files of a split, and their footers."""
 
 import hashlib
 import json
@@ -30,14 +30,14 @@ class RowGroups:
     """Row groups of many files, as one table in the order of the files' names.
 
     Attributes:
-        url: folder or file, as fsspec wants it.
+        url: folder or file, in fsspec's form.
         files: paths in its file system.
-        columns: which hold images and labels.
+        columns: of images and labels.
         num_classes: labels are 0 .. num_classes - 1.
-        file, number: of each row group: its file, and which of the file's it is, int32 [K].
-        starts: row with which each begins, int64 [K + 1].
+        file, number: of each row group: its file, and its number within the file, int32 [K].
+        starts: first row of each, int64 [K + 1].
         image_bytes: of the image column of each, decompressed, int64 [K].
-        keys: names equal where the content is, hexadecimal.
+        keys: names that are equal for equal content, hexadecimal.
     """
 
     url: str
@@ -55,7 +55,7 @@ class RowGroups:
 
 
 def table_url(path: str, revision: str) -> str:
-    """What fsspec reads for `data.path`: a URL, a path here, or a name on the hub. Raises DatasetError."""
+    """URL for fsspec from `data.path`: a URL, a local path, or a name on the hub. Raises DatasetError."""
     local = os.path.expanduser(path)
     if HUB_NAME.fullmatch(path) and not os.path.exists(local):
         return f"hf://datasets/{path}" + (f"@{quote(revision, safe='')}" if revision else "")
@@ -67,7 +67,7 @@ def table_url(path: str, revision: str) -> str:
 
 
 def read_footers(url: str, subset: str, split: str, image_column: str, label_column: str) -> RowGroups:
-    """Find the files of a split and read the end of each.
+    """Read the footers of a split's files.
 
     Args:
         url: of `table_url`.
@@ -76,7 +76,7 @@ def read_footers(url: str, subset: str, split: str, image_column: str, label_col
         image_column, label_column: names, or "" to find them.
 
     Raises:
-        DatasetError: it cannot be reached, there are none, or they are damaged, differ, or lack the columns.
+        DatasetError: the URL cannot be reached, there are no files, or they are damaged, differ, or lack the columns.
     """
     files = reaching(url, lambda: _find_files(url, subset, split))
     with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
@@ -94,7 +94,7 @@ def read_footers(url: str, subset: str, split: str, image_column: str, label_col
 
 
 def reaching(url: str, ask: Callable[[], Any]) -> Any:
-    """Call what leaves this machine. Raises DatasetError, one line."""
+    """Guard calls that leave this machine. Raises DatasetError, one line."""
     try:
         return ask()
     except DatasetError:
@@ -107,7 +107,7 @@ def reaching(url: str, ask: Callable[[], Any]) -> Any:
 
 
 def open_storage(url: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path in it."""
+    """Open fsspec's file system of a URL, and return it with the path in it."""
     from fsspec.core import url_to_fs
 
     return url_to_fs(url)
@@ -158,7 +158,7 @@ def _read_footer(url: str, file: str) -> Any:
 
 
 def _features(footer: Any) -> dict[str, Any]:
-    """What the file says of its columns, or else what their types say."""
+    """Features of the columns from the file's metadata, or else from their types."""
     schema = footer.schema.to_arrow_schema()
     try:
         described = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
@@ -206,7 +206,7 @@ def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns
 
 
 def _check_labels(place: str, columns: Columns, statistics: Any) -> None:
-    """Refuse labels that the footer knows to be none, before any is read. Raises DatasetError."""
+    """Check labels against the footer's statistics, before any is read. Raises DatasetError."""
     if statistics is None:
         return
     if statistics.has_null_count and statistics.null_count:

@@ -1,4 +1,4 @@
-"""Images of parquet files, read a row group at a time; the last few row groups are kept."""
+"""Images of parquet files, read a row group at a time, with a window of recent row groups."""
 
 import os
 import time
@@ -20,7 +20,7 @@ LASTING = (FileNotFoundError, PermissionError, ImportError)
 
 
 class RowGroupImages:
-    """Images and labels by row number; each process reads the row groups it needs, and keeps so many."""
+    """Images and labels by row number; each process reads its row groups, and keeps the given number."""
 
     def __init__(
         self, groups: RowGroups, num_kept: int, cache_path: str = "", cache_bytes: int = 0, window_bytes: int = 4 << 30
@@ -31,7 +31,7 @@ class RowGroupImages:
             num_kept: row groups held at a time.
             cache_path: folder in which the processes of a machine share row groups, or "".
             cache_bytes: of row groups in it.
-            window_bytes: that images which files repeat may take in all row groups held.
+            window_bytes: limit of repeated images in all row groups held.
         """
         self.groups = groups
         self._num_kept = num_kept
@@ -86,7 +86,7 @@ class RowGroupImages:
             raise DatasetError(f"data.cache_path: {self._cache_path}: {error.strerror or error}") from error
 
     def _read(self, group: int) -> Any:
-        """The row group's images and labels, a pyarrow Table of two columns. Raises DatasetError."""
+        """Read the row group's images and labels, a pyarrow Table of two columns. Raises DatasetError."""
         columns, file = self.groups.columns, int(self.groups.file[group])
 
         def read() -> Any:
@@ -114,7 +114,7 @@ class RowGroupImages:
 
 
 def _try_again(place: str, read: Callable[[], Any], is_local: bool) -> Any:
-    """Read, and again after a pause where the reason may go away: of a local file, where the system names it."""
+    """Retry a read after a pause where the failure may be temporary: for local files, by the system's error number."""
     import pyarrow
 
     for pause in (*PAUSES, None):
@@ -134,5 +134,5 @@ def _try_again(place: str, read: Callable[[], Any], is_local: bool) -> Any:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether a file was read, and is not what it should be; the package names no kind of error for that."""
+    """Check whether a file was read and is damaged; the package has no kind of error for that."""
     return not isinstance(error, OSError) or (type(error) is OSError and error.errno is None)

@@ -1,4 +1,4 @@
-"""What archives hold, kept in a file for each of them, so that an archive is read through once only."""
+"""Saved indexes of archives, one file each, so that an archive is scanned only once."""
 
 import errno
 import hashlib
@@ -32,20 +32,20 @@ def saved_tables(
     archives: Sequence[Path], kind: str, build: Callable[[Path, Advance], Table],
     is_whole: Callable[[Table, int], bool], folder: str = "",
 ) -> list[Table]:  # fmt: skip
-    """The table of each archive: from its index file where that is as new as the archive, or else built and saved.
+    """Tables of the archives: from the index file if it is as new as the archive, or else built and saved.
 
-    An interruption loses the archive that was being read, no more.
+    An interruption loses only the archive being read.
 
     Args:
         archives: files.
-        kind: what else the tables depend on; an index of another kind is not used.
-        build: makes an archive's table; calls its second argument with the number of bytes it has gone on.
-        is_whole: whether a table that was read can be of an archive of so many bytes: names, types, lengths, places.
-        folder: where index files are kept; "": each beside its archive, hidden, or nowhere if that cannot be written.
+        kind: of the tables; an index of another kind is not used.
+        build: makes an archive's table; calls its second argument with the number of bytes read since the last call.
+        is_whole: whether a saved table can belong to an archive of that many bytes: names, types, lengths, places.
+        folder: of the index files; "": each in its archive's folder, hidden, or nowhere if that cannot be written.
 
     Raises:
         DatasetError: an archive cannot be read, or `folder` not be written.
-        (and whatever `build` raises)
+        (and the exceptions of `build`)
     """
     tables = {path: _load(_index_file(path, folder), _mark(path, kind), is_whole) for path in archives}
     missing = [path for path in archives if tables[path] is None]
@@ -63,8 +63,9 @@ def saved_tables(
                     raise DatasetError(f"data.index_path: {folder}: cannot be written: {error.strerror}") from error
     if unsaved is not None:
         logger.warning(
-            f"{missing[0].parent}: what its archives hold cannot be kept beside them ({unsaved.strerror}), so every "
-            "process reads them through; data.index_path names a folder to keep it in"
+            f"{missing[0].parent}: the index of its archives cannot be saved "
+            f"there ({unsaved.strerror}), so every process scans them; "
+            "set data.index_path to a folder for it"
         )
     return [tables[path] for path in archives]
 
@@ -85,7 +86,7 @@ def _mark(archive: Path, kind: str) -> dict[str, str]:
 
 
 def _load(path: Path, mark: dict[str, str], is_whole: Callable[[Table, int], bool]) -> Table | None:
-    """None where there is no index of that mark, or a damaged one."""
+    """Load an index; None if there is none of that mark, or a damaged one."""
     archive_bytes = int(mark["size"])
     try:
         # Each member takes more room in its archive than in the index.
@@ -115,7 +116,7 @@ def _save(path: Path, mark: dict[str, str], table: Table) -> None:
 
 
 def _may_replace(path: Path) -> bool:
-    """Whether nothing or an empty file is there, or an index, good or damaged: its header has the marks of one."""
+    """Check whether the place is free, or holds an empty file or an index, good or damaged, by its header's marks."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -130,13 +131,13 @@ def _may_replace(path: Path) -> bool:
 
 
 def is_column(table: Table, name: str, dtype: type, length: int | None = None) -> bool:
-    """Whether a table has an array [length] of that type, any length where None is given."""
+    """Check whether a table has an array [length] of that type, any length for None."""
     array = table.get(name)
     return array is not None and array.dtype == dtype and array.ndim == 1 and length in (None, len(array))
 
 
 def are_places(offsets: np.ndarray, sizes: np.ndarray, archive_bytes: int) -> bool:
-    """Whether every offset and size, int64 [N] each, lies in an archive."""
+    """Check whether every offset and size, int64 [N] each, lies in an archive."""
     return bool(((offsets >= 0) & (sizes >= 0) & (offsets <= archive_bytes) & (sizes <= archive_bytes - offsets)).all())
 
 

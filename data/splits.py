@@ -1,4 +1,4 @@
-"""Which images a dataset without a held-out part of its own gives to validation."""
+"""Splits: held-out images of a dataset without a validation part."""
 
 import numpy as np
 
@@ -13,8 +13,8 @@ def last_of_each_class(classes: np.ndarray, fraction: float) -> np.ndarray:
         fraction: share of all, 0 <= f < 1.
 
     Returns:
-        which are held out, bool [N]: floor(f x their images) of the first k classes together, for every k, so that
-        every class gives its share to within one image.
+        held-out mask, bool [N]: floor(f x their images) of the first k classes together, for every k, so that every
+        class gives its share to within one image.
     """
     ends = np.searchsorted(classes, np.arange(classes[-1] + 1), side="right")
     starts = np.concatenate(([0], ends[:-1]))
@@ -31,7 +31,7 @@ def spread_evenly(count: int, fraction: float) -> np.ndarray:
 
 
 def chosen_positions(chosen: np.ndarray, split: Split, fraction: float) -> np.ndarray:
-    """Where a split's bool [N] is true. Raises DatasetError where it is nowhere."""
+    """Positions of a split where its bool [N] is true. Raises DatasetError where it is nowhere."""
     positions = np.flatnonzero(chosen)
     if len(positions) == 0:
         raise DatasetError(f"data.validation_fraction: {fraction} leaves no image for {split}")

@@ -1,4 +1,4 @@
-"""Images made from their index: for benchmarks without a disk, and for data whose best possible loss is known."""
+"""Synthetic images made from their index: for benchmarks without a disk, and for data of known optimal loss."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -27,7 +27,7 @@ class SyntheticConfig(DataConfig):
     shape: list[int] = setting([4, 32, 32], "channels, height and width")
     num_classes: int = setting(10, "image i has label i modulo this; 0: no labels", ge=0, le=100_000_000)
     num_images: int = setting(1_000_000, "training images", ge=1, le=10_000_000_000)
-    seed: int = setting(0, "another seed makes other images", ge=0, applies={"kind": ("noise", "gaussian")})
+    seed: int = setting(0, "seed of the images", ge=0, applies={"kind": ("noise", "gaussian")})
     spectrum_alpha: float = setting(
         2.0, "variance at radial frequency f falls as f^-alpha", ge=0, le=100, applies={"kind": ("gaussian",)}
     )
@@ -35,7 +35,7 @@ class SyntheticConfig(DataConfig):
 
 
 class Synthetic:
-    """Training images are numbers 0 .. num_images - 1, validation images the NUM_VALIDATION after them."""
+    """Synthetic images: numbers 0 .. num_images - 1 are for training, the next NUM_VALIDATION for validation."""
 
     Config = SyntheticConfig
 
@@ -74,7 +74,7 @@ class Synthetic:
 
 
 def mode_variances(config: SyntheticConfig) -> Tensor:
-    """Eigenvalues of the data's covariance, whose eigenvectors are the orthonormal Fourier modes.
+    """Variances of the orthonormal Fourier modes: eigenvalues of the data's covariance.
 
     A mode of integer frequency (fy, fx) has variance A f^-alpha with f = sqrt(fx^2 + fy^2), the constant mode
     counting as f = 1. An image is white noise filtered by their square roots, so channels are independent, the
@@ -102,7 +102,7 @@ def mode_variances(config: SyntheticConfig) -> Tensor:
 
 
 def optimal_velocity_loss(config: SyntheticConfig, t: Tensor) -> Tensor:
-    """Smallest mean squared error per pixel of any prediction of the flow's velocity on this data.
+    """Optimal velocity loss: smallest mean squared error per pixel of any prediction of the flow's velocity.
 
     In the eigenbasis a mode of x_t = (1 - t) x0 + t noise has variance v = (1 - t)^2 s + t^2, where s is the data's.
     The velocity u = noise - x0 has variance 1 + s and covariance t - (1 - t) s with x_t. All is Gaussian, so the best
@@ -122,7 +122,7 @@ def optimal_velocity_loss(config: SyntheticConfig, t: Tensor) -> Tensor:
 
 
 def optimal_noise_loss(config: SyntheticConfig, log_sigma: Tensor) -> Tensor:
-    """Smallest mean squared error per pixel of any prediction of the noise on this data, on any path.
+    """Optimal noise loss: smallest mean squared error per pixel of any prediction of the noise, on any path.
 
     A mode of x_t / a = x0 + sigma noise has variance s + sigma^2, so the best prediction of the noise, linear again,
     leaves 1 - sigma^2 / (s + sigma^2) = s / (s + sigma^2). The loss is the mean over modes, from 1 for clean images

@@ -1,4 +1,4 @@
-"""Members of plain tar archives, read in place: a member is so many bytes from some byte of its archive."""
+"""Members of plain tar archives, read in place by offset and size."""
 
 import os
 from collections import OrderedDict
@@ -22,7 +22,7 @@ COMPRESSIONS = {b"\x1f\x8b\x08": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\
 
 
 class Member(NamedTuple):
-    """A file inside an archive."""
+    """Member: a file inside an archive."""
 
     name: bytes
     offset: int  # of its content, in bytes from the beginning of the archive
@@ -30,11 +30,11 @@ class Member(NamedTuple):
 
 
 def read_members(path: Path, advance: Advance = lambda count: None, nested: bool = False) -> Iterator[Member]:
-    """Regular files of a plain tar archive, in its order.
+    """Read the regular files of a plain tar archive, in its order.
 
     Args:
         path: the archive.
-        advance: called with the number of bytes gone on.
+        advance: called with the number of bytes read since the last call.
         nested: instead of each member that is an archive itself, give its members, as "archive.tar/member".
 
     Raises:
@@ -63,7 +63,7 @@ def read_members(path: Path, advance: Advance = lambda count: None, nested: bool
 
 
 def _checked(path: Path, entries: Iterator[Entry]) -> Iterator[Member]:
-    """Those that are regular files. Raises DatasetError."""
+    """Check that members are regular files. Raises DatasetError."""
     try:
         for entry in entries:
             if entry.kind in SPECIAL:
@@ -86,14 +86,14 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 class OpenArchives:
-    """Files read by offset, the last few kept open; a copy in another process opens its own."""
+    """Open archives, read by offset, the last few kept open; a copy in another process opens its own."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = tuple(paths)
         self._descriptors: OrderedDict[int, int] = OrderedDict()
 
     def read(self, archive: int, offset: int, size: int) -> bytes:
-        """Raises OSError, or ValueError where the archive is shorter than that, or no image is as large."""
+        """Read bytes. Raises OSError, or ValueError where the archive is shorter than that, or no image is as large."""
         if size > MAX_FILE_BYTES:
             raise ValueError(f"{size:,} bytes, more than {MAX_FILE_BYTES:,}")
         if archive not in self._descriptors:
@@ -121,7 +121,7 @@ class TarImages:
 
     Attributes:
         archives: the files.
-        archive: which of them each image is in, int32 [N].
+        archive: number of each image's archive, int32 [N].
         offsets, sizes: bytes, int64 [N].
         names: of the members.
     """

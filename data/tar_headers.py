@@ -1,4 +1,4 @@
-"""The headers of a tar archive, one after the other, with every number in them held against the archive's end.
+"""Headers of a tar archive, one after the other, with every number checked against the archive's end.
 
 Formats: POSIX ustar and pax (IEEE 1003.1-2001), GNU's long names and large numbers. A header takes bounded memory and a
 walk always advances, whatever is in it.
@@ -28,11 +28,11 @@ ReadAt = Callable[[int, int], bytes]
 
 
 class TarError(Exception):
-    """No archive, or a damaged one; the message says where."""
+    """Not a tar archive, or a damaged one; the message names the place."""
 
 
 class Entry(NamedTuple):
-    """A member of any kind.
+    """Entry: a member of any kind.
 
     Attributes:
         name: as it is stored, without a slash at its end.
@@ -53,11 +53,11 @@ class _Header(NamedTuple):
 
 
 def walk(read_at: ReadAt, begin: int, end: int) -> Iterator[Entry]:
-    """Members between two bytes, in their order.
+    """Walk over the members between two bytes, in their order.
 
     Args:
-        read_at: gives so many bytes from an offset, fewer where there are no more.
-        begin, end: where the archive lies.
+        read_at: reads so many bytes from an offset, fewer at the end.
+        begin, end: of the archive, in bytes.
 
     Raises:
         TarError: it is cut short or damaged.
@@ -84,13 +84,13 @@ def walk(read_at: ReadAt, begin: int, end: int) -> Iterator[Entry]:
             raise TarError(f"damaged at byte {position}: more than {MAX_HEADERS_OF_A_MEMBER} headers of one member")
         entry = _entry(header, of_all | own, position)
         if entry.offset + entry.size > end:
-            raise TarError(f"cut short: {entry.name.decode('utf-8', 'backslashreplace')!r} goes on past byte {end}")
+            raise TarError(f"cut short: {entry.name.decode('utf-8', 'backslashreplace')!r} extends past byte {end}")
         yield entry
         position += _blocks(entry.size)
 
 
 def _header(read_at: ReadAt, position: int, begin: int, end: int) -> _Header | None:
-    """None at the block of zeros that ends an archive."""
+    """Header at a position; None at the block of zeros that ends an archive."""
     block = read_at(position, BLOCK) if position + BLOCK <= end else b""
     if len(block) < BLOCK:
         raise TarError(f"cut short at byte {end}: a tar's last block is missing")
@@ -109,14 +109,14 @@ def _header(read_at: ReadAt, position: int, begin: int, end: int) -> _Header | N
 
 
 def _sums(block: bytes) -> tuple[int, int]:
-    """Its bytes' sum with the sum's own field as spaces; old systems took bytes as signed."""
+    """Sum of the bytes with the sum's own field as spaces; old systems took bytes as signed."""
     others = block[:148] + b" " * 8 + block[156:]
     total = sum(others)
     return total, total - 256 * len(others.translate(None, _BELOW_128))
 
 
 def _number(field: bytes) -> int | None:
-    """Octal digits, or GNU's binary number behind a first byte of 0x80; None for anything else, negative ones too."""
+    """Number in octal digits, or GNU's binary number after a byte 0x80; None for anything else, negative ones too."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     found = _OCTAL.fullmatch(field)
@@ -128,11 +128,11 @@ def _blocks(size: int) -> int:
 
 
 def _extra(read_at: ReadAt, position: int, header: _Header, end: int, limit: int) -> bytes:
-    """What a header says about the next member."""
+    """Extra information of a header about the next member."""
     if header.size > limit:
         raise TarError(f"damaged at byte {position - BLOCK}: a header of {header.size:,} bytes, more than {limit:,}")
     if position + header.size > end:
-        raise TarError(f"cut short: a header goes on past byte {end}")
+        raise TarError(f"cut short: a header extends past byte {end}")
     return read_at(position, header.size)
 
 

@@ -71,7 +71,7 @@ def _read_wnids(folder: Path) -> list[str]:
 
 
 def _class_names(folder: Path, wnids: list[str]) -> tuple[str, ...]:
-    """The first of each class's names; words.txt names all of WordNet."""
+    """Class names: the first of each; words.txt names all of WordNet."""
     names = dict(line.partition("\t")[::2] for line in _read_lines(folder / "words.txt"))
     return tuple(names.get(wnid, wnid).split(",")[0].strip() for wnid in wnids)
 
@@ -90,7 +90,7 @@ def _list_train(folder: Path, wnids: list[str]) -> ImageList:
 
 
 def _list_validation(folder: Path, wnids: list[str]) -> tuple[ImageList, np.ndarray]:
-    """The held-out images in the order of the annotations, and their labels."""
+    """List the held-out images in the order of the annotations, and their labels."""
     numbers = {wnid: number for number, wnid in enumerate(wnids)}
     names, labels = [], []
     for number, line in enumerate(_read_lines(folder / ANNOTATIONS), 1):

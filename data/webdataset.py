@@ -1,4 +1,4 @@
-"""Tar shards in the manner of WebDataset, read in place: files of one key are a sample, in any order at random."""
+"""Tar shards in WebDataset's format, read in place: files of one key are a sample, with random access."""
 
 import glob
 import json
@@ -48,18 +48,18 @@ class WebDatasetConfig(SquareImagesConfig):
 
     name: Literal["webdataset"] = setting("webdataset", "dataset")
     path: str = setting("", "tar shards: a folder of them, a pattern with * or ?, or names as train-{000..127}.tar")
-    image_extension: str = setting("", "of a sample's images take the one so called; default: a sample has one image")
+    image_extension: str = setting("", "extension of the image in samples with several")
     label_key: str = setting("", "key of the label in a sample's .json; default: the number in its .cls")
     classes_file: str = setting(
-        "", "text file, one 'id name' a line in the order of labels; default: no names, labels up to the largest met"
+        "", "text file, one 'id name' a line in the order of labels; default: no names, labels up to the largest found"
     )
-    validation_path: str = setting("", "shards of held-out images, given like data.path")
+    validation_path: str = setting("", "shards of held-out images, in the form of data.path")
     validation_fraction: float = setting(
         0.05, "share of data.path held out, spread evenly over its order", ge=0, lt=1,
         applies={"validation_path": ("",)},
     )  # fmt: skip
     index_path: str = setting(
-        "", "folder that keeps what the shards hold; default: beside the shards", trajectory=False, writes="shared"
+        "", "folder for the indexes of the shards; default: that of the shards", trajectory=False, writes="shared"
     )
 
 
@@ -90,7 +90,7 @@ class Samples:
 
 
 class WebDataset(SquareImages):
-    """Colour images [3, S, S] with the labels that stand in the shards.
+    """Colour images [3, S, S] with the labels in the shards.
 
     Without `validation_path` sample i of data.path is held out where floor((i + 1) f) > floor(i f),
     f = `validation_fraction`.
@@ -162,7 +162,7 @@ def _open_shards(key: str, path: str, image_extension: str, label_key: str, inde
 
 
 def find_shards(key: str, path: str) -> list[Path]:
-    """Local tar files that a folder, a pattern or a name with {000..127} or {a,b} stands for; a folder's by name.
+    """Find local tar files from a folder, a pattern or a name with {000..127} or {a,b}; a folder's by name.
 
     Raises:
         DatasetError: there are none, or one of those named is missing.
@@ -192,9 +192,9 @@ def _matches(name: str) -> list[str]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Names that a pattern stands for, as a shell expands it: {a,b} and {08..11}, several of them too.
+    """Expand the braces of a pattern as a shell does: {a,b} and {08..11}, several of them too.
 
-    Of more than MAX_SHARDS names one more than those is given.
+    Of more than MAX_SHARDS names, only one more than those is returned.
     """
     return list(islice(_expanded(pattern), MAX_SHARDS + 1))
 
@@ -216,7 +216,7 @@ def _expanded(pattern: str) -> Iterator[str]:
 
 
 def _read_shard(path: Path, advance: Advance, image_extension: bytes, label_key: str) -> Table:
-    """Samples in the order in which their keys first appear."""
+    """Read a shard's samples in the order in which their keys first appear."""
     groups: dict[bytes, dict[bytes, list[Member]]] = {}
     for member in read_members(path, advance):
         folder, _, name = member.name.rpartition(b"/")
@@ -260,7 +260,7 @@ def _is_whole(table: Table, archive_bytes: int) -> bool:
 def _describe(
     files: dict[bytes, list[Member]], read: Callable[[Member], bytes], image_extension: bytes, label_key: str
 ) -> tuple[int, int, int, int]:
-    """Offset and size of a sample's image, its label, and what is wrong with it."""
+    """Describe a sample: offset and size of its image, its label, and its problem."""
     wanted = {image_extension} if image_extension else SUFFIXES
     images = [member for extension, members in files.items() if extension in wanted for member in members]
     if len(images) != 1:

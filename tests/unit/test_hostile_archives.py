@@ -64,11 +64,11 @@ def entries(content):
 HOSTILE = {
     "a size of -512": (header(size=b"\xff" * 10 + b"\xfe\0") + END, "no number of bytes"),
     "a size of -1": (header(size=b"-1\0") + END, "no number of bytes"),
-    "a size of 2^88": (header(size=b"\x80" + b"\xff" * 11) + END, "goes on past byte"),
+    "a size of 2^88": (header(size=b"\x80" + b"\xff" * 11) + END, "extends past byte"),
     "a size in words": (header(size=b"many") + END, "no number of bytes"),
     "a name of 4 TB": (header(b"././@LongLink", b"\x80" + (4 << 40).to_bytes(11, "big"), b"L") + END, "than 4,097"),
     "a name of 4 TB by pax": (header(b"pax", b"\x80" + (4 << 40).to_bytes(11, "big"), b"x") + END, "than 1,048,576"),
-    "a name past the end": (header(b"././@LongLink", octal(4000), b"L") + END, "a header goes on past byte"),
+    "a name past the end": (header(b"././@LongLink", octal(4000), b"L") + END, "a header extends past byte"),
     "3,000 long names": (member(b"././@LongLink", b"x" * 200, b"L") * 3000 + END, "more than 16 headers of one member"),
     "3,000 pax headers": (pax(path=b"x") * 3000 + END, "more than 16 headers of one member"),
     "a size of -512 by pax": (pax(size=b"-512") + member() + END, "no number of bytes"),

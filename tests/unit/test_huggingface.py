@@ -434,7 +434,7 @@ BAD = {
         {"path": "{}/train-00000-of-00002.parquet", "validation_split": "test"}, "is one file, of which no data.split 'test' can be"
     ),
     "held out is trained on": (
-        {"validation_split": "train"}, "data.validation_split: 'train' is what is trained on; name another, or leave"
+        {"validation_split": "train"}, "data.validation_split: 'train' is the training split; name another, or leave"
     ),
     "other classes": ({"validation_split": "test"}, "data.validation_split: classes of 'test' are not those of 'tr"),
 }  # fmt: skip

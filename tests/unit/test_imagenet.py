@@ -215,7 +215,7 @@ def test_a_folder_that_cannot_be_written_is_read_all_the_same(tmp_path, monkeypa
 
     monkeypatch.setattr(saved_index, "_save", fail)
     assert len(ImageNet(config_of(tmp_path), "train")) == 90
-    assert "cannot be kept beside them (Read-only file system)" in caplog.messages[0]
+    assert "cannot be saved there (Read-only file system)" in caplog.messages[0]
 
 
 def test_a_damaged_image_in_an_archive_is_named(tmp_path):
