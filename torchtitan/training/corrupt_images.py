@@ -1,4 +1,4 @@
-"""Which images of a run could not be decoded: logged, counted over all ranks, and listed in the run's folder."""
+"""Corrupt images of a run: logged, counted over all ranks, and listed in the run's folder."""
 
 import logging
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ CORRUPT_IMAGES_FILE = "corrupt_images.txt"
 
 
 class CorruptImages:
-    """Every file once, however often and on however many ranks it is met."""
+    """List of corrupt files, each once, however often and on however many ranks it is met."""
 
     def __init__(self, folder: Path) -> None:
         """folder: the run's; the first rank writes `corrupt_images.txt` there, path and reason, tab between."""
@@ -33,7 +33,7 @@ class CorruptImages:
                 path.unlink(missing_ok=True)  # of an attempt that ended before its first checkpoint
 
     def record(self, found: Sequence[UnreadableImage]) -> None:
-        """Note what this rank met, and log what is new to it."""
+        """Record the corrupt images met by this rank, and log new ones."""
         new = {image.path: image.reason for image in found if image.path not in self._known}
         for path, reason in new.items():
             logger.warning(f"{path}: {reason}; another image takes its place")
@@ -41,7 +41,7 @@ class CorruptImages:
         self._add(new)
 
     def count(self) -> int:
-        """Number of files that all ranks together have met; collective."""
+        """Count the files met by all ranks together; collective."""
         if self._ranks > 1:
             waiting = torch.tensor([len(self._unshared)])
             dist.all_reduce(waiting)
@@ -52,7 +52,7 @@ class CorruptImages:
         return len(self._known)
 
     def state_dict(self) -> dict[str, str]:
-        """Path -> reason, equal on all ranks; collective."""
+        """Return path -> reason, equal on all ranks; collective."""
         self.count()
         return dict(sorted(self._known.items()))
 
@@ -60,7 +60,7 @@ class CorruptImages:
         self._add(state)
 
     def sync(self) -> None:
-        """Bring the list to the disk, if it allows; any thread may call it."""
+        """Sync the list to the disk, if the disk allows; any thread may call it."""
         self._file.sync()
 
     def _add(self, found: dict[str, str]) -> None:

@@ -1,10 +1,10 @@
 """Training and validation batches by sample number.
 
-What a run reads is a function of (seed, global sample number, attempt): sample s is image s mod N of the
-permutation of epoch s // N, mirrored or not by a draw of its own. Ranks, microbatches and loader processes only
-divide the numbers among themselves, so the one thing to store in a checkpoint is the next number.
+The data of a run are a function of (seed, global sample number, attempt): sample s is image s mod N of the permutation
+of epoch s // N, mirrored or not by its own draw. Ranks, microbatches and loader processes only divide the numbers among
+themselves, so a checkpoint only stores the next number.
 
-An image that cannot be decoded is replaced by the next in stored order that can, with its own label: a function of
+An image that cannot be decoded is replaced by the next decodable one in stored order, with its own label: a function of
 the image's index alone, so that all of the above holds for damaged data too.
 """
 
@@ -35,12 +35,12 @@ OnUnreadable = Callable[[Sequence[UnreadableImage]], None]
 
 
 class TrainingData:
-    """A rank's microbatches, from the next sample of the run to its last.
+    """Training data: a rank's microbatches, from the next sample of the run to its last.
 
     Attributes:
         next_sample: global number of the first sample of the next optimizer step; advances by
             `global_batch_size` after as many microbatches as make it up. A step may be several of these.
-        attempt: which order and which flips; another number after a rollback.
+        attempt: selects order and flips; another number after a rollback.
         data_seconds: time spent waiting in `next_batch` so far.
     """
 
@@ -120,7 +120,7 @@ class TrainingData:
         return batch
 
     def again(self, first_sample: int, attempt: int, microbatches: int) -> LoaderProcesses:
-        """Read this rank's microbatches of a step that is past; where the run stands does not change."""
+        """Read this rank's microbatches of an earlier step again; the position of the run does not change."""
         parts = self.microbatches_per_step
         arguments = self._loader_arguments | {
             "end_sample": first_sample + microbatches // parts * self._global_batch_size, "attempt": attempt,
@@ -128,12 +128,12 @@ class TrainingData:
         return build_loader(first_sample=first_sample, **arguments)
 
     def image_of(self, sample: int, attempt: int) -> int:
-        """Index in the dataset of the image that a sample number stands for."""
+        """Index in the dataset of a sample number's image."""
         order = SampleOrder.of(self._loader_arguments["dataset"], self._loader_arguments["seed"], attempt)
         return int(order.indices(np.array([sample]))[0])
 
     def state_dict(self) -> dict[str, int]:
-        """Between steps: where the next one begins."""
+        """Return the position between steps: the begin of the next one."""
         return {"next_sample": self.next_sample, "attempt": self.attempt}
 
     def load_state_dict(self, state: dict[str, int], samples_left: int | None = None) -> None:
@@ -141,7 +141,7 @@ class TrainingData:
 
         Args:
             state: what `state_dict` returned.
-            samples_left: of the run from there; None: as many as to the end it was made with.
+            samples_left: samples still to read; None: up to the configured end.
         """
         self.close()
         self.next_sample, self.attempt = int(state["next_sample"]), int(state["attempt"])
@@ -149,11 +149,11 @@ class TrainingData:
             self._loader_arguments["end_sample"] = self.next_sample + samples_left
 
     def lost_loader(self) -> str | None:
-        """Which loader process has ended and why, in words."""
+        """Name the lost loader process and the cause, in words."""
         return self._batches.lost() if self._batches else None
 
     def close(self) -> None:
-        """Stop the loader processes; `next_batch` starts them again at the next step's first sample."""
+        """Close the loader processes; `next_batch` starts them again at the next step's first sample."""
         if self._batches is not None:
             self._batches.close()
         self._batches = None
@@ -183,20 +183,20 @@ def build_loader(
     Args:
         dataset: the training split.
         config: its section; `horizontal_flip`, where the section has it, is applied here.
-        info: what the dataset said it holds; images and labels are held to it.
+        info: of the dataset; images and labels are checked against it.
         seed: the run's seed.
         attempt: changes after a rollback.
         first_sample: where the first step begins.
         end_sample: steps begin before this number.
         global_batch_size: images per step, a multiple of world_size x local_batch_size.
         local_batch_size: images per microbatch.
-        rank, world_size: which part of each step this process reads.
-        pin_memory: place batches where a GPU copies from without waiting.
+        rank, world_size: select this process's part of each step.
+        pin_memory: place batches in pinned memory, which a GPU copies from without waiting.
 
     Returns:
         an iterator over {"images": float32 [b, C, H, W], "labels": int64 [b], "samples": int64 [b],
-        "unreadable": the images that this microbatch met and could not decode, a list of UnreadableImage,
-        "num_replaced": how many of its samples others stand for}, whose `close()` stops the loader processes.
+        "unreadable": the images of this microbatch that could not be decoded, a list of UnreadableImage,
+        "num_replaced": number of replaced samples}, whose `close()` stops the loader processes.
 
     Raises:
         DatasetError: a loader process cannot be started; an image could not be read, in this process or another, or a
@@ -224,7 +224,7 @@ def image_bytes(info: DatasetInfo) -> int:
 
 
 def microbatches_per_step(global_batch_size: int, local_batch_size: int, world_size: int) -> int:
-    """Number of microbatches of each rank in one optimizer step. Raises ValueError where it is not whole."""
+    """Number of microbatches of each rank in one optimizer step. Raises ValueError where it is not a whole number."""
     count, rest = divmod(global_batch_size, local_batch_size * world_size)
     if rest or count < 1:
         raise ValueError(
@@ -245,15 +245,15 @@ def validation_batches(
 ) -> Iterator[dict[str, Tensor]]:
     """Read the first `num_images` held-out images, or all where there are fewer, divided among the ranks.
 
-    Every rank gets the same number of batches, all of one size (at most `batch_size`), so that ranks which
-    communicate in each batch stay together. What is missing to that is filled with image 0 at weight 0.
+    Every rank gets the same number of batches, all of one size (at most `batch_size`), so that ranks that communicate
+    in each batch stay together. Missing samples are filled with image 0 at weight 0.
 
     Args:
         dataset: the validation split.
-        info: what the dataset said it holds.
+        info: of the dataset.
         num_images: held-out images over all ranks.
         batch_size: images at a time on each rank.
-        rank, world_size: which part this process reads.
+        rank, world_size: select this process's part.
         on_unreadable: called with the unreadable images of each batch that has any; the next in stored order take
             their places.
 
@@ -283,7 +283,7 @@ def validation_batches(
 
 
 class _MicrobatchSampler:
-    """Yields (sample numbers, image indices) of each microbatch of one rank."""
+    """Sampler of (sample numbers, image indices) for each microbatch of one rank."""
 
     def __init__(
         self, order: SampleOrder, steps: range, parts: int, local_batch_size: int, rank: int, world_size: int
@@ -301,7 +301,7 @@ class _MicrobatchSampler:
 
 
 class _SampleReader:
-    """Reads a microbatch at a time, in the training process or in a loader process.
+    """Reader of one microbatch at a time, in the training process or in a loader process.
 
     A failure is returned as its message: the loader would raise a copy of the exception with a traceback of
     the other process as its text.
@@ -332,7 +332,7 @@ class _SampleReader:
 
 
 class _ReplacingReader:
-    """Reads images by index; for one that cannot be decoded, the next in stored order that can."""
+    """Reader of images by index that replaces an undecodable one by the next decodable one in stored order."""
 
     def __init__(self, dataset: Dataset, info: DatasetInfo) -> None:
         self._dataset = dataset
@@ -342,7 +342,7 @@ class _ReplacingReader:
     def read(
         self, indices: np.ndarray, draws: Draws | None = None
     ) -> tuple[Tensor, Tensor, list[UnreadableImage], int]:
-        """Returns images, labels, every unreadable image in the way of these, how many of these were replaced."""
+        """Read images, labels, the unreadable images met on the way, and the number of replacements."""
         draws = draws if hasattr(self._dataset, "fetch_drawn") else None
         if not any(int(index) in self._unreadable for index in indices):
             try:
@@ -371,7 +371,7 @@ class _ReplacingReader:
 
 
 class _CorruptShare:
-    """Ends a run that reads little else than replacements."""
+    """Share of replaced images, which ends a run that reads little else."""
 
     def __init__(self, largest: float, name: str) -> None:
         self._largest = largest
@@ -393,11 +393,11 @@ class _CorruptShare:
 def read_checked(
     dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws: Draws | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Images float32 [B, C, H, W] and labels int64 [B] by index, held to what the dataset said it holds.
+    """Read images float32 [B, C, H, W] and labels int64 [B] by index, checked against the dataset's info.
 
     Raises:
         UnreadableImage: one of them cannot be decoded.
-        DatasetError: anything else that the dataset raises, or images that are not as it said.
+        DatasetError: any other exception of the dataset, or images that contradict its info.
     """
     try:
         images, labels = dataset.fetch(indices) if draws is None else dataset.fetch_drawn(indices, draws)

@@ -19,7 +19,7 @@ class EMATrackConfig:
 
     name: str = setting("ema", "name of the track, by which sampling and validation select it")
     kind: Literal["constant", "half_life", "power"] = setting(
-        "constant", "what gives its length: a decay per step, a half-life in images, a share of the training so far"
+        "constant", "unit of its length: a decay per step, a half-life in images, a share of the training so far"
     )
     decay: float = setting(0.9999, "share of the average kept per step", ge=0, lt=1, applies={"kind": ("constant",)})
     warmup_power: float = setting(
@@ -47,13 +47,13 @@ class EMAConfig:
 
 
 def kept_share(track: EMATrackConfig, step: int, images_per_step: int, factor: int = 1) -> float:
-    """Share of the average kept in one update.
+    """Share of the average that one update keeps.
 
     Args:
         track: the average's settings.
         step: optimizer steps done; 1 in the first update. A step of a batch that has grown counts as `factor` of them.
         images_per_step: global batch size.
-        factor: times that many images are in this step.
+        factor: batch size of this step as a multiple of that.
 
     Returns:
         a number in [0, 1]. The first update of a power-function average, and of a half-life with ramp-up, keeps
@@ -79,9 +79,9 @@ def power_exponent(sigma_rel: float) -> float:
 
 
 class EMABank:
-    """Averages of a model's parameters in float32.
+    """Bank of float32 averages of a model's parameters.
 
-    A track starts from the weights as they are; each update is one foreach call on this rank's shards.
+    A track starts from the present weights; each update is one foreach call on this rank's shards.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], config: EMAConfig, images_per_step: int) -> None:
@@ -101,12 +101,12 @@ class EMABank:
             torch._foreach_lerp_([local(average) for average in averages.values()], weights, 1.0 - kept)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every average, as `<track>.<parameter>`; the tensors themselves, not copies."""
+        """Tensors of every average, as `<track>.<parameter>`; the tensors themselves, not copies."""
         return {f"{name}.{key}": tensor for name, track in self.tracks.items() for key, tensor in track.items()}
 
     @contextmanager
     def weights(self, track: str, model: nn.Module) -> Iterator[None]:
-        """Let the model compute with a track's weights inside the context; "none": with the trained ones."""
+        """Use a track's weights in the model inside the context; "none": the trained ones."""
         if track == "none":
             yield
             return

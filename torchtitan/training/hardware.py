@@ -1,4 +1,4 @@
-"""What a device can do, and what it uses."""
+"""Hardware: peaks of known devices, and memory in use."""
 
 import platform
 import resource
@@ -25,14 +25,14 @@ ALLOCATOR_RETRIES = "memory/num_alloc_retries"
 
 
 def device_name(device: torch.device) -> str:
-    """The maker's name of a device, or the processor architecture and number of threads for the CPU."""
+    """Name of a device by its maker, or the processor architecture and number of threads for the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Dense bfloat16 peak of a known device in TFLOP/s; None for any other: no MFU rather than a guess."""
+    """Peak of dense bfloat16 products of a known device in TFLOP/s; None for others: no MFU instead of a guess."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -68,6 +68,6 @@ def peak_resident_gib() -> float:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start a new window for memory_metrics, where the device keeps one."""
+    """Reset the peak of memory_metrics, where the device keeps one."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,7 +1,7 @@
-"""The processes that load ahead: how they start and end, how their batches travel, and what is said when one is lost.
+"""Loader processes: their start and end, the transfer of their batches, and messages about lost ones.
 
-Batches travel in shared memory (/dev/shm), where a container has 64 MiB unless told otherwise; one that finds no room
-there goes through a pipe, with the same values. torch alone would lose it, and training would wait for ever.
+Batches travel in shared memory (/dev/shm), of which a container has 64 MiB by default; a batch that does not fit goes
+through a pipe, with the same values. torch alone would lose it, and training would wait forever.
 """
 
 import logging
@@ -40,9 +40,9 @@ _DEATH_SHOWS = 2.0  # seconds; a broken connection may be seen before the end of
 
 
 class LoaderProcesses:
-    """Passes on what a torch DataLoader yields, from processes of its own or from this one.
+    """Iterator over a torch DataLoader's batches, loaded in other processes or in this one.
 
-    A text in the place of a batch, or a lost process, is a DatasetError.
+    A text instead of a batch, or a lost process, is a DatasetError.
     """
 
     def __init__(self, dataset_name: str, num_workers: int, **arguments: Any) -> None:
@@ -50,7 +50,7 @@ class LoaderProcesses:
         Args:
             dataset_name: for messages.
             num_workers: processes; 0: none, this one loads.
-            arguments: others of DataLoader, whose items are whole batches.
+            arguments: others of DataLoader, with whole batches as items.
 
         Raises:
             DatasetError: a process cannot be started.
@@ -88,7 +88,7 @@ class LoaderProcesses:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        """The next batch. Raises DatasetError."""
+        """Return the next batch. Raises DatasetError."""
         try:
             batch = self._next()
         except StopIteration:
@@ -120,12 +120,12 @@ class LoaderProcesses:
                     raise RuntimeError("the thread that pins batches has ended (its error is above)") from error
 
     def _pinning_has_ended(self) -> bool:
-        """Whether no batch can come any more: with a timeout, torch does not look at its pinning thread."""
+        """Check whether torch's pinning thread has ended: with a timeout, torch does not look at it."""
         thread = getattr(self._batches, "_pin_memory_thread", None)
         return thread is not None and not thread.is_alive()
 
     def lost(self, wait: float = 0.0) -> str | None:
-        """Which loader process has ended and why, in words; waits that many seconds for one to show."""
+        """Name the lost loader process and the cause, in words; waits that many seconds for one to end."""
         deadline = time.monotonic() + wait
         while self._lost is None:
             for process in getattr(self._batches, "_workers", []):
@@ -159,7 +159,7 @@ class LoaderProcesses:
 def shared_memory_shortage(
     batch_bytes: int, num_workers: int, prefetch_factor: int, ranks: int, free_bytes: int | None = None
 ) -> str | None:
-    """Say in one line that the batches loaded ahead do not fit in shared memory, if it is so.
+    """Report in one line that the batches loaded ahead do not fit in shared memory, if so.
 
     Args:
         batch_bytes: of a rank's microbatch.
@@ -176,17 +176,17 @@ def shared_memory_shortage(
     fitting = (free // (ranks * batch_bytes) - 1) // prefetch_factor
     fewer = f"data.num_workers {max(fitting, 0)}"
     return (
-        f"{SHARED_MEMORY} has {readable_size(free)} free, and {batches} batches of {readable_size(batch_bytes)} are loaded "
-        f"ahead: what finds no room goes through pipes, which is slower (docker run --shm-size="
-        f"{-(-batches * batch_bytes // 2**20) + 16}m, or {fewer})"
+        f"{SHARED_MEMORY} has {readable_size(free)} free, and {batches} batches of {readable_size(batch_bytes)} are "
+        f"loaded ahead: batches that do not fit go through pipes, which is slower "
+        f"(docker run --shm-size={-(-batches * batch_bytes // 2**20) + 16}m, or {fewer})"
     )
 
 
 def loader_problem(num_workers: int, ranks: int) -> str | None:
-    """Why that many loader processes for each of a machine's ranks cannot be meant; None if they can.
+    """Problem of that number of loader processes for each of a machine's ranks; None if there is none.
 
-    The most are 64 for each core that this process may use, as many as the limit of the user's processes, and as many as
-    the limit of open files leaves room for.
+    The maximum is 64 for each core that this process may use, and at most the limits of the user's processes and of
+    open files.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     of_files = (_soft_limit(resource.RLIMIT_NOFILE) - _OPEN_FILES_BESIDE) // _OPEN_FILES_PER_PROCESS
@@ -205,7 +205,7 @@ def loader_problem(num_workers: int, ranks: int) -> str | None:
 
 
 def prefetch_problem(batch_bytes: int, num_workers: int, prefetch_factor: int, ranks: int) -> str | None:
-    """Why so many batches cannot be held ready; None if they can."""
+    """Problem of that many batches held ready; None if there is none."""
     memory = min((limit for _, _, limit in host_memory()), default=None)
     needed = ranks * num_workers * prefetch_factor * batch_bytes
     if memory is None or needed <= memory:
@@ -246,7 +246,7 @@ def _ending(exit_code: int) -> str:
 
 
 class _ByPipe:
-    """A tensor that is pickled with its values, and is a tensor again where it arrives."""
+    """Tensor that is pickled with its values, and is a tensor again on arrival."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._array = tensor.numpy()
@@ -286,7 +286,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def begin_worker(worker: int, ends_with_parent: bool = True) -> None:
-    """What a loader process does first, so that it outlives a request to stop, but not the process that started it.
+    """Begin a loader process: it ignores requests to stop, but ends with the process that started it.
 
     Args:
         worker: its number.
@@ -298,15 +298,17 @@ def begin_worker(worker: int, ends_with_parent: bool = True) -> None:
 
 
 def _end_with_the_trainer() -> None:
-    """torch looks at who the parent is, and that of a process from a fork server is the server, which lives on."""
+    """End with the trainer: torch looks at the parent, and that of a process from a fork server is the server, which
+    lives on.
+    """
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
 def _leave_signals_to_the_trainer() -> None:
-    """Survive what is sent to the whole process group: the trainer stops at the end of its step, and needs data.
+    """Ignore signals to the whole process group: the trainer stops at the end of its step, and needs data.
 
-    The second request to terminate is obeyed, so that a loader that hangs can be ended.
+    The second request to terminate is obeyed, so that a hung loader can be ended.
     """
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

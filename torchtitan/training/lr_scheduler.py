@@ -1,4 +1,4 @@
-"""The learning-rate schedule, a pure function of the step."""
+"""Learning-rate schedule, a pure function of the step."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A warning before the host's memory runs out, or when CUDA's allocator begins to struggle."""
+"""Memory monitor: warns before the host's memory runs out, or when CUDA's allocator begins to struggle."""
 
 import logging
 from pathlib import Path
@@ -11,7 +11,7 @@ NEAR = 0.95  # share of the limit in use that is worth a warning
 
 
 class MemoryMonitor:
-    """Warns once of each."""
+    """Monitor that warns once of each."""
 
     def __init__(self, rank: int, root: Path = Path("/")) -> None:
         """root: where /proc and /sys lie."""
@@ -22,7 +22,7 @@ class MemoryMonitor:
         self._warned_of_retries = False
 
     def check(self, metrics: dict[str, float]) -> None:
-        """Look at the host's memory, and at the allocator's count among the metrics of `hardware.memory_metrics`."""
+        """Check the host's memory, and the allocator's count among the metrics of `hardware.memory_metrics`."""
         if not self._warned_of_host:
             self._check_host()
         retries = metrics.get(ALLOCATOR_RETRIES)
@@ -47,14 +47,14 @@ class MemoryMonitor:
 
 
 def host_memory(root: Path = Path("/")) -> list[tuple[str, int, int]]:
-    """What is used and what there is, of the control group's limits and of the machine.
+    """Host memory in use and in total, of the control group's limits and of the machine.
 
     Args:
         root: where /proc and /sys lie.
 
     Returns:
-        (what it is, bytes in use that cannot be given up, bytes there are), of every limit that is known; nothing on
-        systems without them.
+        (name, bytes in use that cannot be freed, bytes in total), of every known limit; nothing on systems without
+        them.
     """
     found = []
     for name, folder in _control_groups(root).items():

@@ -1,4 +1,4 @@
-"""Sinks of metrics that a run can do without: TensorBoard's files, Weights & Biases."""
+"""Optional sinks of metrics: TensorBoard's files, Weights & Biases."""
 
 import io
 import os
@@ -19,7 +19,7 @@ _MOST_KEPT = 16 * MIB  # of events that TensorBoard's file lacks
 
 
 class TensorBoardFile:
-    """One file of TensorBoard's events. Written here and not by a SummaryWriter, whose thread dies of a full disk."""
+    """File of TensorBoard's events, written here: a SummaryWriter's thread dies of a full disk."""
 
     def __init__(self, folder: Path, steps_done: int) -> None:
         """
@@ -53,7 +53,7 @@ class TensorBoardFile:
         self._add(event)
 
     def sync(self) -> None:
-        """Bring the events to the disk, if it allows."""
+        """Sync the events to the disk, if the disk allows."""
         self._file.sync()
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class TensorBoardFile:
 
 
 class WandbRun:
-    """A run of Weights & Biases; one that cannot be begun is left out of this session."""
+    """Run of Weights & Biases; one that cannot be started is left out of this session."""
 
     def __init__(self, folder: Path, name: str, config: dict) -> None:
         """
@@ -107,7 +107,7 @@ class WandbRun:
 
 
 def as_png(picture: Image.Image) -> bytes:
-    """A picture as a PNG file's content."""
+    """Encode a picture as a PNG file's content."""
     content = io.BytesIO()
     picture.save(content, format="PNG")
     return content.getvalue()

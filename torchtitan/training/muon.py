@@ -1,4 +1,4 @@
-"""Muon: momentum whose singular values are made equal before each step, for weights that are matrices."""
+"""Muon: momentum with equalised singular values in each step, for weights that are matrices."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ _UPDATE_RMS = 0.2
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """Nearly replace every singular value of a matrix by 1: U S V' becomes about U V'.
+    """Orthogonalise a matrix: nearly replace every singular value by 1, U S V' becomes about U V'.
 
     Args:
         matrix: [M, N], float32; not sharded. Computed in bfloat16 on CUDA.
@@ -43,10 +43,10 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """w <- (1 - lr decay) w - lr 0.2 sqrt(max(M, N)) orthogonalise(look-ahead momentum), for matrices [M, N].
+    """Muon: w <- (1 - lr decay) w - lr 0.2 sqrt(max(M, N)) orthogonalise(look-ahead momentum), for matrices [M, N].
 
-    A sharded matrix is gathered, orthogonalised whole on every rank, and each rank takes its part: what is
-    learned doesn't depend on the layout.
+    A sharded matrix is gathered, orthogonalised whole on every rank, and each rank takes its part: the result does not
+    depend on the layout.
 
     Args:
         groups: parameter groups; all parameters are matrices, plain or sharded.
@@ -83,7 +83,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _on_whole(part: Tensor, parameter: Tensor) -> Tensor:
-    """Orthogonalise what is sharded like the parameter; this rank's part of the result."""
+    """Orthogonalise a matrix that is sharded like the parameter; return this rank's part of the result."""
     if not isinstance(parameter, DTensor):
         return orthogonalise(part)
     mesh, placements = parameter.device_mesh, parameter.placements

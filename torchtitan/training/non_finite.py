@@ -1,4 +1,4 @@
-"""Values that are not finite: in a state, and where the first of a step comes from, with every module watched."""
+"""Non-finite values: in a state, and the first one of a step, with every module watched."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from torchtitan.distributed.parallelize import local
 
 
 class Watch:
-    """The first value that was not finite since it was made.
+    """Watch for the first non-finite value since its creation.
 
     Attributes:
         found: in words, "" as long as all were finite.
@@ -23,19 +23,19 @@ class Watch:
         self.found = ""
 
     def see(self, tensor: Tensor | None, words: str) -> None:
-        """Look at a tensor, plain or sharded; waits for the device."""
+        """Check a tensor, plain or sharded; waits for the device."""
         if not self.found and tensor is not None and not local(tensor).isfinite().all():
             self.found = words
 
     def see_all(self, tensors: Iterable[tuple[str, Tensor | None]], words: str) -> None:
-        """Look at tensors by name; `words` has a place for it."""
+        """Check tensors by name; `words` has a place for it."""
         for name, tensor in tensors:
             self.see(tensor, words.format(name))
 
 
 @contextmanager
 def watched(model: nn.Module, watch: Watch) -> Iterator[None]:
-    """See the output of every module in forward, and its gradient in backward; compiled blocks run eagerly inside."""
+    """Watch the output of every module in forward, and its gradient in backward; compiled blocks run eagerly inside."""
     handles = []
     for name, module in model.named_modules():
         if name and not name.endswith(WRAPPER_PREFIX.rstrip(".")):
@@ -61,7 +61,7 @@ def _hook(name: str, watch: Watch):
 
 @torch.no_grad()
 def not_finite(tensors: dict[str, Tensor]) -> str:
-    """Name the first tensor of each rank, plain or sharded, that holds a value which is not finite; "": none does.
+    """Name the first tensor of each rank, plain or sharded, that holds a non-finite value; "": none does.
 
     Collective. Reads every value once, takes no memory, and waits for the device once.
     """
@@ -78,7 +78,7 @@ def not_finite(tensors: dict[str, Tensor]) -> str:
 
 
 def over_ranks(found: str) -> str:
-    """What each rank found, in one line, like findings once; collective."""
+    """Gather the findings of all ranks in one line, like findings once; collective."""
     everyone = of_all_ranks(found)
     ranks_by_words: dict[str, list[int]] = {}
     for rank, words in enumerate(everyone):

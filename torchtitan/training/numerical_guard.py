@@ -1,4 +1,4 @@
-"""Steps that must not count: loss or gradient is not finite, the gradient is too large to be squared, or the loss leaps.
+"""Numerical guard: skip steps with a non-finite loss or gradient, a gradient too large to square, or a loss spike.
 
 The verdict on a step is a tensor on the device, the same on every rank, which the optimizer takes as it is; the host
 reads it one step late, so that no healthy step waits for the device.
@@ -30,7 +30,7 @@ _MOST_NAMED = 20
 
 @dataclass(frozen=True)
 class StepSamples:
-    """A step and where its samples are found again.
+    """Samples of a step, to read them again.
 
     Attributes:
         step: its number.
@@ -44,30 +44,30 @@ class StepSamples:
 
 
 def backward(loss: Tensor) -> None:
-    """Backward of a scalar loss; of one that is not finite, with a gradient of NaN.
+    """Backward of a scalar loss; of a non-finite one, with a gradient of NaN.
 
-    An infinite error can have a finite gradient, and only its own rank knows of it. NaN goes through the reduction, so
-    that all ranks find it in the gradient norm, without a collective of its own.
+    An infinite error can have a finite gradient, known to its own rank only. NaN passes through the reduction, so that
+    all ranks find it in the gradient norm, without another collective.
     """
     loss.backward(loss.detach() * 0.0 + 1.0)
 
 
 def is_sane(value: float) -> bool:
-    """Whether the largest absolute value of an image or latent may be one; NaN may not."""
+    """Check whether the largest absolute value of an image or latent is plausible; NaN is not."""
     return value <= LARGEST_VALUE
 
 
 class NumericalGuard:
-    """Judges every step, and counts those that were skipped.
+    """Guard that judges every step, and counts the skipped ones.
 
     Attributes:
         skipped: steps skipped in the run.
-        rollbacks: times that the run went back to a checkpoint.
-        last_skipped: the latest of them that the host knows of, None if there is none.
+        rollbacks: number of rollbacks of the run.
+        last_skipped: the latest of them known to the host, None if there is none.
         last_healthy: the latest step that counted, likewise.
         reason: why `last_skipped` was skipped, in a few words.
-        in_doubt: whether the latest step that the host knows of was skipped: no time to save, for what led there may
-            be in the weights already.
+        in_doubt: whether the latest step known to the host was skipped: then no save, since its cause may be in the
+            weights already.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class NumericalGuard:
     ) -> None:
         """
         Args:
-            limit: steps skipped from one checkpoint to the next that are tolerated.
+            limit: skipped steps tolerated between checkpoints.
             spike_threshold: standard deviations of ln loss above its running mean; 0: any loss will do.
             device: of compute.
             image_of: (sample number, attempt) -> index in the dataset, for messages.
@@ -95,25 +95,25 @@ class NumericalGuard:
         self._named: set[int] = set()
 
     def add_images(self, images: Tensor, indices: Tensor) -> None:
-        """Note the images [B, ...] of one of a step's microbatches and their sample numbers [B]."""
+        """Add the images [B, ...] of one of a step's microbatches and their sample numbers [B]."""
         self._largest.append((torch.linalg.vector_norm(images.flatten(1), math.inf, dim=1), indices))
 
     def add_loss(self, loss: Tensor, microbatches: int) -> None:
-        """Count the per-sample losses [B] of one of a step's microbatches."""
+        """Add the per-sample losses [B] of one of a step's microbatches."""
         if self._spikes:
             self._spikes.add(loss, microbatches)
 
-    def judge(self, samples: StepSamples, norm: Tensor, *beside: Tensor) -> Tensor:
-        """Whether a step must be skipped, bool scalar on the device; collective where spikes are looked for.
+    def judge(self, samples: StepSamples, norm: Tensor, *others: Tensor) -> Tensor:
+        """Judge whether a step must be skipped, bool scalar on the device; collective with a spike threshold.
 
         Args:
             samples: the step.
             norm: of the network's reduced gradient before clipping, equal on all ranks. A loss that is not finite makes it
                 NaN, see `backward`.
-            beside: the same of what is trained beside the network, if anything is.
+            others: the same of parameters trained besides the network's, if there are any.
         """
         self.settle()
-        norms = torch.stack((norm, *beside)).to(torch.float64)
+        norms = torch.stack((norm, *others)).to(torch.float64)
         broken = ~(norms < LARGEST_NORM).all()
         spike = self._spikes.judge(broken) if self._spikes else torch.zeros_like(broken)
         verdict = torch.stack((broken, spike)).to(torch.float64)
@@ -126,7 +126,8 @@ class NumericalGuard:
         return broken | spike
 
     def _take_largest(self, like: Tensor) -> Tensor:
-        """Largest absolute value of this rank's images of the step, and the number of its sample; float64 [2]."""
+        """Take the largest absolute value of this rank's images of the step, and the number of its sample; float64 [2].
+        """
         noted, self._largest = self._largest, []
         if not noted:
             return like.new_zeros(2)
@@ -135,7 +136,7 @@ class NumericalGuard:
         return torch.cat((value.to(like), number.to(like)))
 
     def settle(self) -> None:
-        """Read the verdict on the latest step; waits for the device."""
+        """Settle the verdict on the latest step; waits for the device."""
         if self._pending is None:
             return
         samples, found, event = self._pending
@@ -151,7 +152,7 @@ class NumericalGuard:
         self.skipped += 1
         self._since_checkpoint += 1
         self.last_skipped = samples
-        self.reason = _too_large(norms) if broken else "its loss leaps"
+        self.reason = _too_large(norms) if broken else "its loss is a spike"
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.warning(
                 f"step {samples.step}: skipped, {self.reason} ({self._since_checkpoint} since the last checkpoint, "
@@ -159,7 +160,7 @@ class NumericalGuard:
             )
 
     def _name_image(self, samples: StepSamples, largest: float, number: int) -> None:
-        """Warn of a value that no image should have, once per image; on the rank that read it."""
+        """Warn of an implausible value in an image, once per image; on the rank that read it."""
         if is_sane(largest) or len(self._named) == _MOST_NAMED:
             return
         image = self._image_of(number, samples.samples.attempt)
@@ -170,33 +171,35 @@ class NumericalGuard:
 
     @property
     def exhausted(self) -> bool:
-        """Whether more steps than the limit were skipped, of those that the host knows of."""
+        """Check whether more steps than the limit were skipped, of those known to the host."""
         return self._since_checkpoint > self._limit
 
     def may_roll_back_to(self, step: int) -> bool:
-        """Whether the run has not gone back to this checkpoint before: the same way would lead to the same place."""
+        """Check whether the run has not been rolled back to this checkpoint before: a second time would repeat the
+        first.
+        """
         return step != self._rolled_back_to
 
     def checkpoint_saved(self) -> None:
-        """Count anew, unless the checkpoint had to be saved in doubt."""
+        """Reset the count after a saved checkpoint, unless it had to be saved in doubt."""
         if not self.in_doubt:
             self._since_checkpoint = 0
 
     def rolled_back(self, step: int) -> None:
-        """Note that the run was rolled back to a checkpoint, as it was then."""
+        """Record a rollback to a checkpoint."""
         self.rollbacks += 1
         self._rolled_back_to = step
         self._since_checkpoint = 0
         self.in_doubt = False
 
     def state_dict(self) -> dict:
-        """Plain numbers; waits for the device."""
+        """Return plain numbers; waits for the device."""
         self.settle()
         counts = {"skipped": self.skipped, "rollbacks": self.rollbacks}
         return counts | ({"spikes": self._spikes.state_dict()} if self._spikes else {})
 
     def load_state_dict(self, state: dict) -> None:
-        """Resume from a state; what this process has counted itself, if that is more, stays."""
+        """Resume from a state; this process's own count stays if it is higher."""
         self._pending = self.last_healthy = None
         self._largest = []
         self.skipped = max(self.skipped, state.get("skipped", 0))
@@ -206,18 +209,18 @@ class NumericalGuard:
 
 
 def describe_image(number: int, image: int, largest: float) -> str:
-    """Which sample has an absurd value, in words."""
+    """Describe a sample with an implausible value, in words."""
     return f"sample {number}, image {image} of the dataset, has a value of {largest:g} (images lie within [-1, 1])"
 
 
 def _too_large(norms: list[float]) -> str:
-    """Which gradient norm is not finite or too large, the network's first."""
+    """Name the gradient norm that is not finite or too large, the network's first."""
     place = next(place for place, norm in enumerate(norms) if not norm < LARGEST_NORM)
     return f"the gradient norm{' of what is learned beside the network' if place else ''} is {norms[place]:g}"
 
 
 class _Spikes:
-    """Running mean and variance of ln loss, exponentially weighted, and what stands out of them."""
+    """Spike detector: running mean and variance of ln loss, exponentially weighted."""
 
     def __init__(self, threshold: float, device: torch.device) -> None:
         self._threshold = threshold
@@ -228,7 +231,9 @@ class _Spikes:
         self._loss += loss.detach().to(torch.float64).mean() / microbatches
 
     def judge(self, broken: Tensor) -> Tensor:
-        """Whether the step's loss leaps, bool scalar; such a loss, and a broken step's, leave the mean alone."""
+        """Judge whether the step's loss is a spike, bool scalar; a spike, and a broken step's loss, leave the mean
+        unchanged.
+        """
         loss = self._loss.clone()
         self._loss.zero_()
         if dist.is_initialized() and dist.get_world_size() > 1:

@@ -1,4 +1,4 @@
-"""The optimizer: parameter groups by name, one update rule for each parameter, states ready from the start."""
+"""Optimizer: parameter groups by name, one update rule for each parameter, states created at the start."""
 
 import difflib
 import re
@@ -19,9 +19,9 @@ from torchtitan.training.muon import Muon
 class ParameterGroupConfig:
     """One entry of `optimizer.param_groups`."""
 
-    pattern: str = setting("", "regular expression, found anywhere in a parameter's name; the first that fits counts")
-    lr_scale: float = setting(1.0, "learning rate of these parameters, as a multiple of the others'", ge=0)
-    weight_decay: float | None = setting(None, "decay of these parameters, vectors too; default: as the others", ge=0)
+    pattern: str = setting("", "regular expression, found anywhere in a parameter's name; the first match counts")
+    lr_scale: float = setting(1.0, "learning rate of these parameters, as a multiple of optimizer.lr", ge=0)
+    weight_decay: float | None = setting(None, "decay of these parameters, vectors too; default: as for others", ge=0)
 
 
 @dataclass(kw_only=True)
@@ -39,7 +39,7 @@ class OptimizerConfig:
         0.95, "decay of Muon's average gradient per step", ge=0, lt=1, applies={"name": ("Muon",)}
     )
     weight_decay: float = setting(0.0, "decoupled decay of matrices; gains and biases have none", ge=0)
-    param_groups: list[ParameterGroupConfig] = setting([], "parameters with a learning rate or decay of their own")
+    param_groups: list[ParameterGroupConfig] = setting([], "groups of parameters with another learning rate or decay")
 
 
 class OptimizerError(Exception):
@@ -47,19 +47,19 @@ class OptimizerError(Exception):
 
 
 class OptimizerSet:
-    """Several optimizers that step together, each with parameters of its own."""
+    """Set of optimizers that step together, each with its own parameters."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all; the dicts themselves."""
+        """Groups of all optimizers; the dicts themselves."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """Parameter -> its state; the dicts themselves."""
+        """State by parameter; the dicts themselves."""
         return {parameter: state for optimizer in self._optimizers for parameter, state in optimizer.state.items()}
 
     def step(self, skip: Tensor | None = None) -> None:
@@ -79,7 +79,7 @@ class OptimizerSet:
                 optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or set them to zero."""
+        """Zero the gradients, or set them to None."""
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)
 
@@ -90,7 +90,7 @@ def build_optimizer(
     blocks: Iterable[nn.Module] = (),
     lr_scales: dict[str, float] | None = None,
 ) -> OptimizerSet:
-    """Build the optimizer of named parameters; without a group of their own, vectors (gains, biases) are not decayed.
+    """Build the optimizer of named parameters; by default vectors (gains, biases) are not decayed.
 
     Args:
         parameters: name -> parameter, plain or sharded.
@@ -117,7 +117,7 @@ def build_optimizer(
 
 
 def update_rule(parameter: nn.Parameter, config: OptimizerConfig, in_block: bool) -> str:
-    """"AdamW", "AdamW8bit" or "Muon": what updates this parameter, plain or sharded; in_block: it is of a block."""
+    """Update rule of a parameter, plain or sharded: "AdamW", "AdamW8bit" or "Muon"; in_block: it belongs to a block."""
     if config.name == "Muon" and in_block and parameter.ndim == 2:
         return "Muon"
     return "AdamW8bit" if config.name == "AdamW8bit" and _quantisable(parameter) else "AdamW"
@@ -130,7 +130,7 @@ def set_lr(optimizer: OptimizerSet, lr: float) -> None:
 
 
 def materialise_state(optimizer: OptimizerSet) -> None:
-    """Create the state that an optimizer otherwise makes in its first step, so that a checkpoint can fill it.
+    """Materialise the state that an optimizer otherwise creates in its first step, so that a checkpoint can fill it.
 
     A step with zero gradients and zero learning rate: weights stay as they are.
     """
@@ -150,7 +150,7 @@ def materialise_state(optimizer: OptimizerSet) -> None:
 
 
 def optimizer_tensors(optimizer: OptimizerSet, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """State of the optimizer by parameter name, as `<name>.<state>`; the tensors themselves, not copies.
+    """Tensors of the optimizer's state by parameter name, as `<name>.<state>`; the tensors themselves, not copies.
 
     Quantised state is two tensors, its codes and their scales, so it is stored and restored without rounding.
     """
@@ -173,7 +173,7 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 def _group_settings(
     parameters: dict[str, nn.Parameter], config: OptimizerConfig, own: dict[str, float]
 ) -> dict[str, tuple[float, float]]:
-    """Name -> (multiple of the learning rate, decay), by the first pattern that fits."""
+    """Settings by name: (multiple of the learning rate, decay), by the first matching pattern."""
     settings = {name: (1.0, config.weight_decay if p.ndim > 1 else 0.0) for name, p in parameters.items()}
     settings |= {name: (scale, 0.0) for name, scale in own.items()}
     free = set(parameters)
@@ -212,7 +212,7 @@ QUANTISED_BLOCK = 256
 
 
 def _quantisable(parameter: nn.Parameter) -> bool:
-    """Whether every rank holds as many whole blocks, and enough of them that it is worth it."""
+    """Check whether every rank holds the same number of whole blocks, and enough of them to be worth quantising."""
     size = local(parameter.detach()).numel()
     if isinstance(parameter, DTensor):
         shards = parameter.device_mesh.size() // _replicas(parameter)
@@ -230,7 +230,7 @@ def _replicas(tensor: DTensor) -> int:
 
 
 def _parts(key: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The ordinary tensors, plain or sharded, that make up one entry of the state."""
+    """Ordinary tensors, plain or sharded, of one entry of the state."""
     held = local(value)
     if not hasattr(held, "codes"):
         yield key, value

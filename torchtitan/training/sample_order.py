@@ -1,4 +1,4 @@
-"""In which order training reads a dataset's images: a function of (seed, epoch, attempt)."""
+"""Order of a dataset's images in training: a function of (seed, epoch, attempt)."""
 
 import numpy as np
 import torch
@@ -8,10 +8,10 @@ from torchtitan import philox
 
 
 class SampleOrder:
-    """Which image each sample number stands for: every image once per epoch, in an order of its own.
+    """Order of the samples: every image once per epoch, in another order each epoch.
 
     With `blocks` each epoch shuffles the blocks, cuts their row into windows, and shuffles the images of a window
-    among themselves: wherever a run stands, it reads from the blocks of one window.
+    among themselves: at any position a run reads from the blocks of one window.
     """
 
     def __init__(
@@ -20,9 +20,9 @@ class SampleOrder:
         """
         Args:
             num_images: of the dataset.
-            seed, attempt: give the order.
-            blocks: number of images in each run of neighbours that is read as one, int64 [K], together
-                `num_images`; None: any image costs as much as any other.
+            seed, attempt: determine the order.
+            blocks: number of images in each run of neighbours that is read as one, int64 [K], together `num_images`;
+                None: all images cost the same.
             blocks_at_a_time: blocks of a window; the last window of an epoch may have fewer.
         """
         self._num_images = num_images
@@ -34,7 +34,7 @@ class SampleOrder:
 
     @staticmethod
     def of(dataset: Dataset, seed: int, attempt: int) -> "SampleOrder":
-        """That of a dataset, with its `blocks` where it has any."""
+        """Order of a dataset, with its `blocks` if it has any."""
         blocks, at_a_time = getattr(dataset, "blocks", None), getattr(dataset, "blocks_at_a_time", 1)
         return SampleOrder(len(dataset), seed, attempt, blocks, at_a_time)
 
