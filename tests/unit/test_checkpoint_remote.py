@@ -342,7 +342,7 @@ def test_tools_find_the_checkpoints_that_a_run_has_elsewhere(tmp_path, capsys, p
     assert f"(looked in {run.checkpoints})" in capsys.readouterr().err
     (run.path / "config.toml").write_text("=")
     assert checkpoint_tool(["list", str(run.path)]) == 2
-    assert "config.toml: is damaged, and it says where the checkpoints are" in capsys.readouterr().err
+    assert "config.toml: is damaged, and names the checkpoints' folder" in capsys.readouterr().err
 
 
 def test_a_run_does_not_begin_anew_because_its_checkpoints_are_looked_for_elsewhere(tmp_path):

@@ -4,12 +4,12 @@
                              state.json           counters and whatever else is not a tensor
                              manifest.json        size and SHA-256 of each file; written last
 
-A checkpoint is written, read back, and made to count when it is whole (checkpoint_store.py). Tensors are read back in
+A checkpoint is written, read back, and counts once it is whole (checkpoint/store.py). Tensors are read back in
 any layout (torch.distributed.checkpoint). Nothing is pickled.
 
-Saving asks torch.distributed.checkpoint for nothing: which rank writes what follows from names and layouts, so that a
-rank copies only its own share to host memory, and the ranks need to meet only over the outcome. They do so in a process
-group of their own, beside which training goes on.
+Saving does not use torch.distributed.checkpoint: names and layouts determine the rank that writes each piece, so that a
+rank copies only its own share to host memory, and the ranks only exchange the outcome. They do so in a separate process
+group, while training continues.
 """
 
 import json
@@ -60,8 +60,8 @@ class CheckpointConfig:
 
     enable: bool = setting(True, "save checkpoints and resume from the newest good one", trajectory=False)
     folder: str = setting(
-        "", "path, or URL of a store (s3://bucket/prefix, gs://, hf:// and others), under which the checkpoints go, into a "
-        "folder of the run's name; default: the run's own folder", applies={"enable": (True,)}, trajectory=False,
+        "", "path, or URL of a store (s3://bucket/prefix, gs://, hf:// and others), for checkpoints, "
+        "in a subfolder of the run's name; default: the run's own folder", applies={"enable": (True,)}, trajectory=False,
         writes="run",
     )
     interval: int = setting(
@@ -69,8 +69,8 @@ class CheckpointConfig:
         trajectory=False,
     )
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = setting(
-        "disabled", "write checkpoints while training goes on, from a copy in host memory; pinned: on CUDA, the copy "
-        "too is made beside training", applies={"enable": (True,)}, trajectory=False,
+        "disabled", "write checkpoints while training continues, from a copy in host memory; "
+        "pinned: on CUDA, the copy is asynchronous too", applies={"enable": (True,)}, trajectory=False,
     )
     keep_latest_k: int = setting(
         3, "checkpoints kept, older ones are deleted; 0 keeps all", ge=0, applies={"enable": (True,)}, trajectory=False
@@ -79,18 +79,18 @@ class CheckpointConfig:
         -1, "step to resume from; -1 is the newest good one", ge=-1, applies={"enable": (True,)}, trajectory=False
     )
     initial_weights: str = setting(
-        "", "safetensors file, named as the model's parameters, that a run starts from; not read when it resumes"
+        "", "safetensors file of initial weights, named as the model's parameters; not read when a run resumes"
     )
 
 
 class Checkpointer:
-    """Saves and finds the checkpoints of one run. Every method is called by all ranks together.
+    """Checkpointer of one run: saves and finds its checkpoints. Every method is called by all ranks together.
 
     A save that fails does not end the run: its folder is removed, the checkpoints before it stay, and the next save
     tries again.
 
     Attributes:
-        folder: where the checkpoints are.
+        folder: of the checkpoints.
         failures: saves of this process that failed; settled by `wait`.
     """
 
@@ -111,7 +111,7 @@ class Checkpointer:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def find(self) -> int | None:
-        """Step to resume from, None for a new run; names damaged checkpoints in the log.
+        """Find the step to resume from, None for a new run; names damaged checkpoints in the log.
 
         Raises:
             CheckpointError: `checkpoint.load_step` names a step that is missing or damaged.
@@ -126,24 +126,24 @@ class Checkpointer:
         return step
 
     def newest(self) -> int | None:
-        """Step of the newest good checkpoint, on every rank; waits for a save that is under way."""
+        """Find the newest good checkpoint's step, on every rank; waits for a save in progress."""
         self.wait()
         return from_first_rank(lambda: newest_good(self.folder)[0])
 
     def save(
         self, step: int, tensors: dict[str, Tensor], state: dict, before: Callable[[], None] = lambda: None
     ) -> None:
-        """Save a checkpoint of the values of now, then delete those beyond keep_latest_k.
+        """Save a checkpoint of the present values, then delete those beyond keep_latest_k.
 
-        Returns when it is written, or with `checkpoint.async_mode` as soon as the values are copied; there is never
-        more than one under way.
+        Returns when it is written, or with `checkpoint.async_mode` as soon as the values are copied; at most one save
+        is in progress.
 
         Args:
             step: optimizer steps done.
             tensors: every tensor by name, plain (equal on all ranks) or sharded along one axis of the mesh.
             state: JSON-serialisable; the first rank's is written.
-            before: called on every rank before the checkpoint counts, perhaps in another thread: brings to the disk what
-                a run that resumes from it finds beside it. Raises nothing.
+            before: called on every rank before the checkpoint counts, perhaps in another thread: brings the run's other
+                files to the disk, for a run that resumes from it. Raises nothing.
         """
         self.wait()
         if self._world_size > 1 and self._group is None:
@@ -156,7 +156,7 @@ class Checkpointer:
             self._pending = self._thread.submit(self._save, step, self._copies.take(pieces), frozen, before)
 
     def wait(self) -> str | None:
-        """Return when no save is under way: why the last one failed, on every rank, or None."""
+        """Wait until no save is in progress; return why the last one failed, on every rank, or None."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
@@ -164,11 +164,11 @@ class Checkpointer:
 
     @property
     def under_way(self) -> bool:
-        """Whether a save is being written beside training, on this rank."""
+        """True while a save is written during training, on this rank."""
         return self._pending is not None and not self._pending.done()
 
     def require_saved(self) -> None:
-        """Wait for the last save. Raises CheckpointError if it failed, or is damaged by now."""
+        """Require a good last save: wait for it. Raises CheckpointError: it failed, or is damaged by now."""
         if problem := self.wait() or from_first_rank(self._look_at_last):
             newest = self.newest()
             left = "none is there" if newest is None else f"the newest good one is of step {newest}"
@@ -180,11 +180,11 @@ class Checkpointer:
         return f"{path}: {problem}, though it was written" if problem else None
 
     def close(self) -> None:
-        """Let a save that is under way end; on a run that fails, too."""
+        """Close: let a save in progress end, also on a run that fails."""
         if self._thread is not None:
             self._thread.shutdown()
 
-    # ---------------------------------------------------------------------- saving, perhaps beside training
+    # ---------------------------------------------------------------------- saving, perhaps during training
 
     def _save(self, step: int, pieces: list[Piece], state: bytes, before: Callable[[], None]) -> None:
         try:
@@ -198,12 +198,12 @@ class Checkpointer:
             self.failures += 1
             if self._rank == 0:
                 logger.error(
-                    f"{self._problem}; nothing of it is kept, training goes on and the next interval tries again "
+                    f"{self._problem}; nothing of it is kept, training continues and the next interval tries again "
                     f"(failures so far: {self.failures})"
                 )
 
     def _write(self, step: int, pieces: list[Piece], state: bytes) -> str | None:
-        """Write a checkpoint together with the other ranks; returns what went wrong on any of them."""
+        """Write a checkpoint together with the other ranks; return the failure on any of them."""
         partial, problem = from_first_rank(self._begin, step, group=self._group)
         if problem is None:
             outcomes = of_all_ranks(self._write_files(self.folder / partial, pieces, state), group=self._group)
@@ -219,7 +219,7 @@ class Checkpointer:
             return "", first_line(error)
 
     def _write_files(self, partial: AnyPath, pieces: list[Piece], state: bytes) -> tuple[dict[str, dict], str | None]:
-        """Write this rank's files and read them back; their entries of the manifest, and what went wrong."""
+        """Write this rank's files and read them back; return their entries of the manifest, and the failure."""
         files = {}
         try:
             if pieces:
@@ -234,7 +234,7 @@ class Checkpointer:
         return files, None
 
     def _conclude(self, partial: str, step: int, files: dict[str, dict], problem: str | None) -> str | None:
-        """Let the checkpoint count, or remove it; returns what went wrong."""
+        """Conclude a save: let the checkpoint count, or remove it; return the failure."""
         try:
             problem = problem or check_content(self.folder / partial, files)
             if problem is None:
@@ -252,7 +252,7 @@ class Checkpointer:
         return None
 
     def _delete_old(self, saved: int) -> None:
-        """Delete what is older than the newest keep_latest_k; one that is damaged by now is not one of them."""
+        """Delete checkpoints older than the newest keep_latest_k; one that is damaged by now is not one of them."""
         keep, whole = self._config.keep_latest_k, 0
         if keep == 0:
             return
@@ -283,7 +283,7 @@ class Checkpointer:
         return step, skipped, None
 
     def _set_aside_after(self, step: int) -> list[str]:
-        """Keep later checkpoints under names that do not count: the next restart must follow the new branch."""
+        """Set aside later checkpoints under names that do not count: the next restart must follow the new branch."""
         messages = []
         for later in checkpoint_steps(self.folder):
             if later > step:

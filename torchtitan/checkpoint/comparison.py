@@ -1,4 +1,4 @@
-"""Two checkpoints or files of weights, compared tensor by tensor."""
+"""Comparison of two checkpoints or files of weights, tensor by tensor."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class TensorSource:
     Attributes:
         shapes: name -> shape and dtype.
         read: names -> tensors.
-        state: what a checkpoint holds besides tensors, None for a file of weights.
+        state: a checkpoint's content besides tensors, None for a file of weights.
     """
 
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -35,7 +35,7 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor that is not the same in both.
+    """Difference of one tensor between the two.
 
     Attributes:
         largest: of |a - b| over the elements.
@@ -49,7 +49,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs between A and B; `reshaped` are tensors of another shape or dtype."""
+    """Differences between A and B; `reshaped` are tensors of another shape or dtype."""
 
     only_a: list[str]
     only_b: list[str]
@@ -64,7 +64,7 @@ class Comparison:
 
 
 def open_checkpoint(checkpoint: AnyPath) -> TensorSource:
-    """The tensors of a checkpoint's folder, which is verified first. Raises CheckpointError."""
+    """Open the tensors of a checkpoint's folder, which is verified first. Raises CheckpointError."""
     if problem := verify(checkpoint):
         raise CheckpointError(f"{checkpoint}: {problem}")
     shapes, read_into = tensor_shapes(checkpoint), reader(checkpoint)
@@ -78,14 +78,14 @@ def open_checkpoint(checkpoint: AnyPath) -> TensorSource:
 
 
 def open_weights(path: Path) -> TensorSource:
-    """The tensors of a safetensors file or torch checkpoint. Raises WeightsError."""
+    """Open the tensors of a safetensors file or torch checkpoint. Raises WeightsError."""
     tensors, _ = read_state_dict(path)
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     return TensorSource(shapes, lambda names: {name: tensors[name] for name in names}, None)
 
 
 def ema_tracks(source: TensorSource) -> list[str]:
-    """Names of the averages that a checkpoint holds."""
+    """Names of the averages in a checkpoint."""
     weights = [name.removeprefix("model.") for name in source.shapes if name.startswith("model.")]
     if not weights:
         return []
@@ -118,7 +118,7 @@ def compare(a: TensorSource, b: TensorSource) -> Comparison:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal bit for bit; a NaN equals itself."""
+    """Check whether two tensors of one shape and dtype are equal bit for bit; a NaN equals itself."""
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
 
 

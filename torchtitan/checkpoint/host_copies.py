@@ -1,4 +1,4 @@
-"""Copies of a training state in host memory, taken between two steps so that a checkpoint can be written beside them."""
+"""Copies of a training state in host memory, taken between two steps so that training can continue during the write."""
 
 import dataclasses
 
@@ -11,8 +11,8 @@ from torchtitan.files.shard_files import Piece
 class HostCopies:
     """Buffers in host memory, one per piece, used again by every copy.
 
-    Copies to pinned memory are queued on the device's current stream, before whatever changes the values afterwards;
-    the process does not wait for them.
+    Copies to pinned memory are queued on the device's current stream, before any later change of the values; the
+    process does not wait for them.
     """
 
     def __init__(self, pinned: bool) -> None:
@@ -21,7 +21,7 @@ class HostCopies:
         self._copied: torch.cuda.Event | None = None
 
     def take(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces with their values of now; not to be read before `wait`, nor after the next `take`."""
+        """Take copies of the pieces' present values; not to be read before `wait`, nor after the next `take`."""
         self._buffers = {piece.name: self._buffer(piece) for piece in pieces}
         for piece in pieces:
             self._buffers[piece.name].copy_(piece.local, non_blocking=self._pinned)
@@ -31,7 +31,7 @@ class HostCopies:
         return [dataclasses.replace(piece, local=self._buffers[piece.name]) for piece in pieces]
 
     def wait(self) -> None:
-        """Return when the copies are there; from any thread."""
+        """Wait until the copies are complete; from any thread."""
         if self._copied is not None:
             self._copied.synchronize()
 

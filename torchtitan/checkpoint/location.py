@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are: in its own folder, or below `checkpoint.folder`, a path or the URL of a remote store."""
+"""Location of a run's checkpoints: its own folder, or below `checkpoint.folder`, a path or a remote store's URL."""
 
 import importlib
 import tomllib
@@ -13,7 +13,7 @@ _LARGEST_CONFIG = 16 << 20  # bytes
 
 
 def checkpoint_folder(run: Path, folder: str, name: str) -> AnyPath:
-    """The folder of a run's checkpoints.
+    """Folder of a run's checkpoints.
 
     Args:
         run: the run's own folder.
@@ -29,7 +29,7 @@ def checkpoint_folder(run: Path, folder: str, name: str) -> AnyPath:
 
 
 def location(text: str) -> AnyPath:
-    """What a path or URL names. Raises CheckpointError."""
+    """Open a path or URL. Raises CheckpointError."""
     if "://" not in text:
         return Path(text)
     if problem := folder_problem(text):
@@ -38,7 +38,7 @@ def location(text: str) -> AnyPath:
 
 
 def run_checkpoints(run: AnyPath) -> AnyPath:
-    """The folder of the checkpoints of a run that exists, as its config.toml says; a URL is that folder itself.
+    """Folder of an existing run's checkpoints, from its config.toml; a URL is that folder itself.
 
     Raises:
         CheckpointError: config.toml cannot be read and the run's folder holds none; or the store cannot be opened.
@@ -57,7 +57,7 @@ def run_checkpoints(run: AnyPath) -> AnyPath:
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         if own.is_dir():
             return own
-        raise CheckpointError(f"{path}: is damaged, and it says where the checkpoints are (put a copy back)") from error
+        raise CheckpointError(f"{path}: is damaged, and names the checkpoints' folder (put a copy back)") from error
     try:
         return checkpoint_folder(run, folder, name)
     except CheckpointError as error:
@@ -65,7 +65,7 @@ def run_checkpoints(run: AnyPath) -> AnyPath:
 
 
 def folder_problem(text: str) -> str | None:
-    """What is wrong with a `checkpoint.folder`, as far as can be said without asking the store."""
+    """Problem of a `checkpoint.folder`, as far as known without asking the store."""
     if "://" not in text:
         return None
     from fsspec.registry import available_protocols, get_filesystem_class, known_implementations
@@ -92,7 +92,7 @@ def folder_problem(text: str) -> str | None:
 
 
 def shown_url(text: str) -> str:
-    """A URL as it may be shown: without what stands before the host."""
+    """Printable URL: without user and password before the host."""
     protocol, _, rest = text.partition("://")
     place, slash, path = rest.partition("/")
     return f"{protocol}://{place.rpartition('@')[2]}{slash}{path}".partition("?")[0]

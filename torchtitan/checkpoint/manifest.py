@@ -1,6 +1,6 @@
-"""A checkpoint's folder: its names, its manifest, and what makes it good.
+"""Manifest of a checkpoint's folder: its names, sizes and checksums, and the test of a good one.
 
-Nothing in it is believed before it is checked: sizes, types, names and links as well as checksums.
+Nothing in it is trusted before it is checked: sizes, types, names and links as well as checksums.
 """
 
 import hashlib
@@ -40,17 +40,17 @@ def checkpoint_path(folder: AnyPath, step: int) -> AnyPath:
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Whether a checkpoint's folder is written with a file of this name: nothing else in it is ever removed."""
+    """Check whether a file of this name belongs to a checkpoint's folder: nothing else in it is ever removed."""
     return _WRITTEN.fullmatch(name) is not None
 
 
 def is_checkpoint_folder(name: str) -> bool:
-    """Whether this is the name of a step's folder, which counts as a checkpoint if it is good."""
+    """Check whether this is the name of a step's folder, which counts as a checkpoint if it is good."""
     return _FOLDER.fullmatch(name) is not None
 
 
 def glance(checkpoint: AnyPath) -> str | None:
-    """What is wrong with a checkpoint, as far as its manifest and the sizes of its files tell (on local disks).
+    """Glance at a checkpoint: its problem, as far as its manifest and the sizes of its files tell (on local disks).
 
     Raises:
         StoreError: the store does not answer.
@@ -74,10 +74,10 @@ def verify(checkpoint: AnyPath) -> str | None:
     """Read every byte of a checkpoint.
 
     Returns:
-        None for a good checkpoint, else in a few words what is wrong with it.
+        None for a good checkpoint, else its problem in a few words.
 
     Raises:
-        StoreError: the store does not answer, which is no damage.
+        StoreError: the store does not answer, which is not damage.
     """
     try:
         files = read_manifest(checkpoint)
@@ -90,7 +90,7 @@ def verify(checkpoint: AnyPath) -> str | None:
 
 
 def check_content(checkpoint: AnyPath, files: dict[str, dict]) -> str | None:
-    """What is wrong with a checkpoint, besides the bytes of its files having changed."""
+    """Check a checkpoint's content, except the bytes of its files; return the problem."""
     # The reader takes every shard in the folder, so one that was not verified must not lie there.
     stray = sorted(path.name for path in checkpoint.glob("*.safetensors") if path.name not in files)
     if stray:
@@ -122,7 +122,8 @@ def newest_good(folder: AnyPath) -> tuple[int | None, list[str]]:
 
 
 def write_manifest(folder: AnyPath, files: dict[str, dict]) -> None:
-    """Complete a folder: name -> {"size", "sha256"} of each file; the manifest is read back. Raises OSError."""
+    """Write the manifest, which completes a folder: name -> {"size", "sha256"} of each file; read back. Raises OSError
+    """
     text = json.dumps({"files": files, "digest": _digest_of(files)}, indent=1)
     entry = write_synced(folder / MANIFEST, text.encode())
     if isinstance(folder, Path):
@@ -131,7 +132,7 @@ def write_manifest(folder: AnyPath, files: dict[str, dict]) -> None:
 
 
 def read_manifest(checkpoint: AnyPath) -> dict[str, dict]:
-    """File name -> {"size": bytes, "sha256": hex}, checked to be just that. Raises DamagedFile."""
+    """Read the manifest: file name -> {"size": bytes, "sha256": hex}, checked to be just that. Raises DamagedFile."""
     path = checkpoint / MANIFEST
     try:
         manifest = read_json(path, dict)
@@ -168,7 +169,7 @@ def _digest_of(files: dict) -> str:
 
 
 def read_json(path: AnyPath, kind: type, limit: int = MAX_JSON_BYTES) -> Any:
-    """The content of a JSON file, whose size and outermost type are checked.
+    """Read a JSON file, with its size and outermost type checked.
 
     Raises:
         DamagedFile: missing, a link, larger than `limit` bytes, no JSON, nested too deep, or of another type.
@@ -193,7 +194,7 @@ def read_json(path: AnyPath, kind: type, limit: int = MAX_JSON_BYTES) -> Any:
 
 
 def check_file(path: AnyPath, entry: dict) -> str | None:
-    """Compare a file with its {"size", "sha256"}; returns what is wrong."""
+    """Compare a file with its {"size", "sha256"}; return the problem."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
@@ -208,15 +209,15 @@ def check_file(path: AnyPath, entry: dict) -> str | None:
 
 
 def hash_file(path: AnyPath) -> str:
-    """SHA-256 of what is in a file, as hex."""
+    """SHA-256 of a file's content, as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_back(path: AnyPath, entry: dict) -> None:
-    """Make sure that a file just written holds what it should, read from there. Raises OSError."""
+    """Read back a file just written and check its content. Raises OSError."""
     if isinstance(path, Path) and hasattr(os, "posix_fadvise"):
         with open(path, "rb") as file:  # else the answer would come from memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if problem := check_file(path, entry):
-        raise OSError(f"{problem} right after it was written: what it was written to is not to be trusted")
+        raise OSError(f"{problem} right after it was written: the disk or store is not to be trusted")

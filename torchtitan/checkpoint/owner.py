@@ -1,6 +1,6 @@
-"""Whose checkpoints are in a folder outside of the run's own: no two runs share one.
+"""Owner of a folder of checkpoints outside of the run's own: no two runs share one.
 
-The run's folder and that of its checkpoints hold a file each with the same random identity. That of the checkpoints also
+The run's folder and that of its checkpoints each hold a file with the same random identity. The checkpoints' file also
 names the launch that wrote there last.
 """
 
@@ -21,10 +21,10 @@ _MAX_BYTES = 4096
 
 
 def claim(run: Path, folder: AnyPath) -> str | None:
-    """Make a folder of checkpoints this run's and this launch's; returns why it cannot be.
+    """Claim a folder of checkpoints for this run and this launch; return the reason if that is impossible.
 
     Args:
-        run: the run's folder, which nobody else writes to now.
+        run: the run's folder, locked by this launch.
         folder: of its checkpoints.
 
     Raises:
@@ -33,8 +33,9 @@ def claim(run: Path, folder: AnyPath) -> str | None:
     identity, owner = _identity(run), read_owner(folder)
     if owner is not None and (identity is None or owner.get("run") != identity):
         return (
-            f"checkpoint.folder: {folder}: holds the checkpoints of another run, {shown_owner(owner)} (give another "
-            f"--job.name or --checkpoint.folder, or, to go on with that run, copy its {OWNER_FILE} from there into {run})"
+            f"checkpoint.folder: {folder}: holds the checkpoints of another run, {shown_owner(owner)} "
+            f"(give another --job.name or --checkpoint.folder, or, "
+            f"to resume that run, copy its {OWNER_FILE} from there into {run})"
         )
     identity = identity or uuid.uuid4().hex
     _write(run / OWNER_FILE, {"run": identity})
@@ -49,7 +50,7 @@ def claim(run: Path, folder: AnyPath) -> str | None:
 
 
 def read_owner(folder: AnyPath) -> dict | None:
-    """What a folder's owner file says: {} for one that is damaged, None for none. Raises StoreError."""
+    """Read a folder's owner file: {} for a damaged one, None for none. Raises StoreError."""
     try:
         return read_json(folder / OWNER_FILE, dict, _MAX_BYTES)
     except DamagedFile as error:
@@ -57,7 +58,7 @@ def read_owner(folder: AnyPath) -> dict | None:
 
 
 def shown_owner(owner: dict | None) -> str:
-    """Who it was, in words."""
+    """Describe the owner in words."""
     try:
         host, pid, started = (str(owner[key])[:80] for key in ("host", "pid", "started"))
     except (KeyError, TypeError):

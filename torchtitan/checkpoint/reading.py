@@ -1,4 +1,4 @@
-"""What a good checkpoint holds. One of a remote store is read from a copy on the node's own disk, which is checked again."""
+"""Read a good checkpoint. One of a remote store is read from a local copy, which is checked again."""
 
 import hashlib
 import os
@@ -41,7 +41,7 @@ def read_tensors(checkpoint: AnyPath, tensors: dict[str, Tensor]) -> None:
 
 
 def read_state(checkpoint: AnyPath) -> dict:
-    """What is not a tensor. Raises CheckpointError."""
+    """Read the state besides the tensors. Raises CheckpointError."""
     try:
         return read_json(checkpoint / STATE, dict)
     except DamagedFile as error:
@@ -54,7 +54,8 @@ def tensor_shapes(checkpoint: AnyPath) -> dict[str, tuple[tuple[int, ...], torch
 
 
 def reader(checkpoint: AnyPath) -> Callable[[dict[str, Tensor]], None]:
-    """`read_tensors` of one checkpoint, for one process and many calls: of a remote one, the copy is kept between them."""
+    """Reader of one checkpoint by `read_tensors`, for one process and many calls: a remote one's copy is kept between.
+    """
     kept: list[Path] = []
 
     def read(tensors: dict[str, Tensor]) -> None:
@@ -73,12 +74,13 @@ def reader(checkpoint: AnyPath) -> Callable[[dict[str, Tensor]], None]:
 
 @contextmanager
 def local_copy(checkpoint: AnyPath) -> Iterator[Path]:
-    """A checkpoint's folder on this machine. A remote one is copied by the first rank of each node, while the others wait.
+    """Local copy of a checkpoint's folder; a remote one is copied by the first rank of each node, while the others
+    wait.
 
     Called by all ranks together. The copy is in the temporary folder (TMPDIR), and removed afterwards.
 
     Raises:
-        CheckpointError: on every rank, if a node cannot have it.
+        CheckpointError: on every rank, if any node fails to copy it.
     """
     if isinstance(checkpoint, Path):
         yield checkpoint
@@ -107,7 +109,7 @@ def _fetched(checkpoint: RemotePath, stack: ExitStack) -> tuple[str | None, Chec
 
 
 def fetch(checkpoint: RemotePath, folder: Path) -> None:
-    """Copy a remote checkpoint into an empty folder, believing no more of it than its manifest says.
+    """Fetch a remote checkpoint into an empty folder, trusting only its manifest.
 
     Raises:
         CheckpointError: damaged; StoreError, if it cannot be read now; or no room for it.
@@ -134,7 +136,7 @@ def fetch(checkpoint: RemotePath, folder: Path) -> None:
 
 
 def _copy(source: RemotePath, target: Path, entry: dict, bar: tqdm) -> str | None:
-    """Copy a file while its bytes are those of its {"size", "sha256"}; returns what is wrong."""
+    """Copy a file while its bytes match its {"size", "sha256"}; return the problem."""
     if source.lstat().st_size != entry["size"]:
         return check_file(source, entry)
     digest, left = hashlib.sha256(), entry["size"]
@@ -149,7 +151,7 @@ def _copy(source: RemotePath, target: Path, entry: dict, bar: tqdm) -> str | Non
 
 @contextmanager
 def _single_process_allowed() -> Iterator[None]:
-    """Without torch's warning that a single process is one."""
+    """Silence torch's warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,7 +1,7 @@
-"""The two ways in which a checkpoint comes to count, and ceases to.
+"""Stores of checkpoints, local and remote: how a checkpoint comes to count, and ceases to.
 
-In a folder of this machine it is written under a hidden name and renamed when it is whole. A remote store has no rename:
-there it is written in its place, and the manifest, written last and removed first, is what makes it count.
+In a local folder it is written under a hidden name and renamed when it is whole. A remote store has no rename: there it
+is written in place, and counts by its manifest, which is written last and removed first.
 """
 
 import logging
@@ -33,29 +33,29 @@ _HIDDEN = re.compile(r"\.((deleted|replaced)-)?step-\d{8,18}(-[0-9a-f]{8})?")
 
 
 class CheckpointStore(Protocol):
-    """What the first rank does with a run's checkpoints; every method raises OSError."""
+    """Store of a run's checkpoints, used by the first rank; every method raises OSError."""
 
     def prepare(self) -> None:
-        """Once, when a run starts: remove what a save that was cut off has left."""
+        """Prepare once, when a run starts: remove the remains of an interrupted save."""
 
     def begin(self, step: int) -> str:
-        """Name of a new, empty folder to write a checkpoint's files into."""
+        """Begin a checkpoint: name of a new, empty folder for its files."""
 
     def commit(self, name: str, step: int, files: dict[str, dict]) -> None:
-        """Let a folder with all its files count as the checkpoint of a step."""
+        """Commit a folder with all its files as the checkpoint of a step."""
 
     def discard(self, name: str) -> None:
-        """Remove what a save that failed has written; as much of it as goes."""
+        """Discard the files of a failed save, as far as possible."""
 
     def delete(self, step: int) -> None:
-        """Remove a checkpoint; at no moment is there half of one that counts."""
+        """Delete a checkpoint; at no moment does half of one count."""
 
     def set_aside(self, step: int) -> str:
-        """Keep a checkpoint under a name that does not count; returns it."""
+        """Set aside a checkpoint under a name that does not count; return the name."""
 
 
 def store_of(folder: AnyPath) -> CheckpointStore:
-    """The store that keeps checkpoints in a folder."""
+    """Store that keeps checkpoints in a folder."""
     return RemoteStore(folder) if isinstance(folder, RemotePath) else LocalStore(folder)
 
 
@@ -115,7 +115,7 @@ class LocalStore:
         return aside.name
 
     def _remove(self, hidden: Path) -> None:
-        """Remove a hidden folder, as much of it as can be removed; what the program did not write there stays, in sight."""
+        """Remove a hidden folder, as far as possible; files of others stay, under a visible name."""
         try:
             if remove_folder(hidden, is_checkpoint_file):
                 kept = hidden.with_name(f"kept-{hidden.name.lstrip('.')}")
@@ -126,7 +126,7 @@ class LocalStore:
 
 
 class RemoteStore:
-    """Checkpoints in a store that knows files by their whole names, and promises nothing about several of them."""
+    """Checkpoints in a store of whole file names, without guarantees about several of them."""
 
     def __init__(self, folder: RemotePath) -> None:
         self._folder = folder
@@ -171,7 +171,7 @@ class RemoteStore:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether a folder of a hidden name is what a save or a removal left: empty, or with a file of a checkpoint."""
+    """Check whether a folder of a hidden name is left by a save or a removal: empty, or with a file of a checkpoint."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     names = [path.name for path in folder.iterdir()]
@@ -179,7 +179,7 @@ def _is_own(folder: Path) -> bool:
 
 
 def foreign_content(folder: AnyPath) -> str | None:
-    """Name of something in a folder of checkpoints that the program does not put there; None if there is nothing."""
+    """Name of a foreign entry in a folder of checkpoints; None if there is none."""
     own = (is_checkpoint_folder, _SET_ASIDE.fullmatch, _HIDDEN.fullmatch, {OWNER_FILE}.__contains__)
     if isinstance(folder, Path) and not folder.exists():  # nor can it be made, if a file is above it
         return None
@@ -187,7 +187,7 @@ def foreign_content(folder: AnyPath) -> str | None:
 
 
 def _remove(path: RemotePath) -> None:
-    """Remove what the program writes in a checkpoint's folder, and the folder if nothing else is in it."""
+    """Remove the program's files in a checkpoint's folder, and the folder if it is empty then."""
     (path / MANIFEST).unlink()  # first: what is left of a removal that is cut off must not count
     path.remove_files([file.name for file in path.iterdir() if is_checkpoint_file(file.name) and file.is_file()])
     if left := next(path.iterdir(), None):
