@@ -12,8 +12,7 @@ import tempfile
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm
 
@@ -22,6 +21,7 @@ from torchtitan.experiments.autotune.probe import ProbeProcesses, run_probe
 from torchtitan.experiments.autotune.tuning import autotune
 from torchtitan.runs.folder import versions
 
+ROOT = Path(__file__).resolve().parent.parent
 CONFIG = """
 [model]
 flavor = "debug"

@@ -12,8 +12,7 @@ import sys
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
@@ -25,6 +24,7 @@ from torchtitan.runs.folder import versions
 from torchtitan.runs.record import read_run
 from torchtitan.training.hardware import device_name
 
+ROOT = Path(__file__).resolve().parent.parent
 SWEEP = ROOT / "train_configs" / "sweeps" / "flavors.toml"
 RESULTS = ROOT / "benchmarks" / "results" / "flavors.json"
 QUANTITIES = ("images_per_second", "step_seconds", "mfu_percent", "memory_gib")

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from torchtitan.latents.index import INDEX_FILE, ShardRecord, StoreIndex, shard_
 from torchtitan.runs.folder import versions
 from torchtitan.training.hardware import device_name
 
+ROOT = Path(__file__).resolve().parent.parent
 SHAPE = (4, 32, 32)
 BATCH = 256
 PROCESSES = 2

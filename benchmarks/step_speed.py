@@ -18,8 +18,7 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import nn
@@ -30,6 +29,7 @@ from torchtitan.models import MODELS
 from torchtitan.runs.folder import versions
 from torchtitan.training.hardware import device_name, peak_resident_gib
 
+ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "step_speed.json"
 
 MODES = ("eager", "compiled", "compiled whole")

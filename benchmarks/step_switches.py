@@ -15,8 +15,7 @@ from datetime import date
 from pathlib import Path
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +28,9 @@ from torchtitan.models.dit.layers import Attention, Block
 from torchtitan.runs.folder import versions
 from torchtitan.training.ema import EMABank, EMAConfig, EMATrackConfig
 from torchtitan.training.hardware import device_name
+
+ROOT = Path(__file__).resolve().parent.parent
+
 
 Step = Callable[[], None]
 

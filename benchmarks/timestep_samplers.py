@@ -16,8 +16,7 @@ from datetime import date
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from tqdm import trange
@@ -31,6 +30,7 @@ from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 from torchtitan.runs.folder import versions
 from torchtitan.training.hardware import device_name
 
+ROOT = Path(__file__).resolve().parent.parent
 PATH_NAMES = ("ddpm_linear", "rectified_flow")
 SPREADS = ("none", "stratified")
 SLOTS = {

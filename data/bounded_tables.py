@@ -31,7 +31,7 @@ def check_types(place: str, schema: Any, image_column: str, label_column: str) -
         stored = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         fits = pyarrow.types.is_integer(stored) if wanted == "integers" else _holds_bytes(stored)
         if not fits:
-            raise DatasetError(f"{place}: column {name!r} is {str(kind):.80}, not {wanted}")
+            raise DatasetError(f"{place}: column {name!r} is {kind!s:.80}, not {wanted}")
 
 
 def read_rows(

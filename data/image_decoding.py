@@ -7,7 +7,7 @@ ignored. Memory and time are bounded before decoding, by the header and by the f
 import io
 import re
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -78,12 +78,12 @@ def open_image(content: bytes) -> "Image":
     elif kind.lastgroup == "PPM" and not _PPM_HEADER.match(content[:MAX_PPM_HEADER_BYTES]):
         raise ValueError(f"no whole header in its first {MAX_PPM_HEADER_BYTES:,} bytes")
     try:
-        image = Image.open(io.BytesIO(content), formats=(kind.lastgroup,))
+        image = Image.open(io.BytesIO(content), formats=(str(kind.lastgroup),))
     except Image.DecompressionBombError as error:  # the package's own limit is higher
         raise ValueError(f"more than {MAX_PIXELS:,} pixels") from error
     _check_size(*image.size, MAX_PIXELS)
     if kind.lastgroup == "TIFF":
-        tile = [int(image.tag_v2.get(tag, 1)) for tag in (_TILE_WIDTH, _TILE_HEIGHT)]
+        tile = [int(cast(TiffImagePlugin.TiffImageFile, image).tag_v2.get(tag, 1)) for tag in (_TILE_WIDTH, _TILE_HEIGHT)]
         if tile[0] * tile[1] > MAX_PIXELS:
             raise ValueError(f"tiles of {tile[0]} x {tile[1]} pixels, more than {MAX_PIXELS:,} each")
     return image
@@ -203,7 +203,7 @@ def _orientation(image: "Image") -> int:
         return image.getexif().get(_ORIENTATION, 1)
     except MemoryError:
         raise
-    except Exception:  # a damaged tag fails in any way
+    except Exception:  # noqa: BLE001 (a damaged tag fails in any way)
         return 1
 
 

@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -49,6 +49,13 @@ class ImageSource(Protocol):
 
     def shown(self, position: int) -> str:
         """Name of an image in messages: a path, or archive and member; one line."""
+
+
+class LabelledSource(ImageSource, Protocol):
+    """Images whose labels are read with them."""
+
+    def label(self, position: int) -> int:
+        """The class of an image. Raises DatasetError."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ class SquareImages:
         Args:
             source: of the images.
             positions: in the source, int64 [N].
-            labels: one per position, int64 [N]; None where only the source's `label(position)` knows them.
+            labels: one per position, int64 [N]; None where only a LabelledSource knows them.
             image_size: pixels of each side.
         """
         self._source = source
@@ -141,6 +148,11 @@ class SquareImages:
             digest.update(f"{part.dtype.str} {len(part)} ".encode() + np.ascontiguousarray(part).tobytes())
         return digest.hexdigest()
 
+    def _label_of(self, position: int, index: int) -> int:
+        if self._labels is not None:
+            return self._labels[index]
+        return cast(LabelledSource, self._source).label(position)
+
     def fetch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         images = np.empty((len(indices), self._image_size, self._image_size, 3), np.uint8)
         labels = np.empty(len(indices), np.int64)
@@ -148,7 +160,7 @@ class SquareImages:
             position = int(self._positions[index])
             try:
                 images[slot] = decode_square(self._source.content(position), self._image_size)
-                labels[slot] = self._source.label(position) if self._labels is None else self._labels[index]
+                labels[slot] = self._label_of(position, index)
             except DatasetError:  # not of this image alone
                 raise
             except Exception as error:  # a damaged file fails in any way
@@ -208,7 +220,7 @@ def check_readable(source: ImageSource, key: str) -> None:
             return
         except DatasetError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (decoders raise what they like; every probe is tried)
             first = first or f"{source.shown(position)}: {decoding_problem(error)}"
     raise DatasetError(f"{key}: none of {len(probes)} of its {len(source)} images can be read; the first is {first}")
 

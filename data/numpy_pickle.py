@@ -151,6 +151,11 @@ class _Machine:
             raise TypeError
         self._stack[-1].extend(values)
 
+    def _push_dict(self) -> None:
+        values = self._marked()
+        self._push({})
+        self._set_items(values)
+
     def _set_items(self, values: list[Any]) -> None:
         table = self._stack[-1]
         keys = values[::2]
@@ -244,7 +249,7 @@ _OPERATIONS: dict[bytes, Callable[[_Machine], Any]] = {
     b"e": lambda machine: machine._extend(machine._marked()),
     b"s": lambda machine: machine._set_items([machine._stack.pop(-2), machine._stack.pop()]),
     b"u": lambda machine: machine._set_items(machine._marked()),
-    b"d": lambda machine: (values := machine._marked(), machine._push({}), machine._set_items(values)),
+    b"d": _Machine._push_dict,
     b"p": lambda machine: machine._memoize(int(machine._line())),
     b"q": lambda machine: machine._memoize(machine._number("<B")),
     b"r": lambda machine: machine._memoize(machine._number("<I")),

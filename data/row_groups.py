@@ -22,6 +22,8 @@ LASTING = (FileNotFoundError, PermissionError, ImportError)
 class RowGroupImages:
     """Images and labels by row number; each process reads its row groups, and keeps the given number."""
 
+    _storage: Any
+
     def __init__(
         self, groups: RowGroups, num_kept: int, cache_path: str = "", cache_bytes: int = 0, window_bytes: int = 4 << 30
     ) -> None:
@@ -105,7 +107,7 @@ class RowGroupImages:
 
     def _forget(self) -> None:
         self._process = os.getpid()
-        self._storage: Any = None
+        self._storage = None
         self._footers: dict[int, Any] = {}
         self._kept: OrderedDict[int, Any] = OrderedDict()
 

@@ -54,9 +54,9 @@ def saved_tables(
     with tqdm(total=total, unit="B", unit_scale=True, desc="reading through archives", delay=2) as bar:
         for path in missing:
             mark = _mark(path, kind)  # before reading: what is written meanwhile makes the index old
-            tables[path] = build(path, bar.update)
+            table = tables[path] = build(path, bar.update)
             try:
-                _save(_index_file(path, folder), mark, tables[path])
+                _save(_index_file(path, folder), mark, table)
             except OSError as error:
                 unsaved = error
                 if folder:
@@ -67,7 +67,7 @@ def saved_tables(
             f"there ({unsaved.strerror}), so every process scans them; "
             "set data.index_path to a folder for it"
         )
-    return [tables[path] for path in archives]
+    return [found for path in archives if (found := tables[path]) is not None]
 
 
 def _index_file(archive: Path, folder: str) -> Path:
@@ -96,7 +96,7 @@ def _load(path: Path, mark: dict[str, str], is_whole: Callable[[Table, int], boo
             metadata = file.metadata() or {}
             if {key: metadata.get(key) for key in mark} != mark:
                 return None
-            table = {name: file.get_tensor(name) for name in file.keys()}
+            table = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a file is no mapping)
     except (OSError, SafetensorError):
         return None
     good = metadata.get("crc32") == _checksum(table) and is_whole(table, archive_bytes)
@@ -142,5 +142,5 @@ def are_places(offsets: np.ndarray, sizes: np.ndarray, archive_bytes: int) -> bo
 
 
 def _checksum(table: Table) -> str:
-    crcs = {name: zlib.crc32(np.ascontiguousarray(array)) for name, array in table.items()}
+    crcs = {name: zlib.crc32(np.ascontiguousarray(array).data) for name, array in table.items()}
     return str(zlib.crc32(json.dumps(crcs, sort_keys=True).encode()))

@@ -43,7 +43,8 @@ class Synthetic:
     def info(config: SyntheticConfig) -> DatasetInfo:
         if len(config.shape) != 3 or min(config.shape) < 1:
             raise DatasetError(f"data.shape: {config.shape} is not three positive numbers: channels, height, width")
-        return DatasetInfo(image_shape=tuple(config.shape), num_classes=config.num_classes)
+        channels, height, width = config.shape
+        return DatasetInfo(image_shape=(channels, height, width), num_classes=config.num_classes)
 
     def __init__(self, config: SyntheticConfig, split: Split) -> None:
         self._shape = self.info(config).image_shape

@@ -62,7 +62,8 @@ def walk(read_at: ReadAt, begin: int, end: int) -> Iterator[Entry]:
     Raises:
         TarError: it is cut short or damaged.
     """
-    position, of_all = begin, {}
+    position = begin
+    of_all: dict[bytes, bytes] = {}
     while True:
         own: dict[bytes, bytes] = {}
         for _ in range(MAX_HEADERS_OF_A_MEMBER):
@@ -141,12 +142,13 @@ def _records(content: bytes, position: int) -> dict[bytes, bytes]:
     records, at = {}, 0
     while at < len(content) and content[at]:
         found = _RECORD_LENGTH.match(content, at)
-        record = content[found.end() : at + int(found[1])] if found else b""
+        end = at + int(found[1]) if found else at
+        record = content[found.end() : end] if found else b""
         key, equals, value = record.partition(b"=")
-        if not equals or not value.endswith(b"\n") or at + int(found[1]) > len(content):
+        if not equals or not value.endswith(b"\n") or end > len(content):
             raise TarError(f"damaged at byte {position + at}: no record of a pax header")
         records[key] = value[:-1]
-        at += int(found[1])
+        at = end
     return records
 
 

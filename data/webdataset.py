@@ -4,7 +4,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
@@ -207,9 +207,9 @@ def _expanded(pattern: str) -> Iterator[str]:
     limits = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", match[1])
     if limits:
         width = max(map(len, limits.groups())) if any(text.startswith("0") for text in limits.groups()) else 0
-        choices = (f"{number:0{width}}" for number in range(int(limits[1]), int(limits[2]) + 1))
+        choices: Iterable[str] = (f"{number:0{width}}" for number in range(int(limits[1]), int(limits[2]) + 1))
     else:
-        choices = iter(match[1].split(","))
+        choices = match[1].split(",")
     before, after = pattern[: match.start()], pattern[match.end() :]
     for choice in choices:
         yield from _expanded(before + choice + after)

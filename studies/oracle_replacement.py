@@ -5,6 +5,7 @@ the truth at the end: replacing a range that holds it says nothing of the range,
 range that does not hold it. The error at the end per unit of error put in says something of every range.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 
@@ -50,7 +51,7 @@ def ancestral_chain(
 
     Source: Ho, Jain and Abbeel, arXiv 2006.11239, algorithm 2; the replacement: Xie and Agam, arXiv 2502.01990.
     """
-    rising = all(low < high for low, high in zip(indices, indices[1:], strict=False))
+    rising = all(low < high for low, high in itertools.pairwise(indices))
     if not (indices and rising and indices[0] >= 0 and indices[-1] < path.num_indices):
         raise ValueError(f"indices must rise within 0 to {path.num_indices - 1}")
     if error is None and error_at:

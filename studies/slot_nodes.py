@@ -1,5 +1,6 @@
 """Bins of timesteps in which trained models are compared, and the timesteps that stand for each."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ def timestep_bins(objective: Objective, nodes_per_bin: int, edges_file: Path | N
     end = float(path.num_indices) if path.num_indices else min(path.t_max, 1.0)
     cut = [min(edge, end) for edge in edges]
     bins = []
-    for low, high in zip(cut, cut[1:], strict=False):
+    for low, high in itertools.pairwise(cut):
         if high > low:
             bins.append(TimestepBin(low, high, unit, (high - low) / end, _nodes(objective, low, high, nodes_per_bin)))
     return bins

@@ -200,7 +200,7 @@ def _train(grid: TrainingGrid, name: str, bar: tqdm) -> Outcome:
             ))  # fmt: skip
         except Stopped:
             pass
-        except BaseException as error:  # raised again in the thread that waits
+        except BaseException as error:  # noqa: BLE001 (raised again in the thread that waits)
             found.append(error)
 
     thread = threading.Thread(target=work)

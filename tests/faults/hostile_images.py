@@ -97,7 +97,7 @@ FORMATS = {
     "byte order mark": b"\xff\xfe\xff\xfe",
 }  # fmt: skip
 for _name, _content in FORMATS.items():
-    bad_image(lambda content=_content: content, f"{_name} named .png", decodes=_name in ("WMF",))
+    bad_image(lambda content=_content: content, f"{_name} named .png", decodes=_name == "WMF")
 
 
 # ---------------------------------------------------------------------- PNG

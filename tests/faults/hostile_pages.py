@@ -110,7 +110,7 @@ def _numbered(place: Place, value: object, words: tuple[str, ...], steps: bool) 
             if steps:
                 point["step"] = 10**400 + at if value == 10**400 else (1 << 62) + at
         (place.input / str(number) / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
-        summary = {key: value for key in ("step", "progress", "images", "seconds", "peak_memory", "world_size")}
+        summary = dict.fromkeys(("step", "progress", "images", "seconds", "peak_memory", "world_size"), value)
         (place.input / str(number) / "summary.json").write_text(json.dumps(summary | {"status": "completed"}))
     return _words(place, words)
 

@@ -174,7 +174,7 @@ def _run(command: Command) -> Outcome:
     if pid == 0:
         try:
             _be(command, *files)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 (printed as the interpreter would)
             traceback.print_exc()
         finally:
             os._exit(70)
@@ -243,7 +243,7 @@ def _be(command: Command, output: int, error: int, events: int) -> None:
         code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 (printed as the interpreter would)
         traceback.print_exc()
         code = 1
     try:

@@ -164,7 +164,7 @@ METRICS = {
     "lists nested 10^5 times": "[" * 10**5, "a line of 60 MB": '{"step": 1, "x": "' + "x" * 60_000_000 + '"}',
     "escape sequences": '{"step": 3, "\\u001b[2J": "\\u0007"}',
     "lines of all kinds": '{"step": 3}\u2028{"step": 4}\u0085{"step": 9}',
-    "a step twice": '{"step": 4}\n{"step": 4}', "10^5 steps to come": "\n".join('{"step": %d}' % n
+    "a step twice": '{"step": 4}\n{"step": 4}', "10^5 steps to come": "\n".join(f'{{"step": {n}}}'
                                                                                 for n in range(5, 10**5)),  # fmt: skip
 }  # fmt: skip
 for _name, _text in METRICS.items():

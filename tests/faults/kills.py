@@ -166,7 +166,7 @@ def suite(runs: int, seed: int, progress: bool = False) -> list[dict]:
 def table(rows: list[dict]) -> str:
     """Layouts x moments: how often runs were killed there, and how they ended."""
     kills = Counter((row["layout"], moment) for row in rows for moment in row["moments"])
-    layouts = [layout for layout in dict.fromkeys(row["layout"] for row in rows)]
+    layouts = list(dict.fromkeys(row["layout"] for row in rows))
     lines = [f"| killed | {' | '.join(layouts)} | all |", "|---" * (2 + len(layouts)) + "|"]
     for moment in [*TIMED, *MOMENTS]:
         counts = [kills[layout, moment] for layout in layouts]

@@ -118,7 +118,7 @@ def test_headroom_and_the_largest_allowed_bound_the_answer(find):
 
 
 def test_a_batch_size_with_allocator_retries_does_not_fit(find, probes):
-    probes.retries = {size: 2 for size in range(20, 100)}
+    probes.retries = dict.fromkeys(range(20, 100), 2)
     assert find().batch_size == 19
 
 

@@ -53,7 +53,7 @@ def write_batches(folder, count=6, **changes):
         }
         (folder / name).write_bytes(pickle.dumps(changes.get(name, table), protocol=2))
         parts.append((pixels, labels))
-    pixels, labels = (np.concatenate(arrays) for arrays in zip(*parts[:5]))
+    pixels, labels = (np.concatenate(arrays) for arrays in zip(*parts[:5], strict=True))
     return (pixels, labels), parts[5]
 
 

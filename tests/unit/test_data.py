@@ -279,7 +279,7 @@ def test_digits_are_split_into_disjoint_fixed_parts():
     train, held_out = Digits(DigitsConfig(), "train"), Digits(DigitsConfig(), "validation")
     assert (len(train), len(held_out)) == (1500, 297)
     whole = [part.fetch(np.arange(len(part))) for part in (train, held_out)]
-    images, labels = (torch.cat(pair) for pair in zip(*whole))
+    images, labels = (torch.cat(pair) for pair in zip(*whole, strict=True))
     assert images.min() == -1 and images.max() == 1
     from sklearn.datasets import load_digits
 
@@ -287,7 +287,7 @@ def test_digits_are_split_into_disjoint_fixed_parts():
 
     def rows(pixels, labels):
         counts = (8 * (pixels.reshape(1797, 64) + 1)).tolist()
-        return sorted((*row, label) for row, label in zip(counts, labels.tolist()))
+        return sorted((*row, label) for row, label in zip(counts, labels.tolist(), strict=True))
 
     # Together exactly the stored images with their labels, hence nothing in both parts.
     assert rows(images, labels) == rows(torch.from_numpy(stored.images) / 8 - 1, torch.from_numpy(stored.target))

@@ -269,7 +269,7 @@ def test_weighting_multiplies_the_error_as_a_function_of_sigma():
 
 
 def test_half_precision_output_is_compared_in_float32():
-    x0, classes, draw = microbatch()
+    x0, _, draw = microbatch()
     model = lambda x, t, c: torch.zeros_like(x, dtype=torch.bfloat16)  # noqa: E731
     terms = Objective(ObjectiveConfig(), 0).loss(model, x0, None, draw)
     wanted = (draw.noise - x0).double().square().mean((1, 2, 3))
@@ -288,7 +288,7 @@ def test_draw_takes_timesteps_and_noise_of_their_own_streams():
 
 @pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
 def test_predict_inverts_a_perfect_network(t):
-    x0, classes, draw = microbatch()
+    x0, _, draw = microbatch()
     time = torch.full((5,), t)
     x_t = (1 - t) * x0 + t * draw.noise
     found = Objective(ObjectiveConfig(), 0).predict(lambda *_: draw.noise - x0, x_t, time, None)

@@ -1,5 +1,6 @@
 """The diffusion transformer against its paper's formulas, its counts, and the contract of models/base.py."""
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -247,7 +248,7 @@ def test_rotary_scores_depend_on_the_difference_of_positions_only():
     assert len(by_offset) == (2 * rows - 1) * (2 * columns - 1)
     assert max(max(values) - min(values) for values in by_offset.values()) < 1e-12
     means = sorted(values[0] for values in by_offset.values())
-    assert min(b - a for a, b in zip(means, means[1:])) > 1e-6  # and every offset has its own score
+    assert min(b - a for a, b in itertools.pairwise(means)) > 1e-6  # and every offset has its own score
 
 
 def initialised_from_garbage(config: DiTConfig, garbage: float, seed: int = 3) -> DiT:

@@ -109,7 +109,7 @@ def test_finished_shards_are_not_encoded_again_and_the_bytes_are_the_same(inputs
     words = ["--output", str(tmp_path / "store"), *inputs[1], "--no-mirror"]
     assert main(words) == 130
     assert "interrupted; the same command goes on" in capsys.readouterr().err
-    finished = [path for path in (tmp_path / "store" / PARTIAL_FOLDER).glob("shard-*")]
+    finished = list((tmp_path / "store" / PARTIAL_FOLDER).glob("shard-*"))
     # The first call was for the latents' shape; the first two shards take two each, the third none.
     assert len(finished) == 3
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "store").glob("shard-*")}

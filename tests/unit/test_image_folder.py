@@ -184,7 +184,7 @@ def test_the_last_images_of_each_class_are_held_out(tmp_path):
     def contents(dataset):
         images, labels = dataset.fetch(np.arange(len(dataset)))
         reds = ((images[:, 0, 0, 0] + 1) * 127.5 / 10).round().int().tolist()
-        return list(zip(labels.tolist(), reds))
+        return list(zip(labels.tolist(), reds, strict=True))
 
     # floor(0.3 x 7) = 2, floor(0.3 x 10) = 3, floor(0.3 x 11) = 3 images in the first 1, 2, 3 classes.
     assert contents(held_out) == [(0, 5), (0, 6), (1, 2)]

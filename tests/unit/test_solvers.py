@@ -1,5 +1,6 @@
 """Solvers and guidance against the closed-form flow of Gaussian data."""
 
+import itertools
 import math
 
 import pytest
@@ -36,7 +37,7 @@ def error_of(solver: str, num_steps: int) -> float:
 @pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("heun", 2)])
 def test_error_falls_with_the_order_of_the_method(solver, order):
     errors = [error_of(solver, num_steps) for num_steps in (64, 128, 256, 512, 1024)]
-    for coarse, fine in zip(errors[:-1], errors[1:], strict=True):
+    for coarse, fine in itertools.pairwise(errors):
         assert math.log2(coarse / fine) == pytest.approx(order, abs=0.06)
     assert errors[-1] < {1: 1e-3, 2: 1e-6}[order]
 

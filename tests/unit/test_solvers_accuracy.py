@@ -1,5 +1,6 @@
 """Every solver against data N(0, s^2), whose denoiser, flow and chain are known in closed form."""
 
+import itertools
 import math
 
 import pytest
@@ -50,7 +51,7 @@ def geometric_times(num_steps: int) -> Tensor:
 def test_error_falls_with_the_order_of_the_method(path_name, solver, order):
     schedule = geometric_times if solver in ("ddim", "dpmpp_2m", "edm_heun") else lambda n: uniform_times(n, 0.97)
     errors = [flow_error(solver, path_name, schedule(count)) for count in (256, 512, 1024)]
-    for coarse, fine in zip(errors[:-1], errors[1:], strict=True):
+    for coarse, fine in itertools.pairwise(errors):
         assert math.log2(coarse / fine) == pytest.approx(order, abs=0.1)
 
 

@@ -48,7 +48,7 @@ def test_optimal_velocity_loss_is_that_of_the_exact_linear_estimator(kind):
     times = torch.tensor([0.0, 0.02, 0.3, 0.5, 0.9, 1.0])
     expected = optimal_velocity_loss(config, times)
     assert expected[0] == pytest.approx(1.0) and expected[-1] == pytest.approx(1.0)
-    for t, loss in zip(times.tolist(), expected.tolist()):
+    for t, loss in zip(times.tolist(), expected.tolist(), strict=True):
         x_t = (1 - t) * x0 + t * noise
         gain = torch.linalg.solve((1 - t) ** 2 * covariance + t**2 * identity, t * identity - (1 - t) * covariance)
         measured = ((x_t @ gain) - (noise - x0)).square().mean().item()

@@ -1,5 +1,6 @@
 """Densities of published timestep samplers against scipy, closed forms and their own integrals; slots; ranges of t."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -209,7 +210,7 @@ def test_slots_of_the_paper_are_as_likely_as_each_other():
     path = PATHS["ddpm_linear"]()
     masses = density_of("ddpm_linear", **ON_INDICES["slots"]).cumulative.diff()
     edges = [int(edge) for edge in PAPER_EDGES]
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         expected = torch.full((high - low,), 0.1 / (high - low), dtype=torch.float64)
         torch.testing.assert_close(masses[low:high], expected, rtol=1e-9, atol=0)
     # Equal sums: the mean loss in a slot goes as 1 / width. The paper's last slot counts index 1000 too.

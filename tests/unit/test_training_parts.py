@@ -1,5 +1,6 @@
 """Schedule, optimizer, gradient norm, metrics and guards against float64 and closed forms."""
 
+import itertools
 import json
 import os
 import signal
@@ -47,7 +48,7 @@ def test_learning_rate_has_its_closed_form(config, wanted):
         assert lr_factor(config, step, 100) == pytest.approx(factor, rel=1e-12), step
     factors = [lr_factor(config, step, 100) for step in range(1, 101)]
     peak = max(config.warmup_steps, 1)
-    assert all(a < b for a, b in zip(factors[: peak - 1], factors[1:peak], strict=True))
+    assert all(a < b for a, b in itertools.pairwise(factors[:peak]))
     assert all(a >= b for a, b in zip(factors[peak - 1 : -1], factors[peak:], strict=True))
     assert all(config.min_lr_factor < factor <= 1 for factor in factors)
 

@@ -1,5 +1,7 @@
 """Autoencoders between images and latents, by name."""
 
+from collections.abc import Callable
+
 import torch
 
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
@@ -8,7 +10,7 @@ from torchtitan.autoencoders.diffusers_models import DiffusersAutoencoder
 from torchtitan.autoencoders.identity import IdentityAutoencoder
 from torchtitan.autoencoders.taef2 import Taef2
 
-AUTOENCODERS: dict[str, type[Autoencoder]] = {
+AUTOENCODERS: dict[str, Callable[[str, torch.dtype | None, torch.device], Autoencoder]] = {
     "identity": IdentityAutoencoder,
     "cosmos": CosmosTokenizer,
     "diffusers": DiffusersAutoencoder,

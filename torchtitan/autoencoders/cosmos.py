@@ -44,7 +44,7 @@ class CosmosTokenizer(Autoencoder):
         for file in files:
             if not file.is_file():
                 raise AutoencoderError(f"cosmos: {file}: no such file ({ENCODER} and {DECODER} are needed)")
-        encoder, decoder = (_load(file, device) for file in files)
+        encoder, decoder = _load(files[0], device), _load(files[1], device)
         traced, latents = _probe_encoder(files[0], encoder, device)
         _probe_decoder(files[1], decoder, latents, traced)
         if dtype not in (None, traced):
@@ -55,6 +55,8 @@ class CosmosTokenizer(Autoencoder):
         super().__init__(traced, device)
         self.channels, self.downscale = latents.shape[1], PROBE_SIDE // latents.shape[2]
         self.weights_sha256 = _files_sha256(files)
+        self._encoder: Callable[[Tensor], Tensor]
+        self._decoder: Callable[[Tensor], Tensor]
         self._encoder, self._decoder = _through_package(files, traced, device) or (encoder, decoder)
         self.eval().requires_grad_(False)
 

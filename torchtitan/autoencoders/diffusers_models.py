@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -42,8 +43,8 @@ class DiffusersAutoencoder(Autoencoder):
         if not (folder / "config.json").is_file() and (folder / "vae" / "config.json").is_file():
             folder = folder / "vae"
         self.kind = _kind(folder / "config.json")
-        self.model = _load(folder, self.kind)
-        config = self.model.config
+        self.model: Any = _load(folder, self.kind)
+        config: Any = self.model.config
         if config.in_channels != 3:
             raise AutoencoderError(f"diffusers: {folder}: takes {config.in_channels} channels, not RGB images")
         self.channels = config.latent_channels

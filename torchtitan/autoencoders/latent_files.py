@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,11 +86,11 @@ def open_latents(path: Path) -> LatentFile:
         raise AutoencoderError(f"{path}: holds {dtype} values, not latents")
     if len(shape) not in (3, 4) or 0 in shape:
         raise AutoencoderError(f"{path}: holds {list(shape)}, not latents [N, C, h, w] or [C, h, w]")
-    shape = (1,) * (4 - len(shape)) + tuple(shape)
+    count, channels, height, width = (1,) * (4 - len(shape)) + tuple(shape)
     autoencoder, normalization = (_from_json(path, metadata, key) for key in ("autoencoder", "normalization"))
-    if normalization is not None and not _is_normalization(normalization, shape[1]):
-        raise AutoencoderError(f"{path}: its normalization is not shift and scale of {shape[1]} channels")
-    return LatentFile(path, shape, dtype == "integer", autoencoder, normalization)
+    if normalization is not None and not _is_normalization(normalization, channels):
+        raise AutoencoderError(f"{path}: its normalization is not shift and scale of {channels} channels")
+    return LatentFile(path, (count, channels, height, width), dtype == "integer", autoencoder, normalization)
 
 
 def find_latents(source: Path) -> list[Path]:
@@ -144,7 +145,7 @@ def _key(path: Path, keys: list[str]) -> str:
     return found
 
 
-def _from_json(path: Path, metadata: dict, key: str) -> dict | None:
+def _from_json(path: Path, metadata: dict, key: str) -> Any:
     if key not in metadata:
         return None
     try:
@@ -157,7 +158,7 @@ def _from_json(path: Path, metadata: dict, key: str) -> dict | None:
 
 
 def _is_normalization(value: dict, channels: int) -> bool:
-    rows = [value.get("shift"), value.get("scale")]
+    rows: list[Any] = [value.get("shift"), value.get("scale")]
     if not all(isinstance(row, list) and len(row) == channels for row in rows):
         return False
     numbers = [number for row in rows for number in row]

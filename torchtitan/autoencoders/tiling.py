@@ -52,7 +52,7 @@ class TiledAutoencoder(Autoencoder):
             nonlocal has_std
             latents = self.autoencoder.encode(images[..., top * step : bottom * step, left * step : right * step])
             has_std = latents.std is not None
-            return torch.cat((latents.mean, latents.std), 1) if has_std else latents.mean  # [B, C or 2 C, h, w]
+            return latents.mean if latents.std is None else torch.cat((latents.mean, latents.std), 1)  # [B, C or 2 C, h, w]
 
         height, width = images.shape[2] // step, images.shape[3] // step
         blended = blend_tiles(encode_tile, height, width, self.tile, self.overlap, zoom=1)
@@ -94,14 +94,14 @@ def blend_tiles(
     rows, columns = spans(height, tile, overlap), spans(width, tile, overlap)
     if len(rows) == len(columns) == 1:
         return run(0, height, 0, width)
-    total, weights = None, torch.zeros(height * zoom, width * zoom)
+    total, weights = torch.empty(0), torch.zeros(height * zoom, width * zoom)
     for top, bottom in rows:
         for left, right in columns:
             part = run(top, bottom, left, right)
             weight = torch.outer(
                 ramp(top, bottom, height, overlap, zoom), ramp(left, right, width, overlap, zoom)
             ).to(part.device)
-            if total is None:
+            if not total.numel():
                 total = part.new_zeros(*part.shape[:2], height * zoom, width * zoom)
                 weights = weights.to(part.device)
             place = slice(top * zoom, bottom * zoom), slice(left * zoom, right * zoom)

@@ -22,5 +22,5 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         values = tensors[name].detach().to("cpu", torch.float32).contiguous()
         digest.update(f"{name} {list(values.shape)}\n".encode())
-        digest.update(values.reshape(-1).view(torch.uint8).numpy())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

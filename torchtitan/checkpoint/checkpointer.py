@@ -150,7 +150,7 @@ class Checkpointer:
             self._group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
         frozen = json.dumps(state, indent=1).encode()
         pieces = pieces_of(tensors, self._rank, self._world_size)
-        if self._thread is None:
+        if self._thread is None or self._copies is None:
             self._save(step, pieces, frozen, before)
         else:
             self._pending = self._thread.submit(self._save, step, self._copies.take(pieces), frozen, before)

@@ -10,7 +10,7 @@ import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torchtitan.errors import DamagedFile, StoreError
 from torchtitan.files.durable import sync, write_synced
@@ -20,6 +20,8 @@ from torchtitan.files.shard_files import DamagedShard, check_shards
 STATE, MANIFEST = "state.json", "manifest.json"
 MAX_JSON_BYTES = 64 << 20  # a manifest of 100,000 files has 15 MB; state.json holds counters and short lists
 
+_Folder = TypeVar("_Folder", Path, RemotePath, AnyPath)
+
 _FOLDER = re.compile(r"step-(\d{8,18})")
 _WRITTEN = re.compile(r"shard-\d{5,}\.safetensors|" + re.escape(STATE) + "|" + re.escape(MANIFEST))
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -28,13 +30,13 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 def checkpoint_steps(folder: AnyPath) -> list[int]:
     """Steps of the checkpoint folders under `folder`, good or not, newest first; in a store, those with a manifest."""
-    paths = (path for path in folder.iterdir() if _FOLDER.fullmatch(path.name)) if folder.is_dir() else ()
+    found = [path for path in folder.iterdir() if _FOLDER.fullmatch(path.name)] if folder.is_dir() else []
     if isinstance(folder, RemotePath):  # without one, a save is under way or was cut off
-        paths = (path for path in paths if (path / MANIFEST).exists())
-    return sorted((int(_FOLDER.fullmatch(path.name)[1]) for path in paths), reverse=True)
+        found = [path for path in found if (path / MANIFEST).exists()]
+    return sorted((int(path.name.removeprefix("step-")) for path in found), reverse=True)
 
 
-def checkpoint_path(folder: AnyPath, step: int) -> AnyPath:
+def checkpoint_path(folder: _Folder, step: int) -> _Folder:
     """Folder of one step's checkpoint."""
     return folder / f"step-{step:08d}"
 
@@ -103,13 +105,13 @@ def check_content(checkpoint: AnyPath, files: dict[str, dict]) -> str | None:
     except StoreError:
         raise
     except OSError as error:
-        return f"{Path(error.filename or checkpoint).name} is missing or unreadable"
+        return f"{Path(str(error.filename or checkpoint)).name} is missing or unreadable"
     return None
 
 
 def newest_good(folder: AnyPath) -> tuple[int | None, list[str]]:
     """Step of the newest good checkpoint, and one line for each newer one that is damaged."""
-    skipped = []
+    skipped: list[str] = []
     for step in checkpoint_steps(folder):
         problem = verify(checkpoint_path(folder, step))
         if problem is None:

@@ -60,7 +60,7 @@ def read_owner(folder: AnyPath) -> dict | None:
 def shown_owner(owner: dict | None) -> str:
     """Describe the owner in words."""
     try:
-        host, pid, started = (str(owner[key])[:80] for key in ("host", "pid", "started"))
+        host, pid, started = (str((owner or {})[key])[:80] for key in ("host", "pid", "started"))
     except (KeyError, TypeError):
         return f"whose {OWNER_FILE} is damaged"
     return ascii(f"started {started} on host {host}, process {pid}").strip("'\"")

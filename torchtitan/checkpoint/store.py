@@ -80,7 +80,8 @@ class LocalStore:
     def commit(self, name: str, step: int, files: dict[str, dict]) -> None:
         partial = self._folder / name
         write_manifest(partial, files)
-        final, replaced = checkpoint_path(self._folder, step), None
+        final = checkpoint_path(self._folder, step)
+        replaced: Path | None = None
         if (final / MANIFEST).exists():
             # Only one that does not count is there: a good one would have been resumed from or set aside.
             replaced = self._folder / f".replaced-{final.name}-{_unique()}"

@@ -7,6 +7,7 @@ Source: Xie and Agam, "Rethinking timesteps samplers and prediction types", arXi
 errors is trained; the other rules are meant to mend what fails there.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -371,7 +372,7 @@ def head_problems(config: Any, path: Path) -> Iterator[tuple[str, str]]:
 
 def _handover_problems(config: Any) -> Iterator[tuple[str, str]]:
     snr, wanted = config.handover_snr, len(config.heads) - 1
-    rising = all(low < high for low, high in zip(snr, snr[1:], strict=False))
+    rising = all(low < high for low, high in itertools.pairwise(snr))
     if len(snr) != wanted or not rising or not all(0 < value < float("inf") for value in snr):
         yield "objective.handover_snr", (
             f"{snr} must be {wanted} rising, positive number{'s' if wanted > 1 else ''}: the signal-to-noise ratios at"

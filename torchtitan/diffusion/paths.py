@@ -6,7 +6,7 @@ of x_t, where sampling starts, and the DDPM's integer indices.
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -57,6 +57,11 @@ class IndexedPath(Path, Protocol):
 
     def t_to_index(self, t: Tensor) -> Tensor:
         """int64 on a discrete path, else float64."""
+
+
+def has_indices(path: Path) -> TypeGuard[IndexedPath]:
+    """Whether the times of a path have indices."""
+    return path.num_indices > 0
 
 
 class _CommonTime:

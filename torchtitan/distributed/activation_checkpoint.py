@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch._functorch.config as functorch_config
@@ -102,7 +102,7 @@ def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module], config: Activat
         return
     if not blocks:
         raise ValueError(f"activation_checkpoint.mode = {config.mode}: {type(model).__name__} has no blocks")
-    options = {}
+    options: dict[str, Any] = {}
     if config.mode == "selective":
         kept = [operation for name in config.keep for operation in _OPERATIONS[name]]
         options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)

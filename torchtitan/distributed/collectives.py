@@ -21,7 +21,7 @@ def from_first_rank(function: Callable[..., Any], *args: Any, group: dist.Proces
     if dist.get_rank() == 0:
         try:
             box[0] = function(*args)
-        except Exception as error:  # every rank must learn of it, or the others wait for ever
+        except Exception as error:  # noqa: BLE001 (every rank must learn of it, or the others wait for ever)
             box[1] = error
     dist.broadcast_object_list(box, src=0, group=group)
     if box[1] is not None:

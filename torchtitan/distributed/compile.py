@@ -141,6 +141,6 @@ def _totals() -> tuple[int, int]:
 
 
 def _describe(compilation: CompilationMetrics) -> str:
-    reason = " ".join(compilation.recompile_reason.split())
-    place = f"{Path(compilation.co_filename).name}:{compilation.co_firstlineno}"
+    reason = " ".join((compilation.recompile_reason or "").split())
+    place = f"{Path(str(compilation.co_filename)).name}:{compilation.co_firstlineno}"
     return f"{compilation.co_name} ({place}): {reason if len(reason) <= 300 else reason[:297] + '...'}"

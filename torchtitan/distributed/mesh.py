@@ -86,7 +86,7 @@ class Layout:
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
         """Group of the processes that share this process's copy of the model; None where it is whole."""
-        return self.mesh["shard"].get_group() if self.sharded else None
+        return self.mesh["shard"].get_group() if self.mesh is not None and self.sharded else None
 
     def describe(self) -> str:
         """Describe the layout in words, such as `HSDP 2 x 2`."""
@@ -158,10 +158,10 @@ def process_group() -> Iterator[None]:
 
 def set_train_timeout(comm: CommConfig, layout: Layout) -> None:
     """Shorten the collective timeout once start-up (compilation, first allocations) is over."""
-    if layout.world_size == 1:
+    if layout.mesh is None:
         return
     timeout = timedelta(seconds=comm.train_timeout_seconds)
-    groups = [dist.group.WORLD, *(layout.mesh.get_group(name) for name in layout.mesh.mesh_dim_names)]
+    groups = [dist.group.WORLD, *(layout.mesh.get_group(name) for name in layout.mesh.mesh_dim_names or ())]
     if layout.device.type == "cuda":
         # A rank that is late for this call must not meet the shorter timeout in the middle of its first step.
         dist.barrier(device_ids=[layout.device.index])

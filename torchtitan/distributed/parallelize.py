@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ def parallelize(
     checkpointing, compiling = checkpointing or ActivationCheckpointConfig(), compiling or CompileConfig()
     for key, text in compile_problems(compiling, layout.shards):
         raise ValueError(f"compile.{key}: {text}")
-    checkpoint_blocks(model, list(model.blocks()), checkpointing)
+    checkpoint_blocks(model, _blocks(model), checkpointing)
     budgeted = checkpointing.mode == "memory_budget"
     if budgeted and not compiling.enable:
         raise ValueError("activation_checkpoint.mode = memory_budget needs compiled blocks")
@@ -56,7 +57,7 @@ def parallelize(
         if compiling.scope == "model":
             compile_model(model, memory_budget)
         else:
-            compile_blocks(list(model.blocks()), memory_budget)
+            compile_blocks(_blocks(model), memory_budget)
     if layout.sharded:
         _shard(model, layout, param_dtype, reduce_dtype)
         return model
@@ -70,9 +71,13 @@ def parallelize(
     return model
 
 
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    return list(cast(Any, model).blocks())
+
+
 def _shard(model: nn.Module, layout: Layout, param_dtype: str, reduce_dtype: str) -> None:
     policy = fsdp_policy(param_dtype, reduce_dtype)
-    for block in model.blocks():
+    for block in _blocks(model):
         fully_shard(block, mesh=layout.mesh, mp_policy=policy)
     fully_shard(model, mesh=layout.mesh, mp_policy=policy)
     if layout.device.type == "cpu":

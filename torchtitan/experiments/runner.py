@@ -156,7 +156,7 @@ class _Workers:
                 self._settle(task)
         except Stopped:
             pass
-        except BaseException as failure:  # carried to the thread that waits
+        except BaseException as failure:  # noqa: BLE001 (carried to the thread that waits)
             self._failure = failure
             self._stop.set()
 

@@ -7,7 +7,7 @@ import numpy as np
 from tqdm import tqdm
 
 from torchtitan.extraction.sources import LatentSource
-from torchtitan.latents.index import LatentStoreError, StoreIndex, StorePlan, images_per_shard
+from torchtitan.latents.index import LatentStoreError, StoredDtype, StoreIndex, StorePlan, images_per_shard
 from torchtitan.latents.statistics import ChannelMoments
 from torchtitan.latents.store import LatentStore
 from torchtitan.latents.writer import StoreWriter
@@ -18,7 +18,7 @@ SAMPLED_IMAGES = 16
 def plan_conversion(
     source: LatentSource,
     *,
-    dtype: str | None = None,
+    dtype: StoredDtype | None = None,
     num_classes: int = 1000,
     class_names: list[str] | None = None,
     measured: bool = True,
@@ -89,7 +89,7 @@ def convert(source: LatentSource, folder: Path, plan: StorePlan) -> StoreIndex:
 
 def measure(store: LatentStore) -> ChannelMoments:
     """Measure the moments of each channel over all images and views of a store. Raises LatentStoreError."""
-    total = None
+    total: ChannelMoments | None = None
     with tqdm(total=len(store), unit="img", desc="measuring") as bar:
         for number in range(store.index.num_shards):
             values, _ = store.read_whole(number)
@@ -97,5 +97,7 @@ def measure(store: LatentStore) -> ChannelMoments:
                 moments = ChannelMoments.of(values)
                 total = moments if total is None else total.joined(moments)
             bar.update(len(values))
+    if total is None:
+        raise LatentStoreError(f"{store.folder}: holds no images")
     return total
 

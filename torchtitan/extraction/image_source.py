@@ -1,6 +1,7 @@
 """Source of images to be encoded: splits of a dataset, one after the other, each in its stored order."""
 
 import hashlib
+import itertools
 import os
 from typing import Any, Literal
 
@@ -73,7 +74,7 @@ class ImageSource:
             if len(inside):
                 pieces.append(self._read_part(part, int(start), inside - start))
         images, labels, skipped = zip(*pieces, strict=True)
-        return torch.cat(images), torch.cat(labels), sum(skipped, [])
+        return torch.cat(images), torch.cat(labels), list(itertools.chain(*skipped))
 
     def _read_part(self, part: Dataset, start: int, indices: np.ndarray) -> tuple[Tensor, Tensor, list[SkippedImage]]:
         try:

@@ -56,7 +56,8 @@ def encode_shards(
                 if before is not None:
                     before.result()  # one shard in memory beside the one being encoded
                 before = pool.submit(shard.write, writer, times)
-            before.result()
+            if before is not None:
+                before.result()
     finally:
         batches.close()
     return times

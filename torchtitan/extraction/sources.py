@@ -124,7 +124,7 @@ class MirroredShards(LatentSource):
         self._paths = sorted(path.glob("*.safetensors"))
         if not self._paths:
             raise LatentStoreError(f"{path}: no safetensors files")
-        counts = []
+        counts: list[int] = []
         for file in self._paths:
             found = _tensors_of(file, ("latents", "latents_flip", "labels"))
             count, shape = _check_arrays(file, found, _FLOATS)

@@ -41,7 +41,9 @@ class OptionalOutputs:
         """
         try:
             yield
-        except (OSError, *errors) as error:
+        except Exception as error:
+            if not isinstance(error, (OSError, *errors)):
+                raise
             self.failed(output, path, error, consequence)
         else:
             self.worked(output, path)

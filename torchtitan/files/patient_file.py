@@ -46,7 +46,7 @@ class PatientFile:
         self._outputs = OptionalOutputs()
         self._lock = threading.Lock()  # of what is below
         self._syncing = threading.Lock()  # held over an fsync, during which records are added
-        self._file: int | None = None
+        self._file = -1  # closed
         self._num_opened = 0  # a number of a file may come again
         self._cut_to: int | None = None  # size to cut the file to before anything is appended
         self._safe_size = 0  # of the file at the last sync
@@ -150,7 +150,7 @@ class PatientFile:
         return True
 
     def _open(self) -> None:
-        if self._file is not None:
+        if self._file >= 0:
             if self._is_there():
                 return
             self._close()
@@ -175,7 +175,7 @@ class PatientFile:
             return False
 
     def _cut(self) -> None:
-        if self._cut_to is not None and self._file is not None:
+        if self._cut_to is not None and self._file >= 0:
             if os.fstat(self._file).st_size > self._cut_to:
                 os.ftruncate(self._file, self._cut_to)
             self._cut_to = None
@@ -206,10 +206,10 @@ class PatientFile:
         self._sync_above = self._most_kept
 
     def _close(self) -> None:
-        if self._file is not None:
+        if self._file >= 0:
             with suppress(OSError):  # a network file system tells only now of what it has lost
                 os.close(self._file)
-            self._file = None
+            self._file = -1
 
 
 def _write_whole(file: int, record: bytes) -> None:

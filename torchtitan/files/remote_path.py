@@ -13,7 +13,7 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from torchtitan.errors import StoreError, first_line
 
@@ -110,12 +110,12 @@ class RemotePath:
         except StoreError:
             return None
 
-    def open(self, mode: str) -> "io.BufferedReader | _StoredFile":
+    def open(self, mode: str) -> BinaryIO:
         """Open a file: "rb", or "wb" to write it anew. It is whole in the store once `close` has returned."""
         with _border(self, writing=mode == "wb"):
             file = self.fs.open(self.path, mode)
         guarded = _StoredFile(self, file, mode)
-        return io.BufferedReader(guarded, _READ_AT_ONCE) if mode == "rb" else guarded
+        return cast(BinaryIO, io.BufferedReader(guarded, _READ_AT_ONCE) if mode == "rb" else guarded)
 
     def read_bytes(self) -> bytes:
         with self.open("rb") as file:
@@ -178,13 +178,13 @@ class _StoredFile(io.RawIOBase):
     def writable(self) -> bool:
         return self._mode == "wb"
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         with _border(self._path):
             data = self._file.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
-    def write(self, data: bytes | memoryview) -> int:
+    def write(self, data: Any) -> int:
         with _border(self._path, writing=True):
             self._file.write(data)
         return len(data)

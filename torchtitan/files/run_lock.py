@@ -54,9 +54,9 @@ class RunLock:
                 return owner
             logger.warning(f"{self._path}: this file system has no locks; make sure that no other run writes here")
         self._descriptor = descriptor
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": datetime.now().isoformat(" ", "seconds")}
+        mine = {"host": socket.gethostname(), "pid": os.getpid(), "started": datetime.now().isoformat(" ", "seconds")}
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, (json.dumps(owner) + "\n").encode(), 0)
+        os.pwrite(descriptor, (json.dumps(mine) + "\n").encode(), 0)
         return None
 
     def release(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.files.durable import new_file
 from torchtitan.files.remote_path import AnyPath
@@ -64,15 +64,15 @@ def pieces_of(tensors: dict[str, Tensor], rank: int, world_size: int) -> list[Pi
             mine.append(Piece(name, tensor.detach(), (0,) * tensor.ndim))
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and (offsets := _place(tensor)) is not None:
-            mine.append(Piece(name, tensor.detach().to_local(), offsets))
+            mine.append(Piece(name, tensor.to_local().detach(), offsets))
     return mine
 
 
 def _place(tensor: DTensor) -> tuple[int, ...] | None:
     """Place of this rank's part in a sharded tensor; None where another rank writes it or it is empty."""
-    offsets, coordinate = [0] * tensor.ndim, tensor.device_mesh.get_coordinate()
+    offsets, coordinate = [0] * tensor.ndim, tensor.device_mesh.get_coordinate() or ()
     for axis, placement in enumerate(tensor.placements):
-        if placement.is_shard():
+        if isinstance(placement, Shard):
             size = tensor.shape[placement.dim]
             rows = math.ceil(size / tensor.device_mesh.size(axis))
             offsets[placement.dim] = min(coordinate[axis] * rows, size)
@@ -98,7 +98,7 @@ def write_shard(path: AnyPath, pieces: Iterable[Piece]) -> dict:
         _put(file, digest, len(header).to_bytes(8, "little") + header)
         for piece in pieces:
             values = piece.local.cpu().contiguous().reshape(-1).view(torch.uint8)
-            view = memoryview(values.numpy())
+            view = values.numpy().data
             for start in range(0, len(view), _CHUNK):
                 _put(file, digest, view[start : start + _CHUNK])
     return {"size": size, "sha256": digest.hexdigest()}

@@ -4,6 +4,7 @@ import pickle
 import pickletools
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from torchtitan.files.regular import open_regular
 
@@ -59,6 +60,7 @@ def tuple_depth(content: bytes) -> int:
     stack: list[int | None] = []  # depth of each value, None for a mark
     memo: dict[int, int | None] = {}
     deepest = 0
+    argument: Any
     for operation, argument, _ in pickletools.genops(content):
         if operation.name in _PUTS:
             memo[argument] = stack[-1]

@@ -34,7 +34,7 @@ def check_fits(path: Path, model: nn.Module) -> None:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (a file is no mapping)
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from error
     problems = mismatches({name: tuple(p.shape) for name, p in model.named_parameters()}, found)
@@ -47,7 +47,7 @@ def check_finite(path: Path) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             bad = [
-                name for name in file.keys() if not file.get_tensor(name).to(torch.float32).isfinite().all()  # noqa: SIM118
+                name for name in file.keys() if not file.get_tensor(name).to(torch.float32).isfinite().all()  # noqa: SIM118 (a file is no mapping)
             ]
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from error

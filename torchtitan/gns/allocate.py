@@ -11,10 +11,12 @@ Less variance is not less loss: it matters where the batch is below the noise sc
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from torchtitan.gns.decayed import BinEstimates
 
 # Names of samplers, and what changing to each means.
 NEYMAN = "neyman"
@@ -33,17 +35,6 @@ CHANGES = {
 _DRAWS = 1000  # of the bootstrap
 _WORTHWHILE = 1.02  # times fewer samples; below it a certain gain is not worth a change
 _UNCERTAIN = 1.1  # times fewer samples that an interval must allow for, to be called too wide
-
-
-class BinNoise(Protocol):
-    """Noise and signal measured in K bins; `BinEstimates` has these fields."""
-
-    noise: Tensor  # S_b, [K]; may be negative, NaN where nothing is known
-    noise_stderr: Tensor  # [K]
-    signal: Tensor  # |G_b|^2, [K]; likewise
-    signal_stderr: Tensor  # [K]
-    matrix: Tensor  # G_b . G_c, [K, K]
-    matrix_stderr: Tensor  # [K, K]
 
 
 class PredictedRatio(NamedTuple):
@@ -164,6 +155,7 @@ def gradient_variance(
         ValueError: independent draws without a signal.
     """
     mass = _checked_mass(mass)
+    subtracted: Tensor | float
     if stratified:
         moment, subtracted = noise.to(mass), 0.0
     elif signal is None:
@@ -177,7 +169,7 @@ def gradient_variance(
 
 def predicted_ratios(
     mass: Tensor,
-    measured: BinNoise,
+    measured: BinEstimates,
     others: Mapping[str, Tensor] | None = None,
     *,
     stratified: bool,
@@ -240,11 +232,11 @@ class _Moments(NamedTuple):
     whole_signal: Tensor  # [...]
 
     @classmethod
-    def of(cls, mass: Tensor, measured: BinNoise) -> "_Moments":
+    def of(cls, mass: Tensor, measured: BinEstimates) -> "_Moments":
         matrix = measured.matrix.to(mass)
         return cls(measured.noise.to(mass), measured.signal.to(mass), _by_pairs(mass, matrix).sum())
 
-    def perturbed(self, mass: Tensor, measured: BinNoise) -> "_Moments":
+    def perturbed(self, mass: Tensor, measured: BinEstimates) -> "_Moments":
         """Simulated measurements with normal errors around these, [D, K]."""
         generator = torch.Generator().manual_seed(0)
         normal = torch.randn(_DRAWS, 2 * len(mass) + 1, generator=generator, dtype=torch.float64)
@@ -285,8 +277,8 @@ def advice(ratios: Iterable[PredictedRatio]) -> str:
     A change is recommended only where its interval excludes a ratio of 1 and it saves more than 2 %; a loss multiplier
     that wastes samples comes first, since nothing has to be measured to leave it out.
     """
-    ratios = {ratio.name: ratio for ratio in ratios}
-    better = {name: r for name, r in ratios.items() if r.upper < 1.0 and r.ratio < 1.0 / _WORTHWHILE}
+    named = {ratio.name: ratio for ratio in ratios}
+    better = {name: r for name, r in named.items() if r.upper < 1.0 and r.ratio < 1.0 / _WORTHWHILE}
     if FROM_WEIGHT in better:
         text = f"the loss multiplier wastes samples: {_saving(better[FROM_WEIGHT])}"
         if NEYMAN in better and better[NEYMAN].upper < better[FROM_WEIGHT].lower:
@@ -294,12 +286,12 @@ def advice(ratios: Iterable[PredictedRatio]) -> str:
         return text
     if better:
         return _saving(min(better.values(), key=lambda r: r.ratio))
-    widest = min(ratios.values(), key=lambda r: r.lower, default=None)
+    widest = min(named.values(), key=lambda r: r.lower, default=None)
     if widest is None or math.isnan(widest.ratio):
         return "too few samples to tell whether another sampler of t would save any"
     if widest.upper >= 1.0 and widest.lower < 1.0 / _UNCERTAIN:
         return f"too few samples to tell: {_change(widest.name)} might need {_times_fewer(widest)} fewer samples"
-    best = min(ratios.values(), key=lambda r: r.ratio)
+    best = min(named.values(), key=lambda r: r.ratio)
     return f"nothing to be gained from another sampler of t: at best {_times_fewer(best)} fewer samples"
 
 
@@ -384,7 +376,7 @@ class SharesSchedule:
         self.shares = self._mass.tolist()
         self.considered_at: int | None = None  # step
 
-    def update(self, step: int, samples: int, measured: BinNoise, *, stratified: bool) -> list[float] | None:
+    def update(self, step: int, samples: int, measured: BinEstimates, *, stratified: bool) -> list[float] | None:
         """Update the shares: return new ones, to be used from step + 1 on, or None where they stay.
 
         Args:

@@ -7,6 +7,7 @@ arXiv 2205.10287.
 """
 
 import math
+from typing import Any
 
 
 class BatchSchedule:
@@ -50,7 +51,7 @@ class BatchSchedule:
     def state_dict(self) -> dict[str, int | None]:
         return {"factor": self.factor, "considered_at": self._considered_at}
 
-    def load_state_dict(self, state: dict[str, int | None]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state, within the present limit."""
         self.factor, self._considered_at = min(state["factor"], self._limit), state["considered_at"]
 

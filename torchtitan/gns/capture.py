@@ -14,6 +14,7 @@ exactly for pairs of the same one. Between measured steps only pairs of the same
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,18 +85,18 @@ class StepSums:
     @property
     def all_products(self) -> Tensor:
         """Inner products over the whole step [P, G, K, K]: the best known of every pair; of a measured step."""
+        assert self.sketched is not None and self.corrections is not None
         return self.sketched + self.corrections
 
     def rescaled(self, factor: Tensor) -> "StepSums":
         """The sums if the losses of bin b were multiplied by factor[b], [K]."""
         matrix = torch.outer(factor, factor)
 
-        def product(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values * matrix
-
         return StepSums(
-            self.count, self.square_losses * factor**2, self.pairs, self.squares * factor**2, product(self.products),
-            self.all_pairs, product(self.sketched), product(self.corrections),
+            self.count, self.square_losses * factor**2, self.pairs, self.squares * factor**2,
+            self.products * matrix, self.all_pairs,
+            None if self.sketched is None else self.sketched * matrix,
+            None if self.corrections is None else self.corrections * matrix,
         )  # fmt: skip
 
 
@@ -136,7 +137,7 @@ class GradientTaps:
         self._switch = TapSwitch(OFF, torch.zeros(local_batch_size, self.num_bins, device=device, dtype=self._dtype))
         kinds = _tapped_layers(model)
         _check_complete(model, kinds)
-        self._layers = convert(
+        self._layers: dict[str, Any] = convert(
             model, lambda name, module: kinds[name][1](module, self._switch) if name in kinds else None
         )
         self._attach({name: kinds[name][0] for name in self._layers})
@@ -210,7 +211,7 @@ class GradientTaps:
         count, square_losses, pairs, squares, products, corrections = (
             part.view_as(like) for part, like in zip(packed.split(sizes), parts, strict=True)
         )
-        of_all_pairs = ()
+        of_all_pairs: tuple[Tensor, ...] = ()
         products[_TOKEN] = torch.nan
         if self._measured:
             if parallel:
@@ -307,9 +308,9 @@ class GradientTaps:
             scaled = factors.T[..., None] / math.sqrt(size)  # [rows, G, 1]
             torch.mul(signs[:, None], scaled, out=projection.view(len(signs), -1, size))
 
-    def _collect(self, names: list[str], scale: float, *, products: bool = False) -> Tensor | None:
-        """Add this microbatch's sums of some layers to the step's; their inner products [G, K, K] if wanted."""
-        total = torch.zeros_like(self._products[0]) if products else None
+    def _collect(self, names: list[str], scale: float, *, products: bool = False) -> Tensor:
+        """Add this microbatch's sums of some layers to the step's; their inner products [G, K, K] if wanted, else zeros."""
+        total = torch.zeros_like(self._products[0])
         for name in names:
             sums = _take(self._layers[name].sums) * scale
             self._sums[name] += sums

@@ -55,14 +55,14 @@ class Composite:
 
     def add(self, sums: StepSums) -> None:
         """Add one step."""
-        if sums.measured:
-            self._learn_ratios(sums)
+        if sums.all_pairs is not None:
+            self._learn_ratios(sums, sums.all_pairs)
         proxy = self._proxy(sums)
         if not proxy.is_finite():
             return
         self._all = self._all + proxy
-        if sums.measured:
-            self._close_entry(sums, proxy)
+        if sums.all_pairs is not None:
+            self._close_entry(sums, sums.all_pairs, proxy)
 
     def estimate(self) -> BinEstimates:
         """Estimate every bin; without the matrix of inner products between bins."""
@@ -108,9 +108,9 @@ class Composite:
         # Not negative but by the error of a few samples.
         return of_squares, slope.clamp(0.0, 100.0)
 
-    def _learn_ratios(self, sums: StepSums) -> None:
+    def _learn_ratios(self, sums: StepSums, all_pairs: Tensor) -> None:
         second_moments, signals = [], []
-        pairs = sums.all_pairs.diagonal()
+        pairs = all_pairs.diagonal()
         for part in (_TOKEN, _MODULATION):
             squares = sums.squares[part, self._geometry]
             second_moments.append(torch.stack((squares, sums.count), dim=-1))
@@ -121,14 +121,14 @@ class Composite:
             kept = kept_share(sums.count, self._seen, self._half_life, self._ramp)
             self._parts = self._parts.decayed(kept) + RatioMoments.of(found)
 
-    def _close_entry(self, sums: StepSums, proxy: PairSums) -> None:
+    def _close_entry(self, sums: StepSums, all_pairs: Tensor, proxy: PairSums) -> None:
         squares, products = sums.squares[:, self._geometry].sum(0), sums.all_products[:, self._geometry].sum(0)
-        whole = PairSums(sums.count, squares, products, sums.all_pairs)
+        whole = PairSums(sums.count, squares, products, all_pairs)
         values = torch.stack([_pairs_of_ratios(part) for part in (whole, proxy, self._all)], dim=1)  # [K, 3, 2, 2]
         # The kept share is the same for all six ratios: that of the measured step's samples.
         kept = kept_share(sums.count, self._seen, self._half_life, self._ramp)
         self._ratios = self._ratios.decayed(kept) + RatioMoments.of(values.flatten(1, 2))
-        self._fourth_powers = self._fourth_powers * kept**4 + sums.all_pairs.diagonal() ** 4
+        self._fourth_powers = self._fourth_powers * kept**4 + all_pairs.diagonal() ** 4
         self._seen = self._seen + sums.count
         self._all = PairSums.zeros(self.num_bins)
 

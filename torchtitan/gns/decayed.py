@@ -193,7 +193,7 @@ def estimates_of_ratios(
     quantile = student_quantile(0.5 + 0.5 * confidence, degrees)
     lower, upper, unbounded = fieller(second_moment, signal, var_moment, var_signal, joint, quantile)
     noise = second_moment - signal
-    if matrix is None:
+    if matrix is None or matrix_stderr is None:
         matrix = torch.full((len(signal), len(signal)), torch.nan, dtype=torch.float64)
         matrix_stderr = torch.full_like(matrix, torch.inf)
     return BinEstimates(

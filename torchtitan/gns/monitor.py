@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from PIL import Image
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.paths import Path as NoisePath
+from torchtitan.diffusion.paths import has_indices
 from torchtitan.diffusion.timesteps.densities import Density, LogitNormal, Uniform
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
-from torchtitan.diffusion.timesteps.shares import bin_masses, bin_means
+from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps, bin_masses, bin_means
 from torchtitan.distributed.mesh import Layout
 from torchtitan.gns.allocate import (
     FROM_WEIGHT,
@@ -133,7 +134,7 @@ def inner_edges(config: GNSConfig, density: Density, path: NoisePath) -> Tensor:
     if edges[0] != 0 or edges[-1] != end:
         raise ValueError(f"must begin at 0 and end at {end:g}, or samples fall into no bin")
     inner = edges[1:-1]
-    if config.bin_unit == "index":
+    if config.bin_unit == "index" and has_indices(path):
         return path.index_to_t(inner - 0.5 if path.discrete else inner)
     return inner
 
@@ -228,7 +229,8 @@ class GNSMonitor:
         if self._ranks:
             sampler = self._objective.timestep_sampler
             k = sampler.bin_of_microbatch(samples, number)
-            importance = 1.0 if k is None else float(sampler.bin_importance()[k])
+            of_bins = sampler.bin_importance()
+            importance = 1.0 if k is None or of_bins is None else float(of_bins[k])
             self._ranks.end_microbatch(parameters, len(loss), k or 0, importance)
 
     def end_step(self, parameters: Sequence[nn.Parameter], samples_per_rank: int, microbatches: int) -> None:
@@ -254,20 +256,20 @@ class GNSMonitor:
         """
         if self._ranks:
             self._ranks.conclude(skip)
-        if self._taps:
+        if self._measured is not None:
             self._pending.append((self._step, self._measured, skip))
             self._measured = None
         if self._step % self._config.interval == 0:
             self.settle()
             self._allocate()
             if self._batch:
-                self._batch.update(self._step, self._samples, self._whole(self.pool.geometries[-1], "sketch").lower.item())
+                self._batch.update(self._step, self._samples, self._whole(self._pooled.geometries[-1], "sketch").lower.item())
 
     def _allocate(self) -> None:
         if self._schedule:
             shares = self._schedule.update(self._step, self._samples, self._headline(), stratified=self._stratified)
             if shares is not None:
-                self._objective.timestep_sampler.set_shares(shares)
+                self._allocated.set_shares(shares)
 
     # ------------------------------------------------------------------ what came of it
 
@@ -277,7 +279,7 @@ class GNSMonitor:
             if skip.item():
                 continue
             found = to_host(sums)
-            if not self.pool.add(found) and self._layout.rank == 0:
+            if not self._pooled.add(found) and self._layout.rank == 0:
                 logger.warning(f"step {step}: left out of the gradient noise scale: its gradients are outliers")
             if self._raw:
                 self._raw.add(step, found)
@@ -291,18 +293,18 @@ class GNSMonitor:
         found = self._ranks.metrics() if self._ranks else {}
         if self.pool and self.pool.outliers:
             found["gns/outlier_steps"] = float(self.pool.outliers)
-        if self.separate_microbatches:
+        if self._ranks and self._ranks.separate:
             found["gns/reductions_per_step"] = float(self._ranks.microbatches)
         for geometry in self.pool.geometries if self.pool else ():
             for estimator in ESTIMATORS:
                 prefix = f"gns/{geometry}/{estimator}"
-                found |= _tags(f"{prefix}/{{}}", self.pool.by_bin(geometry, estimator))
+                found |= _tags(f"{prefix}/{{}}", self._pooled.by_bin(geometry, estimator))
                 if estimator != "composite":
                     found |= _tags(f"{prefix}/all", self._whole(geometry, estimator))
-            parts = self.pool.parts_of_whole(geometry, self._mass, self._stratified)
+            parts = self._pooled.parts_of_whole(geometry, self._mass, self._stratified)
             found |= {f"gns/{geometry}/sketch/all/{name}": value for name, value in parts.items() if math.isfinite(value)}
         if self._schedule:
-            shares = self._objective.timestep_sampler.shares.tolist()
+            shares = self._allocated.shares.tolist()
             found |= {f"gns/shares/{k}": share for k, share in enumerate(shares)}
         return found
 
@@ -322,7 +324,7 @@ class GNSMonitor:
         if multiplier.max() > 1.01 * multiplier.min():
             others[FROM_WEIGHT] = weight_shares(self._mass, multiplier)
         if not self._objective.learns_weights:
-            others["loss_second_moment"] = loss_second_moment_shares(self._mass, self.pool.mean_square_loss())
+            others["loss_second_moment"] = loss_second_moment_shares(self._mass, self._pooled.mean_square_loss())
         for name, density in (("uniform", Uniform()), ("logit_normal", LogitNormal())):
             masses = bin_masses(density, self._edges)
             if (masses / self._mass - 1.0).abs().max() > 0.01:
@@ -381,19 +383,28 @@ class GNSMonitor:
         return {"pool": self.pool, "ranks": self._ranks, "schedule": self._schedule, "batch": self._batch}
 
     @property
+    def _allocated(self) -> AllocatedTimesteps:
+        return cast(AllocatedTimesteps, self._objective.timestep_sampler)  # with allocate_timesteps
+
+    @property
+    def _pooled(self) -> Pool:
+        assert self.pool is not None, "measured with taps alone"
+        return self.pool
+
+    @property
     def _stratified(self) -> bool:
         return self._objective.timestep_sampler.spread != "none"
 
     def _whole(self, geometry: str, estimator: str) -> BinEstimates:
         as_drawn = not (self._stratified or self._config.allocate_timesteps or self._config.bin_pure_microbatches)
-        return self.pool.whole(geometry, estimator, None if as_drawn else self._mass, self._stratified)
+        return self._pooled.whole(geometry, estimator, None if as_drawn else self._mass, self._stratified)
 
     def _headline(self) -> BinEstimates:
         """Headline geometry: Adam's, in which updates are made, where it is measured."""
-        return self.pool.by_bin(self.pool.geometries[-1], "sketch")
+        return self._pooled.by_bin(self._pooled.geometries[-1], "sketch")
 
 
-def _tags(pattern: str, estimates) -> dict[str, float]:
+def _tags(pattern: str, estimates: BinEstimates) -> dict[str, float]:
     quantities = ("signal", "noise", "b_simple", "lower", "upper", "samples")
     return {
         f"{pattern.format(index)}/{quantity}": value

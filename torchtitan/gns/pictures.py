@@ -1,6 +1,7 @@
 """Picture of a run's gradient noise scale: by timestep bin, over training, and agreement of the bins' gradients."""
 
 import io
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -49,7 +50,7 @@ def draw_noise_scale(
 
 
 def _draw_bins(axes, bounds: list[float], found: BinEstimates, composite: list, batch_size: int) -> None:
-    middles = [0.5 * (low + high) for low, high in zip(bounds, bounds[1:], strict=False)]
+    middles = [0.5 * (low + high) for low, high in itertools.pairwise(bounds)]
     for middle, low, high, value, lower, upper in zip(
         middles, bounds, bounds[1:], found.b_simple.tolist(), found.lower.tolist(), found.upper.tolist(), strict=False
     ):

@@ -1,6 +1,7 @@
 """Pools of noise scales over many steps: every estimator and the sums that it takes."""
 
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class Pool:
         for index, geometry in enumerate(self.geometries):
             if not sums.squares[: len(FREE_PARTS), index].any():
                 continue  # no second moment yet
-            if sums.measured:
+            if sums.all_pairs is not None:
                 squares, products = sums.squares[:, index].sum(0), sums.all_products[:, index].sum(0)
                 self._enter((geometry, "sketch"), PairSums(sums.count, squares, products, sums.all_pairs))
             self._composites[index].add(sums)
@@ -159,4 +160,5 @@ class Pool:
 def to_host(sums: StepSums) -> StepSums:
     """Copy the sums to the host's memory; waits for the device."""
     values = (getattr(sums, field.name) for field in fields(StepSums))
-    return StepSums(*(None if value is None else value.to("cpu", torch.float64) for value in values))
+    on_host: list[Any] = [None if value is None else value.to("cpu", torch.float64) for value in values]
+    return StepSums(*on_host)

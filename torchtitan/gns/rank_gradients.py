@@ -7,6 +7,7 @@ given: where each of M microbatches is reduced by itself and its mean loss was d
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,7 @@ class _MeasuredReduceScatter(DefaultReduceScatter):
         super().__init__()
         self._measure = measure
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args, **kwargs) -> dist.Work | None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._measure(input_tensor)
         return super().__call__(output_tensor, input_tensor, *args, **kwargs)
 

@@ -49,7 +49,7 @@ class RankMonitor:
         self.bin_pure = num_bins is not None
         self._ranks = RankGradients(train_module, layout) if layout.world_size > 1 else None
         self._aside = SetAside()
-        self._names = [str(k) for k in range(num_bins)] if self.bin_pure else ["all"]
+        self._names = ["all"] if num_bins is None else [str(k) for k in range(num_bins)]
         self._sums = [GroupSums.zeros() for _ in self._names]
         # Of each bin the last step's: squared norms of small and large batches, and their sizes.
         self._last: list[list[float]] = [[math.nan] * 4 for _ in self._names]
@@ -79,7 +79,7 @@ class RankMonitor:
         """
         if not self.separate:
             return
-        if self.bin_pure:
+        if self.bin_pure and self._ranks is not None:
             large = square_norm(parameters, self._layout)
             # A microbatch's loss is divided by their number, and weighted by the bin's importance.
             scale = (self.microbatches / importance) ** 2
@@ -139,7 +139,7 @@ class RankMonitor:
     def metrics(self) -> dict[str, float]:
         """Metrics `gns/plain/ranks/<bin or all>/<quantity>`; unknown ones are left out."""
         self.settle()
-        found = {}
+        found: dict[str, float] = {}
         for name, sums, last in zip(self._names, self._sums, self._last, strict=True):
             signal, noise, covariance = sums.signal, sums.noise, sums.covariance
             quantile = student_quantile(0.975, sums.moments.steps - 1.0)

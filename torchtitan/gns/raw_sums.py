@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -113,7 +114,7 @@ def raw_files(folder: Path) -> list[Path]:
 
 
 def _steps_of(path: Path) -> tuple[int, int]:
-    first, last = _NAME.fullmatch(path.name).groups()
+    first, last = path.stem.split("-")[1:]
     return int(first), int(last)
 
 
@@ -133,7 +134,7 @@ def read_sums(folder: Path) -> Iterator[tuple[int, StepSums]]:
         shapes = ((bins,), (bins,), (bins, bins), whole[:3], whole, (bins, bins), whole, whole)
         for batch in file.iter_batches(256):
             for row in batch.to_pylist():
-                values = [
+                values: list[Any] = [
                     None if row[name] is None else torch.tensor(row[name], dtype=torch.float64).view(shape)
                     for name, shape in zip(_COLUMNS, shapes, strict=True)
                 ]

@@ -74,9 +74,11 @@ def _inverse_root(sums: Tensor, root: Tensor) -> Tensor:
 def _add_local_sums(
     module: nn.Module, state: dict[Tensor, dict], beta2: float, rows: Tensor, columns: Tensor, layout: Layout
 ) -> None:
-    for parameter, is_bias in ((module.weight, False), (getattr(module, "bias", None), True)):
-        moments = state.get(parameter) if parameter is not None else None
-        if not moments or "exp_avg_sq" not in moments:
+    for parameter, is_bias in ((getattr(module, "weight", None), False), (getattr(module, "bias", None), True)):
+        if parameter is None:
+            continue
+        moments = state.get(parameter, {})
+        if "exp_avg_sq" not in moments:
             continue
         v = local(moments["exp_avg_sq"])
         v = v.dequantize() if hasattr(v, "codes") else v
@@ -93,7 +95,7 @@ def _add_local_sums(
 
 
 def _first_row(parameter: nn.Parameter, layout: Layout) -> int:
-    if not isinstance(parameter, DTensor) or not layout.sharded:
+    if not isinstance(parameter, DTensor) or not layout.sharded or layout.mesh is None:
         return 0
     per_rank = -(-parameter.shape[0] // layout.shards)
     return min(per_rank * layout.mesh["shard"].get_local_rank(), parameter.shape[0])

@@ -19,6 +19,7 @@ All in units of the gradient given to backward, in float32.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -252,10 +253,10 @@ class TappedNorm(nn.Module):
 
     def __init__(self, norm: nn.LayerNorm | RMSNorm, switch: TapSwitch) -> None:
         super().__init__()
-        self.weight = norm.weight
+        self.weight = cast(nn.Parameter, norm.weight)
         self.switch = switch
         self.eps = norm.eps
-        self.shape = tuple(norm.weight.shape)
+        self.shape = tuple(self.weight.shape)
         self.rms = isinstance(norm, RMSNorm)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ MOST_NUMBERS_OF_AN_IMAGE = 1 << 28  # of a view: 512 MiB in half precision
 MOST_SHARDS = 100_000  # with explicit sizes; their records still fit the largest index
 MOST_CLASSES = 1_000_000
 
+StoredDtype = Literal["float16", "bfloat16", "int8"]
+
 
 def _not_zero(value: float) -> float:
     if value == 0:
@@ -112,7 +114,7 @@ class StorePlan(_Record):
     shape: tuple[Count, Count, Count]
     posterior: bool
     mirrored: bool
-    dtype: Literal["float16", "bfloat16", "int8"]
+    dtype: StoredDtype
     int8_step: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     num_classes: Annotated[int, Field(ge=0, le=MOST_CLASSES)]
     class_names: list[str] = []

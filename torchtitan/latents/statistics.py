@@ -32,7 +32,7 @@ class ChannelMoments:
 
         The sums are NumPy's, whose order does not depend on the number of threads.
         """
-        total = None
+        total: ChannelMoments | None = None
         for part in values.split(IMAGES_AT_A_TIME):
             part = part.double().numpy()
             means = np.moveaxis(part[:, :, 0], 2, 0).reshape(part.shape[3], -1)  # [C, N V h w]
@@ -42,6 +42,8 @@ class ChannelMoments:
                 squares += np.square(np.moveaxis(part[:, :, 1], 2, 0)).reshape(part.shape[3], -1).sum(axis=1)
             moments = cls(means.shape[1], mean, squares)
             total = moments if total is None else total.joined(moments)
+        if total is None:
+            raise ValueError("no values")
         return total
 
     def joined(self, other: "ChannelMoments") -> "ChannelMoments":

@@ -55,8 +55,8 @@ class LatentStore:
         return self.__dict__ | {"_shards": {}, "_watch": None}
 
     def __del__(self) -> None:
-        if getattr(self, "_watch", None) is not None:
-            self._watch.stop()
+        if watch := getattr(self, "_watch", None):
+            watch.stop()
 
     def read(self, images: np.ndarray, views: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """Read images in any order; raw values, not normalised.
@@ -101,7 +101,7 @@ class LatentStore:
             shard = shards[number]
             stored[slot] = shard.latents[row, view]
             labels[slot] = shard.labels[row]
-            if scales is not None:
+            if scales is not None and shard.scales is not None:
                 scales[slot] = shard.scales[row, view]
         try:
             check_labels(labels, images, index)

@@ -156,9 +156,10 @@ class StoreWriter:
         return read_index(self.folder)
 
     def _index(self) -> StoreIndex:
-        notes = [self._note(number) for number in range(self.plan.num_shards)]
-        if None in notes:
-            raise LatentStoreError(f"{self.folder}: {notes.count(None)} of {len(notes)} shards are not written yet")
+        wanted = self.plan.num_shards
+        notes = [note for number in range(wanted) if (note := self._note(number)) is not None]
+        if len(notes) < wanted:
+            raise LatentStoreError(f"{self.folder}: {wanted - len(notes)} of {wanted} shards are not written yet")
         shards = [ShardRecord(**{key: note[key] for key in ShardRecord.model_fields}) for note in notes]
         held = sum(shard.num_images for shard in shards)
         if not held:
@@ -202,8 +203,8 @@ def first_difference(one: StorePlan, other: StorePlan) -> tuple[str, str, str] |
     for name in StorePlan.model_fields:
         values = [plan[name] for plan in plans]
         if values[0] != values[1]:
-            place, *found = _difference(name, *values)
-            return place, *map(_shown, found)
+            place, before, now = _difference(name, *values)
+            return place, _shown(before), _shown(now)
     return None
 
 

@@ -6,7 +6,7 @@ around it from outside, through the few methods below.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
@@ -83,7 +83,7 @@ class DiffusionModel(nn.Module):
         num_tokens = self.tokens_per_image(image_shape)
         macs = self.attention_macs(num_tokens)
         for name, role in self.linear_roles().items():
-            linear = self.get_submodule(name)
+            linear = cast(nn.Linear, self.get_submodule(name))
             macs += linear.in_features * linear.out_features * (1 if role == "vector" else num_tokens)
         return macs
 

@@ -74,7 +74,7 @@ class Series:
         """
         if len(self) < 3:
             return self
-        spacing = statistics.median(after - before for before, after in zip(self.steps, self.steps[1:]))
+        spacing = statistics.median(after - before for before, after in itertools.pairwise(self.steps))
         half = int(width / 2 / spacing)
         sums = [0.0, *itertools.accumulate(self.values)]
         means = list(self.values)

@@ -6,6 +6,7 @@ so that every package may use it.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 
@@ -17,7 +18,7 @@ def setting(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
-    applies: dict[str, tuple | str] | None = None,
+    applies: Mapping[str, tuple | str] | None = None,
     because: str = "",
     trajectory: bool = True,
     writes: Literal["", "run", "shared"] = "",

@@ -2,21 +2,24 @@
 
 from collections.abc import Callable
 from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Number = Tensor | float
-Ends = tuple[Number, Number, Tensor | bool]
+Ends = tuple[Tensor, Tensor, Tensor]
 
 
-def _floats_for_floats(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Ends]:
+def _floats_for_floats(function: Callable[..., Ends]) -> Callable[..., tuple[Any, Any, Any]]:
     """Let a function of float64 tensors take floats too, and give floats where it got nothing else."""
 
     @wraps(function)
-    def wrapped(*values: Number) -> Ends:
+    def wrapped(*values: Tensor | float) -> tuple[Any, Any, Any]:
         results = function(*(torch.as_tensor(value, dtype=torch.float64) for value in values))
-        return results if any(isinstance(value, Tensor) for value in values) else tuple(r.item() for r in results)
+        if any(isinstance(value, Tensor) for value in values):
+            return results
+        lower, upper, unbounded = (result.item() for result in results)
+        return lower, upper, unbounded
 
     return wrapped
 

@@ -417,7 +417,7 @@ def _first_failure(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> 
     for slot, index in enumerate(indices):
         try:
             _check(*dataset.fetch(indices[slot : slot + 1]), 1, info)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (reported with the index of its image)
             return int(index), error
     return None
 

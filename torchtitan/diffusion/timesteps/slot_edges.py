@@ -4,6 +4,7 @@ The file is JSON: {"unit": "index" or "t", "edges": [...]}, with edges rising fr
 Slot k is [edges[k], edges[k + 1]).
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,7 +124,7 @@ def slot_positions(edges: Sequence[float], path: NoisePath, base: SmoothDensity)
         ValueError: the edges are otherwise.
     """
     end, unit = (float(path.num_indices), "indices") if path.num_indices else (1.0, "t")
-    rising = all(low < high for low, high in zip(edges, edges[1:], strict=False))
+    rising = all(low < high for low, high in itertools.pairwise(edges))
     if len(edges) < 2 or not rising or edges[0] != 0 or edges[-1] != end:
         raise ValueError(f"must rise from 0 to {end:g}, in {unit}: {_shown(edges)}")
     inner = torch.tensor(edges[1:-1], dtype=torch.float64)

@@ -57,7 +57,7 @@ def export_weights(weights: dict[str, Tensor], model: DiT, layout: str) -> dict[
     """
     if problems := layout_problems(model, layout):
         raise ConversionError("\n".join(problems))
-    published = {}
+    published: dict[str, Tensor] = {}
     for name, copies in _places(model.config.num_layers, layout).items():
         tensor = weights[name]
         if name == "patch_embed.weight":

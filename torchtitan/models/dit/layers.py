@@ -69,7 +69,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Tensor | None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # [B, T, 3, N, D / N]
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, N, T, D / N]
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary).to(v.dtype), rotate(k, rotary).to(v.dtype)

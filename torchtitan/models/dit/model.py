@@ -37,14 +37,16 @@ class DiT(DiffusionModel):
         ValueError: the config's fields do not fit together or do not fit the image.
     """
 
+    position: Tensor | None
+    rotary: Tensor | None
+
     def __init__(self, config: DiTConfig, image_shape: tuple[int, int, int], num_classes: int) -> None:
         super().__init__()
         if found := problems(config, image_shape):
             raise ValueError("; ".join(found))
         self.config = config
-        self.image_shape = tuple(image_shape)
         self.null_class = num_classes if num_classes > 0 else None
-        channels, height, width = image_shape
+        channels, height, width = self.image_shape = (image_shape[0], image_shape[1], image_shape[2])
         self.grid = (height // config.patch_size, width // config.patch_size)
         self.out_channels = (2 if config.learned_variance else config.num_predictions) * channels
 
