@@ -16,14 +16,14 @@ from torchtitan.diffusion.solvers.contract import Predict
 
 @dataclass(frozen=True)
 class Guidance:
-    """How strongly, when and on which channels samples are guided.
+    """Guidance of samples: scale, interval and channels.
 
     Attributes:
         scale: 1 is the plain conditional network, 0 the unconditional one.
         interval: times (low, high), both within, of guidance; outside it the network is the plain conditional one.
             Source: Kynkäänniemi et al., arXiv 2404.07724 (there in sigma = t / (1 - t)).
         channels: "all" of the image, or the "first_three" as in the published samples of DiT (Peebles and Xie, arXiv
-            2212.09748); what is not guided, a learned variance always, is the conditional network's.
+            2212.09748); the other channels, and always a learned variance, are the conditional network's.
     """
 
     scale: float = 1.0
@@ -38,7 +38,7 @@ def drop_labels(labels: Tensor, null_class: int, probability: float, seed: int, 
 
 
 def guided_network(model: Network, null_class: int, scale: float, channels: str = "all") -> Network:
-    """A network whose output is u + scale (c - u), with c of the given class and u of the null class.
+    """Guide a network: its output becomes u + scale (c - u), with c of the given class and u of the null class.
 
     Both come from one forward of twice the batch. scale = 1 is the plain conditional network (and one forward of the
     batch itself), 0 the unconditional one. Channels that are not guided (see `Guidance`) are c's.
@@ -59,10 +59,10 @@ def guided_network(model: Network, null_class: int, scale: float, channels: str 
 def predictor(
     objective: Objective, model: Network, condition: Tensor | None, null_class: int | None, guidance: Guidance
 ) -> Predict:
-    """What a solver integrates: the objective's reading of the (guided) network for fixed classes [B].
+    """Predictor for a solver: the (guided) network's estimates for fixed classes [B], as read by the objective.
 
     Args:
-        objective: what the network was trained for.
+        objective: of the network's training.
         model: the network.
         condition: classes [B], or None for an unconditional network, which is never guided.
         null_class: the label for no class.

@@ -1,10 +1,10 @@
-"""Several predictions by one network, and how they are trained and become one.
+"""Heads: several predictions by one network, their training and their combination.
 
-The network gives K images for each of its inputs; the k-th stands for the k-th prediction. A rule says which of them a
-sample trains, and with which shares, functions of the noise level alone, their estimates of x0 are added up.
+The network outputs K images for each of its inputs, one for each prediction. A rule selects the heads that a sample
+trains, and the shares, functions of the noise level alone, by which their estimates of x0 are added.
 
 Source: Xie and Agam, "Rethinking timesteps samplers and prediction types", arXiv 2502.01990, where the least of the raw
-errors is trained; the other rules are meant to mend what fails there.
+errors is trained; the other rules are meant to correct its failure.
 """
 
 import itertools
@@ -40,8 +40,8 @@ class HeadErrors(NamedTuple):
     common: Tensor
 
 
-class Rule(nn.Module):
-    """How heads are trained and mixed.
+class CombinationRule(nn.Module):
+    """Rule for training and combining heads.
 
     Attributes:
         of_one_error: whether all heads are trained by the error of `objective.prediction`, and none by its own.
@@ -50,37 +50,37 @@ class Rule(nn.Module):
     of_one_error = True
 
     def loss(self, errors: HeadErrors, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """What is minimised, before its weight, [B], and each head's share, [B, K], without gradient.
+        """Loss before its weight, [B], and each head's share, [B, K], without gradient.
 
         The share is that of the loss where heads compete for a sample, and of the mix where all of them train.
         """
         raise NotImplementedError
 
     def shares(self, log_sigma: Tensor) -> Tensor:
-        """Of the heads' estimates in the one that is used, at ln sigma [N]: [N, K], each row sums to 1."""
+        """Shares of the heads' estimates in the combined one, at ln sigma [N]: [N, K], each row sums to 1."""
         raise NotImplementedError
 
     def least_conversion(self, conversion: Tensor, log_sigma: Tensor) -> Tensor:
-        """What an error of 1 in the output of the heads that train at ln sigma [N] counts at least, [N].
+        """Least weight of an error of 1 in the outputs of the heads that train at ln sigma [N], [N].
 
         Args:
-            conversion: (error that is trained) / (error of each head), [N, K].
+            conversion: (trained error) / (error of each head), [N, K].
             log_sigma: noise levels.
         """
         return conversion.amin(1)
 
     def observe(self, errors: HeadErrors, log_sigma: Tensor) -> None:
-        """Take note of a microbatch, where the rule goes by earlier errors."""
+        """Observe a microbatch, for rules that use earlier errors."""
 
     def update(self, skip: Tensor) -> None:
-        """After a whole global batch; skip: the optimizer leaves it out, bool scalar. Collective."""
+        """Update after a whole global batch; skip: the optimizer leaves it out, bool scalar. Collective."""
 
 
 class RunningErrors(nn.Module):
     """Mean error of each head by noise level, over some of the latest samples.
 
-    An error loses half of its weight with every 20,000 samples. Levels with less than one left go by the nearest that has
-    more.
+    An error loses half of its weight with every 20,000 samples. Levels with a weight below one use the nearest level
+    with more.
     """
 
     def __init__(self, heads: int) -> None:
@@ -93,7 +93,7 @@ class RunningErrors(nn.Module):
         self._seen: Tensor | None = None  # [1 + K, bins] of the step under way
 
     def observe(self, errors: Tensor, log_sigma: Tensor) -> None:
-        """Take note of a microbatch: errors [B, K] at ln sigma [B]."""
+        """Observe a microbatch: errors [B, K] at ln sigma [B]."""
         if self._seen is None:
             self._seen = torch.zeros(1 + len(self.sums), len(self.weight), dtype=torch.float64, device=errors.device)
         bins = torch.bucketize(log_sigma.to(torch.float64), self.edges)
@@ -104,7 +104,7 @@ class RunningErrors(nn.Module):
         self._seen += rows.T @ membership
 
     def update(self, skip: Tensor) -> None:
-        """After a whole global batch: remember what was observed, unless `skip`; collective."""
+        """Update after a whole global batch: add the observed errors, unless `skip`; collective."""
         seen, self._seen = self._seen, None
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(seen)
@@ -125,15 +125,16 @@ class RunningErrors(nn.Module):
         return means[:, bins].T
 
 
-class Competition(Rule):
-    """Heads compete for every sample by their errors, and in use by their mean errors at the noise level."""
+class CompetingHeads(CombinationRule):
+    """Competition: heads compete for every sample by their errors, and in use by their mean errors at the noise level.
+    """
 
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.errors = RunningErrors(heads)
 
     def compared(self, errors: HeadErrors) -> Tensor:
-        """The errors that decide, [B, K]."""
+        """Errors that are compared, [B, K]."""
         return errors.common
 
     def by_errors(self, errors: Tensor) -> Tensor:
@@ -154,8 +155,8 @@ class Competition(Rule):
         self.errors.update(skip)
 
 
-class Minimum(Competition):
-    """The head of the least error trains; the one whose error has been the least on average is used.
+class Minimum(CompetingHeads):
+    """Minimum: the head with the least error trains, and the one with the least mean error is used.
 
     raw: each head's own error, as published. With equally good heads the noise level alone decides then: x0's error is
     below that of the noise exactly where snr > 1, and v's always above both. Else errors of one prediction.
@@ -172,8 +173,8 @@ class Minimum(Competition):
         return F.one_hot(errors.argmin(1), errors.shape[1]).to(errors.dtype)
 
 
-class SoftMinimum(Competition):
-    """All heads train, each with a share that falls as its error rises above the least: exp(-(e / e_min - 1) / T).
+class SoftMinimum(CompetingHeads):
+    """Soft minimum: all heads train, with shares that fall as errors rise above the least: exp(-(e / e_min - 1) / T).
 
     Errors are of one prediction; T -> 0 is the minimum, T -> infinity the mean of all heads.
     """
@@ -187,8 +188,8 @@ class SoftMinimum(Competition):
         return torch.softmax(-(errors / least) / self._temperature, dim=1)
 
 
-class Handover(Rule):
-    """One head for each range of the signal-to-noise ratio, in the order from noise to data."""
+class Handover(CombinationRule):
+    """Hand-over: one head for each range of the signal-to-noise ratio, in the order from noise to data."""
 
     def __init__(self, heads: int, snr: list[float]) -> None:
         """snr: where one head hands over to the next, rising, K - 1 numbers."""
@@ -208,12 +209,12 @@ class Handover(Rule):
         return (self.shares(log_sigma) * conversion).sum(1)
 
 
-class InverseVariance(Rule):
-    """All heads train, each on its own error over what is to be expected of it; mixed by what they are worth.
+class InverseVariance(CombinationRule):
+    """Inverse variance: all heads train, each on its error over its expected error; combined by inverse variance.
 
     The loss is the mean over heads of e_k / exp(u_k) + u_k, so that exp(u_k) becomes head k's mean squared error, and its
-    share goes as 1 / the error of x0 that follows from it. That is the best mix of estimates whose errors are
-    independent.
+    share is proportional to 1 / the resulting error of x0. That is the best combination of estimates with independent
+    errors.
     """
 
     of_one_error = False
@@ -222,7 +223,7 @@ class InverseVariance(Rule):
         self, heads: int, features: int, log_sigma_range: tuple[float, float],
         conversion: Callable[[Tensor, str], Tensor],
     ) -> None:  # fmt: skip
-        """conversion: as `Heads.conversion`."""
+        """conversion: as `PredictionHeads.conversion`."""
         super().__init__()
         self.uncertainty = LogUncertainty(heads, features, log_sigma_range)
         self._conversion = conversion
@@ -237,12 +238,12 @@ class InverseVariance(Rule):
         return torch.softmax(-(self.uncertainty(log_sigma).T + to_x0), dim=1)
 
 
-class Heads(nn.Module):
-    """The predictions of one network, in the order of its output's channels.
+class PredictionHeads(nn.Module):
+    """Heads of one network, in the order of its output's channels.
 
     Attributes:
         names: keys of PREDICTIONS, [K].
-        rule: how they are trained and mixed.
+        rule: of their training and combination.
     """
 
     def __init__(self, config: Any, path: Path, log_sigma_range: tuple[float, float]) -> None:
@@ -251,7 +252,7 @@ class Heads(nn.Module):
         self.names = tuple(config.heads)
         self._path, self._common, self._sigma_data = path, config.prediction, config.sigma_data
         count = len(self.names)
-        self.rule: Rule = {
+        self.rule: CombinationRule = {
             "raw_minimum": lambda: Minimum(count, raw=True),
             "minimum": lambda: Minimum(count, raw=False),
             "soft_minimum": lambda: SoftMinimum(count, config.head_temperature),
@@ -262,7 +263,7 @@ class Heads(nn.Module):
         }[config.combine]()
 
     def conversion(self, log_sigma: Tensor, prediction: str) -> Tensor:
-        """(squared error of `prediction`) / (squared error of head k) for one estimate, float64 [N, K].
+        """Conversion (squared error of `prediction`) / (squared error of head k) for one estimate, float64 [N, K].
 
         Args:
             log_sigma: noise levels [N].
@@ -271,13 +272,13 @@ class Heads(nn.Module):
         return self._factors(log_sigma, prediction).square()
 
     def least_conversion(self, log_sigma: Tensor) -> Tensor:
-        """What an error of 1 in the output of the heads that train at these levels counts at least, float64 [N]."""
+        """Least conversion at these levels, float64 [N], see `CombinationRule.least_conversion`."""
         if not self.rule.of_one_error:
             return torch.ones_like(log_sigma)
         return self.rule.least_conversion(self.conversion(log_sigma, self._common), log_sigma)
 
     def _factors(self, log_sigma: Tensor, prediction: str) -> Tensor:
-        """(error of `prediction`) / (error of head k), with its sign, float64 [N, K]."""
+        """Factors (error of `prediction`) / (error of head k), with their sign, float64 [N, K]."""
         sigma = torch.exp(log_sigma.to(torch.float64).clamp(*_LOG_SIGMA_RANGE))
         a, _ = self._path.coefficients(self._path.sigma_to_t(sigma))
         wanted, *given = (
@@ -294,9 +295,9 @@ class Heads(nn.Module):
 
     @torch.no_grad()
     def mixed_error(self, output: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """Mean squared error [B] of what `combine` says of `objective.prediction`; arguments as of `errors`.
+        """Mean squared error [B] of the combined estimate of `objective.prediction`; arguments as in `errors`.
 
-        From the heads' errors, since x0 and noise do not give a prediction back at the ends of a path.
+        Computed from the heads' errors, since x0 and noise do not determine a prediction at the ends of a path.
         """
         log_sigma = torch.logit(t.to(torch.float64))
         shares = self.rule.shares(log_sigma)
@@ -307,7 +308,7 @@ class Heads(nn.Module):
         return mix.square().flatten(1).mean(1)
 
     def combine(self, output: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """x0 and noise, of x_t's shape, by the shares at t [B]; a x0 + b noise = x_t."""
+        """Combine the estimates to x0 and noise, of x_t's shape, by the shares at t [B]; a x0 + b noise = x_t."""
         a, b = (per_image(c, x_t) for c in self._path.coefficients(t))
         shares = self.rule.shares(torch.logit(t.to(torch.float64))).to(x_t.dtype)
         x0, noise = torch.zeros_like(x_t), torch.zeros_like(x_t)
@@ -322,11 +323,11 @@ class Heads(nn.Module):
         return x0, noise
 
     def observe(self, errors: HeadErrors, t: Tensor) -> None:
-        """Take note of a microbatch's errors at t [B], where the rule goes by earlier ones."""
+        """Observe a microbatch's errors at t [B], for rules that use earlier ones."""
         self.rule.observe(errors, torch.logit(t))
 
     def update(self, skip: Tensor) -> None:
-        """After a whole global batch; skip: the optimizer leaves it out, bool scalar. Collective."""
+        """Update after a whole global batch; skip: the optimizer leaves it out, bool scalar. Collective."""
         self.rule.update(skip)
 
     def _residuals(self, output: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> list[Tensor]:
@@ -341,7 +342,7 @@ class Heads(nn.Module):
 
 
 def head_problems(config: Any, path: Path) -> Iterator[tuple[str, str]]:
-    """Heads that cannot be trained together: pairs of a dotted key and the reason."""
+    """Problems of heads that cannot be trained together: pairs of a dotted key and the reason."""
     if not config.heads:
         return
     if unknown := [name for name in config.heads if name not in HEADS]:

@@ -1,4 +1,4 @@
-"""The variance of the reverse step as a second output of the network, trained by the variational bound.
+"""Learned variance of the reverse step: a second output of the network, trained by the variational bound.
 
 Source: Nichol and Dhariwal, "Improved denoising diffusion probabilistic models", arXiv 2102.09672, section 3.1.
 """
@@ -19,7 +19,7 @@ _SMALLEST_PROBABILITY = 1e-12
 
 
 def log_variance(path: DDPM, interpolation: Tensor, index: Tensor) -> Tensor:
-    """ln of the reverse step's variance, exp(v ln beta + (1 - v) ln posterior variance), eq. 15.
+    """Log variance of the reverse step, ln of exp(v ln beta + (1 - v) ln posterior variance), eq. 15.
 
     Args:
         path: a discrete DDPM path.
@@ -27,7 +27,7 @@ def log_variance(path: DDPM, interpolation: Tensor, index: Tensor) -> Tensor:
         index: integer indices [B].
 
     Returns:
-        float32 of interpolation's shape. At index 0, where the posterior's variance is 0, that of index 1 is meant.
+        float32 of interpolation's shape. At index 0, where the posterior's variance is 0, that of index 1 is used.
     """
     low, high = (per_image(values, interpolation) for values in _log_variance_range(path, index))
     fraction = 0.5 * (interpolation + 1.0)
@@ -43,7 +43,7 @@ def posterior_mean(path: DDPM, x0: Tensor, x_t: Tensor, index: Tensor) -> Tensor
 def variational_bound(
     path: DDPM, x0: Tensor, x_t: Tensor, x0_estimate: Tensor, interpolation: Tensor, index: Tensor
 ) -> Tensor:
-    """The bound's term of one index, in bits per dimension: eq. 4 to 6.
+    """Variational bound's term of one index, in bits per dimension: eq. 4 to 6.
 
     At index 0 it is -log2 of the probability of x0's level under the reverse step, elsewhere the divergence of
     the reverse step from the posterior. The bound itself is the sum over all T indices.
@@ -51,7 +51,7 @@ def variational_bound(
     Args:
         path: a discrete DDPM path.
         x0, x_t: clean and noisy images, [B, ...].
-        x0_estimate: the network's estimate of x0; give it without gradient to train the variance alone.
+        x0_estimate: the network's estimate of x0; without gradient to train the variance alone.
         interpolation: the network's second output, of x0's shape.
         index: integer indices [B].
 
@@ -70,7 +70,7 @@ def variational_bound(
 
 
 def _log_level_probability(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """ln of a Gaussian's mass on the level of width 2 / 255 around x; the outermost levels reach to infinity."""
+    """Log of a Gaussian's mass on the level of width 2 / 255 around x; the outermost levels reach to infinity."""
     inverse_deviation = torch.exp(-0.5 * log_variance)
     above, below = (x - mean + _HALF_LEVEL) * inverse_deviation, (x - mean - _HALF_LEVEL) * inverse_deviation
     # In the lower tail, where differences of small numbers stay exact: P(below < z < above) = P(-above < z < -below).
@@ -82,7 +82,7 @@ def _log_level_probability(x: Tensor, mean: Tensor, log_variance: Tensor) -> Ten
 
 
 def _log_variance_range(path: DDPM, index: Tensor) -> tuple[Tensor, Tensor]:
-    """ln of the smallest and the largest sensible variance at indices [B], each float32 [B]."""
+    """Log of the smallest and the largest sensible variance at indices [B], each float32 [B]."""
     smallest = torch.cat((path.posterior_variance[1:2], path.posterior_variance[1:]))
     return tuple(values.log().to(torch.float32).to(index.device)[index] for values in (smallest, path.betas))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan import philox
-from torchtitan.diffusion.heads import HeadErrors, Heads, InverseVariance
+from torchtitan.diffusion.heads import HeadErrors, InverseVariance, PredictionHeads
 from torchtitan.diffusion.learned_variance import BOUND_WEIGHT, variational_bound
 from torchtitan.diffusion.paths import PATHS, per_image
 from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
@@ -169,7 +169,7 @@ class LossTerms:
         t: the timesteps.
         weighted: importance x (weight x error + the bound), never negative: the loss itself, but for heads, of which it
             is the mix's, and without a learned uncertainty; no gradient.
-        shares: of each head, [B, K], as `Rule.loss` tells; None without heads.
+        shares: of each head, [B, K], as `CombinationRule.loss` has it; None without heads.
         head_errors: what their rule may remember; None without heads.
     """
 
@@ -199,7 +199,7 @@ class Objective:
         self.timestep_sampler = build_sampler(config, self.path, seed)
         ends = torch.tensor([_TAIL, 1.0 - _TAIL], dtype=torch.float64)
         trained = tuple(torch.logit(self.timestep_sampler.density.quantile(ends)).tolist())
-        self.heads = Heads(config, self.path, trained) if config.heads else None
+        self.heads = PredictionHeads(config, self.path, trained) if config.heads else None
         self.uncertainty = None
         if config.learned_uncertainty:
             self.uncertainty = LogUncertainty(1, config.uncertainty_features, trained)

@@ -1,4 +1,4 @@
-"""Objectives whose parts do not go together."""
+"""Objectives with incompatible parts."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ _TAIL = (12.0, 14.0)
 
 
 def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
-    """Find what cannot be trained, or cannot be sampled from once trained.
+    """Find objectives that cannot be trained, or not sampled from.
 
     Returns:
         pairs of a dotted key and the reason.
@@ -118,10 +118,10 @@ def _slot_problems(config: ObjectiveConfig, path: Path) -> Iterator[tuple[str, s
 
 
 def _end_without_mean(objective: Objective) -> str:
-    """The end of the path at which density x weight x squared error does not fall, or "".
+    """End of the path at which density x weight x squared error does not fall, or "".
 
-    The error is what no network can avoid, 1 / (1 + sigma^2) in the noise of unit Gaussian data, or an error of 1
-    in the network's own output, whichever is larger; of several heads, in that of the one that counts least.
+    The error is the larger of the unavoidable one, 1 / (1 + sigma^2) in the noise of unit Gaussian data, and an error
+    of 1 in the network's own output; of several heads, in that of the one with the least weight.
     """
     for end, sign in (("clean data", -1.0), ("noise", 1.0)):
         log_sigma = sign * torch.tensor(_TAIL, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """Paths from data to noise: x_t = a(t) x0 + b(t) noise, with t = sigma / (1 + sigma) and sigma = b / a.
 
-t = 0 is clean data, t = 1 is noise, and ln sigma = logit t on every path. What differs between paths is the scale
-of x_t, where sampling starts, and the DDPM's integer indices.
+t = 0 is clean data, t = 1 is noise, and ln sigma = logit t on every path. Paths differ in the scale of x_t, the start
+of sampling, and the DDPM's integer indices.
 """
 
 import math
@@ -18,10 +18,10 @@ NUM_INDICES = 1000
 
 
 class Path(Protocol):
-    """The two coefficients of a path and their derivatives, as functions of t in [0, 1].
+    """Path: its two coefficients and their derivatives, as functions of t in [0, 1].
 
     Attributes:
-        t_max: the time from which sampling starts, the largest one.
+        t_max: start of sampling, the largest time.
         num_indices: T of a path whose times have indices, as a DDPM's 0 .. T - 1; 0 for one without.
         discrete: whether only the times of integer indices are trained.
     """
@@ -31,32 +31,32 @@ class Path(Protocol):
     discrete: bool
 
     def coefficients(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """a(t) and b(t), each of t's shape."""
+        """Coefficients a(t) and b(t), each of t's shape."""
 
     def derivatives(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """da/dt and db/dt, each of t's shape."""
+        """Derivatives da/dt and db/dt, each of t's shape."""
 
     def t_to_sigma(self, t: Tensor) -> Tensor:
-        """sigma = b / a at times t < 1."""
+        """Convert times t < 1 to sigma = b / a."""
 
     def sigma_to_t(self, sigma: Tensor) -> Tensor:
-        """The time at which b / a is sigma >= 0."""
+        """Convert sigma >= 0 to the time with b / a = sigma."""
 
 
 class IndexedPath(Path, Protocol):
-    """A path with indices: integers on a discrete one, real numbers in [0, T - 1] on a continuous one."""
+    """Path with indices: integers on a discrete one, real numbers in [0, T - 1] on a continuous one."""
 
     def index_to_log_sigma(self, index: Tensor) -> Tensor:
-        """ln sigma, float64."""
+        """Convert an index to ln sigma, float64."""
 
     def log_sigma_to_index(self, log_sigma: Tensor) -> Tensor:
-        """The real index at which ln sigma is that, float64."""
+        """Convert ln sigma to a real index, float64."""
 
     def index_to_t(self, index: Tensor) -> Tensor:
-        """The common time, float64."""
+        """Convert an index to the common time, float64."""
 
     def t_to_index(self, t: Tensor) -> Tensor:
-        """int64 on a discrete path, else float64."""
+        """Convert times to indices: int64 on a discrete path, else float64."""
 
 
 def has_indices(path: Path) -> TypeGuard[IndexedPath]:
@@ -65,7 +65,7 @@ def has_indices(path: Path) -> TypeGuard[IndexedPath]:
 
 
 class _CommonTime:
-    """The time that all paths share, and no indices."""
+    """Common time of all paths, without indices."""
 
     num_indices = 0
     discrete = False
@@ -78,7 +78,8 @@ class _CommonTime:
 
 
 class RectifiedFlow(_CommonTime):
-    """x_t = (1 - t) x0 + t noise. Source: Liu, Gong and Liu, "Flow straight and fast", arXiv 2209.03003, eq. 1."""
+    """Flow x_t = (1 - t) x0 + t noise. Source: Liu, Gong and Liu, "Flow straight and fast", arXiv 2209.03003, eq. 1.
+    """
 
     t_max = 1.0
 
@@ -90,7 +91,8 @@ class RectifiedFlow(_CommonTime):
 
 
 class EDM(_CommonTime):
-    """x_t = x0 + sigma noise, sampled from sigma = 80 on. Source: Karras et al., arXiv 2206.00364, Table 1."""
+    """EDM: x_t = x0 + sigma noise, sampled from sigma = 80 on. Source: Karras et al., arXiv 2206.00364, Table 1.
+    """
 
     t_max = 80.0 / 81.0
 
@@ -102,7 +104,7 @@ class EDM(_CommonTime):
 
 
 class DDPM(_CommonTime):
-    """x_t = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise, with alpha_bar given at T integer indices.
+    """DDPM's path x_t = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise, with alpha_bar given at T integer indices.
 
     As functions of the common time, the coefficients are those of every variance-preserving path. Between two
     integers ln sigma is linear in the index, so a continuous path agrees with the discrete one at the integers.
@@ -139,7 +141,7 @@ class DDPM(_CommonTime):
         return -t / norm**3, (1.0 - t) / norm**3
 
     def index_to_log_sigma(self, index: Tensor) -> Tensor:
-        """ln sigma, float64, at integer or real indices; beyond both ends the last interval is continued."""
+        """Convert integer or real indices to ln sigma, float64; beyond both ends the last interval is continued."""
         table, index = self._table(index.device), index.to(torch.float64)
         below = index.floor().clamp(0, self.num_indices - 2).long()
         return torch.lerp(table[below], table[below + 1], index - below)
@@ -151,11 +153,11 @@ class DDPM(_CommonTime):
         return below + (log_sigma - table[below]) / (table[below + 1] - table[below])
 
     def index_to_t(self, index: Tensor) -> Tensor:
-        """The common time, float64, of integer or real indices."""
+        """Convert integer or real indices to the common time, float64."""
         return torch.sigmoid(self.index_to_log_sigma(index))
 
     def t_to_index(self, t: Tensor) -> Tensor:
-        """The index of times: int64, the nearest one, on a discrete path; float64 in [0, T - 1] on a continuous one.
+        """Convert times to indices: int64, the nearest, on a discrete path; float64 in [0, T - 1] on a continuous one.
 
         The time of an integer index, rounded to float32, gives that integer back.
         """
@@ -169,12 +171,12 @@ class DDPM(_CommonTime):
 
 
 def linear_betas(num_indices: int = NUM_INDICES) -> Tensor:
-    """beta from 1e-4 to 0.02, float64 [T]. Source: Ho, Jain and Abbeel, arXiv 2006.11239, section 4."""
+    """Betas from 1e-4 to 0.02, linear, float64 [T]. Source: Ho, Jain and Abbeel, arXiv 2006.11239, section 4."""
     return torch.linspace(1e-4, 0.02, num_indices, dtype=torch.float64)
 
 
 def cosine_betas(num_indices: int = NUM_INDICES) -> Tensor:
-    """beta at most 0.999 with alpha_bar a squared cosine, float64 [T].
+    """Betas of at most 0.999 with alpha_bar a squared cosine, float64 [T].
 
     Source: Nichol and Dhariwal, "Improved denoising diffusion probabilistic models", arXiv 2102.09672, eq. 17.
     """

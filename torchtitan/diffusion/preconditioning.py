@@ -1,4 +1,4 @@
-"""What the network is given and how its output is scaled: F(c_in x_t, c_noise) -> c_skip x_t + c_out F.
+"""Preconditioning of the network's inputs and output: F(c_in x_t, c_noise) -> c_skip x_t + c_out F.
 
 Source: Karras et al., "Elucidating the design space of diffusion-based generative models", eq. 7.
 """
@@ -17,7 +17,7 @@ _SMALLEST_LOGIT_ARGUMENT = 2.0**-24
 
 @dataclass(frozen=True)
 class Scaling:
-    """The four coefficients at given noise levels, each [B]."""
+    """Coefficients at given noise levels, each [B]."""
 
     c_in: Tensor
     c_skip: Tensor
@@ -26,14 +26,14 @@ class Scaling:
 
 
 class Preconditioning(Protocol):
-    """A rule for the four coefficients."""
+    """Rule for the four coefficients."""
 
     def scaling(self, t: Tensor) -> Scaling:
-        """The coefficients at times t [B] in [0, 1]."""
+        """Coefficients at times t [B] in [0, 1]."""
 
 
 class Identity:
-    """The network sees x_t as it is and the time as 1000 t, the range that DiT's sinusoids were made for."""
+    """Identity: the network's inputs are x_t and 1000 t, the range of DiT's sinusoids."""
 
     def scaling(self, t: Tensor) -> Scaling:
         return _plain(1000.0 * t)
@@ -41,7 +41,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Index:
-    """The network sees x_t as it is and the time as the DDPM's index, a whole number on a discrete path.
+    """Index: the network's inputs are x_t and the DDPM's index, a whole number on a discrete path.
 
     Source: Peebles and Xie, "Scalable diffusion models with transformers", arXiv 2212.09748.
     """
@@ -53,7 +53,7 @@ class Index:
 
 
 class ReversedTime:
-    """The network sees 1 - t and gives the velocity towards data, x0 - noise: how published SiT weights are called.
+    """Reversed time: the input is 1 - t and the output the velocity towards data, x0 - noise, as in published SiT.
 
     Source: Ma et al., "SiT: exploring flow and diffusion-based generative models with scalable interpolant
     transformers", arXiv 2401.08740; its code counts time from noise (0) to data (1).
@@ -65,10 +65,10 @@ class ReversedTime:
 
 @dataclass(frozen=True)
 class EDMScaling:
-    """Input and target of unit variance at every noise level, and the time as ln(sigma) / 4.
+    """EDM: input and target of unit variance at every noise level, and the time as ln(sigma) / 4.
 
-    Written for x_t = a x0 + b noise of any path, that is for a times the x0 + sigma noise of the paper. The network
-    gives F: as the prediction edm it is the prediction, and for x0 the estimate is c_skip x_t + c_out F.
+    Written for x_t = a x0 + b noise of any path, that is for a times the x0 + sigma noise of the paper. The network's
+    output is F: as the prediction edm it is the prediction, and for x0 the estimate is c_skip x_t + c_out F.
 
     Source: Karras et al., arXiv 2206.00364, Table 1.
     """

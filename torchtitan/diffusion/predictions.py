@@ -1,4 +1,4 @@
-"""What a network's output stands for, and the conversion between all of it.
+"""Prediction types of a network's output, and the conversion between them.
 
 Every prediction type is a linear target y = p x0 + q noise. With x_t = a x0 + b noise and D = a q - b p,
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def _edm_network_output(a: Tensor, b: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
-    """F of EDM's preconditioning, (sigma x0 / sigma_data - sigma_data noise) / sqrt(sigma^2 + sigma_data^2).
+    """EDM's network output F, (sigma x0 / sigma_data - sigma_data noise) / sqrt(sigma^2 + sigma_data^2).
 
     Its variance is 1 at every sigma for data of deviation sigma_data; at sigma_data = 1 it is -v of the
     variance-preserving path. Source: Karras et al., arXiv 2206.00364, eq. 8, solved for F.
@@ -37,11 +37,11 @@ PREDICTIONS: dict[str, Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]]
 
 
 def target(prediction: str, x0: Tensor, noise: Tensor, a: Tensor, b: Tensor, sigma_data: float = 0.5) -> Tensor:
-    """The tensor a network of this prediction type is trained to output.
+    """Target: the tensor that a network of this prediction type is trained to output.
 
     Args:
         prediction: a key of PREDICTIONS.
-        x0, noise: clean images and the noise added, [B, ...].
+        x0, noise: clean images and the added noise, [B, ...].
         a, b: the path's coefficients, broadcastable to x0.
         sigma_data: deviation of the data that the prediction edm is made for.
 
@@ -55,7 +55,7 @@ def target(prediction: str, x0: Tensor, noise: Tensor, a: Tensor, b: Tensor, sig
 def to_x0_and_noise(
     prediction: str, output: Tensor, x_t: Tensor, a: Tensor, b: Tensor, sigma_data: float = 0.5
 ) -> tuple[Tensor, Tensor]:
-    """Read a network's output as an estimate of the clean image and of the noise.
+    """Convert a network's output to estimates of the clean image and of the noise.
 
     Args:
         prediction: a key of PREDICTIONS.
@@ -74,7 +74,7 @@ def to_x0_and_noise(
 
 
 def noise_error_weight(prediction: str, sigma: Tensor, a: Tensor, sigma_data: float = 0.5) -> Tensor:
-    """Factor w with (squared error of y) = w x (squared error of the noise), for one and the same x_t.
+    """Weight w with (squared error of y) = w x (squared error of the noise), for one and the same x_t.
 
     An error e in the noise is an error -(b/a) e in x0, hence (q - p sigma) e in y.
 
@@ -88,10 +88,10 @@ def noise_error_weight(prediction: str, sigma: Tensor, a: Tensor, sigma_data: fl
 
 
 def noise_error_factor(prediction: str, sigma: Tensor, a: Tensor, sigma_data: float = 0.5) -> Tensor:
-    """Factor q - p sigma with (error of y) = factor x (error of the noise): what `noise_error_weight` is the square of.
+    """Factor q - p sigma with (error of y) = factor x (error of the noise): its square is `noise_error_weight`.
 
     Args:
-        prediction, sigma, a, sigma_data: as there.
+        prediction, sigma, a, sigma_data: as in `noise_error_weight`.
     """
     p, q = PREDICTIONS[prediction](a, a * sigma, sigma_data)
     return q - p * sigma

@@ -1,4 +1,4 @@
-"""How large the loss is to be expected at each noise level, learned beside the network.
+"""Learned loss weighting: the expected loss at each noise level, trained together with the network.
 
 Source: Karras et al., "Analyzing and improving the training dynamics of diffusion models", arXiv 2312.02696, eq. 21
 and appendix B; after Kendall, Gal and Cipolla, "Multi-task learning using uncertainty", arXiv 1705.07115.
@@ -13,9 +13,9 @@ from torchtitan import philox
 
 
 class LogUncertainty(nn.Module):
-    """u(ln sigma), one or several functions: a linear map of fixed random waves in ln(sigma) / 4.
+    """Log uncertainty u(ln sigma), one or several functions: a linear map of fixed random waves in ln(sigma) / 4.
 
-    A loss L >= 0 is replaced by L / e^u + u, whose least expected value over u lies at u = ln E[L]: every noise level
+    A loss L >= 0 is replaced by L / e^u + u, with the least expected value over u at u = ln E[L]: every noise level
     then has the mean loss 1 + u, and its gradient the weight 1 / E[L]. u begins at 0, where the loss is L itself.
 
     Attributes:
@@ -27,7 +27,7 @@ class LogUncertainty(nn.Module):
         Args:
             functions: number of functions K.
             features: number of waves F, the same ones in every run.
-            log_sigma_range: where levels are trained. Beyond, where waves would say anything, u stays as at the end.
+            log_sigma_range: of the trained levels. Beyond it, where the waves are arbitrary, u stays as at the end.
         """
         super().__init__()
         self.log_sigma_range = log_sigma_range
@@ -39,7 +39,7 @@ class LogUncertainty(nn.Module):
         self.register_buffer("phase", phase, persistent=False)
 
     def forward(self, log_sigma: Tensor) -> Tensor:
-        """u at ln sigma [N], of any device; float32 [K, N]."""
+        """Evaluate u at ln sigma [N], of any device; float32 [K, N]."""
         weight, frequency, phase = (
             value.to(log_sigma.device) for value in (self.weight, self.frequency, self.phase)
         )

@@ -1,6 +1,6 @@
-"""Factors on the squared error as functions of the noise level, each declared in one currency.
+"""Weightings of the squared error by noise level, each declared in one parametrisation.
 
-A weighting says what the squared error of x0, or of the noise, counts at a noise level. It is converted to the
+A weighting gives the weight of the squared error of x0, or of the noise, at a noise level. It is converted to the
 prediction in use, so that its meaning does not depend on the prediction type. snr = 1 / sigma^2 throughout.
 """
 
@@ -18,14 +18,14 @@ _SIGMA_RANGE = (2.0**-60, 2.0**24)
 
 
 class Weighting(NamedTuple):
-    """A weight and the squared error it is meant for.
+    """Weighting: a weight and the squared error that it applies to.
 
     Attributes:
-        currency: the error that is weighted: of x0, of the noise, or of the prediction, whatever it is.
+        parametrisation: the weighted error: of x0, of the noise, or of the prediction in use.
         weight: as a function of snr, float64, and of the `[objective]` section.
     """
 
-    currency: Literal["x0", "noise", "prediction"]
+    parametrisation: Literal["x0", "noise", "prediction"]
     weight: Callable[[Tensor, Any], Tensor]
 
 
@@ -46,11 +46,11 @@ WEIGHTINGS: dict[str, Weighting] = {
 
 
 def prediction_weight(config: Any, path: Path, sigma: Tensor) -> Tensor:
-    """The factor on the squared error of the prediction itself.
+    """Weight on the squared error of the prediction itself.
 
     Args:
         config: the `[objective]` section.
-        path: whose coefficients the prediction is made of.
+        path: of the prediction's coefficients.
         sigma: noise levels b / a, [N].
 
     Returns:
@@ -59,8 +59,8 @@ def prediction_weight(config: Any, path: Path, sigma: Tensor) -> Tensor:
     weighting = WEIGHTINGS[config.weighting]
     level = sigma.to(torch.float64).clamp(*_SIGMA_RANGE)
     weight = weighting.weight(level**-2, config)
-    if weighting.currency != "prediction":
-        noise_weight = weight * level**2 if weighting.currency == "x0" else weight
+    if weighting.parametrisation != "prediction":
+        noise_weight = weight * level**2 if weighting.parametrisation == "x0" else weight
         a, _ = path.coefficients(path.sigma_to_t(level))
         weight = noise_weight / noise_error_weight(config.prediction, level, a, config.sigma_data)
     return weight.to(sigma.dtype)

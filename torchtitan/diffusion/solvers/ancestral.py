@@ -1,6 +1,6 @@
 """DDPM and DDIM: steps from one noise level to the next through the posterior given the estimate of x0.
 
-Written in a, b and r = sigma' / sigma, where a prime marks the next, lower level. On a variance-preserving path
+Formulas in a, b and r = sigma' / sigma, where a prime marks the next, lower level. On a variance-preserving path
 a^2 = alpha_bar, r^2 = (1 / alpha_bar' - 1) / (1 / alpha_bar - 1), and these are the published formulas; they hold on
 every path x_t = a x0 + b noise, since x_t / a has one and the same forward process on all of them.
 """

@@ -1,4 +1,4 @@
-"""What solvers are given: predictions of the clean image and the noise, and fresh noise."""
+"""Contract of solvers: predictions of the clean image and the noise, and fresh noise."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -10,7 +10,7 @@ from torchtitan.diffusion.paths import Path
 
 
 class Prediction(NamedTuple):
-    """A network's reading of x_t = a x0 + b noise.
+    """Prediction: estimates from x_t = a x0 + b noise by a network.
 
     Attributes:
         x0, noise: estimates, of x_t's shape, with a x0 + b noise = x_t.
@@ -30,7 +30,7 @@ DrawNoise = Callable[[int], Tensor]
 
 
 class Solver(Protocol):
-    """From the state at times[0] to the one at times[-1]."""
+    """Solve from the state at times[0] to the one at times[-1]."""
 
     def __call__(
         self, predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise: DrawNoise, **options
@@ -38,21 +38,21 @@ class Solver(Protocol):
 
 
 def predict_at(predict: Predict, x: Tensor, t: Tensor) -> Prediction:
-    """The prediction for a batch x at one time t (a tensor without dimensions)."""
+    """Prediction for a batch x at one time t (a tensor without dimensions)."""
     return Prediction(*predict(x, t.to(x).expand(len(x))))
 
 
 def noise_ratio(path: Path, now: Tensor, then: Tensor) -> Tensor:
-    """sigma(then) / sigma(now), also where sigma(now) is infinite."""
+    """Ratio of noise levels sigma(then) / sigma(now), also where sigma(now) is infinite."""
     (a, b), (a_then, b_then) = path.coefficients(now), path.coefficients(then)
     return (b_then * a) / (a_then * b)
 
 
 def steps(times: Tensor) -> zip:
-    """(number, time, next time) of every step."""
+    """Steps: (number, time, next time) of each."""
     return zip(range(len(times) - 1), times[:-1], times[1:], strict=True)
 
 
 def positive(value: Tensor) -> bool:
-    """Whether a noise of this deviation has to be drawn at all."""
+    """Check whether a noise of this deviation must be drawn at all."""
     return bool(torch.any(value > 0))

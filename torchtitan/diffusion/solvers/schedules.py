@@ -1,4 +1,4 @@
-"""Time schedules: which times [N + 1] a solver visits, falling to 0; float64 on the CPU."""
+"""Time schedules of solvers: times [N + 1], falling to 0; float64 on the CPU."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from torchtitan.diffusion.paths import Path
 
 
 def uniform_times(num_steps: int, t_max: float = 1.0, shift: float = 1.0) -> Tensor:
-    """num_steps + 1 equally spaced times from t_max to 0, moved towards noise by `shift`.
+    """Uniform times: num_steps + 1 equally spaced ones from t_max to 0, moved towards noise by `shift`.
 
     With u = t / t_max, the shift is u -> shift u / (1 + (shift - 1) u); 1 leaves the times, and on t_max = 1 it is
     sigma -> shift sigma.
@@ -31,7 +31,7 @@ def edm_times(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0,
 
 
 def respaced_indices(num_steps: int, total: int = 1000) -> Tensor:
-    """num_steps of the indices total - 1 .. 0, evenly spaced with both ends and rounded (half to even), falling.
+    """Respaced indices: num_steps of total - 1 .. 0, evenly spaced with both ends and rounded (half to even), falling.
 
     A single step starts from total - 1.
 
