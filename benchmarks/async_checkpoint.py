@@ -54,12 +54,12 @@ def main() -> None:
             {mode: measure(trainer, keeper, step, arguments.steps) for mode, keeper in keepers.items()}
             for _ in tqdm(range(arguments.rounds), unit="round")
         ]
-        num_bytes = sum(tensor.nbytes for tensor in trainer.tensors().values())
+        num_bytes = sum(tensor.nbytes for tensor in trainer.state.tensors().values())
         for keeper in keepers.values():
             keeper.close()
         trainer.close()
     result = {
-        "model": arguments.flavor, "parameters": sum(p.numel() for p in trainer.parameters.values()),
+        "model": arguments.flavor, "parameters": sum(p.numel() for p in trainer.state.parameters.values()),
         "checkpoint_bytes": num_bytes, "batch": arguments.batch, "rounds": arguments.rounds,
         "threads": torch.get_num_threads(), "modes": {mode: summary([r[mode] for r in rounds]) for mode in modes},
         "cost_over_disabled": {
@@ -90,7 +90,7 @@ def timed_step(trainer: Trainer, device: torch.device) -> Callable[[], float]:
     def step() -> float:
         """One step, to its end on the device; seconds."""
         start = time.perf_counter()
-        trainer.step += 1
+        trainer.state.step += 1
         trainer.train_step()
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -103,7 +103,7 @@ def measure(trainer: Trainer, keeper: Checkpointer, step: Callable[[], float], s
     """Seconds of an ordinary step, of the call that saves, and what a save costs in all."""
     ordinary = statistics.median(step() for _ in range(steps))
     start = time.perf_counter()
-    keeper.save(trainer.step, trainer.tensors(), trainer.state())
+    keeper.save(trainer.state.step, trainer.state.tensors(), trainer.state.state_dict(trainer.reports.state_dict()))
     blocked = time.perf_counter() - start
     beside = []
     while keeper.under_way:

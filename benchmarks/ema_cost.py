@@ -60,7 +60,7 @@ def train_step(batch: int, tracks: list[dict]) -> Callable[[], None]:
     ], 1))
 
     def step() -> None:
-        trainer.step += 1
+        trainer.state.step += 1
         trainer.train_step()
 
     return step

@@ -107,11 +107,11 @@ def measured_peak(words: list[str], world_size: int) -> tuple[int, int]:
 
 
 def _state_bytes(trainer: Trainer) -> int:
-    tensors = [*trainer.tensors().values(), *trainer.model.buffers()]
+    tensors = [*trainer.state.tensors().values(), *trainer.state.model.buffers()]
     storages = {id(storage): storage for storage in (local(tensor).untyped_storage() for tensor in tensors)}
     buckets = 0
-    if isinstance(trainer.train_module, DistributedDataParallel):
-        buckets = sum(parameter.nbytes for parameter in trainer.parameters.values())
+    if isinstance(trainer.state.train_module, DistributedDataParallel):
+        buckets = sum(parameter.nbytes for parameter in trainer.state.parameters.values())
     return buckets + sum(storage.nbytes() for storage in storages.values())
 
 

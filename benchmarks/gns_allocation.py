@@ -52,7 +52,7 @@ from torchtitan.gns.monitor import inner_edges
 from torchtitan.gns.pool import to_host
 from torchtitan.gns.statistics import PairSums
 from torchtitan.runs.folder import versions
-from torchtitan.statistics.intervals import student_quantile
+from torchtitan.statistics.student import student_quantile
 from torchtitan.trainer import Trainer
 
 CONFIG = """
@@ -124,8 +124,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             sizes = {"dim": arguments.dim, "num_layers": arguments.layers, "batch": arguments.batch}
             trainer = build(Path(folder), loss, **sizes, bin_edges=FINE_EDGES)
-            while trainer.step < arguments.age:
-                trainer.step += 1
+            while trainer.state.step < arguments.age:
+                trainer.state.step += 1
                 trainer.train_step()
             rows += [
                 {"loss": loss, **row}
@@ -156,11 +156,11 @@ def build(
 
 def look(trainer: Trainer, steps: int, groups: int, group_size: int) -> list[dict]:
     """Prediction and realisation with frozen weights: a row per spread, geometry and change of the sampler."""
-    ordinary = trainer.objective.timestep_sampler
-    fine_edges = inner_edges(trainer.config.gns, ordinary.density, trainer.objective.path)
+    ordinary = trainer.state.objective.timestep_sampler
+    fine_edges = inner_edges(trainer.config.gns, ordinary.density, trainer.state.objective.path)
     edges, fine_mass = fine_edges[PARTS_OF_BIN - 1 :: PARTS_OF_BIN], bin_masses(ordinary.density, fine_edges)
     mass = bin_masses(ordinary.density, edges)
-    multiplier = bin_means(ordinary.density, edges, lambda t: trainer.objective.weighting(t / (1.0 - t)))
+    multiplier = bin_means(ordinary.density, edges, lambda t: trainer.state.objective.weighting(t / (1.0 - t)))
     others = {FROM_WEIGHT: weight_shares(mass, multiplier)} if multiplier.max() > 1.01 * multiplier.min() else {}
     draws, samplers, predictions = FrozenDraws(trainer), {}, {}
     for spread in ("none", "stratified"):
@@ -210,16 +210,16 @@ def measure(
     trainer: Trainer, draws: "FrozenDraws", sampler: TimestepSampler, steps: int, parts_of_bin: int = 1
 ) -> dict[str, tuple[BinEstimates, BinEstimates]]:
     """What the taps' sketches say of every geometry: by the trainer's bins, and by bins of several of these each."""
-    taps, batch = trainer.gns._taps, trainer.config.training.local_batch_size
+    taps, batch = trainer.state.gns._taps, trainer.config.training.local_batch_size
     bin_of = torch.arange(taps.num_bins) // parts_of_bin
     num_bins = int(bin_of[-1]) + 1
     pools = {g: (DecayedSums(taps.num_bins, math.inf), DecayedSums(num_bins, math.inf)) for g in GEOMETRIES}
     for number in tqdm(range(steps), desc="measured steps", leave=False):
-        taps.begin_step(number, True, trainer.optimizer.state, trainer.config.optimizer.beta2, trainer.layout)
+        taps.begin_step(number, True, trainer.state.optimizer.state, trainer.config.optimizer.beta2, trainer.state.layout)
         loss = draws.loss(sampler, FIRST_MEASURED + number * batch, before_forward=taps.begin_microbatch)
         loss.mean().backward()
         taps.end_microbatch(batch, loss)
-        trainer.optimizer.zero_grad(set_to_none=True)
+        trainer.state.optimizer.zero_grad(set_to_none=True)
         found = to_host(taps.end_step())
         for index, geometry in enumerate(GEOMETRIES):
             squares, products = found.squares[:, index].sum(0), found.all_products[:, index].sum(0)
@@ -242,11 +242,11 @@ class FrozenDraws:
         numbers = first + torch.arange(trainer.config.training.local_batch_size)
         chosen = torch.randint(len(self._dataset), numbers.shape, generator=torch.Generator().manual_seed(first))
         images, labels = self._dataset.fetch(chosen.numpy())
-        trainer.objective.timestep_sampler = sampler
-        draw = trainer.objective.draw(tuple(images.shape[1:]), GlobalBatch(first, len(numbers)), numbers)
+        trainer.state.objective.timestep_sampler = sampler
+        draw = trainer.state.objective.draw(tuple(images.shape[1:]), GlobalBatch(first, len(numbers)), numbers)
         if before_forward:
             before_forward(draw.t)
-        return trainer.objective.loss(trainer.model, images, trainer._condition(labels, numbers, 0), draw).loss
+        return trainer.state.objective.loss(trainer.state.model, images, trainer.state.condition(labels, numbers, 0), draw).loss
 
 
 # ---------------------------------------------------------------------- realised
@@ -289,7 +289,7 @@ def realise(
     trainer: Trainer, draws: FrozenDraws, samplers: dict[Hashable, TimestepSampler], groups: int, group_size: int
 ) -> Realised:
     """Mean gradients of groups x group_size batches of every sampler."""
-    parameters = list(trainer.model.parameters())
+    parameters = list(trainer.state.model.parameters())
     factors = geometry_factors(trainer)
     found, batch = Realised(groups), trainer.config.training.local_batch_size
     for group in tqdm(range(groups), desc="groups of batches", leave=False):
@@ -306,9 +306,9 @@ def realise(
 def geometry_factors(trainer: Trainer) -> dict[str, Tensor]:
     """Factors of every geometry on the flat gradient, [P]: those of the last measured step."""
     found = {geometry: [] for geometry in GEOMETRIES}
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in trainer.state.model.named_parameters():
         layer, _, kind = name.rpartition(".")
-        scales = trainer.gns._taps._scales[layer]
+        scales = trainer.state.gns._taps._scales[layer]
         for index, geometry in enumerate(GEOMETRIES):
             rows, columns = scales.rows[index], scales.columns[index]
             if kind == "bias":

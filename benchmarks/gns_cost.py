@@ -87,11 +87,11 @@ def build_trainer(flavor: str, batch: int, enable: bool) -> Trainer:
 
 def in_turns(trainer: Trainer, rounds: int) -> list[tuple[float, ...]]:
     """Seconds of a step of each arm, round by round, after three rounds of warm-up."""
-    monitor, order, found = trainer.gns, random.Random(0), []
+    monitor, order, found = trainer.state.gns, random.Random(0), []
 
     def step(arm: str) -> None:
-        trainer.step += 1
-        trainer.gns = None if arm == "off" else monitor
+        trainer.state.step += 1
+        trainer.state.gns = None if arm == "off" else monitor
         monitor._config.interval = 1 if arm == "measured" else 1_000_000_000
         trainer.train_step()
         if arm == "free":
@@ -100,7 +100,7 @@ def in_turns(trainer: Trainer, rounds: int) -> list[tuple[float, ...]]:
     for _ in range(rounds + 3):
         seconds = {}
         for arm in order.sample(ARMS, len(ARMS)):
-            seconds[arm] = timed(lambda arm=arm: step(arm), trainer.layout.device)
+            seconds[arm] = timed(lambda arm=arm: step(arm), trainer.state.layout.device)
         found.append(tuple(seconds[arm] for arm in ARMS))
     return found[3:]
 
@@ -109,9 +109,9 @@ def peak_memory(flavor: str, batch: int, enable: bool) -> float:
     """Peak GiB of this process (of the device on CUDA) after twenty steps."""
     trainer = build_trainer(flavor, batch, enable)
     for _ in range(2 * DEFAULT_INTERVAL + 4):
-        trainer.step += 1
+        trainer.state.step += 1
         trainer.train_step()
-    if trainer.layout.device.type == "cuda":
+    if trainer.state.layout.device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return peak_resident_gib()
 

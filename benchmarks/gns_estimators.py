@@ -143,17 +143,17 @@ def write(data: str, rows: list[dict], arguments: argparse.Namespace) -> None:
 
 
 def train_to(trainer: Trainer, age: int) -> None:
-    while trainer.step < age:
-        trainer.step += 1
+    while trainer.state.step < age:
+        trainer.state.step += 1
         trainer.train_step()
 
 
 def copy_state(trainer: Trainer, to: Trainer) -> None:
     """Weights and moments; the other trainer's batch may be another."""
-    to.model.load_state_dict(trainer.model.state_dict())
+    to.model.load_state_dict(trainer.state.model.state_dict())
     materialise_state(to.optimizer)
     copies = optimizer_tensors(to.optimizer, to.parameters)
-    for name, tensor in optimizer_tensors(trainer.optimizer, trainer.parameters).items():
+    for name, tensor in optimizer_tensors(trainer.state.optimizer, trainer.state.parameters).items():
         copies[name].copy_(tensor)
 
 
@@ -216,12 +216,12 @@ def _without_sketches(sums: StepSums) -> StepSums:
 
 def _measure(trainer: Trainer, first: int, number: int, sketched: bool) -> StepSums:
     x0, condition, draw = _samples(trainer, first, number)
-    taps = trainer.gns._taps
-    taps.begin_step(first + number, sketched, trainer.optimizer.state, trainer.config.optimizer.beta2, trainer.layout)
+    taps = trainer.state.gns._taps
+    taps.begin_step(first + number, sketched, trainer.state.optimizer.state, trainer.config.optimizer.beta2, trainer.state.layout)
     taps.begin_microbatch(draw.t)
-    trainer.objective.loss(trainer.model, x0, condition, draw).loss.mean().backward()
+    trainer.state.objective.loss(trainer.state.model, x0, condition, draw).loss.mean().backward()
     taps.end_microbatch(len(x0), torch.zeros(len(x0)))
-    trainer.optimizer.zero_grad(set_to_none=True)
+    trainer.state.optimizer.zero_grad(set_to_none=True)
     return to_host(taps.end_step())
 
 
@@ -232,15 +232,15 @@ def _samples(trainer: Trainer, first: int, number: int):
         trainer._dataset_of_look = DATASETS[trainer.config.data.name](trainer.config.data, "train")
     images, labels = trainer._dataset_of_look.fetch((samples % len(trainer._dataset_of_look)).numpy())
     where = GlobalBatch(first + number * batch, batch)
-    draw = trainer.objective.draw(tuple(images.shape[1:]), where, samples)
-    return images, trainer._condition(labels, samples, 0), draw
+    draw = trainer.state.objective.draw(tuple(images.shape[1:]), where, samples)
+    return images, trainer.state.condition(labels, samples, 0), draw
 
 
 def _exact(trainer: Trainer, first: int, number: int, elementwise: bool) -> dict[str, PairSums]:
     """Sums of a step from one gradient per sample, in every geometry, and with Adam's own second moment if wanted."""
     x0, condition, draw = _samples(trainer, first, number)
-    parameters = {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
-    objective, model = trainer.objective, trainer.model
+    parameters = {name: parameter.detach() for name, parameter in trainer.state.model.named_parameters()}
+    objective, model = trainer.state.objective, trainer.state.model
 
     def loss(weights, x, label, t, noise, importance):
         def network(x_t, time, classes):
@@ -249,8 +249,8 @@ def _exact(trainer: Trainer, first: int, number: int, elementwise: bool) -> dict
         one = Draw(t[None], noise[None], importance[None])
         return objective.loss(network, x[None], label[None], one).loss.sum()
 
-    bins = torch.bucketize(draw.t, trainer.gns._taps._edges)
-    one_hot = torch.nn.functional.one_hot(bins, trainer.gns.pool.num_bins).double()
+    bins = torch.bucketize(draw.t, trainer.state.gns._taps._edges)
+    one_hot = torch.nn.functional.one_hot(bins, trainer.state.gns.pool.num_bins).double()
     factors = {"plain": None, "adam": _factored(trainer)} | ({"elementwise": _elementwise(trainer)} if elementwise else {})
     ones = {name: torch.ones_like(weight) for name, weight in parameters.items()}
     factors = {kind: ones if of is None else of for kind, of in factors.items()}
@@ -278,8 +278,8 @@ def _exact(trainer: Trainer, first: int, number: int, elementwise: bool) -> dict
 
 def _elementwise(trainer: Trainer) -> dict[str, Tensor]:
     found = {}
-    for name, parameter in trainer.model.named_parameters():
-        state = trainer.optimizer.state[parameter]
+    for name, parameter in trainer.state.model.named_parameters():
+        state = trainer.state.optimizer.state[parameter]
         v = state["exp_avg_sq"] / (1 - trainer.config.optimizer.beta2 ** state["step"])
         found[name] = 1.0 / (v.sqrt() + trainer.config.optimizer.eps)
     return found
@@ -287,9 +287,9 @@ def _elementwise(trainer: Trainer) -> dict[str, Tensor]:
 
 def _factored(trainer: Trainer) -> dict[str, Tensor]:
     found = {}
-    for name, scales in trainer.gns._taps._scales.items():
+    for name, scales in trainer.state.gns._taps._scales.items():
         rows, columns = scales.rows[-1], scales.columns[-1]
-        weight = trainer.model.get_submodule(name).weight
+        weight = trainer.state.model.get_submodule(name).weight
         found[f"{name}.weight"] = rows[:, None] * columns[None, :-1] if weight.ndim == 2 else rows * columns
         found[f"{name}.bias"] = rows * columns[-1]
     return found

@@ -40,7 +40,7 @@ from torchtitan.config.job import load_config
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.runs.folder import versions
-from torchtitan.statistics.intervals import student_quantile
+from torchtitan.statistics.student import student_quantile
 from torchtitan.trainer import Trainer
 
 CONFIG = """
@@ -144,14 +144,14 @@ def run(loss: str, sampler: str, seed: int, steps: int, batch: int) -> dict:
         )
         trainer = Trainer(load_config(["--job.config_file", str(config), "--job.dump_folder", folder], 1))
         curve, changes, shares = [], 0, None
-        while trainer.step < steps:
-            trainer.step += 1
+        while trainer.state.step < steps:
+            trainer.state.step += 1
             trainer.train_step()
-            timesteps = trainer.objective.timestep_sampler
+            timesteps = trainer.state.objective.timestep_sampler
             if isinstance(timesteps, AllocatedTimesteps) and timesteps.shares.tolist() != shares:
                 changes, shares = changes + (shares is not None), timesteps.shares.tolist()
-            if trainer.step % (steps // MEASUREMENTS) == 0:
-                curve.append((trainer.step * batch, held_out_loss(trainer)))
+            if trainer.state.step % (steps // MEASUREMENTS) == 0:
+                curve.append((trainer.state.step * batch, held_out_loss(trainer)))
         trainer.close()
     return {"curve": curve, "changes": changes, "shares": shares}
 
@@ -159,10 +159,10 @@ def run(loss: str, sampler: str, seed: int, steps: int, batch: int) -> dict:
 def held_out_loss(trainer: Trainer) -> float:
     """Of the EMA weights, over the same triples in every run."""
     dataset = DATASETS[trainer.config.data.name](trainer.config.data, "validation")
-    with trainer.ema.weights("ema", trainer.model):
+    with trainer.state.ema.weights("ema", trainer.state.model):
         found = validation_loss(
-            trainer.model, trainer.objective, _triples(dataset), count=TRIPLES_PER_IMAGE * len(dataset), seed=0,
-            bin_edges=trainer.bin_edges, param_dtype="float32", device=trainer.layout.device, sharded=False,
+            trainer.state.model, trainer.state.objective, _triples(dataset), count=TRIPLES_PER_IMAGE * len(dataset), seed=0,
+            bin_edges=trainer.state.bin_edges, param_dtype="float32", device=trainer.state.layout.device, sharded=False,
         )  # fmt: skip
     return found["loss"]
 

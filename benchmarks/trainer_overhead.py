@@ -72,9 +72,9 @@ def trainer_step(batch: int) -> Callable[[], None]:
     ], 1))
 
     def step() -> None:
-        trainer.step += 1
+        trainer.state.step += 1
         norm, lr = trainer.train_step()
-        if trainer.step % 10 == 0:
+        if trainer.state.step % 10 == 0:
             trainer.reports.log(norm, lr)
 
     return step

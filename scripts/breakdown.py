@@ -13,8 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torchtitan.processes.command_line import OneLineParser, run_program
-from torchtitan.supervision.breakdown import refuse_other_files, write_breakdown
-from torchtitan.supervision.trace import PROFILE_FOLDER, TraceError, find_trace
+from torchtitan.profiling.breakdown import refuse_other_files, write_breakdown
+from torchtitan.profiling.trace import PROFILE_FOLDER, TraceError, find_trace
 
 
 def main(words: list[str] | None = None) -> int:

@@ -4,7 +4,7 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,49 +13,47 @@ from torchtitan.evaluation.decoding import LATENT_DATASETS
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE
 from torchtitan.processes.launch import launch_number
+from torchtitan.run_state import RunState
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
 from torchtitan.training.hardware import device_name
 from torchtitan.training.metrics import METRICS_FILE
-
-if TYPE_CHECKING:
-    from torchtitan.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 _GRID = re.compile(r"step-(\d{8})\.png")
 
 
-def introduce(trainer: "Trainer", num_parameters: int) -> None:
+def introduce(state: RunState) -> None:
     """Log the model, the data, the layout and the weight of the objective over ln sigma."""
-    config = trainer.config
+    config = state.config
     logger.info(
-        f"{config.job.name}: {config.model.flavor}, {num_parameters:,} parameters, on {config.data.name} "
-        f"{'x'.join(map(str, trainer.info.image_shape))}; {trainer.layout.describe()} on "
-        f"{device_name(trainer.layout.device)}; "
-        f"{config.training.global_batch_size} images a step, {trainer.data.microbatches_per_step} microbatches"
+        f"{config.job.name}: {config.model.flavor}, {state.num_parameters:,} parameters, on {config.data.name} "
+        f"{'x'.join(map(str, state.info.image_shape))}; {state.layout.describe()} on "
+        f"{device_name(state.layout.device)}; "
+        f"{config.training.global_batch_size} images a step, {state.data.microbatches_per_step} microbatches"
     )
-    if advice := crosses_nodes(trainer.layout, launch_number("LOCAL_WORLD_SIZE", trainer.layout.world_size)):
+    if advice := crosses_nodes(state.layout, launch_number("LOCAL_WORLD_SIZE", state.layout.world_size)):
         logger.warning(advice)
     points = torch.linspace(-6.0, 6.0, 13, dtype=torch.float64)
-    weights = trainer.objective.effective_weight(points)
+    weights = state.objective.effective_weight(points)
     if weights is not None:
         weights = weights / weights.max()
         logger.info("effective weight of the noise error over ln sigma (highest = 1): " + "  ".join(
             f"{point:+.0f}: {weight:.2g}" for point, weight in zip(points.tolist(), weights.tolist(), strict=True)
         ))
-    if config.sampling.enable and config.data.name in LATENT_DATASETS and trainer.decoder is None:
+    if config.sampling.enable and config.data.name in LATENT_DATASETS and state.decoder is None:
         logger.info(
             "grids show three latent channels as colours; for images give --autoencoder.name and --autoencoder.path"
         )
-    if trainer.step:
-        logger.info(f"resumed after step {trainer.step} of {config.training.steps}")
+    if state.step:
+        logger.info(f"resumed after step {state.step} of {config.training.steps}")
 
 
 def closing_lines(
-    trainer: "Trainer", status: str, results: dict[str, Any], held_out: Path, animation: Path
+    state: RunState, status: str, results: dict[str, Any], held_out: Path, animation: Path
 ) -> list[str]:
     """How a run ended, where its outputs are, and what its samples and its gradients' noise were found to be."""
-    folder, config = trainer.folder, trainer.config
+    folder, config = state.folder, state.config
     found = grids(folder.samples)
     noise_scale = folder.path / GNS_FOLDER / PICTURE_FILE
     places = {
@@ -69,11 +67,11 @@ def closing_lines(
         "checkpoints": folder.checkpoints if config.checkpoint.enable else None,
         "summary": folder.summary if os.path.exists(folder.summary) else None,
     }
-    lines = [f"{status} after step {trainer.step}"]
+    lines = [f"{status} after step {state.step}"]
     lines += [f"  {name:<12} {path}" for name, path in places.items() if path]
     lines += _verdict(results)
-    if trainer.gns:
-        advice = trainer.gns.advice(trainer.batch_size)
+    if state.gns:
+        advice = state.gns.advice(state.batch_size)
         lines += ["gradient noise:", *(f"  {line}" for line in advice)] if advice else []
     return lines
 

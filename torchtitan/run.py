@@ -24,7 +24,7 @@ from torchtitan.models.flops import MiscountedModel
 from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED
 from torchtitan.processes.launch import LaunchError, launch_number
 from torchtitan.runs.folder import RunFolder
-from torchtitan.supervision.run_status import write_status
+from torchtitan.runs.status import write_status
 from torchtitan.trainer import Trainer
 from torchtitan.training.optimizer import OptimizerError
 
@@ -100,25 +100,25 @@ def _train(trainer: Trainer, deadline: threading.Timer) -> int:
         return _fail(trainer, deadline, "failed", str(error))
     except (CheckpointError, DatasetError, OSError) as error:  # OSError: a disk that is full or gone
         wait = _WAIT if is_lost_rank(error) else 0.0
-        return _fail(trainer, deadline, "failed", f"step {trainer.step}: {error}", wait)
+        return _fail(trainer, deadline, "failed", f"step {trainer.state.step}: {error}", wait)
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            trainer.profiler.out_of_memory(trainer.step)
-            return _fail(trainer, deadline, "oom", f"step {trainer.step}: {_out_of_memory(error)}")
+            trainer.profiler.out_of_memory(trainer.state.step)
+            return _fail(trainer, deadline, "oom", f"step {trainer.state.step}: {_out_of_memory(error)}")
         if is_lost_rank(error):
-            reason = f"step {trainer.step}: lost another rank in {trainer.phases.where}: {first_line(error)}"
+            reason = f"step {trainer.state.step}: lost another rank in {trainer.phases.where}: {first_line(error)}"
             return _fail(trainer, deadline, "failed", reason, wait=_WAIT)
         if "DataLoader worker" in str(error):  # a killed loader may be noticed anywhere in the step
-            reason = trainer.data.lost_loader() or " ".join(str(error).split())
-            return _fail(trainer, deadline, "failed", f"step {trainer.step}: {reason}")
-        _fail(trainer, deadline, "failed", f"step {trainer.step}: {error}")
+            reason = trainer.state.data.lost_loader() or " ".join(str(error).split())
+            return _fail(trainer, deadline, "failed", f"step {trainer.state.step}: {reason}")
+        _fail(trainer, deadline, "failed", f"step {trainer.state.step}: {error}")
         raise
     status, reason = "completed", ""
     if code and trainer.config.checkpoint.enable:
         status, reason = "requeue", "interrupted by a signal, and saved"
     elif code:
         status, reason = "failed", "interrupted by a signal, and not saved: checkpoint.enable is false"
-    write_status(trainer.folder.path if _first() else None, status, code, reason)
+    write_status(trainer.state.folder.path if _first() else None, status, code, reason)
     return code
 
 
@@ -132,7 +132,7 @@ def _fail(trainer: Trainer, deadline: threading.Timer, status: str, reason: str,
     deadline.start()  # the watchdog has gone
     culprit = trainer.supervision.culprit(wait)
     reason = f"{reason}; {culprit}" if culprit else reason
-    logger.error(reason if trainer.layout.world_size == 1 else f"rank {trainer.layout.rank}: {reason}")
+    logger.error(reason if trainer.state.layout.world_size == 1 else f"rank {trainer.state.layout.rank}: {reason}")
     trainer.supervision.failed(status, reason)
     return FAILED
 

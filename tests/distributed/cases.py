@@ -75,11 +75,11 @@ def placements(cases: dict[str, dict]) -> dict[str, dict]:
     found = {}
     for name, case in cases.items():
         trainer = make_trainer(folder, name, steps=10, accumulation=1, **case)
-        parameter = trainer.parameters["layers.0.attention.qkv.weight"]
+        parameter = trainer.state.parameters["layers.0.attention.qkv.weight"]
         found[name] = {
-            "wrapper": type(trainer.train_module).__name__,
+            "wrapper": type(trainer.state.train_module).__name__,
             "placements": [str(placement) for placement in getattr(parameter, "placements", ())],
-            "mesh": list(trainer.layout.mesh.mesh.shape),
+            "mesh": list(trainer.state.layout.mesh.mesh.shape),
             "global": list(parameter.shape),
             "local": list(parameter.to_local().shape) if hasattr(parameter, "to_local") else list(parameter.shape),
         }

@@ -32,15 +32,15 @@ def saved_while_training(layouts: dict[str, dict]) -> dict[str, dict]:
             )  # fmt: skip
             norms[mode] = []
             for step in range(1, 5):
-                trainer.step = step
+                trainer.state.step = step
                 norms[mode].append(float(trainer.train_step()[0]))
                 if step == 2:
                     checkpoint.write_shard = slowly
-                    trainer.checkpointer.save(step, trainer.tensors(), trainer.state())
-                    under_way = not checkpoint_steps(trainer.folder.checkpoints)
-            assert trainer.checkpointer.wait() is None
+                    trainer.state.checkpointer.save(step, trainer.state.tensors(), trainer.state.state_dict(trainer.reports.state_dict()))
+                    under_way = not checkpoint_steps(trainer.state.folder.checkpoints)
+            assert trainer.state.checkpointer.wait() is None
             checkpoint.write_shard = write_shard
-            path = checkpoint_path(trainer.folder.checkpoints, 2)
+            path = checkpoint_path(trainer.state.folder.checkpoints, 2)
             contents[mode] = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
             contents[mode]["manifest.json"] = b""  # sums of the others
             state = json.loads(contents[mode]["state.json"])
@@ -51,7 +51,7 @@ def saved_while_training(layouts: dict[str, dict]) -> dict[str, dict]:
         resumed._settle_gradient_buckets()
         again = []
         for _ in range(2):
-            resumed.step += 1
+            resumed.state.step += 1
             again.append(float(resumed.train_step()[0]))
         resumed.close()
         found[name] = {
@@ -74,13 +74,13 @@ def resumed_from_a_store(replicas: int, shards: int) -> dict[str, object]:
     tempfile.tempdir = str(copies)
     trainer = make_trainer(folder, name, **given)
     straight = train(trainer, 2)
-    trainer.checkpointer.save(2, trainer.tensors(), trainer.state())
-    weights = {name: whole(parameter) for name, parameter in trainer.parameters.items()}
+    trainer.state.checkpointer.save(2, trainer.state.tensors(), trainer.state.state_dict(trainer.reports.state_dict()))
+    weights = {name: whole(parameter) for name, parameter in trainer.state.parameters.items()}
     straight += train(trainer, 4)
-    trainer.checkpointer.require_saved()
+    trainer.state.checkpointer.require_saved()
     trainer.close()
     resumed = make_trainer(folder, name, **given)
-    begins = resumed.step
+    begins = resumed.state.step
     again = train(resumed, 4)
     resumed.close()
     read = load_run(Path(folder) / name, "none", None, torch.device("cpu"))
@@ -100,8 +100,8 @@ def resumed_from_a_store(replicas: int, shards: int) -> dict[str, object]:
 def train(trainer, last: int) -> list[float]:
     trainer._settle_gradient_buckets()
     norms = []
-    while trainer.step < last:
-        trainer.step += 1
+    while trainer.state.step < last:
+        trainer.state.step += 1
         norms.append(float(trainer.train_step()[0]))
     return norms
 

@@ -30,21 +30,21 @@ def measure_all(cases: dict[str, dict]) -> dict[str, list[dict]]:
 
 def _measure(trainer: Trainer) -> list[dict]:
     found, batches = [], []
-    next_batch, train_step = trainer.data.next_batch, trainer.train_step
+    next_batch, train_step = trainer.state.data.next_batch, trainer.train_step
 
     def recorded_batch() -> dict[str, Tensor]:
         batches.append(next_batch())
         return batches[-1]
 
     def measured_step() -> tuple[Tensor, float]:
-        model, first = _plain_copy(trainer), trainer.data.next_sample
+        model, first = _plain_copy(trainer), trainer.state.data.next_sample
         batches.clear()
         norm, lr = train_step()
         by_hand = _by_hand(trainer, model, batches, first)
-        found.append({"metrics": trainer.gns.metrics(), "grad_norm": norm.item(), **by_hand})
+        found.append({"metrics": trainer.state.gns.metrics(), "grad_norm": norm.item(), **by_hand})
         return norm, lr
 
-    trainer.data.next_batch, trainer.train_step = recorded_batch, measured_step
+    trainer.state.data.next_batch, trainer.train_step = recorded_batch, measured_step
     assert trainer.train() == 0
     trainer.close()
     return found
@@ -53,12 +53,12 @@ def _measure(trainer: Trainer) -> list[dict]:
 def _plain_copy(trainer: Trainer) -> nn.Module:
     """The model with the present weights, as built: neither wrapped nor sharded."""
     model = MODELS[trainer.config.model.name].build(
-        trainer.config.model, trainer.info.image_shape, trainer.info.num_classes
+        trainer.config.model, trainer.state.info.image_shape, trainer.state.info.num_classes
     )
     model.init_weights()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            trained = trainer.parameters[name].detach()
+            trained = trainer.state.parameters[name].detach()
             parameter.copy_(trained.full_tensor() if hasattr(trained, "full_tensor") else trained)
     return model.train()
 
@@ -68,19 +68,19 @@ def _by_hand(trainer: Trainer, model: nn.Module, batches: list[dict], first: int
 
     Without importance weights; `step_norm` is the norm of the step's gradient, with them.
     """
-    samples = GlobalBatch(first, trainer.config.training.global_batch_size, trainer.data.attempt)
+    samples = GlobalBatch(first, trainer.config.training.global_batch_size, trainer.state.data.attempt)
     bins, gradients, weighted = [], [], 0.0
     for batch in batches:
-        draw = trainer.objective.draw(tuple(batch["images"].shape[1:]), samples, batch["samples"])
-        condition = trainer._condition(batch["labels"], batch["samples"], samples.attempt)
+        draw = trainer.state.objective.draw(tuple(batch["images"].shape[1:]), samples, batch["samples"])
+        condition = trainer.state.condition(batch["labels"], batch["samples"], samples.attempt)
         weights = draw.importance
         assert (weights == weights[0]).all()
         draw = replace(draw, importance=torch.ones_like(weights))
-        loss = trainer.objective.loss(model, batch["images"], condition, draw).loss.mean()
+        loss = trainer.state.objective.loss(model, batch["images"], condition, draw).loss.mean()
         own = torch.cat([part.flatten().double() for part in torch.autograd.grad(loss, list(model.parameters()))])
         gradients.append(_of_all_ranks(own))  # [ranks, parameters]
         weighted = weighted + weights[0].double() * gradients[-1].mean(0) / len(batches)
-        edges = getattr(trainer.objective.timestep_sampler, "edges", torch.empty(0))
+        edges = getattr(trainer.state.objective.timestep_sampler, "edges", torch.empty(0))
         bins.append(sorted(set(torch.bucketize(draw.t, edges).tolist())))
     accumulated = torch.stack(gradients).mean(0)  # [ranks, parameters]
     return {

@@ -39,13 +39,13 @@ def build(folder, steps: int, *overrides: str, shards: int = 1, name: str = "run
 
 def poison(trainer, sample: int = SAMPLE, value: float = 1e20, always: bool = False) -> int:
     """Give the image that a sample stands for a pixel of `value`; always: every image, from that sample's step on."""
-    dataset, image = trainer.data._loader_arguments["dataset"], trainer.data.image_of(sample, 0)
+    dataset, image = trainer.state.data._loader_arguments["dataset"], trainer.state.data.image_of(sample, 0)
     fetch = dataset.fetch
 
     def poisoned(indices):
         images, labels = fetch(indices)
         images = images.clone()
-        struck = trainer.step > sample // 16 if always else torch.as_tensor(indices) == image
+        struck = trainer.state.step > sample // 16 if always else torch.as_tensor(indices) == image
         images[struck, 0, 0, 0] = value
         return images, labels
 
@@ -54,7 +54,7 @@ def poison(trainer, sample: int = SAMPLE, value: float = 1e20, always: bool = Fa
 
 
 def is_finite(trainer) -> bool:
-    return not_finite(trainer.tensors()) == ""
+    return not_finite(trainer.state.tensors()) == ""
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -64,27 +64,27 @@ def test_one_pixel_of_1e20_costs_one_step_at_most_and_its_image_is_named(objecti
     trainer = build(tmp_path, 5, *OBJECTIVES[objective])
     image, weights = poison(trainer), {}
     train_step = trainer.train_step
-    trained = trainer.parameters | trainer.objective.parameters()
+    trained = trainer.state.parameters | trainer.state.objective.parameters()
 
     def watched_step():
-        weights[trainer.step] = {name: p.detach().clone() for name, p in trained.items()}
+        weights[trainer.state.step] = {name: p.detach().clone() for name, p in trained.items()}
         return train_step()
 
     trainer.train_step = watched_step
     with caplog.at_level(logging.WARNING):
         assert trainer.train() == 0
-    assert is_finite(trainer) and trainer.guard.skipped == skipped
+    assert is_finite(trainer) and trainer.state.guard.skipped == skipped
     assert all(torch.equal(weights[3][name], weights[4][name]) == bool(skipped) for name in trained)
     named = [message for message in caplog.messages if "has a value of" in message]
     assert named == [
         f"step 3: sample {SAMPLE}, image {image} of the dataset, has a value of 1e+20 (images lie within [-1, 1]): check it"
     ]
     if objective == "plain":
-        assert [step for step, _ in read_sums(trainer.folder.path / "gns")] == [1, 2, 4, 5]
-        assert trainer.gns.pool.outliers == 0
-        assert trainer.gns.pool.by_bin("plain", "sketch").samples.sum() <= 2 * 16  # of the measured steps 2 and 4
+        assert [step for step, _ in read_sums(trainer.state.folder.path / "gns")] == [1, 2, 4, 5]
+        assert trainer.state.gns.pool.outliers == 0
+        assert trainer.state.gns.pool.by_bin("plain", "sketch").samples.sum() <= 2 * 16  # of the measured steps 2 and 4
     if objective == "adaptive timesteps":
-        assert sum(trainer.objective.timestep_sampler.state_dict()["count"]) == 4 * 16
+        assert sum(trainer.state.objective.timestep_sampler.state_dict()["count"]) == 4 * 16
     trainer.close()
 
 
@@ -95,8 +95,8 @@ def struck(objectives: list[str]) -> dict[str, dict]:
         trainer = build(folder, 5, *OBJECTIVES[name], shards=2, name=f"run{number}")
         poison(trainer)
         code = trainer.train()
-        learned = {key: p.tolist() for key, p in trainer.objective.parameters().items()}
-        found[name] = {"code": code, "skipped": trainer.guard.skipped, "finite": is_finite(trainer), "learned": learned}
+        learned = {key: p.tolist() for key, p in trainer.state.objective.parameters().items()}
+        found[name] = {"code": code, "skipped": trainer.state.guard.skipped, "finite": is_finite(trainer), "learned": learned}
         trainer.close()
     remove(folder)
     return found
@@ -117,7 +117,7 @@ def test_when_no_skip_is_tolerated_the_run_goes_back_and_ends_elsewhere(tmp_path
     trainer = build(tmp_path, 5, *CHECKPOINTS, "--training.max_skipped_steps=0")
     poison(trainer)
     assert trainer.train() == 0
-    assert (trainer.guard.rollbacks, trainer.data.attempt) == (1, 1) and is_finite(trainer)
+    assert (trainer.state.guard.rollbacks, trainer.state.data.attempt) == (1, 1) and is_finite(trainer)
     trainer.close()
 
 
@@ -135,8 +135,8 @@ def test_a_last_step_skipped_for_its_samples_is_no_reason_to_train_again(tmp_pat
     trainer = build(tmp_path, 3, "--checkpoint.enable=true", "--checkpoint.interval=100")
     poison(trainer)
     assert trainer.train() == 0
-    assert (trainer.guard.skipped, trainer.guard.rollbacks, trainer.step) == (1, 0, 3)
-    assert checkpoint_steps(trainer.folder.checkpoints) == [3] and is_finite(trainer)
+    assert (trainer.state.guard.skipped, trainer.state.guard.rollbacks, trainer.state.step) == (1, 0, 3)
+    assert checkpoint_steps(trainer.state.folder.checkpoints) == [3] and is_finite(trainer)
     trainer.close()
 
 
@@ -149,20 +149,20 @@ def test_a_last_step_skipped_for_its_weights_is_never_saved(saved, tmp_path):
 
     def then_break():
         done = train_step()
-        if trainer.step == 3 and trainer.data.attempt == 0:
+        if trainer.state.step == 3 and trainer.state.data.attempt == 0:
             with torch.no_grad():
-                trainer.parameters["layers.1.mlp.out.weight"].fill_(3e38)
+                trainer.state.parameters["layers.1.mlp.out.weight"].fill_(3e38)
         return done
 
     trainer.train_step = then_break
     if saved:
         assert trainer.train() == 0
-        assert (trainer.guard.rollbacks, trainer.step) == (1, 4) and is_finite(trainer)
-        assert checkpoint_steps(trainer.folder.checkpoints) == [4, 2]
+        assert (trainer.state.guard.rollbacks, trainer.state.step) == (1, 4) and is_finite(trainer)
+        assert checkpoint_steps(trainer.state.folder.checkpoints) == [4, 2]
     else:
         with pytest.raises(TrainingError, match="in the last step, and there is no checkpoint to go back to; the first"):
             trainer.train()
-        assert checkpoint_steps(trainer.folder.checkpoints) == []
+        assert checkpoint_steps(trainer.state.folder.checkpoints) == []
     trainer.close()
 
 
@@ -170,10 +170,10 @@ def test_a_last_step_skipped_for_its_weights_is_never_saved(saved, tmp_path):
 
 
 PARTS = {
-    "model": lambda trainer: trainer.parameters["layers.0.mlp.out.weight"],
-    "ema": lambda trainer: trainer.ema.tracks["ema"]["layers.0.mlp.out.weight"],
-    "second moment": lambda trainer: trainer.optimizer.state[trainer.parameters["layers.0.mlp.out.weight"]]["exp_avg_sq"],
-    "u": lambda trainer: trainer.objective.uncertainty.weight,
+    "model": lambda trainer: trainer.state.parameters["layers.0.mlp.out.weight"],
+    "ema": lambda trainer: trainer.state.ema.tracks["ema"]["layers.0.mlp.out.weight"],
+    "second moment": lambda trainer: trainer.state.optimizer.state[trainer.state.parameters["layers.0.mlp.out.weight"]]["exp_avg_sq"],
+    "u": lambda trainer: trainer.state.objective.uncertainty.weight,
 }
 NAMES = {
     "model": "model.layers.0.mlp.out.weight", "ema": "ema.ema.layers.0.mlp.out.weight",
@@ -189,7 +189,7 @@ def test_a_state_that_is_not_finite_is_never_saved_and_never_completes(part, tmp
 
     def then_break():
         done = train_step()
-        if trainer.step == 4:
+        if trainer.state.step == 4:
             with torch.no_grad():
                 PARTS[part](trainer).view(-1)[3] = math.inf
         return done
@@ -199,14 +199,14 @@ def test_a_state_that_is_not_finite_is_never_saved_and_never_completes(part, tmp
         trainer.train()
     assert f"step 4: {NAMES[part]} is not finite, and step 2 was gone back to before" in str(stopped.value)
     assert any(f"{NAMES[part]} is not finite; back to the checkpoint of step 2" in text for text in caplog.messages)
-    assert checkpoint_steps(trainer.folder.checkpoints) == [2]
+    assert checkpoint_steps(trainer.state.folder.checkpoints) == [2]
     trainer.close()
 
 
 def test_weights_that_are_not_finite_from_the_start_are_refused_by_name(tmp_path):
     trainer = build(tmp_path, 4)
     with torch.no_grad():
-        trainer.parameters["layers.0.mlp.out.weight"][0, 0] = math.nan
+        trainer.state.parameters["layers.0.mlp.out.weight"][0, 0] = math.nan
     with pytest.raises(TrainingError, match=r"before step 1: model.layers.0.mlp.out.weight is not finite: the run cannot"):
         trainer.train()
     trainer.close()
@@ -215,7 +215,7 @@ def test_weights_that_are_not_finite_from_the_start_are_refused_by_name(tmp_path
 def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(tmp_path):
     trainer = build(tmp_path, 4, *CHECKPOINTS)
     for _ in range(2):
-        trainer.step += 1
+        trainer.state.step += 1
         trainer.train_step()
     with torch.no_grad():
         PARTS["second moment"](trainer).view(-1)[0] = math.inf
@@ -227,7 +227,7 @@ def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(tmp_path):
 
 def test_initial_weights_that_are_not_finite_are_refused_before_anything_is_written(tmp_path):
     trainer = build(tmp_path, 4, name="first")
-    weights = {name: p.detach().clone() for name, p in trainer.parameters.items()}
+    weights = {name: p.detach().clone() for name, p in trainer.state.parameters.items()}
     trainer.close()
     weights["layers.0.mlp.out.weight"][1, 2] = math.nan
     save_file(weights, file := tmp_path / "start.safetensors")
@@ -243,16 +243,16 @@ def test_a_signal_does_not_save_a_state_that_is_not_finite(tmp_path):
 
     def then_break():
         done = train_step()
-        if trainer.step >= 5 and trainer.data.attempt == 0:
+        if trainer.state.step >= 5 and trainer.state.data.attempt == 0:
             PARTS["ema"](trainer).view(-1)[0] = math.nan
-        if trainer.step == 5:
+        if trainer.state.step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
         return done
 
     trainer.train_step = then_break
     assert trainer.train() == 128 + signal.SIGTERM
-    assert checkpoint_steps(trainer.folder.checkpoints) == [4]
-    assert trainer.step == 4 and is_finite(trainer)
+    assert checkpoint_steps(trainer.state.folder.checkpoints) == [4]
+    assert trainer.state.step == 4 and is_finite(trainer)
     trainer.close()
 
 
@@ -261,7 +261,7 @@ def test_a_signal_does_not_save_a_state_that_is_not_finite(tmp_path):
 
 def test_gradients_of_u_are_clipped_by_a_norm_of_their_own(tmp_path):
     trainer = build(tmp_path, 4, *OBJECTIVES["learned uncertainty"], "--training.max_norm=2", "--training.clip_value=1.5")
-    network, u = list(trainer.parameters.values()), trainer.objective.uncertainty.weight
+    network, u = list(trainer.state.parameters.values()), trainer.state.objective.uncertainty.weight
     for parameter in network:
         parameter.grad = torch.zeros_like(parameter)
     network[0].grad.view(-1)[:2] = torch.tensor([0.3, 0.4])
@@ -276,7 +276,7 @@ def test_gradients_of_u_are_clipped_by_a_norm_of_their_own(tmp_path):
 
 def test_a_fault_of_u_alone_is_skipped_and_named(tmp_path):
     trainer = build(tmp_path, 4, *OBJECTIVES["learned uncertainty"], *CHECKPOINTS, "--training.max_skipped_steps=0")
-    trainer.objective.uncertainty.weight.register_hook(lambda grad: grad * math.inf if trainer.step > 2 else grad)
+    trainer.state.objective.uncertainty.weight.register_hook(lambda grad: grad * math.inf if trainer.state.step > 2 else grad)
     with pytest.raises(TrainingError) as stopped:
         trainer.train()
     assert "step 4: the gradient norm of what is learned beside the network is " in str(stopped.value)

@@ -26,7 +26,7 @@ def walked_averages(shards: int) -> dict[str, list[float]]:
     trainer = make_trainer(folder, "walk", steps=10, replicas=1, shards=shards, accumulation=1, overrides=(TRACKS,))
     generator = torch.Generator().manual_seed(5)
     for step in range(1, 9):
-        for parameter in trainer.parameters.values():
+        for parameter in trainer.state.parameters.values():
             moved = whole(parameter.detach()) + 0.1 * torch.randn(parameter.shape, generator=generator)
             if isinstance(parameter, DTensor):
                 rows = moved.chunk(shards)
@@ -34,8 +34,8 @@ def walked_averages(shards: int) -> dict[str, list[float]]:
                 parameter.to_local().detach().copy_(moved)
             else:
                 parameter.detach().copy_(moved)
-        trainer.ema.update(step)
-    found = {name: whole(tensor).flatten()[::37].tolist() for name, tensor in trainer.ema.tensors().items()}
+        trainer.state.ema.update(step)
+    found = {name: whole(tensor).flatten()[::37].tolist() for name, tensor in trainer.state.ema.tensors().items()}
     trainer.close()
     remove(folder)
     return found
@@ -49,10 +49,10 @@ def trained(cases: dict[str, dict]) -> dict[str, dict[str, list[float]]]:
         trainer = make_trainer(folder, name, steps=10, accumulation=1, **case)
         norms = []
         for _ in range(10):
-            trainer.step += 1
+            trainer.state.step += 1
             norms.append(float(trainer.train_step()[0]))
-        loss = trainer.window.reduce()["loss_metrics/global_avg_loss"]
-        weights = torch.stack([whole(p.detach()).norm() for p in trainer.parameters.values()])
+        loss = trainer.state.window.reduce()["loss_metrics/global_avg_loss"]
+        weights = torch.stack([whole(p.detach()).norm() for p in trainer.state.parameters.values()])
         found[name] = {"loss": [loss], "norms": norms, "weights": weights.tolist()}
         trainer.close()
     remove(folder)
@@ -67,13 +67,13 @@ def differences_after_resume(cases: dict[str, dict]) -> dict[str, list[str]]:
         trainers = []
         for last in (4, 4):
             trainer = make_trainer(folder, name, steps=10, accumulation=1, **case)
-            while trainer.step < last:
-                trainer.step += 1
+            while trainer.state.step < last:
+                trainer.state.step += 1
                 trainer.train_step()
-                if trainer.step == 3 and not trainers:
-                    trainer.checkpointer.save(3, trainer.tensors(), trainer.state())
+                if trainer.state.step == 3 and not trainers:
+                    trainer.state.checkpointer.save(3, trainer.state.tensors(), trainer.state.state_dict(trainer.reports.state_dict()))
             trainers.append(trainer)
-        straight, resumed = (trainer.tensors() for trainer in trainers)
+        straight, resumed = (trainer.state.tensors() for trainer in trainers)
         assert straight.keys() == resumed.keys()
         found[name] = [key for key in straight if not torch.equal(whole(straight[key]), whole(resumed[key]))]
         found[name] += [] if any(ENDINGS[name] in key for key in straight) else [f"no {ENDINGS[name]}"]

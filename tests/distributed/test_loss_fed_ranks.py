@@ -63,42 +63,42 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(name, tmp_path):
     arguments = dict(replicas=1, shards=1, accumulation=1, overrides=overrides)
     straight = make_trainer(str(tmp_path), "straight", steps=12, **arguments)
     states = {}
-    update = straight.objective.timestep_sampler.update
+    update = straight.state.objective.timestep_sampler.update
 
     def watched(skip: torch.Tensor) -> None:
         update(skip)
-        states[straight.step] = straight.objective.timestep_sampler.state_dict()
+        states[straight.state.step] = straight.state.objective.timestep_sampler.state_dict()
 
-    straight.objective.timestep_sampler.update = watched
+    straight.state.objective.timestep_sampler.update = watched
     assert straight.train() == 0
     straight.close()
 
     stopped = make_trainer(str(tmp_path), "stopped", steps=12, **arguments)
     for _ in range(6):
-        stopped.step += 1
+        stopped.state.step += 1
         stopped.train_step()
-        if stopped.step == 4:
+        if stopped.state.step == 4:
             stopped._save()
-            stopped.checkpointer.require_saved()
+            stopped.state.checkpointer.require_saved()
     stopped.close()
     resumed = make_trainer(str(tmp_path), "stopped", steps=12, **arguments)
-    sampler = resumed.objective.timestep_sampler
-    assert resumed.step == 4 and sampler.state_dict() == states[4] != states[6]
-    resumed.step += 1
+    sampler = resumed.state.objective.timestep_sampler
+    assert resumed.state.step == 4 and sampler.state_dict() == states[4] != states[6]
+    resumed.state.step += 1
     resumed.train_step()
     assert sampler.state_dict() == states[5]
     # A rollback: other draws from here on, by the state of the checkpoint.
-    go_back(resumed, Fault(resumed.step, "a fault"))
-    assert resumed.step == 4 and resumed.data.attempt == 1 and sampler.state_dict() == states[4]
-    resumed.step += 1
+    go_back(resumed.state, Fault(resumed.state.step, "a fault"))
+    assert resumed.state.step == 4 and resumed.state.data.attempt == 1 and sampler.state_dict() == states[4]
+    resumed.state.step += 1
     resumed.train_step()
     assert sampler.state_dict() != states[5]
     resumed.close()
     again = make_trainer(str(tmp_path), "stopped", steps=12, **arguments)
     assert again.train() == 0
-    assert again.objective.timestep_sampler.state_dict() == states[12]
-    for key, parameter in again.parameters.items():
-        assert torch.equal(parameter, straight.parameters[key]), key
+    assert again.state.objective.timestep_sampler.state_dict() == states[12]
+    for key, parameter in again.state.parameters.items():
+        assert torch.equal(parameter, straight.state.parameters[key]), key
     again.close()
 
 
@@ -109,7 +109,7 @@ def trained() -> dict:
         overrides=(*OVERRIDES[2:4], "--objective.timestep_sampler=loss_second_moment"),
     )  # fmt: skip
     assert trainer.train() == 0
-    state = trainer.objective.timestep_sampler.state_dict()
+    state = trainer.state.objective.timestep_sampler.state_dict()
     trainer.close()
     remove(folder)
     return state

@@ -30,7 +30,7 @@ def inject(trainer, fault: str, when) -> None:
     """Break something of the last rank at the steps for which `when(trainer)` is true."""
     if dist.get_rank() != dist.get_world_size() - 1:
         return
-    layer = trainer.model.get_submodule("layers.1.mlp.out")
+    layer = trainer.state.model.get_submodule("layers.1.mlp.out")
     if fault == "gradient":
 
         def break_gradient(module, inputs, output):
@@ -41,7 +41,7 @@ def inject(trainer, fault: str, when) -> None:
     elif fault == "layer":
         layer.register_forward_hook(lambda m, i, output: output * math.nan if when(trainer) else output)
     else:
-        dataset = trainer.data._loader_arguments["dataset"]
+        dataset = trainer.state.data._loader_arguments["dataset"]
         fetch = dataset.fetch
 
         def broken_fetch(indices):
@@ -52,9 +52,9 @@ def inject(trainer, fault: str, when) -> None:
 
 
 WHEN = {
-    "once": lambda trainer: trainer.step == 6,
-    "one attempt": lambda trainer: trainer.step >= 6 and trainer.data.attempt == 0,
-    "for ever": lambda trainer: trainer.step >= 6,
+    "once": lambda trainer: trainer.state.step == 6,
+    "one attempt": lambda trainer: trainer.state.step >= 6 and trainer.state.data.attempt == 0,
+    "for ever": lambda trainer: trainer.state.step >= 6,
 }
 
 
@@ -72,7 +72,7 @@ def ladder(layout: str, cases: list[list[str]]) -> dict[str, dict]:
         train_step = trainer.train_step
 
         def watched_step(trainer=trainer, train_step=train_step, before=before):
-            before[trainer.step] = {key: whole(p.detach()).clone() for key, p in trainer.parameters.items()}
+            before[trainer.state.step] = {key: whole(p.detach()).clone() for key, p in trainer.state.parameters.items()}
             return train_step()
 
         trainer.train_step = watched_step
@@ -81,14 +81,14 @@ def ladder(layout: str, cases: list[list[str]]) -> dict[str, dict]:
             trainer.train()
         except TrainingError as error:
             message = str(error)
-        after = {key: whole(p.detach()) for key, p in trainer.parameters.items()}
+        after = {key: whole(p.detach()) for key, p in trainer.state.parameters.items()}
         lines = (Path(folder) / trainer.config.job.name / METRICS_FILE).read_text().splitlines()
         found[name] = {
             "message": message,
-            "step": trainer.step,
-            "skipped": trainer.guard.skipped,
-            "rollbacks": trainer.guard.rollbacks,
-            "attempt": trainer.data.attempt,
+            "step": trainer.state.step,
+            "skipped": trainer.state.guard.skipped,
+            "rollbacks": trainer.state.guard.rollbacks,
+            "attempt": trainer.state.data.attempt,
             "same": [step for step in before if step > 1 and step - 1 in before and same(before[step], before[step - 1])],
             "finite": all(tensor.isfinite().all().item() for tensor in after.values()),
             "sum": sum(tensor.double().abs().sum().item() for tensor in after.values()),

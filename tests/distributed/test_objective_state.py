@@ -32,13 +32,13 @@ def trained(layouts: dict[str, dict]) -> dict[str, dict]:
         for number, (name, overrides) in enumerate(OBJECTIVES.items()):
             trainer = make_trainer(folder, f"run{place}-{number}", steps=10, overrides=overrides, **case)
             for _ in range(4):
-                trainer.step += 1
+                trainer.state.step += 1
                 norm, _ = trainer.train_step()
             found[f"{layout}, {name}"] = {
                 "norm": norm.item(),
-                "metrics": trainer.window.reduce(),
-                "learned": {key: value.tolist() for key, value in trainer.objective.tensors().items()},
-                "plain": not any(isinstance(value, DTensor) for value in trainer.objective.tensors().values()),
+                "metrics": trainer.state.window.reduce(),
+                "learned": {key: value.tolist() for key, value in trainer.state.objective.tensors().items()},
+                "plain": not any(isinstance(value, DTensor) for value in trainer.state.objective.tensors().values()),
             }
             trainer.close()
     remove(folder)
@@ -88,17 +88,17 @@ def test_a_run_that_stopped_goes_on_with_it_bit_for_bit_and_sampling_reads_it(ob
     straight.close()
     stopped = make_trainer(str(tmp_path), "stopped", **case)
     for _ in range(4):
-        stopped.step += 1
+        stopped.state.step += 1
         stopped.train_step()
-        if stopped.step == 3:
+        if stopped.state.step == 3:
             stopped._save()
-            stopped.checkpointer.require_saved()
+            stopped.state.checkpointer.require_saved()
     stopped.close()
     resumed = make_trainer(str(tmp_path), "stopped", **case)
-    assert resumed.step == 3
+    assert resumed.state.step == 3
     assert resumed.train() == 0
     resumed.close()
-    wanted, found = straight.tensors(), resumed.tensors()
+    wanted, found = straight.state.tensors(), resumed.state.tensors()
     own = [name for name in wanted if "objective." in name]
     assert any(name.startswith("objective.") for name in own)
     if objective == "learned uncertainty":
@@ -111,7 +111,7 @@ def test_a_run_that_stopped_goes_on_with_it_bit_for_bit_and_sampling_reads_it(ob
     for name, tensor in read.objective.tensors().items():
         assert torch.equal(tensor, wanted[f"objective.{name}"]), name
     weights = tmp_path / "weights.safetensors"
-    save_file({name: p.detach() for name, p in straight.parameters.items()}, weights)
+    save_file({name: p.detach() for name, p in straight.state.parameters.items()}, weights)
     config = Path(tmp_path) / "straight" / "config.toml"
     if objective != "learned uncertainty":  # how heads are mixed is not in a file of weights
         with pytest.raises(WeightsError, match="mixes the heads by what was learned in training"):
@@ -125,11 +125,11 @@ def saved_after_3_steps(folder: str, objective: str) -> dict[str, list]:
     overrides = (*OBJECTIVES[objective], *CHECKPOINTS)
     trainer = make_trainer(folder, "moved", steps=10, replicas=1, shards=2, accumulation=1, overrides=overrides)
     for _ in range(3):
-        trainer.step += 1
+        trainer.state.step += 1
         trainer.train_step()
     trainer._save()
-    trainer.checkpointer.require_saved()
-    learned = {name: tensor.tolist() for name, tensor in trainer.objective.tensors().items()}
+    trainer.state.checkpointer.require_saved()
+    learned = {name: tensor.tolist() for name, tensor in trainer.state.objective.tensors().items()}
     trainer.close()
     return learned
 
@@ -140,23 +140,23 @@ def test_it_goes_on_where_another_number_of_ranks_has_left_it(tmp_path):
     learned, _ = run_on_ranks("tests.distributed.test_objective_state:saved_after_3_steps", 2, arguments)
     overrides = (*OBJECTIVES["inverse variance"], *CHECKPOINTS)
     alone = make_trainer(str(tmp_path), "moved", steps=10, replicas=1, shards=1, accumulation=1, overrides=overrides)
-    assert alone.step == 3
-    assert {name: tensor.tolist() for name, tensor in alone.objective.tensors().items()} == learned
-    moments = [alone.optimizer.state[p]["exp_avg"] for p in alone.objective.parameters().values()]
+    assert alone.state.step == 3
+    assert {name: tensor.tolist() for name, tensor in alone.state.objective.tensors().items()} == learned
+    moments = [alone.state.optimizer.state[p]["exp_avg"] for p in alone.state.objective.parameters().values()]
     assert all(moment.abs().max() > 0 for moment in moments)
-    alone.step += 1
+    alone.state.step += 1
     alone.train_step()
-    assert {name: tensor.tolist() for name, tensor in alone.objective.tensors().items()} != learned
-    go_back(alone, Fault(alone.step, "a fault"))
-    assert alone.step == 3
-    assert {name: tensor.tolist() for name, tensor in alone.objective.tensors().items()} == learned
+    assert {name: tensor.tolist() for name, tensor in alone.state.objective.tensors().items()} != learned
+    go_back(alone.state, Fault(alone.state.step, "a fault"))
+    assert alone.state.step == 3
+    assert {name: tensor.tolist() for name, tensor in alone.state.objective.tensors().items()} == learned
     alone.close()
 
 
 def test_u_has_a_parameter_group_of_its_own(tmp_path):
     overrides = (*OBJECTIVES["learned uncertainty"], "--objective.uncertainty_lr_scale=7", "--optimizer.weight_decay=0.1")
     trainer = make_trainer(str(tmp_path), "run", steps=10, replicas=1, shards=1, accumulation=1, overrides=overrides)
-    weight = trainer.objective.uncertainty.weight
-    (group,) = [group for group in trainer.optimizer.param_groups if any(p is weight for p in group["params"])]
+    weight = trainer.state.objective.uncertainty.weight
+    (group,) = [group for group in trainer.state.optimizer.param_groups if any(p is weight for p in group["params"])]
     assert len(group["params"]) == 1 and group["lr_scale"] == 7 and group["weight_decay"] == 0
     trainer.close()

@@ -28,8 +28,8 @@ def complete(folder: str, runs: list[dict]) -> None:
     """Train each run to its end, from its newest checkpoint where there is one."""
     for run in runs:
         trainer = _trainer(folder, **run)
-        if trainer.gns:
-            trainer.gns.draw = lambda points, global_batch_size: None  # takes longer than the steps
+        if trainer.state.gns:
+            trainer.state.gns.draw = lambda points, global_batch_size: None  # takes longer than the steps
         assert trainer.train() == 0
         trainer.close()
 
@@ -53,10 +53,10 @@ def abandon(folder: str, runs: list[dict]) -> None:
 
 def _trainer(folder: str, name: str, overrides: list[str], steps: int = STEPS, **layout) -> Trainer:
     trainer = make_trainer(folder, name, steps=steps, overrides=(*SAVED, *overrides), **layout)
-    if trainer.gns and trainer.config.gns.grow_batch:
+    if trainer.state.gns and trainer.config.gns.grow_batch:
         # As if the noise scale became known and rose: when a real one does is a matter of the last bits.
-        update = trainer.gns._batch.update
-        trainer.gns._batch.update = lambda step, samples, lower: update(step, samples, 0.75 * step)
+        update = trainer.state.gns._batch.update
+        trainer.state.gns._batch.update = lambda step, samples, lower: update(step, samples, 0.75 * step)
     return trainer
 
 
@@ -65,7 +65,7 @@ def _leave_after(trainer: Trainer, step: int) -> None:
 
     def leave() -> None:
         advance()
-        if trainer.step == step:
+        if trainer.state.step == step:
             raise Abandoned
 
     trainer.reports.advance = leave

@@ -106,17 +106,17 @@ def train_and_measure(arguments: list[str]) -> list[float]:
     trainer.close()
     held_out = Synthetic(config.data, "validation")
     indices = torch.arange(HELD_OUT)
-    draw = held_out_draw(trainer.objective, 0, indices, HELD_OUT, trainer.info.image_shape)
+    draw = held_out_draw(trainer.state.objective, 0, indices, HELD_OUT, trainer.state.info.image_shape)
     found = []
-    with trainer.ema.weights("ema", trainer.model), torch.no_grad():
+    with trainer.state.ema.weights("ema", trainer.state.model), torch.no_grad():
         for chunk in indices.split(500):
             x0, labels = held_out.fetch(chunk.numpy())
             t, noise = draw.t[chunk], draw.noise[chunk]
-            a, b = (per_image(value, x0) for value in trainer.objective.path.coefficients(t))
-            x0_found, noise_found, *_ = trainer.objective.predict(trainer.model, a * x0 + b * noise, t, labels)
+            a, b = (per_image(value, x0) for value in trainer.state.objective.path.coefficients(t))
+            x0_found, noise_found, *_ = trainer.state.objective.predict(trainer.state.model, a * x0 + b * noise, t, labels)
             error = (noise_found - x0_found) - (noise - x0)
             found.append(error.square().flatten(1).mean(1).double())
     best = optimal_velocity_loss(config.data, draw.t.double())
-    bins = torch.bucketize(draw.t, trainer.bin_edges)
+    bins = torch.bucketize(draw.t, trainer.state.bin_edges)
     sums = [(torch.cat(found)[bins == k].mean() / best[bins == k].mean()).item() for k in range(BINS)]
     return sums

@@ -11,8 +11,8 @@ from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
 from torchtitan import run as run_module
 from torchtitan.config.job import load_config
-from torchtitan.supervision.profiling import Profiler
-from torchtitan.supervision.trace import PHASES, read_trace
+from torchtitan.profiling.profiler import Profiler
+from torchtitan.profiling.trace import PHASES, read_trace
 
 ON = (
     "--profiling.enable_profiling", "true", "--profiling.profile_freq", "6", "--profiling.profiler_active", "2",
@@ -22,7 +22,7 @@ ON = (
 
 
 def points(trainer):
-    return [json.loads(line) for line in (trainer.folder.path / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (trainer.state.folder.path / "metrics.jsonl").read_text().splitlines()]
 
 
 def trained(folder, name, *overrides):
@@ -37,7 +37,7 @@ def trained(folder, name, *overrides):
 
 def test_traced_steps_learn_the_same_and_count_in_no_rate(tmp_path):
     plain, traced = trained(tmp_path, "plain"), trained(tmp_path, "traced", *ON, "--metrics.peak_tflops", "1")
-    assert not (plain.folder.path / "profile").exists()
+    assert not (plain.state.folder.path / "profile").exists()
     losses = [[(p["step"], p["loss_metrics/global_avg_loss"], p["grad_norm"]) for p in points(run)] for run in (plain, traced)]
     assert losses[0] == losses[1]
 
@@ -49,14 +49,14 @@ def test_traced_steps_learn_the_same_and_count_in_no_rate(tmp_path):
         else:  # images per second times seconds per step: a rate that counts time and images alike
             assert point["throughput(img/s)"] * point["time_metrics/end_to_end(s)"] == pytest.approx(16, rel=1e-9)
             assert 0 <= point["time_metrics/data_loading(%)"] <= 100
-    assert "throughput(img/s)" in json.loads((traced.folder.path / "summary.json").read_text())["tail_medians"]
+    assert "throughput(img/s)" in json.loads((traced.state.folder.path / "summary.json").read_text())["tail_medians"]
 
-    trace = read_trace(traced.folder.path / "profile" / "trace" / "step-00000006" / "rank0.json.gz")
+    trace = read_trace(traced.state.folder.path / "profile" / "trace" / "step-00000006" / "rank0.json.gz")
     assert trace.num_steps == 2
     microbatch = ["data", "forward", "backward", "gradients"]
     order = [span.phase for span in trace.phases]
     assert order == 2 * [*microbatch, *microbatch, "gradients", "optimizer", "ema", "report"]
-    page = json.loads((traced.folder.path / "profile" / "breakdown.json").read_text())
+    page = json.loads((traced.state.folder.path / "profile" / "breakdown.json").read_text())
     assert page["trace"] == "step-00000006/rank0.json.gz" and page["num_steps"] == 2
     for part in ("kinds", "phases"):
         assert sum(entry["share"] for entry in page[part].values()) == pytest.approx(1, abs=1e-9)

@@ -133,7 +133,7 @@ class Place:
 
         def keep(trainer: Trainer) -> None:
             found.append(state_of(trainer))
-            model = {name: parameter.detach() for name, parameter in trainer.parameters.items()}
+            model = {name: parameter.detach() for name, parameter in trainer.state.parameters.items()}
             save_file(model, self.weights)
 
         assert self.start("--checkpoint.load_step", str(step), seen=keep) == 0
@@ -159,9 +159,9 @@ def _write_records(outputs: Path) -> None:
 def state_of(trainer: Trainer) -> str:
     """Everything that training would go on from, as a digest."""
     # The command that a run was started by, and what the disk may not hold yet of its reports, are not trained from.
-    state = {name: part for name, part in trainer.state().items() if name not in ("config", "reports")}
+    state = {name: part for name, part in trainer.state.state_dict(trainer.reports.state_dict()).items() if name not in ("config", "reports")}
     digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode())
-    for name, tensor in sorted(trainer.tensors().items()):
+    for name, tensor in sorted(trainer.state.tensors().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().numpy().tobytes())
     return digest.hexdigest()

@@ -56,16 +56,16 @@ class ImpatientRun(ForkedRun):
 
 
 def _train_impatiently(arguments: list[str]) -> int:
-    from torchtitan import reports
+    from torchtitan import reports, summary
     from train import main
 
-    reports._LAST_TRIES_SECONDS = 1.0
+    summary.LAST_TRIES_SECONDS = 1.0
     advance = reports.Reports.advance
 
     def occupying(self) -> None:
         advance(self)
-        if self._trainer.step == 7 and self._first:
-            folder = self._trainer.folder.path
+        if self._state.step == 7 and self._first:
+            folder = self._state.folder.path
             {"metrics": lambda: occupy(folder / "metrics.jsonl"), "summary": (folder / "summary.json").mkdir}[folder.name]()
 
     reports.Reports.advance = occupying

@@ -81,13 +81,13 @@ def test_a_step_of_a_batch_n_times_as_large_keeps_what_n_steps_keep(track):
 
 def _one_step(folder, name: str, factor: int, **arguments) -> tuple:
     trainer = make_trainer(str(folder), name, steps=20, replicas=1, shards=1, **arguments)
-    if trainer.gns:
-        trainer.gns._batch.factor = factor
-    trainer.step = 1
+    if trainer.state.gns:
+        trainer.state.gns._batch.factor = factor
+    trainer.state.step = 1
     norm, lr = trainer.train_step()
-    weights = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
-    ema = trainer.ema.tensors()
-    numbers = trainer.progress, trainer.batch_size, trainer.data.next_sample
+    weights = {name: parameter.detach().clone() for name, parameter in trainer.state.parameters.items()}
+    ema = trainer.state.ema.tensors()
+    numbers = trainer.state.progress, trainer.state.batch_size, trainer.state.data.next_sample
     trainer.close()
     return norm, lr, weights, ema, numbers
 
@@ -112,14 +112,14 @@ def test_the_run_ends_after_the_images_that_it_was_to_see(tmp_path, monkeypatch)
     trainer.reports.log_gns = lambda: None
     certain = SimpleNamespace(b_simple=torch.tensor([1e9]), lower=torch.tensor([1e9]), upper=torch.tensor([1e9]))
     monkeypatch.setattr(Pool, "whole", lambda *_: certain)
-    trainer.gns.draw = lambda points, global_batch_size: None
+    trainer.state.gns.draw = lambda points, global_batch_size: None
     sizes, advance = [], trainer.reports.advance
-    trainer.reports.advance = lambda: (sizes.append(trainer.batch_size), advance())
+    trainer.reports.advance = lambda: (sizes.append(trainer.state.batch_size), advance())
     assert trainer.train() == 0
     # Measured on every second step; the last one has what is left.
     assert sizes == [16, 16, 32, 32, 64, 64, 64, 32]
-    assert (trainer.step, trainer.progress, trainer.data.next_sample) == (8, 20, 320)
-    assert trainer.folder.is_finished()
+    assert (trainer.state.step, trainer.state.progress, trainer.state.data.next_sample) == (8, 20, 320)
+    assert trainer.state.folder.is_finished()
     trainer.close()
 
 

@@ -63,11 +63,11 @@ def test_a_run_reports_what_was_compiled(tmp_path, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert trainer.train() == 0
     trainer.close()
-    points = [json.loads(line) for line in (trainer.folder.path / "metrics.jsonl").read_text().splitlines()]
+    points = [json.loads(line) for line in (trainer.state.folder.path / "metrics.jsonl").read_text().splitlines()]
     recompiles = [point["compile/recompiles"] for point in points if "compile/recompiles" in point]
     # The fourth step is the first that measures: its graph is expected.
     assert recompiles == [0, 0, 0] + [1] * 7
     assert {point["compile/graph_breaks"] for point in points if "compile/graph_breaks" in point} == {0}
-    summary = json.loads(trainer.folder.summary.read_text())
+    summary = json.loads(trainer.state.folder.summary.read_text())
     assert summary["compile"] == {"graphs": 2, "recompiles": 1, "graph_breaks": 0}
     assert not [record for record in caplog.records if record.name == compile_module.__name__]

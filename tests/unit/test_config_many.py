@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.config.job import ConfigError, load_config
 from torchtitan.config import job as config
+from torchtitan.config.job import ConfigError, load_config
 from torchtitan.settings.schema import MOST_SHOWN
 
 MANY = 20_000

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from data import DATASETS, DataConfig, DatasetError
+from torchtitan.config import checks as config_checks
 from torchtitan.config.job import (
     ConfigError,
     JobConfig,
     load_config,
 )
-from torchtitan.config import checks as config_checks
 from torchtitan.models import MODELS
 from torchtitan.settings import setting
 from torchtitan.settings.schema import shown

@@ -130,7 +130,7 @@ def test_recomputation_and_one_graph_per_block_change_nothing():
 
 
 def curve(trainer):
-    lines = (trainer.folder.path / "metrics.jsonl").read_text().splitlines()
+    lines = (trainer.state.folder.path / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss_metrics/global_avg_loss"] for line in lines]
 
 

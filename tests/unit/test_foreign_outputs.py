@@ -17,7 +17,7 @@ from scripts.timeline import main as timeline
 from torchtitan.config.job import write_schema
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.weight_files import WeightsError, written_whole
-from torchtitan.supervision.breakdown import refuse_other_files
+from torchtitan.profiling.breakdown import refuse_other_files
 from torchtitan.supervision.timeline import write_timeline
 
 

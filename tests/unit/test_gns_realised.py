@@ -16,16 +16,16 @@ BIN_EDGES = (0.0, 0.05, 0.15, 0.25, 0.45, 0.7, 1.0)  # of unequal masses
 def trainer(tmp_path_factory):
     """A tiny model on digits, hardly trained, on the loss whose multiplier (1 - t)^2 wastes samples."""
     trainer = build(tmp_path_factory.mktemp("run"), "noise", dim=32, num_layers=2, batch=BATCH, bin_edges=BIN_EDGES)
-    while trainer.step < 40:
-        trainer.step += 1
+    while trainer.state.step < 40:
+        trainer.state.step += 1
         trainer.train_step()
     yield trainer
     trainer.close()
 
 
 def test_variance_of_fresh_batches_is_as_predicted(trainer):
-    density = trainer.objective.timestep_sampler.density
-    edges = inner_edges(trainer.config.gns, density, trainer.objective.path)
+    density = trainer.state.objective.timestep_sampler.density
+    edges = inner_edges(trainer.config.gns, density, trainer.state.objective.path)
     mass = bin_masses(density, edges)
     draws, present = FrozenDraws(trainer), TimestepSampler(density, trainer.config.debug.seed)
     measured = measure(trainer, draws, present, MEASURED_STEPS)["adam"][0]

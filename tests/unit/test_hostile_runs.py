@@ -21,13 +21,13 @@ from torchtitan.experiments.cells import ResultTable, StudyError
 from torchtitan.experiments.grid import SweepError
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.pictures.grids import save_animation
+from torchtitan.profiling import trace
+from torchtitan.profiling.trace import TraceError, read_trace
 from torchtitan.runs import metric_points
 from torchtitan.runs.analysis.measures import median_interval
 from torchtitan.runs.check import check_run
 from torchtitan.runs.metric_points import read_points
-from torchtitan.supervision import trace
 from torchtitan.supervision.timeline import TimelineError, build_timeline
-from torchtitan.supervision.trace import TraceError, read_trace
 from torchtitan.training import metrics
 
 DIGITS = "9" * 400  # beyond float64

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tests.distributed.cases import make_trainer
-from torchtitan.config.job import ConfigError, load_config
 from torchtitan.config import checks as config_checks
+from torchtitan.config.job import ConfigError, load_config
 from torchtitan.distributed.parallelize import clamp_gradients
 from torchtitan.run import REFUSED, run
 from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor
@@ -73,14 +73,14 @@ def test_elements_are_cut_after_the_norm(tmp_path):
         overrides=("--lr_scheduler.warmup_steps=0", "--training.max_norm=0.5", "--training.clip_value=1e-3"),
     )
     seen = {}
-    step = trainer.optimizer.step
+    step = trainer.state.optimizer.step
 
     def watched(skip):
-        seen.update({name: p.grad.clone() for name, p in trainer.parameters.items()})
+        seen.update({name: p.grad.clone() for name, p in trainer.state.parameters.items()})
         step(skip)
 
-    trainer.optimizer.step = watched
-    trainer.step = 1
+    trainer.state.optimizer.step = watched
+    trainer.state.step = 1
     norm, _ = trainer.train_step()
     trainer.close()
     largest = max(gradient.abs().max().item() for gradient in seen.values())
@@ -222,8 +222,8 @@ def test_muon_steps_equal_their_formula_and_the_rest_is_adamw():
 
 
 def steps(trainer, last: int) -> None:
-    while trainer.step < last:
-        trainer.step += 1
+    while trainer.state.step < last:
+        trainer.state.step += 1
         trainer.train_step()
 
 
@@ -237,13 +237,13 @@ def test_a_resumed_run_goes_on_bit_for_bit(name, tmp_path):
     options = {"steps": 10, "replicas": 1, "shards": 1, "accumulation": 1, "overrides": overrides}
     straight = make_trainer(str(tmp_path), "run", **options)
     steps(straight, 3)
-    straight.checkpointer.save(3, straight.tensors(), straight.state())
+    straight.state.checkpointer.save(3, straight.state.tensors(), straight.state.state_dict(straight.reports.state_dict()))
     steps(straight, 5)
 
     resumed = make_trainer(str(tmp_path), "run", **options)
-    assert resumed.step == 3
+    assert resumed.state.step == 3
     steps(resumed, 5)
-    wanted, found = straight.tensors(), resumed.tensors()
+    wanted, found = straight.state.tensors(), resumed.state.tensors()
     assert wanted.keys() == found.keys()
     assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == []
     endings = {key.rsplit(".", 1)[1] for key in found if key.startswith("optimizer.")}

@@ -15,10 +15,10 @@ from torchtitan.errors import RunFolderError
 from torchtitan.gns import raw_sums
 from torchtitan.gns.raw_sums import RawSums, raw_files
 from torchtitan.pictures.grids import save_animation
+from torchtitan.profiling.profiler import Profiler, ProfilingConfig
+from torchtitan.runs.status import remove_status, write_status
 from torchtitan.supervision.events import EventLog
 from torchtitan.supervision.heartbeat import Heartbeats
-from torchtitan.supervision.profiling import Profiler, ProfilingConfig
-from torchtitan.supervision.run_status import remove_status, write_status
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE, CorruptImages
 
 

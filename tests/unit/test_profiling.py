@@ -11,10 +11,10 @@ import torch
 
 from scripts.breakdown import main
 from torchtitan.config.job import ConfigError, load_config
-from torchtitan.supervision import breakdown, profiling
-from torchtitan.supervision.breakdown import as_record, as_text, break_down
-from torchtitan.supervision.profiling import Profiler, ProfilingConfig
-from torchtitan.supervision.trace import Span, TraceError, find_trace, read_trace, trace_path
+from torchtitan.profiling import breakdown, profiler
+from torchtitan.profiling.breakdown import as_record, as_text, break_down
+from torchtitan.profiling.profiler import Profiler, ProfilingConfig
+from torchtitan.profiling.trace import Span, TraceError, find_trace, read_trace, trace_path
 
 CPU = SimpleNamespace(device=torch.device("cpu"), rank=0)
 
@@ -196,7 +196,7 @@ def profiled_steps(tmp_path, config, first, last):
 
 def test_traces_end_with_multiples_and_a_run_that_resumes_inside_a_window_leaves_it_out(tmp_path, monkeypatch):
     config = ProfilingConfig(enable_profiling=True, profile_freq=8, profiler_active=2, profiler_warmup=2)
-    monkeypatch.setattr(profiling, "write_breakdown", lambda *arguments: "")
+    monkeypatch.setattr(profiler, "write_breakdown", lambda *arguments: "")
     assert profiled_steps(tmp_path / "whole", config, 1, 22) == [5, 6, 7, 8, 13, 14, 15, 16, 21, 22]
     assert profiled_steps(tmp_path / "resumed", config, 8, 14) == [13, 14]
     folder = tmp_path / "whole" / "profile"
@@ -207,13 +207,13 @@ def test_traces_end_with_multiples_and_a_run_that_resumes_inside_a_window_leaves
 
 def test_a_window_may_fill_the_whole_cycle(tmp_path, monkeypatch):
     config = ProfilingConfig(enable_profiling=True, profile_freq=4, profiler_active=3, profiler_warmup=1)
-    monkeypatch.setattr(profiling, "write_breakdown", lambda *arguments: "")
+    monkeypatch.setattr(profiler, "write_breakdown", lambda *arguments: "")
     assert profiled_steps(tmp_path, config, 1, 8) == list(range(1, 9))
     assert [read_trace(trace_path(tmp_path / "profile", step, 0)).num_steps for step in (4, 8)] == [3, 3]
 
 
 def test_nothing_happens_where_profiling_is_off(tmp_path, monkeypatch):
-    monkeypatch.setattr(profiling, "profile", None)
+    monkeypatch.setattr(profiler, "profile", None)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", None)
     assert profiled_steps(tmp_path, ProfilingConfig(profile_freq=2), 1, 4) == []
     Profiler(ProfilingConfig(), tmp_path, CPU, nullcontext).out_of_memory(3)

@@ -17,8 +17,8 @@ from torchtitan.files.patient_file import PatientFile
 from torchtitan.files.regular import UnsuitableFile
 from torchtitan.files.run_lock import LOCK_FILE
 from torchtitan.runs.folder import RunFolder
+from torchtitan.runs.status import STATUS_VARIABLE, write_status
 from torchtitan.settings.record import dump_config, effective
-from torchtitan.supervision.run_status import STATUS_VARIABLE, write_status
 from torchtitan.training.metrics import cut_metrics
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from scripts.timeline import main
 from tests.launcher import ROOT
+from torchtitan.runs.status import write_status
 from torchtitan.supervision.events import EventLog
 from torchtitan.supervision.garbage import GarbageControl
-from torchtitan.supervision.run_status import write_status
 from torchtitan.training.memory_monitor import MemoryMonitor, host_memory
 
 GIB = 2**30

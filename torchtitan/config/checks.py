@@ -31,11 +31,11 @@ from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import float8_problems
 from torchtitan.processes.launch import launch_number
+from torchtitan.profiling.profiler import profiling_problems
 from torchtitan.settings import has_key
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, no_effect, shown, shown_name
 from torchtitan.settings.sizes import size_problems
-from torchtitan.supervision.profiling import profiling_problems
 from torchtitan.training.data_loading import image_bytes
 from torchtitan.training.loader_processes import loader_problem, prefetch_problem
 

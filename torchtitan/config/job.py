@@ -28,12 +28,12 @@ from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.gns.monitor import GNSConfig
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import Float8Config
+from torchtitan.profiling.profiler import ProfilingConfig
 from torchtitan.settings import has_key, setting
 from torchtitan.settings.record import config_differences, dump_config, unmet_condition
 from torchtitan.settings.reference import Choice, build_json_schema, describe
 from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, parse_text, shown, shown_name, validate_section
 from torchtitan.settings.sources import read_command_line, read_toml, shown_file, suggestion
-from torchtitan.supervision.profiling import ProfilingConfig
 from torchtitan.training.ema import EMAConfig
 from torchtitan.training.lr_scheduler import LRSchedulerConfig
 from torchtitan.training.metrics import MetricsConfig

@@ -2,41 +2,47 @@
 
 import multiprocessing
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from torchtitan.processes.exit_codes import FAILED
+from torchtitan.run_state import RunState
+from torchtitan.runs.status import write_status
 from torchtitan.supervision.events import EventLog
 from torchtitan.supervision.garbage import GarbageControl
 from torchtitan.supervision.heartbeat import process_state
-from torchtitan.supervision.run_status import write_status
+from torchtitan.supervision.phases import Phases
 from torchtitan.supervision.watchdog import Watchdog
 from torchtitan.training.hardware import memory_metrics
 from torchtitan.training.memory_monitor import MemoryMonitor
-
-if TYPE_CHECKING:
-    from torchtitan.trainer import Trainer
 
 
 class Supervision:
     """Surrounds the training of one process. Nothing here is collective."""
 
-    def __init__(self, trainer: "Trainer") -> None:
-        config, layout, phases = trainer.config, trainer.layout, trainer.phases
-        self._trainer, self._phases = trainer, phases
+    def __init__(self, state: RunState, phases: Phases, close_summary: Callable[[str, str], None]) -> None:
+        """
+        Args:
+            state: of the run.
+            phases: of its loop.
+            close_summary: closes the run's summary with a status and a reason.
+        """
+        config, layout = state.config, state.layout
+        self._phases, self._close_summary = phases, close_summary
+        self._folder, self._device = state.folder.path, layout.device
         self._log: EventLog | None = None
         if config.metrics.enable_events:
             self._log = EventLog(
-                trainer.folder.path, rank=layout.rank, world_size=layout.world_size,
-                keep_every=config.metrics.log_freq, step=trainer.step,
+                self._folder, rank=layout.rank, world_size=layout.world_size,
+                keep_every=config.metrics.log_freq, step=state.step,
             )  # fmt: skip
             phases.on_end = self._log.phase
         # Every forward is progress, also in the many of a validation or of a sampler.
-        trainer.model.register_forward_pre_hook(lambda *_: phases.touch())
+        state.model.register_forward_pre_hook(lambda *_: phases.touch())
         self._garbage = GarbageControl(config.training.gc_freq)
         self._memory = MemoryMonitor(layout.rank)
         self._watchdog = Watchdog(
-            phases, config.comm, trainer.folder.path, rank=layout.rank, world_size=layout.world_size,
+            phases, config.comm, self._folder, rank=layout.rank, world_size=layout.world_size,
             compiles=config.compile.enable, describe=_waiting_for, on_fault=self._note, on_end=self._close_run,
         )  # fmt: skip
         self._stack = ExitStack()
@@ -59,7 +65,7 @@ class Supervision:
         """After each step; logged: whether its metrics were."""
         self._garbage.step(step)
         if logged:
-            self._memory.check(memory_metrics(self._trainer.layout.device))
+            self._memory.check(memory_metrics(self._device))
             if self._log:
                 self._log.flush()
 
@@ -86,9 +92,9 @@ class Supervision:
     def _close_run(self, reason: str, status: str = "failed") -> None:
         heartbeats = self._watchdog.heartbeats
         closes = heartbeats is None or heartbeats.writes_summary()
-        write_status(self._trainer.folder.path if closes else None, "failed", FAILED, reason)
+        write_status(self._folder if closes else None, "failed", FAILED, reason)
         if closes:
-            self._trainer.reports.fail(status, reason)
+            self._close_summary(status, reason)
 
 
 def _waiting_for(phase: str) -> str:

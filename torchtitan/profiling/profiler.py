@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchtitan.distributed.mesh import Layout
 from torchtitan.files.optional import OptionalOutputs
+from torchtitan.profiling.breakdown import write_breakdown
+from torchtitan.profiling.trace import PROFILE_FOLDER, TraceError, trace_path
 from torchtitan.settings import setting
-from torchtitan.supervision.breakdown import write_breakdown
-from torchtitan.supervision.trace import PROFILE_FOLDER, TraceError, trace_path
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
-from torchtitan.supervision.trace import OUTSIDE, PHASES, Span, Trace, read_trace
+from torchtitan.profiling.trace import OUTSIDE, PHASES, Span, Trace, read_trace
 
 ATTENTION, PRODUCTS, POINTWISE, COMMUNICATION = "attention", "matrix products", "pointwise and norms", "communication"
 DATA, OPTIMIZER, EMA, OTHER, IDLE = "data", "optimizer", "EMA", "other", "idle"

@@ -1,0 +1,123 @@
+"""Evaluation of a model while it trains: held-out loss, grids of samples, judged samples, decoded held-out latents."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from data import DATASETS, DataConfig, DatasetInfo
+from torchtitan.diffusion.objective import Objective
+from torchtitan.distributed.collectives import from_first_rank
+from torchtitan.distributed.mesh import Layout
+from torchtitan.evaluation.decoding import LatentDecoder, held_out_picture
+from torchtitan.evaluation.judges import build_judge
+from torchtitan.evaluation.sampling import ImageSampler, SamplingConfig, balanced_labels, grid_labels
+from torchtitan.evaluation.validation import ValidationConfig, validation_loss
+from torchtitan.models.base import DiffusionModel
+from torchtitan.pictures.grids import class_labels, image_grid
+from torchtitan.training.data_loading import validation_batches
+from torchtitan.training.ema import EMABank
+
+
+class Evaluation:
+    """Measures and draws with the weights of a training and their averages. Every method is collective."""
+
+    def __init__(
+        self, *, data: DataConfig, sampling: SamplingConfig, validation: ValidationConfig, seed: int, param_dtype: str,
+        info: DatasetInfo, model: DiffusionModel, objective: Objective, ema: EMABank, layout: Layout,
+        decoder: LatentDecoder | None, bin_edges: Tensor, on_unreadable: Callable[..., Any],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            data, sampling, validation: sections of the run's configuration.
+            seed: of the run.
+            param_dtype: dtype of compute.
+            info: of the dataset.
+            model, objective, ema, layout: of the run.
+            decoder: of latents; None where images are trained on, or no autoencoder is named.
+            bin_edges: inner edges in t of the bins of `loss_by_bin`.
+            on_unreadable: is told of every held-out image that cannot be decoded.
+        """
+        self._data, self._sampling, self._validation = data, sampling, validation
+        self._seed, self._param_dtype = seed, param_dtype
+        self._info, self._model, self._objective, self._ema, self._layout = info, model, objective, ema, layout
+        self._decoder, self._bin_edges, self._on_unreadable = decoder, bin_edges, on_unreadable
+        self._sampler = ImageSampler(model, objective, param_dtype, layout.device)
+
+    def validate(self) -> dict[str, float]:
+        """Held-out losses of the trained and of every averaged weight, by tag."""
+        layout, config = self._layout, self._validation
+        dataset = DATASETS[self._data.name](self._data, "validation")
+        count = min(config.num_images, len(dataset))
+        metrics = {}
+        for track in ("none", *self._ema.tracks):
+            batches = validation_batches(
+                dataset, self._info, count, config.batch_size, layout.rank, layout.world_size,
+                on_unreadable=self._on_unreadable,
+            )
+            with self._ema.weights(track, self._model):
+                losses = validation_loss(
+                    self._model, self._objective, batches, count=count, seed=self._seed, bin_edges=self._bin_edges,
+                    param_dtype=self._param_dtype, device=layout.device, sharded=layout.sharded,
+                )
+            prefix = "validation_metrics" if track == "none" else f"validation_metrics/{track}"
+            metrics |= {f"{prefix}/{name}": value for name, value in losses.items()}
+        return metrics
+
+    def sample_grid(self) -> Image.Image | None:
+        """Draw the grid of samples, a row per class; the first rank's picture."""
+        config = self._sampling
+        labels = grid_labels(config.classes, self._info.num_classes, config.images_per_class)
+        images = self._draw(labels, config.guidance_scale, "sampling")
+        if self._decoder:
+            images = self._decoder.decode(images)
+        if self._layout.rank != 0:
+            return None
+        rows = labels[:: config.images_per_class].tolist()
+        title = f"guidance {config.guidance_scale:g}"  # the animation writes the step
+        return image_grid(images, len(rows), config.images_per_class, class_labels(rows, self._info.class_names), title)
+
+    def held_out_picture(self) -> Image.Image | None:
+        """Decode held-out latents, which shows whether scale and shift are right; None without a decoder."""
+        if self._decoder is None or not self._info.has_validation:
+            return None
+        dataset = DATASETS[self._data.name](self._data, "validation")
+        return held_out_picture(dataset, self._decoder, self._info.class_names)
+
+    @property
+    def num_judged(self) -> int:
+        """Number of images in each of the two sets that `judge` draws."""
+        return len(balanced_labels(self._sampling.judge_images, self._info.num_classes))
+
+    def judge(self) -> dict[str, float]:
+        """Scores of guided and unguided samples by the dataset's judge, by name."""
+        labels = balanced_labels(self._sampling.judge_images, self._info.num_classes)
+        guided = self._draw(labels, self._sampling.guidance_scale, "evaluation")
+        unguided = self._draw(labels, 1.0, "evaluation")
+        return from_first_rank(self._judge_images, labels, {"": guided, "_unguided": unguided})
+
+    def _judge_images(self, labels: Tensor, sets: dict[str, Tensor]) -> dict[str, float]:
+        judge = build_judge(self._data)
+        return {
+            f"sample_{name}{suffix}": round(value, 4)
+            for suffix, images in sets.items()
+            for name, value in judge.judge(images, labels).items()
+            if not (suffix and name.endswith("_real"))  # the real images are the same
+        }
+
+    def _draw(self, labels: Tensor, guidance_scale: float, purpose: str) -> Tensor:
+        config = self._sampling
+        with self._ema.weights(config.ema_track, self._model):
+            return self._sampler.draw(
+                labels, self._seed, **config.method() | {"guidance_scale": guidance_scale},
+                batch_size=config.batch_size, sharded=self._layout.sharded, purpose=purpose,
+            )
+
+    @torch.no_grad()
+    def log_uncertainties(self, bins: int) -> dict[str, float]:
+        """The learned ln of the loss in the middle of each of equally likely bins of timesteps, by tag."""
+        density = self._objective.timestep_sampler.density
+        t = density.quantile((torch.arange(bins, dtype=torch.float64) + 0.5) / bins)
+        return self._objective.log_uncertainties(torch.logit(t).to(self._layout.device))

@@ -1,0 +1,1 @@
+"""Profiling: traces of single steps, and where their time went."""

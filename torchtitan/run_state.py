@@ -1,0 +1,333 @@
+"""The state of a run on one process: model, optimizer, averages, data and counters; built, saved and resumed as one.
+
+There is no loop here: `torchtitan.trainer` moves the state from step to step, `torchtitan.reports` reads it, and
+`torchtitan.supervision` resumes it from an earlier checkpoint after a fault.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data import DATASETS
+from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, checkpoint_steps, read_state, read_tensors
+from torchtitan.config.job import JobConfig
+from torchtitan.diffusion.guidance import drop_labels
+from torchtitan.diffusion.objective import LossTerms, Objective
+from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
+from torchtitan.distributed.collectives import from_first_rank
+from torchtitan.distributed.mesh import Layout, init_process_group
+from torchtitan.distributed.parallelize import named_parameters, parallelize
+from torchtitan.distributed.precision import compute_context
+from torchtitan.errors import CheckpointError
+from torchtitan.evaluation.decoding import run_decoder
+from torchtitan.files.remote_path import AnyPath
+from torchtitan.files.weight_files import check_finite, check_fits, fill
+from torchtitan.gns.capture import GradientTaps
+from torchtitan.gns.monitor import GNSMonitor, inner_edges
+from torchtitan.gns.rank_monitor import RankMonitor
+from torchtitan.models import MODELS
+from torchtitan.models.float8 import check_convertible, convert_to_float8
+from torchtitan.models.flops import check_macs
+from torchtitan.runs.folder import RunFolder
+from torchtitan.runs.status import remove_status
+from torchtitan.settings.record import effective
+from torchtitan.training.corrupt_images import CorruptImages
+from torchtitan.training.data_loading import TrainingData, microbatches_per_step
+from torchtitan.training.ema import EMABank
+from torchtitan.training.metrics import LossWindow, checked_lines
+from torchtitan.training.non_finite import not_finite
+from torchtitan.training.numerical_guard import NumericalGuard
+from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors
+
+logger = logging.getLogger(__name__)
+
+
+class RunState:
+    """All that a checkpoint holds, and what it is computed with.
+
+    Attributes:
+        step: optimizer steps made.
+        progress: the same in steps of training.global_batch_size: ahead of `step` once the batch has grown.
+        batch_size: images of the step just made, over all ranks.
+        reported: state of the reports in the checkpoint that the run resumed from.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        """Build the run, or resume it from its newest good checkpoint; collective.
+
+        Raises:
+            AutoencoderError: before there is a process group.
+            Busy: another process writes into the run's folder; on every rank.
+            RunFolderError, MiscountedModel, CheckpointError, DatasetError, OptimizerError, Float8Error: on every rank,
+                before anything is overwritten.
+        """
+        self.config = config
+        self.decoder = run_decoder(config.autoencoder, config.data, config.draws_pictures)
+        init_process_group(config.comm)
+        self.layout = layout = Layout(config.parallelism)
+        self.folder = RunFolder(config)
+        from_first_rank(check_macs, _model_on_meta(config), config.model.name)
+        self._check_initial_weights()
+        if config.float8.enable:
+            check_convertible(_model_on_meta(config), config.float8, config.training.local_batch_size)
+        from_first_rank(self._open_folder)
+        torch.use_deterministic_algorithms(config.debug.deterministic)
+
+        dataset = DATASETS[config.data.name](config.data, "train")
+        self.info = DATASETS[config.data.name].info(config.data)
+        self.objective = Objective(config.objective, config.debug.seed).to(layout.device)
+        self.checkpointer = Checkpointer(self.folder.checkpoints, config.checkpoint, layout.rank)
+        resumed_step = self.checkpointer.find() if config.checkpoint.enable else None
+        self.model = self._build_model(new=resumed_step is None)
+        edges = taps = None
+        if config.gns.enable:
+            edges = inner_edges(config.gns, self.objective.timestep_sampler.density, self.objective.path)
+            self.objective.timestep_sampler = self._timestep_sampler(edges)
+            taps = self._build_taps(edges) if config.gns.single_pass else None
+        if config.float8.enable:
+            convert_to_float8(self.model, config.float8)
+        self.train_module = parallelize(
+            self.model,
+            layout,
+            checkpointing=config.activation_checkpoint,
+            compiling=config.compile,
+            param_dtype=config.training.mixed_precision_param,
+            reduce_dtype=config.training.mixed_precision_reduce,
+        )
+        self.parameters = named_parameters(self.model)
+        beside = self.objective.parameters()
+        self.optimizer = build_optimizer(
+            self.parameters | beside, config.optimizer, self.model.blocks(),
+            lr_scales=dict.fromkeys(beside, config.objective.uncertainty_lr_scale),
+        )  # fmt: skip
+        self.ema = EMABank(self.parameters, config.ema, config.training.global_batch_size)
+        self.corrupt_images = CorruptImages(self.folder.path)
+        self.data = TrainingData(
+            dataset,
+            config.data,
+            info=self.info,
+            seed=config.debug.seed,
+            end_sample=config.training.steps * config.training.global_batch_size,
+            global_batch_size=config.training.global_batch_size,
+            local_batch_size=config.training.local_batch_size,
+            rank=layout.rank,
+            world_size=layout.world_size,
+            pin_memory=layout.device.type == "cuda",
+            on_unreadable=self.corrupt_images.record,
+        )
+        self.gns = self._build_gns(edges, taps) if config.gns.enable else None
+        self.bin_edges = self._bin_edges(config.metrics.loss_bins)
+        self.window = LossWindow(self.bin_edges, config.objective.heads)
+        self.guard = NumericalGuard(
+            config.training.max_skipped_steps, config.training.spike_threshold, layout.device, self.data.image_of
+        )
+        self.step = 0
+        self.progress = 0
+        self.batch_size = config.training.global_batch_size
+        self.reported: dict = {}
+        if resumed_step is not None:
+            self.resume(resumed_step)
+
+    # ------------------------------------------------------------------ where the run stands
+
+    @property
+    def batch_factor(self) -> int:
+        """Times training.global_batch_size in the next step: more than 1 where the batch has grown."""
+        wanted = self.gns.batch_factor if self.gns else 1
+        return min(wanted, self.config.training.steps - self.progress)
+
+    @property
+    def last_step(self) -> bool:
+        """Whether the run's last step has been made."""
+        return self.progress >= self.config.training.steps
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of the network's parameters."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+    # ------------------------------------------------------------------ the loss of a microbatch
+
+    def to_device(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Images, sample numbers and labels of a microbatch, where the model is."""
+        device = self.layout.device
+        return tuple(batch[key].to(device, non_blocking=True) for key in ("images", "samples", "labels"))
+
+    def loss_terms(
+        self, batch: tuple[Tensor, Tensor, Tensor], samples: GlobalBatch, *, measure: bool = False
+    ) -> LossTerms:
+        """Losses of a microbatch of a global batch; measure: tell the monitor of gradient noise that they begin."""
+        images, indices, labels = batch
+        draw = self.objective.draw(tuple(images.shape[1:]), samples, indices)
+        condition = self.condition(labels, indices, samples.attempt)
+        if measure:
+            self.gns.begin_microbatch(draw.t)
+        with compute_context(self.config.training.mixed_precision_param, self.layout.device, self.layout.sharded):
+            return self.objective.loss(self.train_module, images, condition, draw)
+
+    def condition(self, labels: Tensor, indices: Tensor, attempt: int) -> Tensor | None:
+        """Labels [B] of samples `indices` [B] as the network is trained on them, some dropped; None: it takes none."""
+        null_class = self.model.null_class
+        if null_class is None:
+            return None
+        return drop_labels(
+            labels, null_class, self.config.model.label_dropout, self.config.debug.seed, indices, attempt
+        )
+
+    # ------------------------------------------------------------------ saving and resuming
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the run's state by name; the tensors themselves."""
+        parts = {
+            "model": {name: parameter.detach() for name, parameter in self.parameters.items()},
+            "objective": self.objective.tensors(),
+            "optimizer": optimizer_tensors(self.optimizer, self.parameters | self.objective.parameters()),
+            "ema": self.ema.tensors(),
+            "gns": self.gns.tensors() if self.gns else {},
+        }
+        return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+    def state_dict(self, reports: dict) -> dict:
+        """Everything else of the run's state; called by all ranks, and equal on them but for `reports`.
+
+        Args:
+            reports: state of the first rank's reports.
+        """
+        return {
+            "config": effective(self.config),
+            "step": self.step,
+            "progress": self.progress,
+            "data": self.data.state_dict(),
+            "corrupt_images": self.corrupt_images.state_dict(),
+            "timestep_sampler": self.objective.timestep_sampler.state_dict(),
+            "loss_window": self.window.state_dict(),
+            "guard": self.guard.state_dict(),
+            "reports": reports,
+            "gns": self.gns.state_dict() if self.gns else {},
+        }
+
+    def fault(self) -> str:
+        """Name the weights, averages and optimizer states that are not finite; "" if all are; collective."""
+        measured = "gns."  # only looked at, never trained by
+        return not_finite({name: tensor for name, tensor in self.tensors().items() if not name.startswith(measured)})
+
+    def resume(self, step: int) -> None:
+        """Become what the run was after a step, from its checkpoint; collective. Raises CheckpointError."""
+        checkpoint = checkpoint_path(self.folder.checkpoints, step)
+        materialise_state(self.optimizer)
+        state, tensors = read_state(checkpoint), self.tensors()
+        if self.gns and not self.gns.fits(state.get("gns", {})):
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("gns.")}
+        read_tensors(checkpoint, tensors)
+        if found := self.fault():
+            raise CheckpointError(f"{checkpoint}: {found} (checkpoint.load_step resumes from an earlier one)")
+        try:
+            self._load_state(checkpoint, state)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            raise CheckpointError(f"{checkpoint}: state.json does not fit this run: {error!r}") from error
+
+    def _load_state(self, checkpoint: AnyPath, state: dict) -> None:
+        self.step = state["step"]
+        self.progress = state.get("progress", self.step)
+        images_left = (self.config.training.steps - self.progress) * self.config.training.global_batch_size
+        self.data.load_state_dict(state["data"], images_left)
+        self.corrupt_images.load_state_dict(state.get("corrupt_images", {}))
+        gns_state = dict(state.get("gns", {}))
+        try:
+            self.objective.timestep_sampler.load_state_dict(state["timestep_sampler"])
+        except ValueError as other:  # the sampler or its bins are others now
+            logger.warning(f"ignoring the state of the timestep sampler in {checkpoint}: {other}")
+            gns_state.pop("schedule", None)
+        self.window.load_state_dict(state["loss_window"])
+        self.guard.load_state_dict(state.get("guard", {}))
+        self.reported = _checked_reports(state.get("reports", {}), self.step)
+        if self.gns:
+            self.gns.load_state_dict(gns_state, self.step)
+
+    def close(self) -> None:
+        """Stop the loader's workers, and let a save end."""
+        self.data.close()
+        self.checkpointer.close()
+
+    # ------------------------------------------------------------------ building
+
+    def _open_folder(self) -> None:
+        self.folder.open()
+        remove_status(self.folder.path)
+
+    def _check_initial_weights(self) -> None:
+        """Refuse weights that do not fit or are not finite before the run's folder is made. Raises CheckpointError."""
+        path = self.config.checkpoint.initial_weights
+        if path and not checkpoint_steps(self.folder.checkpoints):
+            check_fits(Path(path), _model_on_meta(self.config))
+            check_finite(Path(path))
+
+    def _build_model(self, new: bool) -> torch.nn.Module:
+        model = _model_on_meta(self.config)
+        # Drawn whole on every rank, before sharding: the same weights on any layout.
+        torch.manual_seed(self.config.debug.seed)
+        model.to_empty(device=self.layout.device)
+        model.init_weights()
+        if new and self.config.checkpoint.initial_weights:
+            fill(model, Path(self.config.checkpoint.initial_weights))
+        return model.train()
+
+    def _build_taps(self, edges: Tensor) -> GradientTaps:
+        return GradientTaps(
+            self.model,
+            bin_edges=edges,
+            local_batch_size=self.config.training.local_batch_size,
+            sketch_size=self.config.gns.sketch_size,
+            seed=self.config.debug.seed,
+            adam=self.config.optimizer.name != "Muon",
+            device=self.layout.device,
+        )
+
+    def _build_gns(self, edges: Tensor, taps: GradientTaps | None) -> GNSMonitor:
+        config, ranks = self.config.gns, None
+        if config.rank_gradients:
+            ranks = RankMonitor(
+                self.train_module,
+                self.layout,
+                microbatches=self.data.microbatches_per_step,
+                num_bins=len(edges) + 1 if config.bin_pure_microbatches else None,
+                half_life=config.half_life * (1 if config.bin_pure_microbatches else len(edges) + 1),
+            )
+        return GNSMonitor(
+            config, objective=self.objective, edges=edges, taps=taps, ranks=ranks, layout=self.layout,
+            folder=self.folder.path, global_batch_size=self.config.training.global_batch_size,
+        )  # fmt: skip
+
+    def _timestep_sampler(self, edges: Tensor) -> TimestepSampler:
+        config, training = self.config, self.config.training
+        ordinary = self.objective.timestep_sampler
+        arguments = (ordinary.density, config.debug.seed, ordinary.spread)
+        if config.gns.bin_pure_microbatches:
+            parts = microbatches_per_step(
+                training.global_batch_size, training.local_batch_size, self.layout.world_size
+            )
+            return BinPureTimesteps(*arguments, edges=edges, microbatches_per_step=parts)
+        return AllocatedTimesteps(*arguments, edges=edges) if config.gns.allocate_timesteps else ordinary
+
+    def _bin_edges(self, bins: int) -> Tensor:
+        quantiles = torch.arange(1, bins, dtype=torch.float64) / bins
+        density = self.objective.timestep_sampler.density
+        return density.quantile(quantiles).to(torch.float32).to(self.layout.device)
+
+
+def _model_on_meta(config: JobConfig) -> torch.nn.Module:
+    info = DATASETS[config.data.name].info(config.data)
+    with torch.device("meta"):
+        return MODELS[config.model.name].build(config.model, info.image_shape, info.num_classes)
+
+
+def _checked_reports(state: dict, step: int) -> dict:
+    """The state of reports in a checkpoint of a step. Raises ValueError, TypeError: it is no such state."""
+    results, lines = state.get("results", {}), state.get("unsaved_metrics", [])
+    if not all(isinstance(value, int | float) for value in dict(results).values()):
+        raise ValueError("the results are no numbers")
+    return {"results": dict(results), "unsaved_metrics": checked_lines(lines, step)}

@@ -1,0 +1,110 @@
+"""The summary that closes a run: written while the disk allows it, or not, in words."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan import errors
+from torchtitan.distributed.compile import CompileCounter
+from torchtitan.files.optional import OptionalOutputs
+from torchtitan.run_state import RunState
+from torchtitan.runs.folder import versions
+from torchtitan.training.hardware import device_name
+from torchtitan.training.metrics import METRICS_FILE, MetricsLog, tail_medians
+
+logger = logging.getLogger(__name__)
+
+_TAIL_TAGS = (
+    "loss_metrics/global_avg_loss",
+    "throughput(img/s)",
+    "throughput(tps)",
+    "tflops",
+    "mfu(%)",
+    "time_metrics/end_to_end(s)",
+    "time_metrics/data_loading(%)",
+)
+LAST_TRIES_SECONDS = 10.0  # for what a completed run cannot write
+
+
+class RunSummary:
+    """Closes a run with `summary.json`; used by one rank."""
+
+    def __init__(self, state: RunState, outputs: OptionalOutputs, compilations: CompileCounter) -> None:
+        self._state = state
+        self._outputs = outputs
+        self._compilations = compilations
+
+    def close(self, log: MetricsLog, status: str, results: dict[str, Any], training_seconds: float) -> str | None:
+        """Write the last metrics and the summary.
+
+        Returns:
+            What is missing and would be missed, in words; None if nothing is.
+        """
+        completed, safe = status == "completed", self._state.config.checkpoint.enable
+        patience = LAST_TRIES_SECONDS if completed else 0.0
+        lacking, points = log.settle(patience)
+        if lacking:
+            held = len(log.unsaved())
+            those = "them" if held == lacking else f"the last {held}"
+            fate = f"the last checkpoint holds {those}, and the same command writes them" if safe else "they are lost"
+            problem = f"{lacking} of {points} metric points could not be written to {METRICS_FILE}; {fate}"
+            if completed:
+                return problem
+            logger.error(problem)
+        seconds = {"seconds_since_start": round(training_seconds, 1)}
+        summary = self._content(status, results) | seconds
+        written = _within(patience, lambda: self._write(summary))
+        if completed and not (written or safe):
+            return f"{self._state.folder.summary.name} could not be written, and checkpoint.enable is false"
+        return None
+
+    def fail(self, status: str, reason: str, results: dict[str, Any]) -> None:
+        """Write the summary of a run that cannot continue."""
+        self._write(self._content(status, results) | {"reason": reason})
+
+    def _write(self, summary: dict[str, Any]) -> bool:
+        fate = f"the run has ended: {summary['status']}"
+        if self._state.config.checkpoint.enable and summary["status"] == "completed":
+            fate = "the run has completed, and the same command writes it from the last checkpoint"
+        with self._outputs.attempt("the summary", self._state.folder.summary, consequence=fate):
+            self._state.folder.write_summary(summary)
+            return True
+        return False
+
+    def _content(self, status: str, results: dict[str, Any]) -> dict[str, Any]:
+        """Where the run ended, what it ran on, medians of its last points, and its results."""
+        state, config = self._state, self._state.config
+        return {
+            "status": status,
+            "step": state.step,
+            **({"progress": state.progress} if config.gns.grow_batch else {}),
+            "n_images_seen": state.data.next_sample,
+            **({"skipped_steps": state.guard.skipped} if state.guard.skipped else {}),
+            **({"rollbacks": state.guard.rollbacks} if state.guard.rollbacks else {}),
+            "layout": state.layout.describe(),
+            "device": device_name(state.layout.device),
+            "num_parameters": state.num_parameters,
+            "flops_per_image": state.model.flops_per_image(state.info.image_shape),
+            "tail_medians": self._tail_medians(),
+            **({"compile": self._compilations.counts()} if config.compile.enable else {}),
+            **results,
+            **({"checkpoint_failures": state.checkpointer.failures} if state.checkpointer.failures else {}),
+            "versions": versions(),
+        }
+
+    def _tail_medians(self) -> dict[str, float]:
+        path = self._state.folder.path / METRICS_FILE
+        try:
+            return tail_medians(path, _TAIL_TAGS)
+        except OSError as error:
+            logger.error(f"{path}: cannot be read: {errors.reason(error)}; the summary has no medians")
+            return {}
+
+
+def _within(seconds: float, work: Callable[[], bool]) -> bool:
+    """Do something, again and again for that time while it fails; whether it succeeded."""
+    deadline = time.monotonic() + seconds
+    while not (done := work()) and time.monotonic() < deadline:
+        time.sleep(min(1.0, seconds / 10))
+    return done

@@ -1,0 +1,73 @@
+"""Throughput of training between two logged points: images, tokens, TFLOP/s and MFU."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from torchtitan.training.data_loading import TrainingData
+from torchtitan.training.metrics import Stopwatch
+
+
+class Rates:
+    """Rates since the last lap; excluded work counts neither by its time nor by its images."""
+
+    def __init__(
+        self, data: TrainingData, *, flops_per_image: int, tokens_per_image: int, world_size: int,
+        peak_tflops: float | None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            data: counts images, and seconds of waiting for them.
+            flops_per_image: of forward and backward.
+            tokens_per_image: tokens that the network makes of an image.
+            world_size: devices that share the images.
+            peak_tflops: of one device in TFLOP/s, for the MFU; None: unknown, and no MFU is given.
+        """
+        self._data = data
+        self._flops_per_image = flops_per_image
+        self._tokens_per_image = tokens_per_image
+        self._world_size = world_size
+        self._peak_tflops = peak_tflops
+        self._watch = Stopwatch()
+        self._begin(0)
+
+    def restart(self, step: int) -> None:
+        """Begin a lap after a step, and forget the one that was under way."""
+        self._watch.lap()
+        self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        self._step, self._images, self._waited = step, self._data.next_sample, self._data.data_seconds
+
+    def excluded(self) -> AbstractContextManager:
+        """Exclude the time inside."""
+        return self._watch.excluded()
+
+    @contextmanager
+    def excluded_step(self) -> Iterator[None]:
+        """Exclude the train step inside: its time and its images."""
+        images, waited = self._data.next_sample, self._data.data_seconds
+        with self._watch.excluded():
+            yield
+        self._step += 1
+        self._images += self._data.next_sample - images
+        self._waited += self._data.data_seconds - waited
+
+    def lap(self, step: int) -> dict[str, float]:
+        """End a lap with a step and begin the next; metrics by tag, none if every step in it was excluded."""
+        steps, seconds = step - self._step, self._watch.lap()
+        if steps == 0:
+            return {}
+        images = (self._data.next_sample - self._images) / seconds
+        waited = self._data.data_seconds - self._waited
+        self._begin(step)
+        tflops = images * self._flops_per_image / self._world_size / 1e12
+        rates = {
+            "throughput(img/s)": images,
+            "throughput(tps)": images * self._tokens_per_image,
+            "tflops": tflops,
+            "time_metrics/end_to_end(s)": seconds / steps,
+            "time_metrics/data_loading(%)": 100.0 * waited / seconds,
+        }
+        if self._peak_tflops:
+            rates["mfu(%)"] = 100.0 * tflops / self._peak_tflops
+        return rates
