@@ -1,4 +1,4 @@
-"""Latents to images and back: cosmos_latent_decoder.py decode|encode|check ... --path TOKENIZER_FOLDER
+"""Decode, encode and check latents: cosmos_latent_decoder.py decode|encode|check ... --path TOKENIZER_FOLDER
 
     decode LATENTS     a .safetensors or .npy file of latents, or a folder of them -> one PNG per latent
     encode IMAGES...   image files or folders -> one .safetensors file of latents
@@ -37,7 +37,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class CosmosLatentDecoder:
-    """Decodes latents, a few at a time; a Cosmos tokenizer unless another autoencoder is named."""
+    """Decoder of latents, a few at a time; a Cosmos tokenizer unless another autoencoder is named."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class CosmosLatentDecoder:
             path, autoencoder, dtype: as in `build_autoencoder`.
             device: where to compute; None is the GPU where there is one.
             batch_size: latents at a time.
-            tile: side in pixels of the tiles that larger images are made of; None: none.
+            tile: tile side in pixels for larger images; None: no tiles.
             overlap: of neighbouring tiles in pixels; None is a quarter of the tile.
 
         Raises:
@@ -67,7 +67,9 @@ class CosmosLatentDecoder:
         self.batch_size = batch_size
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Raw latents [N, C, h, w] -> images [N, 3, H, W] float32 in [-1, 1], on the CPU. Raises AutoencoderError."""
+        """Decode raw latents [N, C, h, w] to images [N, 3, H, W] float32 in [-1, 1], on the CPU. Raises
+        AutoencoderError.
+        """
         return torch.cat([self.autoencoder.decode(part).cpu() for part in latents.split(self.batch_size)])
 
 
@@ -80,7 +82,7 @@ def main(words: list[str] | None = None) -> int:
     except OSError as error:
         print(f"{error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("interrupted; images that were written stay (go on with --first, or --overwrite them)", file=sys.stderr)
+        print("interrupted; images that were written stay (resume with --first, or --overwrite them)", file=sys.stderr)
         return 130
     return 2
 
@@ -92,12 +94,13 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
         add = commands.add_parser(name, help=run.__doc__).add_argument
         if name == "decode":
             add("source", metavar="LATENTS", type=Path, help="file of latents, or folder of such files")
-            add("--output", type=Path, help="folder for the PNGs (default: beside the latents)")
-            add("--first", metavar="NUMBER", type=at_least(0), default=0, help="latent to begin with, in each file")
-            add("--count", type=at_least(1), help="how many of each file (default: all)")
-            add("--factor", type=factor, help="what stored numbers are multiplied by, such as 16/255")
-            add("--normalized", action="store_true", help="the latents were normalized as the autoencoder's own "
-                "configuration says")
+            add("--output", type=Path, help="folder for the PNGs (default: that of the latents)")
+            add("--first", metavar="NUMBER", type=at_least(0), default=0,
+                help="number of the first latent, in each file")
+            add("--count", type=at_least(1), help="number of latents of each file (default: all)")
+            add("--factor", type=factor, help="factor on the stored numbers, such as 16/255")
+            add("--normalized", action="store_true",
+                help="the latents were normalized by the autoencoder's own configuration")
         else:
             add("sources", metavar="IMAGES", type=Path, nargs="+", help="image files, or folders of them")
             add("--image-size", type=at_least(1), default=256, help="pixels of each side after the usual resizing and "
@@ -107,7 +110,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
         if name == "check":
             add("--output", type=Path, default=Path("reconstruction.png"), help="picture to write")
             add("--pictures", type=at_least(1), default=8, help="images in the picture (default: 8)")
-        add("--overwrite", action="store_true", help="replace what is there already")
+        add("--overwrite", action="store_true", help="replace existing files")
         add("--autoencoder", choices=tuple(AUTOENCODERS), default="cosmos")
         add("--path", default="", help="the autoencoder's folder, or its name on the Hugging Face hub")
         add("--dtype", choices=tuple(DTYPES), help="of compute (default: float32; for cosmos that of its files)")
@@ -122,7 +125,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
 
 
 def at_least(lowest: int):
-    """A reader of whole numbers from `lowest` up."""
+    """Reader of whole numbers from `lowest` up."""
 
     def read(text: str) -> int:
         try:
@@ -137,7 +140,7 @@ def at_least(lowest: int):
 
 
 def factor(text: str) -> float:
-    """A positive number, also as a fraction."""
+    """Read a positive number, also as a fraction."""
     numerator, slash, denominator = text.partition("/")
     try:
         value = float(numerator) / (float(denominator) if slash else 1.0)
@@ -156,7 +159,7 @@ def open_decoder(arguments: argparse.Namespace) -> CosmosLatentDecoder:
 
 
 def decode(arguments: argparse.Namespace) -> int:
-    """latents -> PNGs"""
+    """Decode latents to PNGs."""
     files = [open_latents(path) for path in find_latents(arguments.source)]
     decoder = open_decoder(arguments)
     for file in files:
@@ -185,7 +188,7 @@ def decode(arguments: argparse.Namespace) -> int:
 
 
 def check_decodable(file: LatentFile, autoencoder: Autoencoder, arguments: argparse.Namespace) -> None:
-    """Raises AutoencoderError: the file's latents are not this autoencoder's, or the options do not fit them."""
+    """Check that the file's latents belong to this autoencoder, and the options to them. Raises AutoencoderError."""
     if arguments.first >= file.shape[0]:
         raise AutoencoderError(f"{file.path}: --first {arguments.first}: it holds {file.shape[0]} latents")
     if file.shape[1] != autoencoder.channels:
@@ -202,7 +205,7 @@ def check_decodable(file: LatentFile, autoencoder: Autoencoder, arguments: argpa
             f"{file.path}: holds whole numbers; give their unit (for imagenet_ci8x8.safetensors: --factor 16/255)"
         )
     if arguments.normalized and file.normalization:
-        raise AutoencoderError(f"{file.path}: says by itself how its latents are normalized (leave --normalized out)")
+        raise AutoencoderError(f"{file.path}: states its own normalization of latents (leave --normalized out)")
     if arguments.normalized and autoencoder.normalization is None:
         raise AutoencoderError(f"--normalized: {autoencoder.name} has no normalization of its own")
 
@@ -222,7 +225,7 @@ def picture_path(folder: Path, file: LatentFile, number: int) -> Path:
 
 
 def encode(arguments: argparse.Namespace) -> int:
-    """images -> latents"""
+    """Encode images to latents."""
     if arguments.output.suffix != ".safetensors":
         raise AutoencoderError(f"{arguments.output}: --output must end in .safetensors")
     refuse_existing(arguments.output, arguments.overwrite)
@@ -241,7 +244,7 @@ def encode(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """images -> latents -> images, with PSNR"""
+    """Check reconstruction quality: images -> latents -> images, with PSNR."""
     if arguments.output.suffix.lower() not in (".png", ".jpg", ".jpeg"):
         raise AutoencoderError(f"{arguments.output}: --output must end in .png or .jpg")
     refuse_existing(arguments.output, arguments.overwrite)
@@ -269,7 +272,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def find_images(sources: list[Path]) -> list[bytes]:
-    """The files given and those in the folders given. Raises AutoencoderError: there are none."""
+    """Find the given image files and those in the given folders. Raises AutoencoderError: there are none."""
     found = []
     for source in sources:
         if source.is_dir():
@@ -286,7 +289,7 @@ def find_images(sources: list[Path]) -> list[bytes]:
 def read_images(
     files: list[bytes], arguments: argparse.Namespace, autoencoder: Autoencoder, doing: str
 ) -> Iterator[tuple[list[str], Tensor]]:
-    """Names and images [B, 3, S, S] in batches, with a progress bar; what cannot be read is named and left out.
+    """Read names and images [B, 3, S, S] in batches, with a progress bar; unreadable files are named and left out.
 
     Raises:
         AutoencoderError: the size does not suit the autoencoder, or no image can be read.

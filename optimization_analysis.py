@@ -1,8 +1,8 @@
-"""What a folder of runs says about speed and memory: optimization_analysis.py FOLDER... [--out DIR]
+"""Analyse speed and memory of a folder of runs: optimization_analysis.py FOLDER... [--out DIR]
 
-Reads every run below the folders, those of sweeps with the sweep's record of what failed, and writes to
-FOLDER/analysis: runs.csv and runs.parquet (a row per run), cells.csv (repeats joined), analysis.md (findings and
-tables), pictures, and report.html with all of it.
+Reads every run below the folders, those of sweeps with the sweep's record of failures, and writes to FOLDER/analysis:
+runs.csv and runs.parquet (a row per run), cells.csv (repeats joined), analysis.md (findings and tables), pictures, and
+report.html with all of it.
 """
 
 import argparse
@@ -48,8 +48,8 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     add("folders", metavar="FOLDER", type=Path, nargs="+", help="a sweep's folder, or any above run folders, as "
         "outputs; several are analysed together")
     add("--out", type=Path, metavar="DIR", help="folder of the results (default: analysis in the first FOLDER)")
-    add("--warmup-steps", type=not_negative, metavar="N", help="steps left out at the start of every run (default: "
-        "what its sweep says, else a tenth of its steps)")
+    add("--warmup-steps", type=not_negative, metavar="N",
+        help="steps left out at the start of every run (default: its sweep's setting, else a tenth of its steps)")
     return parser.parse_args(words)
 
 

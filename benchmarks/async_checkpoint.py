@@ -1,10 +1,10 @@
-"""What saving between steps or beside them costs: python benchmarks/async_checkpoint.py [--rounds N]
+"""Cost of synchronous and asynchronous saves: python benchmarks/async_checkpoint.py [--rounds N]
 
 Trains DiT-B/2 (130 M parameters, Adam, one average: 2.1 GB a checkpoint) on synthetic images. A round takes steps
-without a save, then one save and as many steps as its write lasts; what these took beyond as many ordinary steps is the
-save's cost. Modes take turns. On a machine with CUDA pinned memory is measured too. On a CPU training has as many cores
-as OMP_NUM_THREADS says: with all of them the write beside it takes its time from the steps, with one less it does as on a
-machine whose steps are on a GPU. Adds to benchmarks/results/async_checkpoint.json.
+without a save, then one save and as many steps as its write lasts; their time beyond that of as many ordinary steps is
+the save's cost. Modes take turns. On a machine with CUDA pinned memory is measured too. On a CPU training has
+OMP_NUM_THREADS cores: with all of them the concurrent write takes its time from the steps, with one less it does not,
+as on a machine that computes steps on a GPU. Adds to benchmarks/results/async_checkpoint.json.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def build(folder: str, flavor: str, batch: int) -> Trainer:
-    """A trainer of synthetic latents, whose checkpoints are saved by hand."""
+    """Build a trainer of synthetic latents, with checkpoints saved by hand."""
     return Trainer(load_config([
         "--job.dump_folder", folder, "--model.flavor", flavor, "--data.name", "synthetic", "--data.kind", "noise",
         "--data.shape", "[4, 32, 32]", "--data.num_classes", "1000", "--training.local_batch_size", str(batch),
@@ -88,7 +88,7 @@ def build(folder: str, flavor: str, batch: int) -> Trainer:
 
 def timed_step(trainer: Trainer, device: torch.device) -> Callable[[], float]:
     def step() -> float:
-        """One step, to its end on the device; seconds."""
+        """Run one step, to its end on the device; seconds."""
         start = time.perf_counter()
         trainer.state.step += 1
         trainer.train_step()
@@ -100,7 +100,7 @@ def timed_step(trainer: Trainer, device: torch.device) -> Callable[[], float]:
 
 
 def measure(trainer: Trainer, keeper: Checkpointer, step: Callable[[], float], steps: int) -> dict[str, float]:
-    """Seconds of an ordinary step, of the call that saves, and what a save costs in all."""
+    """Measure seconds of an ordinary step, of the call that saves, and the total cost of a save."""
     ordinary = statistics.median(step() for _ in range(steps))
     start = time.perf_counter()
     keeper.save(trainer.state.step, trainer.state.tensors(), trainer.state.state_dict(trainer.reports.state_dict()))
@@ -118,7 +118,7 @@ def measure(trainer: Trainer, keeper: Checkpointer, step: Callable[[], float], s
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Medians over the rounds."""
+    """Summarise the rounds by medians."""
     return {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
 
 

@@ -1,4 +1,4 @@
-"""The batch size search against trying every batch size: python benchmarks/autotune_scan.py
+"""Batch size search against trying every batch size: python benchmarks/autotune_scan.py
 
 Three configurations on the CPU, alone, under DDP and sharded with recomputation. Each is first tried at every multiple of
 16 up to 128; then the search gets a memory budget between the needs of two neighbours, and must answer with the lower one.

@@ -1,4 +1,4 @@
-"""What averages of the weights cost: python benchmarks/ema_cost.py [--pairs N] [--batch B]
+"""Cost of averages of the weights: python benchmarks/ema_cost.py [--pairs N] [--batch B]
 
 Train steps of DiT-S/2 on 3x32x32 images, without averages and with three of them, one of each kind. Steps are
 interleaved in one process and the ratio is taken pair by pair. Writes benchmarks/results/ema_cost.json.
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def train_step(batch: int, tracks: list[dict]) -> Callable[[], None]:
-    """A step of a trainer that keeps these averages."""
+    """Train step with these averages."""
     trainer = Trainer(load_config([
         "--job.dump_folder", tempfile.mkdtemp(), "--model.flavor", "DiT-S/2", "--data.name", "synthetic",
         "--data.kind", "noise", "--data.shape", json.dumps(SHAPE), "--data.num_classes", str(CLASSES),

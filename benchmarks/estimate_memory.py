@@ -1,10 +1,9 @@
 """Estimated against measured memory of a training step: python benchmarks/estimate_memory.py [--batch B]
 
-Three models in three layouts, each in real processes on the CPU. Measured is the sum of all tensors that the CPU
-allocator has handed out and not taken back, at its highest in the third step of rank 0: the run's state as it stands
-before that step, and what the profiler recorded of allocations since. Memory that gloo's own threads give back is not
-in that record (`unseen`, what a step seems to leave behind): there the truth lies up to that much lower. Writes
-benchmarks/results/estimate_memory.json.
+Three models in three layouts, each in real processes on the CPU. Measured is the peak of all tensors allocated on the
+CPU in the third step of rank 0: the run's state before that step, and the allocations recorded by the profiler since.
+Memory freed by gloo's own threads is not in that record (`unseen`, the apparent remainder of a step): there the true
+value is up to that much lower. Writes benchmarks/results/estimate_memory.json.
 """
 
 import argparse
@@ -71,7 +70,7 @@ def main() -> None:
 
 
 def degrees(replicas: int, shards: int) -> list[str]:
-    """Command line of a layout."""
+    """Layout as words of a command line."""
     return [
         "--parallelism.data_parallel_replicate_degree", str(replicas),
         "--parallelism.data_parallel_shard_degree", str(shards),
@@ -79,15 +78,15 @@ def degrees(replicas: int, shards: int) -> list[str]:
 
 
 def measured_peak(words: list[str], world_size: int) -> tuple[int, int]:
-    """Train three steps in this process and measure the third.
+    """Measure the third of three train steps in this process.
 
     Args:
         words: command line of a configuration.
         world_size: processes of the run.
 
     Returns:
-        bytes of all tensors alive at the highest moment, the run's whole state included; bytes of which the step's
-        record shows no return although nothing stays.
+        bytes of all live tensors at the peak, the run's whole state included; bytes not freed according to the step's
+        record, although no tensor remains.
     """
     config = load_config([*words, "--checkpoint.enable", "false", "--sampling.enable", "false",
                           "--metrics.enable_tensorboard", "false"], world_size)

@@ -1,9 +1,9 @@
-"""Speed and memory of every size of model on this device: python benchmarks/flavors.py [--flavors DiT-S/2 ...]
+"""Speed and memory of every model size on this device: python benchmarks/flavors.py [--flavors DiT-S/2 ...]
 
-The grid of train_configs/sweeps/flavors.toml, precision x compile x activation checkpointing, each cell in a process of
-its own; a cell that runs out of memory is a row too. Started again, it goes on where it was. Medians over the steps
-after the warm-up with the interval between two order statistics (five steps: 93.75 %). Adds to
-benchmarks/results/flavors.json and prints the table of what is there.
+The grid of train_configs/sweeps/flavors.toml, precision x compile x activation checkpointing, each cell in a separate
+process; a cell that runs out of memory is a row too. Started again, it resumes. Medians over the steps after the
+warm-up with the interval between two order statistics (five steps: 93.75 %). Adds to benchmarks/results/flavors.json
+and prints its table.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--flavors", nargs="+", help="some of the file's (default: all)")
     parser.add_argument("--batches", nargs="+", default=["4"], help="some of the file's, per rank (default: 4)")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "flavors", help="folder of the runs")
-    parser.add_argument("--memory-limit", type=float, help="of a process on the CPU, in GiB; beyond, a cell is oom")
+    parser.add_argument("--memory-limit", type=float, help="of a process on the CPU, in GiB; above it, a cell is oom")
     arguments = parser.parse_args()
     sweep, folder = read_sweep(SWEEP), SweepFolder(arguments.output)
     sweep.settings.memory_limit_gib = arguments.memory_limit

@@ -1,10 +1,10 @@
-"""Whether choosing timesteps by measured noise saves what is predicted: python benchmarks/gns_allocation.py
+"""Predicted and realised savings of timesteps chosen by measured noise: python benchmarks/gns_allocation.py
 
 A small DiT is trained on digits; then its weights are frozen, and for each loss and spread of the timesteps
 
     predicted   noise and signal of 10 bins are measured by the taps of ordinary training steps; the Neyman shares and
                 the gradient variance that they promise, over that of the present sampler, follow from these alone
-    finer bins  what the same samples promise for the same shares when they are told apart by 30 bins
+    finer bins  the prediction of the same samples for the same shares by 30 bins
     realised    on other samples, batches are drawn with either sampler, importance weights on, and the variance of the
                 batches' mean gradients is measured directly, without bins, taps or sketches
 
@@ -12,13 +12,14 @@ in the plain geometry and in Adam's (row and column factors of the second moment
 losses are the rectified flow's velocity error, and the same error times (1 - t)^2, which is the error of the noise.
 
 Also realised are stratified timesteps against independent ones, and shares in proportion to the multiplier. "shift" is
-|mean gradient less the present sampler's|^2 / |mean gradient|^2, without bias: 0 where the objective is the same one.
+|mean gradient less the present sampler's|^2 / |mean gradient|^2, without bias: 0 where the objective is the same.
 Images are drawn with replacement, so that samples are independent. All intervals are of 95 %, by the jackknife over
 groups of batches where realised; 16 such comparisons with the prediction miss 0.8 times on average if all is right.
 
-Stratified timesteps also take out of the mean gradient what it varies with t within a bin. Ten bins do not see that:
-they promise too little of stratifying, and too much of other shares to whom stratifies already, where the mean gradient
-changes fast with t. Finer bins tell how much of a difference between prediction and realisation is due to it.
+Stratified timesteps also remove the mean gradient's variation with t within a bin. Ten bins do not measure that: they
+predict too small a gain of stratification, and too large a gain of other shares for stratified timesteps, where the
+mean gradient changes fast with t. Finer bins show how much of the difference between prediction and realisation is due
+to it.
 
 Writes benchmarks/results/gns_allocation.json.
 """
@@ -98,14 +99,14 @@ FIRST_MEASURED, FIRST_REALISED = 10_000_000, 20_000_000
 
 
 class Ratio(NamedTuple):
-    """A ratio with its 95 % interval."""
+    """Ratio with its 95 % interval."""
 
     value: float
     lower: float
     upper: float
 
     def holds(self, value: float) -> bool:
-        """Whether the interval holds a value."""
+        """Check whether the interval holds a value."""
         return self.lower <= value <= self.upper
 
 
@@ -147,7 +148,7 @@ def main() -> None:
 def build(
     folder: Path, loss: str, *, dim: int, num_layers: int, batch: int, bin_edges: Sequence[float]
 ) -> Trainer:
-    """A trainer with taps on every layer."""
+    """Build a trainer with taps on every layer."""
     config = folder / "allocation.toml"
     sizes = {"dim": dim, "num_layers": num_layers, "mlp_hidden_dim": 8 * round(dim / 3)}
     config.write_text(CONFIG.format(loss=LOSSES[loss], batch=batch, bin_edges=list(bin_edges), **sizes))
@@ -155,7 +156,7 @@ def build(
 
 
 def look(trainer: Trainer, steps: int, groups: int, group_size: int) -> list[dict]:
-    """Prediction and realisation with frozen weights: a row per spread, geometry and change of the sampler."""
+    """Compare prediction and realisation with frozen weights: a row per spread, geometry and change of the sampler."""
     ordinary = trainer.state.objective.timestep_sampler
     fine_edges = inner_edges(trainer.config.gns, ordinary.density, trainer.state.objective.path)
     edges, fine_mass = fine_edges[PARTS_OF_BIN - 1 :: PARTS_OF_BIN], bin_masses(ordinary.density, fine_edges)
@@ -197,7 +198,7 @@ def look(trainer: Trainer, steps: int, groups: int, group_size: int) -> list[dic
 
 
 def allocated(present: TimestepSampler, edges: Tensor, shares: Tensor) -> AllocatedTimesteps:
-    """The present sampler with other shares of the bins."""
+    """Sampler with other shares of the bins."""
     sampler = AllocatedTimesteps(present.density, present.seed, present.spread, edges=edges)
     sampler.set_shares(shares)
     return sampler
@@ -209,7 +210,7 @@ def allocated(present: TimestepSampler, edges: Tensor, shares: Tensor) -> Alloca
 def measure(
     trainer: Trainer, draws: "FrozenDraws", sampler: TimestepSampler, steps: int, parts_of_bin: int = 1
 ) -> dict[str, tuple[BinEstimates, BinEstimates]]:
-    """What the taps' sketches say of every geometry: by the trainer's bins, and by bins of several of these each."""
+    """Measure by the taps' sketches in every geometry: by the trainer's bins, and by bins of several of these each."""
     taps, batch = trainer.state.gns._taps, trainer.config.training.local_batch_size
     bin_of = torch.arange(taps.num_bins) // parts_of_bin
     num_bins = int(bin_of[-1]) + 1
@@ -253,7 +254,7 @@ class FrozenDraws:
 
 
 class Realised:
-    """Gradient variances of samplers, by groups of batches that all samplers share but for their timesteps."""
+    """Gradient variances of samplers, by groups of batches that differ in their timesteps only."""
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
@@ -261,7 +262,7 @@ class Realised:
         self._means: dict[Hashable, Tensor] = {}  # [groups, P] each
 
     def add(self, sampler: Hashable, group: int, gradients: Tensor, factors: dict[str, Tensor]) -> None:
-        """Count one group's mean gradients [M, P]; `factors` [P] of every geometry."""
+        """Add one group's mean gradients [M, P]; `factors` [P] of every geometry."""
         for geometry, factor in factors.items():
             centred = (gradients - gradients.mean(0)) * factor
             variance = centred.square().sum(1).double().sum().item() / (len(gradients) - 1)
@@ -271,7 +272,7 @@ class Realised:
         self._means[sampler][group] = gradients.mean(0)
 
     def ratio(self, new: Hashable, old: Hashable, geometry: str) -> Ratio:
-        """Variance of one sampler's batches over that of another's."""
+        """Ratio of the variance of one sampler's batches to that of another's."""
         variances = torch.tensor([self._variances[sampler, geometry] for sampler in (new, old)], dtype=torch.float64)
         sums = variances.sum(1, keepdim=True)
         without = (sums - variances).log()  # each group left out
@@ -280,7 +281,7 @@ class Realised:
         return Ratio(*(math.exp(value + sign * reach) for sign in (0, -1, 1)))
 
     def shift(self, new: Hashable, old: Hashable) -> tuple[float, float]:
-        """|G_new - G_old|^2 / |G_old|^2 without bias, of the mean gradients, and its standard error."""
+        """Shift |G_new - G_old|^2 / |G_old|^2 without bias, of the mean gradients, and its standard error."""
         between, signal = _pairs(self._means[new] - self._means[old]), _pairs(self._means[old])
         return (between[0] / signal[0]).item(), _jackknife_stderr(between[1:] / signal[1:])
 
@@ -288,7 +289,7 @@ class Realised:
 def realise(
     trainer: Trainer, draws: FrozenDraws, samplers: dict[Hashable, TimestepSampler], groups: int, group_size: int
 ) -> Realised:
-    """Mean gradients of groups x group_size batches of every sampler."""
+    """Realise mean gradients of groups x group_size batches of every sampler."""
     parameters = list(trainer.state.model.parameters())
     factors = geometry_factors(trainer)
     found, batch = Realised(groups), trainer.config.training.local_batch_size
@@ -320,7 +321,7 @@ def geometry_factors(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _pairs(vectors: Tensor) -> Tensor:
-    """Mean inner product of two different of the vectors [N, P]: of all, then with each left out; float64 [N + 1]."""
+    """Pairwise mean inner product of different vectors [N, P]: of all, then with each left out; float64 [N + 1]."""
     gram = (vectors @ vectors.T).double().fill_diagonal_(0.0)
     count = len(gram)
     all_pairs, own = gram.sum(), gram.sum(1)

@@ -1,9 +1,9 @@
-"""What measuring the gradient noise scale costs: python benchmarks/gns_cost.py [--flavors DiT-S/2 DiT-B/2] [--rounds N]
+"""Cost of measuring the gradient noise scale: python benchmarks/gns_cost.py [--flavors DiT-S/2 DiT-B/2] [--rounds N]
 
 Train steps of one trainer on 3x32x32 images (256 tokens), in turns: without measurement, with the free tier, with a
 measured step (sketches of every layer, Adam's factors, pooling), in an order drawn anew in every round, each as a ratio
-to the round's step without. The default setting measures one step in eight. Peak memory is that of a process of its
-own, with measurement at the default setting and without, logging included. Adds to benchmarks/results/gns_cost.json.
+to the round's step without. The default setting measures one step in eight. Peak memory is that of a separate process,
+with measurement at the default setting and without, logging included. Adds to benchmarks/results/gns_cost.json.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def measure(flavor: str, batch: int, rounds: int) -> dict:
-    """Costs of one flavor as ratios to a step without measurement, medians with 95 % intervals."""
+    """Measure the costs of one flavor as ratios to a step without measurement, medians with 95 % intervals."""
     times = in_turns(build_trainer(flavor, batch, True), rounds)
     result = {"batch": batch, "rounds": rounds, "step_seconds": statistics.median(off for off, _, _ in times)}
     amortised = []
@@ -86,7 +86,7 @@ def build_trainer(flavor: str, batch: int, enable: bool) -> Trainer:
 
 
 def in_turns(trainer: Trainer, rounds: int) -> list[tuple[float, ...]]:
-    """Seconds of a step of each arm, round by round, after three rounds of warm-up."""
+    """Time a step of each arm in turns, round by round, after three rounds of warm-up; seconds."""
     monitor, order, found = trainer.state.gns, random.Random(0), []
 
     def step(arm: str) -> None:

@@ -1,4 +1,4 @@
-"""How near the online estimates of the gradient noise scale come to exact ones: python benchmarks/gns_estimators.py
+"""Error of the online estimates of the gradient noise scale against exact ones: python benchmarks/gns_estimators.py
 
 Small DiTs are trained on real images, and at three ages, with weights frozen, the same samples are measured twice: by
 the taps of a training step with fresh projections every time, and exactly, by one gradient per sample. Reported are
@@ -7,11 +7,11 @@ errors of ln B_simple over the timestep bins, as root mean squares, of
     sketch      the whole model, N measured steps one after another, against the exact value of these steps
     composite   4 N steps, every fourth one measured, free parts on all: against the exact value of all of them
     adaLN       the modulation part alone on the first N steps: its error, and its bias, the geometric mean of the ratio
-    other       the exact value of the first N steps against that of all later ones: what sampling alone is worth; and
-                in how many bins the sketch agrees with the later ones within the 95 % intervals of both
+    other       the exact value of the first N steps against that of all later ones: the error of sampling alone; and
+    the number of bins in which the sketch agrees with the later ones within the 95 % intervals of both
 
-in the plain geometry and in Adam's (row and column factors of the second moment, on both sides); `v factored` is how
-far exact values with these factors are from those with Adam's second moment element by element. Writes
+in the plain geometry and in Adam's (row and column factors of the second moment, on both sides); `v factored` is the
+error of exact values with these factors against those with Adam's second moment element by element. Writes
 benchmarks/results/gns_estimators.json, and the steps' sums to outputs/gns_estimators.
 """
 
@@ -90,12 +90,13 @@ def main() -> None:
     parser.add_argument("--cifar10", help="folder of CIFAR-10")
     parser.add_argument(
         "--ages", type=int, nargs="+", default=[150, 500, 1500],
-        help="steps trained before each look; results of others are kept",
+        help="steps trained before each measurement; results of others are kept",
     )  # fmt: skip
-    parser.add_argument("--measured", type=int, default=32, help="N: measured steps of a look, at frozen weights")
-    parser.add_argument("--batch", type=int, default=256, help="samples of a step of a look")
+    parser.add_argument("--measured", type=int, default=32,
+        help="N: measured steps of a measurement, at frozen weights")
+    parser.add_argument("--batch", type=int, default=256, help="samples of a step of a measurement")
     parser.add_argument("--sketch-size", type=int, default=GNSConfig().sketch_size)
-    parser.add_argument("--reuse", action="store_true", help="what the last run has measured")
+    parser.add_argument("--reuse", action="store_true", help="the last run's measurements")
     arguments = parser.parse_args()
     for name in arguments.data:
         if name == "cifar10" and not arguments.cifar10:
@@ -129,7 +130,7 @@ def main() -> None:
 
 
 def write(data: str, rows: list[dict], arguments: argparse.Namespace) -> None:
-    """Put the results beside those of other data sets and ages."""
+    """Write the results together with those of other data sets and ages."""
     path = ROOT / "benchmarks" / "results" / "gns_estimators.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     done = [row for row in results.get(data, {}).get("rows", ()) if row["age"] not in arguments.ages]
@@ -149,7 +150,7 @@ def train_to(trainer: Trainer, age: int) -> None:
 
 
 def copy_state(trainer: Trainer, to: Trainer) -> None:
-    """Weights and moments; the other trainer's batch may be another."""
+    """Copy weights and moments; the other trainer's batch may differ."""
     to.model.load_state_dict(trainer.state.model.state_dict())
     materialise_state(to.optimizer)
     copies = optimizer_tensors(to.optimizer, to.parameters)
@@ -158,7 +159,7 @@ def copy_state(trainer: Trainer, to: Trainer) -> None:
 
 
 def steps_of_look(trainer: Trainer, age: int, measured: int) -> list[tuple[StepSums, dict[str, PairSums]]]:
-    """With frozen weights, what the taps and what single gradients say of every step."""
+    """Steps of a measurement with frozen weights: sums of every step by the taps and by single gradients."""
     first = 10_000_000 * age  # samples that training never sees
     steps = []
     for number in tqdm(range(MEASURED_EVERY * measured), desc=f"age {age}", leave=False):
@@ -169,7 +170,7 @@ def steps_of_look(trainer: Trainer, age: int, measured: int) -> list[tuple[StepS
 
 
 def judge_look(steps: list[tuple[StepSums, dict[str, PairSums]]], measured: int) -> list[dict]:
-    """A row per geometry."""
+    """Judge a measurement: a row per geometry."""
     num_bins, geometries = len(steps[0][0].count), GEOMETRIES
     keys = ("sketch", "modulation", "exact", "all exact", "elementwise", "other")
     pools = {(g, key): DecayedSums(num_bins, math.inf) for g in geometries for key in keys}
@@ -193,7 +194,7 @@ def judge_look(steps: list[tuple[StepSums, dict[str, PairSums]]], measured: int)
 
 
 def save_steps(path: Path, steps: list[tuple[StepSums, dict[str, PairSums]]]) -> None:
-    """Keep what was measured, so that a change of what is pooled from it needs no new measurement."""
+    """Save the steps' sums, so that a change of the pooling needs no new measurement."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save([(vars(sums), {kind: vars(pairs) for kind, pairs in exact.items()}) for sums, exact in steps], path)
 
@@ -208,7 +209,7 @@ def _measured_for_composite(number: int) -> bool:
 
 
 def _without_sketches(sums: StepSums) -> StepSums:
-    """What a step that is not measured leaves."""
+    """Sums of a step that is not measured."""
     squares, products = sums.squares.clone(), sums.products.clone()
     squares[PARTS.index("token")], products[PARTS.index("token")] = math.nan, math.nan
     return StepSums(sums.count, sums.square_losses, sums.pairs, squares, products)
@@ -237,7 +238,9 @@ def _samples(trainer: Trainer, first: int, number: int):
 
 
 def _exact(trainer: Trainer, first: int, number: int, elementwise: bool) -> dict[str, PairSums]:
-    """Sums of a step from one gradient per sample, in every geometry, and with Adam's own second moment if wanted."""
+    """Exact sums of a step from one gradient per sample, in every geometry, and with Adam's own second moment if
+    wanted.
+    """
     x0, condition, draw = _samples(trainer, first, number)
     parameters = {name: parameter.detach() for name, parameter in trainer.state.model.named_parameters()}
     objective, model = trainer.state.objective, trainer.state.model
@@ -322,7 +325,7 @@ def _row(geometry: str, found: dict[str, BinEstimates]) -> dict:
 
 
 def _agree(one: BinEstimates, other: BinEstimates) -> Tensor:
-    """Whether two estimates from different samples differ by no more than the 95 % intervals of both allow, per bin."""
+    """Check whether two estimates from different samples agree within the 95 % intervals of both, per bin."""
     first_below = one.b_simple < other.b_simple
     below, above = ([one, other], [other, one])
     low, high = (

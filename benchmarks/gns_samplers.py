@@ -1,4 +1,4 @@
-"""Whether samplers of t with less gradient variance train better: python benchmarks/gns_samplers.py
+"""Training with samplers of t of less gradient variance: python benchmarks/gns_samplers.py
 
 Training runs of a small DiT on digits, equal in samples, weights at the start, images, noise and label drops, differing
 in how timesteps are drawn:
@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def run(loss: str, sampler: str, seed: int, steps: int, batch: int) -> dict:
-    """One training run: its held-out curve, and how timesteps were shared out in the end."""
+    """Run one training: its held-out curve, and the final shares of timesteps."""
     objective, gns = SAMPLERS[sampler]
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "run.toml"
@@ -157,7 +157,7 @@ def run(loss: str, sampler: str, seed: int, steps: int, batch: int) -> dict:
 
 
 def held_out_loss(trainer: Trainer) -> float:
-    """Of the EMA weights, over the same triples in every run."""
+    """Held-out loss of the EMA weights, over the same triples in every run."""
     dataset = DATASETS[trainer.config.data.name](trainer.config.data, "validation")
     with trainer.state.ema.weights("ema", trainer.state.model):
         found = validation_loss(
@@ -174,7 +174,7 @@ def _triples(dataset) -> Iterator[dict[str, Tensor]]:
 
 
 def compared(runs: dict[tuple, dict], loss: str, sampler: str, base: str, seeds: int) -> dict:
-    """Final losses and samples of one sampler against another's, by seeds."""
+    """Compare final losses and samples of one sampler with another's, by seeds."""
     pairs = [(runs[loss, sampler, seed]["curve"], runs[loss, base, seed]["curve"]) for seed in range(seeds)]
     changes = [new[-1][1] / old[-1][1] - 1.0 for new, old in pairs]
     factors = [math.log(samples_factor(new, old)) for new, old in pairs]
@@ -194,7 +194,7 @@ def samples_factor(new: Curve, old: Curve) -> float:
 
 
 def _reached(curve: Curve, loss: float) -> float:
-    """Samples at which a curve first is as low as `loss`, by linear interpolation."""
+    """Samples at which a curve first reaches `loss`, by linear interpolation."""
     place = next(i for i, (_, value) in enumerate(curve) if value <= loss)
     if place == 0:
         return curve[0][0]

@@ -1,4 +1,4 @@
-"""What the latent store delivers: python benchmarks/latent_store.py [--images N] [--rounds N]
+"""Throughput and memory of the latent store: python benchmarks/latent_store.py [--images N] [--rounds N]
 
 Latents 4x32x32, mean and standard deviation in float16, in random order and batches of 256, from memory (each image is
 read once before). Two processes read at once; rounds of the store and of one .npy file per image take turns, and the
@@ -112,7 +112,7 @@ def read_npy(folder: Path) -> Callable[[np.ndarray], object]:
 
 
 def images_per_second(way: Callable, folder: Path, num_images: int) -> float:
-    """Of processes that share the images in random order, from the moment that all are ready."""
+    """Images per second of processes that share the images in random order, from the moment that all are ready."""
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(PROCESSES + 1)
     readers = [
@@ -140,10 +140,9 @@ def read_share(way: Callable, folder: Path, num_images: int, rank: int, barrier)
 
 
 def memory_growth(store: Path) -> dict[str, float]:
-    """How far RANKS processes together grow while each reads all, in stores, by kind of page.
+    """Memory growth of RANKS processes together while each reads all, in stores, by kind of page.
 
-    Pages of the store are the system's cache, which it takes back when memory is short; "anonymous" is what the
-    processes keep for themselves.
+    Pages of the store are the system's cache, reclaimed when memory is short; "anonymous" is the processes' own memory.
     """
     context = multiprocessing.get_context("fork")
     barrier, grown = context.Barrier(RANKS), context.Queue()
@@ -178,7 +177,7 @@ def proportional_bytes() -> dict[str, int]:
 
 
 def seconds_to_open(folder: Path) -> float:
-    """An index and files of the right sizes that take no room on the disk."""
+    """Seconds to open an index and files of the right sizes that take no room on the disk."""
     plan = plan_of(IMAGENET)
     folder.mkdir()
     shards = []

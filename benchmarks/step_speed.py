@@ -1,10 +1,9 @@
-"""A train step of this DiT against diffusers' `DiTTransformer2DModel`: python benchmarks/step_speed.py [--flavors ...]
+"""Train step of this DiT against diffusers' `DiTTransformer2DModel`: python benchmarks/step_speed.py [--flavors ...]
 
 The same sizes, images of 3x32x32 (256 tokens), labels, loss, precision and optimizer (fused AdamW); only the model
-differs. Eager, compiled (ours block by block) and compiled whole (diffusers' is so in both), interleaved in one
-process, which goes first drawn at random, ratio pair by pair. Peak memory is that of a process of its own. With
---profile the share of a step's time by kind of operation is kept too. Adds to benchmarks/results/step_speed.json.
-Needs diffusers.
+differs. Eager, compiled (ours block by block) and compiled whole (diffusers' in both), interleaved in one process in
+random order, ratio pair by pair. Peak memory is that of a separate process. With --profile the share of a step's time
+by kind of operation is kept too. Adds to benchmarks/results/step_speed.json. Needs diffusers.
 """
 
 import argparse
@@ -65,7 +64,7 @@ def main() -> None:
 
 
 def measure(flavor: str, mode: str, arguments: argparse.Namespace, device: torch.device) -> dict:
-    """Ratios of our step to diffusers', below 1 where ours is faster or smaller."""
+    """Measure the ratios of our step to diffusers', below 1 where ours is faster or smaller."""
     models = {kind: build(kind, flavor, mode, device) for kind in ("ours", "diffusers")}
     ours, theirs = (train_step(model, arguments.batch, device) for model in models.values())
     times = interleaved(ours, theirs, arguments.pairs, device)
@@ -89,7 +88,9 @@ def measure(flavor: str, mode: str, arguments: argparse.Namespace, device: torch
 
 
 def build(kind: str, flavor: str, mode: str, device: torch.device) -> nn.Module:
-    """Either model as `model(x [B, C, H, W], t [B], classes [B])`, its prediction of as many channels."""
+    """Build either model as `model(x [B, C, H, W], t [B], classes [B])`, with as many output channels as its prediction
+    has.
+    """
     torch.manual_seed(0)
     family = MODELS["dit"]
     if kind == "ours":
@@ -117,7 +118,7 @@ def build(kind: str, flavor: str, mode: str, device: torch.device) -> nn.Module:
 
 
 class Transposed(nn.Module):
-    """diffusers' model, called as ours is."""
+    """Adapter of diffusers' model to our call."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

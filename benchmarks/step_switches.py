@@ -1,7 +1,7 @@
-"""What each choice in the making of a step brings: python benchmarks/step_switches.py [--flavor DiT-S/2] [--pairs N]
+"""Gain of each choice in a train step: python benchmarks/step_switches.py [--flavor DiT-S/2] [--pairs N]
 
 Train steps of one model on 3x32x32 images (of the last two, the update alone) with the choice and without it,
-interleaved in one process, which goes first drawn at random, ratio pair by pair: below 1, the choice is faster. Adds
+interleaved in one process in random order, ratio pair by pair: below 1, the choice is faster. Adds
 to benchmarks/results/step_switches.json.
 """
 
@@ -104,7 +104,7 @@ def modulation_by_block(flavor: str, batch: int, device: torch.device) -> tuple[
         block.modulation = None
 
     class Shares(nn.Module):
-        """Hands a block its part of the one product, made by the first block of the step."""
+        """Shares of the one product, made by the first block of the step, for each block."""
 
         def __init__(self, number: int) -> None:
             super().__init__()

@@ -1,8 +1,8 @@
-"""What each timestep sampler costs per step: python benchmarks/timestep_samplers.py [--batch B] [--rounds N]
+"""Cost of each timestep sampler per step: python benchmarks/timestep_samplers.py [--batch B] [--rounds N]
 
-Timesteps of a global batch are drawn, and those samplers that learn take in its losses: what one process of a run does
-in a step, but for the model. Samplers are visited in turn, and the median and its 95 % interval are taken per sampler.
-On a discrete DDPM path and on the rectified flow, each sample by itself and spread over strata.
+Timesteps of a global batch are drawn, and samplers that learn observe its losses: one process's work in a step, without
+the model. Samplers are visited in turn, and the median and its 95 % interval are taken per sampler. On a discrete DDPM
+path and on the rectified flow, each sample by itself and spread over strata.
 
 Writes benchmarks/results/timestep_samplers.json.
 """
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def configurations() -> dict[tuple[str, str, str], ObjectiveConfig]:
-    """Every sampler on the paths that it is for, by (name, path, spread)."""
+    """Configurations of every sampler on its paths, by (name, path, spread)."""
     found = {}
     for name in get_args(get_type_hints(ObjectiveConfig)["timestep_sampler"]):
         for path in PATH_NAMES:
@@ -88,7 +88,7 @@ def configurations() -> dict[tuple[str, str, str], ObjectiveConfig]:
 
 
 def step_seconds(sampler: TimestepSampler, number: int, size: int, device: torch.device) -> float:
-    """One step of a process that has the whole batch."""
+    """Seconds of one step of a process that has the whole batch."""
     batch, indices = GlobalBatch(number * size, size), torch.arange(number * size, (number + 1) * size, device=device)
     loss, skip = torch.rand(size, device=device), torch.tensor(False, device=device)
     _wait(device)

@@ -1,8 +1,8 @@
-"""What the trainer costs beside a bare PyTorch loop: python benchmarks/trainer_overhead.py [--pairs N] [--batch B]
+"""Overhead of the trainer over a bare PyTorch loop: python benchmarks/trainer_overhead.py [--pairs N] [--batch B]
 
 One train step of DiT-S/2 on 3x32x32 images, by the trainer and by the shortest loop that trains the same model
 with the same optimizer, clipping and EMA. Steps are interleaved (trainer, loop, trainer, ...) in one process and
-the ratio is taken pair by pair; peak memory is that of a process of its own for each. Writes
+the ratio is taken pair by pair; peak memory is that of a separate process for each. Writes
 benchmarks/results/trainer_overhead.json.
 """
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def trainer_step(batch: int) -> Callable[[], None]:
-    """A step of the trainer, logging and finite check included."""
+    """Step of the trainer, logging and finite check included."""
     folder = tempfile.mkdtemp()
     trainer = Trainer(load_config([
         "--job.dump_folder", folder, "--model.flavor", "DiT-S/2", "--data.name", "synthetic", "--data.kind", "noise",
@@ -81,7 +81,7 @@ def trainer_step(batch: int) -> Callable[[], None]:
 
 
 def loop_step(batch: int, device: torch.device) -> Callable[[], None]:
-    """The shortest loop: images in memory, torch's own random numbers, no metrics."""
+    """Step of the shortest loop: images in memory, torch's own random numbers, no metrics."""
     family = MODELS["dit"]
     model = family.build(family.flavors["DiT-S/2"], SHAPE, CLASSES).to(device)
     model.init_weights()
@@ -110,7 +110,7 @@ def loop_step(batch: int, device: torch.device) -> Callable[[], None]:
 def interleaved(
     ours: Callable[[], None], bare: Callable[[], None], pairs: int, device: torch.device
 ) -> list[tuple[float, float]]:
-    """Seconds of each step, pair by pair, after three pairs of warm-up; which goes first alternates at random."""
+    """Interleave steps, pair by pair, after three pairs of warm-up, in alternating random order; seconds of each."""
     order = random.Random(0)
     times = []
     for _ in range(pairs + 3):

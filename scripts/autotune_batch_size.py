@@ -2,7 +2,7 @@
 
 Each batch size is tried by a few steps of train.py in fresh processes. The number for training.local_batch_size is
 printed to stdout, all else to stderr. Tries are kept in <job.dump_folder>/autotune: the same question again is answered
-from there, and a search that was stopped goes on. Exit codes: 0 found, 1 nothing fits or a try failed, 2 refused.
+from there, and an interrupted search resumes. Exit codes: 0 found, 1 nothing fits or a try failed, 2 refused.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main(words: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        print("stopped; the same command resumes", file=sys.stderr)
         return 130
     _say(f"{result.goal}: training.local_batch_size = {result.batch_size} ({result.record})")
     print(result.batch_size)
@@ -48,7 +48,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def split_arguments(words: list[str]) -> tuple[list[str], list[str]]:
-    """Part this script's options from train.py's, which have a dot in their names."""
+    """Split this script's options from train.py's, which have a dot in their names."""
     own, overrides, rest = [], [], list(words)
     while rest:
         word = rest.pop(0)
@@ -76,7 +76,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     add("--memory", type=float, metavar="GIB", help="of each process (default: the CUDA device's; needed on the CPU)")
     add("--processes", type=int, default=1, metavar="N", help="of the run (default: 1)")
     add("--timeout", type=float, default=1800.0, metavar="SECONDS", help="for one try (default: 1800)")
-    add("--fresh", action="store_true", help="do not use what earlier searches have found")
+    add("--fresh", action="store_true", help="do not use results of earlier searches")
     options = parser.parse_args(words)
     if options.processes < 1:
         parser.error(f"argument --processes: must be at least 1, is {options.processes}")
@@ -85,7 +85,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
 
 def _refuse_given_batch_size(overrides: list[str]) -> None:
     if "training.local_batch_size" in read_command_line(overrides)[0]:
-        raise AutotuneRefused("command line: --training.local_batch_size: is what is searched for (remove it)")
+        raise AutotuneRefused("command line: --training.local_batch_size: is the result of the search (remove it)")
 
 
 def _say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: scripts/breakdown.py RUN_FOLDER|TRACE [options].
+"""Time of a training step by kind of operation: scripts/breakdown.py RUN_FOLDER|TRACE [options].
 
 The shares of attention, matrix products, pointwise operations and norms, communication, data, optimizer and EMA, per
 phase of the step, and the ten longest kernels or operations. Of a run's folder the newest trace is read, and the page
@@ -46,11 +46,11 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
         prog="breakdown.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("source", metavar="RUN_FOLDER|TRACE", type=Path, help="a run's folder, as outputs/digits, or a file that "
-        "torch.profiler has exported")
+    add("source", metavar="RUN_FOLDER|TRACE", type=Path,
+        help="a run's folder, as outputs/digits, or a trace exported by torch.profiler")
     add("--step", type=int, help="of a run folder: last step of the trace (default: the newest)")
-    add("--rank", type=int, help="of a run folder: whose trace (default: 0)")
-    add("--output", type=Path, metavar="FOLDER", help="where breakdown.md and breakdown.json are written")
+    add("--rank", type=int, help="of a run folder: rank of the trace (default: 0)")
+    add("--output", type=Path, metavar="FOLDER", help="folder for breakdown.md and breakdown.json")
     return parser.parse_args(words)
 
 

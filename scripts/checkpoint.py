@@ -1,4 +1,4 @@
-"""Look after checkpoints: list, verify and compare them, and bring weights to and from published layouts.
+"""Manage checkpoints: list, verify and compare them, and export or import weights in published layouts.
 
 Exit codes: 0; 1: verify found damage, or diff a difference; 2: refused, nothing written.
 """
@@ -82,15 +82,16 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     command.add_argument("--step", type=int, help="checkpoint of this step (default: the newest good one)")
     command.add_argument("--ema", metavar="TRACK", help="EMA track, or 'none' (default: sampling.ema_track)")
     command.add_argument("--format", choices=(OWN, *LAYOUTS), required=True)
-    command.add_argument("--approximate", action="store_true", help="although the layout's network computes another "
-                         "sinusoid of the timestep (model.timestep_frequencies)")
+    command.add_argument("--approximate", action="store_true",
+        help="export even though the layout's network computes another sinusoid of the timestep "
+        "(model.timestep_frequencies)")
     add_output(command, "file to write, or folder for diffusers")
 
     command = commands.add_parser("import", help="turn published weights into a safetensors file of this program")
     command.set_defaults(command=import_)
     command.add_argument("file", type=Path, help=".safetensors or .pt file; for diffusers also its folder")
     command.add_argument("--format", choices=LAYOUTS, required=True)
-    command.add_argument("--config", type=Path, required=True, help="configuration whose model they are for")
+    command.add_argument("--config", type=Path, required=True, help="configuration of the model")
     add_output(command, "file to write")
     return parser.parse_args(words)
 
@@ -98,7 +99,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
 def add_output(command: argparse.ArgumentParser, description: str) -> None:
     command.add_argument("--output", type=Path, required=True, help=description)
     command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    command.add_argument("--overwrite", action="store_true", help="replace what is there")
+    command.add_argument("--overwrite", action="store_true", help="replace existing files")
 
 
 # ---------------------------------------------------------------------- list, verify, diff
@@ -173,7 +174,7 @@ def is_checkpoint(path: AnyPath) -> bool:
 
 
 def checkpoints_of(run: AnyPath) -> list[AnyPath]:
-    """The checkpoints of a run, oldest first."""
+    """Checkpoints of a run, oldest first."""
     if not run.is_dir():
         raise CheckpointError(f"{run}: no such run folder or checkpoint")
     folder = run_checkpoints(run)
@@ -241,7 +242,7 @@ def export(arguments: argparse.Namespace) -> int:
 def import_(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output, arguments.overwrite)
     if arguments.output.suffix != ".safetensors":
-        raise WeightsError(f"{arguments.output}: must end in .safetensors, which is what is written")
+        raise WeightsError(f"{arguments.output}: must end in .safetensors, the format of the output")
     config = read_config(arguments.config)
     info = DATASETS[config.data.name].info(config.data)
     with torch.device("meta"):
@@ -286,7 +287,7 @@ def check_frequencies(arguments: argparse.Namespace, config: JobConfig) -> None:
 
 
 def published_file(path: Path, model: DiT) -> tuple[Path, list[str]]:
-    """The file of weights, and what a diffusers folder's config.json says against the model."""
+    """Published file of weights, and the conflicts of a diffusers folder's config.json with the model."""
     if not path.is_dir():
         return path, []
     source = next((path / name for name in DIFFUSERS_FILES if (path / name).is_file()), None)
@@ -300,7 +301,7 @@ def published_file(path: Path, model: DiT) -> tuple[Path, list[str]]:
 
 
 def converted(weights: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Weights in another dtype; a position table is no weight and stays as it is."""
+    """Convert weights to another dtype; a position table is no weight and stays as it is."""
     return {
         name: tensor.contiguous() if name == "pos_embed" else tensor.to(getattr(torch, dtype)).contiguous()
         for name, tensor in weights.items()

@@ -1,7 +1,7 @@
 """Compare runs on one page: scripts/compare.py RUN_FOLDER... [--output compare.html] [--open]
 
 The page is a single file without any connection to the network: tables, curves, loss by timestep, speed, sample grids
-and what differs between the configurations. Runs that differ in debug.seed only are averaged, with an interval.
+and the differences between the configurations. Runs that differ in debug.seed only are averaged, with an interval.
 """
 
 import argparse
@@ -50,8 +50,9 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("runs", metavar="RUN_FOLDER", type=Path, nargs="+", help="a run's folder, as outputs/digits")
     add("--output", type=Path, default=Path("compare.html"), help="file to write (default: compare.html)")
-    add("--smoothing", type=not_negative, metavar="STEPS", help="steps that the running mean of training "
-        "loss, gradient norm and loss by timestep spans; 0: none (default: 3 %% of the longest run)")
+    add("--smoothing", type=not_negative, metavar="STEPS",
+        help="steps of the running mean of training loss, gradient norm and loss by timestep; 0: none (default: "
+        "3 %% of the longest run)")
     add("--open", action="store_true", help="show the page in the browser")
     return parser.parse_args(words)
 

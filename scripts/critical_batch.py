@@ -35,7 +35,7 @@ def main(words: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        print("stopped; the same command resumes", file=sys.stderr)
         return 130
     print(summary.read_text(encoding="utf-8").split("\n## ")[0].strip())
     print(summary)

@@ -1,8 +1,8 @@
 """Fetch public autoencoders and latents from the Hugging Face hub: scripts/download.py NAME...
 
---list shows the names. Each lands in a folder of its own, downloads/NAME, beside a source.json that says which commit
-it is of. Every file is compared with the checksum that the hub has on record, and gets its name only when they agree;
-an interrupted download goes on where it was. Needs the package huggingface_hub (pip install '.[hub]').
+--list shows the names. Each goes to a separate folder, downloads/NAME, with a source.json that names its commit. Every
+file is compared with the hub's checksum, and gets its name only when they agree; an interrupted download resumes. Needs
+the package huggingface_hub (pip install '.[hub]').
 """
 
 import argparse
@@ -37,11 +37,11 @@ class Piece:
 
     Attributes:
         repository: owner/name.
-        files: which of its files.
-        what: it is, and how large.
+        files: of the repository.
+        what: description with size.
         kind: of repository.
         revision: the commit that is fetched; "main" is the newest.
-        sha256: of files whose content is known to us; the hub must agree.
+        sha256: of files with known content; the hub must agree.
     """
 
     repository: str
@@ -52,7 +52,7 @@ class Piece:
     sha256: tuple[tuple[str, str], ...] = ()
 
     def command(self, folder: Path, revision: str) -> str:
-        """What fetches the same files by hand."""
+        """Command that fetches the same files by hand."""
         options = "" if self.kind == "model" else f" --repo-type {self.kind}"
         options += "" if revision == "main" else f" --revision {revision}"
         return f"hf download {self.repository} {' '.join(self.files)}{options} --local-dir {folder}"
@@ -81,12 +81,12 @@ PIECES = {
 
 
 class DownloadError(Exception):
-    """A piece that cannot be had; one line: what is wrong and what to do."""
+    """Piece that cannot be downloaded; one line: the cause and the remedy."""
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """What the hub has on record of a file: its size in bytes, and SHA-256 (large files) or git's SHA-1 of it."""
+    """File on the hub's record: its size in bytes, and SHA-256 (large files) or git's SHA-1."""
 
     name: str
     size: int
@@ -105,7 +105,7 @@ def main(words: list[str] | None = None) -> int:
     except DownloadError as error:
         print(error, file=sys.stderr)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; the same command resumes", file=sys.stderr)
         return 130
     else:
         return 0
@@ -115,16 +115,16 @@ def main(words: list[str] | None = None) -> int:
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("names", nargs="*", metavar="NAME", help="what to fetch")
-    add("--list", action="store_true", help="show what there is, and stop")
-    add("--output", type=Path, default=Path("downloads"), help="folder of the folders (default: downloads)")
+    add("names", nargs="*", metavar="NAME", help="names of the downloads")
+    add("--list", action="store_true", help="show the names, and stop")
+    add("--output", type=Path, default=Path("downloads"), help="parent folder (default: downloads)")
     add("--revision", help="commit, tag or branch of the repository (default: the one of --list)")
     arguments = parser.parse_args(words)
     unknown = [name for name in arguments.names if name not in PIECES]
     if unknown:
         parser.error(f"nothing is called {unknown[0]!r} (there are {', '.join(PIECES)})")
     if not arguments.names and not arguments.list:
-        parser.error(f"what to fetch? (there are {', '.join(PIECES)})")
+        parser.error(f"no name given (there are {', '.join(PIECES)})")
     if arguments.revision and len(arguments.names) > 1:
         parser.error("--revision: is of one repository (fetch one at a time)")
     return arguments
@@ -139,7 +139,7 @@ def table() -> str:
 
 
 def fetch(name: str, folder: Path, revision: str | None) -> None:
-    """Have a piece's files in a folder, good ones. Raises DownloadError."""
+    """Fetch a piece's files to a folder, verified. Raises DownloadError."""
     piece = PIECES[name]
     revision = revision or piece.revision
     try:
@@ -158,7 +158,7 @@ def fetch(name: str, folder: Path, revision: str | None) -> None:
 
 
 def on_record(piece: Piece, revision: str) -> tuple[str, list[HubFile]]:
-    """The commit that a revision names, and what the hub says of the piece's files in it."""
+    """Look up the commit of a revision, and the hub's record of the piece's files in it."""
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
@@ -180,7 +180,7 @@ def on_record(piece: Piece, revision: str) -> tuple[str, list[HubFile]]:
 
 
 def fetch_file(piece: Piece, file: HubFile, folder: Path, commit: str) -> None:
-    """Have one file in its place; what is there already and is the same stays."""
+    """Fetch one file to its place; an existing file with the same content stays."""
     target = folder / file.name
     # Named after its content: what is left of another commit's file is not gone on with.
     partial = folder / UNFINISHED / f"{file.name}.{(file.sha256 or file.git_sha1 or '')[:16]}"
@@ -190,7 +190,7 @@ def fetch_file(piece: Piece, file: HubFile, folder: Path, commit: str) -> None:
         return
     make_folder(partial.parent)
     if any(path.is_symlink() for path in (partial.parent, partial)) or partial.exists() and not partial.is_file():
-        raise DownloadError(f"{partial}: a link or folder is in the way of what arrives (move it away)")
+        raise DownloadError(f"{partial}: a link or folder is in the way of the download (move it away)")
     needed = file.size - (partial.stat().st_size if partial.exists() else 0)
     room = shutil.disk_usage(partial.parent).free
     if needed > room:
@@ -205,7 +205,7 @@ def fetch_file(piece: Piece, file: HubFile, folder: Path, commit: str) -> None:
 
 
 def receive(piece: Piece, file: HubFile, commit: str, partial: Path) -> None:
-    """Add what is missing to a partial file, with a progress bar. Raises OSError."""
+    """Receive the missing part of a file, with a progress bar. Raises OSError."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get  # hf_hub_download begins anew in every process
     from huggingface_hub.utils import build_hf_headers
@@ -219,7 +219,7 @@ def receive(piece: Piece, file: HubFile, commit: str, partial: Path) -> None:
 
 
 def differs(path: Path, file: HubFile) -> str:
-    """What tells a file on disk from the hub's record of it; "" if nothing does."""
+    """Difference between a file on disk and the hub's record of it; "" if there is none."""
     size = path.stat().st_size
     if size != file.size:
         return f"{size} bytes instead of {file.size}"
@@ -241,7 +241,7 @@ def note_source(folder: Path, piece: Piece, commit: str, files: list[HubFile]) -
 
 @contextmanager
 def hub_errors_as_os_errors() -> Iterator[None]:
-    """What the hub's client raises inside depends on its HTTP library, which changed twice; OSError stands for all."""
+    """Turn errors of the hub's client, which depend on its HTTP library, into OSError."""
     from huggingface_hub.utils import HfHubHTTPError
 
     try:

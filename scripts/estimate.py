@@ -1,4 +1,5 @@
-"""What a run will need: scripts/estimate.py CONFIG --world-size N --device NAME [--section.key value ...]
+"""Estimate memory, speed and hours of a run: scripts/estimate.py CONFIG --world-size N --device NAME [--section.key
+value ...]
 
 Parameters, FLOPs, memory of each rank by part, step time, images per second and hours, without a GPU and without
 running anything: a training step on tensors that have no memory. See docs/estimating.md.
@@ -37,7 +38,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def parse_arguments(words: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Arguments, `device` as a Device, and the words of the configuration."""
+    """Parse arguments, `device` as a Device, and the words of the configuration."""
     parser = OneLineParser(
         prog="estimate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -54,8 +55,8 @@ def parse_arguments(words: list[str] | None) -> tuple[argparse.Namespace, list[s
     add("--compute", type=_share, default=known.compute, help=f"share of the compute peak (default: {known.compute})")
     add("--bandwidth", type=_share, default=known.memory, help=f"share of the memory's (default: {known.memory})")
     add("--link", type=_share, default=known.link, help=f"share of the links' (default: {known.link})")
-    add("--overlap", type=_share, default=known.overlap, help="share of communication behind compute "
-        f"(default: {known.overlap})")
+    add("--overlap", type=_share, default=known.overlap,
+        help="share of communication hidden behind compute (default: {known.overlap})")
     add("--json", action="store_true", help="a JSON object: bytes, seconds, FLOPs")
     arguments, overrides = parser.parse_known_args(words)
     arguments.device = _device(parser, arguments)

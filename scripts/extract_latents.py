@@ -3,8 +3,8 @@
     torchrun --nproc_per_node N scripts/extract_latents.py ...    shares the work among N processes
     --data.KEY VALUE                                              keys of the dataset's [data] section, as of train.py
 
-What was stopped goes on when the same command is given again, on any number of processes; the store is the same.
-Exit codes: 0; 1: failed at work, what is finished stays; 2: refused, nothing lost.
+An interrupted extraction resumes when the same command is given again, on any number of processes; the store is the
+same. Exit codes: 0; 1: failed at work, finished shards stay; 2: refused, nothing lost.
 """
 
 import argparse
@@ -64,12 +64,12 @@ OF_TRAINING = {"num_workers": "--num-workers", "prefetch_factor": "--num-workers
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run as one of the processes that were started; returns the exit code."""
+    """Run as one of the started processes; return the exit code."""
     arguments, data_words = parse_arguments(sys.argv[1:] if words is None else words)
     try:
         return run(arguments, data_words)
     except KeyboardInterrupt:
-        return refuse("interrupted; the same command goes on from here", code=INTERRUPTED)
+        return refuse("interrupted; the same command resumes", code=INTERRUPTED)
 
 
 def run(arguments: argparse.Namespace, data_words: list[str]) -> int:
@@ -112,12 +112,12 @@ def run(arguments: argparse.Namespace, data_words: list[str]) -> int:
 
 
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own options, and those of the dataset."""
+    """Parse the command's own options, and those of the dataset."""
     parser = FirstRankParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--output", type=user_path, required=True, metavar="STORE", help="folder to write, or to go on with")
+    add("--output", type=user_path, required=True, metavar="STORE", help="folder to write, or to resume")
     add("--autoencoder", choices=tuple(AUTOENCODERS), required=True)
     add("--path", default="", help="the autoencoder's folder, or its name on the Hugging Face hub")
     add("--dtype", choices=tuple(DTYPES), help="of compute (default: float32; for cosmos that of its files)")
@@ -125,17 +125,18 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--overlap", metavar="PIXELS", type=at_least(1), help="of neighbouring tiles (default: a quarter of them)")
     add("--config", metavar="FILE", help="TOML file whose [data] section the --data keys override")
     add("--split", choices=("train", "validation", "all"), default="train",
-        help="of the dataset; all: those trained on, then those held out (default: train)")
+        help="of the dataset; all: training images, then held-out ones (default: train)")
     add("--mirror", action=argparse.BooleanOptionalAction, default=True, help="keep the latents of mirror images too")
     add("--store-dtype", choices=("float16", "bfloat16", "int8"), default="float16", help="of the stored values")
     add("--normalization", choices=("measured", "autoencoder"), default="measured",
-        help="what the store is read with: mean 0 and variance 1 of each channel (default), or what the "
-        "autoencoder's own configuration says")
+        help="normalization of the store: mean 0 and variance 1 of each channel (default), or the autoencoder's "
+        "own configuration")
     add("--batch-size", type=at_least(1),
-        help=f"images that are encoded at once (default: {BATCH_SIZES['cuda']} on a GPU, {BATCH_SIZES['cpu']} on the CPU, "
+        help=f"images encoded at once (default: {BATCH_SIZES['cuda']} on a GPU, {BATCH_SIZES['cpu']} on the CPU, "
         "where more of them need more memory and are not faster)")
     add("--num-workers", type=at_least(0), default=default_workers(),
-        help=f"processes that decode images, for each rank (here: {default_workers()}); 0: none of their own")
+        help=f"processes that decode images, for each rank (here: {default_workers()}); 0: the encoding process "
+        "decodes")
     add("--images-per-shard", type=at_least(1), help="images per file (default: 1024, or as many as make 1,000 files)")
     add("--threads", type=at_least(1), default=1, help="of each rank's encoder on the CPU (default: 1; start a rank "
         "per core). The last bits of latents depend on it, and on --batch-size")
@@ -153,7 +154,7 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def split_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words of the command's own options, and `--data.KEY VALUE` and `--data.KEY=VALUE`."""
+    """Split the words of the command's own options from `--data.KEY VALUE` and `--data.KEY=VALUE`."""
     own, of_data, words = [], [], list(words)
     while words:
         word = words.pop(0)
@@ -172,7 +173,7 @@ def default_workers() -> int:
 
 
 def warn_of_training_keys(path: str | None) -> None:
-    """A file may be that of a training; say which of its keys are not used."""
+    """Warn of keys for training in the [data] section of a file, which are not used."""
     given = tomllib.loads(read_text(path)).get("data", {}) if path else {}
     found = {key: instead for key, instead in OF_TRAINING.items() if key in given}
     if found and speaks():
@@ -201,7 +202,7 @@ def open_autoencoder(arguments: argparse.Namespace) -> Autoencoder:
 
 
 def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Call a function on every rank; what it raises on the first rank where it does is raised on all."""
+    """Call a function on every rank; an exception on the first failing rank is raised on all."""
     result = failure = None
     try:
         result = function()
@@ -221,7 +222,7 @@ def report(arguments: argparse.Namespace, index: Any, summary: dict[str, Any] | 
 
 
 class FirstRankParser(OneLineParser):
-    """A parser that complains once, however many processes were started."""
+    """Parser that reports an error once, however many processes were started."""
 
     def error(self, message: str):
         if speaks():
@@ -230,14 +231,14 @@ class FirstRankParser(OneLineParser):
 
 
 def refuse(*lines: str, code: int = REFUSED) -> int:
-    """Say what all ranks know on one of them, and before they are joined on one of each machine."""
+    """Refuse with a message known to all ranks, on one of them, or before they are joined on one of each machine."""
     if speaks():
         print(*lines, sep="\n", file=sys.stderr)
     return code
 
 
 def fail(error: BaseException) -> int:
-    """Say on this rank what happened to it at work."""
+    """Report this rank's own failure at work."""
     if is_out_of_memory(error):
         text = "out of memory (in a new store: a smaller --batch-size, or --tile)"
     elif is_lost_rank(error):
@@ -247,7 +248,7 @@ def fail(error: BaseException) -> int:
     else:
         raise error
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    print(f"{rank}{text}; what is finished stays, and the same command goes on from there", file=sys.stderr)
+    print(f"{rank}{text}; finished shards stay, and the same command resumes", file=sys.stderr)
     return FAILED
 
 

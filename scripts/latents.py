@@ -1,6 +1,6 @@
-"""Look after latent stores: convert published latents, show, verify and measure stores.
+"""Manage latent stores: convert published latents, show, verify and measure stores.
 
-Exit codes: 0; 1: verify found damage; 2: refused, nothing lost: the same command goes on with what it had written.
+Exit codes: 0; 1: verify found damage; 2: refused, nothing lost: the same command resumes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ MAX_NAMES_BYTES = 16 << 20  # of a file of class names
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command; return its exit code."""
     arguments = parse_arguments(words)
     try:
         return arguments.command(arguments)
@@ -42,7 +42,7 @@ def main(words: list[str] | None = None) -> int:
     except OSError as error:
         print(f"{error.filename or 'the store'}: {error.strerror or error}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; the same command resumes", file=sys.stderr)
         return 130
     return 2
 
@@ -55,18 +55,18 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     command.set_defaults(command=convert_source)
     command.add_argument("source", type=Path, help="int8 safetensors file, folder of *_features and *_labels, or "
                          "folder of safetensors files with latents, latents_flip and labels")
-    command.add_argument("--output", type=Path, required=True, metavar="STORE", help="folder to write or go on with")
+    command.add_argument("--output", type=Path, required=True, metavar="STORE", help="folder to write or to resume")
     command.add_argument("--dtype", choices=("float16", "bfloat16", "int8"),
                          help="of the stored values (default: int8 where the source is, else float16)")
     command.add_argument("--num_classes", type=count, default=1000, help="of the labels (default 1000); 0: no labels")
-    command.add_argument("--class_names", type=Path, metavar="FILE", help="text file, the name of one class a line")
+    command.add_argument("--class_names", type=Path, metavar="FILE", help="text file, one class name a line")
     command.add_argument("--normalization", choices=("measured", "source"), default="measured",
-                         help="what the store is read with: mean 0 and variance 1 of each channel (default), or what "
-                         "the source's makers train with")
+                         help="normalization of the store: mean 0 and variance 1 of each channel (default), or "
+                         "that of the source's makers")
     command.add_argument("--images_per_shard", type=positive, help="images per file (default: 1024, or as many as make "
                          "1,000 files)")
 
-    command = commands.add_parser("info", help="what a store holds")
+    command = commands.add_parser("info", help="show a store's content")
     command.set_defaults(command=show)
     command.add_argument("store", type=Path)
 
@@ -74,10 +74,10 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     command.set_defaults(command=verify)
     command.add_argument("stores", type=Path, nargs="+", metavar="STORE")
 
-    command = commands.add_parser("measure", help="mean and standard deviation of each channel of a store")
+    command = commands.add_parser("measure", help="compute mean and standard deviation of each channel of a store")
     command.set_defaults(command=measure_store)
     command.add_argument("store", type=Path)
-    command.add_argument("--update", action="store_true", help="read the store with these from now on")
+    command.add_argument("--update", action="store_true", help="make these the store's normalization")
     return parser.parse_args(words)
 
 

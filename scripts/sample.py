@@ -67,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--config", type=Path, help="the weights' configuration (for a safetensors file)")
     add("--step", type=int, help="checkpoint of this step (default: the newest good one)")
     add("--ema", metavar="TRACK", help="EMA track, or 'none' for the trained weights (default: sampling.ema_track)")
-    add("--classes", type=int, nargs="+", help="classes, a row of the grid each (default: the run's)")
+    add("--classes", type=int, nargs="+", help="classes, one row of the grid each (default: the run's)")
     add("--images-per-class", type=int, default=8)
     add("--seed", type=int, default=0, help="of the images' noise")
     hints = typing.get_type_hints(SamplingConfig)
@@ -77,21 +77,22 @@ def parse_arguments() -> argparse.Namespace:
             add(option(field.name), help=help_line, **reader(hints[field.name]))
     add("--batch-size", type=int, default=256, help="images at a time on each rank")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of compute")
-    add("--autoencoder", choices=("none", *AUTOENCODERS), help="what decodes latents to images (default: the run's)")
-    add("--autoencoder-path", metavar="PATH", help="its folder or hub name, where it is not the run's")
+    add("--autoencoder", choices=("none", *AUTOENCODERS),
+        help="autoencoder that decodes latents to images (default: the run's)")
+    add("--autoencoder-path", metavar="PATH", help="its folder or hub name, if not the run's")
     add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, or beside the weights)")
     add("--files", action="store_true", help="one PNG per image besides the grid")
-    add("--latents", action="store_true", help="a file of the values as drawn besides, for cosmos_latent_decoder.py")
+    add("--latents", action="store_true", help="also a file of the drawn latents, for cosmos_latent_decoder.py")
     return parser.parse_args()
 
 
 def option(key: str) -> str:
-    """The command-line option of a key of `[sampling]`."""
+    """Command-line option of a key of `[sampling]`."""
     return "--" + key.replace("_", "-")
 
 
 def reader(hint: typing.Any) -> dict:
-    """How argparse reads a value of this type."""
+    """Reader of values of this type for argparse."""
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}
     return {"type": float, "nargs": "+"} if hint == list[float] else {"type": hint}
@@ -110,7 +111,7 @@ def open_model(arguments: argparse.Namespace) -> TrainedModel:
 
 
 def check(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfig:
-    """The run's way of sampling with what was given in its place. Raises WeightsError for what cannot be drawn."""
+    """Check the run's sampling method with the given options. Raises WeightsError: it cannot be used."""
     info = trained.info
     if arguments.classes is None:
         arguments.classes = trained.config.sampling.classes
@@ -131,7 +132,7 @@ def check(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfi
 
 
 def refuse_earlier_pictures(folder: Path, arguments: argparse.Namespace) -> None:
-    """Raises WeightsError: a folder of the user's has files of the names that would be written."""
+    """Refuse to overwrite files in a folder of the user's. Raises WeightsError."""
     names = [f"grid-seed-{arguments.seed}.png"]
     names += [f"latents-seed-{arguments.seed}.safetensors"] if arguments.latents else []
     names += [f"class-*-image-*-seed-{arguments.seed}.png"] if arguments.files else []
@@ -140,7 +141,7 @@ def refuse_earlier_pictures(folder: Path, arguments: argparse.Namespace) -> None
 
 
 def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfig:
-    """`[sampling]` of the run, with the options given here. Raises WeightsError."""
+    """Sampling method: `[sampling]` of the run, with the options given here. Raises WeightsError."""
     given = {key: getattr(arguments, key) for key in METHOD_KEYS if getattr(arguments, key) is not None}
     defaults = dataclasses.replace(trained.config.sampling, enable=True)
     sampling, refused = validate_section("sampling", defaults, given, lambda key: "")
@@ -158,7 +159,7 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
 
 
 def open_autoencoder(arguments: argparse.Namespace, trained: TrainedModel) -> LatentDecoder | None:
-    """What decodes the drawn latents; None for none. Raises AutoencoderError, WeightsError."""
+    """Open the autoencoder that decodes the drawn latents; None for none. Raises AutoencoderError, WeightsError."""
     config, data = trained.config.autoencoder, trained.config.data
     given = arguments.autoencoder or arguments.autoencoder_path
     if data.name not in LATENT_DATASETS:

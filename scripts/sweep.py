@@ -36,7 +36,7 @@ def main(words: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        print("stopped; the same command resumes", file=sys.stderr)
         return 130
     rows = [plan.rows[task.key] for task in plan.tasks]
     print(sweep_table(rows, folder.path, sweep.settings.warmup_steps))

@@ -1,4 +1,4 @@
-"""Show what every rank did and when: scripts/timeline.py RUN_FOLDER [--output trace.json.gz]
+"""Draw a timeline of all ranks: scripts/timeline.py RUN_FOLDER [--output trace.json.gz]
 
 Merges the ranks' event logs into a trace for https://ui.perfetto.dev or chrome://tracing, a track per rank. A name that
 ends in .gz is compressed.

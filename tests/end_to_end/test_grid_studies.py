@@ -134,7 +134,7 @@ def test_samplers_interrupted_failed_and_gone_on_with(config, trainings, study, 
     names = ["b4_uniform_s0", "b4_beta_s0", "b4_uniform_s1", "b4_beta_s1"]
     trainings.interrupt = names[1]
     code, _, error = study(*words)
-    assert code == 130 and "goes on from here" in error and trainings.names == names[:2]
+    assert code == 130 and "the same command resumes" in error and trainings.names == names[:2]
     first = folder / "runs" / names[0] / "checkpoint" / "step-00000008" / "manifest.json"
     half = folder / "runs" / names[1] / "checkpoint" / "step-00000004" / "manifest.json"
     before = [path.stat().st_mtime_ns for path in (first, half)]

@@ -254,7 +254,7 @@ def script():
         (["--goal", "cheapest"], "invalid choice: 'cheapest'"),
         (["--memory", "1", "--processes", "0"], "--processes: must be at least 1"),
         (["--memory", "1", "--multiple-of", "9", "--max", "8"], "9 is more than max = 8"),
-        (["--memory", "1", "--training.local_batch_size", "8"], "is what is searched for"),
+        (["--memory", "1", "--training.local_batch_size", "8"], "is the result of the search"),
         (["--memory", "1", "--model.flavour", "debug"], "--model.flavour: unknown key"),
         (["--memory", "1", "--job.config_file", "nowhere.toml"], "nowhere.toml: no such file"),
         ([], "--memory GiB"),

@@ -220,7 +220,7 @@ def test_what_is_in_the_way_of_a_partial_file_is_named(hub, tmp_path):
     partial = folder / f"encoder.jit.{hashlib.sha256(ENCODER).hexdigest()[:16]}"
     partial.symlink_to(tmp_path / "elsewhere")
     code, _, errors = download(hub, tmp_path, "cosmos-ci8x8")
-    assert code == 2 and f"{partial.name}: a link or folder is in the way of what arrives" in complaint(errors)
+    assert code == 2 and f"{partial.name}: a link or folder is in the way of the download" in complaint(errors)
     assert (tmp_path / "elsewhere").read_text() == "of somebody"
     partial.unlink()
     (folder / "notes.txt").write_text("of somebody, too")

@@ -227,7 +227,7 @@ def test_disk_that_becomes_full_loses_nothing(inputs, whole, tmp_path, capsys):
     largest = max(len(data) for name, data in content(whole).items() if name.startswith("shard"))
     with files_end_at(largest - 1):
         assert main(words) == 1
-    assert "File too large; what is finished stays, and the same" in capsys.readouterr().err.splitlines()[-1]
+    assert "File too large; finished shards stay, and the same" in capsys.readouterr().err.splitlines()[-1]
     assert not list((tmp_path / "store").rglob(".*"))  # drafts
     assert main(words) == 0
     assert content(tmp_path / "store") == content(whole)
