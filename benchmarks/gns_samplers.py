@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -40,7 +40,7 @@ from torchtitan.config.job import load_config
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.runs.folder import versions
-from torchtitan.statistics.student import student_quantile
+from torchtitan.statistics.interval import mean_interval
 from torchtitan.trainer import Trainer
 
 CONFIG = """
@@ -204,8 +204,8 @@ def _reached(curve: Curve, loss: float) -> float:
 
 def _interval(values: list[float]) -> list[float]:
     """Mean and 95 % interval."""
-    reach = student_quantile(0.975, len(values) - 1.0) * stdev(values) / math.sqrt(len(values))
-    return [mean(values) + sign * reach for sign in (0, -1, 1)]
+    found = mean_interval(values)
+    return [found.value, found.lower, found.upper]
 
 
 def print_table(rows: list[dict]) -> None:

@@ -1,7 +1,6 @@
 """What a branch test found: the critical batch size whole and per timestep bin, as tables and a picture."""
 
 import csv
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +19,15 @@ from studies.critical_batch_decision import (
     ratio_to_estimate,
 )
 from torchtitan.experiments.cells import Row, number
-from torchtitan.files.regular import read_regular
 from torchtitan.gns.capture import GEOMETRIES
 from torchtitan.pictures.markdown import inline, markdown_table
 from torchtitan.statistics.interval import Interval
+from torchtitan.training.metric_points import iter_points
 from torchtitan.training.metrics import METRICS_FILE
 
 WEIGHTS = {"ema/": "weights averaged over the branch", "": "trained weights"}
 DECIDING = "ema/"  # the last step's noise does not decide
 WHOLE = "loss"
-_LARGEST_METRICS = 1 << 30  # bytes
 
 
 @dataclass(frozen=True)
@@ -81,16 +79,10 @@ def noise_scales(metrics: Path, step: int) -> list[NoiseScale]:
     """The last estimates that a run had logged when its checkpoint was written, by geometry; without any: none."""
     latest: dict[str, NoiseScale] = {}
     try:
-        lines = read_regular(metrics, _LARGEST_METRICS).decode(errors="replace").splitlines()
+        points = [point for point in iter_points(metrics, '"gns/') if point["step"] <= step]
     except OSError:
         return []
-    for line in lines:
-        try:
-            point = json.loads(line) if '"gns/' in line else {"step": math.inf}
-            if point["step"] > step:
-                continue
-        except (ValueError, KeyError, TypeError):  # cut off by a kill
-            continue
+    for point in points:
         for geometry in GEOMETRIES:
             prefix = f"gns/{geometry}/sketch/all"
             lower, value, upper = (point.get(f"{prefix}/{name}") for name in ("lower", "b_simple", "upper"))

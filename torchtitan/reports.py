@@ -31,8 +31,9 @@ from torchtitan.training.hardware import (
     peak_tflops,
     reset_peak_memory,
 )
+from torchtitan.training.metric_points import iter_points
 from torchtitan.training.metric_sinks import as_png
-from torchtitan.training.metrics import METRICS_FILE, MetricsLog, read_points
+from torchtitan.training.metrics import METRICS_FILE, MetricsLog
 from torchtitan.training.rates import Rates
 
 logger = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ class Reports:
             last = state.last_step
             if last or state.step % config.picture_interval < config.log_interval:
                 with self._outputs.attempt("the picture of the noise scale", self._noise_scale):
-                    points = list(read_points(state.folder.path / METRICS_FILE, '"gns/'))
+                    points = list(iter_points(state.folder.path / METRICS_FILE, '"gns/'))
                     if picture := state.gns.draw(points, state.batch_size):
                         self._write_picture(self._noise_scale, picture)
                         if last:

@@ -16,7 +16,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.distributed.collectives import requests_ignored_at_the_end
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.mesh import process_group
-from torchtitan.errors import RunFolderError, TrainingError, first_line
+from torchtitan.errors import RunFolderError, TrainingError, first_line, unwrapped
 from torchtitan.files.run_lock import Busy
 from torchtitan.gns.capture import CannotMeasure
 from torchtitan.models.float8 import Float8Error
@@ -109,7 +109,7 @@ def _train(trainer: Trainer, deadline: threading.Timer) -> int:
             reason = f"step {trainer.state.step}: lost another rank in {trainer.phases.where}: {first_line(error)}"
             return _fail(trainer, deadline, "failed", reason, wait=_WAIT)
         if "DataLoader worker" in str(error):  # a killed loader may be noticed anywhere in the step
-            reason = trainer.state.data.lost_loader() or " ".join(str(error).split())
+            reason = trainer.state.data.lost_loader() or unwrapped(error)
             return _fail(trainer, deadline, "failed", f"step {trainer.state.step}: {reason}")
         _fail(trainer, deadline, "failed", f"step {trainer.state.step}: {error}")
         raise

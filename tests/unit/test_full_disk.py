@@ -18,7 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.patient_file import PatientFile
 from torchtitan.training import metrics
-from torchtitan.training.metrics import METRICS_FILE, MetricsConfig, MetricsLog, checked_lines, cut_metrics, read_points
+from torchtitan.training.metric_points import iter_points
+from torchtitan.training.metrics import METRICS_FILE, MetricsConfig, MetricsLog, checked_lines, cut_metrics
 
 
 @contextmanager
@@ -252,7 +253,7 @@ def test_a_log_that_goes_back_waits_for_its_disk_and_then_reads_as_one_run(tmp_p
     path.rmdir()
     (tmp_path / "aside").rename(path)
     log.write(4, {"attempt": 1})
-    points = [(point["step"], point["attempt"]) for point in read_points(path)]
+    points = [(point["step"], point["attempt"]) for point in iter_points(path)]
     assert points == [(1, 0), (2, 0), (3, 1), (4, 1)]
 
 

@@ -23,12 +23,11 @@ from torchtitan.experiments.record import SweepFolder
 from torchtitan.pictures.grids import save_animation
 from torchtitan.profiling import trace
 from torchtitan.profiling.trace import TraceError, read_trace
-from torchtitan.runs import metric_points
-from torchtitan.runs.analysis.measures import median_interval
 from torchtitan.runs.check import check_run
-from torchtitan.runs.metric_points import read_points
+from torchtitan.statistics.interval import median_interval
 from torchtitan.supervision.timeline import TimelineError, build_timeline
-from torchtitan.training import metrics
+from torchtitan.training import metric_points
+from torchtitan.training.metric_points import read_points
 
 DIGITS = "9" * 400  # beyond float64
 DEEP = "[" * 500 + "]" * 500
@@ -133,7 +132,7 @@ def test_whatever_reads_what_a_run_or_a_study_left_refuses_a_pipe(tmp_path):
     found = {finding.path.name: finding.problem for finding in check_run(run) if finding.problem}
     assert all("is a pipe, not a regular file" in found[name] for name in found) and len(found) == 3
     with pytest.raises(OSError, match="is a pipe"):
-        list(metrics.read_points(run / "metrics.jsonl"))
+        list(metric_points.iter_points(run / "metrics.jsonl"))
     with pytest.raises(TimelineError, match="cannot be read: is a pipe, not a regular file"):
         build_timeline(pipe(run / "events" / "rank-0000.jsonl").parent.parent)
     assert noise_scales(run / "metrics.jsonl", 4) == [] and samples_seen(run) == 0
@@ -177,16 +176,16 @@ def test_points_of_an_endless_file_are_thinned_within_a_bound_of_memory(tmp_path
 def test_a_file_that_is_written_and_cut_back_while_it_is_read_is_read_to_an_end(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
-    parse = metric_points._parse
+    parse = metric_points.parse_point
 
     def somebody_writes(line):
         with open(path, "a") as file:  # a run that logs faster than this reads
             file.write('{"step": 3}\n' * 100)
         return parse(line)
 
-    monkeypatch.setattr(metric_points, "_parse", somebody_writes)
+    monkeypatch.setattr(metric_points, "parse_point", somebody_writes)
     assert [point["step"] for point in read_points(path).points] == [1, 2]
-    monkeypatch.setattr(metric_points, "_parse", lambda line: (os.truncate(path, 0), parse(line))[1])
+    monkeypatch.setattr(metric_points, "parse_point", lambda line: (os.truncate(path, 0), parse(line))[1])
     assert len(read_points(path).points) >= 1
 
 

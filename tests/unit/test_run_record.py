@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.runs.metric_points import read_points
 from torchtitan.runs.record import (
     TRAINING_LOSS,
     RunRecord,
@@ -20,6 +19,7 @@ from torchtitan.runs.record import (
     read_runs,
 )
 from torchtitan.statistics.interval import percentile
+from torchtitan.training.metric_points import read_points
 
 
 def run(name: str, seed: int | None = 0, **settings) -> RunRecord:

@@ -24,6 +24,7 @@ from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timesteps.registry import given_slot_edges
 from torchtitan.distributed.activation_checkpoint import checkpoint_problems
 from torchtitan.distributed.compile import compile_problems
+from torchtitan.errors import unwrapped
 from torchtitan.evaluation.decoding import LATENT_DATASETS, WITH_WEIGHTS
 from torchtitan.evaluation.judges import JUDGES
 from torchtitan.evaluation.sampling import default_schedule, sampling_problems
@@ -174,7 +175,7 @@ def _warmup(checked: Checked) -> Iterator[Problem]:
 def _dataset_is_usable(checked: Checked) -> Iterator[Problem]:
     found = checked.open_dataset()
     if isinstance(found, DatasetError):
-        text = " ".join(str(found).split())
+        text = unwrapped(found)
         named = re.match(r"(data\.\w+): ", text)
         path = "data.path" if has_key(checked.whole("data"), "path") else "data.name"
         yield Problem(named[1], text[named.end() :]) if named else Problem(path, text)

@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 
 from torchtitan.experiments.record import Row
-from torchtitan.runs.metric_points import read_points
+from torchtitan.training.metric_points import read_points
 from torchtitan.training.metrics import METRICS_FILE
 
 _RATE = "throughput(img/s)"

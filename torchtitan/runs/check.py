@@ -1,6 +1,5 @@
 """A run's folder, read to its last byte: what in it is damaged, and what to do about it."""
 
-import json
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,10 +11,11 @@ import pyarrow.parquet as pq
 from torchtitan.checkpoint.checkpointer import checkpoint_path, checkpoint_steps, verify
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.checkpoint.manifest import read_json
-from torchtitan.errors import DamagedFile
+from torchtitan.errors import DamagedFile, unwrapped
 from torchtitan.files.regular import UnsuitableFile, check_regular, open_regular, read_text
 from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.gns.monitor import GNS_FOLDER
+from torchtitan.training.metric_points import parse_point
 from torchtitan.training.metrics import METRICS_FILE
 
 STATUSES = ("completed", "oom", "failed", "interrupted")
@@ -53,7 +53,7 @@ def _config(path: Path) -> Iterator[Finding]:
     try:
         tomllib.loads(read_text(path))
     except (ValueError, RecursionError) as error:
-        problem = f"is no TOML: {' '.join(str(error).split())}"
+        problem = f"is no TOML: {unwrapped(error)}"
     except UnsuitableFile as error:
         problem = str(error.strerror)
     except OSError:
@@ -77,22 +77,13 @@ def _damaged_line(path: Path) -> str:
     last = -1
     with open_regular(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1):
-            step = _step_of(line)
-            if step is None:
+            point = parse_point(line)
+            if point is None or not line.endswith(b"\n"):
                 return f"line {number} is damaged"
-            if step < last:
-                return f"line {number} is of step {step}, after step {last}"
-            last = step
+            if point["step"] < last:
+                return f"line {number} is of step {point['step']}, after step {last}"
+            last = point["step"]
     return ""
-
-
-def _step_of(line: bytes) -> int | None:
-    try:
-        point = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = point.get("step") if type(point) is dict else None
-    return step if type(step) is int and line.endswith(b"\n") else None
 
 
 def _summary(path: Path) -> Iterator[Finding]:
@@ -116,7 +107,7 @@ def _parquet(path: Path) -> Iterator[Finding]:
                 pass
         yield Finding(path)
     except (pa.ArrowException, OSError) as error:
-        said = " ".join(str(error).split())[:120]
+        said = unwrapped(error)[:120]
         advice = "remove it: pooling anew then does without its steps; training does not need it"
         yield Finding(path, f"is damaged: {said}", advice)
 

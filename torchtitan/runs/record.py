@@ -13,9 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torchtitan.errors import unwrapped
 from torchtitan.files.regular import read_regular
-from torchtitan.runs.metric_points import LATEST_STEP, read_points
 from torchtitan.statistics.interval import Interval, mean_interval
+from torchtitan.training.metric_points import LATEST_STEP, read_points
 
 TRAINING_LOSS = "loss_metrics/global_avg_loss"
 HELD_OUT_LOSS = "validation_metrics/loss"
@@ -342,7 +343,7 @@ def is_number(value: Any) -> bool:
 def _unread(name: str, error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return f"no {name}"
-    return f"{name} cannot be read ({' '.join(str(error).split())})"
+    return f"{name} cannot be read ({unwrapped(error)})"
 
 
 def _tell_apart(runs: dict[Path, RunRecord]) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from torchtitan.diffusion.objective import LossTerms
 from torchtitan.files.durable import replacing
 from torchtitan.files.patient_file import MIB, PatientFile
-from torchtitan.files.regular import open_regular
 from torchtitan.settings import setting
+from torchtitan.training.metric_points import iter_points, parse_point
 from torchtitan.training.metric_sinks import TensorBoardFile, WandbRun
 
 
@@ -262,21 +262,13 @@ def cut_metrics(path: Path, last_step: int, rewritten: Collection[str] = ()) -> 
             whole.writelines(line.rstrip(b"\n") + b"\n" for line in _lines(file) if _keeps(line, last_step, again))
 
 
-def read_points(path: Path, word: str = "") -> Iterator[dict]:
-    """Yield the points of metrics.jsonl whose lines hold a word; damaged lines are left out. Raises OSError."""
-    with open_regular(path) as file:
-        for line in _lines(file):
-            if word.encode() in line and (point := _point(line)):
-                yield point
-
-
 def tail_medians(path: Path, tags: tuple[str, ...]) -> dict[str, float]:
     """Median of each tag over the last half of the points in metrics.jsonl; tags never logged are left out.
 
     Raises:
         OSError: the file cannot be read.
     """
-    points = [{tag: point[tag] for tag in tags if tag in point} for point in read_points(path)]
+    points = [{tag: point[tag] for tag in tags if tag in point} for point in iter_points(path)]
     points = [point for point in points if point]
     tail = points[len(points) // 2 :]
     values = {tag: [point[tag] for point in tail if isinstance(point.get(tag), int | float)] for tag in tags}
@@ -287,7 +279,7 @@ def checked_lines(lines: Any, last_step: int) -> list[str]:
     """The unsaved lines of a checkpoint's state. Raises ValueError: they are no points up to its step."""
     if not isinstance(lines, list) or not all(isinstance(line, str) and "\n" not in line for line in lines):
         raise ValueError("the unsaved metrics are no lines")
-    if not all((point := _point(line.encode())) and point["step"] <= last_step for line in lines):
+    if not all((point := parse_point(line.encode())) and point["step"] <= last_step for line in lines):
         raise ValueError("the unsaved metrics are no points up to its step")
     return lines
 
@@ -297,16 +289,5 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _keeps(line: bytes, last_step: int, again: Collection[bytes]) -> bool:
-    point = _point(line)
+    point = parse_point(line)
     return point is not None and point["step"] <= last_step and line.rstrip(b"\n") not in again
-
-
-def _point(line: bytes) -> dict | None:
-    """A line as a point; None for half a line and other damage."""
-    if b"\0" in line:  # a block that a power cut has kept from the disk
-        return None
-    try:
-        point = json.loads(line)
-        return point if type(point["step"]) is int else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None

@@ -40,7 +40,7 @@ def read_points(path: Path) -> MetricPoints:
     size = number = 0
     with open_regular(path) as file:
         for line in _lines(file, os.fstat(file.fileno()).st_size):
-            point = _parse(line)
+            point = parse_point(line)
             if point is None:
                 found.damaged += 1
                 continue
@@ -58,6 +58,26 @@ def read_points(path: Path) -> MetricPoints:
     return found
 
 
+def iter_points(path: Path, word: str = "") -> Iterator[dict[str, Any]]:
+    """Yield the points whose lines hold a word, in the order of the file; damaged lines are left out. Raises OSError."""
+    with open_regular(path) as file:
+        for line in _lines(file, os.fstat(file.fileno()).st_size):
+            if word.encode() in line and (point := parse_point(line)):
+                yield point
+
+
+def parse_point(line: bytes) -> dict[str, Any] | None:
+    """A line as a point; None for half a line and other damage."""
+    if b"\0" in line:  # a block that a power cut has kept from the disk
+        return None
+    try:
+        point = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = point.get("step") if isinstance(point, dict) else None
+    return point if type(step) is int and 0 <= step < LATEST_STEP else None
+
+
 def _lines(file: BinaryIO, end: int) -> Iterator[bytes]:
     """The lines that are not blank, up to a place in the file; of a long one, a beginning; none after a gap."""
     while (left := end - file.tell()) > 0:
@@ -71,12 +91,3 @@ def _lines(file: BinaryIO, end: int) -> Iterator[bytes]:
             yield line
         if file.tell() >= start + _GIVEN_UP:
             return
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        point = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = point.get("step") if isinstance(point, dict) else None
-    return point if type(step) is int and 0 <= step < LATEST_STEP else None
