@@ -18,8 +18,7 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from tqdm import tqdm
@@ -29,6 +28,8 @@ from torchtitan.config.job import load_config
 from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import device_name
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:

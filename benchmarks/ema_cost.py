@@ -13,8 +13,7 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
@@ -24,6 +23,7 @@ from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import device_name
 
+ROOT = Path(__file__).resolve().parent.parent
 TRACKS = [{"name": "constant"}, {"name": "half_life", "kind": "half_life"}, {"name": "power", "kind": "power"}]
 
 

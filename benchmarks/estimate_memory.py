@@ -16,8 +16,7 @@ from datetime import date
 from itertools import accumulate
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
@@ -31,6 +30,7 @@ from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import device_name
 
+ROOT = Path(__file__).resolve().parent.parent
 MODELS = {
     "debug": ["--model.flavor", "debug"],
     "digits": ["--model.flavor", "digits", "--activation_checkpoint.mode", "selective"],
@@ -125,10 +125,10 @@ def _measure(words: list[str], processes: int) -> tuple[int, int]:
 
 
 def _measure_here(words: list[str]) -> None:
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     folder = tempfile.mkdtemp()
     with process_group():
-        words = [*words, "--job.dump_folder", f"{folder}/{os.environ.get('RANK', 0)}"]
+        words = [*words, "--job.dump_folder", f"{folder}/{os.environ.get('RANK', '0')}"]
         peak = measured_peak(words, world_size)
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(json.dumps({"bytes": peak}))

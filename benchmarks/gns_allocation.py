@@ -35,8 +35,7 @@ from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
@@ -56,6 +55,7 @@ from torchtitan.runs.folder import versions
 from torchtitan.statistics.student import student_quantile
 from torchtitan.trainer import Trainer
 
+ROOT = Path(__file__).resolve().parent.parent
 CONFIG = """
 [model]
 flavor = "debug"

@@ -16,8 +16,7 @@ import tempfile
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
@@ -28,6 +27,7 @@ from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import device_name, peak_resident_gib
 
+ROOT = Path(__file__).resolve().parent.parent
 ARMS = ("off", "free", "measured")
 DEFAULT_INTERVAL = GNSConfig().interval
 

@@ -23,8 +23,7 @@ import tempfile
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
@@ -46,6 +45,7 @@ from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
 from torchtitan.training.optimizer import materialise_state, optimizer_tensors
 
+ROOT = Path(__file__).resolve().parent.parent
 CONFIG = """
 [model]
 flavor = "debug"

@@ -28,8 +28,7 @@ from datetime import date
 from pathlib import Path
 from statistics import mean
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
@@ -43,6 +42,7 @@ from torchtitan.runs.folder import versions
 from torchtitan.statistics.interval import mean_interval
 from torchtitan.trainer import Trainer
 
+ROOT = Path(__file__).resolve().parent.parent
 CONFIG = """
 [model]
 flavor = "debug"

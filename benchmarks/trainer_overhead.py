@@ -18,8 +18,7 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
@@ -28,6 +27,9 @@ from torchtitan.models import MODELS
 from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import device_name, peak_resident_gib
+
+ROOT = Path(__file__).resolve().parent.parent
+
 
 SHAPE, CLASSES = (3, 32, 32), 10
 

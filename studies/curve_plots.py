@@ -9,7 +9,7 @@ from torch import Tensor
 
 from studies import gns_plots
 from studies.curve_table import LossCurve
-from torchtitan.diffusion.paths import DDPM
+from torchtitan.diffusion.paths import IndexedPath
 from torchtitan.statistics.student import student_quantile
 
 _LOWEST_BAND = 0.02  # of its value: the lower end of a band that would reach 0 on a logarithmic axis
@@ -68,7 +68,7 @@ def slots(curve: LossCurve, error: str, edges: Sequence[float], paper: Sequence[
     return gns_plots.save(figure, path)
 
 
-def posterior(name: str, path: DDPM, marks: dict[str, int], picture: Path) -> str:
+def posterior(name: str, path: IndexedPath, marks: dict[str, int], picture: Path) -> str:
     """Coefficients of the posterior's mean, its variance and the signal-to-noise ratio over the index."""
     figure, axes = gns_plots.new_figure(f"Reverse step of {name}", size=(11, 5.6))
     axis, at = axes[0, 0], torch.arange(path.num_indices) + 1

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.paths import has_indices
 from torchtitan.evaluation.timestep_errors import TimestepNodes, in_currency
 from torchtitan.experiments.cells import StudyError, as_text
 from torchtitan.files.durable import replacing
@@ -93,7 +94,7 @@ def curve_of(
     error, stderr = errors.mean(0), errors.std(0) / math.sqrt(len(errors))
     noise = in_currency(torch.ones_like(error), objective, nodes, "noise")
     index = nodes.index
-    if index is None and objective.path.num_indices:
+    if index is None and has_indices(objective.path):
         index = objective.path.log_sigma_to_index(nodes.log_sigma)
     return LossCurve(
         weights, step, None if index is None else index.to(torch.float64), nodes.t, nodes.log_sigma,

@@ -27,6 +27,7 @@ from studies.slot_training import (
     slot_nodes,
 )
 from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.paths import indexed
 from torchtitan.diffusion.timesteps.densities import uniform_density
 from torchtitan.diffusion.timesteps.slot_edges import read_slot_edges, slot_positions, slot_unit, write_slot_edges
 from torchtitan.evaluation.offline_gradients import WHOLE, GradientError, Gradients, TimestepBin, equal_mass_edges
@@ -219,7 +220,7 @@ def _equal_loss_edges(run: StudyRun, objective: Objective) -> list[int]:
         return [int(edge) for edge in read_slot_edges(path, "index")]
     images = min(_CURVE_IMAGES, len(run.dataset(options.split)))
     samples = run.samples(options.split, images, options.seed)
-    nodes = curve_nodes(objective.path, _CURVE_NODES)
+    nodes = curve_nodes(indexed(objective.path), _CURVE_NODES)
     work = len(samples.images) * len(nodes.t)
     with tqdm(total=work, desc="curve for the slots", unit=UNIT, file=sys.stderr, mininterval=0.5) as bar:
         errors = timestep_errors(

@@ -14,6 +14,7 @@ from studies.oracle_replace_report import EXCEPT, INJECT, INJECT_TRUE, NONE, REP
 from studies.oracle_replacement import ancestral_chain, unit_errors, visited_indices
 from torchtitan import philox
 from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.paths import indexed
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.timestep_errors import FixedSamples
 from torchtitan.experiments.cells import (
@@ -167,7 +168,7 @@ def _ranges(options: argparse.Namespace, indices: list[int]) -> list[tuple[int, 
 def _chain(run: StudyRun, cell: Cell, batch: FixedSamples, advance: Advance, error: Tensor | None = None) -> Tensor:
     """The final images [B, C, H, W] of one chain."""
     trained, indices = run.model(run.steps[0]), _indices(run)
-    path, variant = trained.objective.path, cell["variant"]
+    path, variant = indexed(trained.objective.path), cell["variant"]
     inside = {index for index in indices if variant != NONE and cell["low"] <= index <= cell["high"]}
     truth = {REPLACE: inside, EXCEPT: set(indices) - inside, INJECT_TRUE: set(indices)}.get(variant, set())
     x0 = batch.images.to(run.device)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from torchtitan.diffusion.paths import DDPM
+from torchtitan.diffusion.paths import IndexedPath
 
 # (x at an index [B, ...], the index) -> estimate of x0, of x's shape
 PredictX0 = Callable[[Tensor, int], Tensor]
 
 
 def ancestral_chain(
-    path: DDPM,
+    path: IndexedPath,
     predict: PredictX0,
     x0: Tensor,
     start: Tensor,
@@ -69,7 +69,7 @@ def ancestral_chain(
     return x
 
 
-def posterior(path: DDPM, index: int, then: int | None) -> tuple[float, float, float]:
+def posterior(path: IndexedPath, index: int, then: int | None) -> tuple[float, float, float]:
     """Coefficients of x0 and of x_index in the mean of q(x_then | x_index, x0), and its variance.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from studies import curve_plots
-from torchtitan.diffusion.paths import DDPM, PATHS
+from torchtitan.diffusion.paths import PATHS, IndexedPath, indexed
 from torchtitan.experiments.cells import StudyError, require_own_folder
 from torchtitan.files.durable import replace_file
 from torchtitan.pictures.markdown import markdown_table
@@ -31,7 +31,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     """Write coefficients.csv, coefficients.png and summary.md; returns the latter. Raises StudyError, ConfigError."""
     name, folder = _path_and_folder(arguments)
     require_own_folder(folder, {"coefficients.csv": ",".join(COLUMNS).encode()})
-    path = PATHS[name]()
+    path = indexed(PATHS[name]())
     marks = landmarks(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     return folder / "summary.md"
 
 
-def landmarks(path: DDPM) -> dict[str, int]:
+def landmarks(path: IndexedPath) -> dict[str, int]:
     """First index at which each of these holds, by its name."""
     snr = path.alphas_cumprod / (1.0 - path.alphas_cumprod)
     return {
@@ -70,7 +70,7 @@ def _path_and_folder(arguments: argparse.Namespace) -> tuple[str, Path]:
     return name, arguments.output or arguments.run / "studies" / "posterior_coefficients"
 
 
-def _columns(path: DDPM) -> list[Tensor]:
+def _columns(path: IndexedPath) -> list[Tensor]:
     """Columns behind the index, each [T]."""
     index = torch.arange(path.num_indices)
     snr = path.alphas_cumprod / (1.0 - path.alphas_cumprod)
@@ -84,7 +84,7 @@ def _first(holds: Tensor) -> int:
     return int(holds.nonzero()[0])
 
 
-def _summary(name: str, path: DDPM, marks: dict[str, int]) -> str:
+def _summary(name: str, path: IndexedPath, marks: dict[str, int]) -> str:
     text = (
         f"# posterior_coefficients\n\nPath {name}, {path.num_indices} indices from 0 (nearly clean data). The mean of "
         "q(x_(k-1) | x_k, x0) is posterior_x0 x0 + posterior_x_t x_k, its variance posterior_variance. These are "

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.paths import has_indices
 from torchtitan.diffusion.timesteps.densities import uniform_density
 from torchtitan.diffusion.timesteps.slot_edges import read_slot_edges, slot_positions, slot_unit
 from torchtitan.evaluation.timestep_errors import TimestepNodes
@@ -74,7 +75,7 @@ def _default_edges(path) -> Sequence[float]:
 
 def _nodes(objective: Objective, low: float, high: float, count: int) -> TimestepNodes:
     path = objective.path
-    if not path.num_indices:
+    if not has_indices(path):
         return TimestepNodes(low + (high - low) * (torch.arange(count, dtype=torch.float64) + 0.5) / count)
     if path.discrete:
         count = min(count, round(high - low))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.paths import DDPM
+from torchtitan.diffusion.paths import IndexedPath, indexed
 from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges, interpolate_loss
 from torchtitan.distributed.parallelize import clamp_gradients, clip_gradients
 from torchtitan.evaluation.offline_gradients import (
@@ -64,11 +64,12 @@ def slot_nodes(objective: Objective, where: TimestepBin, count: int) -> Timestep
     t = objective.timestep_sampler.density.quantile(where.quantile_low + where.mass * shares)
     if not objective.path.discrete:
         return TimestepNodes(t)
-    index = objective.path.t_to_index(t).unique()
-    return TimestepNodes(objective.path.index_to_t(index), index)
+    path = indexed(objective.path)
+    index = path.t_to_index(t).unique()
+    return TimestepNodes(path.index_to_t(index), index)
 
 
-def curve_nodes(path: DDPM, count: int) -> TimestepNodes:
+def curve_nodes(path: IndexedPath, count: int) -> TimestepNodes:
     """At most `count` indices, equally spaced in ln(1 + index), the first and the last among them."""
     ends = torch.linspace(0.0, math.log(path.num_indices), count, dtype=torch.float64)
     index = (ends.exp() - 1.0).round().long().clamp(0, path.num_indices - 1).unique()
@@ -90,7 +91,7 @@ def edges_of_curve(objective: Objective, nodes: TimestepNodes, errors: Tensor, n
     Raises:
         ValueError: an error is not positive and finite, or there are too many slots.
     """
-    path = objective.path
+    path = indexed(objective.path)
     curve = interpolate_loss(nodes.index, errors, path.num_indices)
     ends = objective.timestep_sampler.density.quantile(torch.tensor([1e-12, 1.0 - 1e-12], dtype=torch.float64))
     first, last = path.t_to_index(ends).tolist()

@@ -118,5 +118,4 @@ def train_and_measure(arguments: list[str]) -> list[float]:
             found.append(error.square().flatten(1).mean(1).double())
     best = optimal_velocity_loss(config.data, draw.t.double())
     bins = torch.bucketize(draw.t, trainer.state.bin_edges)
-    sums = [(torch.cat(found)[bins == k].mean() / best[bins == k].mean()).item() for k in range(BINS)]
-    return sums
+    return [(torch.cat(found)[bins == k].mean() / best[bins == k].mean()).item() for k in range(BINS)]

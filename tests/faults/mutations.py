@@ -322,7 +322,7 @@ def mutate(place: Place, watch: WriteWatch, kind: str, seed: str) -> tuple[str, 
         return "hung", f"no end after {SECONDS} s"
     except Failed as error:
         return "wrong", str(error)
-    except BaseException:  # whatever it is, it is what a user would have seen
+    except BaseException:  # noqa: BLE001 (it is what a user would have seen)
         return "raised", traceback.format_exc()
     finally:
         if place.weights.parent / Path(name).name == place.weights:

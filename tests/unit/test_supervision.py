@@ -128,7 +128,7 @@ def test_host_memory_is_read_from_both_control_group_versions_and_the_machine(tm
         "sys/fs/cgroup/memory/memory.limit_in_bytes": str(8 * GIB),
         "sys/fs/cgroup/memory/memory.stat": f"rss {GIB}\ntotal_rss {2 * GIB}\n",
     }, 60, line="4:cpu,memory:/not/mounted/here")  # fmt: skip
-    assert [row[1:] for row in host_memory(one)][0] == (2 * GIB, 8 * GIB)
+    assert host_memory(one)[0][1:] == (2 * GIB, 8 * GIB)
     unlimited = {"sys/fs/cgroup/job/memory.max": "max", "sys/fs/cgroup/job/memory.stat": "anon 1\n"}
     free = machine(tmp_path / "free", unlimited, 60)
     assert len(host_memory(free)) == 1

@@ -83,6 +83,10 @@ class RunningErrors(nn.Module):
     with more.
     """
 
+    edges: Tensor
+    sums: Tensor
+    weight: Tensor
+
     def __init__(self, heads: int) -> None:
         super().__init__()
         bins = _NUM_EDGES + 1
@@ -302,9 +306,8 @@ class PredictionHeads(nn.Module):
         log_sigma = torch.logit(t.to(torch.float64))
         shares = self.rule.shares(log_sigma)
         factors = torch.where(shares > 0, shares * self._factors(log_sigma, self._common), 0.0).to(x0.dtype)
-        mix = sum(
-            per_image(factors[:, k], x0) * part for k, part in enumerate(self._residuals(output, x0, noise, t))
-        )
+        residuals = enumerate(self._residuals(output, x0, noise, t))
+        mix = sum((per_image(factors[:, k], x0) * part for k, part in residuals), start=torch.zeros(()))
         return mix.square().flatten(1).mean(1)
 
     def combine(self, output: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchtitan.diffusion.paths import DDPM, per_image
+from torchtitan.diffusion.paths import IndexedPath, per_image
 
 # L_hybrid = L_simple + 0.001 L_vlb, eq. 16.
 BOUND_WEIGHT = 1e-3
@@ -18,7 +18,7 @@ _OUTERMOST_LEVEL = 0.999
 _SMALLEST_PROBABILITY = 1e-12
 
 
-def log_variance(path: DDPM, interpolation: Tensor, index: Tensor) -> Tensor:
+def log_variance(path: IndexedPath, interpolation: Tensor, index: Tensor) -> Tensor:
     """Log variance of the reverse step, ln of exp(v ln beta + (1 - v) ln posterior variance), eq. 15.
 
     Args:
@@ -34,14 +34,14 @@ def log_variance(path: DDPM, interpolation: Tensor, index: Tensor) -> Tensor:
     return fraction * high + (1.0 - fraction) * low
 
 
-def posterior_mean(path: DDPM, x0: Tensor, x_t: Tensor, index: Tensor) -> Tensor:
+def posterior_mean(path: IndexedPath, x0: Tensor, x_t: Tensor, index: Tensor) -> Tensor:
     """Mean of q(x_(k-1) | x_k = x_t, x0) at integer indices k [B]. Source: Ho et al., arXiv 2006.11239, eq. 7."""
     of_x0, of_x_t = (_at(values, index, x_t) for values in (path.posterior_x0, path.posterior_x_t))
     return of_x0 * x0 + of_x_t * x_t
 
 
 def variational_bound(
-    path: DDPM, x0: Tensor, x_t: Tensor, x0_estimate: Tensor, interpolation: Tensor, index: Tensor
+    path: IndexedPath, x0: Tensor, x_t: Tensor, x0_estimate: Tensor, interpolation: Tensor, index: Tensor
 ) -> Tensor:
     """Variational bound's term of one index, in bits per dimension: eq. 4 to 6.
 
@@ -81,10 +81,11 @@ def _log_level_probability(x: Tensor, mean: Tensor, log_variance: Tensor) -> Ten
     return torch.log(mass.clamp_min(_SMALLEST_PROBABILITY))
 
 
-def _log_variance_range(path: DDPM, index: Tensor) -> tuple[Tensor, Tensor]:
+def _log_variance_range(path: IndexedPath, index: Tensor) -> tuple[Tensor, Tensor]:
     """Log of the smallest and the largest sensible variance at indices [B], each float32 [B]."""
     smallest = torch.cat((path.posterior_variance[1:2], path.posterior_variance[1:]))
-    return tuple(values.log().to(torch.float32).to(index.device)[index] for values in (smallest, path.betas))
+    low, high = (values.log().to(torch.float32).to(index.device)[index] for values in (smallest, path.betas))
+    return low, high
 
 
 def _at(values: Tensor, index: Tensor, images: Tensor) -> Tensor:

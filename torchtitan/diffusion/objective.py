@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchtitan import philox
 from torchtitan.diffusion.heads import HeadErrors, InverseVariance, PredictionHeads
 from torchtitan.diffusion.learned_variance import BOUND_WEIGHT, variational_bound
-from torchtitan.diffusion.paths import PATHS, per_image
+from torchtitan.diffusion.paths import PATHS, indexed, per_image
 from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
 from torchtitan.diffusion.predictions import PREDICTIONS, noise_error_weight, target, to_x0_and_noise
 from torchtitan.diffusion.timesteps.registry import LEARNING, build_sampler
@@ -215,7 +215,7 @@ class Objective:
     def draw(self, shape: tuple[int, ...], batch: GlobalBatch, indices: Tensor) -> Draw:
         """Draw timesteps and noise for the samples `indices` [B] of a global batch; `shape` is one image's."""
         t, importance = self.timestep_sampler.sample(batch, indices)
-        index = self.path.t_to_index(t) if self.path.discrete else None
+        index = indexed(self.path).t_to_index(t) if self.path.discrete else None
         return Draw(t, philox.normal(self.seed, "noise", indices, shape, batch.attempt), importance, index)
 
     def loss(self, model: Network, x0: Tensor, condition: Tensor | None, draw: Draw) -> LossTerms:
@@ -249,8 +249,9 @@ class Objective:
         if interpolation is not None:
             # The mean is trained by the weighted error alone.
             x0_estimate, _ = to_x0_and_noise(self.prediction, output.detach(), x_t, a, b, self.sigma_data)
-            index = self.path.t_to_index(draw.t)
-            bound = variational_bound(self.path, x0, x_t, x0_estimate, interpolation, index)
+            path = indexed(self.path)
+            index = path.t_to_index(draw.t)
+            bound = variational_bound(path, x0, x_t, x0_estimate, interpolation, index)
             bound = BOUND_WEIGHT * self.path.num_indices * bound
             loss, held_out = loss + bound, held_out + bound.detach()
         importance = draw.importance

@@ -46,6 +46,12 @@ class Path(Protocol):
 class IndexedPath(Path, Protocol):
     """Path with indices: integers on a discrete one, real numbers in [0, T - 1] on a continuous one."""
 
+    betas: Tensor
+    alphas_cumprod: Tensor
+    posterior_x0: Tensor
+    posterior_x_t: Tensor
+    posterior_variance: Tensor
+
     def index_to_log_sigma(self, index: Tensor) -> Tensor:
         """Convert an index to ln sigma, float64."""
 
@@ -62,6 +68,13 @@ class IndexedPath(Path, Protocol):
 def has_indices(path: Path) -> TypeGuard[IndexedPath]:
     """Whether the times of a path have indices."""
     return path.num_indices > 0
+
+
+def indexed(path: Path) -> IndexedPath:
+    """The same path, known to have indices. Raises ValueError: it has none."""
+    if not has_indices(path):
+        raise ValueError(f"{type(path).__name__} has no indices")
+    return path
 
 
 class _CommonTime:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchtitan.diffusion.paths import DDPM, Path
+from torchtitan.diffusion.paths import IndexedPath, Path, indexed
 
 _SMALLEST_LOGIT_ARGUMENT = 2.0**-24
 
@@ -46,7 +46,7 @@ class Index:
     Source: Peebles and Xie, "Scalable diffusion models with transformers", arXiv 2212.09748.
     """
 
-    path: DDPM
+    path: IndexedPath
 
     def scaling(self, t: Tensor) -> Scaling:
         return _plain(self.path.t_to_index(t).to(t.dtype))
@@ -93,7 +93,7 @@ def _plain(time: Tensor) -> Scaling:
 # name -> preconditioning for (path, prediction, sigma_data)
 PRECONDITIONINGS: dict[str, Callable[[Path, str, float], Preconditioning]] = {
     "identity": lambda path, prediction, sigma_data: Identity(),
-    "index": lambda path, prediction, sigma_data: Index(path),
+    "index": lambda path, prediction, sigma_data: Index(indexed(path)),
     "sit": lambda path, prediction, sigma_data: ReversedTime(),
     "edm": EDMScaling,
 }

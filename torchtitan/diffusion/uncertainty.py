@@ -22,6 +22,9 @@ class LogUncertainty(nn.Module):
         weight: of the waves, float32 [K, F]; the only parameter.
     """
 
+    frequency: Tensor
+    phase: Tensor
+
     def __init__(self, functions: int, features: int, log_sigma_range: tuple[float, float]) -> None:
         """
         Args:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from data.base import Dataset, Draws, UnreadableImage
 from torchtitan import philox
 from torchtitan.diffusion.objective import Draw, Objective
+from torchtitan.diffusion.paths import has_indices, indexed
 from torchtitan.distributed.precision import compute_context
 from torchtitan.gns.statistics import GroupSums
 from torchtitan.statistics.ratio_intervals import fieller
@@ -90,7 +91,7 @@ def equal_mass_edges(objective: Objective, bins: int) -> tuple[list[float], str]
     if objective.path.discrete:
         # A little more: the index that begins at the edge is meant, not the one that ends there.
         inner = objective.timestep_sampler.density.quantile(shares + 1e-9)
-        return [0.0, *objective.path.t_to_index(inner).double().tolist(), float(objective.path.num_indices)], "index"
+        return [0.0, *indexed(objective.path).t_to_index(inner).double().tolist(), float(objective.path.num_indices)], "index"
     return [0.0, *objective.timestep_sampler.density.quantile(shares).tolist(), 1.0], "t"
 
 
@@ -100,7 +101,7 @@ def _to_time(objective: Objective, value: float, unit: str) -> float:
     if unit == "sigma":
         return value / (1.0 + value) if math.isfinite(value) else 1.0
     path = objective.path
-    if not path.num_indices:
+    if not has_indices(path):
         raise ValueError("only a DDPM path has indices (give the bins in t or sigma)")
     if value >= path.num_indices:
         return 1.0
@@ -330,7 +331,7 @@ class Gradients:
         t = self.objective.timestep_sampler.density.quantile(quantile).to(torch.float32)
         if where is not WHOLE:  # rounding to float32 may have left the bin
             t = t.clamp(where.t_low, float(np.nextafter(np.float32(where.t_high), np.float32(0))))
-        index = self.objective.path.t_to_index(t).to(self.device) if self.objective.path.discrete else None
+        index = indexed(self.objective.path).t_to_index(t).to(self.device) if self.objective.path.discrete else None
         noise = philox.normal(self.seed, "evaluation", samples.to(self.device) + _NOISE, images.shape[1:], stream)
         t = t.to(self.device)
         return images.to(self.device), condition, Draw(t, noise, torch.ones_like(t), index)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from data.base import Dataset, DatasetError, UnreadableImage
 from torchtitan import philox
 from torchtitan.diffusion.objective import Draw, Objective
+from torchtitan.diffusion.paths import indexed
 from torchtitan.diffusion.predictions import noise_error_weight
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.eval_mode import evaluating
@@ -56,7 +57,7 @@ def timestep_nodes(objective: Objective, count: int | None = None) -> TimestepNo
         if count is not None and count > path.num_indices:
             raise ValueError(f"{count} timesteps: the path has {path.num_indices}")
         index = torch.linspace(0, path.num_indices - 1, count or path.num_indices, dtype=torch.float64).round().long()
-        return TimestepNodes(path.index_to_t(index), index)
+        return TimestepNodes(indexed(path).index_to_t(index), index)
     ends = objective.timestep_sampler.density.quantile(torch.tensor([_TAIL, 1.0 - _TAIL], dtype=torch.float64))
     return TimestepNodes(torch.sigmoid(torch.linspace(*torch.logit(ends).tolist(), count or 128, dtype=torch.float64)))
 
@@ -138,7 +139,7 @@ def timestep_errors(
         for numbers in torch.arange(count * num_nodes).split(batch_size):
             which, node = numbers // num_nodes, numbers % num_nodes
             t = nodes.t[node].to(device, torch.float32)
-            index = objective.path.t_to_index(t) if objective.path.discrete else None
+            index = indexed(objective.path).t_to_index(t) if objective.path.discrete else None
             images, noise = samples.images[which].to(device), samples.noise[which].to(device)
             condition = None if model.null_class is None else samples.labels[which].to(device)
             with compute_context(param_dtype, device, False):

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -70,17 +71,17 @@ def image_grid(
     pixels = _enlarge(_to_rgb(images.detach().float().cpu().numpy()))  # [N, H * factor, W * factor, 3]
     height, width = pixels.shape[1:3]
 
-    label_font = ImageFont.load_default(_between(14, height // 3, 36))
+    label_font = _font(_between(14, height // 3, 36))
     labels = [_shorten(label) for label in row_labels or []]
     label_width = max((_text_width(label, label_font) for label in labels), default=0)
     left = MARGIN + (label_width + MARGIN if labels else 0)
     grid_width = columns * (width + GAP) - GAP
-    title_font = ImageFont.load_default(_between(15, height // 3, 36))
+    title_font = _font(_between(15, height // 3, 36))
     title_lines = _wrap(title, title_font, max(grid_width, 240))
     line_height = sum(title_font.getmetrics()) + 2
     top = MARGIN + (len(title_lines) * line_height + 2 * GAP if title_lines else 0)
 
-    caption_font = ImageFont.load_default(_between(11, height // 14, 20))
+    caption_font = _font(_between(11, height // 14, 20))
     pitch = height + GAP + (sum(caption_font.getmetrics()) + GAP if captions else 0)
 
     title_width = max((_text_width(line, title_font) for line in title_lines), default=0)
@@ -144,7 +145,7 @@ def save_animation(frames: Sequence[tuple[int, str | os.PathLike]], path: str | 
             logger.warning("left out of %s: %s (%s)", path, picture_path, error)
     if not pictures:
         return 0
-    size = tuple(max(picture.size[axis] for _, picture in pictures) for axis in (0, 1))
+    size = (max(picture.width for _, picture in pictures), max(picture.height for _, picture in pictures))
     last_step = pictures[-1][0]
     images = [_few_colours(_with_step(picture, size, step, last_step)) for step, picture in pictures]
     milliseconds = 10 * _between(6, round(100 * ANIMATION_SECONDS / len(images)), 60)  # GIF counts in 10 ms
@@ -185,8 +186,12 @@ def _enlarge(pixels: np.ndarray) -> np.ndarray:
     return pixels.repeat(factor, axis=1).repeat(factor, axis=2)
 
 
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    return cast(ImageFont.FreeTypeFont, ImageFont.load_default(size))
+
+
 def _with_step(picture: Image.Image, size: tuple[int, int], step: int, last_step: int) -> Image.Image:
-    font = ImageFont.load_default(_between(15, size[0] // 28, 32))
+    font = _font(_between(15, size[0] // 28, 32))
     strip = sum(font.getmetrics()) + MARGIN
     bar = max(4, strip // 8)
     frame = Image.new("RGB", (size[0], size[1] + strip), PAPER)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes as Panel
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from torchtitan.files.durable import replacing
 from torchtitan.pictures.figure_text import show_text_as_it_is
@@ -20,8 +21,8 @@ def new_figure(
     title: str, rows: int, columns: int, size: tuple[float, float], **options
 ) -> tuple[Figure, list[list[Panel]]]:
     """A figure and its panels [rows][columns]."""
-    figure = Figure(figsize=size, layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
+    figure = Figure(figsize=size, layout=layout, facecolor="white")
     panels = figure.subplots(rows, columns, squeeze=False, **options)
     figure.suptitle(title, fontsize=12)
     for panel in panels.flat:

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -59,22 +59,22 @@ class LoaderProcesses:
         self._said_full = False
         self._lost: str | None = None
         ends_with_parent = threading.current_thread() is threading.main_thread()
-        loader = DataLoader(
+        loader: DataLoader = DataLoader(
             batch_size=None,
             num_workers=num_workers,
             timeout=_LOOK_SECONDS if num_workers else 0,
-            collate_fn=_for_the_trainer if num_workers else _as_it_is,
+            collate_fn=cast(Any, _for_the_trainer if num_workers else _as_it_is),
             worker_init_fn=partial(begin_worker, ends_with_parent=ends_with_parent),
             generator=torch.Generator(),  # or else starting a loader would advance the global generator
             **arguments,
         )
         known = set(multiprocessing.active_children())
         try:
-            self._batches = iter(loader)
+            self._batches: Any = iter(loader)
         except (OSError, RuntimeError) as error:  # no memory, no room for a semaphore, too many processes or open files
             for frame, _ in traceback.walk_tb(error.__traceback__):
                 if isinstance(half_made := frame.f_locals.get("self"), _BaseDataLoaderIter):
-                    half_made._shutdown = True  # or else torch closes it later, and fails with a traceback
+                    cast(Any, half_made)._shutdown = True  # or else torch closes it later, and fails with a traceback
             for process in set(multiprocessing.active_children()) - known:
                 process.kill()
                 process.join(_PATIENCE)
@@ -293,7 +293,8 @@ def begin_worker(worker: int, ends_with_parent: bool = True) -> None:
         ends_with_parent: whether the parent's main thread has started it; the kernel looks at that thread.
     """
     _leave_signals_to_the_trainer()
-    if not (ends_with_parent and end_with_parent(multiprocessing.parent_process().pid)):
+    parent = multiprocessing.parent_process()
+    if not (ends_with_parent and parent is not None and end_with_parent(parent.pid or 0)):
         threading.Thread(target=_end_with_the_trainer, daemon=True).start()
 
 
@@ -301,7 +302,8 @@ def _end_with_the_trainer() -> None:
     """End with the trainer: torch looks at the parent, and that of a process from a fork server is the server, which
     lives on.
     """
-    multiprocessing.parent_process().join()
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
     os._exit(1)
 
 

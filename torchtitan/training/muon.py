@@ -60,18 +60,18 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
 
     @torch.no_grad()
-    def step(self, skip: Tensor | None = None) -> None:
+    def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]  # a verdict instead of a closure
         """Update every parameter that has a gradient; where `skip`, a bool scalar, is true, all stays as it is."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group, skip)
+                    self._update(parameter, parameter.grad, group, skip)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any], skip: Tensor | None) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], skip: Tensor | None) -> None:
         state, momentum, lr = self.state[parameter], group["momentum"], group["lr"]
         if not state:
             state["momentum"] = torch.zeros_like(parameter)
-        gradient, average, weight = local(parameter.grad), local(state["momentum"]), local(parameter)
+        gradient, average, weight = local(gradient), local(state["momentum"]), local(parameter)
         if skip is not None:
             gradient = torch.where(skip, average, gradient)  # which leaves the average as it is
         average.lerp_(gradient, 1.0 - momentum)

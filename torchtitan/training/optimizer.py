@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class OptimizerSet:
         """
         for optimizer in self._optimizers:
             if isinstance(optimizer, torch.optim.AdamW):
-                optimizer.found_inf = None if skip is None else skip.to(torch.float32)
+                cast(Any, optimizer).found_inf = None if skip is None else skip.to(torch.float32)
                 optimizer.step()
             elif isinstance(optimizer, Muon):
                 optimizer.step(skip)
@@ -231,7 +231,7 @@ def _replicas(tensor: DTensor) -> int:
 
 def _parts(key: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Ordinary tensors, plain or sharded, of one entry of the state."""
-    held = local(value)
+    held: Any = local(value)
     if not hasattr(held, "codes"):
         yield key, value
         return

@@ -1,7 +1,7 @@
 """Contract of solvers: predictions of the clean image and the noise, and fresh noise."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +29,8 @@ Predict = Callable[[Tensor, Tensor], tuple]
 DrawNoise = Callable[[int], Tensor]
 
 
-class Solver(Protocol):
-    """Solve from the state at times[0] to the one at times[-1]."""
-
-    def __call__(
-        self, predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise: DrawNoise, **options
-    ) -> Tensor: ...
+# (predict, path, x at times[0], times, draw_noise, **options) -> x at times[-1]
+Solver = Callable[..., Tensor]
 
 
 def predict_at(predict: Predict, x: Tensor, t: Tensor) -> Prediction:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchtitan.diffusion.paths import Path
+from torchtitan.diffusion.paths import Path, indexed
 
 
 def uniform_times(num_steps: int, t_max: float = 1.0, shift: float = 1.0) -> Tensor:
@@ -47,7 +47,7 @@ def respaced_indices(num_steps: int, total: int = 1000) -> Tensor:
 
 def ddpm_times(num_steps: int, path: Path) -> Tensor:
     """Times of evenly respaced indices of a DDPM path, and 0."""
-    times = path.index_to_t(respaced_indices(num_steps, path.num_indices)).to(torch.float64)
+    times = indexed(path).index_to_t(respaced_indices(num_steps, path.num_indices)).to(torch.float64)
     return torch.cat((times, times.new_zeros(1)))
 
 

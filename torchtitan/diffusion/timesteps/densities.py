@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchtitan.diffusion.paths import IndexedPath, Path
+from torchtitan.diffusion.paths import IndexedPath, Path, has_indices
 
 
 class Density(Protocol):
@@ -156,7 +156,7 @@ class UniformIndex:
 
 def uniform_density(path: Path) -> SmoothDensity:
     """Uniform over a path's indices; over t where it has none."""
-    return UniformIndex(path) if path.num_indices else Uniform()
+    return UniformIndex(path) if has_indices(path) else Uniform()
 
 
 @dataclass(frozen=True)

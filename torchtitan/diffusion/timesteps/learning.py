@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.diffusion.paths import DDPM
+from torchtitan.diffusion.paths import IndexedPath
 from torchtitan.diffusion.timesteps.densities import Density
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
@@ -236,7 +236,7 @@ def _sums_by_bin(bins: Tensor, values: Tensor, num_bins: int) -> Tensor:
     return sums.index_put_((bins,), values, accumulate=True)  # sorted first, where index_add_ would race
 
 
-def index_edges(path: DDPM) -> Tensor:
+def index_edges(path: IndexedPath) -> Tensor:
     """Edges in t between all indices of a discrete path, float32 [T - 1]."""
     return path.index_to_t(torch.arange(path.num_indices - 1) + 0.5).to(torch.float32)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.diffusion.paths import Path
+from torchtitan.diffusion.paths import Path, has_indices, indexed
 from torchtitan.diffusion.timesteps.densities import (
     CosMap,
     Density,
@@ -51,7 +51,7 @@ def build_sampler(config: Any, path: Path, seed: int) -> TimestepSampler:
     if name == "loss_second_moment":
         if not path.discrete:
             raise ValueError("loss_second_moment keeps losses of every index, and the path has no integer ones")
-        return LossSecondMoment(*arguments, edges=index_edges(path))
+        return LossSecondMoment(*arguments, edges=index_edges(indexed(path)))
     if name == "time_warping":
         return TimeWarping(*arguments, edges=equal_mass_edges(density), half_life=config.loss_half_life)
     if name == "adaptive_log_snr":
@@ -97,7 +97,7 @@ def _smooth_density(config: Any, path: Path, name: str) -> SmoothDensity:
         return Warped(uniform, Steps(positions, [1.0] * (len(positions) - 1)))
 
     def speed() -> SmoothDensity:
-        if not path.num_indices:
+        if not has_indices(path):
             raise ValueError("speed looks at how the noise of a DDPM path grows from index to index")
         return Warped(uniform, speed_warp(path, uniform, config.speed_ratio))
 
@@ -118,7 +118,7 @@ def _smooth_density(config: Any, path: Path, name: str) -> SmoothDensity:
 
 def _on_path(density: SmoothDensity, path: Path, config: Any) -> Density:
     t_min, t_max = config.t_min, config.t_max
-    if path.num_indices:
+    if has_indices(path):
         return (OnDiscreteIndices if path.discrete else OnContinuousIndices)(density, path, t_min, t_max)
     if (t_min, t_max) == (0.0, 1.0):
         return density

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.diffusion.paths import Path as NoisePath
+from torchtitan.diffusion.paths import indexed
 from torchtitan.diffusion.timesteps.densities import SmoothDensity
 
 _LARGEST_FILE = 1 << 20  # bytes
@@ -134,7 +135,7 @@ def slot_positions(edges: Sequence[float], path: NoisePath, base: SmoothDensity)
         raise ValueError(f"must be whole numbers, indices of the path: {_shown(edges)}")
     if not path.discrete and len(inner) and inner[-1] >= path.num_indices - 1:
         raise ValueError(f"the last slot holds no index: the path ends at {path.num_indices - 1}")
-    below = base.distribution(path.index_to_log_sigma(inner - 0.5 if path.discrete else inner))
+    below = base.distribution(indexed(path).index_to_log_sigma(inner - 0.5 if path.discrete else inner))
     return [0.0, *below.tolist(), 1.0]
 
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torchtitan.diffusion.paths import DDPM
+from torchtitan.diffusion.paths import IndexedPath
 from torchtitan.diffusion.timesteps.densities import SmoothDensity
 
 # Source: Wang et al., "A closer look at time steps is worthy of triple speed-up for diffusion model training",
@@ -194,7 +194,7 @@ def _interpolated(points: Tensor, values: Tensor, wanted: Tensor) -> Tensor:
     return torch.lerp(values[cell], values[cell + 1], part)
 
 
-def speed_start(path: DDPM) -> int:
+def speed_start(path: IndexedPath) -> int:
     """SpeeD's tau: the first index at which the noise b = sqrt(1 - alpha_bar) has grown by less than 1e-4 in one step.
 
     The steps from there on convey little that is new: 642 of 1000 on the linear schedule. T where there is none.
@@ -204,7 +204,7 @@ def speed_start(path: DDPM) -> int:
     return int(slow[0]) + 1 if len(slow) else path.num_indices
 
 
-def speed_warp(path: DDPM, base: SmoothDensity, ratio: float) -> Steps:
+def speed_warp(path: IndexedPath, base: SmoothDensity, ratio: float) -> Steps:
     """SpeeD's distribution: each index below tau is `ratio` times as likely as one from tau on.
 
     P = k / (T + tau (k - 1)) below tau and 1 / (T + tau (k - 1)) beyond, with k = ratio.
