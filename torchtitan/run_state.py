@@ -5,6 +5,7 @@ There is no loop here: `torchtitan.trainer` moves the state from step to step, `
 """
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -120,6 +121,8 @@ class RunState:
             on_unreadable=self.corrupt_images.record,
         )
         self.gns = self._build_gns(edges, taps) if config.gns.enable else None
+        param_dtype = config.training.mixed_precision_param
+        self._compute_context = partial(compute_context, param_dtype, layout.device, layout.sharded)
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
         self.window = LossWindow(self.bin_edges, config.objective.heads)
         self.guard = NumericalGuard(
@@ -166,7 +169,7 @@ class RunState:
         condition = self.condition(labels, indices, samples.attempt)
         if measure:
             self.gns.begin_microbatch(draw.t)
-        with compute_context(self.config.training.mixed_precision_param, self.layout.device, self.layout.sharded):
+        with self._compute_context():
             return self.objective.loss(self.train_module, images, condition, draw)
 
     def condition(self, labels: Tensor, indices: Tensor, attempt: int) -> Tensor | None:

@@ -38,7 +38,7 @@ class Supervision:
             )  # fmt: skip
             phases.on_end = self._log.phase
         # Every forward is progress, also in the many of a validation or of a sampler.
-        state.model.register_forward_pre_hook(lambda *_: phases.touch())
+        state.model.register_forward_pre_hook(phases.touch)
         self._garbage = GarbageControl(config.training.gc_freq)
         self._memory = MemoryMonitor(layout.rank)
         self._watchdog = Watchdog(
