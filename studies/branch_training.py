@@ -256,13 +256,12 @@ def _link_or_copy(source: str, target: str) -> None:
         sync(Path(target))
 
 
-def train_branch(branch: Path, processes: int, lock: int, progress: Callable[[int], None]) -> None:
+def train_branch(branch: Path, processes: int, progress: Callable[[int], None]) -> None:
     """Train a branch to its end in processes of its own, from where it is.
 
     Args:
         branch: its folder, with branch.toml and a checkpoint.
         processes: how many; torchrun starts more than one.
-        lock: descriptor that the processes hold open as long as they live.
         progress: told the samples seen so far, now and then.
 
     Raises:
@@ -282,7 +281,7 @@ def train_branch(branch: Path, processes: int, lock: int, progress: Callable[[in
     # Requests to stop are noted, not raised: one that came while the process starts would leave it behind.
     with StopRequest() as stop, open(branch / "train.log", "ab") as log:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[lock],
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True,  # a Ctrl-C is passed on below, once
         )  # fmt: skip
         try:

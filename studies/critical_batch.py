@@ -6,7 +6,6 @@ compared. Every finished branch is a row of results.csv, so that a test that is 
 
 import argparse
 import dataclasses
-import fcntl
 import hashlib
 import json
 import sys
@@ -51,12 +50,12 @@ from torchtitan.config.job import JobConfig
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import unwrapped
 from torchtitan.evaluation.validation import validation_loss
-from torchtitan.experiments.cells import ResultTable, Row, StudyError, require_own_folder
+from torchtitan.experiments.cells import Row
+from torchtitan.experiments.folder import ResultsFolder, StudyError
+from torchtitan.experiments.record import ResultTable
 from torchtitan.files.durable import make_folder, replace_file
-from torchtitan.files.ownership import LOCK_FILE
 from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath
-from torchtitan.files.run_lock import Busy
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.trained_model import WeightsError, load_run, read_config
 from torchtitan.settings.schema import shown
@@ -90,6 +89,10 @@ class BranchTest:
     seeds: int
     folder: Path
     options: argparse.Namespace
+
+    @property
+    def results(self) -> ResultsFolder:
+        return ResultsFolder(self.folder, {"settings.json": b"{"}, owner="a critical-batch measurement's")
 
     @property
     def checkpoint(self) -> AnyPath:
@@ -160,8 +163,8 @@ def open_test(options: argparse.Namespace) -> BranchTest:
         raise StudyError(f"--lr: the run's rate is {options.lr:g} at step {step} (choose another step, or give --lr)")
     plans, samples = plan_batches(config, options.factors, options.lr_rule, options.lr, options.samples, options.nproc)
     folder = options.output or run / "critical_batch" / checkpoint_path(run, step).name
-    require_own_folder(folder, {"settings.json": b"{"})
     test = BranchTest(run, config, step, plans, samples, options.seeds, folder.resolve(), options)
+    test.results.refuse_foreign()
     with tempfile.TemporaryDirectory() as nowhere:  # what cannot run is refused before anything is trained
         for plan in plans:
             write_config(_config(test, plan, 0), Path(nowhere) / f"batch-{plan.batch_size}.toml", options.nproc)
@@ -204,19 +207,11 @@ def run_test(test: BranchTest) -> list[Row]:
         Busy: another process is at work in it.
         KeyboardInterrupt: asked to stop; the same test goes on from here.
     """
-    try:
-        make_folder(test.folder)
-        with open(test.folder / LOCK_FILE, "a", encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise Busy(test.folder, "a branch test", "give --output") from None
-            return _run_locked(test, lock.fileno())
-    except OSError as error:
-        raise StudyError(f"{test.folder}: cannot be written: {error.strerror or error}") from error
+    with test.results.held():
+        return _run_locked(test)
 
 
-def _run_locked(test: BranchTest, lock: int) -> list[Row]:
+def _run_locked(test: BranchTest) -> list[Row]:
     _hold_to_settings(test)
     dataset = DATASETS[test.config.data.name](test.config.data, "validation")
     images = min(test.options.held_out, len(dataset))
@@ -233,7 +228,7 @@ def _run_locked(test: BranchTest, lock: int) -> list[Row]:
         with tqdm(**progress, mininterval=0.5, dynamic_ncols=True) as bar:
             for plan, seed in missing:
                 bar.set_description(f"batch {plan.batch_size}, seed {seed}")
-                _run_branch(test, table, held_out, start, plan, seed, lock, bar)
+                _run_branch(test, table, held_out, start, plan, seed, bar)
         if not test.options.keep_checkpoints:
             remove_checkpoints(test.folder / START)
     rows = [table.find({"batch_size": test.config.training.global_batch_size, "seed": START})]
@@ -251,21 +246,14 @@ def _progress(run: Path, step: int) -> int:
 
 
 def _hold_to_settings(test: BranchTest) -> None:
-    path, asked = test.folder / "settings.json", test.settings()
-    if not path.exists():
-        replace_file(path, json.dumps(asked, indent=1) + "\n")
+    asked, there = test.settings(), test.results.read("settings.json", lambda text: dict(json.loads(text)))
+    if there is None:
+        replace_file(test.folder / "settings.json", json.dumps(asked, indent=1) + "\n")
         return
-    try:
-        there = dict(json.loads(read_regular(path)))
-    except OSError as error:
-        raise StudyError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, RecursionError):
-        raise StudyError(f"{path}: damaged (move the folder away, or give --output)") from None
     differing = [name for name, value in asked.items() if there.get(name) != value]
     if differing:
-        differing = [f"{name}: {shown(there.get(name))} -> {shown(asked[name])}" for name in differing]
-        advice = "ask for the same, move it away, or give --output"
-        raise StudyError(f"{test.folder}: holds a test with other settings ({'; '.join(differing)}; {advice})")
+        changes = "; ".join(f"{name}: {shown(there.get(name))} -> {shown(asked[name])}" for name in differing)
+        test.results.refuse(f"a measurement with other settings, {changes}")
 
 
 def _columns(config: JobConfig) -> list[str]:
@@ -292,13 +280,12 @@ def _measure_start(test: BranchTest, table: ResultTable, held_out: HeldOut) -> N
 
 
 def _run_branch(
-    test: BranchTest, table: ResultTable, held_out: HeldOut, start: Path, plan: BatchPlan, seed: int, lock: int,
-    bar: tqdm,
+    test: BranchTest, table: ResultTable, held_out: HeldOut, start: Path, plan: BatchPlan, seed: int, bar: tqdm,
 ) -> None:  # fmt: skip
     begun, before = time.perf_counter(), bar.n
     row = {**dataclasses.asdict(plan), "seed": seed, "samples": test.samples, "status": "ok", "date": _now()}
     try:
-        row |= _measure_branch(test, held_out, start, plan, seed, lock, lambda seen: bar.update(before + seen - bar.n))
+        row |= _measure_branch(test, held_out, start, plan, seed, lambda seen: bar.update(before + seen - bar.n))
     except FAILURES as error:
         status = "diverged" if isinstance(error, Diverged) else "failed"
         row |= {"status": status, "reason": unwrapped(error)[:300]}
@@ -309,18 +296,18 @@ def _run_branch(
 
 
 def _measure_branch(
-    test: BranchTest, held_out: HeldOut, start: Path, plan: BatchPlan, seed: int, lock: int,
+    test: BranchTest, held_out: HeldOut, start: Path, plan: BatchPlan, seed: int,
     progress: Callable[[int], None],
 ) -> dict[str, float]:  # fmt: skip
     branch = test.branch(plan, seed)
-    require_own_folder(branch, BRANCH_MARKS)
+    ResultsFolder(branch, BRANCH_MARKS).refuse_foreign()
     make_folder(branch)
     config = _config(test, plan, seed)
     write_config(config, branch / "branch.toml", test.options.nproc)
     if not RunFolder(config).is_finished() or not checkpoint_steps(branch / "checkpoint"):
         (branch / "summary.json").unlink(missing_ok=True)  # what an earlier attempt left must not speak for this one
         begin_branch(start, branch)
-        train_branch(branch, test.options.nproc, lock, progress)
+        train_branch(branch, test.options.nproc, progress)
     found = _losses(test, branch, "none", plan.steps, held_out)
     averaged = _losses(test, branch, TRACK.name, plan.steps, held_out)
     return found | {f"ema/{name}": value for name, value in averaged.items()}

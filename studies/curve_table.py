@@ -14,7 +14,8 @@ from torch import Tensor
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.paths import has_indices
 from torchtitan.evaluation.timestep_errors import TimestepNodes, in_currency
-from torchtitan.experiments.cells import StudyError, as_text
+from torchtitan.experiments.folder import StudyError
+from torchtitan.experiments.record import as_text
 from torchtitan.files.durable import replacing
 from torchtitan.files.regular import check_regular
 

@@ -43,7 +43,7 @@ from torchtitan.experiments.cells import (
     require_at_least,
     require_images,
 )
-from torchtitan.experiments.run_identity import claim
+from torchtitan.experiments.folder import claim
 from torchtitan.files.durable import replacing
 from torchtitan.training.optimizer import build_optimizer
 
@@ -228,7 +228,7 @@ def _equal_loss_edges(run: StudyRun, objective: Objective) -> list[int]:
         )  # fmt: skip
     edges = edges_of_curve(objective, nodes, errors.mean(0), options.slots)
     try:
-        claim(folder, run)
+        claim(folder, run.folder, run.config)
         with replacing(path) as unfinished:
             write_slot_edges(unfinished, edges, "index")
     except OSError as error:

@@ -25,10 +25,10 @@ from torchtitan.experiments.cells import (
     Row,
     StudyError,
     StudyRun,
-    as_text,
     checkpoint_name,
     number,
 )
+from torchtitan.experiments.record import as_text
 
 COLUMNS = (
     *PUBLISHED_COLUMNS,

@@ -16,7 +16,7 @@ from studies.published_estimator import (
     reported_table,
 )
 from torchtitan.evaluation.offline_gradients import EstimateFailed
-from torchtitan.experiments.cells import StudyError, require_own_folder
+from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.files.durable import replace_file
 from torchtitan.pictures.markdown import inline, markdown_table
 
@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run_alone(arguments: argparse.Namespace) -> Path:
     """Read the tables, write pictures and summary.md; returns the latter. Raises StudyError."""
     folder = arguments.output
-    require_own_folder(folder, {"summary.md": _HEADING.encode()})
+    ResultsFolder(folder, {"summary.md": _HEADING.encode()}).refuse_foreign()
     try:
         tables = read_tables(arguments.tables)
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from studies import curve_plots
 from torchtitan.diffusion.paths import PATHS, IndexedPath, indexed
-from torchtitan.experiments.cells import StudyError, require_own_folder
+from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.files.durable import replace_file
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.runs.trained_model import read_config
@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run_alone(arguments: argparse.Namespace) -> Path:
     """Write coefficients.csv, coefficients.png and summary.md; returns the latter. Raises StudyError, ConfigError."""
     name, folder = _path_and_folder(arguments)
-    require_own_folder(folder, {"coefficients.csv": ",".join(COLUMNS).encode()})
+    ResultsFolder(folder, {"coefficients.csv": ",".join(COLUMNS).encode()}).refuse_foreign()
     path = indexed(PATHS[name]())
     marks = landmarks(path)
     try:

@@ -15,7 +15,8 @@ from studies.by_image import LEAST_RESAMPLED, resampled_shares
 from studies.curve_table import ERRORS, LossCurve, read_curves, read_errors
 from torchtitan.diffusion.paths import NUM_INDICES
 from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges, interpolate_loss, write_slot_edges
-from torchtitan.experiments.cells import StudyError, as_text, require_own_folder
+from torchtitan.experiments.folder import ResultsFolder, StudyError
+from torchtitan.experiments.record import as_text
 from torchtitan.files.durable import replace_file, replacing
 from torchtitan.pictures.markdown import markdown_table
 
@@ -55,7 +56,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
         StudyError: no curve, a bad one, or bad options; one line.
     """
     source, folder = _places(arguments)
-    require_own_folder(folder, _MARKS)
+    ResultsFolder(folder, _MARKS).refuse_foreign()
     curve = _choose(read_curves(source), arguments, source)
     like_paper = curve.discrete and curve.index[-1] + 1 == NUM_INDICES and arguments.slots == len(PAPER_SLOTS)
     if arguments.compare_paper and not like_paper:

@@ -24,11 +24,11 @@ from studies.branch_training import samples_seen
 from torchtitan.checkpoint.checkpointer import checkpoint_steps
 from torchtitan.config.job import ConfigError, JobConfig, config_differences, dump_config, load_config
 from torchtitan.config.places import place_problems
-from torchtitan.experiments.cells import ResultTable, StudyError, require_own_folder
+from torchtitan.experiments.folder import STUDY_MARKS, ResultsFolder, StudyError
 from torchtitan.experiments.process import Outcome, Stopped, run_processes
+from torchtitan.experiments.record import ResultTable
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.regular import read_text
-from torchtitan.files.run_lock import Busy, RunLock
 
 COLUMNS = ("run", "status", "reason", "samples", "date", "runtime")
 _POLL_SECONDS = 0.2
@@ -78,7 +78,7 @@ def plan_grid(base: JobConfig, runs: Sequence[GridRun], folder: Path, processes:
         StudyError: the folder is somebody else's; or a run cannot be trained as configured, would write outside of the
             folder, or its folder holds another one; the first reason.
     """
-    require_own_folder(folder)
+    ResultsFolder(folder, STUDY_MARKS).refuse_foreign()
     configs = {}
     for run in runs:
         configs[run.name] = configure(base, run.overrides | _place(folder, run.name), processes, run.name)
@@ -128,18 +128,11 @@ def train_grid(grid: TrainingGrid, retry_failed: bool = False) -> dict[str, str]
         StudyError: it cannot be written.
         KeyboardInterrupt: asked to stop; the run that was training goes on from its newest checkpoint.
     """
-    lock = RunLock(grid.folder)
-    try:
+    with ResultsFolder(grid.folder, STUDY_MARKS).held():
         make_folder(grid.folder / "runs")
-        if owner := lock.acquire():
-            raise Busy(grid.folder, owner, "give --output")
         table = ResultTable(grid.folder / "training.csv", COLUMNS, ("run",))
         table.begin()
         _train_missing(grid, table, retry_failed)
-    except OSError as error:
-        raise StudyError(f"{grid.folder}: cannot be written: {error.strerror or error}") from error
-    finally:
-        lock.release()
     rows = {name: table.find({"run": name}) for name in grid.configs}
     return {name: row["reason"] for name, row in rows.items() if row and row["status"] != "ok"}
 
@@ -234,19 +227,14 @@ def _refuse_other_places(config: JobConfig, folder: Path, name: str) -> None:
         raise StudyError(f"{name}: {key}: {text}")
 
 
-def _refuse_other_run(folder: Path, config: JobConfig) -> None:
-    try:
-        old = tomllib.loads(read_text(folder / "config.toml"))
-    except FileNotFoundError:
-        if checkpoint_steps(folder / "checkpoint"):
-            raise StudyError(
-                f"{folder}: holds checkpoints without a config.toml (remove it, or give --output)"
-            ) from None
-        return
-    except (OSError, ValueError) as error:
-        raise StudyError(f"{folder / 'config.toml'}: is damaged (remove the run's folder, or give --output)") from error
-    if differences := _differences(old, config):
-        raise StudyError(f"{folder}: holds another run ({differences[0]}; give another --output)")
+def _refuse_other_run(path: Path, config: JobConfig) -> None:
+    folder = ResultsFolder(path, {})
+    old = folder.read("config.toml", tomllib.loads)
+    if old is None:
+        if checkpoint_steps(path / "checkpoint"):
+            folder.refuse("checkpoints without a config.toml")
+    elif differences := _differences(old, config):
+        folder.refuse(f"another run, {differences[0]}")
 
 
 def _differences(old: dict[str, Any], config: JobConfig) -> list[str]:

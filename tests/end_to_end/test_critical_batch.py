@@ -1,7 +1,6 @@
 """scripts/critical_batch.py on a small run: killed and gone on with, and what cannot be tested refused in one line."""
 
 import csv
-import fcntl
 import importlib.util
 import json
 import os
@@ -17,7 +16,7 @@ from PIL import Image
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
 from tests.launcher import ROOT
-from torchtitan.files.run_lock import Busy
+from torchtitan.files.run_lock import Busy, RunLock
 
 SPEC = importlib.util.spec_from_file_location("critical_batch_tool", ROOT / "scripts" / "critical_batch.py")
 tool = importlib.util.module_from_spec(SPEC)
@@ -163,10 +162,11 @@ def test_no_run_other_settings_and_a_second_test_at_once_are_refused(run, refuse
     assert "is no run folder" in refused(tmp_path / "none")
     (tmp_path / "settings.json").write_text('{"lr_rule": "linear"}')
     assert "lr_rule: 'linear' -> 'sqrt'" in refused(run, *ASKED, "--output", tmp_path)
-    with open(tmp_path / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(Busy, match="another process writes here: a branch test"):
-            refused(run, *ASKED, "--output", tmp_path)
+    other = RunLock(tmp_path)
+    assert other.acquire() is None
+    with pytest.raises(Busy, match="another process writes here: host"):
+        refused(run, *ASKED, "--output", tmp_path)
+    other.release()
 
 
 def test_damaged_checkpoint_is_refused(run, refused):

@@ -178,7 +178,7 @@ def test_samplers_interrupted_failed_and_gone_on_with(config, trainings, study, 
     assert len(set(after.values())) == len(after)
 
     code, _, error = study(*words, "--checkpoints", "4")
-    assert code == 2 and "holds another run (checkpoint.interval: 4 -> 2" in error and error.count("\n") == 1
+    assert code == 2 and "holds another run, checkpoint.interval: 4 -> 2" in error and error.count("\n") == 1
 
 
 def test_batch_sizes_at_equal_samples_and_prediction_types_of_their_runs(

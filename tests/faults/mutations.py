@@ -39,9 +39,9 @@ from tests.unit.test_config_fuzz import VALID
 from tests.unit.test_sweep_runner import SWEEP
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.experiments.autotune.record import RecordError, SearchRecord
-from torchtitan.experiments.cells import ResultTable, StudyError
+from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.grid import SweepError, read_sweep
-from torchtitan.experiments.record import SweepFolder
+from torchtitan.experiments.record import ResultTable, SweepFolder
 from torchtitan.run import run as run_program
 from torchtitan.runs.check import check_run
 from torchtitan.runs.record import RunRecordError, read_run
@@ -241,7 +241,8 @@ def _search(outputs: Path) -> object:
 
 def _settings(outputs: Path) -> None:
     asked = {"checkpoint": "run", "seeds": 2, "batch_sizes": [1, 2]}
-    _hold_to_settings(SimpleNamespace(folder=outputs, settings=lambda: asked))
+    results = ResultsFolder(outputs, {"settings.json": b"{"})
+    _hold_to_settings(SimpleNamespace(folder=outputs, results=results, settings=lambda: asked))
 
 
 def _table(outputs: Path) -> object:

@@ -17,9 +17,9 @@ from studies.branch_training import samples_seen
 from studies.critical_batch_report import noise_scales
 from studies.curve_table import read_curves
 from torchtitan.experiments.autotune.record import RecordError, SearchRecord
-from torchtitan.experiments.cells import ResultTable, StudyError
+from torchtitan.experiments.cells import StudyError
 from torchtitan.experiments.grid import SweepError
-from torchtitan.experiments.record import SweepFolder
+from torchtitan.experiments.record import ResultTable, SweepFolder
 from torchtitan.pictures.grids import save_animation
 from torchtitan.profiling import trace
 from torchtitan.profiling.trace import TraceError, read_trace

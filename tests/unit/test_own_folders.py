@@ -1,15 +1,17 @@
 """What is not provably the program's own is neither removed nor written over, wherever results are asked to go."""
 
 import argparse
+import json
+import os
 from pathlib import Path
 
 import pytest
 
 from studies import gns_published, posterior_coefficients
 from studies.branch_training import begin_branch, remove_checkpoints
-from torchtitan.experiments.cells import ResultTable, StudyError, require_own_folder
+from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.grid import SweepError, read_sweep
-from torchtitan.experiments.record import SweepFolder
+from torchtitan.experiments.record import ResultTable, SweepFolder
 from torchtitan.files.durable import append_synced
 from torchtitan.files.ownership import begins_with, foreign_entry
 
@@ -54,7 +56,7 @@ def test_a_sweep_leaves_a_folder_of_something_else_alone(tmp_path):
     SweepFolder(folder).check(read_sweep(path))
     with SweepFolder(folder).held(read_sweep(path)):
         pass
-    assert (folder / ".lock").read_text() == "somebody's"
+    assert json.loads((folder / ".lock").read_text())["pid"] == os.getpid()  # a lock is nobody's, and may be left behind
     SweepFolder(folder).check(read_sweep(path))
 
 
@@ -106,9 +108,9 @@ def test_studies_of_no_run_leave_a_folder_of_something_else_alone(tmp_path, stud
 def test_a_study_goes_on_in_its_own_folder(tmp_path):
     asked = argparse.Namespace(output=tmp_path / "new", run=None, path="ddpm_linear")
     posterior_coefficients.run_alone(asked)
-    require_own_folder(tmp_path / "new", {"coefficients.csv": b"index,t,log_sigma,"})
+    ResultsFolder(tmp_path / "new", {"coefficients.csv": b"index,t,log_sigma,"}).refuse_foreign()
     with pytest.raises(StudyError, match="cannot be written: Not a directory"):
-        require_own_folder(tmp_path / "new" / "summary.md")
+        ResultsFolder(tmp_path / "new" / "summary.md", {}).refuse_foreign()
 
 
 def test_checkpoints_of_a_branch_go_and_what_else_lies_there_stays(tmp_path):

@@ -128,7 +128,7 @@ def test_a_folder_is_of_one_sweep(tmp_path):
     first = read_sweep(write(tmp_path, SWEEP))
     with folder.held(first):
         folder.add({"cell": "a", "repeat": 0, "status": "oom"})
-        with pytest.raises(Busy, match="another process writes here: a sweep"), SweepFolder(folder.path).held(first):
+        with pytest.raises(Busy, match="another process writes here: host"), SweepFolder(folder.path).held(first):
             pass
     folder.check(read_sweep(write(tmp_path, "# again\nrepeats = 2\n" + SWEEP)))
     with pytest.raises(SweepError, match=r"sweep.toml: axes.training.local_batch_size: \[4, 1, 2\] -> \[4, 1\]"):

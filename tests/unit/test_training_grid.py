@@ -48,7 +48,7 @@ def plan(folder: Path, lr: float) -> TrainingGrid:
 def test_a_run_without_its_last_checkpoint_is_trained_again(trainings, tmp_path):
     assert train_grid(plan(tmp_path, 1e-3)) == {}
     assert train_grid(plan(tmp_path, 1e-3)) == {} and trainings.learning_rates == [1e-3]
-    with pytest.raises(StudyError, match=r"holds another run \(optimizer.lr: 0.001 -> 0.002"):
+    with pytest.raises(StudyError, match=r"holds another run, optimizer.lr: 0.001 -> 0.002"):
         plan(tmp_path, 2e-3)
     shutil.rmtree(tmp_path / "runs")  # training.csv still says that it was trained, at another learning rate
     train_grid(plan(tmp_path, 2e-3))

@@ -5,12 +5,9 @@ so that a study that is started again goes on where it was.
 """
 
 import argparse
-import csv
-import io
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -23,19 +20,16 @@ from data import DATASETS
 from data.base import Dataset, DatasetError, Split
 from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_path, checkpoint_steps
 from torchtitan.checkpoint.location import run_checkpoints
-from torchtitan.config.job import ConfigError, JobConfig
+from torchtitan.config.job import JobConfig
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import unwrapped
 from torchtitan.evaluation.offline_gradients import EstimateFailed, GradientError
 from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples
-from torchtitan.experiments.run_identity import claim, refuse_other_run
-from torchtitan.files.durable import append_synced, replace_file
-from torchtitan.files.ownership import foreign_entry, foreign_text
-from torchtitan.files.regular import read_regular
+from torchtitan.experiments.folder import STUDY_MARKS, ResultsFolder, StudyError, claim, refuse_other_run
+from torchtitan.experiments.record import ResultTable
+from torchtitan.files.durable import replace_file
 from torchtitan.pictures.markdown import inline, markdown_table
 from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, read_config
-
-_LARGEST_TABLE = 1 << 28  # bytes
 
 Row = dict[str, str]
 Cell = dict[str, Any]
@@ -51,14 +45,6 @@ CELL_FAILURES = (
     GradientError, EstimateFailed, DatasetError, CheckpointError, WeightsError, TrainingFailed,
     torch.OutOfMemoryError,
 )  # fmt: skip
-
-
-# Files by which a study's folder is known, and what they begin with; the columns of a table are compared when it is read.
-MARKS = {"run.json": b"{", "results.csv": b"model,", "training.csv": b"run,"}
-
-
-class StudyError(Exception):
-    """A study that cannot be made as asked; the message is one line."""
 
 
 @dataclass
@@ -161,71 +147,6 @@ class Study(Protocol):
         """Write the pictures of the rows of this grid, in its order; returns the text of summary.md."""
 
 
-class ResultTable:
-    """results.csv: rows by key, appended one at a time; of two rows with one key, the later counts."""
-
-    def __init__(self, path: Path, columns: Sequence[str], key: Sequence[str]) -> None:
-        """Read what is there. Raises StudyError where it is not such a table."""
-        self.path = path
-        self._columns = list(columns)
-        self._key = list(key)
-        self._rows: dict[tuple[str, ...], Row] = {}
-        self._begun = False
-        if path.exists():
-            self._read()
-
-    def find(self, cell: Cell) -> Row | None:
-        """The row of a cell, if it has one."""
-        return self._rows.get(self._key_of(cell))
-
-    def add(self, cell: Cell) -> Row:
-        """Append a row, on the disk when this returns."""
-        row = {name: as_text(cell.get(name)) for name in self._columns}
-        self.begin()
-        buffer = io.StringIO(newline="")
-        csv.DictWriter(buffer, self._columns, lineterminator="\n").writerow(row)
-        append_synced(self.path, buffer.getvalue().encode())
-        self._rows[self._key_of(row)] = row
-        return row
-
-    def begin(self) -> None:
-        """Write the header where there is none yet: the folder is then known as the study's. Raises OSError."""
-        if not self._begun:
-            replace_file(self.path, self._header)
-            self._begun = True
-
-    def _read(self) -> None:
-        try:
-            content = read_regular(self.path, _LARGEST_TABLE)
-        except OSError as error:
-            raise StudyError(f"{self.path}: cannot be read: {error.strerror}") from error
-        whole = content[: content.rfind(b"\n") + 1]
-        reader = csv.DictReader(io.StringIO(whole.decode("utf-8", errors="replace"), newline=""))
-        if not (reader.fieldnames == self._columns if whole else self._header.encode().startswith(content)):
-            raise StudyError(f"{self.path}: has other columns than this study writes (move it away, or give --output)")
-        self._begun = bool(whole)
-        for row in reader:
-            self._rows[self._key_of(row)] = row
-        if whole and whole != content:  # a kill in the middle of a row, of a table that is the study's own
-            with open(self.path, "r+b") as file:
-                file.truncate(len(whole))
-                os.fsync(file.fileno())
-
-    @property
-    def _header(self) -> str:
-        return ",".join(self._columns) + "\n"
-
-    def _key_of(self, cell: Cell) -> tuple[str, ...]:
-        return tuple(as_text(cell.get(name)) for name in self._key)
-
-
-def as_text(value: Any) -> str:
-    """A value as it stands in the table; the same text for the same value, so that rows are found again."""
-    if value is None:
-        return ""
-    return f"{value:.10g}" if isinstance(value, float) else str(value)
-
-
 def number(row: Row, name: str) -> float:
     """A column's value; nan where it is empty."""
     return float(row[name]) if row[name] else float("nan")
@@ -281,46 +202,31 @@ def run_study(name: str, study: Study, run: StudyRun) -> Path:
 
     Raises:
         StudyError: bad options, or a folder that cannot be written or holds results of another run.
+        Busy: another process is at work in the folder.
     """
-    folder = results_folder(name, run)
-    require_own_folder(folder)
+    folder = ResultsFolder(results_folder(name, run), STUDY_MARKS)
+    folder.refuse_foreign()
     of_one_run = isinstance(run, StudyRun)  # else what is measured names its runs itself
     if of_one_run:
-        try:
-            refuse_other_run(folder, run)
-        except ValueError as error:
-            raise StudyError(str(error)) from error
+        refuse_other_run(folder, run.folder, run.config)
     cells = study.cells(run)
-    try:
+    with folder.held():
         if of_one_run:
-            claim(folder, run)
-        folder.mkdir(parents=True, exist_ok=True)
-        table = ResultTable(folder / "results.csv", study.COLUMNS, study.KEY)
+            claim(folder.path, run.folder, run.config)
+        table = ResultTable(folder.path / "results.csv", study.COLUMNS, study.KEY)
         table.begin()
         missing = [cell for cell in cells if _is_missing(table, cell, run.options.retry_failed)]
         _measure(study, run, table, cells, missing)
         rows = [row for cell in cells if (row := table.find(cell))]
-        summary = folder / "summary.md"
-        text = _header(name, run, rows) + study.report(run, rows, folder) + _failures(rows, study.KEY)
+        summary = folder.path / "summary.md"
+        text = _header(name, run, rows) + study.report(run, rows, folder.path) + _failures(rows, study.KEY)
         replace_file(summary, text)
-    except OSError as error:
-        raise StudyError(f"{folder}: cannot be written: {error.strerror or error}") from error
     return summary
 
 
 def results_folder(name: str, run: StudyRun) -> Path:
     """Where a study of this run leaves everything."""
     return run.options.output or run.results / name
-
-
-def require_own_folder(folder: Path, marks: Mapping[str, bytes] = MARKS) -> None:
-    """Refuse to write into somebody's folder; marks as `foreign_entry` takes them. Raises StudyError."""
-    try:
-        name = foreign_entry(folder, marks)
-    except OSError as error:
-        raise StudyError(f"{folder}: cannot be written: {error.strerror} (give another --output)") from error
-    if name:
-        raise StudyError(foreign_text(folder, name, "this study's", "give another --output, or move it away"))
 
 
 def _is_missing(table: ResultTable, cell: Cell, retry_failed: bool) -> bool:
@@ -397,6 +303,3 @@ def _failures(rows: list[Row], key: Sequence[str]) -> str:
     names = [name for name in key if len({row[name] for row in rows}) > 1] or list(key[:1])
     described = ([*(row[name] for name in names), row["reason"]] for row in failed)
     return "## Cells without an answer\n\n" + markdown_table([*names, "reason"], described)
-
-
-__all__ = ["ConfigError", "StudyError", "StudyRun", "add_run_options", "open_run", "run_study"]

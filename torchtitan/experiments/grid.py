@@ -12,6 +12,7 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any, Literal
 
+from torchtitan.experiments.folder import ExperimentError
 from torchtitan.files.regular import read_text
 from torchtitan.settings import setting
 from torchtitan.settings.schema import nearest, shown, validate_section
@@ -38,7 +39,7 @@ _MEASURED_ALONE = {  # what a sweep switches off unless it says otherwise: a run
 }
 
 
-class SweepError(Exception):
+class SweepError(ExperimentError):
     """A sweep that cannot be made as asked; the message is one line."""
 
 

@@ -1,32 +1,91 @@
-"""The folder of a sweep: what was asked for, which runs are finished, and who is at work there.
+"""The records of experiments: a row per finished cell, whole and on the disk as soon as it is added.
 
-    outputs/<sweep>/sweep.toml    the sweep's file
-                    base.toml     the configuration that its cells start from, if there is one
-                    sweep.jsonl   one object per finished run of a cell; the last one of a cell's repeat counts
-                    logs/         output of the processes of each run
-                    <run>/        the runs' own folders
+    results.csv, training.csv    of studies
+
+    outputs/<sweep>/sweep.toml   the sweep's file
+                    base.toml    the configuration that its cells start from, if there is one
+                    sweep.jsonl  one object per finished run of a cell; the last one of a cell's repeat counts
+                    logs/        output of the processes of each run
+                    <run>/       the runs' own folders
 """
 
-import fcntl
+import csv
+import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.grid import Sweep, SweepError, saved_table
-from torchtitan.files.durable import append_synced, make_folder, remove_unfinished, replace_file
-from torchtitan.files.ownership import LOCK_FILE, foreign_entry, foreign_text
+from torchtitan.files.durable import append_synced, replace_file
 from torchtitan.files.regular import read_regular, read_text
-from torchtitan.files.run_lock import Busy
 from torchtitan.settings.schema import shown
 
 STATE_FILE, SWEEP_FILE, BASE_FILE = "sweep.jsonl", "sweep.toml", "base.toml"
 # What may be changed to go on with a sweep: it says how long and how often, not what.
 _MAY_CHANGE = ("repeats", "timeout_s")
+_LARGEST_TABLE = 1 << 28  # bytes
 
 Row = dict[str, Any]
+
+
+class ResultTable:
+    """results.csv: rows by key, appended one at a time; of two rows with one key, the later counts."""
+
+    def __init__(self, path: Path, columns: Sequence[str], key: Sequence[str]) -> None:
+        """Read what is there. Raises StudyError where it is not such a table."""
+        self.path = path
+        self._columns = list(columns)
+        self._key = list(key)
+        self._rows: dict[tuple[str, ...], dict[str, str]] = {}
+        self._begun = False
+        if path.exists():
+            self._read()
+
+    def find(self, cell: Row) -> dict[str, str] | None:
+        """The row of a cell, if it has one."""
+        return self._rows.get(self._key_of(cell))
+
+    def add(self, cell: Row) -> dict[str, str]:
+        """Append a row, on the disk when this returns."""
+        row = {name: as_text(cell.get(name)) for name in self._columns}
+        self.begin()
+        buffer = io.StringIO(newline="")
+        csv.DictWriter(buffer, self._columns, lineterminator="\n").writerow(row)
+        append_synced(self.path, buffer.getvalue().encode())
+        self._rows[self._key_of(row)] = row
+        return row
+
+    def begin(self) -> None:
+        """Write the header where there is none yet: the folder is then known as the study's. Raises OSError."""
+        if not self._begun:
+            replace_file(self.path, self._header)
+            self._begun = True
+
+    def _read(self) -> None:
+        try:
+            content = read_regular(self.path, _LARGEST_TABLE)
+        except OSError as error:
+            raise StudyError(f"{self.path}: cannot be read: {error.strerror}") from error
+        whole = content[: content.rfind(b"\n") + 1]
+        reader = csv.DictReader(io.StringIO(whole.decode("utf-8", errors="replace"), newline=""))
+        if not (reader.fieldnames == self._columns if whole else self._header.encode().startswith(content)):
+            raise StudyError(f"{self.path}: has other columns than this study writes (move it away, or give --output)")
+        self._begun = bool(whole)
+        for row in reader:
+            self._rows[self._key_of(row)] = row
+        if whole:  # else the table is not known to be the study's own
+            _drop_torn_line(self.path, content)
+
+    @property
+    def _header(self) -> str:
+        return ",".join(self._columns) + "\n"
+
+    def _key_of(self, cell: Row) -> tuple[str, ...]:
+        return tuple(as_text(cell.get(name)) for name in self._key)
 
 
 class SweepFolder:
@@ -34,6 +93,7 @@ class SweepFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._folder = ResultsFolder(path, {SWEEP_FILE: b"", STATE_FILE: b"{"}, SweepError, "a sweep's")
 
     def check(self, sweep: Sweep) -> None:
         """Make sure that the folder, if it is there, is of this sweep.
@@ -41,28 +101,14 @@ class SweepFolder:
         Raises:
             SweepError: it is of another one, with the first difference; or it is no sweep's folder at all.
         """
-        try:
-            name = foreign_entry(self.path, {SWEEP_FILE: b"", STATE_FILE: b"{"})
-        except OSError as error:
-            raise SweepError(f"{self.path}: cannot be written: {error.strerror} (give another --output)") from error
-        if name:
-            advice = "give another name or --output, or move it away"
-            raise SweepError(foreign_text(self.path, name, "a sweep's", advice))
-        state = self.path / STATE_FILE
+        self._folder.refuse_foreign()
         for name, text in self._files(sweep).items():
-            try:
-                old = saved_table(self._read(name))
-            except FileNotFoundError:
-                if state.exists():
-                    raise SweepError(f"{self.path}: has finished runs, but no {name} (give another --output)") from None
-                continue
-            except (ValueError, RecursionError):
-                raise SweepError(f"{self.path / name}: damaged (restore it, or give another --output)") from None
-            new = saved_table(text)
-            for key in [*new, *old]:
+            old, new = self._folder.read(name, saved_table), saved_table(text)
+            if old is None and (self.path / STATE_FILE).exists():
+                raise SweepError(f"{self.path}: has finished runs, but no {name} (give another --output)")
+            for key in [*new, *old] if old is not None else []:
                 if old.get(key) != new.get(key) and not (name == SWEEP_FILE and key in _MAY_CHANGE):
-                    change = f"{name}: {key}: {_text(old.get(key))} -> {_text(new.get(key))}"
-                    raise SweepError(f"{self.path}: holds another sweep ({change}; give another name or --output)")
+                    self._folder.refuse(f"another sweep, {name}: {key}: {_text(old.get(key))} -> {_text(new.get(key))}")
 
     @contextmanager
     def held(self, sweep: Sweep) -> Iterator[None]:
@@ -70,18 +116,13 @@ class SweepFolder:
 
         Raises:
             Busy: another process is at work there.
-            OSError: it cannot be written.
+            SweepError: what is written there cannot be.
         """
-        make_folder(self.path)
-        with open(self.path / LOCK_FILE, "a", encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise Busy(self.path, "a sweep", "give another --output") from None
+        with self._folder.held():
             for name, text in self._files(sweep).items():
                 replace_file(self.path / name, text)
-            remove_unfinished(self.path)
-            self._drop_torn_line()
+            if (self.path / STATE_FILE).exists():
+                _drop_torn_line(self.path / STATE_FILE, read_regular(self.path / STATE_FILE))
             yield
 
     @property
@@ -95,14 +136,9 @@ class SweepFolder:
         Raises:
             SweepError: a line is damaged; the last one may be torn by a kill, and does not count.
         """
-        try:
-            lines = self._read(STATE_FILE).split("\n")[:-1]
-        except FileNotFoundError:
-            return {}
-        except UnicodeDecodeError:
-            raise SweepError(f"{self.path / STATE_FILE}: damaged, it is not UTF-8 text (restore it)") from None
         rows: dict[tuple[str, int], Row] = {}
-        for number, line in enumerate(lines, 1):
+        lines = self._folder.read(STATE_FILE, lambda text: text.split("\n")[:-1])
+        for number, line in enumerate(lines or [], 1):
             try:
                 row = json.loads(line)
                 rows[row["cell"], row["repeat"]] = {**row, "status": row["status"]}
@@ -115,26 +151,27 @@ class SweepFolder:
         """Append a row: whole and on the disk when this returns. Raises OSError."""
         append_synced(self.path / STATE_FILE, (json.dumps(row) + "\n").encode())
 
-    def _read(self, name: str) -> str:
-        try:
-            return read_text(self.path / name)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise SweepError(f"{self.path / name}: cannot be read: {error.strerror}") from error
-
     def _files(self, sweep: Sweep) -> dict[str, str]:
         files = {SWEEP_FILE: sweep.text}
         if sweep.base is not None:
             files[BASE_FILE] = read_text(sweep.base)
         return files
 
-    def _drop_torn_line(self) -> None:
-        path = self.path / STATE_FILE
-        content = read_regular(path) if path.exists() else b""
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.truncate(path, whole)
+
+def as_text(value: Any) -> str:
+    """A value as it stands in the table; the same text for the same value, so that rows are found again."""
+    if value is None:
+        return ""
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
+def _drop_torn_line(path: Path, content: bytes) -> None:
+    """Cut off a last line that a kill has left without its end."""
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with open(path, "r+b") as file:
+            file.truncate(whole)
+            os.fsync(file.fileno())
 
 
 def _text(value: Any) -> str:

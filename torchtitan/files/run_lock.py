@@ -1,4 +1,4 @@
-"""One launch at a time writes into a run's folder."""
+"""One process at a time, and one thread of it, writes into the folder of a run or of an experiment."""
 
 import errno
 import fcntl
@@ -6,8 +6,12 @@ import json
 import logging
 import os
 import socket
+import threading
+import time
 from datetime import datetime
 from pathlib import Path
+from typing import ClassVar
+from weakref import WeakValueDictionary
 
 from torchtitan.files.ownership import LOCK_FILE
 
@@ -35,15 +39,43 @@ class RunLock:
     """A lock on a folder that ends with this process, however it ends.
 
     It belongs to the process (POSIX record lock, which network file systems know as well): a data worker that outlives
-    a killed run does not keep it, and the file that is left behind blocks nobody.
+    a killed run does not keep it, and the file that is left behind blocks nobody. A second lock of the same process would
+    succeed, and its release would end the first: so it is refused here, by the names of the locks that are held.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK_FILE
+    _held: ClassVar[WeakValueDictionary[tuple[int, str], "RunLock"]] = WeakValueDictionary()
+    _turn: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, folder: Path, name: str = LOCK_FILE) -> None:
+        """name: of the lock's file, where several things of one folder are locked apart."""
+        self._path = folder / name
         self._descriptor: int | None = None
+        self._owner: dict[str, str | int] = {}
 
     def acquire(self) -> str | None:
         """Take the lock, or say which process holds it. Raises OSError if the file cannot be opened."""
+        key = os.getpid(), os.path.realpath(self._path.parent) + os.sep + self._path.name
+        with RunLock._turn:
+            other = RunLock._held.get(key)
+            if other is not None and other is not self and other._descriptor is not None:
+                return _owner_text(other._owner)
+            owner = self._lock()
+            if owner is None:
+                RunLock._held[key] = self
+            return owner
+
+    def wait(self, poll_seconds: float = 0.1) -> None:
+        """Take the lock as soon as nobody else has it. Raises OSError if the file cannot be opened."""
+        while self.acquire() is not None:
+            time.sleep(poll_seconds)
+
+    def release(self) -> None:
+        """Give the lock back, if it is held."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _lock(self) -> str | None:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,22 +86,20 @@ class RunLock:
                 return owner
             logger.warning(f"{self._path}: this file system has no locks; make sure that no other run writes here")
         self._descriptor = descriptor
-        mine = {"host": socket.gethostname(), "pid": os.getpid(), "started": datetime.now().isoformat(" ", "seconds")}
+        started = datetime.now().isoformat(" ", "seconds")
+        self._owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, (json.dumps(mine) + "\n").encode(), 0)
+        os.pwrite(descriptor, (json.dumps(self._owner) + "\n").encode(), 0)
         return None
-
-    def release(self) -> None:
-        """Give the lock back, if it is held."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
 
 
 def _read_owner(descriptor: int) -> str:
     try:
-        owner = json.loads(os.pread(descriptor, 4096, 0))
-        host, pid, started = (str(owner[key])[:80] for key in ("host", "pid", "started"))
+        return _owner_text(json.loads(os.pread(descriptor, 4096, 0)))
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
+
+
+def _owner_text(owner: dict) -> str:
+    host, pid, started = (str(owner[key])[:80] for key in ("host", "pid", "started"))
     return ascii(f"host {host}, process {pid}, since {started}").strip("'\"")

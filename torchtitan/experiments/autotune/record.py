@@ -1,7 +1,6 @@
 """The tries of a search on disk, so that no batch size is tried twice on the same device."""
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 from torchtitan.experiments.autotune.probe import Probe
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.regular import read_regular
+from torchtitan.files.run_lock import RunLock
 
 
 class RecordError(Exception):
@@ -52,14 +52,16 @@ class SearchRecord:
         Raises:
             RecordError: the folder cannot be written.
         """
+        lock = RunLock(self.path.parent, f"{self.path.stem}.lock")
         try:
             make_folder(self.path.parent)
-            lock = open(self.path.with_suffix(".lock"), "a")
+            lock.wait()
         except OSError as error:
             raise RecordError(f"{self.path.parent}: cannot be written: {error.strerror}") from error
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
             yield
+        finally:
+            lock.release()
 
     def read(self) -> None:
         """Take over what an earlier search of the same question has left. Raises RecordError."""
