@@ -13,7 +13,7 @@ from torchtitan.processes.parent_death import end_with_launcher
 if __name__ == "__main__":
     end_with_launcher()  # before the seconds that importing torch takes
 
-from torchtitan.config.job import ConfigError, help_text, load_config, report_and_exit
+from torchtitan.config.job import ConfigError, JobConfig, help_text, load_config, report_and_exit
 from torchtitan.processes.command_line import exit_code
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
 from torchtitan.processes.launch import launch_number
@@ -40,22 +40,30 @@ def main(arguments: list[str]) -> int:
         config = load_config(arguments, world_size)
     except ConfigError as error:
         report_and_exit(error)
-    if check_only:
-        from data.base import DatasetError
-        from torchtitan.autoencoders.base import AutoencoderError
-        from torchtitan.evaluation.decoding import run_decoder
+    if not check_only:
+        from torchtitan.run import run  # the configuration is checked before anything heavy is imported
 
-        try:
-            run_decoder(config.autoencoder, config.data, config.draws_pictures)
-        except (AutoencoderError, DatasetError) as error:
-            print(error, file=sys.stderr)
-            return REFUSED
-        print(f"{config.job.config_file or 'configuration'}: ok")
-        return 0
+        return run(config)
+    if problem := _decoder_problem(config):
+        print(problem, file=sys.stderr)
+        return REFUSED
+    print(f"{config.job.config_file or 'configuration'}: ok")
+    return 0
 
-    from torchtitan.run import run  # the configuration is checked before anything heavy is imported
 
-    return run(config)
+def _decoder_problem(config: JobConfig) -> Exception | None:
+    """Why the autoencoder of a configuration cannot be opened; None where it can, or where there is none."""
+    if config.autoencoder.name == "none":
+        return None
+    from data import DatasetError
+    from torchtitan.autoencoders.base import AutoencoderError
+    from torchtitan.evaluation.decoding import run_decoder
+
+    try:
+        run_decoder(config.autoencoder, config.data, config.draws_pictures)
+    except (AutoencoderError, DatasetError) as error:
+        return error
+    return None
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from tqdm import tqdm
 
-from torchtitan.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from torchtitan.checkpoint.checkpointer import Checkpointer
+from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.job import load_config
 from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer

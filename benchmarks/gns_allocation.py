@@ -47,8 +47,8 @@ from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps, bin_masses, bin_means
 from torchtitan.gns.allocate import FROM_WEIGHT, NEYMAN, STRATIFIED, neyman_shares, predicted_ratios, weight_shares
 from torchtitan.gns.capture import GEOMETRIES
+from torchtitan.gns.config import inner_edges
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
-from torchtitan.gns.monitor import inner_edges
 from torchtitan.gns.pool import to_host
 from torchtitan.gns.statistics import PairSums
 from torchtitan.runs.folder import versions

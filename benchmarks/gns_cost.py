@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.trainer_overhead import CLASSES, SHAPE, median_interval, timed
 from torchtitan.config.job import load_config
-from torchtitan.gns.monitor import GNSConfig
+from torchtitan.gns.config import GNSConfig
 from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import device_name, peak_resident_gib

@@ -37,8 +37,8 @@ from torchtitan.diffusion.objective import Draw
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
 from torchtitan.gns.composite import Composite
+from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
-from torchtitan.gns.monitor import GNSConfig
 from torchtitan.gns.pool import to_host
 from torchtitan.gns.statistics import PairSums
 from torchtitan.runs.folder import versions

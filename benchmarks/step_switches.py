@@ -26,7 +26,8 @@ from benchmarks.trainer_overhead import CLASSES, SHAPE, interleaved, median_inte
 from torchtitan.models.dit import layers
 from torchtitan.models.dit.layers import Attention, Block
 from torchtitan.runs.folder import versions
-from torchtitan.training.ema import EMABank, EMAConfig, EMATrackConfig
+from torchtitan.training.config import EMAConfig, EMATrackConfig
+from torchtitan.training.ema import EMABank
 from torchtitan.training.hardware import device_name
 
 ROOT = Path(__file__).resolve().parent.parent

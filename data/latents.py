@@ -1,8 +1,10 @@
 """Dataset of encoded images: reads a latent store, draws from each posterior, normalises by channel."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -10,9 +12,11 @@ from torch import Tensor
 
 from data.base import DataConfig, DatasetError, DatasetInfo, Draws, Split
 from data.splits import spread_evenly
-from torchtitan.latents.index import LatentStoreError
-from torchtitan.latents.store import LatentStore
+from torchtitan.errors import LatentStoreError
 from torchtitan.settings import setting
+
+if TYPE_CHECKING:
+    from torchtitan.latents.store import LatentStore
 
 NUMBERS_AT_A_TIME = 2**18  # keeps the generator's 64-bit intermediates in the cache
 VALIDATION_SEED = 0
@@ -116,6 +120,8 @@ class Latents:
 
 def _open(config: LatentsConfig, split: Split) -> LatentStore:
     """Open the store that holds a split. Raises DatasetError."""
+    from torchtitan.latents.store import LatentStore  # which no other dataset's configuration needs
+
     key = "validation_path" if split == "validation" and config.validation_path else "path"
     path = getattr(config, key)
     if not path:

@@ -37,9 +37,10 @@ from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
 from torchtitan.config.job import ConfigError, load_data_section
 from torchtitan.distributed.collectives import of_all_ranks
+from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
-from torchtitan.distributed.mesh import CommConfig, compute_device, init_process_group
-from torchtitan.errors import first_line
+from torchtitan.distributed.mesh import compute_device, init_process_group
+from torchtitan.errors import LatentStoreError, first_line
 from torchtitan.extraction.describe import describe_store
 from torchtitan.extraction.extraction import begin_store, check_alike, extract, finish_store
 from torchtitan.extraction.extraction_plan import ExtractionOptions, estimated_size, plan_extraction
@@ -48,7 +49,6 @@ from torchtitan.extraction.stage_times import describe_times
 from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.regular import read_text, user_path
-from torchtitan.latents.index import LatentStoreError
 from torchtitan.processes.command_line import OneLineParser, exit_code, readable_size
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
 from torchtitan.processes.launch import launch_number

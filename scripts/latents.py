@@ -12,18 +12,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pydantic
 from tqdm import tqdm
 
+from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.convert import convert, measure, plan_conversion
 from torchtitan.extraction.describe import describe_store
 from torchtitan.extraction.sources import open_source
 from torchtitan.files.regular import read_regular
-from torchtitan.latents.index import (
-    INDEX_FILE,
-    LatentStoreError,
-    Normalization,
-    first_problem,
-    read_index,
-    write_sealed,
-)
+from torchtitan.latents.index import INDEX_FILE, Normalization, first_problem, read_index, write_sealed
 from torchtitan.latents.store import LatentStore, verify_shards
 from torchtitan.processes.command_line import OneLineParser, run_program
 

@@ -25,9 +25,11 @@ from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.config.job import ConfigError
-from torchtitan.distributed.mesh import CommConfig, compute_device, init_process_group
-from torchtitan.evaluation.decoding import LATENT_DATASETS, AutoencoderConfig, LatentDecoder, open_decoder
-from torchtitan.evaluation.sampling import ImageSampler, SamplingConfig, grid_labels, sampling_problems
+from torchtitan.distributed.config import CommConfig
+from torchtitan.distributed.mesh import compute_device, init_process_group
+from torchtitan.evaluation.config import LATENT_DATASETS, AutoencoderConfig, SamplingConfig, sampling_problems
+from torchtitan.evaluation.decoding import LatentDecoder, open_decoder
+from torchtitan.evaluation.sampling import ImageSampler, grid_labels
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
 from torchtitan.processes.command_line import OneLineParser, exit_code
 from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, load_weights

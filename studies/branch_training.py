@@ -18,20 +18,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.checkpoint.checkpointer import CheckpointConfig, Checkpointer, checkpoint_path, checkpoint_steps
+from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, checkpoint_steps
 from torchtitan.checkpoint.comparison import open_checkpoint
+from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.checkpoint.reading import read_state
 from torchtitan.checkpoint.store import store_of
 from torchtitan.config.job import JobConfig, dump_config, load_config
 from torchtitan.distributed.collectives import StopRequest
-from torchtitan.distributed.mesh import ParallelismConfig
+from torchtitan.distributed.config import ParallelismConfig
 from torchtitan.experiments.cells import StudyError
 from torchtitan.files.durable import make_folder, replace_file, sync
 from torchtitan.files.regular import open_regular, read_regular
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.processes import parent_death
-from torchtitan.training.ema import EMAConfig, EMATrackConfig
-from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor
+from torchtitan.training.config import EMAConfig, EMATrackConfig, LRSchedulerConfig
+from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.metrics import METRICS_FILE
 
 # Its profile is relative to the branch, so at equal samples it averages over the same samples at any batch size, and

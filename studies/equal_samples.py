@@ -8,8 +8,8 @@ from typing import Any
 from studies.branch_training import largest_divisor
 from torchtitan.config.job import JobConfig
 from torchtitan.experiments.cells import StudyError
-from torchtitan.gns.monitor import GNSConfig
-from torchtitan.training.ema import EMAConfig, EMATrackConfig
+from torchtitan.gns.config import GNSConfig
+from torchtitan.training.config import EMAConfig, EMATrackConfig
 
 # Learning rate of a batch that is `factor` times the reference, as a multiple of the reference's.
 LR_RULES: dict[str, Callable[[float], float]] = {"const": lambda factor: 1.0, "sqrt": math.sqrt, "linear": float}

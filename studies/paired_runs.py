@@ -27,7 +27,7 @@ from torchtitan.experiments.cells import Advance, Cell, Row, StudyError, Trainin
 from torchtitan.pictures.markdown import Markdown, inline, markdown_table
 from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
 from torchtitan.statistics.student import student_quantile
-from torchtitan.training.ema import EMATrackConfig
+from torchtitan.training.config import EMATrackConfig
 
 # Keys of `[data]` that change neither the held-out images nor what is learned of them.
 _DATA_KEYS_APART = ("num_workers", "prefetch_factor", "horizontal_flip")

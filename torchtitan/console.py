@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchtitan.distributed.mesh import crosses_nodes
-from torchtitan.evaluation.decoding import LATENT_DATASETS
+from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE
 from torchtitan.processes.launch import launch_number

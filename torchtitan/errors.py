@@ -11,6 +11,10 @@ class StoreError(CheckpointError, OSError):
     """Remote store that does not answer or refuses; not an error of the checkpoints in it."""
 
 
+class LatentStoreError(Exception):
+    """Store, or a source of one, that cannot be used; the message is one line: the cause and the remedy."""
+
+
 class DamagedFile(Exception):
     """Damaged file; the message says in a few words what is wrong with it."""
 

@@ -28,7 +28,8 @@ from torchtitan.evaluation.decoding import run_decoder
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import check_finite, check_fits, fill
 from torchtitan.gns.capture import GradientTaps
-from torchtitan.gns.monitor import GNSMonitor, inner_edges
+from torchtitan.gns.config import inner_edges
+from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import check_convertible, convert_to_float8

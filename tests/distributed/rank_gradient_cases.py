@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig
-from torchtitan.distributed.compile import CompileConfig
-from torchtitan.distributed.mesh import Layout, ParallelismConfig
+from torchtitan.distributed.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
+from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import (
     accumulate_locally,
     clip_gradients,

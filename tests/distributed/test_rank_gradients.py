@@ -5,7 +5,8 @@ from torch import nn
 
 from tests.distributed.rank_gradient_cases import set_aside_alone
 from tests.launcher import run_on_ranks
-from torchtitan.distributed.mesh import Layout, ParallelismConfig
+from torchtitan.distributed.config import ParallelismConfig
+from torchtitan.distributed.mesh import Layout
 from torchtitan.gns.rank_gradients import RankGradients
 
 LAYOUTS = {

@@ -14,7 +14,8 @@ from tests.end_to_end.runs import checkpoint_tensors, write_config
 from tests.faults.forked import ForkedRun
 from tests.launcher import run_on_ranks
 from torchtitan.gns.raw_sums import raw_files, read_sums
-from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor
+from torchtitan.training.config import LRSchedulerConfig
+from torchtitan.training.lr_scheduler import lr_factor
 
 LAYOUTS = {1: {"replicas": 1, "shards": 1}, 2: {"replicas": 2, "shards": 1}}
 SCHEDULE = LRSchedulerConfig(warmup_steps=5, decay_type="cosine")  # of every run

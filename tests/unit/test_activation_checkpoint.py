@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.distributed import parallelize as parallelize_module
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig, checkpoint_blocks
-from torchtitan.distributed.compile import CompileConfig, compile_blocks
-from torchtitan.distributed.mesh import Layout, ParallelismConfig
+from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
+from torchtitan.distributed.compile import compile_blocks
+from torchtitan.distributed.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
+from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import named_parameters, parallelize
 from torchtitan.estimate.live_storages import ACTIVATIONS
 from torchtitan.estimate.simulation import simulate_step
@@ -200,7 +201,7 @@ def test_what_would_be_ignored_or_cannot_be_is_refused(settings, line, tmp_path)
 
 
 def test_a_torch_without_memory_budget_is_told(monkeypatch):
-    monkeypatch.setattr("torchtitan.distributed.activation_checkpoint.functorch_config", object())
+    monkeypatch.setattr("torchtitan.distributed.config.functorch_config", object())
     with pytest.raises(ConfigError) as caught:
         load_config(["--activation_checkpoint.mode", "memory_budget", "--compile.enable", "true"], 1)
     assert "has no memory budget" in caught.value.problems[0]

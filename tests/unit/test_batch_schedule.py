@@ -12,7 +12,8 @@ from torchtitan.config.job import ConfigError, load_config
 from torchtitan.gns.batch_schedule import BatchSchedule, lr_multiple
 from torchtitan.gns.capture import StepSums
 from torchtitan.gns.pool import Pool
-from torchtitan.training.ema import EMATrackConfig, kept_share
+from torchtitan.training.config import EMATrackConfig
+from torchtitan.training.ema import kept_share
 
 GROW = (
     "--gns.enable", "true", "--gns.num_bins", "2", "--gns.sketch_size", "2", "--gns.interval", "2", "--gns.grow_batch", "true",

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from torchtitan.checkpoint.checkpointer import (
-    CheckpointConfig,
     Checkpointer,
     CheckpointError,
     checkpoint_path,
@@ -19,6 +18,7 @@ from torchtitan.checkpoint.checkpointer import (
     read_tensors,
     verify,
 )
+from torchtitan.checkpoint.config import CheckpointConfig
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan.checkpoint.checkpointer import CheckpointConfig, Checkpointer, checkpoint_path, newest_good, verify
+from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, newest_good, verify
+from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.checkpoint.manifest import read_manifest, write_manifest
 from torchtitan.files.shard_files import DamagedShard, Piece, check_shards, write_shard
 

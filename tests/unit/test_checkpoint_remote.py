@@ -14,7 +14,6 @@ from scripts.checkpoint import main as checkpoint_tool
 from tests.unit.test_checkpoint import content, damage, restore, some_tensors
 from torchtitan.checkpoint import reading as checkpoint_reading
 from torchtitan.checkpoint.checkpointer import (
-    CheckpointConfig,
     Checkpointer,
     CheckpointError,
     StoreError,
@@ -25,6 +24,7 @@ from torchtitan.checkpoint.checkpointer import (
     read_tensors,
     verify,
 )
+from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.checkpoint.location import folder_problem, run_checkpoints
 from torchtitan.checkpoint.owner import OWNER_FILE, claim, read_owner
 from torchtitan.config.job import ConfigError, dump_config, load_config

@@ -26,8 +26,9 @@ from studies.critical_batch_decision import (
     ratio_to_estimate,
 )
 from studies.critical_batch_report import Finding, NoiseScale, critical_text, interval_text, noise_scales
-from torchtitan.checkpoint.checkpointer import CheckpointConfig, Checkpointer, checkpoint_path, verify
+from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, verify
 from torchtitan.checkpoint.comparison import open_checkpoint
+from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.job import JobConfig, load_config
 from torchtitan.experiments.cells import StudyError
 from torchtitan.statistics.interval import Interval, mean_interval

@@ -9,7 +9,8 @@ from tests.launcher import run_on_ranks
 from tests.unit.autoencoder_files import write_taef2, write_tokenizer
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.config.job import ConfigError, load_config
-from torchtitan.evaluation.decoding import AutoencoderConfig, held_out_picture, open_decoder
+from torchtitan.evaluation.config import AutoencoderConfig
+from torchtitan.evaluation.decoding import held_out_picture, open_decoder
 from torchtitan.latents import LatentStore
 from torchtitan.pictures.grids import EMPTY, class_labels, image_grid
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan.checkpoint.checkpointer import CheckpointConfig, Checkpointer, checkpoint_path, read_tensors
-from torchtitan.training.ema import EMABank, EMAConfig, EMATrackConfig, kept_share, power_exponent
+from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, read_tensors
+from torchtitan.checkpoint.config import CheckpointConfig
+from torchtitan.training.config import EMAConfig, EMATrackConfig
+from torchtitan.training.ema import EMABank, kept_share, power_exponent
 
 IMAGES = 32  # per step
 TRACKS = [

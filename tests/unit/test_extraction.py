@@ -22,12 +22,13 @@ from torchtitan.autoencoders.base import Autoencoder
 from torchtitan.autoencoders.base import Latents as Encoded
 from torchtitan.autoencoders.identity import IdentityAutoencoder
 from torchtitan.config.job import ConfigError, load_data_section
+from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.extraction import check_alike
 from torchtitan.extraction.extraction_plan import plan_extraction
 from torchtitan.extraction.image_source import ImageSource
 from torchtitan.extraction.stage_times import StageTimes, summarize
 from torchtitan.latents import LatentStore, verify_shards
-from torchtitan.latents.index import PARTIAL_FOLDER, SKIPPED_FILE, LatentStoreError
+from torchtitan.latents.index import PARTIAL_FOLDER, SKIPPED_FILE
 
 COUNT = 18
 BAD = (1, 6, 7, 8, 17)  # of shards of three: one in the middle, all of the third, the very last

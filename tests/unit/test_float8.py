@@ -11,7 +11,8 @@ from tests.distributed.cases import make_trainer, train_all
 from tests.end_to_end.runs import checkpoint_tensors
 from tests.launcher import run_on_ranks
 from torchtitan.config.job import ConfigError, load_config
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig, checkpoint_blocks
+from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
+from torchtitan.distributed.config import ActivationCheckpointConfig
 from torchtitan.models import MODELS, float8
 from torchtitan.models.float8 import Float8Config, Float8Error, check_convertible, convert_to_float8
 from torchtitan.run import REFUSED, run

@@ -18,8 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.patient_file import PatientFile
 from torchtitan.training import metrics
+from torchtitan.training.config import MetricsConfig
 from torchtitan.training.metric_points import iter_points
-from torchtitan.training.metrics import METRICS_FILE, MetricsConfig, MetricsLog, checked_lines, cut_metrics
+from torchtitan.training.metrics import METRICS_FILE, MetricsLog, checked_lines, cut_metrics
 
 
 @contextmanager

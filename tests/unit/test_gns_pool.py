@@ -13,7 +13,7 @@ from torch import Tensor
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.gns.capture import PARTS, StepSums
 from torchtitan.gns.composite import Composite
-from torchtitan.gns.monitor import GNSConfig, inner_edges
+from torchtitan.gns.config import GNSConfig, inner_edges
 from torchtitan.gns.pool import ESTIMATORS, Pool
 from torchtitan.gns.raw_sums import RawSums, raw_files, read_edges, read_sums
 from torchtitan.gns.statistics import PairSums, b_simple, noise, signal

@@ -6,7 +6,7 @@ from benchmarks.gns_allocation import FLOOR, FrozenDraws, allocated, build, meas
 from torchtitan.diffusion.timesteps.sampler import TimestepSampler
 from torchtitan.diffusion.timesteps.shares import bin_masses
 from torchtitan.gns.allocate import neyman_shares, predicted_ratios
-from torchtitan.gns.monitor import inner_edges
+from torchtitan.gns.config import inner_edges
 
 BATCH, MEASURED_STEPS, GROUPS, GROUP_SIZE = 32, 40, 30, 8
 BIN_EDGES = (0.0, 0.05, 0.15, 0.25, 0.45, 0.7, 1.0)  # of unequal masses

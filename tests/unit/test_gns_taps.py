@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.distributed.compile import compile_blocks
-from torchtitan.distributed.mesh import Layout, ParallelismConfig
+from torchtitan.distributed.config import ActivationCheckpointConfig, ParallelismConfig
+from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import parallelize
 from torchtitan.gns.capture import PARTS, CannotMeasure, GradientTaps
 from torchtitan.models.dit.config import DiTConfig

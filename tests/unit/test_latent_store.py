@@ -11,16 +11,9 @@ import pytest
 import torch
 
 from tests.latent_stores import images, plan_of, write_shard, write_store
+from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.convert import measure
-from torchtitan.latents import (
-    LatentStore,
-    LatentStoreError,
-    Normalization,
-    SkippedImage,
-    StoreWriter,
-    check_autoencoder,
-    verify_shards,
-)
+from torchtitan.latents import LatentStore, Normalization, SkippedImage, StoreWriter, check_autoencoder, verify_shards
 from torchtitan.latents import images_per_shard as default_images_per_shard
 from torchtitan.latents.index import INDEX_FILE, PARTIAL_FOLDER, SKIPPED_FILE
 

@@ -17,8 +17,9 @@ from data import DatasetError
 from data.latents import Latents, LatentsConfig
 from tests.faults.confinement import bounded
 from tests.latent_stores import images, plan_of, write_store
+from torchtitan.errors import LatentStoreError
 from torchtitan.files.npy_files import map_npy
-from torchtitan.latents import LatentStore, LatentStoreError, StoreWriter, verify_shards
+from torchtitan.latents import LatentStore, StoreWriter, verify_shards
 from torchtitan.latents.index import INDEX_FILE, read_index, read_sealed, write_sealed
 
 SHARD = "shard-00001.safetensors"

@@ -10,7 +10,8 @@ import pytest
 from data import DatasetError
 from data.latents import Latents, LatentsConfig
 from tests.latent_stores import plan_of, write_store
-from torchtitan.latents import LatentStore, LatentStoreError, watch
+from torchtitan.errors import LatentStoreError
+from torchtitan.latents import LatentStore, watch
 
 SHARD = "shard-00001.safetensors"
 CHANGED = f"{SHARD}: has changed since it was written, its SHA-256 is another"

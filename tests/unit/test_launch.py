@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from torchtitan.distributed.mesh import CommConfig, compute_device, init_process_group
+from torchtitan.distributed.config import CommConfig
+from torchtitan.distributed.mesh import compute_device, init_process_group
 from torchtitan.processes import command_line
 from torchtitan.processes.exit_codes import forbid_restart
 from torchtitan.processes.launch import LaunchError, check_launch, check_rendezvous, launch_number

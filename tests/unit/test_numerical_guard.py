@@ -10,10 +10,11 @@ from torch import nn
 
 from torchtitan.diffusion.objective import LossTerms
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
+from torchtitan.training.config import OptimizerConfig
 from torchtitan.training.metrics import LossWindow
 from torchtitan.training.non_finite import Watch, not_finite, over_ranks, watched
 from torchtitan.training.numerical_guard import LARGEST_NORM, NumericalGuard, StepSamples, backward
-from torchtitan.training.optimizer import OptimizerConfig, build_optimizer
+from torchtitan.training.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
 

@@ -14,16 +14,10 @@ from torchtitan.config import checks as config_checks
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.distributed.parallelize import clamp_gradients
 from torchtitan.run import REFUSED, run
-from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor
+from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig, ParameterGroupConfig
+from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.muon import orthogonalise
-from torchtitan.training.optimizer import (
-    OptimizerConfig,
-    OptimizerError,
-    ParameterGroupConfig,
-    build_optimizer,
-    optimizer_tensors,
-    set_lr,
-)
+from torchtitan.training.optimizer import OptimizerError, build_optimizer, optimizer_tensors, set_lr
 
 
 def network(seed: int = 0) -> nn.Sequential:

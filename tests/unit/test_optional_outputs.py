@@ -15,7 +15,8 @@ from torchtitan.errors import RunFolderError
 from torchtitan.gns import raw_sums
 from torchtitan.gns.raw_sums import RawSums, raw_files
 from torchtitan.pictures.grids import save_animation
-from torchtitan.profiling.profiler import Profiler, ProfilingConfig
+from torchtitan.profiling.config import ProfilingConfig
+from torchtitan.profiling.profiler import Profiler
 from torchtitan.runs.status import remove_status, write_status
 from torchtitan.supervision.events import EventLog
 from torchtitan.supervision.heartbeat import Heartbeats

@@ -13,7 +13,8 @@ from scripts.breakdown import main
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.profiling import breakdown, profiler
 from torchtitan.profiling.breakdown import as_record, as_text, break_down
-from torchtitan.profiling.profiler import Profiler, ProfilingConfig
+from torchtitan.profiling.config import ProfilingConfig
+from torchtitan.profiling.profiler import Profiler
 from torchtitan.profiling.trace import Span, TraceError, find_trace, read_trace, trace_path
 
 CPU = SimpleNamespace(device=torch.device("cpu"), rank=0)

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from torchtitan.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from torchtitan.checkpoint.checkpointer import Checkpointer
+from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.runs.check import check_run
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from torchtitan.checkpoint.checkpointer import Checkpointer
+from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.job import load_config
 from torchtitan.errors import RunFolderError
 from torchtitan.files import durable

@@ -15,7 +15,8 @@ from torchtitan import philox
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.diffusion.guidance import Guidance, guided_network, predictor
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
-from torchtitan.evaluation.sampling import ImageSampler, SamplingConfig, default_schedule, sampling_problems
+from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
+from torchtitan.evaluation.sampling import ImageSampler
 from torchtitan.settings.record import dump_config
 
 NULL_CLASS, SHAPE = 3, (4, 2, 2)

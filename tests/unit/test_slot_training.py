@@ -21,7 +21,8 @@ from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges
 from torchtitan.evaluation.offline_gradients import GradientError, Gradients
 from torchtitan.evaluation.timestep_errors import fixed_samples, timestep_errors
-from torchtitan.training.optimizer import OptimizerConfig, build_optimizer
+from torchtitan.training.config import OptimizerConfig
+from torchtitan.training.optimizer import build_optimizer
 
 VARIANCE = 0.25
 DEVICE = torch.device("cpu")

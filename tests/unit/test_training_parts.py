@@ -17,9 +17,10 @@ from torchtitan.distributed import collectives as agreement
 from torchtitan.distributed.collectives import StopRequest, from_first_rank
 from torchtitan.distributed.parallelize import clip_gradients, gradient_norm, sum_of_squares
 from torchtitan.training import metrics
-from torchtitan.training.lr_scheduler import LRSchedulerConfig, lr_factor
+from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig
+from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.metrics import LossWindow, Stopwatch, cut_metrics, tail_medians
-from torchtitan.training.optimizer import OptimizerConfig, build_optimizer, materialise_state, optimizer_tensors, set_lr
+from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors, set_lr
 
 
 def network(seed: int = 0) -> nn.Module:

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from torchtitan.distributed.mesh import CommConfig
+from torchtitan.distributed.config import CommConfig
 from torchtitan.supervision import watchdog as watchdog_module
 from torchtitan.supervision.heartbeat import Beat, Heartbeats, find_culprit, process_state, remove_heartbeats
 from torchtitan.supervision.phases import BETWEEN_STEPS, Phases

@@ -16,13 +16,12 @@ import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.checkpoint.host_copies import HostCopies
 from torchtitan.checkpoint.manifest import (
     STATE,
@@ -34,17 +33,17 @@ from torchtitan.checkpoint.manifest import (
     read_back,
     verify,
 )
+from torchtitan.checkpoint.pieces import pieces_of
 from torchtitan.checkpoint.reading import read_state, read_tensors
 from torchtitan.checkpoint.store import store_of
 from torchtitan.distributed.collectives import from_first_rank, of_all_ranks
 from torchtitan.errors import CheckpointError, StoreError, first_line
 from torchtitan.files.durable import write_synced
 from torchtitan.files.remote_path import AnyPath
-from torchtitan.files.shard_files import Piece, pieces_of, write_shard
-from torchtitan.settings import setting
+from torchtitan.files.shard_files import Piece, write_shard
 
 __all__ = [
-    "CheckpointConfig", "CheckpointError", "Checkpointer", "StoreError", "checkpoint_path", "checkpoint_steps",
+    "CheckpointError", "Checkpointer", "StoreError", "checkpoint_path", "checkpoint_steps",
     "newest_good", "read_state", "read_tensors", "verify",
 ]  # fmt: skip
 
@@ -52,35 +51,6 @@ logger = logging.getLogger(__name__)
 
 # How long a rank waits for the others' share of a checkpoint.
 _GROUP_TIMEOUT = timedelta(minutes=10)
-
-
-@dataclass(kw_only=True)
-class CheckpointConfig:
-    """`[checkpoint]`"""
-
-    enable: bool = setting(True, "save checkpoints and resume from the newest good one", trajectory=False)
-    folder: str = setting(
-        "", "path, or URL of a store (s3://bucket/prefix, gs://, hf:// and others), for checkpoints, "
-        "in a subfolder of the run's name; default: the run's own folder", applies={"enable": (True,)}, trajectory=False,
-        writes="run",
-    )
-    interval: int = setting(
-        1000, "steps between checkpoints; the last step is always saved", ge=1, applies={"enable": (True,)},
-        trajectory=False,
-    )
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = setting(
-        "disabled", "write checkpoints while training continues, from a copy in host memory; "
-        "pinned: on CUDA, the copy is asynchronous too", applies={"enable": (True,)}, trajectory=False,
-    )
-    keep_latest_k: int = setting(
-        3, "checkpoints kept, older ones are deleted; 0 keeps all", ge=0, applies={"enable": (True,)}, trajectory=False
-    )
-    load_step: int = setting(
-        -1, "step to resume from; -1 is the newest good one", ge=-1, applies={"enable": (True,)}, trajectory=False
-    )
-    initial_weights: str = setting(
-        "", "safetensors file of initial weights, named as the model's parameters; not read when a run resumes"
-    )
 
 
 class Checkpointer:

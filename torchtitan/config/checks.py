@@ -22,17 +22,15 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timesteps.registry import given_slot_edges
-from torchtitan.distributed.activation_checkpoint import checkpoint_problems
-from torchtitan.distributed.compile import compile_problems
+from torchtitan.distributed.config import checkpoint_problems, compile_problems
 from torchtitan.errors import unwrapped
-from torchtitan.evaluation.decoding import LATENT_DATASETS, WITH_WEIGHTS
+from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, default_schedule, sampling_problems
 from torchtitan.evaluation.judges import JUDGES
-from torchtitan.evaluation.sampling import default_schedule, sampling_problems
 from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import float8_problems
 from torchtitan.processes.launch import launch_number
-from torchtitan.profiling.profiler import profiling_problems
+from torchtitan.profiling.config import profiling_problems
 from torchtitan.settings import has_key
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, no_effect, shown, shown_name

@@ -13,31 +13,24 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_type_hints
 
 from data import DATASETS, DataConfig, DatasetInfo
-from torchtitan.checkpoint.checkpointer import CheckpointConfig
+from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.checks import find_problems, resolve
 from torchtitan.config.view import Checked
 from torchtitan.diffusion.objective import ObjectiveConfig
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig
-from torchtitan.distributed.compile import CompileConfig
-from torchtitan.distributed.mesh import CommConfig, ParallelismConfig
-from torchtitan.evaluation.decoding import AutoencoderConfig
-from torchtitan.evaluation.sampling import SamplingConfig
-from torchtitan.evaluation.validation import ValidationConfig
+from torchtitan.distributed.config import ActivationCheckpointConfig, CommConfig, CompileConfig, ParallelismConfig
+from torchtitan.evaluation.config import AutoencoderConfig, SamplingConfig, ValidationConfig
 from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
-from torchtitan.gns.monitor import GNSConfig
+from torchtitan.gns.config import GNSConfig
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import Float8Config
-from torchtitan.profiling.profiler import ProfilingConfig
+from torchtitan.profiling.config import ProfilingConfig
 from torchtitan.settings import has_key, setting
 from torchtitan.settings.record import config_differences, dump_config, unmet_condition
 from torchtitan.settings.reference import Choice, build_json_schema, describe
 from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, parse_text, shown, shown_name, validate_section
 from torchtitan.settings.sources import read_command_line, read_toml, shown_file, suggestion
-from torchtitan.training.ema import EMAConfig
-from torchtitan.training.lr_scheduler import LRSchedulerConfig
-from torchtitan.training.metrics import MetricsConfig
-from torchtitan.training.optimizer import OptimizerConfig
+from torchtitan.training.config import EMAConfig, LRSchedulerConfig, MetricsConfig, OptimizerConfig
 
 __all__ = [
     "ConfigError",

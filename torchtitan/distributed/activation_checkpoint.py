@@ -1,41 +1,14 @@
 """Activation checkpointing: recompute activations in backward instead of keeping them."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from torchtitan.settings import setting
-
-
-@dataclass(kw_only=True)
-class ActivationCheckpointConfig:
-    """`[activation_checkpoint]`"""
-
-    mode: Literal["none", "selective", "full", "memory_budget"] = setting(
-        "none",
-        "recomputed in backward: nothing; all but the results in `keep`; whole blocks; the compiler's choice",
-        trajectory=False,
-    )
-    every: int = setting(
-        1, "recompute every n-th block only, from the first on", ge=1, applies={"mode": ("selective", "full")},
-        trajectory=False,
-    )
-    keep: list[Literal["matmul", "attention"]] = setting(
-        ["matmul", "attention"], "results that are kept: of matrix products, of attention",
-        applies={"mode": ("selective",)}, trajectory=False,
-    )  # fmt: skip
-    memory_budget: float = setting(
-        0.5, "activations to keep, as a share of the bytes kept without recomputation; 0: blocks' inputs only",
-        ge=0, le=1, applies={"mode": ("memory_budget",)}, trajectory=False,
-    )  # fmt: skip
-
+from torchtitan.distributed.config import ActivationCheckpointConfig
 
 # The operations that dominate a block's time, on every device.
 _OPERATIONS = {
@@ -55,34 +28,6 @@ _OPERATIONS = {
 
 # The prefix that the wrapper adds to names of parameters.
 WRAPPER_PREFIX = "_checkpoint_wrapped_module."
-
-
-def checkpoint_problems(
-    config: ActivationCheckpointConfig, compiled: bool, num_blocks: int | None
-) -> Iterator[tuple[str, str]]:
-    """Find combinations that cannot work or would be ignored.
-
-    Args:
-        config: the section.
-        compiled: whether blocks are compiled.
-        num_blocks: blocks of the model, None if it does not say.
-
-    Yields:
-        (key, what is wrong and what to do).
-    """
-    if config.mode == "selective" and not config.keep:
-        yield "keep", "is empty, so all is recomputed (name matmul, attention or both, or set mode to full)"
-    if config.mode == "selective" and len(set(config.keep)) < len(config.keep):
-        yield "keep", f"names {config.keep[-1]} twice (remove one)"
-    if config.mode in ("selective", "full") and num_blocks is not None and config.every > num_blocks:
-        advice = f"set at most {num_blocks}: the first alone"
-        yield "every", f"{config.every} is more than the model's {num_blocks} blocks ({advice})"
-    if config.mode == "memory_budget" and not compiled:
-        text = "memory_budget is the compiler's work (set compile.enable to true, or choose selective or full)"
-        yield "mode", text
-    elif config.mode == "memory_budget" and not hasattr(functorch_config, "activation_memory_budget"):
-        text = f"torch {torch.__version__} has no memory budget (choose selective or full, or install a newer torch)"
-        yield "mode", text
 
 
 def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module], config: ActivationCheckpointConfig) -> None:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch._functorch.config as functorch_config
@@ -12,36 +11,7 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import CompilationMetrics, counters, get_compilation_metrics
 
-from torchtitan.settings import setting
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class CompileConfig:
-    """`[compile]`"""
-
-    enable: bool = setting(
-        False, "compile the model with torch.compile (needs a C++ compiler on the CPU)", trajectory=False
-    )
-    scope: Literal["blocks", "model"] = setting(
-        "blocks", "unit of compilation: each block, or the whole model, if its parameters are not sharded",
-        applies={"enable": (True,)}, trajectory=False,
-    )  # fmt: skip
-
-
-def compile_problems(config: CompileConfig, shards: int) -> Iterator[tuple[str, str]]:
-    """Find combinations that cannot be compiled.
-
-    Args:
-        config: the section.
-        shards: processes that share the parameters of one replica.
-
-    Yields:
-        (key, what is wrong and what to do).
-    """
-    if config.enable and config.scope == "model" and shards > 1:
-        yield "scope", "model needs parameters that are not sharded: FSDP gathers them block by block (set blocks)"
 
 
 def compile_blocks(blocks: list[nn.Module], memory_budget: float = 1.0, backend: str = "inductor") -> None:

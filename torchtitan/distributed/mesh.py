@@ -3,49 +3,14 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchtitan.distributed.config import CommConfig, ParallelismConfig
 from torchtitan.processes.launch import LaunchError, check_rendezvous, launch_number
-from torchtitan.settings import setting
-
-
-@dataclass(kw_only=True)
-class ParallelismConfig:
-    """`[parallelism]`: replicate degree x shard degree = number of processes."""
-
-    data_parallel_replicate_degree: int = setting(
-        1, "copies of the model; -1: as many as remain", ge=-1, trajectory=False
-    )
-    data_parallel_shard_degree: int = setting(
-        -1, "processes that share one copy (1: DDP; above: FSDP2, or HSDP with copies); -1: as many as remain", ge=-1,
-        trajectory=False,
-    )
-
-
-@dataclass(kw_only=True)
-class CommConfig:
-    """`[comm]`"""
-
-    init_timeout_seconds: int = setting(
-        300, "collective timeout until the first step is done", ge=1, le=31_536_000, trajectory=False
-    )
-    train_timeout_seconds: int = setting(
-        100, "collective timeout after the first step; no phase of a step may last longer on several ranks", ge=1,
-        le=31_536_000, trajectory=False,
-    )
-    long_phase_timeout_seconds: int = setting(
-        1800, "longest time without a forward in validation, sampling, checkpoints, start-up and compilation; "
-        "for a single process, in any phase", ge=1, le=31_536_000, trajectory=False,
-    )
-    trace_buf_size: int = setting(
-        2000, "number of last collectives recorded on a timeout (flight recorder); 0: none", ge=0, le=10_000_000,
-        trajectory=False,
-    )
 
 
 class Layout:

@@ -10,12 +10,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtitan.distributed.activation_checkpoint import (
-    WRAPPER_PREFIX,
-    ActivationCheckpointConfig,
-    checkpoint_blocks,
-)
-from torchtitan.distributed.compile import CompileConfig, compile_blocks, compile_model, compile_problems
+from torchtitan.distributed.activation_checkpoint import WRAPPER_PREFIX, checkpoint_blocks
+from torchtitan.distributed.compile import compile_blocks, compile_model
+from torchtitan.distributed.config import ActivationCheckpointConfig, CompileConfig, compile_problems
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.precision import fsdp_policy
 

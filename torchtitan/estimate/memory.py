@@ -9,7 +9,7 @@ import torch
 
 from data import DATASETS
 from torchtitan.config.job import JobConfig
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan.distributed.config import ActivationCheckpointConfig
 from torchtitan.estimate.live_storages import ACTIVATIONS, COMMUNICATION, GRADIENTS, PARAMETERS
 from torchtitan.estimate.simulation import SimulatedStep, Window, simulate_step
 from torchtitan.models import MODELS

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from torchtitan.config.job import JobConfig
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan.distributed.config import ActivationCheckpointConfig
 from torchtitan.estimate.devices import Device
 from torchtitan.estimate.memory import PARTS, MemoryEstimate
 from torchtitan.estimate.roofline import Efficiency, StepTime

@@ -22,9 +22,10 @@ from torchtitan.distributed.precision import compute_context
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel
+from torchtitan.training.config import OptimizerConfig
 from torchtitan.training.data_loading import microbatches_per_step
 from torchtitan.training.muon import orthogonalise
-from torchtitan.training.optimizer import QUANTISED_BLOCK, OptimizerConfig, update_rule
+from torchtitan.training.optimizer import QUANTISED_BLOCK, update_rule
 
 Window = tuple[int, str, int]
 

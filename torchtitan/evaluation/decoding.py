@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -12,50 +10,16 @@ from PIL import Image
 from torch import Tensor
 
 from data import DATASETS, DataConfig, Dataset
-from torchtitan.autoencoders import AUTOENCODERS, build_autoencoder
+from torchtitan.autoencoders import build_autoencoder
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Normalization, denormalize
 from torchtitan.autoencoders.tiling import in_tiles
 from torchtitan.distributed.mesh import compute_device
-from torchtitan.latents.index import LatentStoreError
+from torchtitan.errors import LatentStoreError
+from torchtitan.evaluation.config import AutoencoderConfig
 from torchtitan.latents.store import LatentStore, check_autoencoder
 from torchtitan.pictures.grids import class_labels, image_grid
-from torchtitan.settings import setting
 
-WITH_WEIGHTS = tuple(name for name in AUTOENCODERS if name != "identity")
-LATENT_DATASETS = tuple(name for name, dataset in DATASETS.items() if hasattr(dataset, "store"))
-OF_LATENTS = {"data.name": LATENT_DATASETS}
 HELD_OUT_IMAGES, HELD_OUT_COLUMNS = 32, 8
-
-
-@dataclass(kw_only=True)
-class AutoencoderConfig:
-    """`[autoencoder]`: what decodes the latents of data.name = "latents", in grids and in scripts/sample.py."""
-
-    name: Literal[("none", *AUTOENCODERS)] = setting(
-        "none", "what turns drawn latents into images; none: grids show latent channels as colours",
-        applies=OF_LATENTS, because="training encodes no images (scripts/extract_latents.py does, once)",
-        trajectory=False,
-    )  # fmt: skip
-    path: str = setting(
-        "", "folder of its weights, or for cosmos and diffusers a name on the Hugging Face hub",
-        applies=OF_LATENTS | {"name": WITH_WEIGHTS}, trajectory=False,
-    )  # fmt: skip
-    dtype: Literal["float32", "bfloat16"] | None = setting(
-        None, "dtype of compute; default: float32, and for cosmos that of its files",
-        applies=OF_LATENTS | {"name": WITH_WEIGHTS}, trajectory=False,
-    )  # fmt: skip
-    tile: int = setting(
-        0, "side in pixels of the overlapping tiles that larger images are decoded in; 0: none", ge=0,
-        applies=OF_LATENTS | {"name": tuple(AUTOENCODERS)}, trajectory=False,
-    )  # fmt: skip
-    overlap: int | None = setting(
-        None, "pixels that neighbouring tiles share; default: a quarter of a tile", ge=1,
-        applies=OF_LATENTS | {"name": tuple(AUTOENCODERS), "tile": ">0"}, trajectory=False,
-    )  # fmt: skip
-    batch_size: int = setting(
-        16, "images decoded at a time on each rank", ge=1, le=1_000_000, applies=OF_LATENTS | {"name": tuple(AUTOENCODERS)},
-        trajectory=False,
-    )  # fmt: skip
 
 
 class LatentDecoder:

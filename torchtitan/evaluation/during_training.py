@@ -11,10 +11,11 @@ from data import DATASETS, DataConfig, DatasetInfo
 from torchtitan.diffusion.objective import Objective
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.distributed.mesh import Layout
+from torchtitan.evaluation.config import SamplingConfig, ValidationConfig
 from torchtitan.evaluation.decoding import LatentDecoder, held_out_picture
 from torchtitan.evaluation.judges import build_judge
-from torchtitan.evaluation.sampling import ImageSampler, SamplingConfig, balanced_labels, grid_labels
-from torchtitan.evaluation.validation import ValidationConfig, validation_loss
+from torchtitan.evaluation.sampling import ImageSampler, balanced_labels, grid_labels
+from torchtitan.evaluation.validation import validation_loss
 from torchtitan.models.base import DiffusionModel
 from torchtitan.pictures.grids import class_labels, image_grid
 from torchtitan.training.data_loading import validation_batches

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,24 +11,6 @@ from torchtitan import philox
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.eval_mode import evaluating
-from torchtitan.settings import setting
-
-
-@dataclass(kw_only=True)
-class ValidationConfig:
-    """`[validation]`"""
-
-    enable: bool = setting(False, "measure the loss on held-out images", trajectory=False)
-    interval: int = setting(
-        1000, "steps between measurements; also at the last step", ge=1, applies={"enable": (True,)}, trajectory=False
-    )
-    num_images: int = setting(
-        1000, "held-out images, each at one fixed timestep with fixed noise", ge=1, applies={"enable": (True,)},
-        trajectory=False,
-    )
-    batch_size: int = setting(
-        128, "images at a time on each rank", ge=1, le=1_000_000, applies={"enable": (True,)}, trajectory=False
-    )
 
 
 def held_out_draw(objective: Objective, seed: int, indices: Tensor, count: int, shape: tuple[int, ...]) -> Draw:

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.sources import LatentSource
-from torchtitan.latents.index import LatentStoreError, StoredDtype, StoreIndex, StorePlan, images_per_shard
+from torchtitan.latents.index import StoredDtype, StoreIndex, StorePlan, images_per_shard
 from torchtitan.latents.statistics import ChannelMoments
 from torchtitan.latents.store import LatentStore
 from torchtitan.latents.writer import StoreWriter

@@ -13,18 +13,12 @@ from tqdm import tqdm
 
 from torchtitan.autoencoders.base import Autoencoder
 from torchtitan.distributed.collectives import from_first_rank, of_all_ranks
+from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.extraction_plan import ExtractionOptions, check_room
 from torchtitan.extraction.image_source import ImageSource
 from torchtitan.extraction.shard_encoding import check_skipped, encode_shards
 from torchtitan.extraction.stage_times import summarize
-from torchtitan.latents.index import (
-    INDEX_FILE,
-    PARTIAL_FOLDER,
-    LatentStoreError,
-    StoreIndex,
-    StorePlan,
-    read_index,
-)
+from torchtitan.latents.index import INDEX_FILE, PARTIAL_FOLDER, StoreIndex, StorePlan, read_index
 from torchtitan.latents.writer import StoreWriter, first_difference
 
 SECONDS_BETWEEN_LOOKS = 1.0  # at what other ranks have finished

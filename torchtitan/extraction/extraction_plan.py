@@ -10,8 +10,9 @@ import torch
 
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, dtype_name
 from torchtitan.autoencoders.tiling import TiledAutoencoder
+from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.image_source import ImageSource
-from torchtitan.latents.index import LatentStoreError, Normalization, StorePlan, first_problem, images_per_shard
+from torchtitan.latents.index import Normalization, StorePlan, first_problem, images_per_shard
 from torchtitan.latents.values import tensor_shapes
 
 

@@ -19,11 +19,11 @@ import safetensors
 import torch
 from torch import Tensor
 
-from torchtitan.errors import unwrapped
+from torchtitan.errors import LatentStoreError, unwrapped
 from torchtitan.files.npy_files import map_npy
 from torchtitan.files.regular import check_regular
 from torchtitan.files.shard_files import DamagedShard, whole_tensors
-from torchtitan.latents.index import LatentStoreError, Normalization
+from torchtitan.latents.index import Normalization
 from torchtitan.latents.values import pack_views
 
 INT8_STEP = 16 / 255

@@ -6,7 +6,7 @@ import torch
 
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.timesteps.sampler import TimestepSampler
-from torchtitan.gns.monitor import GNSConfig, inner_edges
+from torchtitan.gns.config import GNSConfig, inner_edges
 
 # Fewer samples of a bin in a step hold hardly a pair, and only pairs say anything of the mean gradient.
 _LEAST_PER_BIN = 2

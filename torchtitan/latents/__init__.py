@@ -1,7 +1,6 @@
 """Latent stores: encoded images on disk, their reader and writer, and public formats to convert from."""
 
 from torchtitan.latents.index import (
-    LatentStoreError,
     Normalization,
     SkippedImage,
     StoreIndex,
@@ -13,6 +12,6 @@ from torchtitan.latents.values import pack_views
 from torchtitan.latents.writer import StoreWriter
 
 __all__ = [
-    "LatentStore", "Normalization", "LatentStoreError", "SkippedImage", "StoreIndex", "StorePlan", "StoreWriter",
+    "LatentStore", "Normalization", "SkippedImage", "StoreIndex", "StorePlan", "StoreWriter",
     "check_autoencoder", "images_per_shard", "pack_views", "verify_shards",
 ]  # fmt: skip

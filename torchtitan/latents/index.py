@@ -16,6 +16,7 @@ import numpy as np
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from torchtitan.errors import LatentStoreError
 from torchtitan.files.durable import replace_file
 from torchtitan.files.regular import read_regular
 
@@ -45,10 +46,6 @@ CountOrNone = Annotated[int, Field(ge=0, lt=1 << 40)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 NotZero = Annotated[Finite, AfterValidator(_not_zero)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-
-
-class LatentStoreError(Exception):
-    """Store, or a source of one, that cannot be used; the message is one line: the cause and the remedy."""
 
 
 class _Record(BaseModel):

@@ -10,9 +10,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from torchtitan.errors import unwrapped
+from torchtitan.errors import LatentStoreError, unwrapped
 from torchtitan.files.shard_files import DamagedShard, whole_tensors
-from torchtitan.latents.index import LatentStoreError, StoreIndex, StorePlan, shard_name
+from torchtitan.latents.index import StoreIndex, StorePlan, shard_name
 from torchtitan.latents.values import LABELS, LATENTS, SCALES, check_labels, encode, tensor_shapes
 
 _INTEGERS = {1: torch.int8, 2: torch.int16}

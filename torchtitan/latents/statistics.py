@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from torchtitan.latents.index import LatentStoreError, Normalization, rounded
+from torchtitan.errors import LatentStoreError
+from torchtitan.latents.index import Normalization, rounded
 
 IMAGES_AT_A_TIME = 64  # bounds the memory of float64 copies
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan.errors import LatentStoreError
 from torchtitan.files.regular import user_path
-from torchtitan.latents.index import INDEX_FILE, LatentStoreError, StoreIndex, read_index, shard_name
+from torchtitan.latents.index import INDEX_FILE, StoreIndex, read_index, shard_name
 from torchtitan.latents.shards import MappedShard, map_shard
 from torchtitan.latents.values import check_labels, decode
 from torchtitan.latents.watch import ShardWatch

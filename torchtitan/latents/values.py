@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.latents.index import LatentStoreError, StorePlan
+from torchtitan.errors import LatentStoreError
+from torchtitan.latents.index import StorePlan
 
 STORED_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
 LATENTS, SCALES, LABELS = "latents", "scales", "labels"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.errors import LatentStoreError
 from torchtitan.files.durable import make_folder, remove_unfinished
 from torchtitan.files.ownership import foreign_entry, foreign_text
 from torchtitan.files.regular import user_path
@@ -26,7 +27,6 @@ from torchtitan.latents.index import (
     INDEX_FILE,
     PARTIAL_FOLDER,
     SKIPPED_FILE,
-    LatentStoreError,
     ShardRecord,
     SkippedImage,
     StoreIndex,

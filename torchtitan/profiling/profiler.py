@@ -10,7 +10,6 @@ Traced steps, and those before that warm the profiler up, are left out of throug
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,72 +18,13 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torchtitan.distributed.mesh import Layout
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.profiling.breakdown import write_breakdown
+from torchtitan.profiling.config import ProfilingConfig
 from torchtitan.profiling.trace import PROFILE_FOLDER, TraceError, trace_path
-from torchtitan.settings import setting
 
 logger = logging.getLogger(__name__)
 
 # Allocations and releases that a snapshot looks back on: some steps of a large model.
 _HISTORY_ENTRIES = 100_000
-
-
-@dataclass(kw_only=True)
-class ProfilingConfig:
-    """`[profiling]`"""
-
-    enable_profiling: bool = setting(
-        False, "write traces of steps to <run>/profile/trace, and where their time went", trajectory=False
-    )
-    profile_freq: int = setting(
-        100, "steps from one trace to the next; a trace ends with each multiple of it", ge=2,
-        applies={"enable_profiling": (True,)}, trajectory=False,
-    )
-    profiler_active: int = setting(
-        1, "steps in a trace", ge=1, applies={"enable_profiling": (True,)}, trajectory=False
-    )
-    profiler_warmup: int = setting(
-        3, "steps before a trace with the profiler on, whose cost at its start would distort it", ge=1,
-        applies={"enable_profiling": (True,)}, trajectory=False,
-    )
-    record_shapes: bool = setting(
-        False, "shapes of every operation's inputs in the traces", applies={"enable_profiling": (True,)},
-        trajectory=False,
-    )
-    with_stack: bool = setting(
-        False, "Python stacks in the traces: slow and large", applies={"enable_profiling": (True,)}, trajectory=False
-    )
-    enable_memory_snapshot: bool = setting(
-        False, "write snapshots of CUDA's allocator to <run>/profile/memory, and one when memory runs out",
-        trajectory=False,
-    )
-    memory_snapshot_freq: int = setting(
-        100, "steps from one snapshot to the next", ge=1, applies={"enable_memory_snapshot": (True,)}, trajectory=False
-    )
-
-
-def profiling_problems(config: ProfilingConfig, steps: int) -> Iterator[tuple[str, str]]:
-    """Find what would give no trace or no snapshot.
-
-    Args:
-        config: the section.
-        steps: of the run.
-
-    Returns:
-        pairs of a key of the section and the reason.
-    """
-    if config.enable_profiling:
-        window = config.profiler_warmup + config.profiler_active
-        if window > config.profile_freq:
-            yield "profile_freq", (
-                f"{config.profile_freq} steps hold no trace of profiler_warmup + profiler_active = {window} steps"
-                f" (set it to {window} or more)"
-            )
-        elif config.profile_freq > steps:
-            yield "profile_freq", f"no step would be traced, for training.steps = {steps} (set it to {steps} or less)"
-    if config.enable_memory_snapshot and not torch.cuda.is_available():
-        yield "enable_memory_snapshot", (
-            "a snapshot is of CUDA's allocator; the CPU's keeps no record (set it to false; memory/max_resident is logged)"
-        )
 
 
 class Profiler:

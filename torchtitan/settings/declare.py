@@ -1,8 +1,8 @@
 """How a configuration section declares its keys: a dataclass field with a description and a range.
 
-Sections are plain dataclasses that stand beside the class they configure; `torchtitan.config.job` turns them
-into a validated schema, `--help` text and the JSON schema. This file imports the standard library only,
-so that every package may use it.
+Sections are plain dataclasses in files that import none of what they configure (a folder's config.py), so that checking a
+configuration imports nothing heavy; `torchtitan.config.job` turns them into a validated schema, `--help` text and the JSON
+schema. This file imports the standard library only, so that every package may use it.
 """
 
 import dataclasses

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.distributed.mesh import CommConfig
+from torchtitan.distributed.config import CommConfig
 from torchtitan.processes.exit_codes import FAILED
 from torchtitan.supervision.heartbeat import FAULTS_FOLDER, Heartbeats
 from torchtitan.supervision.phases import LONG_PHASES, Phases

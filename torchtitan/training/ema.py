@@ -3,47 +3,12 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan.distributed.parallelize import local, release_unsharded
-from torchtitan.settings import setting
-
-
-@dataclass(kw_only=True)
-class EMATrackConfig:
-    """One entry of `ema.tracks`."""
-
-    name: str = setting("ema", "name of the track, by which sampling and validation select it")
-    kind: Literal["constant", "half_life", "power"] = setting(
-        "constant", "unit of its length: a decay per step, a half-life in images, a share of the training so far"
-    )
-    decay: float = setting(0.9999, "share of the average kept per step", ge=0, lt=1, applies={"kind": ("constant",)})
-    warmup_power: float = setting(
-        0.6667, "the share kept after n steps is at most 1 - (1 + n)^-power; 0: no warm-up", ge=0,
-        applies={"kind": ("constant",)},
-    )
-    half_life: float = setting(
-        500_000.0, "images after which a weight counts half", gt=0, applies={"kind": ("half_life",)}
-    )
-    rampup_ratio: float = setting(
-        0.05, "the half-life is at most this share of the images seen; 0: no ramp-up", ge=0,
-        applies={"kind": ("half_life",)},
-    )
-    sigma_rel: float = setting(
-        0.1, "standard deviation of the power-function profile, as a share of the training so far", gt=0, lt=0.288675,
-        applies={"kind": ("power",)},
-    )
-
-
-@dataclass(kw_only=True)
-class EMAConfig:
-    """`[ema]`"""
-
-    tracks: list[EMATrackConfig] = setting([EMATrackConfig()], "averages to keep, each sharded like the weights")
+from torchtitan.training.config import EMAConfig, EMATrackConfig
 
 
 def kept_share(track: EMATrackConfig, step: int, images_per_step: int, factor: int = 1) -> float:

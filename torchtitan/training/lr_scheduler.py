@@ -1,26 +1,8 @@
 """Learning-rate schedule, a pure function of the step."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
-from torchtitan.settings import setting
-
-
-@dataclass(kw_only=True)
-class LRSchedulerConfig:
-    """`[lr_scheduler]`"""
-
-    warmup_steps: int = setting(0, "steps of linear warm-up from 0 to the peak", ge=0)
-    decay_type: Literal["constant", "linear", "cosine", "inverse_sqrt"] = setting("constant", "shape after warm-up")
-    min_lr_factor: float = setting(
-        0.0, "learning rate at the end, as a fraction of the peak", ge=0, le=1,
-        applies={"decay_type": ("linear", "cosine")},
-    )
-    reference_steps: int = setting(
-        10000, "steps at the peak, warm-up included, before it falls with the root of the steps done", ge=1,
-        applies={"decay_type": ("inverse_sqrt",)},
-    )
+from torchtitan.training.config import LRSchedulerConfig
 
 
 def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int) -> float:

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,27 +17,9 @@ from torch import Tensor
 from torchtitan.diffusion.objective import LossTerms
 from torchtitan.files.durable import replacing
 from torchtitan.files.patient_file import MIB, PatientFile
-from torchtitan.settings import setting
+from torchtitan.training.config import MetricsConfig
 from torchtitan.training.metric_points import iter_points, parse_point
 from torchtitan.training.metric_sinks import TensorBoardFile, WandbRun
-
-
-@dataclass(kw_only=True)
-class MetricsConfig:
-    """`[metrics]`"""
-
-    log_freq: int = setting(10, "steps between logged points; losses are means over them", ge=1, trajectory=False)
-    enable_tensorboard: bool = setting(True, "write TensorBoard events to <run>/tb", trajectory=False)
-    enable_wandb: bool = setting(False, "log to Weights & Biases (WANDB_* variables apply)", trajectory=False)
-    peak_tflops: float | None = setting(
-        None, "dense peak of one device for MFU, in TFLOP/s; default: the table of known devices", gt=0,
-        trajectory=False,
-    )
-    enable_events: bool = setting(
-        True, "write each rank's phases and faults to <run>/events, for scripts/timeline.py", trajectory=False
-    )
-    loss_bins: int = setting(10, "timestep bins of equal training mass for loss_by_bin", ge=1, le=1000, trajectory=False)
-
 
 METRICS_FILE = "metrics.jsonl"
 _MOST_UNSAVED = 4 * MIB

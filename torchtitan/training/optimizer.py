@@ -3,43 +3,15 @@
 import difflib
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed.parallelize import local
-from torchtitan.settings import setting
+from torchtitan.training.config import OptimizerConfig
 from torchtitan.training.muon import Muon
-
-
-@dataclass(kw_only=True)
-class ParameterGroupConfig:
-    """One entry of `optimizer.param_groups`."""
-
-    pattern: str = setting("", "regular expression, found anywhere in a parameter's name; the first match counts")
-    lr_scale: float = setting(1.0, "learning rate of these parameters, as a multiple of optimizer.lr", ge=0)
-    weight_decay: float | None = setting(None, "decay of these parameters, vectors too; default: as for others", ge=0)
-
-
-@dataclass(kw_only=True)
-class OptimizerConfig:
-    """`[optimizer]`"""
-
-    name: Literal["AdamW", "AdamW8bit", "Muon"] = setting(
-        "AdamW", "update rule; Muon is for the matrices of the blocks, AdamW8bit for large tensors, AdamW for the rest"
-    )
-    lr: float = setting(1e-4, "peak learning rate", gt=0)
-    beta1: float = setting(0.9, "decay of the first moment per step", ge=0, lt=1)
-    beta2: float = setting(0.999, "decay of the second moment per step", ge=0, lt=1)
-    eps: float = setting(1e-8, "added to the root of the second moment", gt=0)
-    momentum: float = setting(
-        0.95, "decay of Muon's average gradient per step", ge=0, lt=1, applies={"name": ("Muon",)}
-    )
-    weight_decay: float = setting(0.0, "decoupled decay of matrices; gains and biases have none", ge=0)
-    param_groups: list[ParameterGroupConfig] = setting([], "groups of parameters with another learning rate or decay")
 
 
 class OptimizerError(Exception):

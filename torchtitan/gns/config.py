@@ -1,0 +1,109 @@
+"""`[gns]`: its keys, and the edges of the bins that they describe."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchtitan.diffusion.paths import Path as NoisePath
+from torchtitan.diffusion.paths import has_indices
+from torchtitan.diffusion.timesteps.densities import Density
+from torchtitan.settings import setting
+
+_ON = {"enable": (True,)}
+_TAPPED = {"single_pass": (True,)}
+_BINNED = {"single_pass or bin_pure_microbatches": (True,)}
+
+
+@dataclass(kw_only=True)
+class GNSConfig:
+    """`[gns]`: gradient noise scale per timestep bin, measured while training."""
+
+    enable: bool = setting(False, "measure the gradient noise scale of every timestep bin", trajectory=False)
+    interval: int = setting(
+        8, "steps between measured steps, with sketches of all layers", ge=1, applies=_TAPPED, trajectory=False
+    )
+    sketch_size: int = setting(
+        8, "columns of a layer's random sketch, which has 8 times as many rows: more of them, less error, more time",
+        ge=1, le=32, applies=_TAPPED,
+        trajectory=False,
+    )
+    num_bins: int = setting(
+        10, "timestep bins of equal training mass, unless bin_edges is given", ge=1, le=64, applies=_BINNED,
+        trajectory=False,
+    )
+    bin_edges: list[float] = setting(
+        [], "edges of the bins, rising from 0: to 1 in t, to the number of indices in index; in sigma the last bin is open",
+        applies=_BINNED, trajectory=False,
+    )
+    bin_unit: Literal["t", "sigma", "index"] = setting(
+        "t", "unit of bin_edges; index: of a DDPM path", applies=_BINNED, trajectory=False
+    )
+    half_life: float = setting(
+        4096.0, "half-life of a measurement, in samples of its bin", gt=0, applies=_ON, trajectory=False
+    )
+    log_interval: int = setting(50, "steps between logged estimates", ge=1, applies=_ON, trajectory=False)
+    picture_interval: int = setting(
+        500, "steps between pictures <run>/gns/noise_scale.png; also at the last step", ge=1, applies=_TAPPED,
+        trajectory=False,
+    )
+    single_pass: bool = setting(
+        True, "estimate per bin from one ordinary backward, by taps on the layers", applies=_ON, trajectory=False
+    )
+    rank_gradients: bool = setting(
+        False, "compare each rank's gradient (or each microbatch's, in a single process) with the reduced one",
+        applies=_ON, trajectory=False,
+    )
+    bin_pure_microbatches: bool = setting(
+        False, "one timestep bin per microbatch, each reduced separately: rank gradients then measure single bins",
+        applies={"rank_gradients": (True,)},
+    )
+    allocate_timesteps: bool = setting(
+        False, "draw timesteps in proportion to each bin's measured noise; importance weights keep the objective",
+        applies=_TAPPED,
+    )
+    allocation_warmup: int = setting(
+        20_000, "images before the first change of the allocation", ge=0, applies={"allocate_timesteps": (True,)}
+    )
+    allocation_interval: int = setting(
+        100, "minimum steps between changes of the allocation", ge=1,
+        applies={"allocate_timesteps": (True,)},
+    )
+    grow_batch: bool = setting(
+        False, "grow the global batch to the measured noise scale by accumulating more; "
+        "training.steps counts steps of the first batch size, "
+        "and Adam's learning rate grows with the square root of the batch", applies=_TAPPED,
+    )
+    growth_limit: int = setting(
+        8, "largest batch, as a multiple of training.global_batch_size", ge=2, le=1_000_000, applies={"grow_batch": (True,)}
+    )
+    growth_warmup: int = setting(20_000, "images before the batch first grows", ge=0, applies={"grow_batch": (True,)})
+    growth_interval: int = setting(
+        100, "minimum steps between growths of the batch; each doubles it at most", ge=1,
+        applies={"grow_batch": (True,)},
+    )
+
+
+def inner_edges(config: GNSConfig, density: Density, path: NoisePath) -> Tensor:
+    """Inner edges of the timestep bins in t, rising, float64 [K - 1].
+
+    Raises:
+        ValueError: edges that are not rising, do not cover the whole range, or enclose no training timestep.
+    """
+    if not config.bin_edges:
+        return density.quantile(torch.arange(1, config.num_bins, dtype=torch.float64) / config.num_bins)
+    edges = torch.tensor(config.bin_edges, dtype=torch.float64)
+    if len(edges) < 2 or not (edges.diff() > 0).all():
+        raise ValueError("must rise from one edge to the next, two edges at least")
+    if config.bin_unit == "sigma":
+        if edges[0] != 0:
+            raise ValueError("must begin at 0, or samples fall into no bin")
+        return edges[1:] / (1.0 + edges[1:])
+    end = 1.0 if config.bin_unit == "t" else float(path.num_indices)
+    if edges[0] != 0 or edges[-1] != end:
+        raise ValueError(f"must begin at 0 and end at {end:g}, or samples fall into no bin")
+    inner = edges[1:-1]
+    if config.bin_unit == "index" and has_indices(path):
+        return path.index_to_t(inner - 0.5 if path.discrete else inner)
+    return inner

@@ -1,0 +1,99 @@
+"""`[optimizer]`, `[lr_scheduler]`, `[ema]` and `[metrics]`: their keys."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torchtitan.settings import setting
+
+
+@dataclass(kw_only=True)
+class ParameterGroupConfig:
+    """One entry of `optimizer.param_groups`."""
+
+    pattern: str = setting("", "regular expression, found anywhere in a parameter's name; the first match counts")
+    lr_scale: float = setting(1.0, "learning rate of these parameters, as a multiple of optimizer.lr", ge=0)
+    weight_decay: float | None = setting(None, "decay of these parameters, vectors too; default: as for others", ge=0)
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """`[optimizer]`"""
+
+    name: Literal["AdamW", "AdamW8bit", "Muon"] = setting(
+        "AdamW", "update rule; Muon is for the matrices of the blocks, AdamW8bit for large tensors, AdamW for the rest"
+    )
+    lr: float = setting(1e-4, "peak learning rate", gt=0)
+    beta1: float = setting(0.9, "decay of the first moment per step", ge=0, lt=1)
+    beta2: float = setting(0.999, "decay of the second moment per step", ge=0, lt=1)
+    eps: float = setting(1e-8, "added to the root of the second moment", gt=0)
+    momentum: float = setting(
+        0.95, "decay of Muon's average gradient per step", ge=0, lt=1, applies={"name": ("Muon",)}
+    )
+    weight_decay: float = setting(0.0, "decoupled decay of matrices; gains and biases have none", ge=0)
+    param_groups: list[ParameterGroupConfig] = setting([], "groups of parameters with another learning rate or decay")
+
+
+@dataclass(kw_only=True)
+class LRSchedulerConfig:
+    """`[lr_scheduler]`"""
+
+    warmup_steps: int = setting(0, "steps of linear warm-up from 0 to the peak", ge=0)
+    decay_type: Literal["constant", "linear", "cosine", "inverse_sqrt"] = setting("constant", "shape after warm-up")
+    min_lr_factor: float = setting(
+        0.0, "learning rate at the end, as a fraction of the peak", ge=0, le=1,
+        applies={"decay_type": ("linear", "cosine")},
+    )
+    reference_steps: int = setting(
+        10000, "steps at the peak, warm-up included, before it falls with the root of the steps done", ge=1,
+        applies={"decay_type": ("inverse_sqrt",)},
+    )
+
+
+@dataclass(kw_only=True)
+class EMATrackConfig:
+    """One entry of `ema.tracks`."""
+
+    name: str = setting("ema", "name of the track, by which sampling and validation select it")
+    kind: Literal["constant", "half_life", "power"] = setting(
+        "constant", "unit of its length: a decay per step, a half-life in images, a share of the training so far"
+    )
+    decay: float = setting(0.9999, "share of the average kept per step", ge=0, lt=1, applies={"kind": ("constant",)})
+    warmup_power: float = setting(
+        0.6667, "the share kept after n steps is at most 1 - (1 + n)^-power; 0: no warm-up", ge=0,
+        applies={"kind": ("constant",)},
+    )
+    half_life: float = setting(
+        500_000.0, "images after which a weight counts half", gt=0, applies={"kind": ("half_life",)}
+    )
+    rampup_ratio: float = setting(
+        0.05, "the half-life is at most this share of the images seen; 0: no ramp-up", ge=0,
+        applies={"kind": ("half_life",)},
+    )
+    sigma_rel: float = setting(
+        0.1, "standard deviation of the power-function profile, as a share of the training so far", gt=0, lt=0.288675,
+        applies={"kind": ("power",)},
+    )
+
+
+@dataclass(kw_only=True)
+class EMAConfig:
+    """`[ema]`"""
+
+    tracks: list[EMATrackConfig] = setting([EMATrackConfig()], "averages to keep, each sharded like the weights")
+
+
+@dataclass(kw_only=True)
+class MetricsConfig:
+    """`[metrics]`"""
+
+    log_freq: int = setting(10, "steps between logged points; losses are means over them", ge=1, trajectory=False)
+    enable_tensorboard: bool = setting(True, "write TensorBoard events to <run>/tb", trajectory=False)
+    enable_wandb: bool = setting(False, "log to Weights & Biases (WANDB_* variables apply)", trajectory=False)
+    peak_tflops: float | None = setting(
+        None, "dense peak of one device for MFU, in TFLOP/s; default: the table of known devices", gt=0,
+        trajectory=False,
+    )
+    enable_events: bool = setting(
+        True, "write each rank's phases and faults to <run>/events, for scripts/timeline.py", trajectory=False
+    )
+    loss_bins: int = setting(10, "timestep bins of equal training mass for loss_by_bin", ge=1, le=1000, trajectory=False)
