@@ -137,7 +137,7 @@ def test_commands_of_the_documentation_run(tmp_path):
 
 def test_keys_named_in_the_documentation_exist():
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    text = text.split("## What is refused")[0]  # the examples there are wrong keys
+    text = text.split("## Refused configurations")[0]  # the examples there are wrong keys
     instances = {field.name: [getattr(JobConfig(), field.name)] for field in dataclasses.fields(JobConfig)}
     instances["data"] = [dataset.Config() for dataset in DATASETS.values()]
     for section, key in re.findall(r"`(?:--)?([a-z_]+)\.([a-z_]+)", text):
