@@ -1,6 +1,6 @@
-"""What a check of a configuration and a page of help cost: python benchmarks/start_up.py [--rounds N]
+"""Cost of a configuration check and of a help page: python benchmarks/start_up.py [--rounds N]
 
-Processor time, user and system, of `train.py --check-only` and `train.py --help` in processes of their own, against that of
+Processor time, user and system, of `train.py --check-only` and `train.py --help` in separate processes, against that of
 a bare `import torch`. Every round runs each once, and ratios are taken round by round. Writes
 benchmarks/results/start_up.json.
 """
