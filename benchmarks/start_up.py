@@ -14,8 +14,7 @@ import sys
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
@@ -23,6 +22,7 @@ from benchmarks.trainer_overhead import median_interval
 from torchtitan.runs.folder import versions
 from torchtitan.training.hardware import device_name
 
+ROOT = Path(__file__).resolve().parent.parent
 TORCH = "import torch"
 COMMANDS = {
     TORCH: ["-c", TORCH],

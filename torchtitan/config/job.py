@@ -338,7 +338,8 @@ def _merge(
     """
     known = _keys(config)
     values: dict[str, dict[str, Any]] = {section.name: {} for section in dataclasses.fields(JobConfig)}
-    origins, problems = {}, []
+    origins: dict[str, str] = {}
+    problems: list[Problem] = []
     for section, table in document.items():
         if section not in values:
             text = _unknown_in_file(section, table, known) if len(problems) < MOST_SHOWN else "is unknown too"

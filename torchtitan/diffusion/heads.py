@@ -110,6 +110,7 @@ class RunningErrors(nn.Module):
     def update(self, skip: Tensor) -> None:
         """Update after a whole global batch: add the observed errors, unless `skip`; collective."""
         seen, self._seen = self._seen, None
+        assert seen is not None, "update() without observe()"
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(seen)
         seen = torch.where(skip, 0.0, seen)
@@ -194,6 +195,8 @@ class SoftMinimum(CompetingHeads):
 
 class Handover(CombinationRule):
     """Hand-over: one head for each range of the signal-to-noise ratio, in the order from noise to data."""
+
+    log_sigma: Tensor
 
     def __init__(self, heads: int, snr: list[float]) -> None:
         """snr: where one head hands over to the next, rising, K - 1 numbers."""

@@ -23,7 +23,7 @@ from torchtitan.diffusion.timesteps.registry import LEARNING, build_sampler
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.uncertainty import LogUncertainty
 from torchtitan.diffusion.weightings import WEIGHTINGS, prediction_weight
-from torchtitan.settings import setting
+from torchtitan.settings import OneOf, setting
 
 # A diffusion network: (x [B, C, H, W], time [B], class [B] or None) -> [B, C, H, W]
 Network = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -40,15 +40,15 @@ _TAIL = 1e-3
 class ObjectiveConfig:
     """`[objective]`: what the model is trained to predict, at which noise levels, and how errors are weighted."""
 
-    path: Literal[tuple(PATHS)] = setting("rectified_flow", "how data turns into noise: x_t = a(t) x0 + b(t) noise")
-    prediction: Literal[tuple(PREDICTIONS)] = setting(
+    path: OneOf[str, PATHS] = setting("rectified_flow", "how data turns into noise: x_t = a(t) x0 + b(t) noise")
+    prediction: OneOf[str, PREDICTIONS] = setting(
         "velocity", "what the network's output stands for; edm: F of EDM's preconditioning"
     )
-    preconditioning: Literal[tuple(PRECONDITIONINGS)] = setting(
+    preconditioning: OneOf[str, PRECONDITIONINGS] = setting(
         "identity", "scaling of the network's input, output and time; index: the DDPM's index is the time; sit: as SiT"
     )
     sigma_data: float = setting(0.5, "standard deviation of the data, for EDM", gt=0, applies=_EDM_IN_USE)
-    weighting: Literal[tuple(WEIGHTINGS)] = setting(
+    weighting: OneOf[str, WEIGHTINGS] = setting(
         "none", "factor on the squared error as a function of the noise level, the same for every prediction"
     )
     snr_gamma: float = setting(
@@ -315,7 +315,7 @@ class Objective:
     def observe(self, batch: GlobalBatch, indices: Tensor, terms: LossTerms) -> None:
         """Take note of a microbatch's losses, for what learns from them; indices [B] as given to `draw`."""
         self.timestep_sampler.observe(batch, indices, terms.t, terms.loss)
-        if self.heads is not None:
+        if self.heads is not None and terms.head_errors is not None:
             self.heads.observe(terms.head_errors, terms.t)
 
     def update(self, skip: Tensor) -> None:

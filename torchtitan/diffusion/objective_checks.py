@@ -1,6 +1,7 @@
 """Objectives with incompatible parts."""
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
@@ -9,6 +10,7 @@ from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS, Path
 from torchtitan.diffusion.predictions import noise_error_weight
 from torchtitan.diffusion.timesteps.densities import uniform_density
+from torchtitan.diffusion.timesteps.learning import LossSecondMoment
 from torchtitan.diffusion.timesteps.registry import LEARNING, given_slot_edges
 from torchtitan.diffusion.timesteps.slot_edges import slot_positions
 
@@ -55,7 +57,7 @@ def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
         yield "objective.timestep_sampler", text
         return
     if config.timestep_sampler == "loss_second_moment":
-        masses = objective.timestep_sampler.masses
+        masses = cast(LossSecondMoment, objective.timestep_sampler).masses
         least = masses[masses > 0].min().item()
         if least < _LEAST_MASS:
             yield "objective.base_density", (

@@ -7,8 +7,9 @@ from data import DATASETS
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.solvers import SOLVERS
-from torchtitan.settings import setting
+from torchtitan.settings import OneOf, setting
 
+DECODERS = ("none", *AUTOENCODERS)
 WITH_WEIGHTS = tuple(name for name in AUTOENCODERS if name != "identity")
 LATENT_DATASETS = tuple(name for name, dataset in DATASETS.items() if hasattr(dataset, "store"))
 OF_LATENTS = {"data.name": LATENT_DATASETS}
@@ -20,7 +21,7 @@ class SamplingConfig:
 
     enable: bool = setting(True, "draw a grid of samples at intervals and at the end", trajectory=False)
     interval: int = setting(1000, "steps between grids", ge=1, applies={"enable": (True,)}, trajectory=False)
-    solver: Literal[tuple(SOLVERS)] = setting(
+    solver: OneOf[str, SOLVERS] = setting(
         "euler", "integrator from noise to image", applies={"enable": (True,)}, trajectory=False
     )
     num_steps: int = setting(
@@ -150,7 +151,7 @@ class ValidationConfig:
 class AutoencoderConfig:
     """`[autoencoder]`: what decodes the latents of data.name = "latents", in grids and in scripts/sample.py."""
 
-    name: Literal[("none", *AUTOENCODERS)] = setting(
+    name: OneOf[str, DECODERS] = setting(
         "none", "what turns drawn latents into images; none: grids show latent channels as colours",
         applies=OF_LATENTS, because="training encodes no images (scripts/extract_latents.py does, once)",
         trajectory=False,

@@ -56,12 +56,12 @@ class LatentDecoder:
         """
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         share = math.ceil(len(latents) / ranks)
-        images = None
+        images = torch.empty(0)
         with self._on_device():
             for places in torch.arange(share).split(self._batch_size):  # as many on every rank
                 mine = latents[(places + rank * share).clamp(max=len(latents) - 1)].to(self._device)
                 part = self._autoencoder.decode(denormalize(mine, self._normalization))
-                if images is None:
+                if not len(images):
                     images = torch.empty(ranks * share, *part.shape[1:])
                 for other, decoded in enumerate(_of_all_ranks(part, ranks)):
                     images[places + other * share] = decoded.cpu()
@@ -99,7 +99,8 @@ def open_decoder(config: AutoencoderConfig, store: LatentStore, device: torch.de
         _check_shape(store, autoencoder)
     except (AutoencoderError, LatentStoreError) as error:
         raise AutoencoderError(f"[autoencoder]: {error}") from error
-    normalization = store.index.normalization.model_dump(include={"shift", "scale"})
+    of_store = store.index.normalization
+    normalization: Normalization = {"shift": of_store.shift, "scale": of_store.scale}
     return LatentDecoder(autoencoder, normalization, config.batch_size, device)
 
 

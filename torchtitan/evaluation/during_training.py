@@ -52,7 +52,7 @@ class Evaluation:
         layout, config = self._layout, self._validation
         dataset = DATASETS[self._data.name](self._data, "validation")
         count = min(config.num_images, len(dataset))
-        metrics = {}
+        metrics: dict[str, float] = {}
         for track in ("none", *self._ema.tracks):
             batches = validation_batches(
                 dataset, self._info, count, config.batch_size, layout.rank, layout.world_size,
@@ -104,7 +104,7 @@ class Evaluation:
         return {
             f"sample_{name}{suffix}": round(value, 4)
             for suffix, images in sets.items()
-            for name, value in judge.judge(images, labels).items()
+            for name, value in judge.judge(images.cpu().numpy(), labels.cpu().numpy()).items()
             if not (suffix and name.endswith("_real"))  # the real images are the same
         }
 

@@ -59,7 +59,8 @@ def timestep_nodes(objective: Objective, count: int | None = None) -> TimestepNo
         index = torch.linspace(0, path.num_indices - 1, count or path.num_indices, dtype=torch.float64).round().long()
         return TimestepNodes(indexed(path).index_to_t(index), index)
     ends = objective.timestep_sampler.density.quantile(torch.tensor([_TAIL, 1.0 - _TAIL], dtype=torch.float64))
-    return TimestepNodes(torch.sigmoid(torch.linspace(*torch.logit(ends).tolist(), count or 128, dtype=torch.float64)))
+    low, high = torch.logit(ends).tolist()
+    return TimestepNodes(torch.sigmoid(torch.linspace(low, high, count or 128, dtype=torch.float64)))
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ def fixed_samples(dataset: Dataset, count: int, seed: int) -> FixedSamples:
         DatasetError: the split has fewer readable images.
     """
     order = philox.uniform(seed, "evaluation", torch.arange(len(dataset))).argsort().numpy()
-    images, labels = [], []
+    images: list[Tensor] = []
+    labels: list[Tensor] = []
     for index in order:
         if len(images) == count:
             break

@@ -7,7 +7,17 @@ schema. This file imports the standard library only, so that every package may u
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from typing import Annotated as OneOf
+else:
+
+    class OneOf:
+        """Type of a key whose values are the names in a registry: OneOf[str, SOLVERS]; to a type checker, str."""
+
+        def __class_getitem__(cls, arguments: tuple) -> Any:
+            return Literal[tuple(arguments[1])]
 
 
 def setting(

@@ -89,7 +89,7 @@ def _has_effect(config: Any, section: str, field: dataclasses.Field) -> bool:
 
 def _with_later_keys(old_value: Any, annotation: Any) -> Any:
     """Give the tables of an old list of tables the defaults of the keys that came after it was written."""
-    element = (*typing.get_args(annotation), None)[0]
+    element: Any = (*typing.get_args(annotation), None)[0]
     if not (isinstance(old_value, list) and dataclasses.is_dataclass(element)):
         return old_value
     known = {field.name for field in dataclasses.fields(element)}

@@ -49,11 +49,11 @@ def describe(sections: dict[str, Any]) -> str:
 
 def build_json_schema(sections: dict[str, Any]) -> dict[str, Any]:
     """The JSON schema (draft 7) of a TOML file, for completion and checking in editors. Args as `describe`."""
-    members = {}
+    members: dict[str, Any] = {}
     for section, defaults in sections.items():
         instances = list(defaults.defaults.values()) if isinstance(defaults, Choice) else [defaults]
-        members |= {f"{section}.{index}": schema_of(type(instance)) for index, instance in enumerate(instances)}
-    inputs = [(key, "validation", pydantic.TypeAdapter(member)) for key, member in members.items()]
+        members |= {f"{section}.{index}": schema_of(instance.__class__) for index, instance in enumerate(instances)}
+    inputs: list[Any] = [(key, "validation", pydantic.TypeAdapter(member)) for key, member in members.items()]
     references, definitions = pydantic.TypeAdapter.json_schemas(inputs)
     properties = {}
     for section, defaults in sections.items():

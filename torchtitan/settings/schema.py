@@ -53,7 +53,7 @@ def validate_section(
     Returns:
         a new instance, with the defaults in place of refused values, and the problems.
     """
-    declared = type(defaults)
+    declared: Any = type(defaults)
     problems, refused = [], set()
     try:
         given = schema_of(declared).model_validate(values)
@@ -66,7 +66,7 @@ def validate_section(
             else:
                 advice = suggest(f"{section}.{key}") if error["type"] == "extra_forbidden" else ""
                 text = _wording(error, declared, advice)
-            problems.append(Problem(f"{section}.{shown_name(key)}", text, _within(rest)))
+            problems.append(Problem(f"{section}.{shown_name(str(key))}", text, _within(rest)))
         good = {key: value for key, value in values.items() if key not in refused}
         given = schema_of(declared).model_validate(good)
     changes = {key: _to_dataclass(getattr(given, key), declared, key) for key in given.model_fields_set}
@@ -80,7 +80,7 @@ def validate_section(
 def schema_of(section: type) -> type[pydantic.BaseModel]:
     """The pydantic model of a section: its keys, types, bounds, descriptions and defaults."""
     hints = typing.get_type_hints(section)
-    keys = {}
+    keys: dict[str, Any] = {}
     for field in dataclasses.fields(section):
         details = pydantic.Field(
             default=plain(default_of(field)),
@@ -209,9 +209,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _strict_type(annotation: Any) -> Any:
+    strict: Any
     inner, optional = without_none(annotation)
     if typing.get_origin(inner) is list:
-        entries = list[_strict_type(typing.get_args(inner)[0])]
+        entries = types.GenericAlias(list, (_strict_type(typing.get_args(inner)[0]),))
         strict = Annotated[entries, pydantic.AfterValidator(_of_bounded_length)]
     elif dataclasses.is_dataclass(inner):
         strict = schema_of(inner)
@@ -317,9 +318,10 @@ def _wording(error: Any, declared: type, advice: str) -> str:
     return f"must be {type_name(annotation)}, is {shown(value)}" + (f" (did you mean {guess}?)" if guess else "")
 
 
-def _declaration(declared: type, place: Iterable[str | int]) -> tuple[Any, dict[str, float]]:
+def _declaration(declared: Any, place: Iterable[str | int]) -> tuple[Any, dict[str, float]]:
     """Type and bounds of what stands at a place, as ("tracks", 0, "decay"), of a section."""
-    annotation, bounds = declared, {}
+    annotation: Any = declared
+    bounds: dict[str, float] = {}
     for step in place:
         inner, _ = without_none(annotation)
         if isinstance(step, int):

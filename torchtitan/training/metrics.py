@@ -52,8 +52,7 @@ class LossWindow:
         bins = torch.bucketize(terms.t, self._edges)
         self._by_bin[0].index_add_(0, bins, torch.where(finite, error, 0.0))
         self._by_bin[1].index_add_(0, bins, finite.to(torch.float64))
-        for k in range(len(self._heads)):
-            share = terms.shares[:, k].to(torch.float64)
+        for k, share in enumerate(terms.shares.to(torch.float64).unbind(1) if terms.shares is not None else ()):
             self._by_bin[2 + k].index_add_(0, bins, torch.where(finite, share, 0.0))
 
     def reduce(self) -> dict[str, float]:

@@ -60,6 +60,8 @@ def ddpm(
 
 
 def _fraction(variance: str, learned: Tensor | None) -> Tensor | float:
-    if variance == "learned" and learned is None:
+    if variance != "learned":
+        return {"small": 0.0, "large": 1.0}[variance]
+    if learned is None:
         raise ValueError("ddpm: variance = learned needs a network that has learned it (use small or large)")
-    return {"small": 0.0, "large": 1.0, "learned": learned}[variance]
+    return learned

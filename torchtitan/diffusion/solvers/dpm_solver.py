@@ -15,16 +15,17 @@ def dpmpp_2m(predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise:
 
     Source: Lu et al., "DPM-Solver++", arXiv 2211.01095, algorithm 2.
     """
-    x0_before, h_before = None, None
+    before: tuple[Tensor, Tensor] | None = None  # x0 and h of the last step
     for _, now, then in steps(times):
         (a, b), (a_then, b_then) = path.coefficients(now), path.coefficients(then)
         h = -noise_ratio(path, now, then).log()
         x0 = predict_at(predict, x, now).x0
         direction = x0
-        if x0_before is not None and h.isfinite():
+        if before is not None and h.isfinite():
+            x0_before, h_before = before
             w = h / (2.0 * h_before)  # 0 after a step from t = 1
             direction = (1.0 + w) * x0 - w * x0_before
         keep = b_then / b
         x = keep * x + (a_then - a * keep) * direction
-        x0_before, h_before = x0, h
+        before = x0, h
     return x

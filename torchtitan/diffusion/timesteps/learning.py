@@ -76,6 +76,7 @@ class LossFedTimesteps(AllocatedTimesteps):
             skip: whether the optimizer leaves this step out, bool scalar, equal on all ranks.
         """
         seen, self._seen = self._seen, None
+        assert seen is not None, "update() without observe()"
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(seen)  # each sample has been seen by one rank and is 0 on the others: exact
         ignored = ~(seen[0].abs() < torch.inf) | skip
@@ -249,5 +250,5 @@ def equal_mass_edges(density: Density) -> Tensor:
 def equal_width_edges(density: Density) -> Tensor:
     """Inner edges in t of 100 bins, all but the two outermost of equal width in ln sigma, float32 [99]."""
     ends = torch.logit(density.quantile(torch.tensor([_TAIL, 1.0 - _TAIL], dtype=torch.float64)))
-    ends = ends.clamp(-_LOG_SIGMA_LIMIT, _LOG_SIGMA_LIMIT).tolist()
-    return torch.sigmoid(torch.linspace(*ends, NUM_BINS - 1, dtype=torch.float64)).to(torch.float32)
+    low, high = ends.clamp(-_LOG_SIGMA_LIMIT, _LOG_SIGMA_LIMIT).tolist()
+    return torch.sigmoid(torch.linspace(low, high, NUM_BINS - 1, dtype=torch.float64)).to(torch.float32)

@@ -1,7 +1,7 @@
 """Timesteps of which every bin gets a chosen share, with importance weights that leave the objective as it is."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ class _Bins(NamedTuple):
     only_t: Tensor | None
 
     def on(self, device: torch.device) -> "_Bins":
-        return _Bins(*(table if table is None else table.to(device) for table in self))
+        tables: list[Any] = [table if table is None else table.to(device) for table in self]
+        return _Bins(*tables)
 
 
 class _Lookup(NamedTuple):

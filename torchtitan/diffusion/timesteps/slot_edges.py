@@ -100,7 +100,8 @@ def read_slot_edges(path: Path, unit: str) -> list[float]:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # a null byte in the path among them
         raise ValueError(f"{path}: is no JSON of slot edges") from error
-    edges = content.get("edges") if isinstance(content, dict) else None
+    content = content if isinstance(content, dict) else {}
+    edges = content.get("edges")
     if not (isinstance(edges, list) and all(_is_number(edge) for edge in edges)):
         raise ValueError(f'{path}: is no file of slot edges ({{"unit": "{unit}", "edges": [...]}} is needed)')
     if content.get("unit") != unit:

@@ -143,9 +143,9 @@ def _beta_table(a: float, b: float) -> _BetaTable:
 
     points = low + step * torch.arange(_CELLS + 1, dtype=torch.float64)
     middles = points[:-1] + 0.5 * step
-    masses = 0.5 * step * sum(
-        weight * slope(middles + 0.5 * step * node) for node, weight in zip(_NODES, _NODE_WEIGHTS, strict=True)
-    )
+    nodes = zip(_NODES, _NODE_WEIGHTS, strict=True)
+    sums = sum((weight * slope(middles + 0.5 * step * node) for node, weight in nodes), start=torch.zeros(()))
+    masses = 0.5 * step * sums
     cumulative = torch.cat((points.new_zeros(1), masses.cumsum(0)))
     return _BetaTable(low, step, cumulative / cumulative[-1], slope(points))
 
