@@ -45,8 +45,8 @@ def main() -> None:
         if name != TORCH:
             result[name] |= {"ratio": statistics.median(ratios), "ratio_95_percent": list(median_interval(ratios))}
     result |= {
-        "device": device_name(torch.device("cpu")), "threads": torch.get_num_threads(), "date": date.today().isoformat(),
-        "versions": versions(),
+        "device": device_name(torch.device("cpu")), "threads": torch.get_num_threads(),
+        "date": date.today().isoformat(), "versions": versions(),
     }  # fmt: skip
     text = json.dumps(result, indent=1)
     (ROOT / "benchmarks" / "results" / "start_up.json").write_text(text + "\n")

@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from matplotlib import colormaps
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from studies.gns_plots import legend_outside, new_figure, note, save
+from studies.grid_results import GridResults
 from studies.slot_nodes import TimestepBin
 from torchtitan.statistics.interval import Interval, mean_interval, paired_difference
-
-if TYPE_CHECKING:
-    from studies.trained_grid_report import GridResults
 
 _MARKERS = "osD^vP*X<>"
 _HOLLOW = "hollow: one seed alone, without an interval"

@@ -14,6 +14,7 @@ from data.base import Dataset, DatasetError
 from studies import grid_options
 from studies import trained_grid_report as grid_report
 from studies.grid_options import at_least
+from studies.grid_results import GridResults
 from studies.slot_nodes import TimestepBin, timestep_bins
 from studies.trained_checkpoint import checkpoint_digest
 from studies.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
@@ -175,7 +176,7 @@ class GridStudy:
     def report(self, run: TrainedGrid, rows: list[Row], folder: Path) -> str:
         arms = list(dict.fromkeys((planned.arm.group, planned.arm.label) for planned in run.runs))
         return grid_report.write(
-            grid_report.GridResults(rows, arms, self._arm_column, run.weights), self._target, run.bins(), folder
+            GridResults(rows, arms, self._arm_column, run.weights), self._target, run.bins(), folder
         )
 
     def _of_run(self, run: TrainedGrid, planned: PlannedRun) -> list[Cell]:

@@ -6,8 +6,9 @@ import pytest
 
 from studies import grid_plots
 from studies.gns_plots import new_figure
+from studies.grid_results import GridResults
 from studies.slot_nodes import timestep_bins
-from studies.trained_grid_report import GridResults, write
+from studies.trained_grid_report import write
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.statistics.interval import Interval
 

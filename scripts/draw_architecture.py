@@ -1,0 +1,256 @@
+"""Draw which room imports which, on the floors of docs/architecture.md: python scripts/draw_architecture.py
+
+Writes docs/images/architecture.png. A room is a folder or a file directly below torchtitan/, or a folder or file at the
+top of the repository. tests/unit/test_architecture.py holds the rule itself, on the same graph.
+"""
+
+import ast
+import math
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from PIL import Image
+
+from torchtitan.pictures.style import COLOURS, LINE, SOFT, new_figure, save
+
+PAGE = ROOT / "docs" / "architecture.md"
+PICTURE = ROOT / "docs" / "images" / "architecture.png"
+PACKAGE = "torchtitan"
+PROGRAMS = ("studies", "benchmarks", "scripts")  # and every file at the top
+
+_WIDTH, _GAP, _HEIGHT = 100.0, 2.0, 0.56  # of the picture, between rooms, of a room on a floor of height 1
+_PER_LINE, _LETTER = 0.0042, 1.0  # width of a line of code, and at least of a letter of the name
+_ATTEMPTS, _ROUNDS, _BEHIND_A_BOX = 40, 12, 0.5
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of a module of this repository by another.
+
+    Attributes:
+        importer, imported: dotted names.
+        place: file and line.
+    """
+
+    importer: str
+    imported: str
+    place: str
+
+
+@dataclass(frozen=True)
+class Floor:
+    """A row of the page's table: rooms that import from lower floors only, and the part of the house they are in."""
+
+    rooms: tuple[str, ...]
+    part: str
+
+
+def read_modules(root: Path = ROOT) -> dict[str, Path]:
+    """Dotted name -> file, of every module of the repository but its tests."""
+    folders = [root / name for name in (PACKAGE, "data", *PROGRAMS)]
+    files = [*root.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
+    return {_dotted(file.relative_to(root)): file for file in sorted(files)}
+
+
+def read_imports(modules: dict[str, Path], root: Path = ROOT) -> list[Import]:
+    """Every import of one of the modules by another, those in functions and for type checkers included."""
+    found = []
+    for importer, file in modules.items():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            for imported in _imported(node, importer, file, modules):
+                found.append(Import(importer, imported, f"{file.relative_to(root)}:{node.lineno}"))
+    return found
+
+
+def room_of(module: str) -> str:
+    """The room that a module is in."""
+    first, *rest = module.split(".")
+    return rest[0] if first == PACKAGE and rest else first
+
+
+def read_floors(page: Path = PAGE) -> list[Floor]:
+    """The floors of the page's table, from the ground up."""
+    rows = re.findall(r"^\| *(\d+) *\|([^|]*)\|([^|]*)\|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    if [int(number) for number, _, _ in rows] != list(range(1, len(rows) + 1)):
+        raise ValueError(f"{page}: its floors are not numbered 1, 2, 3, ...")
+    return [Floor(tuple(re.findall(r"`([^`]+)`", rooms)), part.strip()) for _, rooms, part in rows]
+
+
+def lines_of_rooms(modules: dict[str, Path]) -> Counter[str]:
+    """Lines of every room's Python files."""
+    lines: Counter[str] = Counter()
+    for module, file in modules.items():
+        lines[room_of(module)] += len(file.read_text(encoding="utf-8").splitlines())
+    return lines
+
+
+def arrows_between_rooms(imports: Sequence[Import]) -> dict[tuple[str, str], list[Import]]:
+    """(importing room, imported room) -> the imports, of rooms that differ."""
+    arrows: dict[tuple[str, str], list[Import]] = {}
+    for each in imports:
+        pair = room_of(each.importer), room_of(each.imported)
+        if pair[0] != pair[1]:
+            arrows.setdefault(pair, []).append(each)
+    return arrows
+
+
+def _dotted(file: Path) -> str:
+    parts = file.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported(node: ast.AST, importer: str, file: Path, modules: dict[str, Path]) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        names = [name.name for name in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        package = importer.split(".") if file.name == "__init__.py" else importer.split(".")[:-1]
+        parts = package[: len(package) - node.level + 1] if node.level else []
+        source = ".".join([*parts, *([node.module] if node.module else [])])
+        names = [f"{source}.{name.name}" if f"{source}.{name.name}" in modules else source for name in node.names]
+    else:
+        return
+    for name in dict.fromkeys(names):
+        if name.split(".")[0] in {module.split(".")[0] for module in modules} and name != importer:
+            yield name
+
+
+def _directly_needed(arrows: set[tuple[str, str]], floors: Sequence[Floor]) -> set[tuple[str, str]]:
+    """The arrows that no path of others says already (transitive reduction)."""
+    reached: dict[str, set[str]] = {}  # room -> all that it imports, itself or through others
+    direct = set()
+    for room in (room for floor in floors for room in floor.rooms):
+        below = {imported for importer, imported in arrows if importer == room and imported in reached}
+        through_others = set().union(*(reached[other] for other in below))
+        reached[room] = below | through_others
+        direct |= {(room, other) for other in below - through_others}
+    return direct
+
+
+@dataclass
+class _Box:
+    """A room in the picture: its centre, its floor, and its width."""
+
+    x: float
+    y: int
+    width: float
+
+
+def _place(floors: Sequence[Floor], lines: Counter[str], arrows: set[tuple[str, str]]) -> dict[str, _Box]:
+    """Boxes in rows, moved along them until few arrows pass behind a box and arrows are short.
+
+    Coordinate descent from random places: the best of some attempts, the same in every run.
+    """
+    draw, best, least = random.Random(0), {}, math.inf
+    for _ in range(_ATTEMPTS):
+        boxes = {}
+        for y, floor in enumerate(floors):
+            rooms = draw.sample(floor.rooms, len(floor.rooms))
+            widths = [max(lines[room] * _PER_LINE, _LETTER * len(room) + 2.5) for room in rooms]
+            free = (_WIDTH - sum(widths)) / len(rooms)
+            left = 0.0
+            for room, width in zip(rooms, widths, strict=True):
+                boxes[room] = _Box(left + draw.uniform(0, free) + width / 2, y, width)
+                left += free + width
+        cost = _settle(boxes, arrows)
+        if cost < least:
+            best, least = boxes, cost
+    return best
+
+
+def _settle(boxes: dict[str, _Box], arrows: set[tuple[str, str]]) -> float:
+    """Move each box to its best place along its floor until none is left to improve; returns the cost."""
+    touched = {room: [arrow for arrow in sorted(arrows) if room in arrow] for room in boxes}
+    cost = sum(_arrow_cost(boxes, arrow) for arrow in arrows)
+    for _ in range(_ROUNDS):
+        before = cost
+        for room, box in boxes.items():
+            others = [other for other in boxes.values() if other.y == box.y and other is not box]
+            crossing = [arrow for arrow in arrows if boxes[arrow[1]].y < box.y < boxes[arrow[0]].y]
+            affected = touched[room] + crossing
+            places = {}
+            for x in (box.x, *(box.width / 2 + (_WIDTH - box.width) * step / 24 for step in range(25))):
+                if x == box.x or all(abs(x - other.x) >= (box.width + other.width) / 2 + _GAP for other in others):
+                    box.x, old = x, box.x
+                    places[x] = sum(_arrow_cost(boxes, arrow) for arrow in affected)
+                    box.x = old
+            chosen = min(places, key=places.__getitem__)
+            cost += places[chosen] - places[box.x]
+            box.x = chosen
+        if cost > before - 1e-6:
+            break
+    return cost
+
+
+def _arrow_cost(boxes: dict[str, _Box], arrow: tuple[str, str]) -> float:
+    """The length of an arrow along the floors, and how far it would have to move aside for boxes on its way."""
+    upper, lower = boxes[arrow[0]], boxes[arrow[1]]
+    cost = abs(upper.x - lower.x) / _WIDTH
+    for box in boxes.values():
+        if lower.y < box.y < upper.y:
+            x = lower.x + (upper.x - lower.x) * (box.y - lower.y) / (upper.y - lower.y)
+            cost += max(0.0, box.width / 2 + _GAP - abs(x - box.x)) * _BEHIND_A_BOX
+    return cost
+
+
+def draw(floors: Sequence[Floor], lines: Counter[str], arrows: set[tuple[str, str]]) -> None:
+    """Draw rooms on their floors, an arrow from each room to those it imports, and write the picture."""
+    size = 10.0, 0.56 * len(floors) + 0.6
+    figure, [[panel]] = new_figure("What imports what: arrows run downwards only", 1, 1, size)
+    panel.grid(visible=False)
+    panel.set_axis_off()
+    panel.set(xlim=(-9, _WIDTH + 1), ylim=(-0.6, len(floors) - 0.4))
+    direct = _directly_needed(arrows, floors)
+    boxes = _place(floors, lines, direct)
+    parts = list(dict.fromkeys(floor.part for floor in floors))
+    for pair in sorted(arrows, key=lambda pair: pair in direct):
+        _draw_arrow(panel, boxes[pair[0]], boxes[pair[1]], pair in direct)
+    for number, floor in enumerate(floors):
+        tint = COLOURS[parts.index(floor.part) % len(COLOURS)]
+        if floor.part not in {other.part for other in floors[:number]}:
+            height = sum(other.part == floor.part for other in floors)
+            middle = number + (height - 1) / 2
+            panel.text(-8.5, middle, floor.part, color=tint, rotation=90, ha="center", va="center", size=9)
+            panel.plot([-7, -7], [number - 0.35, number + height - 0.65], color=tint, linewidth=2)
+        for room in floor.rooms:
+            _draw_room(panel, room, boxes[room], lines[room], tint)
+    save(figure, PICTURE)
+    Image.open(PICTURE).convert("RGB").quantize(64).save(PICTURE, optimize=True)  # a sixth of the bytes
+
+
+def _draw_room(panel: Axes, room: str, box: _Box, lines: int, tint: str) -> None:
+    corner = (box.x - box.width / 2, box.y - _HEIGHT / 2)
+    panel.add_patch(Rectangle(corner, box.width, _HEIGHT, facecolor="white", zorder=3))
+    panel.add_patch(Rectangle(corner, box.width, _HEIGHT, facecolor=tint, alpha=0.16, edgecolor="none", zorder=4))
+    panel.add_patch(Rectangle(corner, box.width, _HEIGHT, facecolor="none", edgecolor=tint, linewidth=1, zorder=5))
+    panel.text(box.x, box.y + 0.1, room, ha="center", va="center", size=8.5, zorder=6)
+    panel.text(box.x, box.y - 0.16, f"{lines:,}", ha="center", va="center", size=6.5, color=SOFT, zorder=6)
+
+
+def _draw_arrow(panel: Axes, importer: _Box, imported: _Box, direct: bool) -> None:
+    lean = min(max((imported.x - importer.x) / _WIDTH, -0.45), 0.45)
+    start = importer.x + lean * importer.width, importer.y - _HEIGHT / 2
+    end = imported.x - lean * imported.width, imported.y + _HEIGHT / 2
+    style = {"color": SOFT, "linewidth": 0.9, "zorder": 2} if direct else {"color": LINE, "linewidth": 0.6, "zorder": 1}
+    head = "-|>" if direct else "-"
+    panel.add_patch(FancyArrowPatch(start, end, arrowstyle=head, mutation_scale=6, shrinkA=0, shrinkB=0, **style))
+
+
+def main() -> None:
+    modules = read_modules()
+    lines = lines_of_rooms(modules)
+    draw(read_floors(), lines, set(arrows_between_rooms(read_imports(modules))))
+    print(f"{PICTURE.relative_to(ROOT)}: {len(lines)} rooms, {sum(lines.values()):,} lines")
+
+
+if __name__ == "__main__":
+    main()
