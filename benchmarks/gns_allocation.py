@@ -69,7 +69,7 @@ lr = 1e-3
 [lr_scheduler]
 warmup_steps = 50
 [objective]
-timestep_sampler = "uniform"
+timesteps.name = "uniform"
 {loss}
 [training]
 steps = 100000

@@ -57,7 +57,7 @@ lr = 5e-4
 [lr_scheduler]
 warmup_steps = 50
 [objective]
-timestep_sampler = "uniform"
+timesteps.name = "uniform"
 [training]
 steps = 100000
 local_batch_size = {batch}

@@ -55,7 +55,7 @@ beta2 = 0.99
 [lr_scheduler]
 warmup_steps = 50
 [objective]
-timestep_sampler = "uniform"
+timesteps.name = "uniform"
 {objective}
 [training]
 steps = {steps}

@@ -14,7 +14,6 @@ import sys
 import time
 from datetime import date
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -25,9 +24,10 @@ from benchmarks.trainer_overhead import median_interval
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timesteps.registry import build_sampler
+from torchtitan.diffusion.timesteps.registry import TIMESTEPS, build_sampler
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 from torchtitan.runs.folder import versions
+from torchtitan.settings import chosen
 from torchtitan.training.hardware import device_name
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,11 +77,11 @@ def main() -> None:
 def configurations() -> dict[tuple[str, str, str], ObjectiveConfig]:
     """Configurations of every sampler on its paths, by (name, path, spread)."""
     found = {}
-    for name in get_args(get_type_hints(ObjectiveConfig)["timestep_sampler"]):
+    for name in TIMESTEPS:
         for path in PATH_NAMES:
             for spread in SPREADS:
-                keys = {"slot_edges": SLOTS[path], "slot_importance": True} if name == "slots" else {}
-                config = ObjectiveConfig(path=path, timestep_sampler=name, spread=spread, **keys)
+                keys = {"edges": SLOTS[path], "importance": True} if name == "slots" else {}
+                config = ObjectiveConfig(path=path, timesteps=chosen(TIMESTEPS, name, **keys), spread=spread)
                 if not any(objective_problems(config)):
                     found[name, path, spread] = config
     return found

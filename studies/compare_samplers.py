@@ -18,7 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     grid_options.add_grid_options(parser, NAME, seeds=3)
     add = parser.add_argument
     add("--samplers", required=True, metavar="LIST", help="name[+spread][:key=value,...] of each, commas between, the "
-        "reference first: uniform,uniform+stratified,logit_normal:logit_mean=0,slots:slot_edges_path=FILE")
+        "reference first: uniform,uniform+stratified,logit_normal:mean=0,slots:edges_path=FILE")
     add("--batches", type=grid_options.batch_list, metavar="LIST", help="global batch sizes, commas between (default: "
         "the configuration's)")
     add("--lr-rule", choices=LR_RULES, default="sqrt", help="learning rate at other batch sizes than the "

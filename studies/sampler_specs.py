@@ -9,10 +9,11 @@ from typing import get_args, get_type_hints
 
 from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.objective import ObjectiveConfig
+from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.experiments.cells import StudyError
-from torchtitan.settings.schema import default_of
+from torchtitan.settings import chosen
+from torchtitan.settings.sections import choices, keys
 
-SAMPLERS: tuple[str, ...] = get_args(get_type_hints(ObjectiveConfig)["timestep_sampler"])
 SPREADS: tuple[str, ...] = get_args(get_type_hints(ObjectiveConfig)["spread"])
 # Of the objective, and not of how its timesteps are drawn.
 _SHARED = ("shift", "t_min", "t_max")
@@ -40,8 +41,8 @@ def parse_samplers(text: str) -> list[SamplerSpec]:
     """Read the samplers of a command line, the first of which is the reference.
 
     Args:
-        text: such as `uniform,uniform+stratified,logit_normal:logit_mean=0,logit_std=1,slots:slot_edges_path=FILE`.
-            A key without `objective.` is of that section; `shift`, `t_min` and `t_max` may be among a sampler's keys.
+        text: such as `uniform,uniform+stratified,logit_normal:mean=0,std=1,slots:edges_path=FILE`.
+            Keys are those of `[objective.timesteps]`; `shift`, `t_min` and `t_max` may be among them.
 
     Raises:
         StudyError: an unknown sampler or spread, text that is no such list, a key twice, or one sampler twice.
@@ -56,21 +57,19 @@ def parse_samplers(text: str) -> list[SamplerSpec]:
 
 
 def without_sampler(config: JobConfig) -> JobConfig:
-    """The configuration with uniform timesteps, and none of the keys of other samplers."""
-    fields = {field.name: field for field in dataclasses.fields(ObjectiveConfig)}
-    reset = {name: default_of(fields[name]) for name in sampler_keys() if name not in _SHARED}
-    reset["timestep_sampler"] = "uniform"
-    return dataclasses.replace(config, objective=dataclasses.replace(config.objective, **reset))
+    """The configuration with uniform timesteps, drawn independently."""
+    uniform = dataclasses.replace(config.objective, timesteps=chosen(TIMESTEPS, "uniform"), spread="none")
+    return dataclasses.replace(config, objective=uniform)
 
 
-def sampler_keys() -> list[str]:
-    """Keys of `[objective]` that say how timesteps are drawn."""
-    conditions = ("timestep_sampler", "timestep_sampler or base_density")
-    depending = [
-        field.name for field in dataclasses.fields(ObjectiveConfig)
-        if any(condition in field.metadata["applies"] for condition in conditions)
-    ]  # fmt: skip
-    return ["timestep_sampler", "spread", *depending, *_SHARED]
+def _keys_of(name: str) -> dict[str, str]:
+    """Key of a sampler on the command line -> its dotted key."""
+    timesteps = TIMESTEPS[name]()
+    found = {key.name: f"objective.timesteps.{key.name}" for key in keys(timesteps) if key.name != "name"}
+    for inner, options in choices(timesteps).items():  # of any base, which its own name chooses
+        names = {key.name for each in options.registry for key in keys(options.section(each))}
+        found |= {f"{inner}.{key}": f"objective.timesteps.{inner}.{key}" for key in names}
+    return found | {key: f"objective.{key}" for key in (*_SHARED, "spread")}
 
 
 def _entries(text: str) -> list[str]:
@@ -111,23 +110,24 @@ def _told_apart(entries: list[str], specs: list[SamplerSpec]) -> list[SamplerSpe
 
 def _parse(entry: str, path_parts: int = 1) -> SamplerSpec:
     """A file is called in the label by the last parts of its path."""
-    head, _, keys = entry.strip().partition(":")
+    head, _, text = entry.strip().partition(":")
     name, plus, spread = head.partition("+")
-    if name not in SAMPLERS:
-        raise StudyError(f"--samplers: {name!r} is no sampler (there are: {', '.join(SAMPLERS)})")
+    if name not in TIMESTEPS:
+        raise StudyError(f"--samplers: {name!r} is no sampler (there are: {', '.join(TIMESTEPS)})")
     if plus and spread not in SPREADS:
         raise StudyError(f"--samplers: {head}: {spread!r} is no spread (there are: {', '.join(SPREADS)})")
-    overrides = {"objective.timestep_sampler": name} | ({"objective.spread": spread} if plus else {})
+    overrides = {"objective.timesteps.name": name} | ({"objective.spread": spread} if plus else {})
     shown = []
-    for pair in filter(None, re.split(r",(?![^\[]*\])", keys)):
+    known = _keys_of(name)
+    for pair in filter(None, re.split(r",(?![^\[]*\])", text)):
         key, equals, value = pair.strip().partition("=")
-        key = key.removeprefix("objective.")
-        if not equals or key not in sampler_keys():
+        key = key.removeprefix("objective.").removeprefix("timesteps.")
+        if not equals or key not in known:
             raise StudyError(f"--samplers: {head}: {pair!r} is no key=value of a sampler")
-        if f"objective.{key}" in overrides:
+        if known[key] in overrides:
             raise StudyError(f"--samplers: {head}: {key} is there twice")
-        overrides[f"objective.{key}"] = value
-        if key == "slot_importance":
+        overrides[known[key]] = value
+        if key == "importance":
             shown += ["weighted"] if value == "true" else []
         elif key.endswith("_path"):
             shown.append(Path(*Path(value).resolve().with_suffix("").parts[-path_parts:]).as_posix())

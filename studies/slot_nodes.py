@@ -46,7 +46,7 @@ def timestep_bins(objective: Objective, nodes_per_bin: int, edges_file: Path | N
     Args:
         objective: whose path is meant.
         nodes_per_bin: timesteps in each; fewer where a bin has fewer indices.
-        edges_file: as `objective.slot_edges_path` names one; default: the published slots on a DDPM path of 1000
+        edges_file: as `objective.timesteps.edges_path` names one; default: the published slots on a DDPM path of 1000
             indices, else ten bins of equal width in index or t.
 
     Raises:

@@ -245,7 +245,7 @@ def _summary(
     text += markdown_table(["slot", "first", "end", "interval", "width", "share of the loss"], map(_cells, rows))
     if paper:
         text += _beside_paper(rows, edges)
-    return text + "`slots.json` can be named by `objective.slot_edges_path`.\n\n"
+    return text + "`slots.json` can be named by `objective.timesteps.edges_path`.\n\n"
 
 
 def _cells(row: dict) -> list[str]:

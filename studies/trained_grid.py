@@ -113,7 +113,7 @@ def add_measure_options(parser: argparse.ArgumentParser) -> None:
     add("--images", type=at_least(2), default=64, metavar="K", help="held-out images, each with noise of its own, the "
         "same for every model (default: 64)")
     add("--nodes", type=at_least(1), default=4, metavar="N", help="timesteps in each bin (default: 4)")
-    add("--edges", type=Path, metavar="FILE", help="file of bin edges, as objective.slot_edges_path (default: the "
+    add("--edges", type=Path, metavar="FILE", help="file of bin edges, as objective.timesteps.edges_path (default: the "
         "published slots on a DDPM path, else ten bins of equal width)")
 
 

@@ -17,7 +17,8 @@ from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.guidance import drop_labels
 from torchtitan.diffusion.objective import LossTerms, Objective
 from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.registry import SamplerOf
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.distributed.mesh import Layout, init_process_group
@@ -28,7 +29,7 @@ from torchtitan.evaluation.decoding import run_decoder
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import check_finite, check_fits, fill
 from torchtitan.gns.capture import GradientTaps
-from torchtitan.gns.config import inner_edges
+from torchtitan.gns.config import bin_edges
 from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.models import MODELS
@@ -81,15 +82,16 @@ class RunState:
 
         dataset = DATASETS[config.data.name](config.data, "train")
         self.info = DATASETS[config.data.name].info(config.data)
-        self.objective = Objective(config.objective, config.debug.seed).to(layout.device)
+        edges = sampler_of = taps = None
+        if config.gns.enable:
+            edges = bin_edges(config.gns, config.objective)
+            sampler_of = self._sampler_of_bins(edges)
+        self.objective = Objective(config.objective, config.debug.seed, sampler_of).to(layout.device)
         self.checkpointer = Checkpointer(self.folder.checkpoints, config.checkpoint, layout.rank)
         resumed_step = self.checkpointer.find() if config.checkpoint.enable else None
         self.model = self._build_model(new=resumed_step is None)
-        edges = taps = None
-        if config.gns.enable:
-            edges = inner_edges(config.gns, self.objective.timestep_sampler.density, self.objective.path)
-            self.objective.timestep_sampler = self._timestep_sampler(edges)
-            taps = self._build_taps(edges) if config.gns.single_pass else None
+        if edges is not None and config.gns.single_pass:
+            taps = self._build_taps(edges)
         if config.float8.enable:
             convert_to_float8(self.model, config.float8)
         self.train_module = parallelize(
@@ -306,16 +308,15 @@ class RunState:
             folder=self.folder.path, global_batch_size=self.config.training.global_batch_size,
         )  # fmt: skip
 
-    def _timestep_sampler(self, edges: Tensor) -> TimestepSampler:
-        config, training = self.config, self.config.training
-        ordinary = self.objective.timestep_sampler
-        arguments = (ordinary.density, config.debug.seed, ordinary.spread)
-        if config.gns.bin_pure_microbatches:
+    def _sampler_of_bins(self, edges: Tensor) -> SamplerOf | None:
+        """What draws timesteps by the bins of `[gns]`, where it draws them otherwise than the objective says."""
+        config, training = self.config.gns, self.config.training
+        if config.bin_pure_microbatches:
             parts = microbatches_per_step(
                 training.global_batch_size, training.local_batch_size, self.layout.world_size
             )
-            return BinPureTimesteps(*arguments, edges=edges, microbatches_per_step=parts)
-        return AllocatedTimesteps(*arguments, edges=edges) if config.gns.allocate_timesteps else ordinary
+            return partial(BinPureTimesteps, edges=edges, microbatches_per_step=parts)
+        return partial(AllocatedTimesteps, edges=edges) if config.allocate_timesteps else None
 
     def _bin_edges(self, bins: int) -> Tensor:
         quantiles = torch.arange(1, bins, dtype=torch.float64) / bins

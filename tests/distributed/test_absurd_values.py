@@ -19,14 +19,14 @@ from torchtitan.training.non_finite import not_finite
 
 HEADS = '--objective.heads=["x0","noise","v"]'
 DDPM = ("--objective.path=ddpm_linear", "--objective.prediction=v", "--objective.preconditioning=index")
-UNIFORM = "--objective.timestep_sampler=uniform"
+UNIFORM = "--objective.timesteps.name=uniform"
 OBJECTIVES = {
     "plain": ("--gns.enable=true", "--gns.num_bins=2", "--gns.interval=2"),
     "bf16": ("--training.mixed_precision_param=bfloat16",),
     "learned uncertainty": ("--objective.learned_uncertainty=true", "--objective.uncertainty_features=8"),
     "inverse variance": (*DDPM, UNIFORM, HEADS),
     "soft minimum": (*DDPM, UNIFORM, HEADS, "--objective.combine=soft_minimum"),
-    "adaptive timesteps": (*DDPM, "--objective.timestep_sampler=loss_second_moment"),
+    "adaptive timesteps": (*DDPM, "--objective.timesteps.name=loss_second_moment"),
 }
 CHECKPOINTS = ("--checkpoint.enable=true", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0")
 SAMPLE = 37  # of the third step of 16

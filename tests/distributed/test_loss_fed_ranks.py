@@ -6,9 +6,10 @@ import torch.distributed as dist
 
 from tests.distributed.cases import make_trainer, remove, shared_folder
 from tests.launcher import run_on_ranks
+from tests.objectives import LEARNING, timesteps
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timesteps.registry import LEARNING, build_sampler
+from torchtitan.diffusion.timesteps.registry import build_sampler
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.supervision.recovery import Fault, go_back
 
@@ -21,7 +22,8 @@ def learned(name: str, local_batch: int) -> dict:
     Of elementary arithmetic: transcendental functions may round by where a number stands in memory.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    config = ObjectiveConfig(path="ddpm_linear", timestep_sampler=name, loss_half_life=3000, spread="stratified")
+    keys = {} if name == "loss_second_moment" else {"half_life": 3000}
+    config = ObjectiveConfig(path="ddpm_linear", timesteps=timesteps(name, **keys), spread="stratified")
     sampler = build_sampler(config, PATHS["ddpm_linear"](), seed=5)
     for number in range(8):
         first = number * GLOBAL_BATCH
@@ -59,7 +61,7 @@ OVERRIDES = (
 @pytest.mark.parametrize("name", ["loss_second_moment", "adaptive_log_snr"])
 def test_a_run_that_stopped_goes_on_as_if_it_had_not(name, tmp_path):
     """And one that goes back has the state of the checkpoint."""
-    overrides = (*OVERRIDES, f"--objective.timestep_sampler={name}")
+    overrides = (*OVERRIDES, f"--objective.timesteps.name={name}")
     arguments = dict(replicas=1, shards=1, accumulation=1, overrides=overrides)
     straight = make_trainer(str(tmp_path), "straight", steps=12, **arguments)
     states = {}
@@ -106,7 +108,7 @@ def trained() -> dict:
     folder = shared_folder()
     trainer = make_trainer(
         folder, "run", steps=5, replicas=1, shards=2, accumulation=2,
-        overrides=(*OVERRIDES[2:4], "--objective.timestep_sampler=loss_second_moment"),
+        overrides=(*OVERRIDES[2:4], "--objective.timesteps.name=loss_second_moment"),
     )  # fmt: skip
     assert trainer.train() == 0
     state = trainer.state.objective.timestep_sampler.state_dict()

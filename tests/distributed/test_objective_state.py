@@ -15,7 +15,7 @@ from torchtitan.supervision.recovery import Fault, go_back
 HEADS = '--objective.heads=["x0","noise","v"]'
 BASE = (
     "--objective.path=ddpm_linear", "--objective.prediction=v", "--objective.preconditioning=index",
-    "--objective.timestep_sampler=uniform", "--metrics.loss_bins=2",
+    "--objective.timesteps.name=uniform", "--metrics.loss_bins=2",
 )  # fmt: skip
 OBJECTIVES = {
     "learned uncertainty": (*BASE, "--objective.learned_uncertainty=true"),

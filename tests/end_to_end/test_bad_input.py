@@ -125,7 +125,7 @@ def test_fuzzed_command_lines_run_or_are_refused(tmp_path):
         "--model.patch_size": ["2", "4"],
         "--model.position": ["sincos", "rotary"],
         "--data.name": ["digits", "synthetic"],
-        "--objective.timestep_sampler": ["uniform", "logit_normal"],
+        "--objective.timesteps.name": ["uniform", "logit_normal"],
         "--objective.spread": ["none", "stratified", "low_discrepancy"],
         "--training.local_batch_size": ["16", "8", "-1"],
         "--training.mixed_precision_param": ["float32", "bfloat16"],

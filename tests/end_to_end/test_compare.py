@@ -20,7 +20,7 @@ CONFIG = """
 [job]
 name = "{name}"
 [objective]
-timestep_sampler = "uniform"
+timesteps.name = "uniform"
 [optimizer]
 lr = {lr}
 [training]

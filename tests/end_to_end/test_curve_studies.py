@@ -42,7 +42,7 @@ pixel_variance = 4.0
 path = "ddpm_linear"
 prediction = "v"
 preconditioning = "index"
-timestep_sampler = "uniform"
+timesteps.name = "uniform"
 spread = "stratified"
 [optimizer]
 lr = 2e-3
@@ -119,8 +119,8 @@ def test_slots_can_be_trained_on(run, measured, study, tmp_path):
     assert code == 0
     config = tmp_path / "slots.toml"
     short = CONFIG.replace("steps = 500", "steps = 2").replace("warmup_steps = 50", "warmup_steps = 0")
-    named = f'timestep_sampler = "slots"\nslot_edges_path = "{tmp_path / "slots.json"}"'
-    config.write_text(short.replace('timestep_sampler = "uniform"', named))
+    named = f'timesteps.name = "slots"\ntimesteps.edges_path = "{tmp_path / "slots.json"}"'
+    config.write_text(short.replace('timesteps.name = "uniform"', named))
     trained = ForkedRun(config, "on_slots")
     trained.finish()
     assert json.loads((trained.folder / "summary.json").read_text())["status"] == "completed"

@@ -15,7 +15,7 @@ DDPM = """
 [objective]
 path = "ddpm_linear"
 prediction = "v"
-timestep_sampler = "uniform"
+timesteps.name = "uniform"
 """
 SMALL = ["--finetune-steps", "4", "--batch", "8", "--seeds", "2", "--images", "8", "--nodes", "2", "--steps", "4"]
 GRADIENTS = ["--gradient-samples", "16", "--gradient-repeats", "2"]

@@ -11,6 +11,7 @@ import torch
 
 from data.synthetic import Synthetic, optimal_velocity_loss
 from tests.launcher import run_on_ranks
+from tests.objectives import timesteps
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.paths import per_image
 from torchtitan.evaluation.validation import held_out_draw
@@ -52,8 +53,8 @@ enable = false
 """
 
 # Half of the noise levels on either side of sigma = 1, few so far out that the currency turns small errors into large.
-CENTRED = {"timestep_sampler": "logit_normal"}
-LEVELS = {"timestep_sampler": "lognormal_sigma", "p_mean": 0.0, "p_std": 1.2}
+CENTRED = {"timesteps": timesteps("logit_normal")}
+LEVELS = {"timesteps": timesteps("lognormal_sigma", p_mean=0.0, p_std=1.2)}
 # name -> path, what goes with it, and the predictions it can be sampled from
 PATHS = {
     "flow": ("rectified_flow", {}, ("velocity", "v", "x0", "edm")),
@@ -68,11 +69,11 @@ OBJECTIVES = {
     for name, (path, settings, predictions) in PATHS.items()
     for prediction in predictions
 }
-OBJECTIVES["flow, velocity, uniform"] = {"timestep_sampler": "uniform"}
+OBJECTIVES["flow, velocity, uniform"] = {"timesteps": timesteps("uniform")}
 for prediction in ("x0", "edm"):  # EDM's own input scaling, and its weighting
     OBJECTIVES[f"EDM, {prediction}"] |= {"preconditioning": "edm", "weighting": "edm"}
 # Noise in images that no scaling tames: an error of the noise counts sigma^2 in the common currency.
-OBJECTIVES["EDM, noise"] |= {"p_std": 0.7}
+OBJECTIVES["EDM, noise"] |= {"timesteps": timesteps("lognormal_sigma", p_mean=0.0, p_std=0.7)}
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ RANKS = ["--gns.rank_gradients", "true"]
 # small timesteps makes them so unequal that the shares change before the first checkpoint.
 ALLOCATE = [
     "--gns.allocate_timesteps", "true", "--gns.allocation_warmup", "320", "--gns.allocation_interval", "3",
-    "--gns.num_bins", "2", "--optimizer.name", "Muon", "--objective.timestep_sampler", "uniform", "--objective.spread", "stratified",
+    "--gns.num_bins", "2", "--optimizer.name", "Muon", "--objective.timesteps.name", "uniform", "--objective.spread", "stratified",
     "--objective.weighting", "p2", "--objective.p2_gamma", "3", "--training.global_batch_size", "64",
 ]  # fmt: skip
 

@@ -33,7 +33,7 @@ name = "digits"
 path = "ddpm_linear"
 prediction = "v"
 preconditioning = "index"
-timestep_sampler = "uniform"
+timesteps.name = "uniform"
 [training]
 steps = 10
 local_batch_size = 4
@@ -270,9 +270,9 @@ def test_trained_prediction_types_killed_leave_no_process_and_go_on(
     ("words", "message"),
     [
         (["compare_samplers", "{config}", "--samplers", "unform"], "is no sampler (there are: uniform"),
-        (["compare_samplers", "{config}", "--samplers", "slots"], "slots needs objective.slot_edges"),
+        (["compare_samplers", "{config}", "--samplers", "slots"], "slots needs objective.timesteps.edges"),
         (["compare_samplers", "{config}", "--samplers", "uniform", "--seeds", "1"], "intervals need 2 seeds"),
-        (["compare_samplers", "{config}", "--samplers", "beta:beta_a=0"], "must be at least 0.2"),
+        (["compare_samplers", "{config}", "--samplers", "beta:a=0"], "must be at least 0.2"),
         (["compare_samplers", "{config}", "--samplers", "uniform", "--set", "model.depth=2"], "unknown key"),
         (["compare_samplers", "{config}", "--samplers", "uniform", "--set", "depth"], "is no KEY=VALUE"),
         (["compare_samplers", "{config}", "--samplers", "uniform", "--weights", "fast"], "there are: none, slow"),
@@ -301,7 +301,7 @@ def test_runs_of_other_data_or_path_are_refused(config, study, tmp_path):
         folder = tmp_path / name
         (folder / "checkpoint" / "step-00000001").mkdir(parents=True)
         (folder / "config.toml").write_text(
-            f'[objective]\npath = "{path}"\nprediction = "v"\ntimestep_sampler = "uniform"\n'
+            f'[objective]\npath = "{path}"\nprediction = "v"\ntimesteps.name = "uniform"\n'
             f'[data]\nname = "{data}"\n{more}\n'
         )
         return folder

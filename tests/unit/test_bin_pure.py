@@ -3,17 +3,19 @@
 import pytest
 import torch
 
+from tests.objectives import timesteps
 from torchtitan import philox
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timesteps.densities import CosMap, LogitNormal, Mode, Shifted, Uniform, UniformIndex
+from torchtitan.diffusion.timesteps.densities import CosMap, LogitNormal, Mode, Uniform, UniformIndex
 from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps
+from torchtitan.diffusion.timesteps.placement import Shifted
 from torchtitan.diffusion.timesteps.registry import build_density
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 
 
 def on_path(path: str, sampler: str, **settings):
-    return build_density(ObjectiveConfig(path=path, timestep_sampler=sampler, **settings), PATHS[path]())
+    return build_density(ObjectiveConfig(path=path, timesteps=timesteps(sampler), **settings), PATHS[path]())
 
 
 EDGES = [0.1, 0.3, 0.35, 0.8]

@@ -20,9 +20,11 @@ from torchtitan.config.job import (
     load_config,
     report_and_exit,
 )
+from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.models import MODELS
 from torchtitan.settings import setting
 from torchtitan.settings.record import effective
+from torchtitan.settings.sections import all_sections, keys, section_at
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,18 +106,18 @@ def test_flavor_is_default_of_the_model_and_its_fields_can_be_overridden():
         ("--metrics.peak_tflops=3", 3.0),
         ("--job.dump_folder=a=b", "a=b"),
         ("--job.dump_folder=true", "true"),
-        ("--objective.logit_mean=-0.5", -0.5),
+        ("--objective.timesteps.mean=-0.5", -0.5),
         ("--activation_checkpoint.mode=none", "none"),
     ],
 )
 def test_command_line_value_is_read_as_the_type_of_its_key(argument, value):
-    section, key = argument[2:].split("=")[0].split(".")
-    got = getattr(getattr(load(arguments=[argument]), section), key)
+    section, _, key = argument[2:].split("=")[0].rpartition(".")
+    got = getattr(section_at(load(arguments=[argument]), section), key)
     assert got == value and type(got) is type(value)
 
 
 def test_negative_number_may_follow_its_flag():
-    assert load(arguments=["--objective.logit_mean", "-0.5"]).objective.logit_mean == -0.5
+    assert load(arguments=["--objective.timesteps.mean", "-0.5"]).objective.timesteps.mean == -0.5
 
 
 def test_ema_tracks_are_dataclasses_from_toml_and_from_json():
@@ -189,7 +191,7 @@ def test_dump_of_every_flavor_loads_equal(family, flavor):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--objective.timestep_sampler=uniform", "--sampling.enable=false", "--checkpoint.enable=false"],
+        ["--objective.timesteps.name=uniform", "--sampling.enable=false", "--checkpoint.enable=false"],
         ["--ema.tracks=[]", "--sampling.ema_track=none", "--metrics.peak_tflops=0.1", "--data.num_workers=2"],
         ['--ema.tracks=[{"name": "a", "decay": 1e-3}]', "--sampling.ema_track=a", '--job.name=caf\u00e9 "1"'],
         ["--data.name=synthetic", "--data.num_classes=0", "--data.kind=noise"],
@@ -202,27 +204,27 @@ def test_dump_of_overrides_loads_equal(arguments):
 
 
 def test_dump_holds_what_has_an_effect_and_starts_with_a_comment():
-    text = dump_config(load("[objective]\ntimestep_sampler = 'uniform'"))
+    text = dump_config(load("[objective]\ntimesteps.name = 'uniform'"))
     document = tomllib.loads(text)
     assert text.startswith("# ")
     sections = [field.name for field in dataclasses.fields(JobConfig)]
     assert list(document) == [name for name in sections if name != "autoencoder"]  # of latents only
     assert "config_file" not in document["job"] and "peak_tflops" not in document["metrics"]
-    assert "logit_mean" not in document["objective"] and document["objective"]["timestep_sampler"] == "uniform"
+    assert document["objective"]["timesteps"] == {"name": "uniform"}
 
 
 def test_keys_declare_what_the_record_relies_on():
     """None is not written, so it must be the default; what depends on a key must be able to find it."""
     instances = [family.flavors[flavor] for family in MODELS.values() for flavor in family.flavors]
     instances += [dataset.Config() for dataset in DATASETS.values()]
-    instances += [getattr(JobConfig(), field.name) for field in dataclasses.fields(JobConfig)]
+    instances += [section for _, section in all_sections(JobConfig())] + [each() for each in TIMESTEPS.values()]
     for instance in instances:
         hints = typing.get_type_hints(type(instance))
-        for field in dataclasses.fields(instance):
+        for field in keys(instance):
             assert field.metadata["description"], field.name
             if types.NoneType in typing.get_args(hints[field.name]):
                 assert getattr(instance, field.name) is None, field.name
-            for key in (each for keys in field.metadata["applies"] for each in keys.split(" or ")):
+            for key in (each for names in field.metadata["applies"] for each in names.split(" or ")):
                 assert "." in key or key in hints, field.name
             element = (*typing.get_args(hints[field.name]), None)[0]
             if dataclasses.is_dataclass(element):
@@ -232,9 +234,9 @@ def test_keys_declare_what_the_record_relies_on():
 
 def test_differences_list_what_changes_learning_only():
     old = load(arguments=["--training.steps=100", "--metrics.log_freq=3", '--ema.tracks=[{"decay": 0.5}]'])
-    new = load(arguments=["--training.steps=200", "--objective.timestep_sampler=uniform"])
+    new = load(arguments=["--training.steps=200", "--objective.timesteps.name=uniform"])
     expected = [
-        "objective.timestep_sampler: logit_normal -> uniform",
+        "objective.timesteps.name: logit_normal -> uniform",
         "training.steps: 100 -> 200",
         'ema.tracks: [{"name": "ema", "kind": "constant", "decay": 0.5, "warmup_power": 0.6667}]'
         ' -> [{"name": "ema", "kind": "constant", "decay": 0.9999, "warmup_power": 0.6667}]',
@@ -245,13 +247,13 @@ def test_differences_list_what_changes_learning_only():
 
 
 def test_differences_take_a_missing_key_as_its_default_and_ignore_removed_ones():
-    new = load(arguments=["--objective.logit_mean=0.5"])
+    new = load(arguments=["--objective.timesteps.mean=0.5"])
     old = tomllib.loads(dump_config(new))
-    del old["objective"]["logit_mean"], old["debug"], old["ema"]["tracks"][0]["warmup_power"]
+    del old["objective"]["timesteps"]["mean"], old["debug"], old["ema"]["tracks"][0]["warmup_power"]
     old["training"]["gone"] = 3
     old["gone"] = {"key": 1}
-    assert config_differences(old, new) == ["objective.logit_mean: 0.0 -> 0.5"]
-    assert config_differences(old | {"objective": 3}, new) == ["objective.logit_mean: 0.0 -> 0.5"]
+    assert config_differences(old, new) == ["objective.timesteps.mean: 0.0 -> 0.5"]
+    assert config_differences(old | {"objective": 3}, new) == ["objective.timesteps.mean: 0.0 -> 0.5"]
     power = load(arguments=['--ema.tracks=[{"name": "ema", "kind": "power"}]'])
     old = tomllib.loads(dump_config(power))
     assert old["ema"]["tracks"] == [{"name": "ema", "kind": "power", "sigma_rel": 0.1}]

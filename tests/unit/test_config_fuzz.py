@@ -22,8 +22,8 @@ name = "synthetic"
 shape = [1, 8, 8]
 num_classes = 10
 [objective]
-timestep_sampler = "logit_normal"
-logit_std = 1.0
+timesteps.name = "logit_normal"
+timesteps.std = 1.0
 [optimizer]
 lr = 1e-3
 [lr_scheduler]

@@ -12,6 +12,7 @@ from torchtitan.config.job import (
     JobConfig,
     load_config,
 )
+from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.models import MODELS
 from torchtitan.settings import setting
 from torchtitan.settings.schema import shown
@@ -85,9 +86,8 @@ BAD_FILES = [
     ("[job]\ndump_folder = 1", "job.dump_folder: must be a string, is 1"),
     ('[job]\ndump_folder = "a\\u0000b"', r"job.dump_folder: must have printable characters only, is 'a\x00b'"),
     (
-        '[objective]\ntimestep_sampler = "unifrom"',
-        "objective.timestep_sampler: must be one of uniform, logit_normal, lognormal_sigma, laplace, mode, cosmap,"
-        " cubic, beta, speed, slots, loss_second_moment, time_warping, adaptive_log_snr, is 'unifrom' (did you mean uniform?)",
+        '[objective]\ntimesteps.name = "unifrom"',
+        f"objective.timesteps.name: must be one of {', '.join(TIMESTEPS)}, is 'unifrom' (did you mean uniform?)",
     ),
     ('[metrics]\npeak_tflops = "x"', "metrics.peak_tflops: must be a number, or none, is 'x'"),
     ("[sampling]\nclasses = [1, 2.5]", "sampling.classes[1]: must be an integer, is 2.5"),
@@ -175,8 +175,8 @@ BAD_FILES = [
         "objective.preconditioning: edm makes x0 of the network's output, not objective.prediction = v (use x0 or edm)",
     ),
     (
-        "[objective]\npath = 'ddpm_linear'\ntimestep_sampler = 'logit_normal'\nlogit_mean = 30.0",
-        "objective.timestep_sampler: the density has a mass of 0 from t = 0.00990148 to 0.993687: logit_normal lies"
+        "[objective]\npath = 'ddpm_linear'\ntimesteps.name = 'logit_normal'\ntimesteps.mean = 30.0",
+        "objective.timesteps.name: the density has a mass of 0 from t = 0.00990148 to 0.993687: logit_normal lies"
         " beside objective.path = ddpm_linear",
     ),
     (
@@ -185,64 +185,63 @@ BAD_FILES = [
     ),
     ("[objective]\nt_max = 0.0", "objective.t_max: must be above 0 and at most 1, is 0.0"),
     (
-        "[objective]\npath = 'ddpm_linear'\ntimestep_sampler = 'uniform'\nt_min = 0.5000001\nt_max = 0.5000002",
-        "objective.timestep_sampler: no index of the path has a time from 0.5000001 to 0.5000002: uniform lies beside"
+        "[objective]\npath = 'ddpm_linear'\ntimesteps.name = 'uniform'\nt_min = 0.5000001\nt_max = 0.5000002",
+        "objective.timesteps.name: no index of the path has a time from 0.5000001 to 0.5000002: uniform lies beside"
         " objective.path = ddpm_linear",
     ),
     (
-        "[objective]\ntimestep_sampler = 'speed'",
-        "objective.timestep_sampler: speed goes by how noise grows along a DDPM's indices, and objective.path ="
+        "[objective]\ntimesteps.name = 'speed'",
+        "objective.timesteps.name: speed goes by how noise grows along a DDPM's indices, and objective.path ="
         " rectified_flow has none (use a ddpm path, or cubic)",
     ),
     (
-        "[objective]\ntimestep_sampler = 'loss_second_moment'\npath = 'ddpm_linear_continuous'",
-        "objective.timestep_sampler: loss_second_moment keeps losses of every integer index, and objective.path ="
+        "[objective]\ntimesteps.name = 'loss_second_moment'\npath = 'ddpm_linear_continuous'",
+        "objective.timesteps.name: loss_second_moment keeps losses of every integer index, and objective.path ="
         " ddpm_linear_continuous has none (use ddpm_linear or ddpm_cosine, or adaptive_log_snr)",
     ),
     (
-        "[objective]\ntimestep_sampler = 'slots'",
-        "objective.timestep_sampler: slots needs objective.slot_edges, rising from 0 to 1, in t (or"
-        " objective.slot_edges_path, a file of them)",
+        "[objective]\ntimesteps.name = 'slots'",
+        "objective.timesteps.name: slots needs objective.timesteps.edges, rising from 0 to 1, in t (or"
+        " objective.timesteps.edges_path, a file of them)",
     ),
     (
-        "[objective]\ntimestep_sampler = 'slots'\npath = 'ddpm_linear'\nslot_edges = [0, 10.5, 1000]",
-        "objective.slot_edges: must be whole numbers, indices of the path: is [0, 10.5, 1000]",
+        "[objective]\ntimesteps.name = 'slots'\npath = 'ddpm_linear'\ntimesteps.edges = [0, 10.5, 1000]",
+        "objective.timesteps.edges: must be whole numbers, indices of the path: is [0, 10.5, 1000]",
     ),
     (
-        "[objective]\ntimestep_sampler = 'slots'\nslot_edges = [0, 0.5, 0.5, 1]",
-        "objective.slot_edges: must rise from 0 to 1, in t: is [0, 0.5, 0.5, 1]",
+        "[objective]\ntimesteps.name = 'slots'\ntimesteps.edges = [0, 0.5, 0.5, 1]",
+        "objective.timesteps.edges: must rise from 0 to 1, in t: is [0, 0.5, 0.5, 1]",
     ),
     (
-        "[objective]\ntimestep_sampler = 'slots'\nslot_edges = [0, 1]\nslot_edges_path = 'edges.json'",
-        "objective.slot_edges_path: objective.slot_edges is given too (remove one of them)",
+        "[objective]\ntimesteps.name = 'slots'\ntimesteps.edges = [0, 1]\ntimesteps.edges_path = 'edges.json'",
+        "objective.timesteps.edges_path: objective.timesteps.edges is given too (remove one of them)",
     ),
     (
-        "[objective]\nslot_importance = true",
-        "objective.slot_importance: has no effect when objective.timestep_sampler = logit_normal; remove it or set"
-        " objective.timestep_sampler = slots",
+        "[objective]\ntimesteps.importance = true",
+        "objective.timesteps.importance: unknown key (it is a key of objective.timesteps.name = slots)",
     ),
     (
-        "[objective]\ntimestep_sampler = 'beta'\nbeta_a = 0.1",
-        "objective.beta_a: must be at least 0.2 and at most 50, is 0.1",
+        "[objective]\ntimesteps.name = 'beta'\ntimesteps.a = 0.1",
+        "objective.timesteps.a: must be at least 0.2 and at most 50, is 0.1",
     ),
     (
-        "[objective]\ntimestep_sampler = 'time_warping'\n[gns]\nenable = true",
-        "gns.enable: objective.timestep_sampler draws with a state or importance weights of its own, of which the"
+        "[objective]\ntimesteps.name = 'time_warping'\n[gns]\nenable = true",
+        "gns.enable: objective.timesteps draws with a state or importance weights of its own, of which the"
         " measured bins know nothing (set it to false, or use another sampler)",
     ),
     (
-        "[objective]\ntimestep_sampler = 'adaptive_log_snr'\nprediction = 'x0'\nweighting = 'snr_plus_one'",
-        "objective.timestep_sampler: uniform draws so many timesteps near clean data that objective.weighting ="
+        "[objective]\ntimesteps.name = 'adaptive_log_snr'\nprediction = 'x0'\nweighting = 'snr_plus_one'",
+        "objective.timesteps.name: uniform draws so many timesteps near clean data that objective.weighting ="
         " snr_plus_one on objective.prediction = x0 has an infinite mean loss (use logit_normal or another weighting)",
     ),
     (
-        "[objective]\ntimestep_sampler = 'uniform'\nprediction = 'x0'\nweighting = 'snr_plus_one'",
-        "objective.timestep_sampler: uniform draws so many timesteps near clean data that objective.weighting ="
+        "[objective]\ntimesteps.name = 'uniform'\nprediction = 'x0'\nweighting = 'snr_plus_one'",
+        "objective.timesteps.name: uniform draws so many timesteps near clean data that objective.weighting ="
         " snr_plus_one on objective.prediction = x0 has an infinite mean loss (use logit_normal or another weighting)",
     ),
     (
-        "[objective]\npath = 'edm'\ntimestep_sampler = 'cosmap'\nprediction = 'v'",
-        "objective.timestep_sampler: cosmap draws so many timesteps near noise that objective.weighting ="
+        "[objective]\npath = 'edm'\ntimesteps.name = 'cosmap'\nprediction = 'v'",
+        "objective.timesteps.name: cosmap draws so many timesteps near noise that objective.weighting ="
         " none on objective.prediction = v has an infinite mean loss (use logit_normal or another weighting)",
     ),
     (
@@ -255,7 +254,7 @@ BAD_FILES = [
         "objective.snr_gamma: has no effect when objective.weighting = snr_plus_one; remove it or set"
         " objective.weighting = min_snr or soft_min_snr",
     ),
-    ("[objective]\nmode_scale = 1.0\ntimestep_sampler = 'mode'\nshift = 0.0", "objective.shift: must be at least 0.01"
+    ("[objective]\ntimesteps.scale = 1.0\ntimesteps.name = 'mode'\nshift = 0.0", "objective.shift: must be at least 0.01"
      " and at most 100, is 0.0"),
     (
         UNLABELLED + "[model]\nlabel_dropout = 0.2",
@@ -309,9 +308,8 @@ BAD_FILES = [
     ('[job]\nname = ".."', "job.name: '..' is no folder name; it names the run's folder (set --job.name NAME)"),
     ('[job]\nconfig_file = "x"', "job.config_file: is for the command line only (remove it)"),
     (
-        "[objective]\ntimestep_sampler = 'uniform'\nlogit_mean = 0.0",
-        "objective.logit_mean: has no effect when objective.timestep_sampler = uniform;"
-        " remove it or set objective.timestep_sampler = logit_normal",
+        "[objective]\ntimesteps.name = 'uniform'\ntimesteps.mean = 0.0",
+        "objective.timesteps.mean: unknown key (it is a key of objective.timesteps.name = logit_normal or laplace)",
     ),
     (
         "[lr_scheduler]\nmin_lr_factor = 0.1",
@@ -397,15 +395,15 @@ def test_toml_nested_too_deeply_is_one_line():
 
 
 def test_all_problems_are_reported_at_once_with_where_each_value_came_from():
-    toml = "[training]\nsteps = 0\nlr = 1\n[objective]\ntimestep_sampler = 'uniform'\n[sampling]\nclasses = [99]\n"
+    toml = "[training]\nsteps = 0\nlr = 1\n[objective]\ntimesteps.name = 'uniform'\n[sampling]\nclasses = [99]\n"
     found = problems(
-        toml, ["--objective.logit_std", "2", "--debug.sede", "1", "--parallelism.data_parallel_shard_degree=4"]
+        toml, ["--objective.timesteps.std", "2", "--debug.sede", "1", "--parallelism.data_parallel_shard_degree=4"]
     )
     assert [line.rsplit(": ", 1)[0] for line in found] == [
+        "command line: --objective.timesteps.std",
         "command line: --debug.sede",
         "run.toml: training.steps",
         "run.toml: training.lr",
-        "command line: --objective.logit_std",
         "command line: --parallelism.data_parallel_shard_degree",
         "run.toml: sampling.classes",
     ]

@@ -21,6 +21,7 @@ from torchtitan.config.job import (
     json_schema,
     load_config,
 )
+from torchtitan.settings.sections import all_sections, keys
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,7 +82,8 @@ def schema_errors(value, schema, root=None, place="") -> list[str]:
 
 def test_schema_accepts_what_load_accepts_and_refuses_what_it_refuses():
     schema = json.loads(json.dumps(json_schema()))
-    for arguments in ([], ["--data.name=synthetic"], ["--ema.tracks=[]", "--sampling.ema_track=none"]):
+    nested = ["--objective.timesteps.name=time_warping", "--objective.timesteps.base.name=mode"]
+    for arguments in ([], nested, ["--data.name=synthetic"], ["--ema.tracks=[]", "--sampling.ema_track=none"]):
         document = tomllib.loads(dump_config(load(arguments=arguments)))
         assert schema_errors(document, schema) == []
     for document, error in [
@@ -92,6 +94,8 @@ def test_schema_accepts_what_load_accepts_and_refuses_what_it_refuses():
         ({"optimizer": {"lr": "1"}}, ".optimizer.lr is not of type number"),
         ({"model": {"flavor": "x"}}, ".model.flavor is not allowed"),
         ({"data": {"kind": "noise"}}, ".data.kind is unknown"),
+        ({"objective": {"timesteps": {"name": "mod"}}}, ".objective.timesteps.name is not allowed"),
+        ({"objective": {"timesteps": {"mean": "1"}}}, ".objective.timesteps.mean is not of type number"),
         ({"ema": {"tracks": [{"decay": 1}]}}, ".ema.tracks[0].decay is out of range"),
     ]:
         assert schema_errors(document, schema) == [error]
@@ -114,12 +118,12 @@ def test_shipped_file_fits_the_schema_and_dumps_equal(path):
 
 def test_help_has_every_key_with_its_description():
     text = " ".join(help_text().split())
-    for section in dataclasses.fields(JobConfig):
-        for field in dataclasses.fields(getattr(JobConfig(), section.name)):
-            assert f"--{section.name}.{field.name} " in text
+    for name, section in all_sections(JobConfig()):
+        for field in keys(section):
+            assert f"--{name}.{field.name} " in text
             assert " ".join(field.metadata["description"].split()) in text
-    assert "--objective.logit_std a number, above 0 (default 1.0)" in text
-    assert "only with objective.timestep_sampler or objective.base_density = logit_normal" in text
+    assert "--objective.timesteps.std a number, above 0 (default 1.0)" in text
+    assert "[objective.timesteps.base] with objective.timesteps.base.name = laplace" in text
     assert "--data.num_classes" in text and "DiT-XL/2," in text
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import integrate, special, stats
 
+from tests.objectives import timesteps
 from torchtitan import philox
 from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
@@ -278,7 +279,7 @@ def test_half_precision_output_is_compared_in_float32():
 
 
 def test_draw_takes_timesteps_and_noise_of_their_own_streams():
-    config = ObjectiveConfig(timestep_sampler="uniform")
+    config = ObjectiveConfig(timesteps=timesteps("uniform"))
     batch, indices = GlobalBatch(100, 16, attempt=1), torch.arange(104, 112)
     draw = Objective(config, seed=7).draw((2, 3, 5), batch, indices)
     assert torch.equal(draw.t, philox.uniform(7, "timestep", indices, 1).float())
@@ -313,7 +314,7 @@ def test_the_best_linear_denoiser_reaches_the_closed_form_loss():
     ("logit_normal", lambda sigma: stats.norm(0.4, 1.3).pdf(np.log(sigma)) * (1 + sigma) ** 2),
 ])
 def test_effective_weight_has_its_closed_form(sampler, closed_form):
-    config = ObjectiveConfig(timestep_sampler=sampler, logit_mean=0.4, logit_std=1.3)
+    config = ObjectiveConfig(timesteps=timesteps(sampler, **({"mean": 0.4, "std": 1.3} if sampler == "logit_normal" else {})))
     log_sigma = torch.linspace(-6, 6, 121, dtype=torch.float64)
     found = Objective(config, 0).effective_weight(log_sigma).numpy()
     np.testing.assert_allclose(found, closed_form(np.exp(log_sigma.numpy())), rtol=1e-10)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.objectives import timesteps
 from torchtitan import philox
 from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
 from torchtitan.diffusion.solvers import uniform_times
@@ -14,8 +15,8 @@ from torchtitan.evaluation.validation import held_out_draw, validation_loss
 SHAPE = (2, 3, 4)
 CPU = torch.device("cpu")
 OBJECTIVES = {
-    "uniform": ObjectiveConfig(timestep_sampler="uniform"),
-    "logit-normal": ObjectiveConfig(logit_mean=-0.5, logit_std=1.2),
+    "uniform": ObjectiveConfig(timesteps=timesteps("uniform")),
+    "logit-normal": ObjectiveConfig(timesteps=timesteps("logit_normal", mean=-0.5, std=1.2)),
 }
 
 

@@ -7,8 +7,8 @@ import pytest
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.settings.record import dump_config
 
-DDPM = '[objective]\npath = "ddpm_linear"\nprediction = "noise"\ntimestep_sampler = "uniform"\n'
-NARROW = '[objective]\ntimestep_sampler = "logit_normal"\nlogit_std = 0.1\n'
+DDPM = '[objective]\npath = "ddpm_linear"\nprediction = "noise"\ntimesteps.name = "uniform"\n'
+NARROW = '[objective]\ntimesteps.name = "logit_normal"\ntimesteps.std = 0.1\n'
 STRATIFIED = '[objective]\nspread = "stratified"\n'
 
 # Objective, lines of [gns], processes, and how the refusal begins.

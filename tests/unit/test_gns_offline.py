@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from data.base import Draws, UnreadableImage
+from tests.objectives import timesteps
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.evaluation.offline_gradients import (
     WHOLE,
@@ -23,7 +24,7 @@ from torchtitan.evaluation.offline_gradients import (
     timestep_bin,
 )
 
-DDPM = {"path": "ddpm_linear", "prediction": "noise", "preconditioning": "index", "timestep_sampler": "uniform"}
+DDPM = {"path": "ddpm_linear", "prediction": "noise", "preconditioning": "index", "timesteps": timesteps("uniform")}
 
 
 class Images:
@@ -150,8 +151,8 @@ def test_square_norm_of_many_values_is_exact():
     ("low", "high", "unit", "keys"),
     [
         (0.1, 0.3, "t", {}),
-        (0.5, 2.0, "sigma", {"timestep_sampler": "lognormal_sigma"}),
-        (0.0, math.inf, "sigma", {"timestep_sampler": "uniform", "shift": 3.0}),
+        (0.5, 2.0, "sigma", {"timesteps": timesteps("lognormal_sigma")}),
+        (0.0, math.inf, "sigma", {"timesteps": timesteps("uniform"), "shift": 3.0}),
         (100, 200, "index", DDPM),
         (900, 1000, "index", DDPM),
         (0, 100, "index", DDPM | {"path": "ddpm_cosine_continuous"}),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.objectives import timesteps
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.gns.capture import PARTS, StepSums
 from torchtitan.gns.composite import Composite
@@ -290,7 +291,7 @@ def edges_of(objective: dict | None = None, **config) -> list[float]:
 
 
 def test_bins_without_edges_are_of_equal_mass():
-    assert edges_of({"timestep_sampler": "uniform"}, num_bins=4) == pytest.approx([0.25, 0.5, 0.75])
+    assert edges_of({"timesteps": timesteps("uniform")}, num_bins=4) == pytest.approx([0.25, 0.5, 0.75])
     quartile = 1 / (1 + math.exp(0.6744897501960817))  # of the logistic of a standard normal
     assert edges_of(num_bins=4) == pytest.approx([quartile, 0.5, 1 - quartile], rel=1e-6)
     assert edges_of(num_bins=1) == []
@@ -304,7 +305,7 @@ def test_edges_in_t_and_in_sigma():
 
 @pytest.mark.parametrize("path", ["ddpm_linear", "ddpm_linear_continuous"])
 def test_edges_in_index_are_the_first_index_of_their_bin(path):
-    objective = {"path": path, "prediction": "noise", "timestep_sampler": "uniform"}
+    objective = {"path": path, "prediction": "noise", "timesteps": timesteps("uniform")}
     edges = torch.tensor(edges_of(objective, bin_edges=[0, 100, 500, 1000], bin_unit="index"), dtype=torch.float64)
     ddpm = Objective(ObjectiveConfig(**objective), seed=0).path
     indices = torch.tensor([0, 99, 100, 101, 499, 500, 999] if ddpm.discrete else [0, 99.9, 100.1, 499.9, 500.1, 998.9])
@@ -326,4 +327,4 @@ def test_edges_in_index_are_the_first_index_of_their_bin(path):
 )
 def test_edges_that_do_not_cover_all_timesteps_are_refused(config, words):
     with pytest.raises(ValueError, match=words):
-        edges_of({"path": "ddpm_linear", "prediction": "noise", "timestep_sampler": "uniform"}, **config)
+        edges_of({"path": "ddpm_linear", "prediction": "noise", "timesteps": timesteps("uniform")}, **config)

@@ -18,6 +18,7 @@ from studies.grid_statistics import (
 from studies.sampler_specs import parse_samplers, without_sampler
 from studies.slot_nodes import PUBLISHED_EDGES, timestep_bins
 from studies.training_grid import configure
+from tests.objectives import timesteps
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
@@ -30,7 +31,7 @@ T1, T2 = math.tan(0.475 * math.pi), 0.95 * math.sqrt(2.0 / (4 * 0.975 * 0.025))
 WORDS = [
     "--training.global_batch_size=32", "--training.local_batch_size=32", "--training.steps=200", "--optimizer.lr=1e-3",
     "--lr_scheduler.warmup_steps=20", '--ema.tracks=[{"name": "ema", "decay": 0.99, "warmup_power": 0}]',
-    "--objective.path=ddpm_linear", "--objective.timestep_sampler=beta", "--objective.beta_a=3.0",
+    "--objective.path=ddpm_linear", "--objective.timesteps.name=beta", "--objective.timesteps.a=3.0",
     "--objective.spread=stratified",
 ]  # fmt: skip
 
@@ -137,20 +138,20 @@ def test_an_average_forgets_by_images_at_every_batch_size(base):
 
 
 def test_samplers_by_name_have_their_own_keys_only(base):
-    slots = "slots:slot_edges=[0,10,1000],slot_importance=true"
-    text = f"uniform,logit_normal+low_discrepancy:logit_mean=0,logit_std=2,{slots}"
+    slots = "slots:edges=[0,10,1000],importance=true"
+    text = f"uniform,logit_normal+low_discrepancy:mean=0,std=2,{slots}"
     specs = parse_samplers(text)
     assert [spec.label for spec in specs] == [
-        "uniform", "logit_normal+low_discrepancy (logit_mean=0, logit_std=2)", "slots (weighted)",
+        "uniform", "logit_normal+low_discrepancy (mean=0, std=2)", "slots (weighted)",
     ]  # fmt: skip
     plain = without_sampler(base)
     objectives = [configure(plain, spec.overrides, 1, spec.label).objective for spec in specs]
-    assert [(o.timestep_sampler, o.spread) for o in objectives] == [
+    assert [(o.timesteps.name, o.spread) for o in objectives] == [
         ("uniform", "none"), ("logit_normal", "low_discrepancy"), ("slots", "none"),
     ]  # fmt: skip
-    assert objectives[1].logit_std == 2.0 and objectives[2].slot_edges == [0, 10, 1000]
+    assert objectives[1].timesteps.std == 2.0 and objectives[2].timesteps.edges == [0, 10, 1000]
     assert {o.path for o in objectives} == {"ddpm_linear"}
-    assert configure(plain, parse_samplers("beta")[0].overrides, 1, "").objective.beta_a == ObjectiveConfig().beta_a
+    assert configure(plain, parse_samplers("beta")[0].overrides, 1, "").objective.timesteps == timesteps("beta")
 
 
 @pytest.mark.parametrize(
@@ -160,11 +161,11 @@ def test_samplers_by_name_have_their_own_keys_only(base):
         ("uniform+even", "is no spread"),
         ("uniform,uniform", "is there twice"),
         ("beta:path=edm", "no key=value of a sampler"),
-        ("beta:beta_a", "no key=value of a sampler"),
-        ("logit_normal:logit_mean=0,logit_mean=1", "logit_mean is there twice"),
+        ("beta:a", "no key=value of a sampler"),
+        ("logit_normal:mean=0,mean=1", "mean is there twice"),
         ("uniform+stratified:spread=none", "spread is there twice"),
-        ("slots:slot_edges_path=a/e.json,slots:slot_edges_path=./a/e.json", "is there twice"),
-        ("slots:slot_edges=[0,10,1000],slots:slot_edges=[0,20,1000]", "would both be called slots"),
+        ("slots:edges_path=a/e.json,slots:edges_path=./a/e.json", "is there twice"),
+        ("slots:edges=[0,10,1000],slots:edges=[0,20,1000]", "would both be called slots"),
     ],
 )
 def test_samplers_that_are_none_are_refused(text, message):
@@ -173,7 +174,7 @@ def test_samplers_that_are_none_are_refused(text, message):
 
 
 def test_files_of_one_name_are_told_apart_by_their_folders():
-    text = "slots:slot_edges_path=a/e.json,slots:slot_edges_path=b/e.json,slots:slot_edges_path=c.json"
+    text = "slots:edges_path=a/e.json,slots:edges_path=b/e.json,slots:edges_path=c.json"
     assert [spec.label for spec in parse_samplers(text)] == ["slots (a/e)", "slots (b/e)", "slots (c)"]
 
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.objectives import timesteps
 from torchtitan.diffusion.heads import HEADS, RunningErrors
 from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import per_image
 from torchtitan.diffusion.predictions import target
 
-DDPM = dict(path="ddpm_linear", prediction="v", preconditioning="index", timestep_sampler="uniform")
+DDPM = dict(path="ddpm_linear", prediction="v", preconditioning="index", timesteps=timesteps("uniform"))
 THREE = ["x0", "noise", "v"]
 
 
@@ -255,7 +256,7 @@ def test_the_error_reported_is_that_of_the_mix(combine):
 
 
 def test_a_head_whose_error_grows_without_bounds_is_refused():
-    keys = dict(path="rectified_flow", prediction="velocity", timestep_sampler="uniform", combine="snr_handover")
+    keys = dict(path="rectified_flow", prediction="velocity", timesteps=timesteps("uniform"), combine="snr_handover")
     found = list(objective_problems(ObjectiveConfig(**keys, heads=["velocity", "x0"], handover_snr=[1.0])))
     assert found and "infinite mean loss" in found[0][1]
     assert not list(objective_problems(ObjectiveConfig(**keys, heads=["x0", "velocity"], handover_snr=[1.0])))
@@ -276,10 +277,10 @@ def test_a_head_whose_error_grows_without_bounds_is_refused():
         (dict(heads=THREE, combine="raw_minimum", weighting="min_snr"),
          "objective.weighting: min_snr is for errors of one prediction; objective.combine = raw_minimum"),
         (dict(heads=THREE, learned_uncertainty=True), "objective.learned_uncertainty: objective.combine = inverse_variance"),
-        (dict(heads=THREE, timestep_sampler="loss_second_moment"),
-         "objective.timestep_sampler: loss_second_moment learns from losses, which objective.combine = inverse_variance"),
-        (dict(learned_uncertainty=True, timestep_sampler="adaptive_log_snr"),
-         "objective.timestep_sampler: adaptive_log_snr learns from losses, which objective.learned_uncertainty makes alike"),
+        (dict(heads=THREE, timesteps=timesteps("loss_second_moment")),
+         "objective.timesteps.name: loss_second_moment learns from losses, which objective.combine = inverse_variance"),
+        (dict(learned_uncertainty=True, timesteps=timesteps("adaptive_log_snr")),
+         "objective.timesteps.name: adaptive_log_snr learns from losses, which objective.learned_uncertainty makes alike"),
     ],
 )  # fmt: skip
 def test_heads_that_do_not_go_together_are_refused(keys, problem):

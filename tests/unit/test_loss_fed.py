@@ -6,19 +6,24 @@ import json
 import pytest
 import torch
 
+from tests.objectives import LEARNING, timesteps
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timesteps.learning import BINNED_FLOOR, HISTORY, LossFedTimesteps
-from torchtitan.diffusion.timesteps.registry import LEARNING, build_density, build_sampler
+from torchtitan.diffusion.timesteps.registry import build_density, build_sampler
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 from torchtitan.diffusion.timesteps.shares import bin_means
 
+LOGIT_NORMAL = timesteps("logit_normal", std=1.5)
 KEEP, SKIP = torch.tensor(False), torch.tensor(True)
 
 
-def sampler_of(name: str, path: str = "ddpm_linear", **keys) -> LossFedTimesteps:
-    return build_sampler(ObjectiveConfig(path=path, timestep_sampler=name, **keys), PATHS[path](), seed=1)
+def sampler_of(name: str, path: str = "ddpm_linear", half_life=None, base=None, **keys) -> LossFedTimesteps:
+    """A half-life has an effect on samplers that bin losses."""
+    own = {"half_life": half_life} if half_life and name != "loss_second_moment" else {}
+    own |= {"base": base} if base else {}
+    return build_sampler(ObjectiveConfig(path=path, timesteps=timesteps(name, **own), **keys), PATHS[path](), seed=1)
 
 
 def step(sampler: TimestepSampler, loss_of, first: int, size: int, skip=KEEP, order=None) -> torch.Tensor:
@@ -91,7 +96,7 @@ def test_the_one_timestep_of_a_bin_is_the_one_that_its_quantiles_lead_to(path, k
 @pytest.mark.parametrize("name", ["time_warping", "adaptive_log_snr"])
 @pytest.mark.parametrize("path", ["rectified_flow", "ddpm_cosine", "ddpm_linear_continuous"])
 def test_binned_samplers_draw_each_bin_by_its_share_of_the_loss(name, path):
-    sampler = sampler_of(name, path, spread="stratified", loss_half_life=1e12)
+    sampler = sampler_of(name, path, spread="stratified", half_life=1e12)
     levels = 1 + torch.arange(len(sampler.masses)).float() % 7
     loss_of = lambda t, _: levels[torch.bucketize(t, sampler.edges)]  # noqa: E731
     step(sampler, loss_of, 0, 50_000)  # at first by the density itself
@@ -123,7 +128,7 @@ def test_bins_of_very_little_loss_are_drawn_as_rarely_at_the_default_half_life(n
 
 
 def test_running_mean_forgets_by_the_half_life():
-    sampler = sampler_of("time_warping", "rectified_flow", spread="stratified", loss_half_life=2000)
+    sampler = sampler_of("time_warping", "rectified_flow", spread="stratified", half_life=2000)
     for number in range(3):
         step(sampler, lambda t, _: torch.full_like(t, 4.0), 1000 * number, 1000)
     half = 0.5**0.5
@@ -133,7 +138,7 @@ def test_running_mean_forgets_by_the_half_life():
 
 def test_warped_time_has_equal_loss_in_equal_stretches():
     """With the loss t on the rectified flow F is t^2: its quantiles are square roots."""
-    sampler = sampler_of("time_warping", "rectified_flow", spread="stratified", loss_half_life=1e12)
+    sampler = sampler_of("time_warping", "rectified_flow", spread="stratified", half_life=1e12)
     for number in range(4):
         step(sampler, lambda t, _: t, 20_000 * number, 20_000)
     t, _ = sampler.sample(GlobalBatch(80_000, 20_000), torch.arange(80_000, 100_000))
@@ -148,15 +153,14 @@ def test_warped_time_has_equal_loss_in_equal_stretches():
 @pytest.mark.parametrize(("name", "path"), [
     ("loss_second_moment", "ddpm_linear"), ("loss_second_moment", "ddpm_cosine"), ("adaptive_log_snr", "ddpm_linear"),
 ])
-@pytest.mark.parametrize("keys", [{}, dict(t_min=0.2, t_max=0.9, shift=1.5, base_density="logit_normal")])
+@pytest.mark.parametrize("keys", [{}, dict(t_min=0.2, t_max=0.9, shift=1.5, base=timesteps("logit_normal"))])
 def test_probability_times_weight_is_the_density_at_every_index(name, path, keys):
-    sampler, the_path = sampler_of(name, path, spread="stratified", loss_half_life=5e4, **keys), PATHS[path]()
+    sampler, the_path = sampler_of(name, path, spread="stratified", half_life=5e4, **keys), PATHS[path]()
     for number in range(10):
         step(sampler, noisy, 3000 * number, 3000)
     assert not torch.equal(sampler.shares, sampler.masses)
-    density = build_density(ObjectiveConfig(path=path, timestep_sampler=keys.get("base_density", "uniform"), **{
-        key: value for key, value in keys.items() if key != "base_density"
-    }), the_path)  # fmt: skip
+    of_base = {"timesteps": keys.get("base", timesteps("uniform"))} | {key: keys[key] for key in keys if key != "base"}
+    density = build_density(ObjectiveConfig(path=path, **of_base), the_path)
     wanted = density.cumulative.diff()
     t, importance = sampler.sample(GlobalBatch(30_000, 40_000), torch.arange(30_000, 70_000))
     index = the_path.t_to_index(t)
@@ -172,27 +176,28 @@ def test_probability_times_weight_is_the_density_at_every_index(name, path, keys
 
 
 def test_weights_of_the_adaptive_sampler_keep_the_mean_on_a_flow():
-    sampler = sampler_of("adaptive_log_snr", "rectified_flow", base_density="logit_normal", logit_std=1.5)
+    sampler = sampler_of("adaptive_log_snr", "rectified_flow", base=LOGIT_NORMAL)
     for number in range(5):
         step(sampler, noisy, 3000 * number, 3000)
     t, importance = sampler.sample(GlobalBatch(15_000, 60_000), torch.arange(15_000, 75_000))
     u = (torch.arange(200_000).double() + 0.5) / 200_000
-    exact = build_density(ObjectiveConfig(logit_std=1.5), PATHS["rectified_flow"]()).quantile(u).square().mean().item()
+    exact = build_density(ObjectiveConfig(timesteps=LOGIT_NORMAL), PATHS["rectified_flow"]()).quantile(u).square().mean().item()
     products = importance.double() * t.double().square()
     assert importance.std() > 0.3 and abs(products.mean().item() - exact) < 3 * products.std().item() / 60_000**0.5
 
 
 def test_a_base_density_that_hardly_draws_some_index_is_refused_for_the_second_moment():
-    keys = dict(path="ddpm_linear", timestep_sampler="loss_second_moment", prediction="noise")
-    assert not list(objective_problems(ObjectiveConfig(**keys)))
-    ((key, text),) = objective_problems(ObjectiveConfig(**keys, base_density="logit_normal"))
-    assert key == "objective.base_density" and "some index once in 9e+07 samples" in text
-    assert not list(objective_problems(ObjectiveConfig(**keys, base_density="logit_normal", t_min=0.2, t_max=0.9)))
+    keys, normal = dict(path="ddpm_linear", prediction="noise"), timesteps("logit_normal")
+    assert not list(objective_problems(ObjectiveConfig(**keys, timesteps=timesteps("loss_second_moment"))))
+    keys["timesteps"] = timesteps("loss_second_moment", base=normal)
+    ((key, text),) = objective_problems(ObjectiveConfig(**keys))
+    assert key == "objective.timesteps.base.name" and "some index once in 9e+07 samples" in text
+    assert not list(objective_problems(ObjectiveConfig(**keys, t_min=0.2, t_max=0.9)))
 
 
-@pytest.mark.parametrize("keys", [dict(base_density="laplace", laplace_scale=20.0), dict(base_density="logit_normal", logit_std=30.0)])
-def test_very_wide_densities_have_bins_too(keys):
-    sampler = sampler_of("adaptive_log_snr", "rectified_flow", **keys)
+@pytest.mark.parametrize("base", [timesteps("laplace", scale=20.0), timesteps("logit_normal", std=30.0)])
+def test_very_wide_densities_have_bins_too(base):
+    sampler = sampler_of("adaptive_log_snr", "rectified_flow", base=base)
     step(sampler, noisy, 0, 3000)
     assert sampler.shares.isfinite().all() and sampler.shares.sum().item() == pytest.approx(1)
 
@@ -202,13 +207,13 @@ def test_very_wide_densities_have_bins_too(keys):
 
 @pytest.mark.parametrize("name", LEARNING)
 def test_state_goes_on_to_the_last_bit_and_not_into_another_sampler(name):
-    straight, first = (sampler_of(name, loss_half_life=3000) for _ in range(2))
+    straight, first = (sampler_of(name, half_life=3000) for _ in range(2))
     for number in range(16):
         step(straight, noisy, 2000 * number, 2000)
         if number < 11:
             step(first, noisy, 2000 * number, 2000)
     assert not torch.equal(straight.shares, straight.masses)
-    second = sampler_of(name, loss_half_life=3000)
+    second = sampler_of(name, half_life=3000)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert torch.equal(second.shares, first.shares)
     for number in range(11, 16):
@@ -258,8 +263,8 @@ def test_skipped_steps_and_losses_that_are_not_finite_teach_nothing(name):
 
 def test_evaluation_and_the_effective_weight_stay_with_the_base_density():
     log_sigma = torch.linspace(-4, 4, 41, dtype=torch.float64)
-    plain = Objective(ObjectiveConfig(path="ddpm_linear", timestep_sampler="uniform"), 0)
+    plain = Objective(ObjectiveConfig(path="ddpm_linear", timesteps=timesteps("uniform")), 0)
     for name in LEARNING:
-        objective = Objective(ObjectiveConfig(path="ddpm_linear", timestep_sampler=name), 0)
+        objective = Objective(ObjectiveConfig(path="ddpm_linear", timesteps=timesteps(name)), 0)
         step(objective.timestep_sampler, noisy, 0, 3000)
         assert torch.equal(objective.effective_weight(log_sigma), plain.effective_weight(log_sigma))

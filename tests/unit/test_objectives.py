@@ -13,6 +13,7 @@ import pytest
 import torch
 from scipy import stats
 
+from tests.objectives import timesteps
 from torchtitan import philox
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.learned_variance import log_variance, posterior_mean, variational_bound
@@ -21,6 +22,7 @@ from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
 from torchtitan.diffusion.predictions import PREDICTIONS, target
+from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.weightings import WEIGHTINGS, prediction_weight
 from torchtitan.models.dit.config import FLAVORS
@@ -32,14 +34,14 @@ DISCRETE = ["ddpm_linear", "ddpm_cosine"]
 
 def with_slots(config: ObjectiveConfig) -> ObjectiveConfig:
     """The only sampler that cannot do without a key of its own gets it."""
-    if config.timestep_sampler != "slots":
+    if config.timesteps.name != "slots":
         return config
     edges = [0.0, 10.0, 300.0, 1000.0] if config.path.startswith("ddpm") else [0.0, 0.2, 0.7, 1.0]
-    return dataclasses.replace(config, slot_edges=edges)
+    return dataclasses.replace(config, timesteps=timesteps("slots", edges=edges))
 
 
 def choices(key: str) -> list[str]:
-    return list(typing.get_args(typing.get_type_hints(ObjectiveConfig)[key]))
+    return list(TIMESTEPS if key == "timesteps" else typing.get_args(typing.get_type_hints(ObjectiveConfig)[key]))
 
 
 def test_every_registered_name_is_a_choice():
@@ -58,7 +60,7 @@ def test_recipes_of_the_documentation_load(tmp_path, monkeypatch):
     for recipe in recipes:
         Path("recipe.toml").write_text(recipe, encoding="utf-8")
         load_config(["--job.config_file", "recipe.toml"], 1)
-    for key in ("path", "prediction", "preconditioning", "weighting", "timestep_sampler", "spread"):
+    for key in ("path", "prediction", "preconditioning", "weighting", "timesteps", "spread"):
         assert all(f"`{name}`" in page or f'"{name}"' in page for name in choices(key)), key
 
 
@@ -252,10 +254,10 @@ def test_index_preconditioning_gives_whole_numbers_and_the_real_index():
 # --- draws
 
 
-@pytest.mark.parametrize("sampler", choices("timestep_sampler"))
+@pytest.mark.parametrize("sampler", choices("timesteps"))
 @pytest.mark.parametrize("path", DISCRETE)
 def test_every_draw_on_a_discrete_path_is_one_of_its_indices(path, sampler):
-    objective = Objective(with_slots(ObjectiveConfig(path=path, timestep_sampler=sampler)), seed=3)
+    objective = Objective(with_slots(ObjectiveConfig(path=path, timesteps=timesteps(sampler))), seed=3)
     draw = objective.draw((1, 1, 1), GlobalBatch(0, 4000), torch.arange(4000))
     assert draw.index.dtype == torch.int64 and draw.index.min() >= 0 and draw.index.max() <= 999
     assert torch.equal(draw.t, objective.path.index_to_t(draw.index).float())
@@ -277,11 +279,11 @@ def test_equal_effective_weights_are_seen_to_be_equal():
         return Objective(ObjectiveConfig(**keys), 0).effective_weight(log_sigma)
 
     for path in DISCRETE:
-        v = weight(path=path, prediction="v", timestep_sampler="uniform")
-        x0 = weight(path=path, prediction="x0", weighting="snr_plus_one", timestep_sampler="uniform")
+        v = weight(path=path, prediction="v", timesteps=timesteps("uniform"))
+        x0 = weight(path=path, prediction="x0", weighting="snr_plus_one", timesteps=timesteps("uniform"))
         assert (v > 0).any()
         torch.testing.assert_close(v, x0, rtol=1e-9, atol=0)
-    edm = dict(path="edm", timestep_sampler="lognormal_sigma", sigma_data=0.5)
+    edm = dict(path="edm", timesteps=timesteps("lognormal_sigma"), sigma_data=0.5)
     whole = weight(**edm, prediction="x0", preconditioning="edm", weighting="edm")
     torch.testing.assert_close(whole, weight(**edm, prediction="edm", preconditioning="edm"), rtol=1e-9, atol=0)
     normal = torch.from_numpy(stats.norm(-1.2, 1.2).pdf(log_sigma.numpy()))
@@ -337,7 +339,7 @@ def test_gradient_does_not_depend_on_the_prediction_type(path, weighting, small_
 
 def test_edm_loss_is_the_paper_s_written_out(small_dit):
     config = ObjectiveConfig(
-        path="edm", prediction="x0", preconditioning="edm", weighting="edm", timestep_sampler="lognormal_sigma"
+        path="edm", prediction="x0", preconditioning="edm", weighting="edm", timesteps=timesteps("lognormal_sigma")
     )
     objective = Objective(config, seed=2)
     images, classes = philox.normal(1, "synthetic_data", torch.arange(8), (1, 8, 8)), torch.arange(8)
@@ -367,22 +369,23 @@ def test_predict_inverts_a_perfect_network(path, prediction):
 def test_every_accepted_combination_has_a_finite_loss_and_effective_weight():
     images, noise = torch.randn(2, 64, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     model, log_sigma = lambda x, time, _: torch.tanh(x) + 1e-4 * time.reshape(-1, 1, 1, 1), torch.linspace(-9, 9, 37)
-    keys = ("path", "prediction", "preconditioning", "weighting", "timestep_sampler")
+    keys = ("path", "prediction", "preconditioning", "weighting", "timesteps")
     accepted, of_samplers = 0, collections.Counter()
-    few = [choices("path"), ["v", "x0", "edm"], ["identity"], ["none", "snr_plus_one"], choices("timestep_sampler")]
+    few = [choices("path"), ["v", "x0", "edm"], ["identity"], ["none", "snr_plus_one"], choices("timesteps")]
     every = [*map(choices, keys[:-1]), ["uniform", "logit_normal", "mode", "cosmap"]]
     for values in dict.fromkeys((*itertools.product(*few), *itertools.product(*every))):
-        config = with_slots(ObjectiveConfig(**dict(zip(keys, values, strict=True))))
+        *others, sampler = values
+        config = with_slots(ObjectiveConfig(**dict(zip(keys, others)), timesteps=timesteps(sampler)))
         if list(objective_problems(config)):
             continue
         accepted += 1
-        of_samplers[config.timestep_sampler] += 1
+        of_samplers[sampler] += 1
         objective = Objective(config, 0)
         t, importance = objective.timestep_sampler.sample(GlobalBatch(0, 64), torch.arange(64))
         assert torch.isfinite(objective.loss(model, images, None, Draw(t, noise, importance)).loss).all(), config
         weight = objective.effective_weight(log_sigma.double())
         assert torch.isfinite(weight).all() and (weight >= 0).all() and (weight > 0).any(), config
-    assert accepted > 1000 and set(of_samplers) == set(choices("timestep_sampler")) and min(of_samplers.values()) >= 10
+    assert accepted > 1000 and set(of_samplers) == set(choices("timesteps")) and min(of_samplers.values()) >= 10
 
 
 # --- learned variance

@@ -87,10 +87,10 @@ def test_bin_edges_hold_equal_shares_of_the_timesteps():
     def edges(bins: int, **objective) -> list[float] | None:
         return RunRecord(Path("/p"), "p", {"objective": objective, "metrics": {"loss_bins": bins}}).bin_edges
 
-    assert edges(4, timestep_sampler="uniform") == pytest.approx([0, 0.25, 0.5, 0.75, 1])
+    assert edges(4, timesteps={"name": "uniform"}) == pytest.approx([0, 0.25, 0.5, 0.75, 1])
     logits = [-0.4 + 1.2 * statistics.NormalDist().inv_cdf(u) for u in (0.25, 0.5, 0.75)]
     expected = [0, *(1 / (1 + math.exp(-logit)) for logit in logits), 1]
-    assert edges(4, timestep_sampler="logit_normal", logit_mean=-0.4, logit_std=1.2) == pytest.approx(expected)
+    assert edges(4, timesteps={"name": "logit_normal", "mean": -0.4, "std": 1.2}) == pytest.approx(expected)
     assert edges(3, key_of_another_version=1) is None and edges("many") is None
     assert RunRecord(Path("/p"), "p").bin_edges is None
 

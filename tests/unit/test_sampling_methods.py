@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.launcher import ROOT
+from tests.objectives import timesteps
 from torchtitan import philox
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.diffusion.guidance import Guidance, guided_network, predictor
@@ -20,10 +21,10 @@ from torchtitan.evaluation.sampling import ImageSampler
 from torchtitan.settings.record import dump_config
 
 NULL_CLASS, SHAPE = 3, (4, 2, 2)
-DDPM = ObjectiveConfig(path="ddpm_linear", prediction="noise", preconditioning="index", timestep_sampler="uniform")
+DDPM = ObjectiveConfig(path="ddpm_linear", prediction="noise", preconditioning="index", timesteps=timesteps("uniform"))
 OBJECTIVES = {
     "rectified_flow": ObjectiveConfig(),
-    "edm": ObjectiveConfig(path="edm", prediction="edm", preconditioning="edm", timestep_sampler="lognormal_sigma"),
+    "edm": ObjectiveConfig(path="edm", prediction="edm", preconditioning="edm", timesteps=timesteps("lognormal_sigma")),
     "ddpm_linear": DDPM,
 }
 
@@ -152,7 +153,7 @@ def test_sampling_starts_at_the_path_s_last_noise_level():
             seen.append(x)
             return super().forward(x, time, condition)
 
-    objective = Objective(ObjectiveConfig(path="edm", prediction="x0", timestep_sampler="lognormal_sigma"), 0)
+    objective = Objective(ObjectiveConfig(path="edm", prediction="x0", timesteps=timesteps("lognormal_sigma")), 0)
     method = SamplingConfig(schedule="edm", guidance_scale=1.0).method()
     ImageSampler(Recorder(), objective, "float32", torch.device("cpu")).draw(
         torch.tensor([0, 1]), 5, **method, batch_size=2
@@ -249,7 +250,7 @@ def test_options_that_cannot_be_drawn_are_refused(script, monkeypatch, arguments
 
 
 SMALL_DDPM = '[data]\nname = "synthetic"\n[objective]\npath = "ddpm_linear"\nprediction = "noise"\n' + (
-    'preconditioning = "index"\ntimestep_sampler = "uniform"\n'
+    'preconditioning = "index"\ntimesteps.name = "uniform"\n'
 )
 
 

@@ -17,6 +17,7 @@ from studies.slot_training import (
     restored,
     slot_nodes,
 )
+from tests.objectives import timesteps
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges
 from torchtitan.evaluation.offline_gradients import GradientError, Gradients
@@ -28,7 +29,7 @@ VARIANCE = 0.25
 DEVICE = torch.device("cpu")
 DATA = SyntheticConfig(shape=[1, 4, 4], num_classes=0, num_images=10_000, spectrum_alpha=0.0, pixel_variance=VARIANCE)
 OBJECTIVE = Objective(
-    ObjectiveConfig(path="ddpm_linear", prediction="noise", timestep_sampler="uniform", preconditioning="identity"), 0
+    ObjectiveConfig(path="ddpm_linear", prediction="noise", timesteps=timesteps("uniform"), preconditioning="identity"), 0
 )
 
 

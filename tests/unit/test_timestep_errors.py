@@ -12,6 +12,7 @@ from torch import nn
 from data.synthetic import Synthetic, SyntheticConfig, mode_variances, optimal_noise_loss, optimal_velocity_loss
 from studies import slots
 from studies.curve_table import LossCurve, curve_of, write_curves, write_errors
+from tests.objectives import timesteps
 from tests.unit.test_timestep_samplers import power_law_curve, scalar_curve
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
@@ -49,7 +50,7 @@ class BestDenoiser(nn.Module):
 
 def objective_of(prediction="noise", path="ddpm_linear", **more) -> Objective:
     scaling = "index" if path.startswith("ddpm") else "identity"
-    keys = {"path": path, "prediction": prediction, "preconditioning": scaling, "timestep_sampler": "uniform"}
+    keys = {"path": path, "prediction": prediction, "preconditioning": scaling, "timesteps": timesteps("uniform")}
     return Objective(ObjectiveConfig(**keys | more), 0)
 
 
@@ -210,7 +211,7 @@ def test_losses_between_indices_are_straight_in_both_logarithms():
         interpolate_loss(torch.tensor([0, 3]), measured, 4)
 
 
-@pytest.mark.parametrize("sampler", [{}, {"timestep_sampler": "logit_normal", "logit_mean": -0.5, "logit_std": 2.0}])
+@pytest.mark.parametrize("sampler", [{}, {"timesteps": timesteps("logit_normal", mean=-0.5, std=2.0)}])
 @pytest.mark.parametrize("path", ["rectified_flow", "ddpm_linear_continuous"])
 def test_slots_between_indices_have_equal_integrals_however_training_drew(tmp_path, path, sampler):
     objective = objective_of("velocity", path, **sampler)

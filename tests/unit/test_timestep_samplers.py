@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
+from tests.objectives import timesteps
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.objective_checks import objective_problems
@@ -24,16 +25,16 @@ from torchtitan.settings.record import dump_config
 # Xie and Agam, Table 1, as half-open slots of the 1000 indices.
 PAPER_EDGES = [0.0, 5.0, 13.0, 23.0, 37.0, 56.0, 82.0, 120.0, 177.0, 277.0, 1000.0]
 CASES = {
-    "laplace": dict(timestep_sampler="laplace", laplace_mean=-1.0, laplace_scale=1.5),
-    "cubic to noise": dict(timestep_sampler="cubic"),
-    "cubic to data": dict(timestep_sampler="cubic", cubic_towards="data"),
-    "beta": dict(timestep_sampler="beta", beta_a=0.6, beta_b=2.5),
+    "laplace": dict(timesteps=timesteps("laplace", mean=-1.0, scale=1.5)),
+    "cubic to noise": dict(timesteps=timesteps("cubic")),
+    "cubic to data": dict(timesteps=timesteps("cubic", towards="data")),
+    "beta": dict(timesteps=timesteps("beta", a=0.6, b=2.5)),
 }
 ON_INDICES = CASES | {
-    "speed": dict(timestep_sampler="speed"),
-    "slots": dict(timestep_sampler="slots", slot_edges=PAPER_EDGES),
+    "speed": dict(timesteps=timesteps("speed")),
+    "slots": dict(timesteps=timesteps("slots", edges=PAPER_EDGES)),
 }
-ON_FLOW = CASES | {"slots": dict(timestep_sampler="slots", slot_edges=[0.0, 0.1, 0.15, 0.6, 1.0])}
+ON_FLOW = CASES | {"slots": dict(timesteps=timesteps("slots", edges=[0.0, 0.1, 0.15, 0.6, 1.0]))}
 
 
 def middles(count: int) -> torch.Tensor:
@@ -122,7 +123,7 @@ def test_quantiles_are_those_of_the_integrated_density(path, name, more):
         jumps = PATHS[path]().index_to_log_sigma(torch.arange(1000)) + np.log(more.get("shift", 1.0))
         points = torch.cat((points, jumps[(jumps > points[0]) & (jumps < points[-1])])).unique()
     if name == "slots" and not path.startswith("ddpm"):
-        jumps = torch.logit(torch.tensor(cases[name]["slot_edges"][1:-1]).double()) + np.log(more.get("shift", 1.0))
+        jumps = torch.logit(torch.tensor(cases[name]["timesteps"].edges[1:-1]).double()) + np.log(more.get("shift", 1.0))
         points = torch.cat((points, jumps[(jumps > points[0]) & (jumps < points[-1])])).unique()
     if name == "speed":
         jump = PATHS[path]().index_to_log_sigma(torch.tensor([641.5])) + np.log(more.get("shift", 1.0))
@@ -175,8 +176,8 @@ def test_new_densities_compose_with_allocation(path, name):
 @pytest.mark.parametrize("name", ["uniform", "logit_normal", "mode", "cosmap", "cubic", "beta", "laplace"])
 def test_a_cut_density_is_the_whole_one_given_that_t_lies_in_the_range(name):
     low, high = 0.2, 0.65
-    whole = density_of("rectified_flow", timestep_sampler=name, shift=1.7)
-    cut = density_of("rectified_flow", timestep_sampler=name, shift=1.7, t_min=low, t_max=high)
+    whole = density_of("rectified_flow", timesteps=timesteps(name), shift=1.7)
+    cut = density_of("rectified_flow", timesteps=timesteps(name), shift=1.7, t_min=low, t_max=high)
     kept = whole.quantile(middles(400_000))
     kept = kept[(kept >= low) & (kept <= high)]
     off, gaps = (cut.quantile(middles(len(kept))) - kept).abs(), kept.diff()
@@ -191,10 +192,10 @@ def test_a_cut_density_is_the_whole_one_given_that_t_lies_in_the_range(name):
 
 @pytest.mark.parametrize("name", ["uniform", "logit_normal", "cubic", "slots", "speed"])
 def test_a_cut_discrete_path_keeps_whole_indices_and_their_proportions(name):
-    path, keys = PATHS["ddpm_linear"](), {"slot_edges": PAPER_EDGES} if name == "slots" else {}
+    path, keys = PATHS["ddpm_linear"](), {"edges": PAPER_EDGES} if name == "slots" else {}
     t = path.index_to_t(torch.tensor([23, 36])).float().tolist()  # one slot of the paper's, ends included
-    whole = density_of("ddpm_linear", timestep_sampler=name, **keys).cumulative.diff()
-    cut = density_of("ddpm_linear", timestep_sampler=name, t_min=t[0], t_max=t[1], **keys)
+    whole = density_of("ddpm_linear", timesteps=timesteps(name, **keys)).cumulative.diff()
+    cut = density_of("ddpm_linear", timesteps=timesteps(name, **keys), t_min=t[0], t_max=t[1])
     found = cut.cumulative.diff()
     expected = torch.zeros_like(whole)
     expected[23:37] = whole[23:37] / whole[23:37].sum()
@@ -224,7 +225,7 @@ def test_slots_of_the_paper_are_as_likely_as_each_other():
 def test_a_spread_batch_goes_round_all_slots_equally(path, importance, spread):
     edges = [0.0, 0.1, 0.15, 0.6, 1.0] if path == "rectified_flow" else PAPER_EDGES
     config = ObjectiveConfig(
-        path=path, timestep_sampler="slots", slot_edges=edges, slot_importance=importance, spread=spread
+        path=path, timesteps=timesteps("slots", edges=edges, importance=importance), spread=spread
     )
     the_path = PATHS[path]()
     sampler, slots = build_sampler(config, the_path, seed=3), len(edges) - 1
@@ -237,7 +238,7 @@ def test_a_spread_batch_goes_round_all_slots_equally(path, importance, spread):
 
 @pytest.mark.parametrize("path", ["ddpm_linear", "ddpm_cosine"])
 def test_weighted_slots_are_unbiased_at_every_index(path):
-    config = ObjectiveConfig(path=path, timestep_sampler="slots", slot_edges=PAPER_EDGES, slot_importance=True)
+    config = ObjectiveConfig(path=path, timesteps=timesteps("slots", edges=PAPER_EDGES, importance=True))
     the_path = PATHS[path]()
     sampler = build_sampler(config, the_path, seed=4)
     drawn = density_of(path, **ON_INDICES["slots"]).cumulative.diff()
@@ -246,19 +247,19 @@ def test_weighted_slots_are_unbiased_at_every_index(path):
     # p_t x importance_t = 1 / T at each index: the mean of any loss is its plain mean over the indices.
     torch.testing.assert_close(drawn[index] * importance, torch.full((60_000,), 1e-3).double(), rtol=2e-7, atol=0)
     assert len(index.unique()) > 990
-    plain = Objective(ObjectiveConfig(path=path, timestep_sampler="uniform"), 0)
+    plain = Objective(ObjectiveConfig(path=path, timesteps=timesteps("uniform")), 0)
     log_sigma = torch.linspace(-4, 4, 81, dtype=torch.float64)
     torch.testing.assert_close(Objective(config, 0).effective_weight(log_sigma), plain.effective_weight(log_sigma))
 
 
 def test_weighted_slots_compose_with_shift_and_range():
-    keys = dict(timestep_sampler="slots", slot_edges=[0.0, 0.05, 0.4, 1.0], shift=2.0, t_min=0.3, t_max=0.9)
-    config = ObjectiveConfig(**keys, slot_importance=True, spread="stratified")
+    keys = dict(timesteps=timesteps("slots", edges=[0.0, 0.05, 0.4, 1.0], importance=True), shift=2.0, t_min=0.3, t_max=0.9)
+    config = ObjectiveConfig(**keys, spread="stratified")
     sampler = build_sampler(config, PATHS["rectified_flow"](), seed=5)
     t, importance = draw(sampler, 20_000)
     ordinary, _ = draw(TimestepSampler(build_density(config, PATHS["rectified_flow"]()), 5, "stratified"), 20_000)
     assert (t.sort().values - ordinary.sort().values).abs().max() < 2e-4  # they are drawn as without weights
-    uniform = density_of("rectified_flow", timestep_sampler="uniform", shift=2.0, t_min=0.3, t_max=0.9)
+    uniform = density_of("rectified_flow", timesteps=timesteps("uniform"), shift=2.0, t_min=0.3, t_max=0.9)
     wanted = uniform.quantile(middles(100_000)).square().mean().item()
     assert (importance.double() * t.double().square()).mean().item() == pytest.approx(wanted, rel=1e-4)
 
@@ -308,10 +309,10 @@ def test_slots_from_a_file_are_put_into_the_recorded_configuration(tmp_path, mon
     write_slot_edges(Path("edges.json"), PAPER_EDGES, "index")
     assert read_slot_edges(Path("edges.json"), "index") == PAPER_EDGES
     Path("run.toml").write_text(
-        '[objective]\npath = "ddpm_linear"\ntimestep_sampler = "slots"\nslot_edges_path = "edges.json"\n'
+        '[objective]\npath = "ddpm_linear"\ntimesteps.name = "slots"\ntimesteps.edges_path = "edges.json"\n'
     )
     config = load_config(["--job.config_file", "run.toml"], 1)
-    assert config.objective.slot_edges == PAPER_EDGES and config.objective.slot_edges_path == ""
+    assert config.objective.timesteps == timesteps("slots", edges=PAPER_EDGES)
     Path("edges.json").unlink()
     Path("recorded.toml").write_text(dump_config(config))
     assert load_config(["--job.config_file", "recorded.toml"], 1).objective == config.objective
@@ -332,9 +333,9 @@ def test_wrong_files_of_slots_are_refused_in_a_line(content, reason, tmp_path):
     file = tmp_path / "edges.json"
     if content is not None:
         file.write_text(content)
-    config = ObjectiveConfig(path="ddpm_linear", timestep_sampler="slots", slot_edges_path=str(file))
+    config = ObjectiveConfig(path="ddpm_linear", timesteps=timesteps("slots", edges_path=str(file)))
     ((key, text),) = objective_problems(config)
-    assert key == "objective.slot_edges_path" and reason in text and "\n" not in text
+    assert key == "objective.timesteps.edges_path" and reason in text and "\n" not in text
 
 
 def test_warped_densities_stay_finite_far_out():

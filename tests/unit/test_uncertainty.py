@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from tests.objectives import timesteps
 from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import per_image
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.uncertainty import LogUncertainty
 
-EDM = dict(path="edm", prediction="x0", preconditioning="edm", weighting="edm", timestep_sampler="lognormal_sigma")
+EDM = dict(path="edm", prediction="x0", preconditioning="edm", weighting="edm", timesteps=timesteps("lognormal_sigma"))
 
 
 def test_the_loss_is_the_weighted_error_at_first_and_1_on_data_of_sigma_data():
@@ -32,7 +33,7 @@ def test_the_loss_is_the_weighted_error_at_first_and_1_on_data_of_sigma_data():
 def test_u_converges_to_the_log_of_the_loss_on_gaussian_data():
     """With the best denoiser of N(0, s) the noise error is s snr / (1 + s snr), over four orders of magnitude."""
     variance = 0.25
-    keys = dict(path="ddpm_linear", prediction="noise", preconditioning="index", timestep_sampler="uniform")
+    keys = dict(path="ddpm_linear", prediction="noise", preconditioning="index", timesteps=timesteps("uniform"))
     objective = Objective(ObjectiveConfig(**keys, spread="stratified", learned_uncertainty=True), 0)
 
     def best(x_t, time, _):
@@ -90,7 +91,7 @@ def test_u_stays_beyond_the_levels_that_train_it():
 
 def test_validation_and_the_guard_see_the_loss_without_u():
     """The loss itself may be negative; held-out losses of runs with and without u are one and the same quantity."""
-    keys = dict(path="ddpm_linear", prediction="v", preconditioning="index", timestep_sampler="uniform", weighting="min_snr")
+    keys = dict(path="ddpm_linear", prediction="v", preconditioning="index", timesteps=timesteps("uniform"), weighting="min_snr")
     learned, plain = Objective(ObjectiveConfig(**keys, learned_uncertainty=True), 0), Objective(ObjectiveConfig(**keys), 0)
     with torch.no_grad():
         learned.uncertainty.weight.normal_(generator=torch.Generator().manual_seed(0))

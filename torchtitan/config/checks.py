@@ -21,7 +21,6 @@ from torchtitan.config.view import Checked, Unknown
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timesteps.registry import given_slot_edges
 from torchtitan.distributed.config import checkpoint_problems, compile_problems
 from torchtitan.errors import unwrapped
 from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, default_schedule, sampling_problems
@@ -69,9 +68,7 @@ def resolve(checked: Checked, config: Any) -> None:
         config.sampling.guidance_scale = 1.0
     if "sampling.schedule" not in checked.given:
         config.sampling.schedule = default_schedule(config.objective.path)
-    if config.objective.slot_edges_path:  # so that the run's own record does not depend on the file
-        config.objective.slot_edges = given_slot_edges(config.objective, PATHS[config.objective.path]())
-        config.objective.slot_edges_path = ""
+    config.objective.timesteps = config.objective.timesteps.resolved(PATHS[config.objective.path]())
 
 
 def _attempt(check: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Problem]:
@@ -87,7 +84,7 @@ def _attempt(check: Callable[..., Iterator[Problem]], *arguments: Any) -> list[P
 def _has_effect(checked: Checked, key: str, field: Any) -> Iterator[Problem]:
     if key not in checked.given:
         return
-    unmet = unmet_condition(checked, key.split(".")[0], field)
+    unmet = unmet_condition(checked, key.rpartition(".")[0], field)
     if unmet:
         yield Problem(key, no_effect(*unmet, field.metadata["because"]))
 

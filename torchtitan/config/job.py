@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_type_hints
@@ -25,10 +26,12 @@ from torchtitan.gns.config import GNSConfig
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import Float8Config
 from torchtitan.profiling.config import ProfilingConfig
-from torchtitan.settings import has_key, setting
+from torchtitan.settings import Choice, choice, has_key, setting
+from torchtitan.settings.earlier_keys import in_present_keys, where_now
 from torchtitan.settings.record import config_differences, dump_config, unmet_condition
-from torchtitan.settings.reference import Choice, build_json_schema, describe
+from torchtitan.settings.reference import build_json_schema, describe
 from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, parse_text, shown, shown_name, validate_section
+from torchtitan.settings.sections import all_sections, choices, keys, put_section, section_at, table_at
 from torchtitan.settings.sources import read_command_line, read_toml, shown_file, suggestion
 from torchtitan.training.config import EMAConfig, LRSchedulerConfig, MetricsConfig, OptimizerConfig
 
@@ -44,9 +47,8 @@ __all__ = [
     "report_and_exit",
 ]
 
-# What `model.name` and `data.name` choose from, and what they are when not given.
-REGISTRIES: dict[str, dict[str, Any]] = {"model": MODELS, "data": DATASETS}
-DEFAULT_NAMES = {"model": "dit", "data": "digits"}
+_MODEL = Choice(MODELS, "dit", make=lambda family: family.config_class(), flavors=lambda family: family.flavors)
+_DATA = Choice(DATASETS, "digits", make=lambda dataset: dataset.Config())
 
 
 @dataclass(kw_only=True)
@@ -113,8 +115,8 @@ class JobConfig:
     """
 
     job: JobSection = field(default_factory=JobSection)
-    model: Any = field(default_factory=lambda: _section_defaults("model", DEFAULT_NAMES["model"]))
-    data: Any = field(default_factory=lambda: _section_defaults("data", DEFAULT_NAMES["data"]))
+    model: Any = choice(_MODEL, "family of networks")
+    data: Any = choice(_DATA, "dataset")
     autoencoder: AutoencoderConfig = field(default_factory=AutoencoderConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -212,8 +214,9 @@ def _read(argv: list[str]) -> tuple[dict[str, str], str | None, dict[str, Any]]:
     if path is not None:
         document, failure = read_toml(path)
         unreadable += failure
-    if unreadable:
-        raise ConfigError(unreadable)
+    document, flags, twice = in_present_keys(document, flags, path)
+    if unreadable or twice:
+        raise ConfigError(unreadable + twice)
     return flags, path, document
 
 
@@ -241,22 +244,21 @@ class _Filled:
 
 def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None) -> _Filled:
     """Choose the classes of a configuration, and lay file and command line over their defaults."""
-    config, refused = JobConfig(), set()
-    document = _without_keys_of_replaced_classes(document, flags)
+    config = JobConfig()
+    document = _without_keys_of_replaced_classes(config, document, flags)
     problems = _choose_classes(config, document, flags)
-    refused |= {problem.key.split(".")[0] for problem in problems}
-    unchosen = {problem.key.removesuffix(".name") for problem in problems if problem.key.endswith(".name")}
+    refused = {problem.key.rpartition(".")[0] for problem in problems}
+    unchosen = tuple(problem.key.removesuffix("name") for problem in problems if problem.key.endswith(".name"))
     values, origins, misplaced = _merge(config, document, flags)
-    misplaced = [problem for problem in misplaced if problem.key.split(".")[0] not in unchosen]
-    problems += misplaced
+    problems += [problem for problem in misplaced if not f"{problem.key}.".startswith(unchosen)]
     known = _keys(config)
-    defaults = {section: getattr(config, section) for section in values}
+    defaults = {section: section_at(config, section) for section in values}
     for section, given in values.items():
-        if section in unchosen:
+        if f"{section}.".startswith(unchosen):
             continue
-        advise = functools.partial(_advice, known=known)
-        filled, wrong = validate_section(section, getattr(config, section), given, advise)
-        setattr(config, section, filled)
+        advise = functools.partial(_advice, config=config, known=known)
+        filled, wrong = validate_section(section, section_at(config, section), given, advise)
+        put_section(config, section, filled)
         earlier = {problem.key for problem in problems}
         problems += [problem for problem in wrong if problem.key not in earlier]
         refused |= {problem.key for problem in wrong}
@@ -292,34 +294,31 @@ def write_schema(path: Path) -> None:
     replace_file(path, schema)
 
 
-def _section_defaults(section: str, name: str, flavor: str | None = None) -> Any:
-    """The section of a model family or dataset, before anything is overridden."""
-    if section == "data":
-        return dataclasses.replace(DATASETS[name].Config(), name=name)
-    family = MODELS[name]
-    return family.flavors[flavor or family.config_class().flavor]
-
-
 def _choose_classes(config: JobConfig, document: dict[str, Any], flags: dict[str, str]) -> list[Problem]:
-    """Put the section of the chosen model family, with its flavor's values, and of the chosen dataset in place."""
+    """Put each section whose keys depend on a name in place, a model's with its flavor's values; outer ones first."""
     problems = []
-    for section, registry in REGISTRIES.items():
-        table = document.get(section)
-        table = table if isinstance(table, dict) else {}
-
+    for section, options in _choices(config):
+        table = table_at(document, section)
         given = {key: flags.get(f"{section}.{key}", table.get(key)) for key in ("name", "flavor")}
-        name = DEFAULT_NAMES[section] if given["name"] is None else given["name"]
-        if not (isinstance(name, str) and name in registry):
-            problems.append(_not_one_of(f"{section}.name", name, registry))
+        name = options.default if given["name"] is None else given["name"]
+        if not (isinstance(name, str) and name in options.registry):
+            problems.append(_not_one_of(f"{section}.name", name, options.registry))
             continue
-        flavors = registry[name].flavors if section == "model" else None
-        default_flavor = registry[name].config_class().flavor if flavors else None
-        flavor = default_flavor if given["flavor"] is None else given["flavor"]
-        if flavors and not (isinstance(flavor, str) and flavor in flavors):
+        flavors, flavor = options.flavors(options.registry[name]), given["flavor"]
+        if flavors and flavor is not None and not (isinstance(flavor, str) and flavor in flavors):
             problems.append(_not_one_of(f"{section}.flavor", flavor, flavors))
-            flavor = default_flavor
-        setattr(config, section, _section_defaults(section, name, flavor))
+            flavor = None
+        put_section(config, section, options.section(name, flavor))
     return problems
+
+
+def _choices(section: Any, prefix: str = "") -> Iterator[tuple[str, Choice]]:
+    """Dotted name and choice of every section whose keys depend on a name, those inside of it as it is by then."""
+    for name in [each.name for each in dataclasses.fields(section)]:
+        if name in choices(section):
+            yield prefix + name, choices(section)[name]
+        if dataclasses.is_dataclass(inner := getattr(section, name)):
+            yield from _choices(inner, f"{prefix}{name}.")
 
 
 def _not_one_of(key: str, value: Any, known: dict[str, Any]) -> Problem:
@@ -337,45 +336,72 @@ def _merge(
         section -> key -> given value; dotted key -> where it was given; what belongs to no section or key.
     """
     known = _keys(config)
-    values: dict[str, dict[str, Any]] = {section.name: {} for section in dataclasses.fields(JobConfig)}
+    values: dict[str, dict[str, Any]] = {section: {} for section, _ in all_sections(config)}
     origins: dict[str, str] = {}
     problems: list[Problem] = []
     for section, table in document.items():
         if section not in values:
             text = _unknown_in_file(section, table, known) if len(problems) < MOST_SHOWN else "is unknown too"
             problems.append(Problem(shown_name(section), text))
-        elif not isinstance(table, dict):
-            problems.append(Problem(section, f"must be a table, is {shown(table)} (write [{section}] and its keys)"))
         else:
-            values[section] |= table
-            origins |= {f"{section}.{key}": "file" for key in table}
+            problems += _take_table(section, table, values, origins)
     if "config_file" in values["job"]:
         del values["job"]["config_file"]
         problems.append(Problem("job.config_file", "is for the command line only (remove it)"))
     for dotted, text in flags.items():
         origins[dotted] = "command line"
-        section, _, key = dotted.partition(".")
+        section, _, key = dotted.rpartition(".")
         if dotted not in known:
-            advice = f" ({_advice(dotted, known, '--')})" if len(problems) < MOST_SHOWN else ""
+            advice = f" ({_advice(dotted, config, known, '--')})" if len(problems) < MOST_SHOWN else ""
             problems.append(Problem(dotted, f"unknown key{advice}"))
             continue
-        annotation = get_type_hints(type(getattr(config, section)))[key]
+        annotation = get_type_hints(type(section_at(config, section)))[key]
         values[section][key] = parse_text(text, annotation)
     return values, origins, problems
 
 
-def _without_keys_of_replaced_classes(document: dict[str, Any], flags: dict[str, str]) -> dict[str, Any]:
-    """Leave out the file's keys of a dataset or model family that the command line has replaced by another."""
+def _take_table(
+    section: str, table: Any, values: dict[str, dict[str, Any]], origins: dict[str, str]
+) -> Iterator[Problem]:
+    """Sort a table of the file, and those of its inner sections, into the values by section."""
+    if not isinstance(table, dict):
+        yield Problem(section, f"must be a table, is {shown(table)} (write [{section}] and its keys)")
+        return
+    for key, value in table.items():
+        if f"{section}.{key}" in values:
+            yield from _take_table(f"{section}.{key}", value, values, origins)
+        else:
+            values[section][key] = value
+            origins[f"{section}.{key}"] = "file"
+
+
+def _without_keys_of_replaced_classes(
+    section: Any, document: dict[str, Any], flags: dict[str, str], prefix: str = ""
+) -> dict[str, Any]:
+    """Leave out the file's keys of a class, as of a dataset, that the command line has replaced by another."""
     kept = dict(document)
-    for section, registry in REGISTRIES.items():
-        table, name = document.get(section), flags.get(f"{section}.name")
-        if not isinstance(table, dict) or name not in registry or table.get("name") not in registry:
+    for field_ in dataclasses.fields(section):
+        table, inner = document.get(field_.name), getattr(section, field_.name)
+        if not isinstance(table, dict) or not dataclasses.is_dataclass(inner):
             continue
-        old, new = (
-            {key.name for key in dataclasses.fields(_section_defaults(section, chosen))} for chosen in (table["name"], name)
-        )
-        kept[section] = {key: value for key, value in table.items() if key in new or key not in old}
+        place = f"{prefix}{field_.name}"
+        options = choices(section).get(field_.name)
+        if options:
+            registry, old, new = options.registry, table.get("name", options.default), flags.get(f"{place}.name")
+            if not (isinstance(old, str) and old in registry):
+                continue
+            inner = options.section(old)
+            if new in registry:
+                replaced = _replaced_keys(inner, options.section(new), shared_by_name=not prefix)
+                table = {key: value for key, value in table.items() if key not in replaced}
+        kept[field_.name] = _without_keys_of_replaced_classes(inner, table, flags, f"{place}.")
     return kept
+
+
+def _replaced_keys(old: Any, new: Any, shared_by_name: bool) -> set[str]:
+    """Keys of a class that mean nothing, or something else, in another; of datasets, `path` is the same in all."""
+    before, after = old.__dataclass_fields__, new.__dataclass_fields__
+    return {key for key in before if key not in after or not (shared_by_name or before[key] is after[key])}
 
 
 def _drop_overruled(
@@ -387,21 +413,26 @@ def _drop_overruled(
     without effect is a mistake and stays for the checks to report.
     """
     for dotted, field_ in known.items():
-        section, _, key = dotted.partition(".")
+        section, _, key = dotted.rpartition(".")
         if origins.get(dotted) != "file":
             continue
         unmet = unmet_condition(config, section, field_)
         if unmet and origins.get(unmet[0]) == "command line":
-            setattr(getattr(config, section), key, getattr(defaults[section], key))
+            setattr(section_at(config, section), key, getattr(defaults[section], key))
             del origins[dotted]
 
 
-def _advice(dotted: str, known: dict[str, dataclasses.Field], prefix: str = "") -> str:
-    """What to do about an unknown key: it may be one of another model family or dataset than the one chosen."""
-    section, _, key = dotted.partition(".")
-    owners = [name for name in REGISTRIES.get(section, ()) if has_key(_section_defaults(section, name), key)]
-    if owners:
-        return f"it is a key of {section}.name = {' or '.join(owners)}"
+def _advice(dotted: str, config: JobConfig, known: dict[str, dataclasses.Field], prefix: str = "") -> str:
+    """What to do about an unknown key: it may be one under another name of its section, or one that has moved."""
+    if moved := where_now(dotted):
+        return moved
+    for section, options in _choices(config):
+        if dotted == section:
+            return f"it is a section; {prefix}{section}.name chooses its keys"
+        key = dotted.removeprefix(f"{section}.").partition(".")[0]
+        owners = [name for name in options.registry if has_key(options.section(name), key)]
+        if dotted.startswith(f"{section}.{key}") and owners and not has_key(section_at(config, section), key):
+            return f"it is a key of {section}.name = {' or '.join(owners)}"
     return suggestion(dotted, known, prefix)
 
 
@@ -414,11 +445,7 @@ def _unknown_in_file(section: str, value: Any, known: dict[str, dataclasses.Fiel
 
 def _keys(config: JobConfig) -> dict[str, dataclasses.Field]:
     """Dotted key -> its field, for every key of the configuration."""
-    return {
-        f"{section.name}.{key.name}": key
-        for section in dataclasses.fields(config)
-        for key in dataclasses.fields(getattr(config, section.name))
-    }
+    return {f"{name}.{key.name}": key for name, section in all_sections(config) for key in keys(section)}
 
 
 def _line(problem: Problem, origins: dict[str, str], known: dict[str, Any], path: str | None) -> str:
@@ -431,9 +458,5 @@ def _line(problem: Problem, origins: dict[str, str], known: dict[str, Any], path
 
 def _reference_sections() -> dict[str, Any]:
     config = JobConfig()
-    sections = {section.name: getattr(config, section.name) for section in dataclasses.fields(config)}
-    for section, registry in REGISTRIES.items():
-        names = sorted(registry, key=lambda name: name != DEFAULT_NAMES[section])
-        flavors = {name: list(getattr(registry[name], "flavors", ())) for name in names}
-        sections[section] = Choice({name: _section_defaults(section, name) for name in names}, flavors)
-    return sections
+    names = [section.name for section in dataclasses.fields(config)]
+    return {name: choices(config).get(name, getattr(config, name)) for name in names}

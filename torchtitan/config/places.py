@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan.files.regular import user_path
 from torchtitan.settings.schema import default_of
+from torchtitan.settings.sections import all_sections, keys
 
 # The folder, within that of a sweep or study, for what its runs may share: indexes and caches of data.
 SHARED_FOLDER = "shared"
@@ -14,11 +15,10 @@ SHARED_FOLDER = "shared"
 
 def written_places(config: Any) -> Iterator[tuple[str, str, dataclasses.Field]]:
     """Dotted key, value and field of every key that names a place which is written; see `writes` of `setting`."""
-    for section in dataclasses.fields(config):
-        values = getattr(config, section.name)
-        for field in dataclasses.fields(values):
+    for section, values in all_sections(config):
+        for field in keys(values):
             if field.metadata.get("writes"):
-                yield f"{section.name}.{field.name}", getattr(values, field.name), field
+                yield f"{section}.{field.name}", getattr(values, field.name), field
 
 
 def place_problems(config: Any, folder: Path, dump_folder: Path, name: str) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from typing import Any
 
 from data import DATASETS
 from data.base import DatasetError, DatasetInfo
+from torchtitan.settings.sections import choices
 
 
 class Unknown(Exception):
@@ -61,4 +62,5 @@ class _Section:
     def __getattr__(self, key: str) -> Any:
         if {self._name, f"{self._name}.{key}"} & self._refused:
             raise Unknown
-        return getattr(self._values, key)
+        value = getattr(self._values, key)
+        return _Section(f"{self._name}.{key}", value, self._refused) if key in choices(self._values) else value

@@ -19,11 +19,11 @@ from torchtitan.diffusion.learned_variance import BOUND_WEIGHT, variational_boun
 from torchtitan.diffusion.paths import PATHS, indexed, per_image
 from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
 from torchtitan.diffusion.predictions import PREDICTIONS, noise_error_weight, target, to_x0_and_noise
-from torchtitan.diffusion.timesteps.registry import LEARNING, build_sampler
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch
+from torchtitan.diffusion.timesteps.registry import TIMESTEPS, SamplerOf, build_sampler
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepsConfig
 from torchtitan.diffusion.uncertainty import LogUncertainty
 from torchtitan.diffusion.weightings import WEIGHTINGS, prediction_weight
-from torchtitan.settings import OneOf, setting
+from torchtitan.settings import Choice, OneOf, choice, setting
 
 # A diffusion network: (x [B, C, H, W], time [B], class [B] or None) -> [B, C, H, W]
 Network = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -31,7 +31,6 @@ Network = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 _EDM_IN_USE = {"prediction or preconditioning or weighting": ("edm",)}
 _UNCERTAINTY_IN_USE = {"learned_uncertainty or combine": (True, "inverse_variance")}
-_DRAWN_FROM = "timestep_sampler or base_density"
 # Beyond these quantiles of the training density hardly any level is met.
 _TAIL = 1e-3
 
@@ -81,55 +80,7 @@ class ObjectiveConfig:
         [], "signal-to-noise ratios, rising, at which one of `heads`, then in the order from noise to data, hands over",
         applies={"combine": ("snr_handover",)},
     )
-    timestep_sampler: Literal[
-        "uniform", "logit_normal", "lognormal_sigma", "laplace", "mode", "cosmap", "cubic", "beta", "speed", "slots",
-        "loss_second_moment", "time_warping", "adaptive_log_snr",
-    ] = setting("logit_normal", "density of the training timesteps; uniform: over t, on a DDPM path over its indices")
-    base_density: Literal["uniform", "logit_normal", "lognormal_sigma", "laplace", "mode", "cosmap"] = setting(
-        "uniform", "density that a sampler which learns from losses starts from, and weights refer to",
-        applies={"timestep_sampler": LEARNING},
-    )
-    logit_mean: float = setting(0.0, "mean of logit(t)", applies={_DRAWN_FROM: ("logit_normal",)})
-    logit_std: float = setting(1.0, "standard deviation of logit(t)", gt=0, applies={_DRAWN_FROM: ("logit_normal",)})
-    p_mean: float = setting(-1.2, "mean of ln(sigma)", applies={_DRAWN_FROM: ("lognormal_sigma",)})
-    p_std: float = setting(1.2, "standard deviation of ln(sigma)", gt=0, applies={_DRAWN_FROM: ("lognormal_sigma",)})
-    laplace_mean: float = setting(0.0, "mean of ln(snr)", applies={_DRAWN_FROM: ("laplace",)})
-    laplace_scale: float = setting(
-        0.5, "mean distance of ln(snr) from its mean", ge=0.01, le=100, applies={_DRAWN_FROM: ("laplace",)}
-    )
-    mode_scale: float = setting(
-        1.29, "weight of the middle; 0 is uniform", gt=-1, lt=1.75, applies={_DRAWN_FROM: ("mode",)}
-    )
-    cubic_towards: Literal["noise", "data"] = setting(
-        "noise", "where timesteps crowd: noise decides content, data style", applies={"timestep_sampler": ("cubic",)}
-    )
-    beta_a: float = setting(
-        1.5, "a of Beta(a, b), the density of t or of the index over T: below 1 crowds at data, above 1 leaves it",
-        ge=0.2, le=50, applies={"timestep_sampler": ("beta",)},
-    )
-    beta_b: float = setting(
-        1.0, "b of Beta(a, b): below 1 crowds at noise, above 1 leaves it", ge=0.2, le=50,
-        applies={"timestep_sampler": ("beta",)},
-    )
-    speed_ratio: float = setting(
-        5.0, "times as often is an index drawn before the noise has nearly stopped growing as after", ge=1, le=1000,
-        applies={"timestep_sampler": ("speed",)},
-    )
-    slot_edges: list[float] = setting(
-        [], "edges of slots that are drawn equally often, from 0 to 1 in t, on a DDPM path to the number of indices",
-        applies={"timestep_sampler": ("slots",)},
-    )
-    slot_edges_path: str = setting(
-        "", "file of slot edges, in the place of slot_edges", applies={"timestep_sampler": ("slots",)}
-    )
-    slot_importance: bool = setting(
-        False, "weigh samples so that the mean loss stays that of uniform timesteps",
-        applies={"timestep_sampler": ("slots",)},
-    )
-    loss_half_life: float = setting(
-        20000.0, "images after which an observed loss counts half", ge=1,
-        applies={"timestep_sampler": ("time_warping", "adaptive_log_snr")},
-    )
+    timesteps: TimestepsConfig = choice(Choice(TIMESTEPS, "logit_normal"), "which timesteps are trained")
     shift: float = setting(
         1.0, "factor on sigma at every timestep drawn: above 1 towards noise, for larger images", ge=0.01, le=100
     )
@@ -190,13 +141,14 @@ class Objective:
         learned: all that is trained or measured beside the network, and belongs into a checkpoint.
     """
 
-    def __init__(self, config: ObjectiveConfig, seed: int) -> None:
+    def __init__(self, config: ObjectiveConfig, seed: int, sampler_of: SamplerOf | None = None) -> None:
+        """sampler_of: draws timesteps from the configured density, instead of what the configuration says."""
         self.path = PATHS[config.path]()
         self.prediction = config.prediction
         self.sigma_data = config.sigma_data
         self.preconditioning = PRECONDITIONINGS[config.preconditioning](self.path, self.prediction, self.sigma_data)
         self.weighting = partial(prediction_weight, config, self.path)
-        self.timestep_sampler = build_sampler(config, self.path, seed)
+        self.timestep_sampler = build_sampler(config, self.path, seed, sampler_of)
         ends = torch.tensor([_TAIL, 1.0 - _TAIL], dtype=torch.float64)
         trained = tuple(torch.logit(self.timestep_sampler.density.quantile(ends)).tolist())
         self.heads = PredictionHeads(config, self.path, trained) if config.heads else None

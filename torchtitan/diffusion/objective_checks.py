@@ -1,7 +1,6 @@
 """Objectives with incompatible parts."""
 
 from collections.abc import Iterator
-from typing import cast
 
 import torch
 
@@ -9,15 +8,7 @@ from torchtitan.diffusion.heads import head_problems
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS, Path
 from torchtitan.diffusion.predictions import noise_error_weight
-from torchtitan.diffusion.timesteps.densities import uniform_density
-from torchtitan.diffusion.timesteps.learning import LossSecondMoment
-from torchtitan.diffusion.timesteps.registry import LEARNING, given_slot_edges
-from torchtitan.diffusion.timesteps.slot_edges import slot_positions
 
-# Densities whose tails fall faster than every weight grows; the others' fall as powers of sigma.
-_LIGHT_TAILED = ("logit_normal", "lognormal_sigma")
-# Of an index, so that ten of each are met within a million samples.
-_LEAST_MASS = 1e-5
 # ln sigma far outside of what any of them has in its middle.
 _TAIL = (12.0, 14.0)
 
@@ -46,77 +37,44 @@ def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
         yield "objective.preconditioning", (
             f"edm makes x0 of the network's output, not objective.prediction = {config.prediction} (use x0 or edm)"
         )
-    found = [*head_problems(config, path), *_sampler_problems(config, path), *_unfed_problems(config)]
+    found = [*head_problems(config, path), *_timesteps_problems(config, path), *_unfed_problems(config)]
     yield from found
     if found:
         return
     try:
         objective = Objective(config, seed=0)
     except ValueError as problem:
-        text = f"{problem}: {config.timestep_sampler} lies beside objective.path = {config.path}"
-        yield "objective.timestep_sampler", text
+        text = f"{problem}: {config.timesteps.name} lies beside objective.path = {config.path}"
+        yield "objective.timesteps.name", text
         return
-    if config.timestep_sampler == "loss_second_moment":
-        masses = cast(LossSecondMoment, objective.timestep_sampler).masses
-        least = masses[masses > 0].min().item()
-        if least < _LEAST_MASS:
-            yield "objective.base_density", (
-                f"{config.base_density} draws some index once in {1 / least:.0e} samples, and loss_second_moment begins"
-                " when it has seen each ten times (use uniform, or cut the range by objective.t_min and t_max)"
-            )
-    name = config.base_density if config.timestep_sampler in LEARNING else config.timestep_sampler
-    if name not in _LIGHT_TAILED and not path.num_indices:
+    for key, text in config.timesteps.sampler_problems(objective.timestep_sampler):
+        yield f"objective.timesteps.{key}", text
+    density = config.timesteps.of_density()
+    # Others' tails fall as powers of sigma.
+    if not density.light_tailed and not path.num_indices:
         if end := _end_without_mean(objective):
-            yield "objective.timestep_sampler", (
-                f"{name} draws so many timesteps near {end} that objective.weighting ="
+            yield "objective.timesteps.name", (
+                f"{density.name} draws so many timesteps near {end} that objective.weighting ="
                 f" {config.weighting} on objective.prediction = {config.prediction} has an infinite mean loss"
                 " (use logit_normal or another weighting)"
             )
 
 
 def _unfed_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
-    if config.timestep_sampler not in LEARNING:
+    if not config.timesteps.learns:
         return
-    text = f"{config.timestep_sampler} learns from losses, which %s makes alike at all timesteps (use a density, or %s)"
+    text = f"{config.timesteps.name} learns from losses, which %s makes alike at all timesteps (use a density, or %s)"
     if config.learned_uncertainty:
-        yield "objective.timestep_sampler", text % ("objective.learned_uncertainty", "set that to false")
+        yield "objective.timesteps.name", text % ("objective.learned_uncertainty", "set that to false")
     elif config.heads and config.combine == "inverse_variance":
-        yield "objective.timestep_sampler", text % ("objective.combine = inverse_variance", "another combine")
+        yield "objective.timesteps.name", text % ("objective.combine = inverse_variance", "another combine")
 
 
-def _sampler_problems(config: ObjectiveConfig, path: Path) -> Iterator[tuple[str, str]]:
-    name, beside = config.timestep_sampler, f"objective.path = {config.path}"
+def _timesteps_problems(config: ObjectiveConfig, path: Path) -> Iterator[tuple[str, str]]:
     if config.t_min >= config.t_max:
         yield "objective.t_min", f"{config.t_min:g} is not below objective.t_max = {config.t_max:g} (no time is left)"
-    if name == "loss_second_moment" and not path.discrete:
-        yield "objective.timestep_sampler", (
-            f"{name} keeps losses of every integer index, and {beside} has none (use ddpm_linear or ddpm_cosine, or"
-            " adaptive_log_snr)"
-        )
-    if name == "speed" and not path.num_indices:
-        yield "objective.timestep_sampler", (
-            f"{name} goes by how noise grows along a DDPM's indices, and {beside} has none (use a ddpm path, or cubic)"
-        )
-    if name == "slots":
-        yield from _slot_problems(config, path)
-
-
-def _slot_problems(config: ObjectiveConfig, path: Path) -> Iterator[tuple[str, str]]:
-    if config.slot_edges and config.slot_edges_path:
-        yield "objective.slot_edges_path", "objective.slot_edges is given too (remove one of them)"
-        return
-    key = "objective.slot_edges_path" if config.slot_edges_path else "objective.slot_edges"
-    indexed = path.num_indices > 0
-    if not (config.slot_edges or config.slot_edges_path):
-        end = f"{path.num_indices}, in indices" if indexed else "1, in t"
-        yield "objective.timestep_sampler", (
-            f"slots needs objective.slot_edges, rising from 0 to {end} (or objective.slot_edges_path, a file of them)"
-        )
-        return
-    try:
-        slot_positions(given_slot_edges(config, path), path, uniform_density(path))
-    except ValueError as problem:
-        yield key, str(problem)
+    for key, text in config.timesteps.problems(path, config.path):
+        yield f"objective.timesteps.{key}", text
 
 
 def _end_without_mean(objective: Objective) -> str:

@@ -30,7 +30,7 @@ def gns_problems(
     """
     if type(objective.timestep_sampler) is not TimestepSampler:
         yield "enable", (
-            "objective.timestep_sampler draws with a state or importance weights of its own, of which the measured bins"
+            "objective.timesteps draws with a state or importance weights of its own, of which the measured bins"
             " know nothing (set it to false, or use another sampler)"
         )
         return

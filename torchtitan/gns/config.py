@@ -6,9 +6,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchtitan.diffusion.objective import ObjectiveConfig
+from torchtitan.diffusion.paths import PATHS, has_indices
 from torchtitan.diffusion.paths import Path as NoisePath
-from torchtitan.diffusion.paths import has_indices
-from torchtitan.diffusion.timesteps.densities import Density
+from torchtitan.diffusion.timesteps.contract import Density
+from torchtitan.diffusion.timesteps.registry import build_density
 from torchtitan.settings import setting
 
 _ON = {"enable": (True,)}
@@ -107,3 +109,9 @@ def inner_edges(config: GNSConfig, density: Density, path: NoisePath) -> Tensor:
     if config.bin_unit == "index" and has_indices(path):
         return path.index_to_t(inner - 0.5 if path.discrete else inner)
     return inner
+
+
+def bin_edges(config: GNSConfig, objective: ObjectiveConfig) -> Tensor:
+    """Inner edges of the bins of an objective's timesteps, as `inner_edges`."""
+    path = PATHS[objective.path]()
+    return inner_edges(config, build_density(objective, path), path)

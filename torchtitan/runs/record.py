@@ -15,6 +15,8 @@ from typing import Any
 
 from torchtitan.errors import unwrapped
 from torchtitan.files.regular import read_regular
+from torchtitan.settings.earlier_keys import with_present_keys
+from torchtitan.settings.sections import filled_in
 from torchtitan.statistics.interval import Interval, mean_interval
 from torchtitan.training.metric_points import LATEST_STEP, read_points
 
@@ -186,7 +188,7 @@ class RunRecord:
             if not 1 <= bins <= 1000:
                 return None
             quantiles = torch.arange(1, bins, dtype=torch.float64) / bins
-            objective = Objective(ObjectiveConfig(**self.config["objective"]), seed=0)
+            objective = Objective(filled_in(ObjectiveConfig(), self.config["objective"]), seed=0)
             return [0.0, *objective.timestep_sampler.density.quantile(quantiles).tolist(), 1.0]
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
             return None  # of another version of the program
@@ -208,7 +210,7 @@ def read_run(folder: Path) -> RunRecord:
         raise RunRecordError(f"{folder}: not a run's folder (no config.toml, metrics.jsonl or summary.json in it)")
     run = RunRecord(folder, folder.resolve().name)
     try:
-        config = tomllib.loads(read_regular(folder / "config.toml", _LARGEST_FILE).decode())
+        config = with_present_keys(tomllib.loads(read_regular(folder / "config.toml", _LARGEST_FILE).decode()))
         dict(flattened(config))  # raises for one that is nested too deep
         run.config = config
     except (OSError, ValueError, RecursionError) as error:

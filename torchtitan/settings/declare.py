@@ -6,7 +6,7 @@ schema. This file imports the standard library only, so that every package may u
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -62,6 +62,39 @@ def setting(
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A section whose keys depend on its key `name`.
+
+    Attributes:
+        registry: name -> entry; read anew each time, so that an entry may be added.
+        default: name where none is given.
+        make: entry -> its section with default values.
+        flavors: entry -> named sets of default values, of which the section's key `flavor` chooses one; usually none.
+    """
+
+    registry: Mapping[str, Any]
+    default: str
+    make: Callable[[Any], Any] = lambda entry: entry()
+    flavors: Callable[[Any], Mapping[str, Any]] = lambda entry: {}
+
+    def section(self, name: str, flavor: str | None = None) -> Any:
+        """The section of a name, and of a flavor or the default one, with default values. Raises KeyError."""
+        made, flavors = self.make(self.registry[name]), self.flavors(self.registry[name])
+        return dataclasses.replace(flavors[flavor or made.flavor] if flavors else made, name=name)
+
+
+def choice(options: Choice, description: str) -> Any:
+    """Declare a section inside another one, or in the whole configuration, whose `name` chooses its keys."""
+    metadata = {"choice": options, "description": description}
+    return dataclasses.field(default_factory=lambda: options.section(options.default), metadata=metadata)
+
+
+def chosen(registry: Mapping[str, type], name: str, **keys: Any) -> Any:
+    """A section of a registry, with values for some of its keys; unchecked."""
+    return registry[name](name=name, **keys)
 
 
 def has_key(section: Any, name: str) -> bool:

@@ -8,7 +8,9 @@ from typing import Any
 import tomli_w
 
 from torchtitan.settings import meets
+from torchtitan.settings.earlier_keys import with_present_keys
 from torchtitan.settings.schema import default_of, plain
+from torchtitan.settings.sections import all_sections, choices, keys, section_at, table_at
 
 CONFIG_HEADER = "# The resolved configuration of this run; give it as --job.config_file to repeat the run.\n"
 
@@ -33,16 +35,20 @@ def config_differences(old: Any, new: Any) -> list[str]:
         one line per key of another value, as `training.steps: 100 -> 200`. A key that the old one lacks counts
         as its default.
     """
-    before = old if isinstance(old, dict) else effective(old)
+    before = with_present_keys(old) if isinstance(old, dict) else effective(old)
+    now = effective(new)
     lines = []
-    for section, table in effective(new).items():
-        old_table = before.get(section)
-        old_table = old_table if isinstance(old_table, dict) else {}
-        hints = typing.get_type_hints(type(getattr(new, section)))
-        for field in dataclasses.fields(getattr(new, section)):
+    for section, values in all_sections(new):
+        table, old_table = table_at(now, section), table_at(before, section)
+        hints = typing.get_type_hints(type(values))
+        default_name = _default_name(new, section)
+        if "." in section and old_table.get("name", default_name) != values.name:
+            old_table = {"name": old_table.get("name", default_name)}  # its other keys are of another class
+        for field in keys(values):
             if not field.metadata.get("trajectory", True) or not _has_effect(new, section, field):
                 continue
-            value, old_value = table.get(field.name), old_table.get(field.name, plain(default_of(field)))
+            default = default_name if default_name and field.name == "name" else plain(default_of(field))
+            value, old_value = table.get(field.name), old_table.get(field.name, default)
             if _with_later_keys(old_value, hints[field.name]) != value:
                 lines.append(f"{section}.{field.name}: {_text(old_value)} -> {_text(value)}")
     return lines
@@ -50,14 +56,16 @@ def config_differences(old: Any, new: Any) -> list[str]:
 
 def effective(config: Any) -> dict[str, dict[str, Any]]:
     """Section -> key -> value for every key that has an effect, in the form of TOML."""
-    tables = {}
-    for section in (field.name for field in dataclasses.fields(config)):
-        values = getattr(config, section)
-        fields = [field for field in dataclasses.fields(values) if (section, field.name) != ("job", "config_file")]
+    tables: dict[str, dict[str, Any]] = {}
+    for section, values in all_sections(config):
+        fields = [field for field in keys(values) if (section, field.name) != ("job", "config_file")]
         table = {
             field.name: plain(getattr(values, field.name)) for field in fields if _has_effect(config, section, field)
         }
-        tables[section] = {key: value for key, value in table.items() if value is not None}
+        table = {key: value for key, value in table.items() if value is not None}
+        outer, _, name = section.rpartition(".")
+        if table or not outer:
+            (table_at(tables, outer) if outer else tables)[name] = table
     return tables
 
 
@@ -76,15 +84,23 @@ def unmet_condition(config: Any, section: str, field: dataclasses.Field) -> tupl
 
 
 def _unmet(config: Any, section: str, condition: str, accepted: tuple | str) -> tuple[str, Any, tuple | str] | None:
-    of_section, key = condition.split(".") if "." in condition else (section, condition)
-    value = getattr(getattr(config, of_section), key)
+    of_section, _, key = condition.rpartition(".") if "." in condition else (section, "", condition)
+    values = section_at(config, of_section)
+    value = getattr(values, key)
     if not meets(value, accepted):
         return f"{of_section}.{key}", value, accepted
-    return unmet_condition(config, of_section, getattr(config, of_section).__dataclass_fields__[key])
+    return unmet_condition(config, of_section, values.__dataclass_fields__[key])
 
 
 def _has_effect(config: Any, section: str, field: dataclasses.Field) -> bool:
     return unmet_condition(config, section, field) is None
+
+
+def _default_name(config: Any, section: str) -> str:
+    """What `name` of a section is where none is given; "" of one whose keys depend on no name."""
+    outer, _, last = section.rpartition(".")
+    options = choices(section_at(config, outer) if outer else config).get(last)
+    return options.default if options else ""
 
 
 def _with_later_keys(old_value: Any, annotation: Any) -> Any:

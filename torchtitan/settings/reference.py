@@ -7,26 +7,16 @@ from typing import Any
 
 import pydantic
 
+from torchtitan.settings import Choice, has_key
 from torchtitan.settings.schema import range_name, schema_of, shown, type_name
-
-
-class Choice(typing.NamedTuple):
-    """A section whose class depends on its `name` key.
-
-    Attributes:
-        defaults: name -> the section with its defaults.
-        flavors: name -> the names of its presets, which are more sets of defaults.
-    """
-
-    defaults: dict[str, Any]
-    flavors: dict[str, list[str]]
+from torchtitan.settings.sections import choices, keys
 
 
 def describe(sections: dict[str, Any]) -> str:
     """Describe every key: type, range, default, meaning.
 
     Args:
-        sections: name -> the section with its defaults, or a Choice; the first of a Choice is the default one.
+        sections: name -> the section with its defaults, or a Choice of sections.
     """
     parts = [
         "Settings, on the command line as --section.key value or --section.key=value, in a TOML file as key = value\n"
@@ -35,37 +25,43 @@ def describe(sections: dict[str, Any]) -> str:
         "  --help        print this and exit\n"
         "  --check-only  check the configuration and exit"
     ]
-    for section, defaults in sections.items():
-        if isinstance(defaults, Choice):
-            for name, instance in defaults.defaults.items():
-                title = f"[{section}] with {section}.name = {name}"
-                flavors = defaults.flavors.get(name)
-                note = f"{section}.flavor is one of {', '.join(flavors)}" if flavors else ""
-                parts.append(_describe_section(title, section, instance, note))
-        else:
-            parts.append(_describe_section(f"[{section}]", section, defaults))
+    for section, declared in _with_inner(sections).items():
+        if not isinstance(declared, Choice):
+            parts.append(_describe_section(f"[{section}]", section, declared))
+            continue
+        for name, instance in _alternatives(declared).items():
+            title = f"[{section}] with {section}.name = {name}"
+            flavors = declared.flavors(declared.registry[name])
+            note = f"{section}.flavor is one of {', '.join(flavors)}" if flavors else ""
+            parts.append(_describe_section(title, section, instance, note))
     return "\n\n".join(parts) + "\n"
 
 
 def build_json_schema(sections: dict[str, Any]) -> dict[str, Any]:
     """The JSON schema (draft 7) of a TOML file, for completion and checking in editors. Args as `describe`."""
-    members: dict[str, Any] = {}
-    for section, defaults in sections.items():
-        instances = list(defaults.defaults.values()) if isinstance(defaults, Choice) else [defaults]
-        members |= {f"{section}.{index}": schema_of(instance.__class__) for index, instance in enumerate(instances)}
-    inputs: list[Any] = [(key, "validation", pydantic.TypeAdapter(member)) for key, member in members.items()]
+    every = _with_inner(sections)
+    instances = {section: _alternatives(declared) for section, declared in every.items()}
+    classes = {type(instance): None for found in instances.values() for instance in found.values()}
+    inputs: list[Any] = [(each, "validation", pydantic.TypeAdapter(schema_of(each))) for each in classes]
     references, definitions = pydantic.TypeAdapter.json_schemas(inputs)
-    properties = {}
-    for section, defaults in sections.items():
-        if not isinstance(defaults, Choice):
-            properties[section] = references[f"{section}.0", "validation"]
-            continue
-        for index, name in enumerate(defaults.defaults):
-            reference = references[f"{section}.{index}", "validation"]
-            _narrow(
-                definitions["$defs"][reference["$ref"].rsplit("/", 1)[1]], name, index == 0, defaults.flavors.get(name)
-            )
-            properties.setdefault(section, {"anyOf": []})["anyOf"].append(reference)
+    members = {
+        each: definitions["$defs"][reference["$ref"].rsplit("/", 1)[1]] for (each, _), reference in references.items()
+    }
+    properties: dict[str, Any] = {}
+    places = {"": [properties]}  # section -> where references to its inner ones stand, for each of its alternatives
+    for section, declared in every.items():
+        outer, _, name = section.rpartition(".")
+        places[section] = [members[type(instance)]["properties"] for instance in instances[section].values()]
+        alternatives = [references[type(instance), "validation"] for instance in instances[section].values()]
+        reference = {"anyOf": alternatives} if isinstance(declared, Choice) else alternatives[0]
+        for place, instance in zip(places[outer], instances.get(outer, {"": None}).values(), strict=True):
+            if instance is None or has_key(instance, name):
+                place[name] = reference
+    options = [declared for declared in every.values() if isinstance(declared, Choice)]
+    defaults = {type(each.section(each.default)) for each in options}  # a class may be an alternative of two choices
+    for each in options:
+        for name, instance in _alternatives(each).items():
+            _narrow(members[type(instance)], name, each, type(instance) in defaults)
     for definition in definitions["$defs"].values():
         for details in definition["properties"].values():
             details.pop("title", None)  # the key's name again
@@ -79,13 +75,31 @@ def build_json_schema(sections: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _narrow(definition: dict[str, Any], name: str, is_default: bool, flavors: list[str] | None) -> None:
+def _with_inner(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> section or Choice, each with those inside of any of its alternatives right behind it."""
+    found: dict[str, Any] = {}
+    for name, declared in sections.items():
+        found[prefix + name] = declared
+        for instance in _alternatives(declared).values():
+            found |= _with_inner(choices(instance), f"{prefix}{name}.")
+    return found
+
+
+def _alternatives(declared: Any) -> dict[str, Any]:
+    """Name -> section, of a Choice with the default one first; a section alone has no name."""
+    if not isinstance(declared, Choice):
+        return {"": declared}
+    names = sorted(declared.registry, key=lambda name: name != declared.default)
+    return {name: declared.section(name) for name in names}
+
+
+def _narrow(definition: dict[str, Any], name: str, options: Choice, is_default: bool) -> None:
     """Make one alternative of a section valid under its name only."""
     definition["properties"]["name"] |= {"const": name, "default": name}
     if not is_default:
         definition["required"] = ["name"]
-    if flavors:
-        definition["properties"]["flavor"]["enum"] = flavors
+    if flavors := options.flavors(options.registry[name]):
+        definition["properties"]["flavor"]["enum"] = list(flavors)
         for key, details in definition["properties"].items():
             if key not in ("name", "flavor"):
                 details.pop("default", None)  # it depends on the flavor
@@ -94,7 +108,7 @@ def _narrow(definition: dict[str, Any], name: str, is_default: bool, flavors: li
 def _describe_section(title: str, section: str, defaults: Any, note: str = "") -> str:
     lines = [title, *_wrapped(note, 2)]
     hints = typing.get_type_hints(type(defaults))
-    for field in dataclasses.fields(defaults):
+    for field in keys(defaults):
         lines.append(f"  --{section}.{field.name}  {_kind(field, hints[field.name], getattr(defaults, field.name))}")
         lines.extend(_meaning(field, section, 6))
         element = (*typing.get_args(hints[field.name]), None)[0]

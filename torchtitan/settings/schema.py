@@ -19,6 +19,7 @@ import pydantic
 import pydantic_core
 
 from torchtitan.settings import meets
+from torchtitan.settings.sections import keys as section_keys
 
 MOST_ENTRIES = 10_000  # of a list
 MOST_SHOWN = 20  # problems of one configuration that are printed, and among which words that are alike are looked for
@@ -78,10 +79,10 @@ def validate_section(
 
 @functools.cache
 def schema_of(section: type) -> type[pydantic.BaseModel]:
-    """The pydantic model of a section: its keys, types, bounds, descriptions and defaults."""
+    """The pydantic model of a section: its keys, types, bounds, descriptions and defaults; without inner sections."""
     hints = typing.get_type_hints(section)
     keys: dict[str, Any] = {}
-    for field in dataclasses.fields(section):
+    for field in section_keys(section):
         details = pydantic.Field(
             default=plain(default_of(field)),
             description=field.metadata.get("description"),

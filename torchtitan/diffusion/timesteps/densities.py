@@ -1,30 +1,14 @@
-"""Densities of the training timestep t on (0, 1), all in the common coordinate ln sigma = logit t."""
+"""Densities of the training timestep t on (0, 1), each with the keys that `[objective.timesteps]` has for it."""
 
-import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from torchtitan.diffusion.paths import IndexedPath, Path, has_indices
-
-
-class Density(Protocol):
-    """A probability density of t on (0, 1)."""
-
-    def quantile(self, u: Tensor) -> Tensor:
-        """Inverse distribution function; u and the result are float64 in (0, 1)."""
-
-    def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
-        """Density of ln sigma = logit t at the given values."""
-
-
-class SmoothDensity(Density, Protocol):
-    """A density that others can be made of."""
-
-    def distribution(self, log_sigma: Tensor) -> Tensor:
-        """Probability of a smaller ln sigma: what quantile inverts; float64."""
+from torchtitan.diffusion.timesteps.contract import SmoothDensity
+from torchtitan.diffusion.timesteps.sampler import TimestepsConfig
+from torchtitan.settings import setting
 
 
 @dataclass(frozen=True)
@@ -39,6 +23,14 @@ class Uniform:
 
     def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
         return torch.sigmoid(log_sigma) * torch.sigmoid(-log_sigma)
+
+
+@dataclass(kw_only=True)
+class UniformConfig(TimestepsConfig):
+    """Uniform over t, on a DDPM path over its indices."""
+
+    def density(self, path: Path) -> SmoothDensity:
+        return uniform_density(path)
 
 
 @dataclass(frozen=True)
@@ -60,6 +52,32 @@ class LogitNormal:
     def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
         z = (log_sigma - self.mean) / self.std
         return torch.exp(-0.5 * z**2) / (self.std * (2.0 * torch.pi) ** 0.5)
+
+
+@dataclass(kw_only=True)
+class LogitNormalConfig(TimestepsConfig):
+    """Normal in logit(t)."""
+
+    mean: float = setting(0.0, "mean of logit(t)")
+    std: float = setting(1.0, "standard deviation of logit(t)", gt=0)
+
+    light_tailed = True
+
+    def density(self, path: Path) -> SmoothDensity:
+        return LogitNormal(self.mean, self.std)
+
+
+@dataclass(kw_only=True)
+class LognormalSigmaConfig(TimestepsConfig):
+    """Normal in ln(sigma): the same densities, with EDM's names and defaults."""
+
+    p_mean: float = setting(-1.2, "mean of ln(sigma)")
+    p_std: float = setting(1.2, "standard deviation of ln(sigma)", gt=0)
+
+    light_tailed = True
+
+    def density(self, path: Path) -> SmoothDensity:
+        return LogitNormal(self.p_mean, self.p_std)
 
 
 @dataclass(frozen=True)
@@ -90,6 +108,16 @@ class Mode:
         return torch.sigmoid(log_sigma) * torch.sigmoid(-log_sigma) / slope
 
 
+@dataclass(kw_only=True)
+class ModeConfig(TimestepsConfig):
+    """Heavy in the middle, with neither end left out."""
+
+    scale: float = setting(1.29, "weight of the middle; 0 is uniform", gt=-1, lt=1.75)
+
+    def density(self, path: Path) -> SmoothDensity:
+        return Mode(self.scale)
+
+
 @dataclass(frozen=True)
 class CosMap:
     """t = 1 - 1 / (tan(pi u / 2) + 1), that is sigma = tan(pi u / 2). Source: Esser et al., arXiv 2403.03206, eq. 21.
@@ -106,6 +134,14 @@ class CosMap:
 
     def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
         return 1.0 / (torch.pi * torch.cosh(log_sigma))
+
+
+@dataclass(kw_only=True)
+class CosMapConfig(TimestepsConfig):
+    """The cosine schedule's noise levels."""
+
+    def density(self, path: Path) -> SmoothDensity:
+        return CosMap()
 
 
 @dataclass(frozen=True)
@@ -130,6 +166,17 @@ class Laplace:
 
     def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
         return torch.exp(-(log_sigma + 0.5 * self.mean).abs() / (0.5 * self.scale)) / self.scale
+
+
+@dataclass(kw_only=True)
+class LaplaceConfig(TimestepsConfig):
+    """Laplace in ln(snr)."""
+
+    mean: float = setting(0.0, "mean of ln(snr)")
+    scale: float = setting(0.5, "mean distance of ln(snr) from its mean", ge=0.01, le=100)
+
+    def density(self, path: Path) -> SmoothDensity:
+        return Laplace(self.mean, self.scale)
 
 
 class UniformIndex:
@@ -157,106 +204,3 @@ class UniformIndex:
 def uniform_density(path: Path) -> SmoothDensity:
     """Uniform over a path's indices; over t where it has none."""
     return UniformIndex(path) if has_indices(path) else Uniform()
-
-
-@dataclass(frozen=True)
-class Shifted:
-    """t' = factor t / (1 + (factor - 1) t) of another density's t, which adds ln factor to ln sigma.
-
-    Source: Esser et al., arXiv 2403.03206, eq. 23, with factor sqrt(m / n) for m instead of n pixels.
-    """
-
-    density: SmoothDensity
-    factor: float
-
-    def quantile(self, u: Tensor) -> Tensor:
-        t = self.density.quantile(u)
-        return self.factor * t / (1.0 + (self.factor - 1.0) * t)
-
-    def distribution(self, log_sigma: Tensor) -> Tensor:
-        return self.density.distribution(log_sigma - math.log(self.factor))
-
-    def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
-        return self.density.log_sigma_density(log_sigma - math.log(self.factor))
-
-
-class Truncated:
-    """Another density, restricted to a range of ln sigma."""
-
-    def __init__(self, density: SmoothDensity, low: float, high: float) -> None:
-        """Cut off what lies below ln sigma = low and above high, -inf <= low < high <= inf.
-
-        Raises:
-            ValueError: the density has no mass between them.
-        """
-        self.density, self.low, self.high = density, low, high
-        ends = torch.tensor([low, high], dtype=torch.float64)
-        self.t_low, self.t_high = torch.sigmoid(ends).tolist()
-        self.below, above = density.distribution(ends).tolist()
-        self.mass = _positive(above - self.below, self.t_low, self.t_high)
-
-    def quantile(self, u: Tensor) -> Tensor:
-        return self.density.quantile(self.below + self.mass * u).clamp(self.t_low, self.t_high)
-
-    def distribution(self, log_sigma: Tensor) -> Tensor:
-        return ((self.density.distribution(log_sigma) - self.below) / self.mass).clamp(0.0, 1.0)
-
-    def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
-        inside = (log_sigma >= self.low) & (log_sigma <= self.high)
-        return inside * self.density.log_sigma_density(log_sigma) / self.mass
-
-
-class OnContinuousIndices(Truncated):
-    """Another density, restricted to the times of the indices 0 .. T - 1 of a continuous DDPM path."""
-
-    def __init__(self, density: SmoothDensity, path: IndexedPath, t_min: float = 0.0, t_max: float = 1.0) -> None:
-        """t_min, t_max: a narrower range. Raises ValueError: the density has no mass there."""
-        first, last = path.index_to_log_sigma(torch.tensor([0.0, path.num_indices - 1.0])).tolist()
-        low, high = torch.logit(torch.tensor([t_min, t_max], dtype=torch.float64)).tolist()
-        super().__init__(density, max(first, low), min(last, high))
-
-
-class OnDiscreteIndices:
-    """Another density in steps: each index has the mass between its neighbours' middles in ln sigma.
-
-    What lies beyond half an interval outside the first and the last index is cut off.
-    """
-
-    def __init__(self, density: SmoothDensity, path: IndexedPath, t_min: float = 0.0, t_max: float = 1.0) -> None:
-        """t_min, t_max: leave out the indices of other times, compared in float32. Raises ValueError: none is left."""
-        self.path = path
-        self.edges = path.index_to_log_sigma(torch.arange(path.num_indices + 1) - 0.5)  # [T + 1]
-        self.times = path.index_to_t(torch.arange(path.num_indices))  # [T]
-        t = self.times.to(torch.float32)
-        low, high = torch.tensor([t_min, t_max], dtype=torch.float32)
-        inside = ((t >= low) & (t <= high)).nonzero().flatten()
-        if not len(inside):
-            raise ValueError(f"no index of the path has a time from {t_min:.9g} to {t_max:.9g}")
-        cumulative = density.distribution(self.edges)
-        below, above = cumulative[inside[0]], cumulative[inside[-1] + 1]
-        mass = _positive((above - below).item(), t[inside[0]].item(), t[inside[-1]].item())
-        self.cumulative = ((cumulative - below) / mass).clamp(0.0, 1.0)
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    def quantile(self, u: Tensor) -> Tensor:
-        cumulative, times = self._tables_on(u.device)
-        index = torch.searchsorted(cumulative, u, right=True) - 1
-        return times[index.clamp(0, self.path.num_indices - 1)]
-
-    def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
-        edges = self.edges.to(log_sigma.device)
-        place = torch.searchsorted(edges, log_sigma.to(torch.float64), right=True) - 1
-        inside = (place >= 0) & (place < self.path.num_indices)
-        heights = self.cumulative.diff() / self.edges.diff()
-        return inside * heights.to(log_sigma.device)[place.clamp(0, self.path.num_indices - 1)]
-
-    def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._tables:
-            self._tables[device] = (self.cumulative.to(device), self.times.to(device))
-        return self._tables[device]
-
-
-def _positive(mass: float, t_low: float, t_high: float) -> float:
-    if not mass > 1e-9:
-        raise ValueError(f"the density has a mass of {mass:.1g} from t = {t_low:.6g} to {t_high:.6g}")
-    return mass

@@ -4,14 +4,20 @@ Their state is a function of the losses in the order of the samples' numbers: th
 of ranks that find the same losses. It changes after each step, so that a step is drawn by what earlier ones have shown.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.diffusion.paths import IndexedPath
-from torchtitan.diffusion.timesteps.densities import Density
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch
+from torchtitan.diffusion.paths import IndexedPath, Path, indexed
+from torchtitan.diffusion.timesteps.contract import Density, SmoothDensity
+from torchtitan.diffusion.timesteps.density_registry import DENSITIES
+from torchtitan.diffusion.timesteps.placement import Placement
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepsConfig
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
+from torchtitan.settings import Choice, choice, setting
 
 HISTORY = 10  # losses kept of each index, as in improved DDPM
 SECOND_MOMENT_FLOOR = 0.001  # share of the objective's own density, as in improved DDPM
@@ -23,6 +29,8 @@ _PRIOR_LOSSES = 0.02
 # Outside of these quantiles of the density, and beyond what float64 tells from t = 1, bins of ln sigma are open.
 _TAIL = 1e-3
 _LOG_SIGMA_LIMIT = 30.0
+# Of an index, so that ten of each are met within a million samples.
+_LEAST_MASS = 1e-5
 
 
 class LossFedTimesteps(AllocatedTimesteps):
@@ -138,6 +146,27 @@ class LossFedTimesteps(AllocatedTimesteps):
         return torch.where((total > 0) & (total < torch.inf), mixed, self.masses)
 
 
+@dataclass(kw_only=True)
+class LearningConfig(TimestepsConfig):
+    """Keys of every sampler that learns from losses: `[objective.timesteps.base]`, the density that it starts from."""
+
+    base: TimestepsConfig = choice(
+        Choice(DENSITIES, "uniform"), "density that the sampler starts from, and that the mean loss is taken over"
+    )
+
+    learns = True
+
+    def of_density(self) -> TimestepsConfig:
+        return self.base
+
+    def density(self, path: Path) -> SmoothDensity:
+        return self.base.density(path)
+
+    def problems(self, path: Path, path_name: str) -> Iterator[tuple[str, str]]:
+        for key, text in self.base.problems(path, path_name):
+            yield f"base.{key}", text
+
+
 class LossSecondMoment(LossFedTimesteps):
     """Every index in proportion to the root mean square of its last 10 losses, times its mass in the density.
 
@@ -170,6 +199,33 @@ class LossSecondMoment(LossFedTimesteps):
         root_mean_square = self._state["losses"].square().mean(1).sqrt()
         ready = ((self._state["count"] >= HISTORY) | self._bins.empty).all()
         return self._mixed(self.masses * root_mean_square * ready, SECOND_MOMENT_FLOOR)
+
+
+@dataclass(kw_only=True)
+class LossSecondMomentConfig(LearningConfig):
+    """Indices of a discrete DDPM path by the root mean square of their last losses."""
+
+    def sampler(self, placement: Placement, seed: int, spread: str) -> LossSecondMoment:
+        if not placement.path.discrete:
+            raise ValueError("loss_second_moment keeps losses of every index, and the path has no integer ones")
+        density = placement.on_path(self.density(placement.path))
+        return LossSecondMoment(density, seed, spread, edges=index_edges(indexed(placement.path)))
+
+    def problems(self, path: Path, path_name: str) -> Iterator[tuple[str, str]]:
+        yield from super().problems(path, path_name)
+        if not path.discrete:
+            yield "name", (
+                f"{self.name} keeps losses of every integer index, and objective.path = {path_name} has none (use"
+                " ddpm_linear or ddpm_cosine, or adaptive_log_snr)"
+            )
+
+    def sampler_problems(self, sampler: LossSecondMoment) -> Iterator[tuple[str, str]]:
+        least = sampler.masses[sampler.masses > 0].min().item()
+        if least < _LEAST_MASS:
+            yield "base.name", (
+                f"{self.base.name} draws some index once in {1 / least:.0e} samples, and loss_second_moment begins"
+                " when it has seen each ten times (use uniform, or cut the range by objective.t_min and t_max)"
+            )
 
 
 class _BinnedLoss(LossFedTimesteps):
@@ -227,6 +283,31 @@ class AdaptiveLogSNR(_BinnedLoss):
     """
 
     name = "adaptive_log_snr"
+
+
+@dataclass(kw_only=True)
+class BinnedLossConfig(LearningConfig):
+    """Keys of the samplers that keep a running mean of the loss in bins."""
+
+    half_life: float = setting(20000.0, "images after which an observed loss counts half", ge=1)
+
+
+@dataclass(kw_only=True)
+class TimeWarpingConfig(BinnedLossConfig):
+    """Equal stretches of equal loss."""
+
+    def sampler(self, placement: Placement, seed: int, spread: str) -> TimeWarping:
+        density = placement.on_path(self.density(placement.path))
+        return TimeWarping(density, seed, spread, edges=equal_mass_edges(density), half_life=self.half_life)
+
+
+@dataclass(kw_only=True)
+class AdaptiveLogSNRConfig(BinnedLossConfig):
+    """Noise levels by their share of the mean loss."""
+
+    def sampler(self, placement: Placement, seed: int, spread: str) -> AdaptiveLogSNR:
+        density = placement.on_path(self.density(placement.path))
+        return AdaptiveLogSNR(density, seed, spread, edges=equal_width_edges(density), half_life=self.half_life)
 
 
 def _sums_by_bin(bins: Tensor, values: Tensor, num_bins: int) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torchtitan import philox
-from torchtitan.diffusion.timesteps.densities import Density
+from torchtitan.diffusion.timesteps.contract import Density
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 from torchtitan.diffusion.timesteps.shares import bin_quantiles
 

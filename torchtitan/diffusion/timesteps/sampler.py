@@ -1,12 +1,16 @@
 """Which timesteps are trained: one per sample, drawn from a density."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torchtitan import philox
-from torchtitan.diffusion.timesteps.densities import Density
+from torchtitan.diffusion.paths import Path
+from torchtitan.diffusion.timesteps.contract import Density, SmoothDensity
+from torchtitan.diffusion.timesteps.placement import Placement
+from torchtitan.settings import setting
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,55 @@ class TimestepSampler:
     def load_state_dict(self, state: dict) -> None:
         if state:
             raise ValueError(f"this timestep sampler has no state, the checkpoint holds {sorted(state)}")
+
+
+@dataclass(kw_only=True)
+class TimestepsConfig:
+    """`[objective.timesteps]`: base of the keys of every density, and of every sampler that changes one.
+
+    What stands below without a type is no key.
+
+    Attributes:
+        light_tailed: whether the density falls faster towards both ends than every weight grows.
+        learns: whether draws depend on the losses of the run.
+    """
+
+    name: str = setting("", "density of the training timesteps, or sampler that changes one as it learns from losses")
+
+    light_tailed = False
+    learns = False
+
+    def of_density(self) -> "TimestepsConfig":
+        """The section of the density that the mean loss is taken over: this one itself, or the base of what learns."""
+        return self
+
+    def density(self, path: Path) -> SmoothDensity:
+        """The density of t, before it is shifted and cut to the path.
+
+        Raises:
+            ValueError: it is not possible on this path.
+        """
+        raise NotImplementedError
+
+    def sampler(self, placement: Placement, seed: int, spread: str) -> TimestepSampler:
+        """What draws timesteps. Its `density` is the objective's: what evaluation takes timesteps from.
+
+        Raises:
+            ValueError: it is not possible on this path, or the density lies outside the times allowed.
+        """
+        return TimestepSampler(placement.on_path(self.density(placement.path)), seed, spread)
+
+    def problems(self, path: Path, path_name: str) -> Iterator[tuple[str, str]]:
+        """Why timesteps cannot be drawn in this way on a path: pairs of a key of this section and the reason."""
+        yield from ()
+
+    def sampler_problems(self, sampler: TimestepSampler) -> Iterator[tuple[str, str]]:
+        """Why the sampler, once built, would not do its work: as `problems`."""
+        yield from ()
+
+    def resolved(self, path: Path) -> "TimestepsConfig":
+        """The section with what it takes from elsewhere, as from a file, written into it. Raises ValueError."""
+        return self
 
 
 def _ranks(values: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan.diffusion.timesteps.densities import Density
+from torchtitan.diffusion.timesteps.contract import Density
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 
 _BISECTIONS = 64

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtitan.diffusion.paths import Path as NoisePath
 from torchtitan.diffusion.paths import indexed
-from torchtitan.diffusion.timesteps.densities import SmoothDensity
+from torchtitan.diffusion.timesteps.contract import SmoothDensity
 
 _LARGEST_FILE = 1 << 20  # bytes
 
@@ -78,7 +78,7 @@ def interpolate_loss(index: Tensor, loss: Tensor, num_indices: int) -> Tensor:
 
 
 def write_slot_edges(path: Path, edges: Sequence[float], unit: str) -> None:
-    """Write edges so that `objective.slot_edges_path` can name the file; unit is "index" or "t"."""
+    """Write edges so that `objective.timesteps.edges_path` can name the file; unit is "index" or "t"."""
     path.write_text(json.dumps({"unit": unit, "edges": list(edges)}) + "\n", encoding="utf-8")
 
 

@@ -4,7 +4,7 @@ Where the base is uniform in t, x is t; where it is uniform over a DDPM path's i
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
@@ -12,8 +12,11 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torchtitan.diffusion.paths import IndexedPath
-from torchtitan.diffusion.timesteps.densities import SmoothDensity
+from torchtitan.diffusion.paths import IndexedPath, Path, has_indices
+from torchtitan.diffusion.timesteps.contract import SmoothDensity
+from torchtitan.diffusion.timesteps.densities import uniform_density
+from torchtitan.diffusion.timesteps.sampler import TimestepsConfig
+from torchtitan.settings import setting
 
 # Source: Wang et al., "A closer look at time steps is worthy of triple speed-up for diffusion model training",
 # arXiv 2405.17403, and its published code.
@@ -76,6 +79,18 @@ class Cubic:
         return (x if self.towards == "data" else 1.0 - x) ** (-2 / 3) / 3.0
 
 
+@dataclass(kw_only=True)
+class CubicConfig(TimestepsConfig):
+    """Crowded at one end."""
+
+    towards: Literal["noise", "data"] = setting(
+        "noise", "end to oversample: noise (which decides content) or data (style)"
+    )
+
+    def density(self, path: Path) -> SmoothDensity:
+        return Warped(uniform_density(path), Cubic(self.towards))
+
+
 class _BetaTable(NamedTuple):
     """The distribution of y = logit x on equally spaced points, with its slope there, [N + 1] each."""
 
@@ -122,6 +137,17 @@ class Beta:
     def _table_on(self, device: torch.device) -> _BetaTable:
         table = _beta_table(self.a, self.b)
         return table._replace(cumulative=table.cumulative.to(device), slope=table.slope.to(device))
+
+
+@dataclass(kw_only=True)
+class BetaConfig(TimestepsConfig):
+    """Beta(a, b), of t or of the index over T."""
+
+    a: float = setting(1.5, "a of Beta(a, b): below 1 crowds at data, above 1 leaves it", ge=0.2, le=50)
+    b: float = setting(1.0, "b of Beta(a, b): below 1 crowds at noise, above 1 leaves it", ge=0.2, le=50)
+
+    def density(self, path: Path) -> SmoothDensity:
+        return Warped(uniform_density(path), Beta(self.a, self.b))
 
 
 def _hermite(values: Tensor, slopes: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -224,3 +250,26 @@ def speed_warp(path: IndexedPath, base: SmoothDensity, ratio: float) -> Steps:
         raise ValueError("the path's noise grows by 1e-4 or more at every index")
     edge = base.distribution(path.index_to_log_sigma(torch.tensor([tau - 0.5], dtype=torch.float64))).item()
     return Steps([0.0, edge, 1.0], [ratio * edge, 1.0 - edge])
+
+
+@dataclass(kw_only=True)
+class SpeedConfig(TimestepsConfig):
+    """SpeeD's indices, on a DDPM path."""
+
+    ratio: float = setting(
+        5.0, "how much more often early indices are drawn than those where the noise has nearly stopped growing: SpeeD's k",
+        ge=1, le=1000,
+    )
+
+    def density(self, path: Path) -> SmoothDensity:
+        if not has_indices(path):
+            raise ValueError("speed looks at how the noise of a DDPM path grows from index to index")
+        uniform = uniform_density(path)
+        return Warped(uniform, speed_warp(path, uniform, self.ratio))
+
+    def problems(self, path: Path, path_name: str) -> Iterator[tuple[str, str]]:
+        if not path.num_indices:
+            yield "name", (
+                f"{self.name} goes by how noise grows along a DDPM's indices, and objective.path = {path_name} has none"
+                " (use a ddpm path, or cubic)"
+            )

@@ -1,0 +1,149 @@
+"""Sections that a name chooses, one inside another: what is given, recorded, refused, and how one is added."""
+
+import dataclasses
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan.config.job import (
+    ConfigError,
+    JobConfig,
+    config_differences,
+    dump_config,
+    help_text,
+    json_schema,
+    load_config,
+)
+from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.timesteps.densities import LogitNormal
+from torchtitan.diffusion.timesteps.density_registry import DENSITIES
+from torchtitan.diffusion.timesteps.registry import TIMESTEPS
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepsConfig
+from torchtitan.settings import setting
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def load(toml: str = "", arguments: list[str] | None = None) -> JobConfig:
+    Path("run.toml").write_text(toml, encoding="utf-8")
+    config = load_config(["--job.config_file", "run.toml", *(arguments or [])], 1)
+    return dataclasses.replace(config, job=dataclasses.replace(JobConfig().job, name="run"))
+
+
+def problems(toml: str, arguments: list[str] | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(toml, arguments)
+    return caught.value.problems
+
+
+WITH_BASE = """
+[objective.timesteps]
+name = "time_warping"
+half_life = 500
+[objective.timesteps.base]
+name = "laplace"
+scale = 0.75
+"""
+
+
+@pytest.mark.parametrize("name", list(TIMESTEPS))
+def test_every_choice_goes_round_by_its_record(name):
+    path = "rectified_flow" if name == "slots" else "ddpm_linear"
+    edges = ["--objective.timesteps.edges=[0, 0.5, 1]"] if name == "slots" else []
+    config = load(arguments=[f"--objective.timesteps.name={name}", f"--objective.path={path}", *edges])
+    text = dump_config(config)
+    assert config.objective.timesteps.name == tomllib.loads(text)["objective"]["timesteps"]["name"] == name
+    assert load(text) == config and config_differences(tomllib.loads(text), config) == []
+
+
+def test_an_inner_section_of_an_inner_section_is_read_recorded_and_overridden():
+    config = load(WITH_BASE, ["--objective.timesteps.base.mean=0.5"])
+    timesteps = config.objective.timesteps
+    assert (timesteps.half_life, timesteps.base.name, timesteps.base.scale, timesteps.base.mean) == (500, "laplace", 0.75, 0.5)
+    table = tomllib.loads(dump_config(config))["objective"]["timesteps"]
+    assert table == {
+        "name": "time_warping", "half_life": 500.0, "base": {"name": "laplace", "mean": 0.5, "scale": 0.75}
+    }  # fmt: skip
+    assert config_differences(config, load(WITH_BASE)) == ["objective.timesteps.base.mean: 0.5 -> 0.0"]
+
+
+def test_the_command_line_replaces_a_choice_with_its_keys():
+    assert load(WITH_BASE, ["--objective.timesteps.name=mode"]).objective.timesteps == TIMESTEPS["mode"](name="mode")
+    kept = load(WITH_BASE, ["--objective.timesteps.name=adaptive_log_snr"]).objective.timesteps
+    assert (kept.half_life, kept.base.scale) == (500, 0.75)
+    other_base = load(WITH_BASE, ["--objective.timesteps.base.name=mode"]).objective.timesteps
+    assert (other_base.half_life, other_base.base) == (500, DENSITIES["mode"](name="mode"))
+
+
+@pytest.mark.parametrize(
+    ("toml", "arguments", "line"),
+    [
+        (
+            "[objective.timesteps]\nname = 'laplace'\na = 1.5", [],
+            "run.toml: objective.timesteps.a: unknown key (it is a key of objective.timesteps.name = beta)",
+        ),
+        (
+            "[objective.timesteps.base]\nname = 'mode'", [],
+            "run.toml: objective.timesteps.base: unknown key (it is a key of objective.timesteps.name = loss_second_moment"
+            " or time_warping or adaptive_log_snr)",
+        ),
+        (
+            WITH_BASE, ["--objective.timesteps.base.std=1"],
+            "command line: --objective.timesteps.base.std: unknown key (it is a key of objective.timesteps.base.name ="
+            " logit_normal)",
+        ),
+        (
+            "", ["--objective.timesteps=mode"],
+            "command line: --objective.timesteps: unknown key (it is a section; --objective.timesteps.name chooses its keys)",
+        ),
+        (
+            "[objective]\ntimesteps = 'mode'", [],
+            "run.toml: objective.timesteps: must be a table, is 'mode' (write [objective.timesteps] and its keys)",
+        ),
+        (
+            "[objective.timesteps]\nname = 'laplace'\nscael = 1.5", [],
+            "run.toml: objective.timesteps.scael: unknown key (did you mean objective.timesteps.scale?)",
+        ),
+        (
+            WITH_BASE + "mean = 'x'", [], "run.toml: objective.timesteps.base.mean: must be a number, is 'x'",
+        ),
+    ],
+)  # fmt: skip
+def test_keys_of_what_is_not_chosen_are_refused_in_one_line(toml, arguments, line):
+    assert problems(toml, arguments) == [line]
+
+
+@pytest.mark.parametrize("name", ["'mod'", "3", "[1]", "true"])
+def test_a_name_that_is_none_hides_the_keys_that_it_would_choose(name):
+    (line,) = problems(f"[objective.timesteps]\nname = {name}\nscale = 1\nanything = 2")
+    assert line.startswith("run.toml: objective.timesteps.name: must be one of uniform, ")
+
+
+def test_a_density_is_added_by_one_class_and_one_line(monkeypatch):
+    @dataclass(kw_only=True)
+    class NarrowConfig(TimestepsConfig):
+        """Around one time."""
+
+        centre: float = setting(0.5, "time that all are near", gt=0, lt=1)
+        light_tailed = True
+
+        def density(self, path):
+            return LogitNormal(torch.logit(torch.tensor(self.centre, dtype=torch.float64)).item(), 0.01)
+
+    monkeypatch.setitem(DENSITIES, "narrow", NarrowConfig)
+    config = load("[objective.timesteps]\nname = 'narrow'\ncentre = 0.3")
+    t, _ = Objective(config.objective, 0).timestep_sampler.sample(GlobalBatch(0, 100), torch.arange(100))
+    assert (t - 0.3).abs().max() < 0.02
+    assert load(dump_config(config)) == config
+    assert problems("[objective.timesteps]\ncentre = 0.3") == [
+        "run.toml: objective.timesteps.centre: unknown key (it is a key of objective.timesteps.name = narrow)"
+    ]
+    learned = load("[objective.timesteps]\nname = 'adaptive_log_snr'\nbase.name = 'narrow'\nbase.centre = 0.3")
+    assert learned.objective.timesteps.base == config.objective.timesteps
+    assert "--objective.timesteps.centre" in help_text() and "NarrowConfig" in str(json_schema())

@@ -1,0 +1,152 @@
+"""What the keys of `[objective]` do to every density of t: shift it, and cut it to the path and to a range."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchtitan.diffusion.paths import IndexedPath, Path, has_indices
+from torchtitan.diffusion.timesteps.contract import Density, SmoothDensity
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how far towards noise timesteps are trained.
+
+    Attributes:
+        path: of the objective.
+        shift: factor on sigma.
+        t_min, t_max: the range; indices of other times are left out.
+    """
+
+    path: Path
+    shift: float = 1.0
+    t_min: float = 0.0
+    t_max: float = 1.0
+
+    def shifted(self, density: SmoothDensity) -> SmoothDensity:
+        return Shifted(density, self.shift) if self.shift != 1.0 else density
+
+    def on_path(self, density: SmoothDensity) -> Density:
+        """The shifted density within the range, in steps on a discrete path.
+
+        Raises:
+            ValueError: it has no mass there.
+        """
+        density, t_min, t_max = self.shifted(density), self.t_min, self.t_max
+        path = self.path
+        if has_indices(path):
+            return (OnDiscreteIndices if path.discrete else OnContinuousIndices)(density, path, t_min, t_max)
+        if (t_min, t_max) == (0.0, 1.0):
+            return density
+        return Truncated(density, _logit(t_min), _logit(t_max))
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """t' = factor t / (1 + (factor - 1) t) of another density's t, which adds ln factor to ln sigma.
+
+    Source: Esser et al., arXiv 2403.03206, eq. 23, with factor sqrt(m / n) for m instead of n pixels.
+    """
+
+    density: SmoothDensity
+    factor: float
+
+    def quantile(self, u: Tensor) -> Tensor:
+        t = self.density.quantile(u)
+        return self.factor * t / (1.0 + (self.factor - 1.0) * t)
+
+    def distribution(self, log_sigma: Tensor) -> Tensor:
+        return self.density.distribution(log_sigma - math.log(self.factor))
+
+    def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
+        return self.density.log_sigma_density(log_sigma - math.log(self.factor))
+
+
+class Truncated:
+    """Another density, restricted to a range of ln sigma."""
+
+    def __init__(self, density: SmoothDensity, low: float, high: float) -> None:
+        """Cut off what lies below ln sigma = low and above high, -inf <= low < high <= inf.
+
+        Raises:
+            ValueError: the density has no mass between them.
+        """
+        self.density, self.low, self.high = density, low, high
+        ends = torch.tensor([low, high], dtype=torch.float64)
+        self.t_low, self.t_high = torch.sigmoid(ends).tolist()
+        self.below, above = density.distribution(ends).tolist()
+        self.mass = _positive(above - self.below, self.t_low, self.t_high)
+
+    def quantile(self, u: Tensor) -> Tensor:
+        return self.density.quantile(self.below + self.mass * u).clamp(self.t_low, self.t_high)
+
+    def distribution(self, log_sigma: Tensor) -> Tensor:
+        return ((self.density.distribution(log_sigma) - self.below) / self.mass).clamp(0.0, 1.0)
+
+    def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
+        inside = (log_sigma >= self.low) & (log_sigma <= self.high)
+        return inside * self.density.log_sigma_density(log_sigma) / self.mass
+
+
+class OnContinuousIndices(Truncated):
+    """Another density, restricted to the times of the indices 0 .. T - 1 of a continuous DDPM path."""
+
+    def __init__(self, density: SmoothDensity, path: IndexedPath, t_min: float = 0.0, t_max: float = 1.0) -> None:
+        """t_min, t_max: a narrower range. Raises ValueError: the density has no mass there."""
+        first, last = path.index_to_log_sigma(torch.tensor([0.0, path.num_indices - 1.0])).tolist()
+        low, high = torch.logit(torch.tensor([t_min, t_max], dtype=torch.float64)).tolist()
+        super().__init__(density, max(first, low), min(last, high))
+
+
+class OnDiscreteIndices:
+    """Another density in steps: each index has the mass between its neighbours' middles in ln sigma.
+
+    What lies beyond half an interval outside the first and the last index is cut off.
+    """
+
+    def __init__(self, density: SmoothDensity, path: IndexedPath, t_min: float = 0.0, t_max: float = 1.0) -> None:
+        """t_min, t_max: leave out the indices of other times, compared in float32. Raises ValueError: none is left."""
+        self.path = path
+        self.edges = path.index_to_log_sigma(torch.arange(path.num_indices + 1) - 0.5)  # [T + 1]
+        self.times = path.index_to_t(torch.arange(path.num_indices))  # [T]
+        t = self.times.to(torch.float32)
+        low, high = torch.tensor([t_min, t_max], dtype=torch.float32)
+        inside = ((t >= low) & (t <= high)).nonzero().flatten()
+        if not len(inside):
+            raise ValueError(f"no index of the path has a time from {t_min:.9g} to {t_max:.9g}")
+        cumulative = density.distribution(self.edges)
+        below, above = cumulative[inside[0]], cumulative[inside[-1] + 1]
+        mass = _positive((above - below).item(), t[inside[0]].item(), t[inside[-1]].item())
+        self.cumulative = ((cumulative - below) / mass).clamp(0.0, 1.0)
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def quantile(self, u: Tensor) -> Tensor:
+        cumulative, times = self._tables_on(u.device)
+        index = torch.searchsorted(cumulative, u, right=True) - 1
+        return times[index.clamp(0, self.path.num_indices - 1)]
+
+    def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
+        edges = self.edges.to(log_sigma.device)
+        place = torch.searchsorted(edges, log_sigma.to(torch.float64), right=True) - 1
+        inside = (place >= 0) & (place < self.path.num_indices)
+        heights = self.cumulative.diff() / self.edges.diff()
+        return inside * heights.to(log_sigma.device)[place.clamp(0, self.path.num_indices - 1)]
+
+    def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._tables:
+            self._tables[device] = (self.cumulative.to(device), self.times.to(device))
+        return self._tables[device]
+
+
+def _positive(mass: float, t_low: float, t_high: float) -> float:
+    if not mass > 1e-9:
+        raise ValueError(f"the density has a mass of {mass:.1g} from t = {t_low:.6g} to {t_high:.6g}")
+    return mass
+
+
+def _logit(t: float) -> float:
+    if t in (0.0, 1.0):
+        return math.inf if t else -math.inf
+    return math.log(t) - math.log1p(-t)
