@@ -1,7 +1,9 @@
 """Train a diffusion transformer: python train.py --job.config_file FILE [--section.key value ...].
 
-    --check-only   check the configuration and stop
-    --help         every section and key
+    --check-only      check the configuration and stop
+    --help            list the sections of a configuration
+    --help NAME ...   describe the keys of a section (objective), those that one of its names brings (data.webdataset),
+                      or one key (optimizer.lr)
 """
 
 import logging
@@ -25,9 +27,8 @@ def main(arguments: list[str]) -> int:
     Returns:
         its exit code: see `torchtitan.run.run`; 2 also for a refused configuration.
     """
-    if "--help" in arguments or "-h" in arguments:
-        print(f"{__doc__}\n{help_text()}")
-        return 0
+    if {"--help", "-h"} & set(arguments):
+        return _help([word for word in arguments if not word.startswith("-")])
     check_only = "--check-only" in arguments
     arguments = [argument for argument in arguments if argument != "--check-only"]
     rank, world_size = launch_number("RANK", 0), launch_number("WORLD_SIZE", 1)
@@ -64,6 +65,15 @@ def _decoder_problem(config: JobConfig) -> Exception | None:
     except (AutoencoderError, DatasetError) as error:
         return error
     return None
+
+
+def _help(topics: list[str]) -> int:
+    try:
+        text = help_text(topics)
+    except ConfigError as error:
+        report_and_exit(error)
+    print(text if topics else f"{__doc__}\n{text}", end="")
+    return 0
 
 
 if __name__ == "__main__":

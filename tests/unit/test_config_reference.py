@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import train
 from data import DATASETS
 from torchtitan.config.job import (
     ConfigError,
@@ -116,15 +117,53 @@ def test_shipped_file_fits_the_schema_and_dumps_equal(path):
     assert without_file(load(dump_config(config))) == without_file(config)
 
 
-def test_help_has_every_key_with_its_description():
-    text = " ".join(help_text().split())
+def test_help_lists_every_section_in_a_line():
+    lines = help_text().partition("Sections:\n")[2].splitlines()
+    names = [line.split()[0] for line in lines]
+    assert names[:5] == ["job", "model", "data", "autoencoder", "objective"]
+    assert {section.name for section in dataclasses.fields(JobConfig)} <= set(names)
+    assert all(len(line.split()) > 2 for line in lines)  # a name and what is in it
+    assert f"dataset (name: one of {len(DATASETS)})" in help_text()
+
+
+def test_help_of_a_section_has_every_key_with_its_description():
     for name, section in all_sections(JobConfig()):
+        text = " ".join(help_text([name]).split())
         for field in keys(section):
             assert f"--{name}.{field.name} " in text
             assert " ".join(field.metadata["description"].split()) in text
-    assert "--objective.timesteps.std a number, above 0 (default 1.0)" in text
-    assert "[objective.timesteps.base] with objective.timesteps.base.name = laplace" in text
-    assert "--data.num_classes" in text and "DiT-XL/2," in text
+    timesteps = " ".join(help_text(["objective.timesteps"]).split())
+    assert "--objective.timesteps.std a number, above 0 (default 1.0)" in timesteps
+    assert help_text(["objective"]).endswith("more keys: --help objective.timesteps objective.timesteps.base\n")
+    assert "only with checkpoint.enable = true" in help_text(["checkpoint"])
+    assert "--data.num_classes" in help_text(["data"]) and "DiT-XL/2," in help_text(["model"])
+
+
+def test_help_of_one_name_of_a_section_and_of_one_key():
+    webdataset = help_text(["data.webdataset"])
+    assert webdataset in help_text(["data"]) + "\n" and "[data] with data.name = cifar10" not in webdataset
+    assert help_text(["optimizer.lr"]) == (
+        "[optimizer]\n  --optimizer.lr  a number, above 0 (default 0.0001)\n      peak learning rate\n"
+    )
+    assert "[data] with data.name = cifar10 or cifar100\n  --data.path" in help_text(["data.path"])
+    assert help_text(["debug", "optimizer.lr"]) == f"{help_text(['debug'])}\n{help_text(['optimizer.lr'])}"
+
+
+@pytest.mark.parametrize(
+    ("topic", "advice"),
+    [
+        ("objektive", "did you mean objective?"),
+        ("objective.timestep", "did you mean objective.timesteps?"),
+        ("lrs", "did you mean optimizer.lr?"),
+        ("weight_decay", "did you mean optimizer.weight_decay?"),
+        ("training.qqqqqq", "--help training lists its keys"),
+        ("qqqqqq", "--help lists the sections"),
+    ],
+)
+def test_help_of_an_unknown_name_is_refused_in_a_line(topic, advice, capsys):
+    with pytest.raises(SystemExit) as end:
+        train.main(["--help", topic])
+    assert (end.value.code, capsys.readouterr()) == (2, ("", f"--help {topic}: no such section or key ({advice})\n"))
 
 
 def test_commands_of_the_documentation_run(tmp_path):

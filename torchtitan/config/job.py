@@ -8,8 +8,8 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_type_hints
 
@@ -26,10 +26,10 @@ from torchtitan.gns.config import GNSConfig
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import Float8Config
 from torchtitan.profiling.config import ProfilingConfig
-from torchtitan.settings import Choice, choice, has_key, setting
+from torchtitan.settings import Choice, choice, has_key, section_of, setting
 from torchtitan.settings.earlier_keys import in_present_keys, where_now
 from torchtitan.settings.record import config_differences, dump_config, unmet_condition
-from torchtitan.settings.reference import build_json_schema, describe
+from torchtitan.settings.reference import UnknownTopic, build_json_schema, describe
 from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, parse_text, shown, shown_name, validate_section
 from torchtitan.settings.sections import all_sections, choices, keys, put_section, section_at, table_at
 from torchtitan.settings.sources import read_command_line, read_toml, shown_file, suggestion
@@ -114,27 +114,29 @@ class JobConfig:
     `data.name` selects from DATASETS.
     """
 
-    job: JobSection = field(default_factory=JobSection)
+    job: JobSection = section_of(JobSection, "name of the run, its folder, its TOML file")
     model: Any = choice(_MODEL, "family of networks")
     data: Any = choice(_DATA, "dataset")
-    autoencoder: AutoencoderConfig = field(default_factory=AutoencoderConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
-    compile: CompileConfig = field(default_factory=CompileConfig)
-    activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
-    float8: Float8Config = field(default_factory=Float8Config)
-    ema: EMAConfig = field(default_factory=EMAConfig)
-    gns: GNSConfig = field(default_factory=GNSConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
-    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
-    comm: CommConfig = field(default_factory=CommConfig)
-    debug: DebugConfig = field(default_factory=DebugConfig)
+    autoencoder: AutoencoderConfig = section_of(AutoencoderConfig, "decoder of latents, for grids of images")
+    objective: ObjectiveConfig = section_of(ObjectiveConfig, "path, prediction, weighting, other terms of the loss")
+    optimizer: OptimizerConfig = section_of(OptimizerConfig, "update rule, learning rate, decay, parameter groups")
+    lr_scheduler: LRSchedulerConfig = section_of(LRSchedulerConfig, "warm-up and decay of the learning rate")
+    training: TrainingConfig = section_of(TrainingConfig, "steps, batch sizes, precision, clipping, skipped steps")
+    parallelism: ParallelismConfig = section_of(ParallelismConfig, "copies of the model, processes per copy")
+    compile: CompileConfig = section_of(CompileConfig, "torch.compile of the blocks or of the whole model")
+    activation_checkpoint: ActivationCheckpointConfig = section_of(
+        ActivationCheckpointConfig, "recomputation of activations in backward"
+    )
+    float8: Float8Config = section_of(Float8Config, "float8 matrix products in the blocks")
+    ema: EMAConfig = section_of(EMAConfig, "averages of the weights")
+    gns: GNSConfig = section_of(GNSConfig, "gradient noise scale of each timestep bin, and what follows from it")
+    checkpoint: CheckpointConfig = section_of(CheckpointConfig, "saving, resuming, initial weights")
+    metrics: MetricsConfig = section_of(MetricsConfig, "logging: console, TensorBoard, Weights & Biases")
+    sampling: SamplingConfig = section_of(SamplingConfig, "grids of samples while training, and their judge")
+    validation: ValidationConfig = section_of(ValidationConfig, "loss on held-out images")
+    profiling: ProfilingConfig = section_of(ProfilingConfig, "traces of steps, snapshots of memory")
+    comm: CommConfig = section_of(CommConfig, "timeouts of collectives, flight recorder")
+    debug: DebugConfig = section_of(DebugConfig, "seed, deterministic kernels")
 
     @property
     def draws_pictures(self) -> bool:
@@ -277,14 +279,17 @@ def report_and_exit(error: ConfigError) -> NoReturn:
     raise SystemExit(2)
 
 
-def help_text() -> str:
-    """The text of `--help`: every section and key."""
-    return describe(_reference_sections())
+def help_text(topics: Sequence[str] = ()) -> str:
+    """The text of `--help`: the sections, or the keys of those named. Raises ConfigError for an unknown name."""
+    try:
+        return describe(JobConfig(), topics)
+    except UnknownTopic as error:
+        raise ConfigError([str(error)]) from error
 
 
 def json_schema() -> dict[str, Any]:
     """The JSON schema of a configuration file, for completion in editors."""
-    return build_json_schema(_reference_sections())
+    return build_json_schema(JobConfig())
 
 
 def write_schema(path: Path) -> None:
@@ -454,9 +459,3 @@ def _line(problem: Problem, origins: dict[str, str], known: dict[str, Any], path
     place = {"command line": "command line: --", "file": f"{shown_file(path or '')}: ", "default": "default: "}[origin]
     key = shown_name(problem.key) if origin == "command line" else problem.key
     return f"{place}{key}{problem.within}: {problem.text}"
-
-
-def _reference_sections() -> dict[str, Any]:
-    config = JobConfig()
-    names = [section.name for section in dataclasses.fields(config)]
-    return {name: choices(config).get(name, getattr(config, name)) for name in names}

@@ -1,8 +1,8 @@
 """How a configuration section declares its keys: a dataclass field with a description and a range.
 
-Sections are plain dataclasses in files that import none of what they configure (a folder's config.py), so that checking a
-configuration imports nothing heavy; `torchtitan.config.job` turns them into a validated schema, `--help` text and the JSON
-schema. This file imports the standard library only, so that every package may use it.
+Sections are plain dataclasses in files that import none of what they configure (a folder's config.py), so that checking
+a configuration imports nothing heavy; `torchtitan.config.job` turns them into a validated schema, `--help` text and the
+JSON schema. This file imports the standard library only, so that every package may use it.
 """
 
 import dataclasses
@@ -90,6 +90,11 @@ def choice(options: Choice, description: str) -> Any:
     """Declare a section inside another one, or in the whole configuration, whose `name` chooses its keys."""
     metadata = {"choice": options, "description": description}
     return dataclasses.field(default_factory=lambda: options.section(options.default), metadata=metadata)
+
+
+def section_of(kind: type, description: str) -> Any:
+    """Declare a section of the configuration; description: one line, printed by `--help`."""
+    return dataclasses.field(default_factory=kind, metadata={"description": description})
 
 
 def chosen(registry: Mapping[str, type], name: str, **keys: Any) -> Any:

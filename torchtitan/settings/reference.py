@@ -3,43 +3,93 @@
 import dataclasses
 import textwrap
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 import pydantic
 
 from torchtitan.settings import Choice, has_key
-from torchtitan.settings.schema import range_name, schema_of, shown, type_name
+from torchtitan.settings.schema import range_name, schema_of, shown, shown_name, type_name
 from torchtitan.settings.sections import choices, keys
+from torchtitan.settings.sources import suggestion
+
+_INTRODUCTION = """\
+Settings, on the command line as --section.key value or --section.key=value, in a TOML file as key = value
+under [section]; the command line overrides the file that --job.config_file names. Booleans take true or
+false; lists, and lists of tables, are JSON on the command line.
+
+Sections:
+"""
 
 
-def describe(sections: dict[str, Any]) -> str:
-    """Describe every key: type, range, default, meaning.
+class UnknownTopic(Exception):
+    """A name that is no section and no key; the message is one line."""
+
+
+class _Section(typing.NamedTuple):
+    description: str
+    declared: Any  # the section with its defaults, or a Choice
+
+
+def describe(config: Any, topics: Sequence[str] = ()) -> str:
+    """Describe a configuration: its sections in a line each, or the keys of some topics in full.
 
     Args:
-        sections: name -> the section with its defaults, or a Choice of sections.
+        config: with its defaults.
+        topics: a section (`optimizer`), its keys under one name (`data.webdataset`), or a key (`optimizer.lr`).
+
+    Raises:
+        UnknownTopic: one of them is none of these.
     """
-    parts = [
-        "Settings, on the command line as --section.key value or --section.key=value, in a TOML file as key = value\n"
-        "under [section]; the command line overrides the file that --job.config_file names. Booleans take true or\n"
-        "false; lists, and lists of tables, are JSON on the command line.\n\n"
-        "  --help        print this and exit\n"
-        "  --check-only  check the configuration and exit"
-    ]
-    for section, declared in _with_inner(sections).items():
-        if not isinstance(declared, Choice):
-            parts.append(_describe_section(f"[{section}]", section, declared))
-            continue
+    sections = _with_inner(config)
+    if not topics:
+        width = max(map(len, sections)) + 2
+        return _INTRODUCTION + "".join(
+            f"  {name:{width}}{section.description}{_count_of_names(section.declared)}\n"
+            for name, section in sections.items()
+        )
+    texts = _texts(sections)
+    if unknown := [topic for topic in topics if topic not in texts]:
+        advice = suggestion(unknown[0], texts)
+        raise UnknownTopic(f"--help {shown_name(unknown[0])}: no such section or key ({advice})")
+    return "\n\n".join(texts[topic] for topic in dict.fromkeys(topics)) + "\n"
+
+
+def _count_of_names(declared: Any) -> str:
+    names = len(_alternatives(declared))
+    return f" (name: one of {names})" if names > 1 else ""
+
+
+def _texts(sections: dict[str, _Section]) -> dict[str, str]:
+    """Topic -> its description, of every section, name of one, and key."""
+    texts = {}
+    for section, (_, declared) in sections.items():
+        parts, with_key = {}, {}
         for name, instance in _alternatives(declared).items():
-            title = f"[{section}] with {section}.name = {name}"
-            flavors = declared.flavors(declared.registry[name])
+            flavors = declared.flavors(declared.registry[name]) if name else {}
             note = f"{section}.flavor is one of {', '.join(flavors)}" if flavors else ""
-            parts.append(_describe_section(title, section, instance, note))
-    return "\n\n".join(parts) + "\n"
+            described = {field.name: _describe_key(section, instance, field) for field in keys(instance)}
+            lines = (*_wrapped(note, 2), *described.values())
+            parts[f"{section}.{name}"] = "\n".join((_title(section, [name]), *lines))
+            for key, text in described.items():
+                with_key.setdefault(key, {}).setdefault(text, []).append(name)
+        inner = [name for name in sections if name.startswith(f"{section}.")]
+        more = [f"  more keys: --help {' '.join(inner)}"] if inner else []
+        texts[section] = "\n\n".join((*parts.values(), *more))
+        texts |= parts if isinstance(declared, Choice) else {}
+        for key, variants in with_key.items():
+            described = (f"{_title(section, names)}\n{text}" for text, names in variants.items())
+            texts[f"{section}.{key}"] = "\n\n".join(described)
+    return texts
 
 
-def build_json_schema(sections: dict[str, Any]) -> dict[str, Any]:
-    """The JSON schema (draft 7) of a TOML file, for completion and checking in editors. Args as `describe`."""
-    every = _with_inner(sections)
+def _title(section: str, names: list[str]) -> str:
+    return f"[{section}] with {section}.name = {' or '.join(names)}" if names != [""] else f"[{section}]"
+
+
+def build_json_schema(config: Any) -> dict[str, Any]:
+    """The JSON schema (draft 7) of a TOML file, for completion and checking in editors; config: with its defaults."""
+    every = {name: section.declared for name, section in _with_inner(config).items()}
     instances = {section: _alternatives(declared) for section, declared in every.items()}
     classes = {type(instance): None for found in instances.values() for instance in found.values()}
     inputs: list[Any] = [(each, "validation", pydantic.TypeAdapter(schema_of(each))) for each in classes]
@@ -75,13 +125,16 @@ def build_json_schema(sections: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _with_inner(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _with_inner(config: Any, prefix: str = "") -> dict[str, _Section]:
     """Dotted name -> section or Choice, each with those inside of any of its alternatives right behind it."""
-    found: dict[str, Any] = {}
-    for name, declared in sections.items():
-        found[prefix + name] = declared
+    found: dict[str, _Section] = {}
+    for field in dataclasses.fields(config):
+        declared = choices(config).get(field.name, getattr(config, field.name))
+        if not (isinstance(declared, Choice) or dataclasses.is_dataclass(declared)):
+            continue
+        found[prefix + field.name] = _Section(field.metadata["description"], declared)
         for instance in _alternatives(declared).values():
-            found |= _with_inner(choices(instance), f"{prefix}{name}.")
+            found |= _with_inner(instance, f"{prefix}{field.name}.")
     return found
 
 
@@ -105,18 +158,17 @@ def _narrow(definition: dict[str, Any], name: str, options: Choice, is_default: 
                 details.pop("default", None)  # it depends on the flavor
 
 
-def _describe_section(title: str, section: str, defaults: Any, note: str = "") -> str:
-    lines = [title, *_wrapped(note, 2)]
-    hints = typing.get_type_hints(type(defaults))
-    for field in keys(defaults):
-        lines.append(f"  --{section}.{field.name}  {_kind(field, hints[field.name], getattr(defaults, field.name))}")
-        lines.extend(_meaning(field, section, 6))
-        element = (*typing.get_args(hints[field.name]), None)[0]
-        if dataclasses.is_dataclass(element):
-            element_hints = typing.get_type_hints(element)
-            for inner in dataclasses.fields(element):
-                lines.append(f"      {inner.name}  {_kind(inner, element_hints[inner.name], inner.default)}")
-                lines.extend(_meaning(inner, "", 10))
+def _describe_key(section: str, defaults: Any, field: dataclasses.Field) -> str:
+    """Name, type, bounds, default and meaning of a key, and of the keys of its tables."""
+    annotation = typing.get_type_hints(type(defaults))[field.name]
+    lines = [f"  --{section}.{field.name}  {_kind(field, annotation, getattr(defaults, field.name))}"]
+    lines.extend(_meaning(field, section, 6))
+    element = (*typing.get_args(annotation), None)[0]
+    if dataclasses.is_dataclass(element):
+        hints = typing.get_type_hints(element)
+        for inner in dataclasses.fields(element):
+            lines.append(f"      {inner.name}  {_kind(inner, hints[inner.name], inner.default)}")
+            lines.extend(_meaning(inner, "", 10))
     return "\n".join(lines)
 
 

@@ -111,5 +111,6 @@ def suggestion(key: str, known: Iterable[str], prefix: str = "") -> str:
     scored = {candidate: likeness(candidate) for candidate in known}
     close = [candidate for candidate, (score, _) in scored.items() if score >= 0.6]
     if not close:
-        return "--help lists all keys"
+        of_section = any(candidate.startswith(f"{section}.") for candidate in known)
+        return f"--help {section} lists its keys" if of_section else "--help lists the sections"
     return f"did you mean {prefix}{max(close, key=lambda candidate: scored[candidate][1])}?"
