@@ -76,6 +76,7 @@ def _call(function: Callable[..., int], arguments: tuple, environment: dict[str,
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
+    multiprocessing.set_start_method(None, force=True)  # that of a program, not of this process: it starts loaders
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
