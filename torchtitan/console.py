@@ -1,4 +1,4 @@
-"""What a run says on the console when it begins and when it ends."""
+"""Console lines of a run at its begin and its end."""
 
 import logging
 import os
@@ -24,13 +24,13 @@ _GRID = re.compile(r"step-(\d{8})\.png")
 
 
 def introduce(state: RunState) -> None:
-    """Log the model, the data, the layout and the weight of the objective over ln sigma."""
+    """Introduce the run: log the model, the data, the layout and the weight of the objective over ln sigma."""
     config = state.config
     logger.info(
         f"{config.job.name}: {config.model.flavor}, {state.num_parameters:,} parameters, on {config.data.name} "
         f"{'x'.join(map(str, state.info.image_shape))}; {state.layout.describe()} on "
         f"{device_name(state.layout.device)}; "
-        f"{config.training.global_batch_size} images a step, {state.data.microbatches_per_step} microbatches"
+        f"{config.training.global_batch_size} images per step, {state.data.microbatches_per_step} microbatches"
     )
     if advice := crosses_nodes(state.layout, launch_number("LOCAL_WORLD_SIZE", state.layout.world_size)):
         logger.warning(advice)
@@ -52,7 +52,7 @@ def introduce(state: RunState) -> None:
 def closing_lines(
     state: RunState, status: str, results: dict[str, Any], held_out: Path, animation: Path
 ) -> list[str]:
-    """How a run ended, where its outputs are, and what its samples and its gradients' noise were found to be."""
+    """Closing lines: how the run ended, the paths of its outputs, its sample quality and its gradient noise scale."""
     folder, config = state.folder, state.config
     found = grids(folder.samples)
     noise_scale = folder.path / GNS_FOLDER / PICTURE_FILE
@@ -77,7 +77,7 @@ def closing_lines(
 
 
 def grids(samples: Path) -> list[tuple[int, Path]]:
-    """Step and picture of every grid in a run's folder of samples, in order; none if it cannot be read."""
+    """Grids in a run's folder of samples: step and picture, in order; none if the folder cannot be read."""
     try:
         names = sorted(os.listdir(samples))
     except OSError:

@@ -45,7 +45,7 @@ _STEPS_TO_COMPILE = 3
 class Reports:
     """The reporting side of a run. Collective methods say so; the first rank alone writes.
 
-    A disk that cannot be written costs a picture, never the run; points of metrics wait for it.
+    A failing disk loses a picture, never the run; points of metrics wait for it.
     """
 
     def __init__(self, state: RunState) -> None:
@@ -87,7 +87,7 @@ class Reports:
         self._rates.restart(state.step)
 
     def rewind(self) -> None:
-        """Roll back to the run's step, which lies before the step reported last."""
+        """Rewind to the run's step after a rollback; it lies before the step reported last."""
         if self._first:
             self._log.close()
             self._log = self._new_log()
@@ -114,11 +114,11 @@ class Reports:
                 remove_unfinished(folder)
 
     def state_dict(self) -> dict[str, Any]:
-        """Results and unwritten metrics, for a run that resumes from here: for the first rank's checkpoint."""
+        """Return results and unwritten metrics, for a run that resumes from here: for the first rank's checkpoint."""
         return {"results": self._results, "unsaved_metrics": self._log.unsaved() if self._log else []}
 
     def sync(self) -> None:
-        """Bring metrics and lists to the disk, as far as it allows; any thread may call it, beside training."""
+        """Sync metrics and lists to the disk, as far as it allows; any thread may call it, during training."""
         if self._log:
             self._log.sync()
         self._state.corrupt_images.sync()
@@ -177,7 +177,7 @@ class Reports:
         logger.info(f"{done}  loss {loss:.4f}  grad_norm {metrics['grad_norm']:.3f}  {speed}{mfu}{eta}")
 
     def log_gns(self) -> None:
-        """Write the estimates of the gradient noise scale, and its picture now and then; the first rank alone has work."""
+        """Log the estimates of the gradient noise scale, and its picture at intervals; work of the first rank alone."""
         state, config = self._state, self._config.gns
         if not self._first:
             return
@@ -233,10 +233,10 @@ class Reports:
                 self._held_out_picture = None
 
     def finish(self, status: str) -> None:
-        """Judge the samples, write the animation and the summary, and say where everything is; collective.
+        """Finish: judge the samples, write the animation and the summary, and log the paths; collective.
 
         Raises:
-            TrainingError: of a completed run, a file that a later start needs could not be written.
+            TrainingError: a file of a completed run that a later start needs could not be written.
         """
         state, sampling = self._state, self._config.sampling
         self._bar.close()
@@ -257,7 +257,7 @@ class Reports:
             self._say("\n".join(closing_lines(state, status, self._results, self._held_out, self._animation)))
 
     def fail(self, status: str, reason: str) -> None:
-        """Close the summary of a run that cannot continue; called by one rank, any, for others may be gone."""
+        """Close the summary of a failed run; called by one rank, any, since others may be gone."""
         self._bar.close()
         self._summary.fail(status, reason, self._results)
 
@@ -274,7 +274,7 @@ class Reports:
         return metrics
 
     def _memory_over_ranks(self) -> dict[str, float]:
-        """Memory of the rank that needs most, up to the last logged point; collective."""
+        """Memory of the fullest rank, up to the last logged point; collective."""
         peak, retries = highest_over_ranks(self._peak_memory, self._allocator_retries)
         return {"peak_memory_GiB": round(peak, 6), "num_alloc_retries": int(retries)}
 

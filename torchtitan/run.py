@@ -1,4 +1,4 @@
-"""One run of a training process: build, train, and turn what goes wrong into one line and an exit code."""
+"""Run of a training process: build, train, and turn failures into one line and an exit code."""
 
 import logging
 import os
@@ -39,7 +39,7 @@ _CLOSING_SECONDS = 60.0
 
 
 def run(config: JobConfig) -> int:
-    """Train as the configuration says.
+    """Run the training of a configuration.
 
     Returns:
         0: completed, now or before; 1: failed; 2: refused before anything was written; 75: another
@@ -84,7 +84,7 @@ def run(config: JobConfig) -> int:
 
 @contextmanager
 def _bounded_end() -> Iterator[threading.Timer]:
-    """A timer to start when the run has failed: what is to be closed may hang on what is lost."""
+    """Timer to start when the run has failed: closing may hang on the lost part."""
     deadline = threading.Timer(_CLOSING_SECONDS, os._exit, (FAILED,))
     deadline.daemon = True
     try:
@@ -128,7 +128,7 @@ def _out_of_memory(error: BaseException) -> str:
 
 
 def _fail(trainer: Trainer, deadline: threading.Timer, status: str, reason: str, wait: float = 0.0) -> int:
-    """Close the run; wait: seconds in which another rank that is the cause may show."""
+    """Close a failed run; wait: seconds in which another rank at fault may show."""
     deadline.start()  # the watchdog has gone
     culprit = trainer.supervision.culprit(wait)
     reason = f"{reason}; {culprit}" if culprit else reason
@@ -142,7 +142,7 @@ def _first() -> bool:
 
 
 def _speaks_for_its_machine() -> bool:
-    """Whether this process says why a run is refused: one of all, or one of each machine while they are not joined."""
+    """True if this process reports a refusal: one of all, or one of each machine while they are not joined."""
     return _first() if dist.is_initialized() else os.environ.get("LOCAL_RANK", "0") == "0"
 
 

@@ -1,6 +1,6 @@
-"""The state of a run on one process: model, optimizer, averages, data and counters; built, saved and resumed as one.
+"""State of a run on one process: model, optimizer, averages, data and counters; built, saved and resumed as one.
 
-There is no loop here: `torchtitan.trainer` moves the state from step to step, `torchtitan.reports` reads it, and
+The loop is elsewhere: `torchtitan.trainer` advances the state from step to step, `torchtitan.reports` reads it, and
 `torchtitan.supervision` resumes it from an earlier checkpoint after a fault.
 """
 
@@ -50,12 +50,12 @@ logger = logging.getLogger(__name__)
 
 
 class RunState:
-    """All that a checkpoint holds, and what it is computed with.
+    """State of a run: everything in a checkpoint, and the objects that compute with it.
 
     Attributes:
         step: optimizer steps made.
-        progress: the same in steps of training.global_batch_size: ahead of `step` once the batch has grown.
-        batch_size: images of the step just made, over all ranks.
+        progress: the same in steps of training.global_batch_size: above `step` once the batch has grown.
+        batch_size: images of the last step, over all ranks.
         reported: state of the reports in the checkpoint that the run resumed from.
     """
 
@@ -142,13 +142,13 @@ class RunState:
 
     @property
     def batch_factor(self) -> int:
-        """Times training.global_batch_size in the next step: more than 1 where the batch has grown."""
+        """Batch factor: multiple of training.global_batch_size in the next step; above 1 once the batch has grown."""
         wanted = self.gns.batch_factor if self.gns else 1
         return min(wanted, self.config.training.steps - self.progress)
 
     @property
     def last_step(self) -> bool:
-        """Whether the run's last step has been made."""
+        """True after the run's last step."""
         return self.progress >= self.config.training.steps
 
     @property
@@ -159,14 +159,14 @@ class RunState:
     # ------------------------------------------------------------------ the loss of a microbatch
 
     def to_device(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Images, sample numbers and labels of a microbatch, where the model is."""
+        """Move images, sample numbers and labels of a microbatch to the model's device."""
         device = self.layout.device
         return tuple(batch[key].to(device, non_blocking=True) for key in ("images", "samples", "labels"))
 
     def loss_terms(
         self, batch: tuple[Tensor, Tensor, Tensor], samples: GlobalBatch, *, measure: bool = False
     ) -> LossTerms:
-        """Losses of a microbatch of a global batch; measure: tell the monitor of gradient noise that they begin."""
+        """Losses of a microbatch of a global batch; measure: notify the monitor of gradient noise."""
         images, indices, labels = batch
         draw = self.objective.draw(tuple(images.shape[1:]), samples, indices)
         condition = self.condition(labels, indices, samples.attempt)
@@ -176,7 +176,7 @@ class RunState:
             return self.objective.loss(self.train_module, images, condition, draw)
 
     def condition(self, labels: Tensor, indices: Tensor, attempt: int) -> Tensor | None:
-        """Labels [B] of samples `indices` [B] as the network is trained on them, some dropped; None: it takes none."""
+        """Labels [B] of samples `indices` [B] with dropout, as the network is trained on them; None: unconditional."""
         null_class = self.model.null_class
         if null_class is None:
             return None
@@ -187,7 +187,7 @@ class RunState:
     # ------------------------------------------------------------------ saving and resuming
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the run's state by name; the tensors themselves."""
+        """Tensors of the run's state by name; the tensors themselves."""
         parts = {
             "model": {name: parameter.detach() for name, parameter in self.parameters.items()},
             "objective": self.objective.tensors(),
@@ -198,7 +198,7 @@ class RunState:
         return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
     def state_dict(self, reports: dict) -> dict:
-        """Everything else of the run's state; called by all ranks, and equal on them but for `reports`.
+        """Return the rest of the run's state; called by all ranks, and equal on them except `reports`.
 
         Args:
             reports: state of the first rank's reports.
@@ -222,7 +222,7 @@ class RunState:
         return not_finite({name: tensor for name, tensor in self.tensors().items() if not name.startswith(measured)})
 
     def resume(self, step: int) -> None:
-        """Become what the run was after a step, from its checkpoint; collective. Raises CheckpointError."""
+        """Resume the state after a step from its checkpoint; collective. Raises CheckpointError."""
         checkpoint = checkpoint_path(self.folder.checkpoints, step)
         materialise_state(self.optimizer)
         state, tensors = read_state(checkpoint), self.tensors()
@@ -255,7 +255,7 @@ class RunState:
             self.gns.load_state_dict(gns_state, self.step)
 
     def close(self) -> None:
-        """Stop the loader's workers, and let a save end."""
+        """Close: stop the loader's workers, and let a save end."""
         self.data.close()
         self.checkpointer.close()
 
@@ -266,7 +266,8 @@ class RunState:
         remove_status(self.folder.path)
 
     def _check_initial_weights(self) -> None:
-        """Refuse weights that do not fit or are not finite before the run's folder is made. Raises CheckpointError."""
+        """Check initial weights before the run's folder is made: they must fit and be finite. Raises CheckpointError.
+        """
         path = self.config.checkpoint.initial_weights
         if path and not checkpoint_steps(self.folder.checkpoints):
             check_fits(Path(path), _model_on_meta(self.config))
@@ -331,7 +332,7 @@ def _model_on_meta(config: JobConfig) -> torch.nn.Module:
 
 
 def _checked_reports(state: dict, step: int) -> dict:
-    """The state of reports in a checkpoint of a step. Raises ValueError, TypeError: it is no such state."""
+    """Check the state of reports in a checkpoint of a step. Raises ValueError, TypeError: it is no such state."""
     results, lines = state.get("results", {}), state.get("unsaved_metrics", [])
     if not all(isinstance(value, int | float) for value in dict(results).values()):
         raise ValueError("the results are no numbers")

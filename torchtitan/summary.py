@@ -1,4 +1,4 @@
-"""The summary that closes a run: written while the disk allows it, or not, in words."""
+"""Summary that closes a run, and messages about files that could not be written."""
 
 import logging
 import time
@@ -28,7 +28,7 @@ LAST_TRIES_SECONDS = 10.0  # for what a completed run cannot write
 
 
 class RunSummary:
-    """Closes a run with `summary.json`; used by one rank."""
+    """Summary of a run, `summary.json`; used by one rank."""
 
     def __init__(self, state: RunState, outputs: OptionalOutputs, compilations: CompileCounter) -> None:
         self._state = state
@@ -36,10 +36,10 @@ class RunSummary:
         self._compilations = compilations
 
     def close(self, log: MetricsLog, status: str, results: dict[str, Any], training_seconds: float) -> str | None:
-        """Write the last metrics and the summary.
+        """Close: write the last metrics and the summary.
 
         Returns:
-            What is missing and would be missed, in words; None if nothing is.
+            Missing files that matter, in words; None if there are none.
         """
         completed, safe = status == "completed", self._state.config.checkpoint.enable
         patience = LAST_TRIES_SECONDS if completed else 0.0
@@ -73,7 +73,7 @@ class RunSummary:
         return False
 
     def _content(self, status: str, results: dict[str, Any]) -> dict[str, Any]:
-        """Where the run ended, what it ran on, medians of its last points, and its results."""
+        """Content: the end of the run, its hardware, medians of its last points, and its results."""
         state, config = self._state, self._state.config
         return {
             "status": status,
@@ -103,7 +103,7 @@ class RunSummary:
 
 
 def _within(seconds: float, work: Callable[[], bool]) -> bool:
-    """Do something, again and again for that time while it fails; whether it succeeded."""
+    """Retry an action for that time while it fails; return whether it succeeded."""
     deadline = time.monotonic() + seconds
     while not (done := work()) and time.monotonic() < deadline:
         time.sleep(min(1.0, seconds / 10))

@@ -1,4 +1,4 @@
-"""The one train loop: batch -> clean images -> objective -> backward -> clip -> optimizer -> EMA -> reports."""
+"""The train loop: batch -> clean images -> objective -> backward -> clip -> optimizer -> EMA -> reports."""
 
 import logging
 from contextlib import nullcontext
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """The loop over a run's state, with what reports on it and what supervises it.
+    """Trainer: the loop over a run's state, with its reports and its supervision.
 
     Attributes:
         state: of the run.
-        phases: name of what the loop is doing.
+        phases: of the loop.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -58,11 +58,11 @@ class Trainer:
         """Train to the last step, or to a signal.
 
         Returns:
-            0, or 128 + the signal's number after a run that a signal interrupted and that was saved.
+            0, or 128 + the signal's number for a run that was interrupted by a signal and saved.
 
         Raises:
             CheckpointError: the last checkpoint could not be saved.
-            TrainingError: a state that is not finite, at the start or with no checkpoint to go back to.
+            TrainingError: a state that is not finite, at the start or without a checkpoint to roll back to.
         """
         state = self.state
         with self.supervision, StopRequest() as stop:
@@ -118,7 +118,8 @@ class Trainer:
             self.supervision.step_done(state.step, logged)
 
     def train_step(self) -> tuple[Tensor, float]:
-        """One optimizer step, unless the guard has it skipped; returns the gradient norm before clipping and the rate."""
+        """Train one optimizer step, unless the guard skips it; return the gradient norm before clipping and the rate.
+        """
         state, config = self.state, self.config
         factor = state.batch_factor
         state.batch_size = factor * config.training.global_batch_size
@@ -173,9 +174,9 @@ class Trainer:
             state.guard.add_images(batch[0], batch[1])
 
     def _treat_gradients(self, microbatches: int) -> list[Tensor]:
-        """Measure the step's gradients, then clip them; returns the norm before that of the network's.
+        """Measure the step's gradients, then clip them; return the norm of the network's before clipping.
 
-        What is trained beside the network has a norm of its own, the second if there is any, and is clipped by it: in one
+        The objective's own parameters have a separate norm, the second if there are any, and are clipped by it: in one
         norm, u would scale the network's updates down, and grad_norm would not compare between runs with and without u.
         """
         state, training = self.state, self.config.training
@@ -194,7 +195,7 @@ class Trainer:
         return [norm for _, norm in clipped]
 
     def _settle_gradient_buckets(self) -> None:
-        """Run one backward and throw it away.
+        """Run one backward and discard it.
 
         DDP arranges its buckets anew after the first backward, and the order of sums depends on them: without
         this, a resumed run would differ from a straight one in the last bit.
@@ -227,19 +228,20 @@ class Trainer:
         with self.reports.excluded():
             content = state.state_dict(self.reports.state_dict())
             state.checkpointer.save(state.step, state.tensors(), content, self._sync_outputs)
-        # A save beside training is taken to come off: when it ends is not the same moment on every rank.
+        # An asynchronous save is assumed to succeed: it ends at different moments on the ranks.
         if self.config.checkpoint.async_mode != "disabled" or state.checkpointer.wait() is None:
             state.guard.checkpoint_saved()
 
     def _sync_outputs(self) -> None:
-        """Bring to the disk the outputs that a run finds beside its checkpoint on resume; called beside training."""
+        """Sync the outputs that a run finds with its checkpoint on resume; called during training."""
         if self.state.gns:
             self.state.gns.sync()
         self.reports.sync()
         self.supervision.sync()
 
     def close(self) -> None:
-        """Stop the profiler and the loader's workers, let a save end, close the sinks, and leave the folder to others."""
+        """Close: stop the profiler and the loader's workers, let a save end, close the sinks, and release the folder.
+        """
         self.profiler.close()
         self.state.close()
         self.reports.close()

@@ -124,14 +124,14 @@ def test_when_no_skip_is_tolerated_the_run_goes_back_and_ends_elsewhere(tmp_path
 def test_data_full_of_such_values_end_the_run_with_the_name_of_one(tmp_path):
     trainer = build(tmp_path, 5, *CHECKPOINTS, "--training.max_skipped_steps=0")
     poison(trainer, always=True)
-    with pytest.raises(TrainingError, match=r"step 2 was gone back to before.*; sample \d+, image \d+ of the dataset, has a value"):
+    with pytest.raises(TrainingError, match=r"it was already rolled back to step 2.*; sample \d+, image \d+ of the dataset, has a value"):
         trainer.train()
     assert is_finite(trainer)
     trainer.close()
 
 
 def test_a_last_step_skipped_for_its_samples_is_no_reason_to_train_again(tmp_path):
-    """There is no checkpoint to go back to: the step before, repeated, shows that the weights are sound."""
+    """There is no checkpoint to roll back to: the step before, repeated, shows that the weights are sound."""
     trainer = build(tmp_path, 3, "--checkpoint.enable=true", "--checkpoint.interval=100")
     poison(trainer)
     assert trainer.train() == 0
@@ -160,7 +160,7 @@ def test_a_last_step_skipped_for_its_weights_is_never_saved(saved, tmp_path):
         assert (trainer.state.guard.rollbacks, trainer.state.step) == (1, 4) and is_finite(trainer)
         assert checkpoint_steps(trainer.state.folder.checkpoints) == [4, 2]
     else:
-        with pytest.raises(TrainingError, match="in the last step, and there is no checkpoint to go back to; the first"):
+        with pytest.raises(TrainingError, match="in the last step, and there is no checkpoint to roll back to; the first"):
             trainer.train()
         assert checkpoint_steps(trainer.state.folder.checkpoints) == []
     trainer.close()
@@ -197,8 +197,8 @@ def test_a_state_that_is_not_finite_is_never_saved_and_never_completes(part, tmp
     trainer.train_step = then_break
     with caplog.at_level(logging.WARNING), pytest.raises(TrainingError) as stopped:
         trainer.train()
-    assert f"step 4: {NAMES[part]} is not finite, and step 2 was gone back to before" in str(stopped.value)
-    assert any(f"{NAMES[part]} is not finite; back to the checkpoint of step 2" in text for text in caplog.messages)
+    assert f"step 4: {NAMES[part]} is not finite, and it was already rolled back to step 2" in str(stopped.value)
+    assert any(f"{NAMES[part]} is not finite; rolled back to the checkpoint of step 2" in text for text in caplog.messages)
     assert checkpoint_steps(trainer.state.folder.checkpoints) == [2]
     trainer.close()
 
@@ -279,7 +279,7 @@ def test_a_fault_of_u_alone_is_skipped_and_named(tmp_path):
     trainer.state.objective.uncertainty.weight.register_hook(lambda grad: grad * math.inf if trainer.state.step > 2 else grad)
     with pytest.raises(TrainingError) as stopped:
         trainer.train()
-    assert "step 4: the gradient norm of what is learned beside the network is " in str(stopped.value)
+    assert "step 4: the gradient norm of the objective's parameters is " in str(stopped.value)
     assert "the first value that is not finite: the gradient of objective.uncertainty.weight (" in str(stopped.value)
     assert is_finite(trainer)
     trainer.close()

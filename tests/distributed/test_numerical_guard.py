@@ -117,7 +117,7 @@ def test_a_fault_is_skipped_then_gone_back_from_then_named(layout):
     assert once["same"] == [7]  # the weights before step 7 are those before step 6, and no others
     assert once["logged"] == list(range(1, STEPS + 1))
 
-    # Steps 6, 7 and 8 are skipped, two of them are borne: back to step 4, and on with other draws.
+    # Steps 6, 7 and 8 are skipped, two of them are tolerated: rolled back to step 4, with other draws.
     attempt = found["gradient one attempt"]
     assert (attempt["message"], attempt["step"], attempt["skipped"]) == ("", STEPS, 3)
     assert (attempt["rollbacks"], attempt["attempt"]) == (1, 1)
@@ -132,5 +132,5 @@ def test_a_fault_is_skipped_then_gone_back_from_then_named(layout):
         if name in found:
             assert f"the first value that is not finite: {words}" in found[name]["message"], name
             assert "the gradient norm is nan" in found[name]["message"] and "\n" not in found[name]["message"]
-            assert "step 4 was gone back to before" in found[name]["message"]
+            assert "it was already rolled back to step 4" in found[name]["message"]
             assert (found[name]["rollbacks"], found[name]["skipped"]) == (1, 6)

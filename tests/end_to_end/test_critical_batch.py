@@ -126,7 +126,7 @@ def check_branch(branch: Path, run: Path) -> None:
     assert of_run[-1 - 1]["step"] == 8
     assert [point["lr"] for point in points] == pytest.approx([3e-3 * 4 / 5 * 2**0.5] * 2)
     assert [point["n_images_seen"] for point in points] == [32, 64]
-    assert "32 images a step, 8 microbatches" in (branch / "train.log").read_text()
+    assert "32 images per step, 8 microbatches" in (branch / "train.log").read_text()
 
 
 def test_branch_that_fails_is_a_row_and_the_test_goes_on(run, tmp_path):

@@ -49,7 +49,7 @@ def test_the_function_is_named_when_it_is_compiled_again_after_the_first_steps(c
         counter.counts()  # as at a logged point: reading does not take the warning away
         counter.end_step(step)
     (message,) = [record.getMessage() for record in caplog.records if record.name == compile_module.__name__]
-    assert message.startswith("step 13: compiled again") and "doubled (test_compile_counter.py:" in message
+    assert message.startswith("step 13: recompiled") and "doubled (test_compile_counter.py:" in message
     assert "size mismatch at index 0" in message and "\n" not in message
 
 

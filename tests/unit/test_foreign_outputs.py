@@ -157,6 +157,6 @@ def test_what_comes_into_a_folder_while_it_is_replaced_is_kept(tmp_path, monkeyp
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", somebody_writes)
-    with pytest.raises(WeightsError, match="what came into the old folder meanwhile is kept"):
+    with pytest.raises(WeightsError, match="new files in the old folder are kept"):
         export(folder, "a")
     assert [path.read_text() for path in tmp_path.rglob("late.txt")] == ["mine"] and load_file(folder / "a")

@@ -95,7 +95,7 @@ def test_a_spike_stands_out_of_the_running_mean_and_variance_of_ln_loss():
 
 @pytest.mark.parametrize("norms, reason", [
     ((LARGEST_NORM, 1.0), "the gradient norm is 1.84467e+19"),
-    ((1.0, 1e25), "the gradient norm of what is learned beside the network is 1e+25"),
+    ((1.0, 1e25), "the gradient norm of the objective's parameters is 1e+25"),
     ((math.nan, math.inf), "the gradient norm is nan"),
 ])  # fmt: skip
 def test_every_trained_parameter_is_judged_and_none_whose_square_overflows_in_float32(norms, reason):

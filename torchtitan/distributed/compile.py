@@ -85,7 +85,7 @@ class CompileCounter:
         self._steps += 1
         if self._steps > self._expected_steps:
             for described in self._untold:
-                logger.warning(f"step {step}: compiled again, which takes time: {described}")
+                logger.warning(f"step {step}: recompiled, which takes time: {described}")
         self._untold.clear()
 
     def _read(self) -> None:

@@ -162,7 +162,7 @@ def _name_folder(temporary: Path, path: Path) -> None:
     temporary.rename(path)
     sync(path.parent)
     if left := remove_folder(old, names.__contains__):  # it came after we looked
-        raise WeightsError(f"{path}: was replaced; what came into the old folder meanwhile is kept: {left[0]}")
+        raise WeightsError(f"{path}: was replaced; new files in the old folder are kept: {left[0]}")
 
 
 def mismatches(wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> list[str]:

@@ -1,1 +1,1 @@
-"""Profiling: traces of single steps, and where their time went."""
+"""Profiling: traces of single steps, and their time by kind of work."""

@@ -1,10 +1,9 @@
-"""Where the time of traced steps went, on one page: by kind of work, by phase of the step, by kernel or operation.
+"""Breakdown of the time of traced steps on one page: by kind of work, by phase, by kernel or operation.
 
 Every instant of the steps is counted once, so that the shares add up to 100 %. On a GPU it belongs to a kernel that
-computes, else to one that communicates, else to nobody (idle; to data while the train loop waits for data). On the CPU
-it belongs to the innermost operation of the train loop's thread, else to a collective that another thread runs
-meanwhile, else to nobody (Python between operations). So communication counts as far as nothing hides it; what
-computation hides is told beside.
+computes, else to one that communicates, else it is idle (or data, while the train loop waits for data). On the CPU it
+belongs to the innermost operation of the train loop's thread, else to a collective that another thread runs meanwhile,
+else to Python between operations. So only exposed communication counts; hidden communication is given separately.
 """
 
 import json
@@ -60,7 +59,7 @@ _SAME_OPERATION = re.compile(r"^(?:## Call )?(FSDP::\w+|CompiledFxGraph) .*")
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Microseconds of all traced steps together.
+    """Breakdown of all traced steps together, in microseconds.
 
     Attributes:
         trace: the file.
@@ -69,7 +68,7 @@ class Breakdown:
         total: their time.
         by_phase_and_kind: (phase, kind) -> time; adds up to `total`.
         hidden_communication: time of collectives behind computation; not part of `total`.
-        top: longest kernels or operations: name, kind, calls, time; those that overlap count in full.
+        top: longest kernels or operations: name, kind, calls, time; overlapping ones count in full.
     """
 
     trace: str
@@ -88,7 +87,7 @@ class Breakdown:
 
 
 def break_down(trace: Trace, name: str) -> Breakdown:
-    """Count every instant of a trace once; `name` says which trace it is."""
+    """Break down a trace: count every instant once; `name` is the trace's name on the page."""
     computing, communicating, waiting = [], [], []
     for span in trace.work:
         kind = _kind(span)
@@ -147,7 +146,7 @@ def write_breakdown(trace: Path, folder: Path | None) -> str:
 
 
 def refuse_other_files(folder: Path) -> None:
-    """Make sure that `write_breakdown` replaces nothing in a folder but what it has written itself. Raises OSError."""
+    """Check that `write_breakdown` replaces only its own files in a folder. Raises OSError."""
     page, record = (folder / name for name in _FILES)
     refuse_foreign_file(page, _HEADING.encode())
     if not page.exists():
@@ -155,7 +154,7 @@ def refuse_other_files(folder: Path) -> None:
 
 
 def as_record(found: Breakdown) -> dict[str, Any]:
-    """The breakdown as JSON: milliseconds per step, and shares that add up to 1."""
+    """Return the breakdown as JSON: milliseconds per step, and shares that add up to 1."""
     def entry(time: float) -> dict[str, float]:
         return {"ms_per_step": _ms(found, time), "share": time / found.total}
 
@@ -179,7 +178,7 @@ def as_record(found: Breakdown) -> dict[str, Any]:
 
 
 def as_text(found: Breakdown) -> str:
-    """The breakdown as one page of Markdown whose columns are aligned."""
+    """Format the breakdown as one page of Markdown with aligned columns."""
     def numbers(time: float) -> tuple[str, str]:
         return f"{_ms(found, time):.2f}", f"{100 * time / found.total:.1f} %"
 
@@ -232,7 +231,7 @@ def _clip(spans: Iterable[Span], start: float, end: float) -> list[Span]:
 
 
 def _disjoint(spans: Iterable[Span]) -> list[Span]:
-    """Cut overlaps off; what began first keeps them."""
+    """Cut overlaps of spans; the earlier one keeps them."""
     found: list[Span] = []
     reached = float("-inf")
     for span in sorted(spans, key=lambda span: span.start):
@@ -243,7 +242,7 @@ def _disjoint(spans: Iterable[Span]) -> list[Span]:
 
 
 def _uncovered(spans: list[Span], cover: list[Span]) -> list[Span]:
-    """What of each span no span of `cover` meets; both are disjoint and in order."""
+    """Parts of each span that no span of `cover` overlaps; both are disjoint and in order."""
     found = []
     for span in spans:
         start = span.start
@@ -284,7 +283,7 @@ def _shortened(name: str, length: int = 60) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Names to the left, numbers to the right."""
+    """Table with names at the left, numbers at the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     number = [all(row[column][:1].isdigit() for row in rows) for column in range(len(header))]
 

@@ -1,4 +1,4 @@
-"""`[profiling]`: its keys, and settings under which nothing would be recorded."""
+"""`[profiling]`: its keys, and settings that would record nothing."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ class ProfilingConfig:
     """`[profiling]`"""
 
     enable_profiling: bool = setting(
-        False, "write traces of steps to <run>/profile/trace, and where their time went", trajectory=False
+        False, "write traces of steps to <run>/profile/trace, and their time by kind of work", trajectory=False
     )
     profile_freq: int = setting(
-        100, "steps from one trace to the next; a trace ends with each multiple of it", ge=2,
+        100, "steps between traces; a trace ends with each multiple of it", ge=2,
         applies={"enable_profiling": (True,)}, trajectory=False,
     )
     profiler_active: int = setting(
         1, "steps in a trace", ge=1, applies={"enable_profiling": (True,)}, trajectory=False
     )
     profiler_warmup: int = setting(
-        3, "steps before a trace with the profiler on, whose cost at its start would distort it", ge=1,
+        3, "warm-up steps of the profiler before a trace, not recorded", ge=1,
         applies={"enable_profiling": (True,)}, trajectory=False,
     )
     record_shapes: bool = setting(
@@ -38,12 +38,12 @@ class ProfilingConfig:
         trajectory=False,
     )
     memory_snapshot_freq: int = setting(
-        100, "steps from one snapshot to the next", ge=1, applies={"enable_memory_snapshot": (True,)}, trajectory=False
+        100, "steps between snapshots", ge=1, applies={"enable_memory_snapshot": (True,)}, trajectory=False
     )
 
 
 def profiling_problems(config: ProfilingConfig, steps: int) -> Iterator[tuple[str, str]]:
-    """Find what would give no trace or no snapshot.
+    """Find settings that would give no trace or no snapshot.
 
     Args:
         config: the section.

@@ -2,9 +2,9 @@
 
     <run>/profile/trace/step-00000100/rank0.json.gz    for chrome://tracing, perfetto.dev or scripts/breakdown.py
     <run>/profile/memory/step-00000100/rank0.pickle    for pytorch.org/memory_viz
-    <run>/profile/breakdown.md, breakdown.json         where the time of the newest trace of rank 0 went
+    <run>/profile/breakdown.md, breakdown.json         time of rank 0's newest trace by kind of work
 
-Traced steps, and those before that warm the profiler up, are left out of throughput.
+Traced steps, and the profiler's warm-up steps, are left out of throughput.
 """
 
 import logging
@@ -28,7 +28,7 @@ _HISTORY_ENTRIES = 100_000
 
 
 class Profiler:
-    """Traces the steps of one process by the section's rhythm; does nothing at all where the section is off."""
+    """Profiler of one process's steps at the section's intervals; does nothing where the section is off."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Profiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[bool]:
-        """Surround a step of the loop; gives whether the profiler is on in it, so that its time means nothing."""
+        """Surround a step of the loop; yields whether the profiler is on in it, so that the step is not timed."""
         if self._config.enable_profiling and step % self._config.profile_freq == self._first_of_window:
             self._start()
         traced = self._profile is not None
@@ -70,12 +70,12 @@ class Profiler:
                 self._dump_memory(f"step-{step:08d}")
 
     def out_of_memory(self, step: int) -> None:
-        """Keep what the allocator did up to the failure of a step, where snapshots are wanted."""
+        """Save the allocator's history up to a failed step, if snapshots are enabled."""
         if self._config.enable_memory_snapshot:
             self._dump_memory(f"step-{step:08d}-out-of-memory")
 
     def close(self) -> None:
-        """Stop; a trace that is not complete is dropped."""
+        """Close; an incomplete trace is dropped."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None

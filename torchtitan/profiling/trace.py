@@ -1,4 +1,4 @@
-"""A profiler's trace file as spans of work: what ran when, inside which operations and in which phase of the step."""
+"""Trace of a profiler as spans of work, with their operations and the phase of the step."""
 
 import gzip
 import json
@@ -28,18 +28,18 @@ _COLLECTIVE_PREFIXES = ("gloo:", "nccl:", "ucc:", "mpi:")
 
 
 class TraceError(Exception):
-    """A trace that cannot be read; the message is one line."""
+    """Trace that cannot be read; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of time.
+    """Span of time.
 
     Attributes:
         start, end: in microseconds.
         phase: one of PHASES, or OUTSIDE.
-        names: what ran, innermost last; a kernel stands behind the operations that launched it.
-        first: whether nothing of the same call came before; an operation's time is cut by those inside it.
+        names: operations, innermost last; a kernel follows the operations that launched it.
+        first: whether it is the call's first span; an operation's time is cut by those inside it.
     """
 
     start: float
@@ -51,15 +51,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one process did in the traced steps.
+    """Trace of one process in the traced steps.
 
     Attributes:
-        cuda: whether `work` is of a GPU's kernels; else of the operations of the train loop's thread.
+        cuda: whether `work` holds a GPU's kernels; else the operations of the train loop's thread.
         num_steps: steps in the trace.
         start, end: of all of them, in microseconds.
-        phases: the ranges of the train loop, one after the other; `names` holds the phase.
-        work: kernels, which may overlap; or stretches of the thread by innermost operation, which do not.
-        collectives: of the threads that communicate on the CPU; a GPU's are kernels in `work`.
+        phases: ranges of the train loop, in order; `names` holds the phase.
+        work: kernels, which may overlap; or spans of the thread by innermost operation, which do not.
+        collectives: of the communicating threads on the CPU; a GPU's are kernels in `work`.
     """
 
     cuda: bool
@@ -72,12 +72,12 @@ class Trace:
 
 
 def trace_path(profile_folder: Path, step: int, rank: int) -> Path:
-    """Where the trace that ends with a step is kept."""
+    """Path of the trace that ends with a step."""
     return profile_folder / "trace" / f"step-{step:08d}" / f"rank{rank}.json.gz"
 
 
 def find_trace(run_folder: Path, step: int | None = None, rank: int = 0) -> Path:
-    """A run's trace of one rank, of the newest step that has one if none is named. Raises TraceError."""
+    """Find a run's trace of one rank, of the newest step with one if none is given. Raises TraceError."""
     folder = run_folder / PROFILE_FOLDER
     paths = sorted((folder / "trace").glob(f"step-*/rank{rank}.json.gz"))
     steps = {int(path.parent.name.removeprefix("step-")): path for path in paths}
@@ -91,7 +91,7 @@ def find_trace(run_folder: Path, step: int | None = None, rank: int = 0) -> Path
 
 
 def read_trace(path: Path) -> Trace:
-    """Read what torch.profiler has exported, gzipped or not, of this trainer or of another program.
+    """Read a trace of torch.profiler, gzipped or not, of this trainer or of another program.
 
     Raises:
         TraceError: the file cannot be read, or no operation is in it.
@@ -137,7 +137,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_operation(event: Any) -> bool:
-    """Whether an entry has a beginning and an end, and all that is read of it is of its type."""
+    """Check whether an entry has a beginning and an end, and fields of the right types."""
     if not isinstance(event, dict) or event.get("ph") != "X" or not isinstance(event.get("args", {}), dict):
         return False
     times = event.get("ts"), event.get("dur", 0)
@@ -162,7 +162,7 @@ def _busiest_thread(events: list[dict[str, Any]]) -> Any:
 
 
 def _phases(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """The outermost ranges with a phase's name, in order."""
+    """Phases: the outermost ranges with a phase's name, in order."""
     ranges = (event for event in events if event["cat"] == "user_annotation" and event["name"] in PHASES)
     found: list[Span] = []
     for event in sorted(ranges, key=lambda event: event["ts"]):
@@ -180,9 +180,10 @@ _Stretch = tuple[float, float, tuple[str, ...], bool]
 
 
 def _innermost(events: list[dict[str, Any]]) -> Iterator[_Stretch]:
-    """Cut one thread's time by what is innermost: start, end, names from the outermost, whether the call begins."""
+    """Cut one thread's time by the innermost operation: start, end, names from the outermost, whether the call begins.
+    """
     stack: list[tuple[float, tuple[str, ...]]] = []  # end and names of what is open
-    seen: list[bool] = []  # whether it has had a stretch of its own
+    seen: list[bool] = []  # whether it has had a span already
     now = float("-inf")
 
     def advance(until: float) -> Iterator[_Stretch]:
@@ -208,7 +209,7 @@ def _innermost(events: list[dict[str, Any]]) -> Iterator[_Stretch]:
 
 
 def _launched(kernels: list[dict[str, Any]], host: list[dict[str, Any]], phases: list[Span]) -> list[Span]:
-    """Kernels with the operations that launched them, whose phase is theirs."""
+    """Kernels with the operations that launched them, in the phase of these."""
     wanted = {kernel.get("args", {}).get("correlation") for kernel in kernels} - {None}
     launches: dict[Any, tuple[float, tuple[str, ...]]] = {}
     for thread in {event["tid"] for event in host}:

@@ -1,11 +1,11 @@
-"""What each rank did and when: a line of JSON per phase and per fault, in `<run>/events/rank-0000.jsonl`.
+"""Events of each rank: a line of JSON per phase and per fault, in `<run>/events/rank-0000.jsonl`.
 
     {"event": "session", "time": s, "rank": r, "world_size": w, "host": h, "pid": p, "step": done before}
     {"event": "phase", "name": n, "step": k, "start": s, "duration": s}
     {"event": "fault", "time": s, "step": k, "phase": n, "text": t}
 
-Times are seconds since 1970. A run that resumes appends a session to the file: it is a record of what happened, steps
-that were done twice among it.
+Times are seconds since 1970. A run that resumes appends a session to the file: it records all work, also repeated
+steps.
 """
 
 import json
@@ -23,7 +23,7 @@ _MOST_WAITING = 1000  # phases in memory
 
 
 class EventLog:
-    """Writes the file of one rank. A disk that cannot be written costs the oldest events, not the run."""
+    """Event log of one rank. A failing disk loses the oldest events, not the run."""
 
     def __init__(self, run_folder: Path, *, rank: int, world_size: int, keep_every: int, step: int) -> None:
         """
@@ -47,14 +47,14 @@ class EventLog:
         }])  # fmt: skip
 
     def phase(self, name: str, step: int, start: int, duration: int) -> None:
-        """Note a phase that has ended; start and duration in nanoseconds of time.perf_counter_ns."""
+        """Record a phase that has ended; start and duration in nanoseconds of time.perf_counter_ns."""
         if step % self._keep_every == 0 or step == 1 or name in LONG_PHASES:
             self._waiting.append((name, step, start, duration))
             if len(self._waiting) >= _MOST_WAITING:
                 self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting."""
+        """Flush the waiting events."""
         waiting, self._waiting = self._waiting, []
         if waiting:
             self._append([
@@ -66,12 +66,12 @@ class EventLog:
             ])  # fmt: skip
 
     def fault(self, text: str, step: int, phase: str) -> None:
-        """Write that something went wrong, and what is waiting."""
+        """Record a fault, and flush the waiting events."""
         self.flush()
         self._append([{"event": "fault", "time": time.time(), "step": step, "phase": phase, "text": text}])
 
     def sync(self) -> None:
-        """Bring what is written to the disk, if it allows; any thread may call it."""
+        """Sync the events to the disk, if it allows; any thread may call it."""
         self._file.sync()
 
     def _append(self, lines: list[dict[str, Any]]) -> None:
@@ -80,7 +80,7 @@ class EventLog:
 
 
 def _end_cut_line(path: Path) -> None:
-    """Break the line where a kill has cut the last one off."""
+    """Break the line where a kill has cut off the last one."""
     try:
         file = open(path, "r+b")
     except FileNotFoundError:

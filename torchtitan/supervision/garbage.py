@@ -1,16 +1,16 @@
-"""Python's garbage collector at chosen steps, on all ranks at once, instead of whenever one rank's objects ask for it."""
+"""Garbage collection at chosen steps, on all ranks at once, instead of at each rank's own times."""
 
 import gc
 
 
 class GarbageControl:
-    """Turns automatic collection off and collects every so many steps; as it was before, afterwards.
+    """Garbage control: turns automatic collection off, collects at an interval of steps, and restores it afterwards.
 
     A collection takes tens of milliseconds, and in a synchronous step all ranks wait for the one that collects.
     """
 
     def __init__(self, every: int) -> None:
-        """every: steps from one collection to the next; 0 leaves the collector alone."""
+        """every: steps between collections; 0 leaves automatic collection on."""
         self._every = every
         self._was_enabled = False
 
@@ -26,6 +26,6 @@ class GarbageControl:
             gc.enable()
 
     def step(self, step: int) -> None:
-        """Collect if it is time to."""
+        """Collect if it is due."""
         if self._every and step % self._every == 0:
             gc.collect()

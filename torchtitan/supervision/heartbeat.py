@@ -1,9 +1,9 @@
-"""Which rank is missing: every rank writes down where it stands, and the others read it when they wait too long.
+"""Heartbeats: every rank records its position, and the others read it to find a missing rank.
 
     <run>/faults/heartbeat/rank-0000.json
 
-Small files rather than the process group's store: they can be read when the process that holds the store is the one
-that hangs. Across machines this needs what checkpoints need too, a run folder that all of them share.
+Small files instead of the process group's store: they can be read even if the process that holds the store hangs.
+Across machines this needs a shared run folder, as checkpoints do.
 """
 
 import json
@@ -25,10 +25,10 @@ STALE_AFTER = 4.0  # intervals without a heartbeat after which a rank of another
 
 @dataclass(frozen=True)
 class Beat:
-    """Where a rank stood.
+    """Heartbeat of a rank: its last known position.
 
     Attributes:
-        rank, host, pid: who.
+        rank, host, pid: of the process.
         step, phase: optimizer step and phase.
         changes: phases entered and left so far, comparable between ranks.
         time: of writing, seconds since 1970.
@@ -49,7 +49,7 @@ class Beat:
 
 
 class Heartbeats:
-    """The heartbeats of one run."""
+    """Heartbeats of one run."""
 
     def __init__(self, run_folder: Path, rank: int, world_size: int, interval: float) -> None:
         """interval: seconds between the heartbeats of a rank."""
@@ -60,7 +60,7 @@ class Heartbeats:
         self._host = socket.gethostname()
 
     def beat(self, step: int, phase: str, changes: int, ended: str | None = None) -> None:
-        """Write where this rank stands. A disk that cannot be written is passed over: training must not end by it."""
+        """Write this rank's position. A failing disk is ignored: training must not end by it."""
         beat = Beat(self._rank, self._host, os.getpid(), step, phase, changes, time.time(), ended)
         path = self._path(self._rank)
         temporary = path.with_suffix(".tmp")
@@ -72,7 +72,7 @@ class Heartbeats:
             pass
 
     def read(self) -> dict[int, Beat]:
-        """The last heartbeat of each rank that has one."""
+        """Read the last heartbeat of each rank that has one."""
         found = {}
         for rank in range(self._world_size):
             try:
@@ -82,11 +82,14 @@ class Heartbeats:
         return found
 
     def culprit(self) -> str | None:
-        """Which rank holds the others up and why, in words; None if the heartbeats do not tell."""
+        """Culprit: the rank that holds the others up and the reason, in words; None if the heartbeats do not show it.
+        """
         return find_culprit(self.read(), self._rank, self._state)
 
     def certain_culprit(self, wait: float) -> str | None:
-        """Like `culprit`, of a rank that is gone, stopped or has ended; waits that many seconds for it to show."""
+        """Certain culprit: as `culprit`, for a rank that is gone, stopped or has ended; waits that many seconds for it
+        to show.
+        """
         deadline = time.monotonic() + wait
         while True:
             found = find_culprit(self.read(), self._rank, self._state, behind=False)
@@ -95,14 +98,14 @@ class Heartbeats:
             time.sleep(0.1)
 
     def writes_summary(self) -> bool:
-        """Whether this is the rank that closes the summary of a failed run: the lowest that is not gone or stopped."""
+        """True on the rank that closes the summary of a failed run: the lowest that is not gone or stopped."""
         beats = self.read()
         return all(
             self._state(beats[rank]) != "running" and not beats[rank].ended for rank in range(self._rank) if rank in beats
         )
 
     def remove(self) -> None:
-        """After a run that went well: nobody is missing."""
+        """Remove the heartbeats after a successful run."""
         with suppress(OSError):  # others' heartbeats, the stacks of a fault, or a disk that is read-only by now
             self._path(self._rank).unlink(missing_ok=True)
             self._folder.rmdir()
@@ -119,7 +122,7 @@ class Heartbeats:
 
 
 def remove_heartbeats(run_folder: Path) -> None:
-    """Forget the ranks of an attempt before; by the first rank, before any writes its own."""
+    """Remove the heartbeats of an earlier attempt; by the first rank, before any rank writes."""
     with suppress(OSError):  # they are replaced one by one
         remove_folder(_heartbeat_folder(run_folder), lambda name: _HEARTBEAT.fullmatch(name) is not None)
 
@@ -131,19 +134,19 @@ def _heartbeat_folder(run_folder: Path) -> Path:
 def find_culprit(
     beats: dict[int, Beat], own_rank: int, state: Callable[[Beat], str], behind: bool = True
 ) -> str | None:
-    """Judge by the heartbeats which rank the others wait for.
+    """Find the rank that the others wait for, by the heartbeats.
 
-    A rank that is gone without a word comes first, then one that is stopped or silent, then the first that has ended
-    itself, for its end is what the others saw; last, if `behind`, a running one that has come less far than others.
+    A rank that is gone without a message comes first, then one that is stopped or silent, then the first that has ended
+    itself, since the others failed by its end; last, if `behind`, a running one that is behind the others.
 
     Args:
         beats: last heartbeat by rank.
         own_rank: of the process that asks.
-        state: "running", or what else has become of a rank's process.
+        state: "running", or the other state of a rank's process.
 
     Returns:
-        one clause, as `rank 1 (node7, process 4711) is gone, last seen at step 12 in backward`; None if no rank
-        stands out.
+        one clause, as `rank 1 (node7, process 4711) is gone, last seen at step 12 in backward`; None if no rank is at
+        fault.
     """
     others = [beat for rank, beat in sorted(beats.items()) if rank != own_rank]
     states = {beat.rank: state(beat) for beat in others}
@@ -165,7 +168,7 @@ def find_culprit(
 
 
 def process_state(pid: int) -> str:
-    """What a process of this machine does: `running`, `stopped` or `gone`."""
+    """State of a process of this machine: `running`, `stopped` or `gone`."""
     try:
         # The name in parentheses may hold anything; the state is the letter after it.
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

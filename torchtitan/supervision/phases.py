@@ -1,4 +1,4 @@
-"""Where a process stands: the phase of the step that it is in, for profiler, event log and watchdog alike."""
+"""Phases of the train loop, for profiler, event log and watchdog alike."""
 
 import time
 from collections.abc import Callable
@@ -16,15 +16,15 @@ OnEnd = Callable[[str, int, int, int], None]
 
 
 class Phases:
-    """Names what the train loop is doing; `with phases("forward"): ...`, and phases may lie in one another.
+    """Phases of the train loop; `with phases("forward"): ...`, and phases may be nested.
 
     A phase costs two readings of the clock, and a range in the profiler's trace while the profiler is on. Nothing
-    waits for the device, so on a GPU a phase is what the host does in it. Other threads may read the attributes.
+    waits for the device, so on a GPU a phase is the host's. Other threads may read the attributes.
 
     Attributes:
         step: optimizer step, set by the train loop.
         name: innermost phase.
-        since: when it was entered, or came back, or `touch` was called; nanoseconds of `clock`.
+        since: time of its entry, of the return to it, or of `touch`; nanoseconds of `clock`.
         changes: entries and exits so far, the same number on all ranks at the same place of the program.
         broken: phase that the first exception left; None without one.
     """
@@ -41,19 +41,19 @@ class Phases:
         self._known: dict[str, _Phase] = {}
 
     def __call__(self, name: str) -> "_Phase":
-        """The context of a phase."""
+        """Enter a phase, as a context."""
         phase = self._known.get(name)
         if phase is None:
             phase = self._known[name] = _Phase(self, name)
         return phase
 
     def touch(self, *_: object) -> None:
-        """Say that there is progress inside the current phase; takes any arguments, to serve as a hook."""
+        """Record progress inside the current phase; takes any arguments, to serve as a hook."""
         self.since = self.clock()
 
     @property
     def where(self) -> str:
-        """The current phase, or the one that an exception left."""
+        """Current phase, or the one that an exception left."""
         return self.broken or self.name
 
     def _enter(self, name: str) -> None:

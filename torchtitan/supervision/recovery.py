@@ -19,12 +19,12 @@ _ADVICE = "a lower optimizer.lr, a longer lr_scheduler.warmup_steps or model.qk_
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a run cannot go on, or be saved, from where it is.
+    """Fault of a run that cannot continue, or be saved, in its present state.
 
     Attributes:
-        step: where it was found.
+        step: of its detection.
         reason: in a few words.
-        samples: of the step that shows where it comes from when it is repeated; None: the reason says so already.
+        samples: of the step to repeat for finding its origin; None: the reason names it already.
     """
 
     step: int
@@ -33,13 +33,13 @@ class Fault:
 
 
 def gone_back(state: RunState, phases: Phases, saving: bool) -> bool:
-    """Roll back to a checkpoint where the latest steps must not count; whether that was so; collective.
+    """Roll back to a checkpoint if the latest steps must not count; return whether that was so; collective.
 
     Args:
         state: of the run between two steps.
         phases: names the time of the rollback.
-        saving: a checkpoint, or the end of the run, is due: the verdict on the latest step is waited for, and every
-            weight, average and optimizer state must be finite.
+        saving: a checkpoint, or the end of the run, is due: wait for the verdict on the latest step, and require that
+            every weight, average and optimizer state is finite.
 
     Raises:
         TrainingError: a rollback was needed, and there is no checkpoint for it.
@@ -73,7 +73,7 @@ def require_finite_start(state: RunState) -> None:
 
 
 def _weights_are_sound(state: RunState) -> bool:
-    """Whether the latest step that counted can be repeated: the fault of a skipped last step lies in its samples then."""
+    """Check whether the latest step that counted can be repeated: then a skipped last step's samples are at fault."""
     healthy = state.guard.last_healthy
     return healthy is not None and not _repeat(state, healthy)[0]
 
@@ -82,16 +82,17 @@ def go_back(state: RunState, fault: Fault) -> None:
     """Resume from the newest good checkpoint, with other draws than before; collective.
 
     Raises:
-        TrainingError: there is none, or the run has gone back to it before; says where the fault is.
+        TrainingError: there is none, or the run has been rolled back to it before; names the fault.
     """
     guard = state.guard
     step = state.checkpointer.newest() if state.config.checkpoint.enable else None
     if step is None or not guard.may_roll_back_to(step):
-        before = "there is no checkpoint to go back to" if step is None else f"step {step} was gone back to before"
+        missing = "there is no checkpoint to roll back to"
+        before = missing if step is None else f"it was already rolled back to step {step}"
         where = f"; {locate(state, fault.samples)}" if fault.samples else ""
         raise TrainingError(f"step {fault.step}: {fault.reason}, and {before}{where} ({_ADVICE})")
     if state.layout.rank == 0:
-        logger.warning(f"step {fault.step}: {fault.reason}; back to the checkpoint of step {step}, on with other draws")
+        logger.warning(f"step {fault.step}: {fault.reason}; rolled back to the checkpoint of step {step}, with other draws")
     attempt = state.data.attempt + 1
     state.resume(step)
     state.data.attempt = attempt
@@ -99,15 +100,16 @@ def go_back(state: RunState, fault: Fault) -> None:
     guard.rolled_back(step)
 
 def locate(state: RunState, samples: StepSamples) -> str:
-    """Repeat a step with every module watched: what is wrong on each rank, in words; collective."""
+    """Locate a fault: repeat a step with every module watched; the finding on each rank, in words; collective."""
     found, image = _repeat(state, samples)
     if found:
         return f"the first value that is not finite: {found}" + (f"; {image}" if image else "")
-    return image or "all values are finite when the step is repeated: a fault of the hardware, or a loss that leaps"
+    return image or "all values are finite when the step is repeated: a fault of the hardware, or a loss spike"
 
 
 def _repeat(state: RunState, step: StepSamples) -> tuple[str, str]:
-    """The first value that is not finite, and the first image with an absurd value; "": there is none. Collective."""
+    """Repeat a step: the first non-finite value, and the first implausible image value; "": there is none. Collective.
+    """
     watch, gradients, image = Watch(), Watch(), ""
     parameters = state.parameters | state.objective.parameters()
     watch.see_all(parameters.items(), "parameter {}")

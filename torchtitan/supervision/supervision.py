@@ -1,4 +1,4 @@
-"""What looks after a process while it trains: event log, watchdog, garbage control, memory monitor."""
+"""Supervision of a process while it trains: event log, watchdog, garbage control, memory monitor."""
 
 import multiprocessing
 from collections import Counter
@@ -18,7 +18,7 @@ from torchtitan.training.memory_monitor import MemoryMonitor
 
 
 class Supervision:
-    """Surrounds the training of one process. Nothing here is collective."""
+    """Supervision around the training of one process. Nothing here is collective."""
 
     def __init__(self, state: RunState, phases: Phases, close_summary: Callable[[str, str], None]) -> None:
         """
@@ -58,11 +58,11 @@ class Supervision:
         return self._stack.__exit__(*details)
 
     def first_step_done(self) -> None:
-        """Start-up is over: the watchdog's limits are the short ones."""
+        """End start-up: the watchdog's limits become the short ones."""
         self._watchdog.first_step_done()
 
     def step_done(self, step: int, logged: bool) -> None:
-        """After each step; logged: whether its metrics were."""
+        """End a step; logged: whether its metrics were."""
         self._garbage.step(step)
         if logged:
             self._memory.check(memory_metrics(self._device))
@@ -70,17 +70,18 @@ class Supervision:
                 self._log.flush()
 
     def sync(self) -> None:
-        """Bring this rank's events to the disk, if it allows; any thread may call it, beside training."""
+        """Sync this rank's events to the disk, if it allows; any thread may call it, during training."""
         if self._log:
             self._log.sync()
 
     def culprit(self, wait: float) -> str | None:
-        """Another rank that is gone, stopped or has failed, in words; waits that many seconds for it to show."""
+        """Culprit: another rank that is gone, stopped or has failed, in words; waits that many seconds for it to show.
+        """
         heartbeats = self._watchdog.heartbeats
         return heartbeats.certain_culprit(wait) if heartbeats else None
 
     def failed(self, status: str, reason: str) -> None:
-        """Close a run that cannot go on: its summary and status, the events, and a word for the other ranks."""
+        """Close a failed run: its summary and status, the events, and a message for the other ranks."""
         self._note(reason)
         self._close_run(reason, status)
         self._watchdog.ended(reason)

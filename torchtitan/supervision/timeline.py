@@ -1,4 +1,4 @@
-"""The events of all ranks as one trace in Chrome's format, which Perfetto opens."""
+"""Timeline: the events of all ranks as one trace in Chrome's format, for Perfetto."""
 
 import gzip
 import json
@@ -21,14 +21,14 @@ class TimelineError(Exception):
 
 
 def build_timeline(run_folder: Path) -> tuple[dict[str, Any], int]:
-    """Merge the event files of a run.
+    """Build a timeline from the event files of a run.
 
     Args:
         run_folder: as outputs/digits.
 
     Returns:
-        the trace, a process per rank with times in microseconds since the first event; and the number of lines that
-        were no events and are left out, as the last one of a killed process.
+        the trace, a process per rank with times in microseconds since the first event; and the number of invalid lines
+        that are left out, such as the last one of a killed process.
 
     Raises:
         TimelineError: there are no events, or they cannot be read.

@@ -1,9 +1,9 @@
-"""Ends a process that stands still, and says where: no hang is silent.
+"""Watchdog: ends a hung process with a message, so that no hang is silent.
 
-A thread looks at the phase of the train loop. Near the end of the time that the phase may take, it writes one line to
-stderr, and stacks and the last collectives to `<run>/faults/`; at the end it closes the summary and ends the process.
-It works while the interpreter lock is free, as it is in a collective, in a kernel and in waiting for data. A process
-that holds the lock, or is stopped, is named by the others.
+A thread looks at the phase of the train loop. Near the end of the phase's time limit, it writes one line to stderr, and
+stacks and the last collectives to `<run>/faults/`; at the end it closes the summary and ends the process. It works
+while the interpreter lock is free, as it is in a collective, in a kernel and in waiting for data. A process that holds
+the lock, or is stopped, is named by the others.
 """
 
 import faulthandler
@@ -32,11 +32,11 @@ _PATIENCE = 5.0  # seconds
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a phase may last.
+    """Limits of a phase's duration.
 
     Attributes:
-        report, end: seconds until the process says where it stands, and until it is ended.
-        key: the configuration key to raise where that was too short.
+        report, end: seconds until the process reports its phase, and until it is ended.
+        key: of the configuration, to raise if that was too short.
     """
 
     report: float
@@ -45,16 +45,16 @@ class Limits:
 
 
 def limits(comm: CommConfig, phase: str, *, alone: bool, first_step: bool, compiles: bool) -> Limits:
-    """The limits of a phase.
+    """Limits for a phase.
 
-    The end comes before the collectives' own timeout, after which NCCL would abort the process without a word.
+    The end comes before the collectives' own timeout, after which NCCL would abort the process without a message.
 
     Args:
         comm: the section.
-        phase: where the process stands.
-        alone: whether it is the run's only process: nobody waits for it, and it may just be slow.
+        phase: of the process.
+        alone: whether it is the run's only process: no other waits for it, and it may just be slow.
         first_step: whether this process has yet to finish its first step.
-        compiles: whether that one compiles.
+        compiles: whether that step compiles.
     """
     key = "comm.init_timeout_seconds" if first_step else "comm.train_timeout_seconds"
     short = comm.init_timeout_seconds if first_step else comm.train_timeout_seconds
@@ -68,10 +68,10 @@ def limits(comm: CommConfig, phase: str, *, alone: bool, first_step: bool, compi
 
 
 class Watchdog:
-    """Watches the phases of one process.
+    """Watchdog over the phases of one process.
 
     Attributes:
-        interval: seconds between two looks, and between the heartbeats of several processes.
+        interval: seconds between two checks, and between the heartbeats of several processes.
         heartbeats: of all ranks; None in a single process.
     """
 
@@ -96,8 +96,8 @@ class Watchdog:
             run_folder: of the run.
             rank, world_size: this process's place.
             compiles: whether the first step compiles.
-            describe: phase -> what it waits for, where more is known; else an empty string.
-            on_fault: called with the report of a process that stands still.
+            describe: phase -> details of its wait; an empty string if there are none.
+            on_fault: called with the report of a hung process.
             on_end: called with the reason before the process is ended; may write the summary.
             end_process: ends the process with a code.
         """
@@ -124,7 +124,7 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        """Stop watching. Where the thread is just ending the process, this does not return."""
+        """Stop watching. Does not return if the thread is just ending the process."""
         self._stop.set()
         watching, beating = self._threads
         watching.join()
@@ -133,16 +133,16 @@ class Watchdog:
             self.heartbeats.remove()
 
     def first_step_done(self) -> None:
-        """From now on the limits are those of steady training."""
+        """End start-up: from now on the limits are those of steady training."""
         self._first_step = False
 
     def ended(self, reason: str) -> None:
-        """Let the other ranks know why this one ends."""
+        """Tell the other ranks why this one ends."""
         if self.heartbeats:
             self.heartbeats.beat(self._phases.step, self._phases.where, self._phases.changes, ended=reason)
 
     def look(self) -> None:
-        """One look at the phase; called by the thread."""
+        """Check the phase once; called by the thread."""
         phases, now = self._phases, self._phases.clock()
         if now - self._last_look > 1e9 * (5 * self.interval + 1):
             self._resumed_at = now  # this process was itself stopped, or the machine asleep: count anew
@@ -168,7 +168,7 @@ class Watchdog:
 
     def _report(self, phase: str, stood: float, limit: Limits) -> None:
         left = max(limit.end - stood, 0.0)
-        text = f"{self._where(phase, stood)}; ends in {left:.3g} s unless it goes on ({limit.key} sets the limit)"
+        text = f"{self._where(phase, stood)}; ends in {left:.3g} s unless it continues ({limit.key} sets the limit)"
         kept = dump_state(self._folder, self._rank)
         self._on_fault(text)
         _say(f"{text}; {kept}")
@@ -187,7 +187,7 @@ class Watchdog:
         place = f"rank {self._rank} ({socket.gethostname()}): step {self._phases.step}: {stood:.3g} s in {phase}"
         known = [self._describe(phase)]
         if self.heartbeats:
-            known.append(self.heartbeats.culprit() or "no rank stands out by its heartbeat")
+            known.append(self.heartbeats.culprit() or "no rank is at fault by its heartbeat")
         return "; ".join([place, *filter(None, known)])
 
 
@@ -197,14 +197,14 @@ def _say(text: str) -> None:
 
 
 def _within_patience(work: Callable[..., None], *arguments: object) -> None:
-    """Do something that may hang as well, on a file system; give it up after a while."""
+    """Run an action that may hang as well, on a file system; give it up after a while."""
     thread = threading.Thread(target=work, args=arguments, daemon=True)
     thread.start()
     thread.join(_PATIENCE)
 
 
 def dump_state(folder: Path, rank: int) -> str:
-    """Write every thread's Python stack, and the flight recorder's collectives where it is on; says what it wrote."""
+    """Dump every thread's Python stack, and the flight recorder's collectives if it is on; return a summary."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     stacks = folder / f"rank-{rank:04d}-{stamp}-stacks.txt"
     try:
@@ -222,7 +222,7 @@ def dump_state(folder: Path, rank: int) -> str:
 
 
 def last_collectives() -> bytes | None:
-    """The flight recorder's content as JSON; None where it is off, or this torch has none."""
+    """Last collectives of the flight recorder as JSON; None if it is off, or this torch has none."""
     module = getattr(torch._C, "_distributed_c10d", None)
     dump = getattr(module, "_dump_nccl_trace_json", None) or getattr(module, "_dump_fr_trace_json", None)
     if dump is None or os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":

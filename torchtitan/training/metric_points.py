@@ -1,4 +1,4 @@
-"""The points of metrics.jsonl, read line by line within a bound of memory, whatever somebody has put there."""
+"""Points of metrics.jsonl, read line by line within a bound of memory, from any source."""
 
 import json
 import os
@@ -17,12 +17,12 @@ _GIVEN_UP = 1 << 28  # bytes without an end of a line, behind which nothing is l
 
 @dataclass
 class MetricPoints:
-    """What was read of a file.
+    """Metric points read from a file.
 
     Attributes:
-        points: in the order of steps; later lines stand after earlier ones of the same step.
-        damaged: lines that are no points (a kill may cut the last one).
-        stride: 1; of a file that is too large k, where every k-th point was kept, and the last one.
+        points: in the order of steps; later lines follow earlier ones of the same step.
+        damaged: number of invalid lines (a kill may cut the last one).
+        stride: 1; for too large a file k: every k-th point was kept, and the last one.
     """
 
     points: list[dict[str, Any]] = field(default_factory=list)
@@ -67,7 +67,7 @@ def iter_points(path: Path, word: str = "") -> Iterator[dict[str, Any]]:
 
 
 def parse_point(line: bytes) -> dict[str, Any] | None:
-    """A line as a point; None for half a line and other damage."""
+    """Parse a line as a point; None for half a line and other damage."""
     if b"\0" in line:  # a block that a power cut has kept from the disk
         return None
     try:
@@ -79,7 +79,7 @@ def parse_point(line: bytes) -> dict[str, Any] | None:
 
 
 def _lines(file: BinaryIO, end: int) -> Iterator[bytes]:
-    """The lines that are not blank, up to a place in the file; of a long one, a beginning; none after a gap."""
+    """Lines that are not blank, up to a place in the file; of a long one, a beginning; none after a gap."""
     while (left := end - file.tell()) > 0:
         line = file.readline(min(left, LONGEST_LINE))
         rest, start = line, file.tell()

@@ -216,7 +216,8 @@ def describe_image(number: int, image: int, largest: float) -> str:
 def _too_large(norms: list[float]) -> str:
     """Name the gradient norm that is not finite or too large, the network's first."""
     place = next(place for place, norm in enumerate(norms) if not norm < LARGEST_NORM)
-    return f"the gradient norm{' of what is learned beside the network' if place else ''} is {norms[place]:g}"
+    owner = " of the objective's parameters" if place else ""
+    return f"the gradient norm{owner} is {norms[place]:g}"
 
 
 class _Spikes:

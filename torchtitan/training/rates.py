@@ -18,7 +18,7 @@ class Rates:
         Args:
             data: counts images, and seconds of waiting for them.
             flops_per_image: of forward and backward.
-            tokens_per_image: tokens that the network makes of an image.
+            tokens_per_image: of the network.
             world_size: devices that share the images.
             peak_tflops: of one device in TFLOP/s, for the MFU; None: unknown, and no MFU is given.
         """
@@ -31,7 +31,7 @@ class Rates:
         self._begin(0)
 
     def restart(self, step: int) -> None:
-        """Begin a lap after a step, and forget the one that was under way."""
+        """Restart: begin a lap after a step, and discard the present one."""
         self._watch.lap()
         self._begin(step)
 
