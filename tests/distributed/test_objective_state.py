@@ -114,7 +114,7 @@ def test_a_run_that_stopped_goes_on_with_it_bit_for_bit_and_sampling_reads_it(ob
     save_file({name: p.detach() for name, p in straight.state.parameters.items()}, weights)
     config = Path(tmp_path) / "straight" / "config.toml"
     if objective != "learned uncertainty":  # how heads are mixed is not in a file of weights
-        with pytest.raises(WeightsError, match="mixes the heads by what was learned in training"):
+        with pytest.raises(WeightsError, match="combines the heads by shares learned in training"):
             load_weights(weights, config, torch.device("cpu"))
     else:
         load_weights(weights, config, torch.device("cpu"))

@@ -224,7 +224,7 @@ def test_batch_sizes_at_equal_samples_and_prediction_types_of_their_runs(
     assert new[0]["error"] != in_v[10]["error"] and new[0]["checkpoint"] != in_v[10]["checkpoint"]
 
     code, _, error = study("prediction_types", *runs, "--images", "99999", "--output", tmp_path / "none")
-    assert code == 2 and "99999 images are asked for" in error and error.count("\n") == 1
+    assert code == 2 and "99999 images are requested" in error and error.count("\n") == 1
     shutil.rmtree(elsewhere[1] / "checkpoint" / "step-00000002")
     code, _, error = study("prediction_types", *elsewhere, *words[4:])
     assert code == 0 and "have not seen the same number of images" in (compared / "summary.md").read_text(), error
@@ -277,7 +277,7 @@ def test_trained_prediction_types_killed_leave_no_process_and_go_on(
         (["compare_samplers", "{config}", "--samplers", "uniform", "--set", "depth"], "is no KEY=VALUE"),
         (["compare_samplers", "{config}", "--samplers", "uniform", "--weights", "fast"], "there are: none, slow"),
         (["compare_samplers", "{config}", "--samplers", "uniform", "--batches", "8,x"], "invalid batch sizes value"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--images", "9999"], "9999 images are asked for"),
+        (["compare_samplers", "{config}", "--samplers", "uniform", "--images", "9999"], "9999 images are requested"),
         (["compare_samplers", "{config}", "--samplers", "uniform", "--edges", "{missing}"], "cannot be read"),
         (["compare_samplers", "{missing}", "--samplers", "uniform"], "no such file"),
         (["batch_size", "{config}", "--batches", "4"], "give 2 sizes"),

@@ -336,7 +336,7 @@ def test_tools_find_the_checkpoints_that_a_run_has_elsewhere(tmp_path, capsys, p
     assert checkpoint_tool(["diff", str(run.path), str(run.checkpoints / "step-00000001")]) == 1
     (tmp_path / "elsewhere/one/step-00000002/state.json").write_text("[]")
     assert checkpoint_tool(["verify", str(run.path)]) == 1
-    assert "a resume passes over it and uses step 1" in capsys.readouterr().out
+    assert "a resume skips it and uses step 1" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "elsewhere")
     assert checkpoint_tool(["list", str(run.path)]) == 2
     assert f"(looked in {run.checkpoints})" in capsys.readouterr().err

@@ -68,7 +68,7 @@ DEFECTS = {
     "metrics list": ("metrics.jsonl", lambda path: path.write_text("[1]\n"), "line 1 is damaged", "remove that line"),
     "metrics nested": ("metrics.jsonl", lambda path: path.write_text("[" * 100_000), "line 1 is damaged", "remove that line"),
     "summary cut": ("summary.json", cut, "is damaged", "remove it"),
-    "summary other": ("summary.json", lambda path: path.write_text('{"status": "fine"}'), "does not say", "remove it"),
+    "summary other": ("summary.json", lambda path: path.write_text('{"status": "fine"}'), "does not contain the end", "remove it"),
     "parquet cut": ("gns/raw-00000001-00000100.parquet", cut, "is damaged", "remove it"),
     "parquet empty": ("gns/raw-00000001-00000100.parquet", lambda path: path.write_bytes(b""), "is damaged", "remove it"),
     "old checkpoint": ("checkpoint/step-00000001/state.json", cut, "bytes instead of", "remove it: a resume uses step 3"),

@@ -1,4 +1,4 @@
-"""`[sampling]`, `[validation]` and `[autoencoder]`: their keys, and what cannot be combined."""
+"""`[sampling]`, `[validation]` and `[autoencoder]`: their keys, and unsupported combinations."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -47,7 +47,7 @@ class SamplingConfig:
         applies={"enable": (True,), "schedule": ("edm",)}, trajectory=False,
     )
     ddim_eta: float = setting(
-        0.0, "share of fresh noise: 0 is deterministic, 1 DDPM", ge=0, le=1,
+        0.0, "DDIM's eta, share of fresh noise: 0 is deterministic, 1 is DDPM", ge=0, le=1,
         applies={"enable": (True,), "solver": ("ddim",)}, trajectory=False,
     )
     ddpm_variance: Literal["small", "large", "learned"] = setting(
@@ -106,7 +106,7 @@ class SamplingConfig:
     )
 
     def method(self) -> dict[str, Any]:
-        """How images are drawn, as keyword arguments of `ImageSampler.draw`."""
+        """Sampling method as keyword arguments of `ImageSampler.draw`."""
         return {
             "solver": self.solver,
             "num_steps": self.num_steps,
@@ -149,10 +149,10 @@ class ValidationConfig:
 
 @dataclass(kw_only=True)
 class AutoencoderConfig:
-    """`[autoencoder]`: what decodes the latents of data.name = "latents", in grids and in scripts/sample.py."""
+    """`[autoencoder]`: decodes the latents of data.name = "latents", in grids and in scripts/sample.py."""
 
     name: OneOf[str, DECODERS] = setting(
-        "none", "what turns drawn latents into images; none: grids show latent channels as colours",
+        "none", "autoencoder that decodes drawn latents to images; none: grids show latent channels as colours",
         applies=OF_LATENTS, because="training encodes no images (scripts/extract_latents.py does, once)",
         trajectory=False,
     )  # fmt: skip
@@ -181,16 +181,16 @@ class AutoencoderConfig:
 def sampling_problems(
     config: SamplingConfig, path_name: str, learned_variance: bool, heads: bool = False
 ) -> list[tuple[str, str]]:
-    """Why a model cannot be sampled in this way.
+    """Problems of sampling a model in this way.
 
     Args:
-        config: how it is to be sampled.
-        path_name: a key of PATHS, the path that it was trained on.
-        learned_variance: whether it has learned the variance of the reverse step.
+        config: of sampling.
+        path_name: a key of PATHS, the path of its training.
+        learned_variance: whether the model has learned the variance of the reverse step.
         heads: whether it makes several predictions.
 
     Returns:
-        (key of `[sampling]`, what is wrong and what to do) of each problem.
+        (key of `[sampling]`, cause and remedy) of each problem.
     """
     path, found, trained_on = PATHS[path_name](), [], f"objective.path = {path_name}"
     if len(config.guidance_interval) != 2:
@@ -228,5 +228,5 @@ def sampling_problems(
 
 
 def default_schedule(path_name: str) -> str:
-    """The schedule of a path when none is given: the trained indices of a discrete path, EDM's own, else uniform."""
+    """Default schedule of a path: the trained indices of a discrete path, EDM's own, else uniform."""
     return "ddpm" if PATHS[path_name]().discrete else "edm" if path_name == "edm" else "uniform"

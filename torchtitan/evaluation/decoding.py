@@ -1,4 +1,4 @@
-"""From latents to the images of grids: the autoencoder of `[autoencoder]`, every rank decoding its share."""
+"""Decode latents for grids by the autoencoder of `[autoencoder]`, every rank its share."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,9 +23,9 @@ HELD_OUT_IMAGES, HELD_OUT_COLUMNS = 32, 8
 
 
 class LatentDecoder:
-    """Decodes latents as a model is trained on them, normalised, every rank its share.
+    """Decoder of normalised latents, as a model is trained on them; every rank decodes its share.
 
-    Between calls the autoencoder waits in the host's memory: on a GPU it takes none from training.
+    Between calls the autoencoder is in the host's memory: on a GPU it takes no memory from training.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class LatentDecoder:
     ) -> None:
         """
         Args:
-            autoencoder: what decodes raw latents.
-            normalization: what was done to the latents that are trained on.
+            autoencoder: of raw latents.
+            normalization: of the latents for training.
             batch_size: images at a time on each rank.
-            device: where they are decoded.
+            device: of decoding.
         """
         self._autoencoder = autoencoder
         self._normalization = normalization
@@ -79,12 +79,12 @@ class LatentDecoder:
 
 
 def open_decoder(config: AutoencoderConfig, store: LatentStore, device: torch.device) -> LatentDecoder:
-    """Open an autoencoder, and make sure that it is the one that a store was made with.
+    """Open an autoencoder, and check that it is the one that a store was made with.
 
     Args:
         config: names an autoencoder other than "none".
-        store: whose latents are trained on.
-        device: where to decode.
+        store: of the latents for training.
+        device: of decoding.
 
     Raises:
         AutoencoderError: it cannot be opened, or decodes other latents than the store's.
@@ -105,7 +105,7 @@ def open_decoder(config: AutoencoderConfig, store: LatentStore, device: torch.de
 
 
 def run_decoder(autoencoder: AutoencoderConfig, data: DataConfig, draws_pictures: bool) -> LatentDecoder | None:
-    """What a run decodes its pictures with; None where it names no autoencoder or draws no picture.
+    """Open the decoder of a run's pictures; None where the run names no autoencoder or draws no picture.
 
     Raises:
         AutoencoderError, DatasetError: as in `open_decoder`; the store cannot be opened.
@@ -116,12 +116,12 @@ def run_decoder(autoencoder: AutoencoderConfig, data: DataConfig, draws_pictures
 
 
 def held_out_picture(dataset: Dataset, decoder: LatentDecoder, class_names: Sequence[str]) -> Image.Image:
-    """What the data look like through the store: up to 32 held-out latents, spread over the split; collective.
+    """Picture of up to 32 decoded held-out latents, spread over the split; collective.
 
-    A wrong scale or shift, or another autoencoder's latents, show at a glance.
+    A wrong scale or shift, or another autoencoder's latents, is obvious in it.
 
     Args:
-        dataset: the validation split, whose latents are as the model sees them.
+        dataset: the validation split, with latents as the model sees them.
         decoder: of those latents.
         class_names: one per class, written under the images; empty where there are none.
     """

@@ -1,4 +1,4 @@
-"""How good generated digits are: recognised as asked, distributed like real ones, varied, and not copied."""
+"""Judge of generated digits: recognised as requested, distributed like real ones, varied, and not copied."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ COPY_PERCENTILE = 1.0
 
 
 class DigitsJudge:
-    """Measures generated digits against the real training and held-out digits.
+    """Judge that compares generated digits with the real training and held-out digits.
 
     Two scikit-learn models are fitted to the training digits, both deterministic and ready in about a second. A
-    support vector classifier says which digit an image shows. The Fréchet distance and the variety are measured
+    support vector classifier recognises the digit in an image. The Fréchet distance and the variety are measured
     in the 64 hidden units of a perceptron.
 
     Split the digits at random: over 25 random splits of scikit-learn's 1,797 digits the classifier is right on
@@ -73,7 +73,7 @@ class DigitsJudge:
     def judge(self, images: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         """Compare generated images with real ones; where labels name some of the digits, with those digits only.
 
-        Each number stands beside what real held-out digits score, under the same name with `_real`.
+        Each number has that of real held-out digits with it, under the same name with `_real`.
 
         The estimate of a Fréchet distance falls as the number of images grows, so 1,000 generated digits would
         beat 297 real ones for their number alone. Both distances are therefore means over ten fixed random
@@ -85,10 +85,10 @@ class DigitsJudge:
 
         Args:
             images: [N, C, H, W] like the training images; clipped to [-1, 1], as they are when saved.
-            labels: the digit that each image was asked to show, [N]; at least two images of each that occurs.
+            labels: requested digit of each image, [N]; at least two images of each that occurs.
 
         Returns:
-            accuracy: fraction recognised as the digit asked for, in [0, 1]; chance is 0.1.
+            accuracy: fraction recognised as the requested digit, in [0, 1]; chance is 0.1.
             frechet_distance: from the training digits, >= 0; as good as real at frechet_distance_real. Below it
                 is no merit: 297 of the 1,500 training digits themselves score two thirds of it.
             variety: spread within a digit (root of the summed variance of features) over that of the held-out

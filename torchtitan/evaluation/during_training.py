@@ -23,7 +23,7 @@ from torchtitan.training.ema import EMABank
 
 
 class Evaluation:
-    """Measures and draws with the weights of a training and their averages. Every method is collective."""
+    """Evaluation with the weights of a training and their averages. Every method is collective."""
 
     def __init__(
         self, *, data: DataConfig, sampling: SamplingConfig, validation: ValidationConfig, seed: int, param_dtype: str,
@@ -37,9 +37,9 @@ class Evaluation:
             param_dtype: dtype of compute.
             info: of the dataset.
             model, objective, ema, layout: of the run.
-            decoder: of latents; None where images are trained on, or no autoencoder is named.
+            decoder: of latents; None for training on images, or without an autoencoder.
             bin_edges: inner edges in t of the bins of `loss_by_bin`.
-            on_unreadable: is told of every held-out image that cannot be decoded.
+            on_unreadable: called with every held-out image that cannot be decoded.
         """
         self._data, self._sampling, self._validation = data, sampling, validation
         self._seed, self._param_dtype = seed, param_dtype
@@ -48,7 +48,7 @@ class Evaluation:
         self._sampler = ImageSampler(model, objective, param_dtype, layout.device)
 
     def validate(self) -> dict[str, float]:
-        """Held-out losses of the trained and of every averaged weight, by tag."""
+        """Validate: held-out losses of the trained and of every averaged weight, by tag."""
         layout, config = self._layout, self._validation
         dataset = DATASETS[self._data.name](self._data, "validation")
         count = min(config.num_images, len(dataset))
@@ -81,7 +81,8 @@ class Evaluation:
         return image_grid(images, len(rows), config.images_per_class, class_labels(rows, self._info.class_names), title)
 
     def held_out_picture(self) -> Image.Image | None:
-        """Decode held-out latents, which shows whether scale and shift are right; None without a decoder."""
+        """Picture of decoded held-out latents, which shows whether scale and shift are right; None without a decoder.
+        """
         if self._decoder is None or not self._info.has_validation:
             return None
         dataset = DATASETS[self._data.name](self._data, "validation")
@@ -118,7 +119,9 @@ class Evaluation:
 
     @torch.no_grad()
     def log_uncertainties(self, bins: int) -> dict[str, float]:
-        """The learned ln of the loss in the middle of each of equally likely bins of timesteps, by tag."""
+        """Log uncertainties: the learned ln of the loss in the middle of each of equally likely bins of timesteps, by
+        tag.
+        """
         density = self._objective.timestep_sampler.density
         t = density.quantile((torch.arange(bins, dtype=torch.float64) + 0.5) / bins)
         return self._objective.log_uncertainties(torch.logit(t).to(self._layout.device))

@@ -1,4 +1,4 @@
-"""How a model is held while it is looked at."""
+"""Eval mode without compilation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode, and no compilation: batches of other sizes would each compile anew. Left however the block ends."""
+    """Evaluate in eval mode, without compilation for other batch sizes; restored however the block ends."""
     was_training = model.training
     model.eval()
     try:

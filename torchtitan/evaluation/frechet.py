@@ -11,7 +11,7 @@ def frechet_distance(features_a: np.ndarray, features_b: np.ndarray, weights_b: 
 
     Args:
         features_a, features_b: one row per image, [N, F] and [M, F], N, M >= 2.
-        weights_b: how much each row of the second set counts, > 0, [M]; default: all alike.
+        weights_b: weight of each row of the second set, > 0, [M]; default: equal weights.
 
     Returns:
         the squared distance of frechet_distance_of_gaussians, with unbiased covariances.
@@ -27,7 +27,8 @@ def frechet_distance(features_a: np.ndarray, features_b: np.ndarray, weights_b: 
 def frechet_distance_of_gaussians(
     mean_a: np.ndarray, covariance_a: np.ndarray, mean_b: np.ndarray, covariance_b: np.ndarray
 ) -> float:
-    """|mean_a - mean_b|² + tr(A + B - 2 (A B)^(1/2)) for the covariances A and B; 0 only where both are equal.
+    """Fréchet distance |mean_a - mean_b|² + tr(A + B - 2 (A B)^(1/2)) for the covariances A and B; 0 only if both are
+    equal.
 
     The trace of the root is taken from the eigenvalues of A^(1/2) B A^(1/2), which is symmetric: no complex
     intermediate, and singular covariances need no special care.

@@ -1,4 +1,4 @@
-"""Judges of generated images, by the dataset whose images they know; a new one is a file and a line here."""
+"""Judges of generated images, by the name of their dataset; a new one is a file and a line here."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -10,10 +10,10 @@ from torchtitan.evaluation.digits_judge import DigitsJudge
 
 
 class Judge(Protocol):
-    """Compares generated images with real ones."""
+    """Judge that compares generated images with real ones."""
 
     def judge(self, images: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        """Score images [N, C, H, W] in [-1, 1] that were asked for as labels [N]: numbers by name."""
+        """Judge images [N, C, H, W] in [-1, 1] that were requested as labels [N]: scores by name."""
 
 
 JUDGES: dict[str, Callable[[Dataset, Dataset], Judge]] = {"digits": DigitsJudge.from_dataset}

@@ -1,8 +1,8 @@
-"""The gradient noise scale of one timestep bin at frozen weights, from gradients computed for it alone.
+"""Gradient noise scale of one timestep bin at frozen weights, from gradients computed for it alone.
 
 Samples are drawn independently: an image uniformly from the split (with replacement), its mirroring and its dropped
-label as in training, t from the training density restricted to the bin, noise. So no spread of timesteps over a batch
-and no order of images stands between the estimate and the covariance of single samples that it is of.
+label as in training, t from the training density restricted to the bin, noise. So neither a spread of timesteps over a
+batch nor an order of images affects the estimate of the covariance of single samples.
 """
 
 import math
@@ -24,7 +24,7 @@ from torchtitan.gns.statistics import GroupSums
 from torchtitan.statistics.ratio_intervals import fieller
 from torchtitan.statistics.student import student_quantile
 
-# What the draws of one sample are told apart by, added to its number.
+# Offsets of the draws of one sample, added to its number.
 _TIMESTEP, _NOISE, _IMAGE, _MIRROR, _LABEL = (place << 40 for place in range(5))
 _MAX_UNREADABLE = 100
 _CHUNK = 1 << 22  # values squared at a time
@@ -34,22 +34,22 @@ Advance = Callable[[int], None]
 
 
 class GradientError(Exception):
-    """Gradients that nothing can be estimated from; the message is one line."""
+    """Gradients that allow no estimate; the message is one line."""
 
 
 class EstimateFailed(Exception):
-    """An estimator has no answer for these draws; the message is one line."""
+    """Estimator without an answer for these draws; the message is one line."""
 
 
 def sub_batch_sizes(batch: int, sub_batch: int = SUB_BATCH) -> list[int]:
-    """Sizes of the sub-batches that a batch is computed in: full ones, then what is left."""
+    """Sizes of the sub-batches of a batch: full ones, then the rest."""
     full, rest = divmod(batch, sub_batch)
     return [sub_batch] * full + [rest] * (rest > 0)
 
 
 @dataclass(frozen=True)
 class TimestepBin:
-    """Timesteps [t_low, t_high), and the interval of the training density's quantiles that they are."""
+    """Timestep bin [t_low, t_high), with its interval of the training density's quantiles."""
 
     t_low: float
     t_high: float
@@ -58,7 +58,7 @@ class TimestepBin:
 
     @property
     def mass(self) -> float:
-        """Share of the training samples that fall into the bin."""
+        """Mass of the bin: its share of the training samples."""
         return self.quantile_high - self.quantile_low
 
 
@@ -66,10 +66,10 @@ WHOLE = TimestepBin(0.0, 1.0, 0.0, 1.0)
 
 
 def timestep_bin(objective: Objective, low: float, high: float, unit: str = "t") -> TimestepBin:
-    """The bin [low, high) of an objective's timesteps.
+    """Timestep bin [low, high) of an objective.
 
     Args:
-        objective: whose density of t is restricted.
+        objective: of the density of t.
         low, high: in t, in sigma = t / (1 - t), or in indices of a DDPM path, integers T at most on a discrete one.
         unit: "t", "sigma" or "index".
 
@@ -112,7 +112,7 @@ def _to_time(objective: Objective, value: float, unit: str) -> float:
 
 
 def _mass_below(objective: Objective, t: float) -> float:
-    """Probability of a timestep below t: the density's quantile function, inverted by bisection."""
+    """Probability of a timestep below t: the inverse of the density's quantile function, by bisection."""
     if t <= 0.0 or t >= 1.0:
         return float(t >= 1.0)
     low, high = 0.0, 1.0
@@ -128,7 +128,7 @@ def _mass_below(objective: Objective, t: float) -> float:
 
 @dataclass(frozen=True)
 class GroupNorms:
-    """What one large batch says, cut into groups.
+    """Norms of one large batch, cut into groups.
 
     Attributes:
         sizes: samples in each group, [m].
@@ -149,7 +149,7 @@ class NoiseScale:
         signal: |G|^2; may be negative.
         noise: S, trace of the covariance of single samples' gradients.
         lower, upper: ends of the interval of noise / signal.
-        unbounded: the data do not exclude |G|^2 = 0, so that only `lower` says something.
+        unbounded: the data do not exclude |G|^2 = 0, so that only `lower` is meaningful.
     """
 
     signal: float
@@ -160,9 +160,9 @@ class NoiseScale:
 
 
 def noise_scale(blocks: list[GroupNorms], confidence: float = 0.95) -> NoiseScale:
-    """Estimate from independent blocks, with Fieller's interval of the ratio.
+    """Noise scale from independent blocks, with Fieller's interval of the ratio.
 
-    The variances are those between the blocks, whatever the gradients' distribution.
+    The variances are those between the blocks, for any distribution of gradients.
 
     Raises:
         ValueError: fewer than two blocks.
@@ -182,7 +182,7 @@ def noise_scale(blocks: list[GroupNorms], confidence: float = 0.95) -> NoiseScal
 class Gradients:
     """Mean gradients of batches of a bin, at a model's present weights. Holds `.grad` and one buffer of the same size.
 
-    A sample is known by (stream, number): those of other streams, or other numbers, are independent of it.
+    A sample is identified by (stream, number): those of other streams, or other numbers, are independent of it.
     """
 
     def __init__(
@@ -202,12 +202,12 @@ class Gradients:
 
         Args:
             model: whole, on `device`.
-            objective: whose loss is differentiated.
-            dataset: the split that images are drawn from, by fetch_drawn where it has that.
+            objective: of the differentiated loss.
+            dataset: the split of the images, read by fetch_drawn if it has that.
             label_dropout: share of labels replaced by the null class.
             horizontal_flip: whether half of the images are mirrored.
             seed: of every draw.
-            device: where the model is.
+            device: of the model.
             dtype: of the forward, a name of DTYPES.
             batch_size: images at a time; a larger group is the sum of several.
         """
@@ -231,7 +231,7 @@ class Gradients:
         Args:
             where: the bin.
             sizes: samples in each group.
-            stream: which stream of samples, 0 <= stream < 2^24.
+            stream: of samples, 0 <= stream < 2^24.
             first: number of the first sample.
             advance: called with the number of samples after each of them is done.
 
@@ -252,7 +252,7 @@ class Gradients:
     def published_square_norm(
         self, where: TimestepBin, size: int, stream: int, first: int = 0, advance: Advance | None = None
     ) -> float:
-        """|g|^2 of a batch as published: an equally weighted mean of the means of its sub-batches of 32."""
+        """Square norm |g|^2 of a batch as published: an equally weighted mean of the means of its sub-batches of 32."""
         parts = sub_batch_sizes(size, SUB_BATCH)
         with self._cleared():
             for part in parts:
@@ -269,7 +269,7 @@ class Gradients:
         Args:
             where: the bin.
             numbers: of the samples, int64 [N].
-            stream: which stream of samples, 0 <= stream < 2^24.
+            stream: of samples, 0 <= stream < 2^24.
             advance: called with the number of samples after each of them is done.
 
         Returns:
@@ -288,7 +288,9 @@ class Gradients:
     def accumulate(
         self, where: TimestepBin, stream: int, numbers: Tensor, weight: float, advance: Advance | None = None
     ) -> None:
-        """Add weight x the sum of the gradients of samples `numbers` [N] of a bin to `.grad`. Raises DatasetError."""
+        """Accumulate weight x the sum of the gradients of samples `numbers` [N] of a bin in `.grad`. Raises
+        DatasetError.
+        """
         for samples in numbers.split(self.batch_size):
             images, condition, draw = self._samples(where, stream, samples)
             with compute_context(self.dtype, self.device, sharded=False):
@@ -308,7 +310,7 @@ class Gradients:
 
     @contextmanager
     def _cleared(self) -> Iterator[None]:
-        """Gradients and their running total are zero at the beginning, and the gradients are gone at the end."""
+        """Clear the gradients and their running total at the beginning, and remove the gradients at the end."""
         for parameter, total in zip(self.parameters, self._total, strict=True):
             parameter.grad = None
             total.zero_()
@@ -340,7 +342,7 @@ class Gradients:
         return philox.uniform(self.seed, "evaluation", samples + purpose, stream)
 
     def _read(self, chosen: np.ndarray, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Images and labels; the next readable image stands for one that cannot be decoded."""
+        """Read images and labels; the next readable image replaces one that cannot be decoded."""
         for _ in range(_MAX_UNREADABLE):
             try:
                 drawn = getattr(self.dataset, "fetch_drawn", None)
@@ -351,7 +353,7 @@ class Gradients:
 
 
 def square_norm(tensors: list[Tensor | None]) -> float:
-    """Sum of squares in float64, a few million values at a time; None counts as zeros."""
+    """Square norm in float64, a few million values at a time; None counts as zeros."""
     return sum((chunk.double().square().sum().item() for chunk in _chunks(tensors)), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Images drawn from the model during and after training, every rank drawing its share."""
+"""Sampling from the model during and after training, every rank drawing its share."""
 
 import functools
 import math
@@ -25,15 +25,15 @@ def grid_labels(classes: Sequence[int], num_classes: int, images_per_class: int)
 
 
 def balanced_labels(count: int, num_classes: int) -> Tensor:
-    """`count` labels that run through the classes, each as often as any other up to one."""
+    """Balanced labels: `count` of them over the classes, each as often as any other up to one."""
     return torch.arange(count) % max(num_classes, 1)
 
 
 class ImageSampler:
-    """Draws images from a model, sharded over the ranks, from random numbers of its own.
+    """Image sampler for a model, sharded over the ranks, with its own random numbers.
 
-    The image for a number and a class is the same on any number of ranks, and drawing it leaves every random
-    state of training alone.
+    The image for a number and a class is the same on any number of ranks, and drawing it changes no random state of
+    training.
     """
 
     def __init__(self, model: nn.Module, objective: Objective, param_dtype: str, device: torch.device) -> None:
@@ -113,7 +113,7 @@ class ImageSampler:
         null_class = self._model.null_class
         condition = None if null_class is None else labels
         predict = predictor(self._objective, self._model, condition, null_class, guidance)
-        # Step s of image n adds noise of its own number, apart from the starting noise of any other image.
+        # Step s of image n adds noise of a separate number, different from the starting noise of any other image.
         draw_noise = lambda step: philox.normal(seed, purpose, numbers + ((step + 1) << 40), shape)  # noqa: E731
         _, b = self._objective.path.coefficients(start)
         return solve(predict=predict, x=b * noise, draw_noise=draw_noise)

@@ -1,4 +1,4 @@
-"""A model's error at given timesteps, on fixed images with fixed noise: two models, or two timesteps, are paired."""
+"""Errors of a model by timestep, on fixed images with fixed noise: two models, or two timesteps, are paired."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ _NOISE_OFFSET = 1 << 41
 
 @dataclass(frozen=True)
 class TimestepNodes:
-    """Timesteps at which errors are measured, rising.
+    """Timestep nodes at which errors are measured, rising.
 
     Attributes:
         t: in (0, 1), float64 [N].
-        index: the DDPM indices that they are, int64 [N]; None where the path has none or they lie between.
+        index: their DDPM indices, int64 [N]; None where the path has none or they lie between.
     """
 
     t: Tensor
@@ -40,10 +40,10 @@ class TimestepNodes:
 
 
 def timestep_nodes(objective: Objective, count: int | None = None) -> TimestepNodes:
-    """Where to look at an objective: its DDPM indices, or nodes equally spaced in ln sigma.
+    """Timestep nodes of an objective: its DDPM indices, or nodes equally spaced in ln sigma.
 
     Args:
-        objective: whose path and density are meant.
+        objective: of the path and density.
         count: number of nodes; default: every index of a discrete path, else 128. Fewer indices are spread evenly,
             the first and the last among them.
 
@@ -65,7 +65,7 @@ def timestep_nodes(objective: Objective, count: int | None = None) -> TimestepNo
 
 @dataclass(frozen=True)
 class FixedSamples:
-    """Images with the noise that is added to each of them at every timestep.
+    """Fixed samples: images with the noise that is added to each of them at every timestep.
 
     Attributes:
         images, noise: float32 [K, C, H, W].
@@ -78,7 +78,7 @@ class FixedSamples:
 
 
 def fixed_samples(dataset: Dataset, count: int, seed: int) -> FixedSamples:
-    """The first readable images of an order that the seed fixes, each with noise of its own.
+    """Fixed samples: the first readable images of an order fixed by the seed, each with its own noise.
 
     Args:
         dataset: one split.
@@ -101,7 +101,7 @@ def fixed_samples(dataset: Dataset, count: int, seed: int) -> FixedSamples:
         images.append(image)
         labels.append(label)
     if len(images) < count:
-        raise DatasetError(f"{count} images are asked for, the split has {len(images)} that can be read")
+        raise DatasetError(f"{count} images are requested, the split has {len(images)} that can be read")
     found = torch.cat(images)
     noise = philox.normal(seed, "evaluation", torch.arange(count) + _NOISE_OFFSET, tuple(found.shape[1:]))
     return FixedSamples(found, noise, torch.cat(labels))
@@ -119,17 +119,17 @@ def timestep_errors(
     device: torch.device | None = None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Tensor:
-    """Mean squared error of the objective's prediction, for every sample at every timestep.
+    """Timestep errors: mean squared error of the objective's prediction, for every sample at every timestep.
 
     Args:
         model: a whole network, on `device`; put into eval mode meanwhile.
-        objective: what it was trained for. Its weights do not count.
+        objective: of its training. The loss weights do not count.
         samples: K images with noise.
         nodes: N timesteps.
         batch_size: images at a time.
-        param_dtype: what the model computes in.
-        device: where it computes, the CPU by default.
-        advance: told how many of the K x N errors have been found since the last call.
+        param_dtype: dtype of compute.
+        device: of compute, the CPU by default.
+        advance: called with the number of the K x N errors found since the last call.
 
     Returns:
         float64 [K, N] on the CPU.
@@ -152,11 +152,11 @@ def timestep_errors(
 
 
 def in_currency(errors: Tensor, objective: Objective, nodes: TimestepNodes, currency: str) -> Tensor:
-    """Errors of the objective's prediction as those of another one.
+    """Convert errors of the objective's prediction to those of another one.
 
     Args:
         errors: squared errors [..., N] at the nodes.
-        objective: whose prediction they are of.
+        objective: of their prediction.
         nodes: N timesteps.
         currency: a key of `predictions.PREDICTIONS`.
 

@@ -1,4 +1,6 @@
-"""Loss on held-out images: fixed (image, timestep, noise) triples, so that two measurements differ by the weights."""
+"""Validation loss on held-out images: fixed (image, timestep, noise) triples, so that two measurements differ by
+weights.
+"""
 
 import math
 from collections.abc import Iterable
@@ -14,16 +16,16 @@ from torchtitan.evaluation.eval_mode import evaluating
 
 
 def held_out_draw(objective: Objective, seed: int, indices: Tensor, count: int, shape: tuple[int, ...]) -> Draw:
-    """Timestep and noise of held-out images: the training density's quantiles, one per image, and fixed noise.
+    """Draw of held-out images: the training density's quantiles, one per image, and fixed noise.
 
     Args:
-        objective: whose density of t is used.
+        objective: of the density of t.
         seed: of the noise.
         indices: numbers of the images [B] out of `count`.
         count: held-out images in all.
         shape: of one image.
     """
-    # Images stand in the data's order; a fixed shuffle keeps their timesteps apart from it.
+    # Images are in the data's order; a fixed shuffle makes their timesteps independent of it.
     order = philox.uniform(seed, "validation", torch.arange(count, device=indices.device)).argsort()
     quantile = (order[indices].to(torch.float64) + 0.5) / count
     t = objective.timestep_sampler.density.quantile(quantile).to(torch.float32)
@@ -44,16 +46,16 @@ def validation_loss(
     device: torch.device,
     sharded: bool,
 ) -> dict[str, float]:
-    """Mean loss over held-out images, whole and by timestep bin; called by all ranks together.
+    """Validation loss over held-out images, whole and by timestep bin; called by all ranks together.
 
     Args:
         model: the whole or sharded model (not its DDP wrapper).
-        objective: what it was trained for.
+        objective: of its training.
         batches: this rank's images, labels, indices and weights, as many on every rank; weight 0 is padding.
         count: held-out images in all.
         seed: of timesteps and noise.
         bin_edges: inner edges in t, rising, [K - 1].
-        param_dtype, device, sharded: how the model computes.
+        param_dtype, device, sharded: of the model's compute.
 
     Returns:
         {"loss": mean of `LossTerms.weighted`, "loss_stderr": its standard error, "loss_by_bin/k": mean of bin k's plain error,

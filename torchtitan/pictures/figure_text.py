@@ -1,4 +1,4 @@
-"""Names in matplotlib's pictures are text: a `$` begins no formula, controls do nothing, endless ones are cut."""
+"""Text in matplotlib's pictures is literal: a `$` begins no formula, controls do nothing, endless names are cut."""
 
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -8,7 +8,7 @@ from torchtitan.terminal import printable, shortened
 
 
 def show_text_as_it_is(figure: Figure) -> None:
-    """Let titles, labels, legends and named ticks of a figure stand as they were given; powers of ten stay formulas."""
+    """Show titles, labels, legends and named ticks of a figure literally; powers of ten stay formulas."""
     numbers: set[Text] = set()
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
         ticks = list(axis.get_minor_ticks())

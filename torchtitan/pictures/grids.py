@@ -1,4 +1,4 @@
-"""Pictures for people: grids of samples, and how they changed over training."""
+"""Grids of samples as pictures, and their animation over training."""
 
 import logging
 import os
@@ -105,7 +105,7 @@ def image_grid(
 
 
 def class_labels(labels: Sequence[int], class_names: Sequence[str]) -> list[str] | None:
-    """What pictures call classes: their names up to the first comma, without ImageNet's numbers, _ as a space.
+    """Class labels in pictures: names up to the first comma, without ImageNet's numbers, _ as a space.
 
     Returns:
         one name per label; None where the dataset has no names.
@@ -124,9 +124,9 @@ def save_image(image: Tensor, path: Path) -> None:
 def save_animation(frames: Sequence[tuple[int, str | os.PathLike]], path: str | os.PathLike) -> int:
     """Join pictures made during training into an animated GIF, with the step and a progress bar on each frame.
 
-    The frames run in the order of their steps for about eight seconds in all, and the last is held for 2.5 more.
-    Of more than 60 pictures as many are shown, evenly chosen with the first and the last among them. A picture
-    that is missing or damaged is left out, and a warning names it. The file appears whole or not at all.
+    The frames run in the order of their steps for about eight seconds in all, and the last is held for 2.5 more. Of
+    more than 60 pictures 60 are shown, evenly chosen with the first and the last among them. A picture that is missing
+    or damaged is left out, and a warning names it. The file appears whole or not at all.
 
     Args:
         frames: (step, path of a picture); of two with the same step the later one counts.

@@ -1,4 +1,4 @@
-"""Text escaped for Markdown: names and reasons make no tables, links, HTML or lines of their own."""
+"""Markdown with escaped text: names and reasons make no tables, links, HTML or lines of their own."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,11 +15,11 @@ _OF_A_BLOCK = re.compile(r"(\d*)([#>.)=+-])")
 
 
 class Markdown(str):
-    """Text that is Markdown already; any other string is escaped where it is put in."""
+    """Markdown text; any other string is escaped when it is inserted."""
 
 
 def inline(text: str) -> Markdown:
-    """A text for a heading, a cell, or the middle of a line of Markdown."""
+    """Escape a text for a heading, a cell, or the middle of a line of Markdown."""
     if isinstance(text, Markdown):
         return text
     text = printable(shortened(unwrapped(text), MOST_OF_A_TEXT))
@@ -27,14 +27,14 @@ def inline(text: str) -> Markdown:
 
 
 def bullet(text: str) -> Markdown:
-    """A text as an item of a list."""
+    """Escape a text for an item of a list."""
     written = inline(text)
     begins_a_block = _OF_A_BLOCK.match(written)
     return Markdown("- " + (_OF_A_BLOCK.sub(r"\1\\\2", written, count=1) if begins_a_block else written))
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Markdown:
-    """A table in Markdown, with an empty line behind it."""
+    """Format a table in Markdown, with an empty line behind it."""
     lines = ["| " + " | ".join(map(inline, header)) + " |", "|" + "---|" * len(header)]
     lines += ["| " + " | ".join(map(inline, row)) + " |" for row in rows]
     return Markdown("\n".join(lines) + "\n\n")

@@ -1,4 +1,4 @@
-"""Looks of the pictures: colours that any colour vision tells apart, labels at the lines, a light background."""
+"""Style of the pictures: colours distinguishable with any colour vision, labels at the lines, a light background."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ SOFT, LINE = "#5b6470", "#dfe3e8"
 def new_figure(
     title: str, rows: int, columns: int, size: tuple[float, float], **options
 ) -> tuple[Figure, list[list[Panel]]]:
-    """A figure and its panels [rows][columns]."""
+    """New figure and its panels [rows][columns]."""
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
     figure = Figure(figsize=size, layout=layout, facecolor="white")
     panels = figure.subplots(rows, columns, squeeze=False, **options)
@@ -60,7 +60,7 @@ def error_bar(estimate: Interval | None) -> tuple[float, float]:
 
 
 def spread(places: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0) -> list[float]:
-    """Move places apart until neighbours keep a gap, as little as possible, within low and high where they fit.
+    """Spread places apart until neighbours keep a gap, as little as possible, within low and high where they fit.
 
     Args:
         places: any order.
@@ -91,7 +91,7 @@ def spread(places: Sequence[float], gap: float, low: float = 0.0, high: float = 
 
 
 def label_lines(panel: Panel, ends: Sequence[tuple[float, float, str, str]], inches: float, size: float = 7.5) -> None:
-    """Name lines at the right of a panel, with a thin leader from where each ends.
+    """Label lines at the right of a panel, with a thin leader from the end of each.
 
     Args:
         ends: (x, y, text, colour) of each line's last point; the panel's limits are final.

@@ -1,4 +1,4 @@
-"""A run's folder, read to its last byte: what in it is damaged, and what to do about it."""
+"""Check of a run's folder to its last byte, with advice on damaged files."""
 
 import tomllib
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _MAX_LINE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Finding:
-    """One file or checkpoint: what is wrong with it and what to do, both empty where it is good."""
+    """Finding on one file or checkpoint: the problem and the advice, both empty if it is good."""
 
     path: AnyPath
     problem: str = ""
@@ -32,10 +32,10 @@ class Finding:
 
 
 def check_run(run: AnyPath) -> Iterator[Finding]:
-    """Read everything of a run that a resume or an analysis needs; checkpoints, all that a URL has, come last.
+    """Check everything of a run that a resume or an analysis needs; checkpoints, the only content of a URL, come last.
 
     Raises:
-        CheckpointError: they are in a store that does not answer, or where they are is not known.
+        CheckpointError: their store does not answer, or their place is not known.
     """
     if isinstance(run, RemotePath):
         yield from _checkpoints(run)
@@ -87,12 +87,12 @@ def _damaged_line(path: Path) -> str:
 
 
 def _summary(path: Path) -> Iterator[Finding]:
-    if not path.exists():  # the run goes on, or was killed
+    if not path.exists():  # the run is in progress, or was killed
         return
     try:
         summary = read_json(path, dict)
         sound = summary.get("status") in STATUSES and type(summary.get("step")) is int
-        problem = "" if sound else "does not say how the run ended"
+        problem = "" if sound else "does not contain the end of the run"
     except DamagedFile as error:
         problem = str(error).removeprefix(f"{path.name} ")
     advice = "remove it and start the run's command again: it resumes and closes the run anew" if problem else ""
@@ -128,4 +128,4 @@ def _repair(step: int, good: list[int]) -> str:
         return "put a copy of a good one back, or remove all of them to start the run from the beginning"
     if step < good[-1]:
         return f"remove it: a resume uses step {good[-1]}"
-    return f"nothing needs to be done: a resume passes over it and uses step {good[-1]}; or put a good copy back"
+    return f"nothing needs to be done: a resume skips it and uses step {good[-1]}; or put a good copy back"

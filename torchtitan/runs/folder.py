@@ -1,4 +1,4 @@
-"""The folder of a run: what it may continue, and the summary that closes it."""
+"""Folder of a run: its configuration, its lock, and its summary."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ _LARGEST_FILE = 16 << 20  # bytes of config.toml and summary.json
 
 
 class RunFolder:
-    """`<dump_folder>/<name>`, written by the first rank only."""
+    """Run folder `<dump_folder>/<name>`, written by the first rank only."""
 
     def __init__(self, config: JobConfig) -> None:
         self.path = Path(config.job.dump_folder) / config.job.name
@@ -52,12 +52,12 @@ class RunFolder:
         return self.path / "summary.json"
 
     def open(self) -> None:
-        """Create the folder and its config.toml, or make sure that it holds the same run; keep others out of it.
+        """Open: create the folder and its config.toml, or check that it holds the same run; lock it.
 
         Raises:
             Busy: another process writes into the folder.
-            RunFolderError: it holds a run that learns something else, or cannot be written; or the folder of its
-                checkpoints is another run's.
+            RunFolderError: it holds a run with another training, or cannot be written; or the folder of its checkpoints
+                is another run's.
             StoreError: that folder is in a store that does not answer.
         """
         try:
@@ -79,7 +79,7 @@ class RunFolder:
             raise RunFolderError([f"{self.path}: cannot be written: {error.strerror}"]) from error
 
     def close(self) -> None:
-        """Let others write into the folder; on the first rank."""
+        """Close: release the folder to others; on the first rank."""
         self._lock.release()
 
     def _refuse_changes(self) -> None:
@@ -96,13 +96,13 @@ class RunFolder:
         if damage:
             old = self._recorded_config(f"{saved}: {damage}", needed=saved.exists())
         if old and (changes := config_differences(old, self._config)):
-            advice = "give another --job.name, or --job.allow_config_change true to continue it all the same"
+            advice = "give another --job.name, or --job.allow_config_change true to resume it nevertheless"
             raise RunFolderError(
                 [f"{self.path}: holds a run of another configuration ({advice})", *(f"  {line}" for line in changes)]
             )
 
     def _recorded_config(self, damage: str, needed: bool) -> dict:
-        """The configuration that the newest good checkpoint was saved under; empty where there is no checkpoint.
+        """Recorded configuration of the newest good checkpoint; empty where there is no checkpoint.
 
         Raises:
             RunFolderError: it is needed, and no good checkpoint has a record of it.
@@ -114,7 +114,7 @@ class RunFolder:
         if not isinstance(recorded, dict) or not recorded:
             if not needed:  # checkpoints were put here for a run that begins
                 return {}
-            advice = "put a copy back, or --job.allow_config_change true to continue with the configuration given now"
+            advice = "put a copy back, or --job.allow_config_change true to resume with the given configuration"
             raise RunFolderError([f"{damage}, and no checkpoint has a record of the configuration ({advice})"])
         logger.warning(f"{damage}; restored from the checkpoint of step {step}")
         return recorded
@@ -150,7 +150,7 @@ class RunFolder:
             raise RunFolderError([f"checkpoint.folder: {refusal}"])
 
     def is_finished(self) -> bool:
-        """Whether the summary says that a run of as many steps was completed."""
+        """Check whether the summary reports the completion of a run of as many steps."""
         try:
             summary = json.loads(read_regular(self.summary, _LARGEST_FILE))
             done = summary.get("progress", summary["step"])  # steps of a batch that grew count as several
@@ -164,7 +164,7 @@ class RunFolder:
 
 
 def versions() -> dict[str, str | None]:
-    """What a result depends on besides the configuration: versions, and this repository's commit where known."""
+    """Versions that a result depends on, and this repository's commit where known."""
     found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda

@@ -1,4 +1,4 @@
-"""Whether a folder is a run's: nothing is written into one that somebody else has filled."""
+"""Ownership of a run's folder: a folder with files of others is never written into."""
 
 import json
 import tomllib
@@ -22,16 +22,16 @@ _MAX_BYTES = 1 << 20
 
 
 def foreign_content(folder: Path) -> str | None:
-    """Why a folder must not become a run's: what is in it was not put there by one.
+    """Foreign content that forbids a folder to become a run's.
 
-    A folder is a run's if its config.toml, its lock or a checkpoint says so, and may then hold anything else. One
-    without any of them may hold nothing but what a start that was cut off leaves.
+    A folder is a run's by its config.toml, its lock or a checkpoint, and may then hold anything else. One without any
+    of them may only hold the remains of an interrupted start.
 
     Returns:
-        the name of something in it that is not a run's; None where a run may write.
+        the name of a foreign entry in it; None where a run may write.
 
     Raises:
-        OSError: it cannot be looked into.
+        OSError: it cannot be read.
     """
     if _is_lock(folder / LOCK_FILE) or _is_config(folder / CONFIG_FILE) or _has_checkpoint(folder):
         return None
@@ -71,7 +71,7 @@ def _has_checkpoint(folder: Path) -> bool:
 
 
 def _may_be_cut_off(path: Path) -> bool:
-    """Whether a file is what a power cut leaves of a run's: nothing, zeros, or lines of metrics."""
+    """Check whether a file may be a run's after a power cut: empty, zeros, or lines of metrics."""
     if path.is_symlink() or not path.is_file():
         return False
     with open(path, "rb") as file:

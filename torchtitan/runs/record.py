@@ -1,4 +1,4 @@
-"""What runs left behind: read from their folders, grouped by seed, averaged with intervals."""
+"""Records of runs, read from their folders, grouped by seed, averaged with intervals."""
 
 import bisect
 import itertools
@@ -32,12 +32,12 @@ _SMALLEST_NUMBER, _LARGEST_NUMBER = 1e-100, 1e100  # beyond, squares and axes le
 
 
 class RunRecordError(Exception):
-    """A folder that cannot be read as a run."""
+    """Folder that cannot be read as a run."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """The finite values of one metric over steps; steps rise strictly."""
+    """Series of the finite values of one metric over steps; steps rise strictly."""
 
     steps: tuple[int, ...] = ()
     values: tuple[float, ...] = ()
@@ -46,22 +46,22 @@ class Series:
         return len(self.steps)
 
     def tail(self) -> tuple[float, ...]:
-        """The last half of the points: what summary.json takes its medians over."""
+        """Tail: the last half of the points, as for summary.json's medians."""
         return self.values[len(self.values) // 2 :]
 
     def final(self) -> float | None:
-        """The last value."""
+        """Final value."""
         return self.values[-1] if self.values else None
 
     def lowest(self) -> tuple[float, int] | None:
-        """The lowest value and its step, the earliest of equals."""
+        """Lowest value and its step, the earliest of equals."""
         return min(zip(self.values, self.steps, strict=True)) if self.values else None
 
     def tail_median(self) -> float | None:
         return statistics.median(self.tail()) if self.values else None
 
     def at(self, step: float) -> float:
-        """Linear interpolation between points; `step` lies within the first and the last one."""
+        """Interpolate linearly between points; `step` lies within the first and the last one."""
         right = bisect.bisect_left(self.steps, step)
         if right == len(self.steps) or (right == 0 and step != self.steps[0]):
             raise ValueError(f"step {step} is not within the series")
@@ -71,9 +71,9 @@ class Series:
         return self.values[right - 1] + share * (self.values[right] - self.values[right - 1])
 
     def smoothed(self, width: float) -> "Series":
-        """Centred running mean over the points within `width` steps.
+        """Smooth by a centred running mean over the points within `width` steps.
 
-        At the start, where curves are steep, over as many as fit on both sides; at the end over those there are.
+        At the start, where curves are steep, over as many as fit on both sides; at the end over the remaining ones.
         """
         if len(self) < 3:
             return self
@@ -90,18 +90,18 @@ class Series:
 
 @dataclass(eq=False)
 class RunRecord:
-    """One run's folder as it was read.
+    """Record of one run's folder.
 
     Attributes:
         folder: as given.
         name: of the folder.
         config: the tables of config.toml; empty where there is none.
-        summary: of summary.json; None where there is none, as in a run that goes on or was killed.
-        points: metrics.jsonl in the order of steps; later lines stand after earlier ones of the same step.
+        summary: of summary.json; None where there is none, as in a run in progress or killed.
+        points: metrics.jsonl in the order of steps; later lines follow earlier ones of the same step.
         samples: step -> grid of samples.
         damaged_lines: lines of metrics.jsonl that could not be read.
         stride: 1; of a very large metrics.jsonl k, where every k-th point was kept.
-        problems: what else could not be read, one line each.
+        problems: other unreadable files, one line each.
     """
 
     folder: Path
@@ -116,7 +116,7 @@ class RunRecord:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Dotted key -> value of the configuration."""
+        """Settings of the configuration by dotted key."""
         return dict(flattened(self.config))
 
     @property
@@ -131,17 +131,17 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """What the summary says; a run that logged beyond its summary, or has none, is running or was killed."""
+        """Status of the summary; a run that logged beyond its summary, or has none, is running or was killed."""
         if self.summary is None:
             return "no summary (running or killed)"
         status = str(self.summary.get("status", "unknown"))
         if self.points and self.points[-1]["step"] > self._summary_step():
-            return f"{status} at step {self._summary_step()}, went on since (running or killed)"
+            return f"{status} at step {self._summary_step()}, resumed since (running or killed)"
         return status
 
     @cached_property
     def images_per_step(self) -> float | None:
-        """Images that a step sees; None where neither metrics nor configuration tell."""
+        """Images per step; None where neither metrics nor configuration give it."""
         for point in reversed(self.points):
             if point["step"] > 0 and is_number(images := point.get("n_images_seen")) and images > 0:
                 return images / point["step"]
@@ -154,16 +154,16 @@ class RunRecord:
         return tuple(dict.fromkeys(tag for point in self.points for tag in point if tag != "step"))
 
     def series(self, tag: str) -> Series:
-        """The finite values of one metric; of several at one step the last counts."""
+        """Series of the finite values of one metric; of several at one step the last counts."""
         found = {point["step"]: point[tag] for point in self.points if is_number(point.get(tag))}
         return Series(tuple(found), tuple(map(float, found.values())))
 
     def not_finite(self, tag: str) -> int:
-        """How many logged values of a metric are NaN or infinite."""
+        """Number of logged values of a metric that are NaN or infinite."""
         return sum(isinstance(value := point.get(tag), float) and not math.isfinite(value) for point in self.points)
 
     def held_out_tags(self) -> dict[str, str]:
-        """Track -> tag of its held-out loss; the trained weights are the track `raw`."""
+        """Held-out loss tags by track; the trained weights are the track `raw`."""
         tags = {"raw": HELD_OUT_LOSS} if HELD_OUT_LOSS in self.tags else {}
         for tag in self.tags:
             parts = tag.split("/")
@@ -172,13 +172,13 @@ class RunRecord:
         return tags
 
     def bin_tags(self) -> dict[int, str]:
-        """Number of the timestep bin -> tag of its training error."""
+        """Tags of the training error by number of the timestep bin."""
         tags = [tag for tag in self.tags if re.fullmatch(r"loss_by_bin/[0-9]{1,3}", tag)]
         return dict(sorted((int(tag.split("/")[1]), tag) for tag in tags))
 
     @cached_property
     def bin_edges(self) -> list[float] | None:
-        """Edges in t of the timestep bins, [K + 1] from 0 to 1; None where the configuration does not tell."""
+        """Edges in t of the timestep bins, [K + 1] from 0 to 1; None where the configuration does not give them."""
         import torch
 
         from torchtitan.diffusion.objective import Objective, ObjectiveConfig
@@ -199,10 +199,10 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read what there is of a run.
+    """Read a run's folder.
 
     Raises:
-        RunRecordError: there is no such folder, or nothing in it that a run writes.
+        RunRecordError: there is no such folder, or no file of a run in it.
     """
     if not folder.is_dir():
         raise RunRecordError(f"{folder}: no such folder" if not folder.exists() else f"{folder}: not a folder")
@@ -236,10 +236,10 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
-    """Read several runs, one that is given twice once; names are told apart by the folders above.
+    """Read several runs, a repeated one once; equal names are distinguished by the folders above.
 
     Raises:
-        RunRecordError: with one line per folder that is no run.
+        RunRecordError: with one line per folder without a run.
     """
     runs: dict[Path, RunRecord] = {}
     problems = []
@@ -256,22 +256,22 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs of the same settings and different seeds; often one run alone."""
+    """Group of runs with the same settings and different seeds; often one run alone."""
 
     name: str
     runs: tuple[RunRecord, ...]
 
     def interval(self, values: Iterable[float | None]) -> Interval | None:
-        """Mean over the runs that have a value, with its interval; None where none has."""
+        """Interval of the mean over the runs that have a value; None where none has."""
         present = [value for value in values if value is not None]
         return mean_interval(present) if present else None
 
 
 def group_by_seed(runs: Sequence[RunRecord]) -> list[RunGroup]:
-    """Put runs together that differ in debug.seed only (and in [job]: name, folder).
+    """Group runs that differ in debug.seed only (and in [job]: name, folder).
 
-    A seed that is there a second time says nothing new about the spread: that run stands alone, as one without a
-    configuration does. Groups stand in the order of their first runs, runs in that of their seeds.
+    A repeated seed says nothing about the variation between seeds: that run is a group of its own, as is one without a
+    configuration. Groups are in the order of their first runs, runs in that of their seeds.
     """
     groups: dict[tuple, list[RunRecord]] = {}
     repeats: dict[tuple, int] = {}
@@ -297,7 +297,7 @@ def group_by_seed(runs: Sequence[RunRecord]) -> list[RunGroup]:
 
 
 def align(series: Sequence[Series]) -> list[tuple[int, Interval]]:
-    """Average series at every step that one of them logged and all of them reach.
+    """Align and average series at every step that one of them logged and all of them reach.
 
     Between its points a series counts as a straight line, so that those of unequal steps can be averaged. Empty ones
     do not count.
@@ -314,7 +314,7 @@ def align(series: Sequence[Series]) -> list[tuple[int, Interval]]:
 
 
 def flattened(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Dotted key and value of everything in tables of tables."""
+    """Flatten tables of tables to dotted keys and values."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from flattened(value, f"{prefix}{key}.")
@@ -323,7 +323,7 @@ def flattened(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, An
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> tuple[list[str], list[str]]:
-    """Split the configurations' keys.
+    """Split the configurations' keys into differing and common ones.
 
     Returns:
         keys of which two runs have different values, or only one of them has a value; and keys all agree on.
@@ -336,7 +336,7 @@ def differing_settings(runs: Sequence[RunRecord]) -> tuple[list[str], list[str]]
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON or TOML is a number for means and charts: 0, or from 1e-100 to 1e100 in size."""
+    """Check whether a value of JSON or TOML is a number for means and charts: 0, or from 1e-100 to 1e100 in size."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return value == 0 or _SMALLEST_NUMBER <= abs(value) <= _LARGEST_NUMBER

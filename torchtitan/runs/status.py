@@ -1,12 +1,11 @@
-"""`<run>/status.json`: how a run ended, for the script that started it.
+"""Status file `<run>/status.json`: the end of a run, for the script that started it.
 
     {"status": "completed" | "requeue" | "failed" | "refused" | "busy", "exit_code": of the processes, "reason": in words}
 
-requeue: a signal interrupted the run, and a checkpoint was saved to go on from. busy: another process writes into the
-folder; nothing was done. The file is missing while a run is
-going on. torchrun turns every child's failure into 1, so a launch script reads this instead of the exit code: it may
-name another file in TRAIN_STATUS_FILE, which every rank writes, also on a machine without the run's folder, and also
-where the run was refused and the folder belongs to another one.
+requeue: a signal interrupted the run, and a checkpoint was saved to resume from. busy: another process writes into the
+folder; nothing was done. The file is missing during a run. torchrun turns every child's failure into 1, so a launch
+script reads this instead of the exit code: it may name another file in TRAIN_STATUS_FILE, which every rank writes, also
+on a machine without the run's folder, and also where the run was refused and the folder belongs to another one.
 """
 
 import json
@@ -22,13 +21,13 @@ STATUS_VARIABLE = "TRAIN_STATUS_FILE"
 
 
 def write_status(run_folder: Path | None, status: str, exit_code: int, reason: str = "") -> None:
-    """Write how the run ended, wherever that is possible.
+    """Write the end of the run, wherever that is possible.
 
     Args:
         run_folder: of the run; None if this process must not write there.
         status: one of those above.
         exit_code: of this process.
-        reason: why, if it did not end well.
+        reason: of an unsuccessful end.
     """
     content = {"status": status, "exit_code": exit_code} | ({"reason": reason} if reason else {})
     places = [run_folder / STATUS_FILE] if run_folder else []
@@ -40,7 +39,7 @@ def write_status(run_folder: Path | None, status: str, exit_code: int, reason: s
 
 
 def remove_status(run_folder: Path) -> None:
-    """Forget how the run ended before; it resumes. Raises RunFolderError: a launch script would read it again."""
+    """Remove the status of a resumed run. Raises RunFolderError: a launch script would read it again."""
     path = run_folder / STATUS_FILE
     try:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A trained model, read back for sampling: from a run folder's checkpoint, or from a file of weights."""
+"""Trained model, read back for sampling: from a run folder's checkpoint, or from a file of weights."""
 
 import tomllib
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ from torchtitan.models import MODELS
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model ready to sample from.
+    """Model ready to sample from.
 
     Attributes:
         config: the run's configuration.
-        info: what the dataset held.
-        model: in eval mode, float32, whole, on the device asked for.
-        objective: what it was trained for.
-        label: where the weights are from, such as `step 1000, ema`.
+        info: of the dataset.
+        model: in eval mode, float32, whole, on the given device.
+        objective: of its training.
+        label: origin of the weights, such as `step 1000, ema`.
         warnings: damaged checkpoints that were skipped.
     """
 
@@ -48,13 +48,13 @@ class TrainedModel:
 
 
 def load_run(folder: Path, track: str | None, step: int | None, device: torch.device) -> TrainedModel:
-    """Read a checkpoint of a run.
+    """Load a checkpoint of a run.
 
     Args:
         folder: the run's folder.
         track: name of an EMA track, "none" for the trained weights, None for the run's own choice.
-        step: which checkpoint; None for the newest good one.
-        device: where the model goes.
+        step: of the checkpoint; None for the newest good one.
+        device: of the model.
 
     Raises:
         WeightsError, ConfigError, CheckpointError.
@@ -82,11 +82,11 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
 
 
 def load_weights(path: Path, config_file: Path, device: torch.device) -> TrainedModel:
-    """Read a safetensors file of weights, named as the model's parameters, for a configuration.
+    """Load a safetensors file of weights, named as the model's parameters, for a configuration.
 
     Raises:
-        WeightsError: not a safetensors file, tensors are missing, superfluous or of another shape, or heads are mixed
-            by what only a checkpoint holds.
+        WeightsError: not a safetensors file, tensors are missing, superfluous or of another shape, or the heads' shares
+            are in a checkpoint only.
         ConfigError: the configuration is refused.
     """
     config = read_config(config_file)
@@ -94,8 +94,8 @@ def load_weights(path: Path, config_file: Path, device: torch.device) -> Trained
     objective = Objective(config.objective, config.debug.seed).to(device)
     if objective.mixes_by_state:
         raise WeightsError(
-            f"{path}: holds weights alone, but objective.combine = {config.objective.combine} mixes the heads by what was"
-            " learned in training (give the run's folder, or use snr_handover)"
+            f"{path}: holds weights alone, but objective.combine = {config.objective.combine} combines "
+            "the heads by shares learned in training (give the run's folder, or use snr_handover)"
         )
     model = _empty_model(config, info, device)
     fill(model, path)
@@ -103,7 +103,7 @@ def load_weights(path: Path, config_file: Path, device: torch.device) -> Trained
 
 
 def read_config(path: Path) -> JobConfig:
-    """The configuration as it was resolved, for as many processes as it then had."""
+    """Read the resolved configuration, for the number of processes that it had then."""
     try:
         degrees = tomllib.loads(read_text(path)).get("parallelism", {})
         processes = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]

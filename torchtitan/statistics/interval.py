@@ -10,13 +10,13 @@ from torchtitan.statistics.student import student_quantile
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with the ends of its confidence interval.
+    """Interval: an estimate with the ends of its confidence interval.
 
     Attributes:
         value: estimate.
-        lower, upper: ends; infinite on a side that nothing bounds.
+        lower, upper: ends; infinite on an unbounded side.
         count: values or repeats behind the estimate.
-        coverage: probability with which the interval holds the truth; None where none is claimed.
+        coverage: probability that the interval holds the true value; None where none is claimed.
     """
 
     value: float
@@ -27,7 +27,7 @@ class Interval:
 
     @property
     def bounded(self) -> bool:
-        """Whether both ends are finite."""
+        """True if both ends are finite."""
         return math.isfinite(self.lower) and math.isfinite(self.upper)
 
     @property
@@ -35,11 +35,11 @@ class Interval:
         return (self.upper - self.lower) / 2
 
     def excludes(self, value: float) -> bool:
-        """Whether the value is outside."""
+        """True if the value is outside."""
         return value < self.lower or value > self.upper
 
     def scaled(self, factor: float) -> "Interval":
-        """The interval of `factor` times the quantity, factor > 0."""
+        """Interval of `factor` times the quantity, factor > 0."""
         return Interval(self.value * factor, self.lower * factor, self.upper * factor, self.count, self.coverage)
 
 
@@ -70,8 +70,8 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
     """Median with the interval between two order statistics, whatever the distribution of independent values.
 
     [x_(k), x_(n+1-k)] covers the median with probability 1 - 2 P(Binomial(n, 1/2) < k); k is the largest for which that
-    is at least `confidence`. Below six values none reaches 95 %: then it is the range, and `coverage` says how little
-    that is. A single value leaves the median unbounded.
+    is at least `confidence`. Below six values none reaches 95 %: then it is the range, with its lower `coverage`. A
+    single value leaves the median unbounded.
 
     Args:
         values: at least one.
@@ -93,7 +93,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """Value below which a fraction of the values lies, linear between neighbours; fraction in [0, 1]."""
+    """Percentile: value below which a fraction of the values lies, linear between neighbours; fraction in [0, 1]."""
     ordered = sorted(values)
     place = fraction * (len(ordered) - 1)
     below = math.floor(place)
@@ -102,5 +102,5 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 
 def _binomial(n: int, k: int) -> float:
-    """Probability of k in n throws of a coin; by logarithms, as 2^-n is 0 for the points of a long run."""
+    """Binomial probability of k in n throws of a coin; by logarithms, as 2^-n is 0 for the points of a long run."""
     return math.exp(math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2))

@@ -1,4 +1,4 @@
-"""Confidence intervals of a ratio whose denominator may hardly differ from zero."""
+"""Confidence intervals of a ratio whose denominator may be close to zero."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -11,7 +11,7 @@ Ends = tuple[Tensor, Tensor, Tensor]
 
 
 def _floats_for_floats(function: Callable[..., Ends]) -> Callable[..., tuple[Any, Any, Any]]:
-    """Let a function of float64 tensors take floats too, and give floats where it got nothing else."""
+    """Wrap a function of float64 tensors to take floats too, and to return floats for floats."""
 
     @wraps(function)
     def wrapped(*values: Tensor | float) -> tuple[Any, Any, Any]:
@@ -40,8 +40,8 @@ def fieller(
 
     Returns:
         lower, upper and unbounded, of the same shape, or floats for floats. Unbounded, d <= q sqrt(var_d), means that
-        the denominator cannot be told from zero: upper is then infinite, and lower is all that can be said, which is
-        -infinity where the numerator is not clearly positive either or where a variance is not finite.
+        the denominator is not significantly above zero: upper is then infinite, and only lower is known, which is
+        -infinity where the numerator is not significantly positive either or where a variance is not finite.
 
     Source: Fieller, "Some problems in interval estimation", J. R. Statist. Soc. B 16, 1954, section 3.
     """
@@ -64,9 +64,10 @@ def fieller(
 def log_delta(
     numerator: Tensor, denominator: Tensor, var_n: Tensor, var_d: Tensor, covariance: Tensor, quantile: Tensor
 ) -> Ends:
-    """Interval exp(log(n / d) +- q sigma) of a positive ratio, sigma the linearised standard error of the logarithm.
+    """Log-delta interval exp(log(n / d) +- q sigma) of a positive ratio, sigma the linearised standard error of the
+    log.
 
-    Args, Returns: as in `fieller`. Unbounded by the same rule; nothing is said then, and lower is 0.
+    Args, Returns: as in `fieller`. Unbounded by the same rule; then lower is 0.
     """
     unbounded = ~(denominator > quantile * var_d.sqrt()) | ~(numerator > 0)
     ratio = numerator / denominator

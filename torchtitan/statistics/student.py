@@ -27,7 +27,7 @@ def student_quantile(probability: float, degrees: "float | Tensor") -> "float | 
         degrees: of freedom, any shape; above 10^6 counted as that.
 
     Returns:
-        t, of the same shape, or a float for a float; infinity below one degree of freedom, where it would be of no use.
+        t, of the same shape, or a float for a float; infinity below one degree of freedom, where it is useless.
     """
     return _of_float(probability, degrees) if isinstance(degrees, int | float) else _of_tensor(probability, degrees)
 

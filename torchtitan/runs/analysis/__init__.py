@@ -1,1 +1,1 @@
-"""What a folder of runs says about speed and memory: tables, effects of switches with intervals, pictures."""
+"""Analysis of speed and memory of a folder of runs: tables, effects of switches with intervals, pictures."""

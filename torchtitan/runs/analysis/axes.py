@@ -1,4 +1,4 @@
-"""What distinguishes runs: model, patch, batch, layout and switches, read from their configurations."""
+"""Axes that distinguish runs: model, patch, batch, layout and switches, read from their configurations."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,8 +38,8 @@ def axes_of(settings: Mapping[str, Any], processes: int | None = None) -> Axes:
 
     Args:
         settings: dotted key -> value of its configuration; or of a sweep's cell, where `layout` and `dtype` stand for
-            the keys behind them. What is not there is None in the axes.
-        processes: their number, where the degrees do not say it.
+            the keys behind them. Missing ones are None in the axes.
+        processes: their number, where the degrees do not give it.
     """
     replicas = settings.get("parallelism.data_parallel_replicate_degree")
     shards = settings.get("parallelism.data_parallel_shard_degree")
@@ -72,7 +72,9 @@ def axes_of(settings: Mapping[str, Any], processes: int | None = None) -> Axes:
 
 
 def complete_from_siblings(unknown: Axes, siblings: Sequence[Axes]) -> None:
-    """Give a cell that never started the values that cells of its sweep agree on, first those most like it."""
+    """Complete the axes of a cell that never started by values that cells of its sweep agree on, first the most
+    similar.
+    """
     close = [one for one in siblings if _agree(unknown, one, ("model", "layout", "world_size"))]
     for name in NAMED_AXES:
         if name in BATCH or unknown.get(name) is not None:
@@ -88,7 +90,7 @@ def complete_from_siblings(unknown: Axes, siblings: Sequence[Axes]) -> None:
 
 
 def add_further_axes(runs: Sequence[tuple[Axes, Mapping[str, Any]]]) -> list[str]:
-    """Make an axis of every other key of which two runs have different values, so that they are never mixed up.
+    """Add an axis for every other key of which two runs have different values, so that they are never mixed up.
 
     Keys of a section that has an axis of its own go into that axis' value, as `selective (interval=2)`. Keys that the
     model alone decides are none.
@@ -121,7 +123,7 @@ def add_further_axes(runs: Sequence[tuple[Axes, Mapping[str, Any]]]) -> list[str
 
 
 def values_in_order(switch: str, values: Iterable[Any]) -> list[Any]:
-    """The values of a switch, what the others are compared with first; those that are not known are left out."""
+    """Order the values of a switch, the reference value first; unknown ones are left out."""
     order = _ORDER.get(switch, ())
 
     def place(value: Any) -> tuple:
@@ -133,13 +135,13 @@ def values_in_order(switch: str, values: Iterable[Any]) -> list[Any]:
 
 
 def varying(all_axes: Sequence[Axes]) -> list[str]:
-    """Names of the axes of which there are several values."""
+    """Names of the axes with several values."""
     names = dict.fromkeys(name for axes in all_axes for name in axes)
     return [name for name in names if len({axes.get(name) for axes in all_axes}) > 1]
 
 
 def value_label(name: str, value: Any) -> str:
-    """One value of an axis in words."""
+    """Label of one axis value in words."""
     if value is None:
         return f"{name} unknown"
     text = str(value)
@@ -156,7 +158,7 @@ def value_label(name: str, value: Any) -> str:
 
 
 def label(axes: Axes, names: Iterable[str]) -> str:
-    """Several axes in words."""
+    """Label of several axes in words."""
     return ", ".join(value_label(name, axes.get(name)) for name in names)
 
 
@@ -169,12 +171,12 @@ def _layout(replicas: int, shards: int) -> str:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is a whole number above 0 that processes, images or pixels can have."""
+    """Check whether a value is a whole number above 0, possible for processes, images or pixels."""
     return type(value) is int and 0 < value < 2**31
 
 
 def word(value: Any) -> str | None:
-    """A value as text that stands for it in an axis; None where there is none."""
+    """Convert a value to the text that represents it in an axis; None for a missing one."""
     return None if value is None else shown(value) if not isinstance(value, str) else value
 
 
@@ -197,7 +199,7 @@ def _decided_by_model(runs: Sequence[tuple[Axes, Mapping[str, Any]]], values: Se
 
 
 def _name_meshes(all_axes: Sequence[Axes]) -> None:
-    """Where one number of ranks has several HSDP meshes, they are layouts of their own."""
+    """Name meshes: several HSDP meshes of one number of ranks are separate layouts."""
     meshes: dict[Any, set[str]] = {}
     for axes in all_axes:
         if axes["layout"] == "hsdp" and axes["mesh"]:

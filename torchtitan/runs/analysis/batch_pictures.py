@@ -1,4 +1,4 @@
-"""Pictures over the batch size: MFU, images per second and memory of every arm, and where an arm ends."""
+"""Pictures over the batch size: MFU, images/s and memory of every arm, and the end of each arm."""
 
 import re
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ _PANEL = (3.2, 2.3)  # inches
 
 
 def draw_over_batch(cells: Sequence[Cell], folder: Path) -> list[tuple[str, Path]]:
-    """One picture per metric, model, number of ranks and whatever else varies; rows are layouts, columns patches.
+    """Draw one picture per metric, model, number of ranks and other varying axes; rows are layouts, columns patches.
 
-    Where a single batch size was tried there is nothing to draw.
+    A single batch size gives no picture.
 
     Returns:
         title and file of each.
@@ -98,7 +98,7 @@ def _draw_arms(
     batches: list[int],
     title: str,
 ) -> list[tuple[float, float, str, str]]:
-    """Draw all arms of a panel; returns where each line ends, its name and colour."""
+    """Draw all arms of a panel; return the end of each line, its name and colour."""
     ends, lanes = [], 0
     for arm in arms(cells).values():
         n = kinds.index(tuple(arm[0].axes.get(name) for name in lines))
@@ -119,9 +119,9 @@ def _draw_arms(
 
 
 def _draw_line(panel: Panel, arm: list[Cell], metric: str, n: int) -> None:
-    """A line through the measured cells of an arm, broken where one is not.
+    """Draw a line through the measured cells of an arm, broken where one is not.
 
-    Every second arm is dashed and has smaller marks, so that equal ones are seen through each other.
+    Every second arm is dashed and has smaller marks, so that overlapping ones stay visible.
     """
     style, size = ("-", 6.5) if n % 2 == 0 else ((0, (4, 3)), 4.0)
     xs = [cell.axes["local_batch"] for cell in arm]
@@ -135,7 +135,7 @@ def _draw_line(panel: Panel, arm: list[Cell], metric: str, n: int) -> None:
 
 
 def _draw_statuses(panel: Panel, arm: list[Cell], batches: list[int], color: str, lane: int) -> int:
-    """Write above the panel why an arm has no point at a batch; returns how many lanes that took: 0 or 1."""
+    """Write above the panel why an arm has no point at a batch; return the number of lanes used: 0 or 1."""
     there = {cell.axes["local_batch"]: cell for cell in arm}
     words = {batch: STATUS_WORDS.get(cell.status, cell.status) for batch, cell in there.items() if not cell.ok}
     words |= {batch: "none" for batch in batches if batch not in there}

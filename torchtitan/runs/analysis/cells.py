@@ -1,4 +1,4 @@
-"""Repeats joined into cells, and which cells of the grid are missing."""
+"""Cells: repeats joined, and the missing cells of the grid."""
 
 import itertools
 from collections import Counter
@@ -17,7 +17,7 @@ _WORST = ("oom", "timeout", "failed", "damaged", "short", "interrupted", "unfini
 
 @dataclass(eq=False)
 class Cell:
-    """Runs that are equal in all axes.
+    """Cell: runs that are equal in all axes.
 
     Attributes:
         axes: of all of them.
@@ -40,12 +40,12 @@ class Cell:
 
     @property
     def single(self) -> bool:
-        """Whether its interval is of one run's points alone, which says nothing about how runs differ."""
+        """True if its interval comes from one run's points alone, without the variation between runs."""
         return len(self.good_runs) == 1
 
     @property
     def status(self) -> str:
-        """`ok` if a repeat is, else the worst of them."""
+        """Status `ok` if a repeat is, else the worst of them."""
         if self.ok:
             return "ok"
         found = [run.status for run in self.runs]
@@ -53,13 +53,13 @@ class Cell:
 
     @property
     def not_ok(self) -> str:
-        """Repeats that are not ok, counted, as `1 oom, 2 failed`."""
+        """Count of the repeats that are not ok, as `1 oom, 2 failed`."""
         counts = Counter(run.status for run in self.runs if not run.ok)
         return ", ".join(f"{n} {status}" for status, n in counts.items())
 
     @property
     def reason(self) -> str:
-        """Why it is not ok, or why a repeat is not."""
+        """Reason why it, or a repeat, is not ok."""
         return next((run.reason for run in self.runs if not run.ok and (self.ok or run.status == self.status)), "")
 
     def value(self, metric: str) -> float | None:
@@ -67,7 +67,7 @@ class Cell:
 
 
 def join_repeats(runs: Sequence[Run]) -> list[Cell]:
-    """Cells in the order of their axes."""
+    """Join repeats to cells in the order of their axes."""
     names = list(dict.fromkeys(name for run in runs for name in run.axes))
     groups: dict[tuple, list[Run]] = {}
     for run in runs:
@@ -93,7 +93,7 @@ def _cell(runs: list[Run]) -> Cell:
 
 
 def arm_key(axes: Axes, without: Sequence[str] = ()) -> tuple:
-    """Everything but the batch, and but `without`."""
+    """Key of an arm: all axes except the batch and `without`."""
     return tuple((name, value) for name, value in axes.items() if name not in BATCH and name not in without)
 
 
@@ -108,13 +108,13 @@ def arms(cells: Sequence[Cell]) -> dict[tuple, list[Cell]]:
 
 
 def best_cell(arm: Sequence[Cell]) -> Cell | None:
-    """The cell of an arm with the most images per second."""
+    """Best cell of an arm: the one with the highest images/s."""
     measured = [cell for cell in arm if cell.value(IMAGES.name) is not None]
     return max(measured, key=lambda cell: cell.value(IMAGES.name), default=None)
 
 
 def what_limits(arm: Sequence[Cell], best: Cell) -> str:
-    """Why an arm's best batch is not larger: slower beyond, out of memory, or nothing larger was tried."""
+    """Limit of an arm's best batch: slower beyond, out of memory, or nothing larger was tried."""
     beyond = [cell for cell in arm if (cell.axes["local_batch"] or 0) > (best.axes["local_batch"] or 0)]
     if any(cell.ok for cell in beyond):
         return "larger ones are slower"
@@ -125,13 +125,13 @@ def what_limits(arm: Sequence[Cell], best: Cell) -> str:
 
 @dataclass(frozen=True)
 class MissingArm:
-    """A combination of switches that no run has, though each of its values was run with this model and these ranks."""
+    """Missing arm: a combination of switches without a run, although each value was run with this model and ranks."""
 
     values: dict[str, Any]
 
 
 def missing_arms(cells: Sequence[Cell]) -> list[MissingArm]:
-    """Combinations of the switches' values that were never started, by model, ranks and further axes."""
+    """Missing arms: combinations of the switches' values never started, by model, ranks and further axes."""
     groups: dict[tuple, list[Axes]] = {}
     for cell in cells:
         groups.setdefault(arm_key(cell.axes, without=(*SWITCHES, "mesh")), []).append(cell.axes)
@@ -148,7 +148,7 @@ def missing_arms(cells: Sequence[Cell]) -> list[MissingArm]:
 
 
 def missing_batches(cells: Sequence[Cell]) -> list[tuple[list[Cell], list[int]]]:
-    """Arms that lack a batch which an arm of the same model, patch and ranks was run at.
+    """Missing batches of arms, run by another arm of the same model, patch and ranks.
 
     Returns:
         arm and the batches that it lacks; those above one that ran out of memory do not count.

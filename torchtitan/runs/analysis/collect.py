@@ -27,27 +27,27 @@ _STATUS = {"completed": "ok", "oom": "oom", "failed": "failed", "interrupted": "
 
 
 class NoRuns(Exception):
-    """Folders in which there is nothing to analyse; the message is one line."""
+    """Folders without runs to analyse; the message is one line."""
 
 
 @dataclass(eq=False)
 class Run:
-    """One run, or one cell of a sweep that left none.
+    """Run: one run, or one cell of a sweep that left none.
 
     Attributes:
-        name: of its folder, below the folder that was asked for.
-        folder: None where it never started.
+        name: of its folder, below the given folder.
+        folder: None if it never started.
         axes: see axes.NAMED_AXES; further ones may follow.
-        repeat: number or seed that tells repeats apart.
+        repeat: number or seed that distinguishes repeats.
         status: ok, oom, failed, timeout, refused, skipped, interrupted, damaged, unfinished or short.
-        reason: why it is not ok, one line.
+        reason: of a status that is not ok, one line.
         measures: metric's name -> median over the points after the warm-up; empty unless ok.
         warmup_steps: left out at the start.
         settings: dotted key -> value of the configuration.
         versions: of torch and others.
         source: "torchditan" for runs of that program.
         sweep: folder of its sweep.
-        notes: what is to be known about its numbers.
+        notes: on its numbers.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def points(self) -> int:
-        """Logged points that the median of images per second is made of."""
+        """Logged points behind the median of images/s."""
         return self.measures[IMAGES.name].count if IMAGES.name in self.measures else 0
 
     @property
@@ -76,7 +76,7 @@ class Run:
 
 @dataclass
 class Sweep:
-    """The state of a sweep.
+    """Sweep and its state.
 
     Attributes:
         folder: that holds sweep.jsonl.
@@ -96,7 +96,7 @@ class Sweep:
         return steps if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0 else None
 
     def run_folder(self, row: dict[str, Any]) -> Path | None:
-        """The folder that a row's run left, if there is one."""
+        """Folder of a row's run, if there is one."""
         for name in (row.get("run"), row.get("name")):
             for above in (self.folder, self.folder.parent) if isinstance(name, str) and name else ():
                 if _is_run(above / name):
@@ -111,14 +111,14 @@ def collect(
 
     Args:
         folders: each a run's folder or one above run folders; sweeps among them are read with their state.
-        warmup_steps: left out at the start of every run; default: what the sweep says, else a tenth of its steps.
+        warmup_steps: left out at the start of every run; default: the sweep's setting, else a tenth of its steps.
         progress: whether to show it.
 
     Returns:
-        runs, with the axes of all made comparable, and lines on what could not be read.
+        runs, with comparable axes, and lines about unreadable files.
 
     Raises:
-        NoRuns: a folder is not there, or no run is below any.
+        NoRuns: a folder is missing, or no run is below any.
     """
     found, sweeps = _search(folders)
     remarks = [problem for sweep in sweeps for problem in sweep.problems]
@@ -173,7 +173,8 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def _search(folders: Iterable[Path]) -> tuple[dict[Path, Path], list[Sweep]]:
-    """Run folder -> folder that it was found below; and sweeps. A run's own folder is not searched."""
+    """Search for run folders -> the folder above which each was found; and sweeps. A run's own folder is not searched.
+    """
     found: dict[Path, Path] = {}
     sweeps: dict[Path, Sweep] = {}
     for folder in folders:
@@ -256,7 +257,7 @@ def _refuse_empty(run: Run) -> None:
 
 
 def _apply_rows(sweep: Sweep, by_path: dict[Path, Run]) -> list[Run]:
-    """Take what the sweep knows about its runs; returns those cells that left no folder."""
+    """Apply the sweep's record to its runs; return the cells without a folder."""
     without_folder = []
     for row in sweep.rows:
         path = sweep.run_folder(row)

@@ -33,7 +33,8 @@ Row = tuple[str, str, dict[str, Ratio]]  # label, colour, ratios
 
 
 def draw_effects(effects: Sequence[Effect], path: Path) -> Path:
-    """A row per switch and pairing, a panel per metric: mean change with its interval, single pairs faint behind."""
+    """Draw a row per switch and pairing, a panel per metric: mean change with its interval, single pairs faint behind.
+    """
     rows = [
         (f"{change_label(one.switch, one.before, one.after)}\n{one.at}, {_count(len(one.pairs), 'pair')}",
          COLOURS[0] if one.at == "equal batch" else COLOURS[1], one.ratios)
@@ -45,7 +46,7 @@ def draw_effects(effects: Sequence[Effect], path: Path) -> Path:
 
 
 def draw_interactions(found: Sequence[Interaction], path: Path) -> Path:
-    """A row per pair of changes: by how much the second changes the effect of the first."""
+    """Draw a row per pair of changes: the change of the first one's effect by the second."""
     rows = [
         (f"{change_label(*one.first)}\nunder {change_label(*one.second)}, "
          f"{_count(max(ratio.count for ratio in one.ratios.values()), 'four')}", COLOURS[0], one.ratios)
@@ -57,7 +58,7 @@ def draw_interactions(found: Sequence[Interaction], path: Path) -> Path:
 
 
 def draw_scaling(curves: Sequence[ScalingCurve], path: Path) -> Path:
-    """Images per second over ranks with the ideal, and efficiency; a row per kind of scaling."""
+    """Draw images/s over ranks with the ideal, and efficiency; a row per kind of scaling."""
     kinds = list(dict.fromkeys(curve.kind for curve in curves))
     named = varying([curve.axes | {"kind": curve.kind} for curve in curves])
     size = (12.5, 0.8 + len(kinds) * max(3.2, 0.16 * len(curves) + 1))
@@ -92,7 +93,7 @@ def draw_scaling(curves: Sequence[ScalingCurve], path: Path) -> Path:
 
 
 def draw_pareto(cells: Sequence[Cell], path: Path) -> Path | None:
-    """Memory against images per second, a panel per model, patch, ranks and device; the front numbered and named."""
+    """Draw memory against images/s, a panel per model, patch, ranks and device; the front numbered and named."""
     usable = [cell for cell in cells if IMAGES.name in cell.measures and MEMORY.name in cell.measures]
     if not usable:
         return None
@@ -176,7 +177,7 @@ def _draw_ratio(panel: Panel, place: int, color: str, ratio: Ratio) -> None:
 
 
 def _ratio_axis(panel: Panel, ratios: list[Ratio]) -> None:
-    """Changes in per cent on a logarithmic axis; an interval far beyond the ratios themselves runs out of the panel."""
+    """Axis of changes in per cent, logarithmic; an interval far beyond the ratios themselves leaves the panel."""
     inner = [value for ratio in ratios for value in ratio.ratios] + [1.0]
     low, high = min(*inner, 1 / _LEAST), max(*inner, _LEAST)
     span = high / low

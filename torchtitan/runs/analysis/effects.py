@@ -1,4 +1,4 @@
-"""What a switch brings, what switches do to each other, and how speed grows with ranks: ratios of paired cells."""
+"""Effects of switches, their interactions, and scaling over ranks: ratios of paired cells."""
 
 import itertools
 import math
@@ -30,14 +30,14 @@ class Ratio(Interval):
 
 @dataclass(frozen=True)
 class Effect:
-    """What changing one switch does.
+    """Effect of changing one switch.
 
     Attributes:
-        switch, before, after: which axis, from which value to which.
-        at: how cells were paired.
+        switch, before, after: the axis and its two values.
+        at: rule of pairing.
         ratios: metric's name -> after / before; metrics without a pair are left out.
         pairs: cells (before, after), equal in all other axes; with "best batch" each the best of its arm.
-        alone: status of the partner -> how many measured cells have no measured partner; "none" where it never ran.
+        alone: status of the partner -> number of measured cells without a measured partner; "none" where it never ran.
     """
 
     switch: str
@@ -51,7 +51,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Interaction:
-    """How the effect of one switch depends on another.
+    """Interaction: dependence of one switch's effect on another.
 
     Attributes:
         first, second: (switch, before, after); their order has no meaning.
@@ -65,7 +65,7 @@ class Interaction:
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One cell of a scaling curve.
+    """Scaling point: one cell of a scaling curve.
 
     Attributes:
         ranks: processes.
@@ -80,7 +80,9 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class ScalingCurve:
-    """Cells that differ in the number of ranks only, at an equal batch per rank (weak) or in all (strong)."""
+    """Scaling curve: cells that differ in the number of ranks only, at an equal batch per rank (weak) or in all
+    (strong).
+    """
 
     kind: Literal["weak", "strong"]
     axes: Axes
@@ -88,7 +90,7 @@ class ScalingCurve:
 
 
 def switches_of(cells: Sequence[Cell]) -> list[str]:
-    """Axes with several values that are compared: the named ones, and further ones of few values."""
+    """Switches to compare: axes with several values, the named ones, and further ones of few values."""
     further = dict.fromkeys(name for cell in cells for name in cell.axes if name not in NAMED_AXES)
     names = []
     for name in (*SWITCHES, *further):
@@ -99,7 +101,7 @@ def switches_of(cells: Sequence[Cell]) -> list[str]:
 
 
 def contrasts(cells: Sequence[Cell], switch: str) -> list[tuple[Any, Any]]:
-    """Every (before, after) of a switch's values, before the one that the order of values has first."""
+    """Contrasts: every (before, after) of a switch's values, the first one in the order of values before."""
     return list(itertools.combinations(values_in_order(switch, {cell.axes.get(switch) for cell in cells}), 2))
 
 
@@ -117,7 +119,7 @@ def all_effects(cells: Sequence[Cell]) -> list[Effect]:
 
 
 def effect_of(cells: Sequence[Cell], switch: str, before: Any, after: Any, at: Paired) -> Effect:
-    """Pair cells that are equal in all axes but one.
+    """Effect of a switch from cells that are equal in all other axes.
 
     Args:
         cells: with "best batch" the best cell of every arm alone: then batches need not be equal.
@@ -141,7 +143,8 @@ def effect_of(cells: Sequence[Cell], switch: str, before: Any, after: Any, at: P
 
 
 def interactions(cells: Sequence[Cell]) -> list[Interaction]:
-    """For every two switches, each against its first value: fours of cells that differ in these two alone."""
+    """Interactions of every two switches, each against its first value: fours of cells that differ in these two alone.
+    """
     found = []
     for one, other in itertools.combinations(switches_of(cells), 2):
         for change, condition in itertools.product(*(_against_first(cells, switch) for switch in (one, other))):
@@ -170,8 +173,8 @@ def geometric_mean(pairs: Sequence[tuple[Sequence[Cell], Sequence[Cell]]], metri
     """Geometric mean of ratios of cells, with Student's interval over the logarithms.
 
     Args:
-        pairs: (cells above, cells below) each; a ratio is the product of the ones over that of the others.
-        metric: which every cell has, positive.
+        pairs: (cells above, cells below) each; a ratio is the product of the former over that of the latter.
+        metric: of every cell, positive.
 
     Returns:
         the mean; of one ratio alone the interval comes from those of its cells, as if their errors were independent.
@@ -190,7 +193,7 @@ def geometric_mean(pairs: Sequence[tuple[Sequence[Cell], Sequence[Cell]]], metri
 
 
 def scaling(cells: Sequence[Cell]) -> list[ScalingCurve]:
-    """Weak and strong scaling of every arm that ran on several numbers of ranks; one process is the start of all."""
+    """Scaling, weak and strong, of every arm that ran on several numbers of ranks; one process is the start of all."""
     curves = []
     for kind, free in (("weak", "global_batch"), ("strong", "local_batch")):
         ignored = {"world_size", "mesh", "layout", free}
@@ -210,7 +213,7 @@ def scaling(cells: Sequence[Cell]) -> list[ScalingCurve]:
 
 
 def pareto(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells that none beats in both memory and images per second, memory rising; of comparable cells only."""
+    """Pareto front: cells not beaten in both memory and images/s, memory rising; of comparable cells only."""
     front: list[Cell] = []
     measured = [cell for cell in cells if _usable(cell, IMAGES.name) and _usable(cell, MEMORY.name)]
     for cell in sorted(measured, key=lambda cell: (cell.value(MEMORY.name), -cell.value(IMAGES.name))):

@@ -41,12 +41,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Results:
-    """Everything that is told and drawn.
+    """Results of the analysis.
 
     Attributes:
         runs, cells: as read and joined.
         effects, interactions, curves: of the cells.
-        remarks: what could not be read.
+        remarks: on unreadable files.
     """
 
     runs: list[Run]
@@ -58,7 +58,7 @@ class Results:
 
 
 def headlines(results: Results) -> list[str]:
-    """The findings, one sentence each."""
+    """Headlines: the findings, one sentence each."""
     counts = Counter(run.status for run in results.runs)
     told = ", ".join(f"{n} {status}" for status, n in sorted(counts.items(), key=lambda item: (item[0] != "ok", item)))
     singles = sum(cell.single for cell in results.cells)
@@ -77,12 +77,12 @@ def headlines(results: Results) -> list[str]:
 
 
 def cautions(results: Results) -> list[str]:
-    """What restricts the findings: versions, unlike counts, damage, missing arms."""
+    """Cautions about the findings: versions, unequal counts, damage, missing arms."""
     lines = list(dict.fromkeys(results.remarks))
     for key, word in (("torch", "versions of torch"), ("git_commit", "commits")):
         found = sorted({str(run.versions[key]) for run in results.runs if run.ok and run.versions.get(key)})
         if len(found) > 1:
-            lines.append(f"The runs are of several {word}, which are not told apart: {', '.join(found)}.")
+            lines.append(f"The runs are of several {word}, which are not distinguished: {', '.join(found)}.")
     if any(MFU_REPORTED.name in run.measures for run in results.runs):
         lines.append(
             "TorchDiTan's own MFU counts every parameter once per token; “MFU as reported” is that, “MFU” is the "
@@ -108,7 +108,7 @@ def tables(results: Results) -> list[Table]:
 
 
 def markdown(results: Results, pictures: Iterable[tuple[str, str]]) -> str:
-    """The text of analysis.md; pictures are (title, file name)."""
+    """Markdown text of analysis.md; pictures are (title, file name)."""
     parts = ["# Analysis\n", "## Findings\n", *map(bullet, headlines(results)), ""]
     if cautious := cautions(results):
         parts += ["## To be known\n", *map(bullet, cautious), ""]
@@ -122,7 +122,7 @@ def markdown(results: Results, pictures: Iterable[tuple[str, str]]) -> str:
 
 
 def cell_table(cells: Sequence[Cell]) -> Table:
-    """Every cell with what was measured, or why it was not."""
+    """Table of every cell with its measurements, or the reason for missing ones."""
     names = _names(cells)
     metrics = [metric for metric in METRICS if any(metric.name in cell.measures for cell in cells)]
     metrics = [metric for metric in metrics if metric.name in _SHOWN]
@@ -138,7 +138,7 @@ def cell_table(cells: Sequence[Cell]) -> Table:
 
 
 def value_text(estimate: Interval | None) -> str:
-    """A value with its interval: `1,234 [1,200, 1,260]`."""
+    """Format a value with its interval: `1,234 [1,200, 1,260]`."""
     if estimate is None:
         return MISSING
     if not estimate.bounded:
@@ -147,7 +147,7 @@ def value_text(estimate: Interval | None) -> str:
 
 
 def change_text(ratio: Ratio | None) -> str:
-    """A factor as a change: `+30.1 % [+29.0, +31.2]`."""
+    """Format a factor as a change: `+30.1 % [+29.0, +31.2]`."""
     if ratio is None:
         return MISSING
     mark = "‡" if ratio.count == 1 else ""
@@ -157,12 +157,12 @@ def change_text(ratio: Ratio | None) -> str:
 
 
 def change_label(switch: str, before: object, after: object) -> str:
-    """A contrast in words: `eager → compiled`."""
+    """Format a contrast in words: `eager → compiled`."""
     return f"{value_label(switch, before)} → {value_label(switch, after)}"
 
 
 def percent(factor: float) -> str:
-    """A factor as a change in per cent, without the unit: `+30.1`."""
+    """Format a factor as a change in per cent, without the unit: `+30.1`."""
     text = f"{100 * (factor - 1):+.1f}"
     return "0.0" if float(text) == 0 else text
 
@@ -186,7 +186,7 @@ def _effect_line(effect: Effect) -> str:
     images = effect.ratios[IMAGES.name]
     pairs = "1 pair" if images.count == 1 else f"{images.count} pairs"
     memory = f", memory {change_text(effect.ratios[MEMORY.name])}" if MEMORY.name in effect.ratios else ""
-    verdict = "" if images.excludes(1.0) or not images.bounded else " (images/s: no difference can be told)"
+    verdict = "" if images.excludes(1.0) or not images.bounded else " (images/s: no significant difference)"
     change = change_label(effect.switch, effect.before, effect.after)
     return f"{change}, at {effect.at}: images/s {change_text(images)}{memory}, {pairs}{verdict}."
 
@@ -297,7 +297,7 @@ def _by_model(cells: Sequence[Cell]) -> dict[tuple, list[Cell]]:
 
 
 def _names(cells: Sequence[Cell]) -> list[str]:
-    """Axes of several values, and the batch; the mesh only where the layout and ranks do not tell it."""
+    """Names of axes with several values, and the batch; the mesh only if layout and ranks do not determine it."""
     found = varying([cell.axes for cell in cells])
     names = [name for name in cells[0].axes if name in found or name == "local_batch"]
     return [name for name in names if name != "mesh"]

@@ -1,4 +1,4 @@
-"""Speed and memory of one run: medians over its logged points after the warm-up, with intervals."""
+"""Measures of one run: medians of speed and memory over its logged points after the warm-up, with intervals."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from torchtitan.statistics.interval import Interval, median_interval
 
 @dataclass(frozen=True)
 class Metric:
-    """A quantity of the tables.
+    """Metric of the tables.
 
     Attributes:
         name: column, with its unit.
         title: for pictures and texts.
-        tags: in metrics.jsonl, the first that is logged counts.
+        tags: in metrics.jsonl, the first logged one counts.
     """
 
     name: str
@@ -37,7 +37,7 @@ METRICS = (IMAGES, TOKENS, TFLOPS, MFU, STEP, MEMORY, ACTIVE_MEMORY, MFU_REPORTE
 
 
 def measure(series: Mapping[str, Series], warmup_steps: int) -> dict[str, Interval]:
-    """Median of every metric that was logged after the warm-up.
+    """Measure the median of every metric logged after the warm-up.
 
     Args:
         series: tag -> logged values.
@@ -55,11 +55,11 @@ def measure(series: Mapping[str, Series], warmup_steps: int) -> dict[str, Interv
 
 
 def measure_run(record: RunRecord, warmup_steps: int) -> dict[str, Interval]:
-    """`measure` of a run's folder."""
+    """Measure a run's folder."""
     return measure({tag: record.series(tag) for metric in METRICS for tag in metric.tags}, warmup_steps)
 
 
 def after_warm_up(series: Series, warmup_steps: int) -> list[float]:
-    """The values whose window, the steps since the point before, holds no warm-up step."""
+    """Select the values whose window, the steps since the previous point, holds no warm-up step."""
     starts = (0, *series.steps)
     return [value for start, value in zip(starts, series.values, strict=False) if start >= warmup_steps]

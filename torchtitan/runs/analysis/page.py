@@ -9,7 +9,7 @@ from torchtitan.runs.analysis.batch_pictures import EXPLANATION
 from torchtitan.runs.analysis.findings import HOW_MEASURED, HOW_PAIRED, Results, Table, cautions, headlines, tables
 from torchtitan.runs.compare.style import STYLE
 
-# The pictures are drawn on white; in the dark they stand on a card of their own.
+# The pictures are drawn on white; in dark mode they are on a white card.
 _OWN_STYLE = """
 .picture { background:#fff; border-radius:6px; padding:6px; max-width:100%; overflow-x:auto; width:fit-content; }
 .picture img { max-width:100%; height:auto; display:block; }

@@ -1,4 +1,4 @@
-"""From folders of runs to tables, pictures and a page."""
+"""Report of the analysis: tables, pictures and a page from folders of runs."""
 
 import os
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def analyse(folders: Sequence[Path], warmup_steps: int | None = None, progress: 
 
     Args:
         folders: each a run's folder, or one above run folders and sweeps.
-        warmup_steps: left out at the start of every run; default: what its sweep says, else a tenth of its steps.
+        warmup_steps: left out at the start of every run; default: its sweep's setting, else a tenth of its steps.
         progress: whether to show it.
 
     Raises:
@@ -44,7 +44,7 @@ def write_report(results: Results, folder: Path, title: str) -> list[Path]:
     Files of these names are replaced where an analysis has written them, and no other file is touched.
 
     Args:
-        folder: where to; made if it is not there.
+        folder: of the report; created if missing.
         title: of the page.
 
     Returns:
@@ -67,7 +67,7 @@ def write_report(results: Results, folder: Path, title: str) -> list[Path]:
 
 
 def refuse_other_files(folder: Path) -> None:
-    """Make sure that a report replaces nothing in a folder but another report. Raises OSError."""
+    """Check that a report replaces only another report in a folder. Raises OSError."""
     table = folder / _TEXTS[0]
     refuse_foreign_file(table, f"name,{','.join(NAMED_AXES)},".encode())
     if not os.path.lexists(table):  # there was no report; what has its names is somebody else's
@@ -76,7 +76,7 @@ def refuse_other_files(folder: Path) -> None:
 
 
 def draw_all(results: Results, folder: Path) -> list[tuple[str, Path]]:
-    """Draw every picture that there is something for; returns title and file of each."""
+    """Draw every picture with data; return title and file of each."""
     pictures = draw_over_batch(results.cells, folder)
     if results.effects:
         pictures.append(("Effect of each switch", draw_effects(results.effects, folder / "effects.png")))

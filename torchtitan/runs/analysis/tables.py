@@ -27,7 +27,7 @@ _NUMBERS |= {"interval_coverage"}
 
 
 def run_rows(runs: Sequence[Run]) -> list[Row]:
-    """One row per run: axes, repeat, status, medians with the ends of their intervals, device and versions."""
+    """Rows of the runs: axes, repeat, status, medians with the ends of their intervals, device and versions."""
     names = _axis_names([run.axes for run in runs])
     rows = []
     for run in runs:
@@ -43,7 +43,7 @@ def run_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def cell_rows(cells: Sequence[Cell]) -> list[Row]:
-    """One row per cell: repeats joined; `single` where there is one ok repeat alone."""
+    """Rows of the cells: repeats joined; `single` where there is one ok repeat alone."""
     names = _axis_names([cell.axes for cell in cells])
     return [
         {
@@ -56,7 +56,7 @@ def cell_rows(cells: Sequence[Cell]) -> list[Row]:
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Floats with all their digits, nothing for None, true and false in small letters.
+    """Write CSV: floats with all their digits, nothing for None, true and false in small letters.
 
     A text that a spreadsheet would take for a formula has an apostrophe before it; parquet has it as it is.
     """
@@ -67,7 +67,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_parquet(rows: Sequence[Row], path: Path) -> None:
-    """The same columns with types: int64, float64, bool, else string."""
+    """Write parquet: the same columns with types int64, float64, bool, else string."""
     columns = {name: pa.array([_typed(name, row[name]) for row in rows], _type(name)) for name in rows[0]}
     with replacing(path) as unfinished:
         pq.write_table(pa.table(columns), unfinished)

@@ -1,4 +1,4 @@
-"""Runs of TorchDiTan: axes from the folder's name or its config.json, points from TensorBoard events, MFU put right.
+"""Runs of TorchDiTan: axes from the folder's name or its config.json, points from TensorBoard events, corrected MFU.
 
 TorchDiTan counts every parameter once per token, though adaLN and the timestep's embedding work once per image and
 tables and biases are no matrix products; its MFU is 1.43 to 1.49 times too high for its benchmark's models.
@@ -36,15 +36,15 @@ _TAGS = {
 
 @dataclass
 class TorchDiTanRun:
-    """One of its run folders.
+    """Run folder of TorchDiTan.
 
     Attributes:
-        axes: as of other runs; model is the flavor of this program that is the same network, where there is one.
+        axes: as of other runs; model is this program's flavor of the same network, if there is one.
         series: tag of metrics.jsonl -> values.
-        planned_steps: of the configuration; None where config.json does not say it.
-        image_shape: (C, H, W), where config.json says it.
+        planned_steps: of the configuration; None if config.json does not give it.
+        image_shape: (C, H, W), if config.json gives it.
         num_classes: of the label table.
-        problems: what could not be read, or is known to be wrong; one line each.
+        problems: unreadable or known to be wrong; one line each.
     """
 
     axes: Axes
@@ -59,7 +59,8 @@ class TorchDiTanRun:
         return max((series.steps[-1] for series in self.series.values() if len(series)), default=0)
 
     def measure(self, warmup_steps: int) -> dict[str, Interval]:
-        """As `measures.measure`; MFU by the right count where the network and its input are known, else none."""
+        """Measure as `measures.measure`; MFU by the correct count where the network and its input are known, else none.
+        """
         found = measure(self.series, warmup_steps)
         reported = found.pop(MFU.name, None)
         if reported is not None:
@@ -69,7 +70,7 @@ class TorchDiTanRun:
         return found
 
     def flops_excess(self) -> float | None:
-        """What its count of FLOPs is divided by the right one; None where network or input are not known."""
+        """Excess of its count of FLOPs over the correct one, as a factor; None where network or input are not known."""
         known = self.image_shape and self.axes["patch"] and str(self.axes["model"]) in _FLAVORS.values()
         if not known:
             return None
@@ -78,7 +79,7 @@ class TorchDiTanRun:
 
 @cache
 def flops_excess(flavor: str, patch_size: int, image_shape: tuple[int, int, int], num_classes: int) -> float | None:
-    """TorchDiTan's FLOPs per image, T (6 parameters + 12 layers dim T), over those of the matrix products alone.
+    """Excess of TorchDiTan's FLOPs per image, T (6 parameters + 12 layers dim T), over those of matrix products alone.
 
     Returns:
         the ratio; None where the patch size does not divide the image.
@@ -99,7 +100,7 @@ def flops_excess(flavor: str, patch_size: int, image_shape: tuple[int, int, int]
 
 
 def is_torchditan_run(folder: Path) -> bool:
-    """Whether a folder is named as its ablation scripts name them, or has its config.json beside event files."""
+    """Check whether a folder has a name of its ablation scripts, or its config.json and event files."""
     named = _NAME.fullmatch(folder.name) is not None
     return (named or (folder / "config.json").is_file()) and next(folder.rglob(EVENTS), None) is not None or (
         named and (folder / "config.json").is_file()
@@ -107,7 +108,7 @@ def is_torchditan_run(folder: Path) -> bool:
 
 
 def read_torchditan_run(folder: Path) -> TorchDiTanRun:
-    """Read what there is of a run."""
+    """Read a run."""
     problems: list[str] = []
     config = _read_config(folder / "config.json", problems)
     run = TorchDiTanRun(_axes(folder.name, config), problems=problems)
@@ -198,7 +199,7 @@ def _get(config: dict[str, Any], section: str, key: str) -> Any:
 
 
 def _number(*candidates: Any) -> int | None:
-    """The first that is a whole number, or the text of one."""
+    """Number: the first that is a whole number, or the text of one."""
     for value in candidates:
         if isinstance(value, str) and value.removeprefix("-").isdecimal():
             return int(value)

@@ -1,4 +1,4 @@
-"""From the runs of a group to the lines of a chart."""
+"""Lines of a chart from the runs of a group."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,7 +47,7 @@ def group_lines(
 
 
 def reach(values: Sequence[float], lines: Sequence[Line], log: bool) -> list[float]:
-    """What the vertical axis spans: all values, and of the bands as much as does not flatten the lines."""
+    """Range of the vertical axis: all values, and the part of the bands that does not flatten the lines."""
     low, high = min(values), max(values)
     ends = [y for line in lines for _, *band in line.band for y in band] + [low, high]
     room = 0.5 * (high - low)

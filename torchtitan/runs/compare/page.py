@@ -1,4 +1,4 @@
-"""The page that compares runs: one self-contained HTML file of tables, charts and sample grids."""
+"""Page that compares runs: one self-contained HTML file of tables, charts and sample grids."""
 
 import base64
 import io
@@ -63,8 +63,8 @@ def compare_page(runs: Sequence[RunRecord], smoothing: float | None = None) -> s
 
     Args:
         runs: at least one.
-        smoothing: steps that the running mean of training loss and gradient norm spans; 0 is none; default: 3 % of
-            the longest run.
+        smoothing: steps of the running mean of training loss and gradient norm; 0 is none; default: 3 % of the longest
+            run.
     """
     page = _Page(runs, smoothing)
     sections = [
@@ -124,7 +124,7 @@ class _Page:
                 self._group_table(),
             ]
         parts += [element("h3", "Results"), self._result_table(), self._quality_table()]
-        parts += [element("h3", "What they ran on"), self._cost_table()]
+        parts += [element("h3", "Hardware and versions"), self._cost_table()]
         return element("section", element("h2", "Runs"), *parts, id="runs")
 
     def _notes(self) -> Markup | None:
@@ -200,7 +200,7 @@ class _Page:
         return _table(heads, rows)
 
     def _quality_table(self) -> Markup | None:
-        """Keys of the summaries that judge samples: one column a run that has them, before a group's runs its mean."""
+        """Table of sample quality from the summaries: one column per judged run, before a group's runs its mean."""
         summaries = {id(run): run.summary or {} for run in self.runs}
         keys = dict.fromkeys(key for one in summaries.values() for key in one if key.startswith("sample_"))
         if not keys:
@@ -251,8 +251,7 @@ class _Page:
         if self.several_seeds:
             explained = element(
                 "p", "Runs that differ in their seed only are one group: thick, the mean over the seeds, as far as all "
-                "of them reach; band, its 95 % interval (Student's t over seeds, at each point on its own); thin, "
-                "the runs.",
+                "of them reach; band, its 95 % interval (Student's t over seeds, each point); thin, the runs.",
                 class_="note")
         present = [panel for panel in panels if panel]
         return element(
@@ -266,7 +265,7 @@ class _Page:
         smoothing: float = 0, *, log: bool = False, y_values: Sequence[float] | None = None, marked: bool = False,
         small: bool = False,
     ) -> Markup | None:
-        """A figure with the chart over images and the one over steps, of which the page shows one."""
+        """Panel with the chart over images and the one over steps, of which the page shows one."""
         charts = []
         for axis, label in (("images", "images seen"), ("steps", "step")):
             lines = [

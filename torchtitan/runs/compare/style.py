@@ -1,6 +1,6 @@
-"""Looks of the comparison page: colours for light and dark, layout, and the few lines of script."""
+"""Style of the comparison page: colours for light and dark, layout, and the few lines of script."""
 
-# Okabe and Ito's colours, told apart with any colour vision; yellow and black are changed to be seen on the page's own.
+# Okabe and Ito's colours, for any colour vision; yellow and black are changed for the page's background.
 STYLE = """
 :root { color-scheme: light dark; --paper:#fff; --ink:#1d2127; --soft:#5b6470; --line:#dfe3e8; --shade:#f5f6f8;
   --c0:#0072b2; --c1:#d55e00; --c2:#009e73; --c3:#cc79a7; --c4:#e69f00; --c5:#56b4e9; --c6:#9a8f00; --c7:#4b4b4b; }
@@ -70,5 +70,5 @@ if (slider) slider.oninput = () => {
 
 
 def group_rules(groups: int) -> str:
-    """The rules by which the legend hides a group in the curves and in the loss by timestep."""
+    """Rules by which the legend hides a group in the curves and in the loss by timestep."""
     return "".join(f".hide{n} :is(#curves, #bins) .g{n} {{ display:none; }} " for n in range(groups))

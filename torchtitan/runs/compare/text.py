@@ -1,4 +1,4 @@
-"""How the page of a comparison writes names and numbers."""
+"""Text of names and numbers on a comparison page."""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def setting_text(value: Any) -> str:
 
 
 def settings_text(values: Sequence[Any]) -> str:
-    """The values of a key in the runs of a group, equal ones once."""
+    """Format the values of a key in the runs of a group, equal ones once."""
     texts = [
         MISSING if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
         for value in values
