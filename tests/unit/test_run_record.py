@@ -80,7 +80,7 @@ def test_status_of_runs_with_and_without_a_fresh_summary():
     assert RunRecord(Path("/p"), "p", points=points).status == "no summary (running or killed)"
     assert RunRecord(Path("/p"), "p", points=points, summary={"status": "completed", "step": 20}).status == "completed"
     resumed = RunRecord(Path("/p"), "p", points=points, summary={"status": "interrupted", "step": 10})
-    assert "went on" in resumed.status and resumed.last_step == 20
+    assert "resumed since" in resumed.status and resumed.last_step == 20
 
 
 def test_bin_edges_hold_equal_shares_of_the_timesteps():
