@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -177,7 +178,7 @@ def decode(arguments: argparse.Namespace) -> int:
     with tqdm(total=len(wanted), unit="image", desc="decoding") as progress:
         for file, begin, end in jobs:
             latents = file.read(begin, end, arguments.factor)
-            if arguments.normalized:
+            if arguments.normalized and decoder.autoencoder.normalization:
                 latents = denormalize(latents, decoder.autoencoder.normalization)
             for number, image in enumerate(decoder.decode(latents), begin):
                 with replacing(picture_path(folder, file, number)) as path:
@@ -236,7 +237,8 @@ def encode(arguments: argparse.Namespace) -> int:
         latents = autoencoder.encode(images)
         parts.append(Latents(latents.mean.cpu(), None if latents.std is None else latents.std.cpu()))
         names += batch_names
-    std = None if parts[0].std is None else torch.cat([part.std for part in parts])
+    deviations = [part.std for part in parts if part.std is not None]
+    std = torch.cat(deviations) if deviations else None
     latents = Latents(torch.cat([part.mean for part in parts]), std)
     save_latents(arguments.output, latents, names, autoencoder.identity(), arguments.overwrite)
     print(f"{arguments.output}: latents {list(latents.mean.shape)}")
@@ -250,7 +252,8 @@ def check(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output, arguments.overwrite)
     files = find_images(arguments.sources)
     autoencoder = open_decoder(arguments).autoencoder
-    decibels, shown = [], []
+    decibels: list[tuple[str, float]] = []
+    shown: list[Any] = []
     for names, images in read_images(files, arguments, autoencoder, "reconstructing"):
         decoded = autoencoder.decode(autoencoder.encode(images).mean).cpu()
         for name, image, back, value in zip(names, images, decoded, psnr(images, decoded).tolist(), strict=True):

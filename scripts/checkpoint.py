@@ -214,10 +214,10 @@ def export(arguments: argparse.Namespace) -> int:
     model, config = trained.model, trained.config
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     if arguments.format != OWN:
-        check_family(model, config)
+        dit = of_family(model, config)
         check_frequencies(arguments, config)
         try:
-            weights = export_weights(weights, model, arguments.format)
+            weights = export_weights(weights, dit, arguments.format)
         except ConversionError as error:
             raise WeightsError(prefixed(arguments.run, error)) from error
         print(f"note: {trained_for(config)}; {CONVENTIONS[arguments.format]}", file=sys.stderr)
@@ -232,7 +232,7 @@ def export(arguments: argparse.Namespace) -> int:
     with written_whole(arguments.output, arguments.overwrite) as path:
         if arguments.format == "diffusers":
             path.mkdir()
-            (path / "config.json").write_text(json.dumps(diffusers_config(model), indent=2) + "\n", encoding="utf-8")
+            (path / "config.json").write_text(json.dumps(diffusers_config(of_family(model, config)), indent=2) + "\n", encoding="utf-8")
             path /= DIFFUSERS_FILES[0]
         save_file(weights, path, metadata)
     print(f"{arguments.output}: {trained.label}, {len(weights)} tensors, {arguments.format} layout")
@@ -246,8 +246,8 @@ def import_(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.config)
     info = DATASETS[config.data.name].info(config.data)
     with torch.device("meta"):
-        model = MODELS[config.model.name].build(config.model, info.image_shape, info.num_classes)
-    check_family(model, config)
+        built = MODELS[config.model.name].build(config.model, info.image_shape, info.num_classes)
+    model = of_family(built, config)
     source, problems = published_file(arguments.file, model)
     if problems:
         raise WeightsError("\n".join(f"{arguments.file}: {problem}" for problem in problems))
@@ -271,9 +271,10 @@ def import_(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def check_family(model: nn.Module, config: JobConfig) -> None:
+def of_family(model: nn.Module, config: JobConfig) -> DiT:
     if not isinstance(model, DiT):
         raise WeightsError(f"model.name = {config.model.name}: only models of the dit family have a published layout")
+    return model
 
 
 def check_frequencies(arguments: argparse.Namespace, config: JobConfig) -> None:

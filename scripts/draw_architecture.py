@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -66,7 +67,8 @@ def read_imports(modules: dict[str, Path], root: Path = ROOT) -> list[Import]:
     """Every import of one of the modules by another, those in functions and for type checkers included."""
     found = []
     for importer, file in modules.items():
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in (node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)):
             for imported in _imported(node, importer, file, modules):
                 found.append(Import(importer, imported, f"{file.relative_to(root)}:{node.lineno}"))
     return found
@@ -240,7 +242,7 @@ def _draw_arrow(panel: Axes, importer: _Box, imported: _Box, direct: bool) -> No
     lean = min(max((imported.x - importer.x) / _WIDTH, -0.45), 0.45)
     start = importer.x + lean * importer.width, importer.y - _HEIGHT / 2
     end = imported.x - lean * imported.width, imported.y + _HEIGHT / 2
-    style = {"color": SOFT, "linewidth": 0.9, "zorder": 2} if direct else {"color": LINE, "linewidth": 0.6, "zorder": 1}
+    style: dict[str, Any] = {"color": SOFT, "linewidth": 0.9, "zorder": 2} if direct else {"color": LINE, "linewidth": 0.6, "zorder": 1}
     head = "-|>" if direct else "-"
     panel.add_patch(FancyArrowPatch(start, end, arrowstyle=head, mutation_scale=6, shrinkA=0, shrinkB=0, **style))
 

@@ -203,14 +203,15 @@ def open_autoencoder(arguments: argparse.Namespace) -> Autoencoder:
 
 def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
     """Call a function on every rank; an exception on the first failing rank is raised on all."""
-    result = failure = None
+    result: Any = None
+    failure: Exception | None = None
     try:
         result = function()
     except UNUSABLE as error:
         failure = error
-    for error in of_all_ranks(failure, group):
-        if error is not None:
-            raise error
+    for found in of_all_ranks(failure, group):
+        if found is not None:
+            raise found
     return result
 
 
@@ -253,8 +254,10 @@ def fail(error: BaseException) -> int:
 
 
 def one_line(error: Exception) -> str:
-    file = isinstance(error, OSError) and (error.filename2 or error.filename)
-    return " ".join((f"{file}: {error.strerror}" if file else str(error)).split())
+    text = str(error)
+    if isinstance(error, OSError) and (file := error.filename2 or error.filename):
+        text = f"{file}: {error.strerror}"
+    return " ".join(text.split())
 
 
 def speaks() -> bool:

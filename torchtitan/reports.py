@@ -88,7 +88,7 @@ class Reports:
 
     def rewind(self) -> None:
         """Rewind to the run's step after a rollback; it lies before the step reported last."""
-        if self._first:
+        if self._log:
             self._log.close()
             self._log = self._new_log()
         self._results = dict(self._state.reported.get("results", {}))
@@ -106,7 +106,8 @@ class Reports:
     def _open(self) -> None:
         path = self._state.folder.path / METRICS_FILE
         try:
-            self._log.open()
+            if self._log:
+                self._log.open()
         except OSError as error:
             raise RunFolderError([f"{path}: cannot be written: {reason(error)}"]) from error
         for folder in (self._state.folder.samples, self._noise_scale.parent):
@@ -157,7 +158,7 @@ class Reports:
         if state.guard.skipped:
             metrics["skipped_steps"] = state.guard.skipped
         reset_peak_memory(self._device)
-        if self._first:
+        if self._log:
             self._log.write(state.step, metrics)
             self._show(metrics)
 
@@ -178,16 +179,16 @@ class Reports:
 
     def log_gns(self) -> None:
         """Log the estimates of the gradient noise scale, and its picture at intervals; work of the first rank alone."""
-        state, config = self._state, self._config.gns
-        if not self._first:
+        state, config, gns = self._state, self._config.gns, self._state.gns
+        if not self._log or not gns:
             return
         with self.excluded():
-            self._log.write(state.step, state.gns.metrics())
+            self._log.write(state.step, gns.metrics())
             last = state.last_step
             if last or state.step % config.picture_interval < config.log_interval:
                 with self._outputs.attempt("the picture of the noise scale", self._noise_scale):
                     points = list(iter_points(state.folder.path / METRICS_FILE, '"gns/'))
-                    if picture := state.gns.draw(points, state.batch_size):
+                    if picture := gns.draw(points, state.batch_size):
                         self._write_picture(self._noise_scale, picture)
                         if last:
                             self._log.write_image(state.step, "gns", picture)
@@ -198,7 +199,7 @@ class Reports:
             self._show_held_out()
             metrics = self._evaluation.validate()
         self._results |= metrics
-        if self._first:
+        if self._log:
             self._log.write(self._state.step, metrics)
             shown = ", ".join(
                 f"{name.removeprefix('validation_metrics/')} {value:.4f} ± {metrics.get(f'{name}_stderr', 0.0):.2g}"
@@ -212,7 +213,7 @@ class Reports:
         with self.excluded():
             self._show_held_out()
             picture = self._evaluation.sample_grid()
-            if picture is None:
+            if picture is None or not self._log:
                 return
             path = self._state.folder.samples / f"step-{self._state.step:08d}.png"
             with self._outputs.attempt("the grid of samples", path):
@@ -224,7 +225,7 @@ class Reports:
         if not self._held_out_shown:
             self._held_out_shown = True
             picture = self._evaluation.held_out_picture()
-            if picture and self._first:
+            if picture and self._log:
                 self._held_out_picture = picture
                 self._log.write_image(self._state.step, "held_out", picture)
         if self._held_out_picture:

@@ -33,6 +33,7 @@ from torchtitan.gns.config import bin_edges
 from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.models import MODELS
+from torchtitan.models.base import DiffusionModel
 from torchtitan.models.float8 import check_convertible, convert_to_float8
 from torchtitan.models.flops import check_macs
 from torchtitan.runs.folder import RunFolder
@@ -123,7 +124,7 @@ class RunState:
             pin_memory=layout.device.type == "cuda",
             on_unreadable=self.corrupt_images.record,
         )
-        self.gns = self._build_gns(edges, taps) if config.gns.enable else None
+        self.gns = None if edges is None else self._build_gns(edges, taps)
         param_dtype = config.training.mixed_precision_param
         self._compute_context = partial(compute_context, param_dtype, layout.device, layout.sharded)
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
@@ -161,7 +162,8 @@ class RunState:
     def to_device(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Move images, sample numbers and labels of a microbatch to the model's device."""
         device = self.layout.device
-        return tuple(batch[key].to(device, non_blocking=True) for key in ("images", "samples", "labels"))
+        images, samples, labels = (batch[key].to(device, non_blocking=True) for key in ("images", "samples", "labels"))
+        return images, samples, labels
 
     def loss_terms(
         self, batch: tuple[Tensor, Tensor, Tensor], samples: GlobalBatch, *, measure: bool = False
@@ -170,7 +172,7 @@ class RunState:
         images, indices, labels = batch
         draw = self.objective.draw(tuple(images.shape[1:]), samples, indices)
         condition = self.condition(labels, indices, samples.attempt)
-        if measure:
+        if measure and self.gns:
             self.gns.begin_microbatch(draw.t)
         with self._compute_context():
             return self.objective.loss(self.train_module, images, condition, draw)
@@ -273,7 +275,7 @@ class RunState:
             check_fits(Path(path), _model_on_meta(self.config))
             check_finite(Path(path))
 
-    def _build_model(self, new: bool) -> torch.nn.Module:
+    def _build_model(self, new: bool) -> DiffusionModel:
         model = _model_on_meta(self.config)
         # Drawn whole on every rank, before sharding: the same weights on any layout.
         torch.manual_seed(self.config.debug.seed)
@@ -325,7 +327,7 @@ class RunState:
         return density.quantile(quantiles).to(torch.float32).to(self.layout.device)
 
 
-def _model_on_meta(config: JobConfig) -> torch.nn.Module:
+def _model_on_meta(config: JobConfig) -> DiffusionModel:
     info = DATASETS[config.data.name].info(config.data)
     with torch.device("meta"):
         return MODELS[config.model.name].build(config.model, info.image_shape, info.num_classes)

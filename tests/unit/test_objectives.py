@@ -375,7 +375,7 @@ def test_every_accepted_combination_has_a_finite_loss_and_effective_weight():
     every = [*map(choices, keys[:-1]), ["uniform", "logit_normal", "mode", "cosmap"]]
     for values in dict.fromkeys((*itertools.product(*few), *itertools.product(*every))):
         *others, sampler = values
-        config = with_slots(ObjectiveConfig(**dict(zip(keys, others)), timesteps=timesteps(sampler)))
+        config = with_slots(ObjectiveConfig(**dict(zip(keys, others, strict=False)), timesteps=timesteps(sampler)))
         if list(objective_problems(config)):
             continue
         accepted += 1

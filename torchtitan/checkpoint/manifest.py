@@ -9,8 +9,9 @@ import os
 import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torchtitan.errors import DamagedFile, StoreError
 from torchtitan.files.durable import sync, write_synced
@@ -213,7 +214,7 @@ def check_file(path: AnyPath, entry: dict) -> str | None:
 def hash_file(path: AnyPath) -> str:
     """SHA-256 of a file's content, as hex."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(cast(BufferedReader, file), "sha256").hexdigest()
 
 
 def read_back(path: AnyPath, entry: dict) -> None:

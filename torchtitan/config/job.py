@@ -8,7 +8,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_type_hints
@@ -326,7 +326,7 @@ def _choices(section: Any, prefix: str = "") -> Iterator[tuple[str, Choice]]:
             yield from _choices(inner, f"{prefix}{name}.")
 
 
-def _not_one_of(key: str, value: Any, known: dict[str, Any]) -> Problem:
+def _not_one_of(key: str, value: Any, known: Mapping[str, Any]) -> Problem:
     guess = nearest(value, known) if isinstance(value, str) else ""
     advice = f" (did you mean {guess}?)" if guess else ""
     return Problem(key, f"must be one of {', '.join(known)}, is {shown(value)}{advice}")
@@ -396,7 +396,7 @@ def _without_keys_of_replaced_classes(
             if not (isinstance(old, str) and old in registry):
                 continue
             inner = options.section(old)
-            if new in registry:
+            if new is not None and new in registry:
                 replaced = _replaced_keys(inner, options.section(new), shared_by_name=not prefix)
                 table = {key: value for key, value in table.items() if key not in replaced}
         kept[field_.name] = _without_keys_of_replaced_classes(inner, table, flags, f"{place}.")

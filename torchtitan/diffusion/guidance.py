@@ -4,7 +4,6 @@ Source: Ho and Salimans, "Classifier-free diffusion guidance", arXiv 2207.12598.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ class Guidance:
 
     scale: float = 1.0
     interval: tuple[float, float] = (0.0, 1.0)
-    channels: Literal["all", "first_three"] = "all"
+    channels: str = "all"
 
 
 def drop_labels(labels: Tensor, null_class: int, probability: float, seed: int, indices: Tensor, attempt: int = 0):

@@ -71,11 +71,14 @@ def compile_problems(config: CompileConfig, shards: int) -> Iterator[tuple[str, 
         yield "scope", "model needs parameters that are not sharded: FSDP gathers them block by block (set blocks)"
 
 
+CheckpointMode = Literal["none", "selective", "full", "memory_budget"]
+
+
 @dataclass(kw_only=True)
 class ActivationCheckpointConfig:
     """`[activation_checkpoint]`"""
 
-    mode: Literal["none", "selective", "full", "memory_budget"] = setting(
+    mode: CheckpointMode = setting(
         "none",
         "recomputed in backward: nothing; all but the results in `keep`; whole blocks; the compiler's choice",
         trajectory=False,

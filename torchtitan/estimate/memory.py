@@ -9,7 +9,7 @@ import torch
 
 from data import DATASETS
 from torchtitan.config.job import JobConfig
-from torchtitan.distributed.config import ActivationCheckpointConfig
+from torchtitan.distributed.config import ActivationCheckpointConfig, CheckpointMode
 from torchtitan.estimate.live_storages import ACTIVATIONS, COMMUNICATION, GRADIENTS, PARAMETERS
 from torchtitan.estimate.simulation import SimulatedStep, Window, simulate_step
 from torchtitan.models import MODELS
@@ -92,7 +92,7 @@ def estimate_memory(config: JobConfig, world_size: int) -> MemoryEstimate:
     return _estimate(config, world_size)
 
 
-def _recomputing(config: JobConfig, mode: str) -> JobConfig:
+def _recomputing(config: JobConfig, mode: CheckpointMode) -> JobConfig:
     return dataclasses.replace(config, activation_checkpoint=ActivationCheckpointConfig(mode=mode))
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -124,10 +125,11 @@ class _Step:
             self.live.hold(buckets.values(), GRADIENTS)
 
         def take(parameter: nn.Parameter) -> None:
+            gradient = cast(Tensor, parameter.grad)
             if buckets and self.last:
-                parameter.grad = buckets[parameter].copy_(parameter.grad)
+                parameter.grad = buckets[parameter].copy_(gradient)
             else:
-                self.live.hold([parameter.grad], GRADIENTS)
+                self.live.hold([gradient], GRADIENTS)
 
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(take)

@@ -6,14 +6,14 @@ batch nor an order of images affects the estimate of the covariance of single sa
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.base import Dataset, Draws, UnreadableImage
 from torchtitan import philox
@@ -21,6 +21,7 @@ from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.diffusion.paths import has_indices, indexed
 from torchtitan.distributed.precision import compute_context
 from torchtitan.gns.statistics import GroupSums
+from torchtitan.models.base import DiffusionModel
 from torchtitan.statistics.ratio_intervals import fieller
 from torchtitan.statistics.student import student_quantile
 
@@ -187,7 +188,7 @@ class Gradients:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: DiffusionModel,
         objective: Objective,
         dataset: Dataset,
         *,
@@ -352,12 +353,12 @@ class Gradients:
         raise last
 
 
-def square_norm(tensors: list[Tensor | None]) -> float:
+def square_norm(tensors: Sequence[Tensor | None]) -> float:
     """Square norm in float64, a few million values at a time; None counts as zeros."""
     return sum((chunk.double().square().sum().item() for chunk in _chunks(tensors)), 0.0)
 
 
-def _chunks(tensors: list[Tensor | None]) -> Iterator[Tensor]:
+def _chunks(tensors: Sequence[Tensor | None]) -> Iterator[Tensor]:
     for tensor in tensors:
         if tensor is not None:
             yield from tensor.detach().flatten().split(_CHUNK)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from torchtitan import philox
@@ -16,6 +16,7 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.eval_mode import evaluating
+from torchtitan.models.base import DiffusionModel
 
 
 def grid_labels(classes: Sequence[int], num_classes: int, images_per_class: int) -> Tensor:
@@ -36,7 +37,7 @@ class ImageSampler:
     training.
     """
 
-    def __init__(self, model: nn.Module, objective: Objective, param_dtype: str, device: torch.device) -> None:
+    def __init__(self, model: DiffusionModel, objective: Objective, param_dtype: str, device: torch.device) -> None:
         """model: the whole or sharded model (not its DDP wrapper); param_dtype: dtype of compute."""
         self._model = model
         self._objective = objective

@@ -134,8 +134,8 @@ def read_sweep(path: Path) -> Sweep:
     base = path.parent / settings.base if settings.base else None
     if base is not None and not base.is_file():
         raise _error(path, f"base: {base}: no such file (it is relative to the sweep's file)")
-    for problem in read_toml(str(base))[1] if base is not None else []:
-        raise _error(path, f"base: {problem}")
+    for said in read_toml(str(base))[1] if base is not None else []:
+        raise _error(path, f"base: {said}")
     if not settings.autotune and (given := [key for key in plain if key.startswith("autotune_")]):
         raise _error(path, f"{given[0]}: has no effect while autotune is false (remove it, or set autotune = true)")
     table = plain | {name: _flat_table(path, name, document.get(name, {})) for name in ("fixed", "axes")}

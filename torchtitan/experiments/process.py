@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal, cast
 
 from torchtitan.checkpoint.manifest import read_json
 from torchtitan.config.job import ConfigError, load_config
@@ -100,7 +100,7 @@ def run_processes(
     try:
         late = _wait(guard, log, begun + timeout_s, stop, oom_grace_s)
     finally:
-        guard.stdin.close()  # the lifeline: the guard kills what is left
+        cast(IO[bytes], guard.stdin).close()  # the lifeline: the guard kills what is left
         guard.wait()
     seconds = time.perf_counter() - begun
     text = _ends_of(log)
@@ -249,7 +249,7 @@ def _unfinished(summary: Path) -> str:
     if not summary.exists():
         return f"{summary} was not written"
     status = _read_summary(summary).get("status")
-    return "" if status == "completed" else f"{summary}: the run's status is {_one_line(status)}, not completed"
+    return "" if status == "completed" else f"{summary}: the run's status is {_one_line(str(status))}, not completed"
 
 
 def _one_line(text: str) -> str:

@@ -104,9 +104,11 @@ class SweepFolder:
         self._folder.refuse_foreign()
         for name, text in self._files(sweep).items():
             old, new = self._folder.read(name, saved_table), saved_table(text)
-            if old is None and (self.path / STATE_FILE).exists():
-                raise SweepError(f"{self.path}: has finished runs, but no {name} (give another --output)")
-            for key in [*new, *old] if old is not None else []:
+            if old is None:
+                if (self.path / STATE_FILE).exists():
+                    raise SweepError(f"{self.path}: has finished runs, but no {name} (give another --output)")
+                continue
+            for key in (*new, *old):
                 if old.get(key) != new.get(key) and not (name == SWEEP_FILE and key in _MAY_CHANGE):
                     self._folder.refuse(f"another sweep, {name}: {key}: {_text(old.get(key))} -> {_text(new.get(key))}")
 

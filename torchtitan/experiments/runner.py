@@ -252,7 +252,7 @@ class _Workers:
         return taken
 
     def _release(self, devices: list[int] | None) -> None:
-        if devices is not None:
+        if devices is not None and self._devices is not None:
             with self._lock:
                 self._devices += devices
                 self._lock.notify_all()

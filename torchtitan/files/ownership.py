@@ -31,7 +31,7 @@ def foreign_entry(
         OSError: it is no folder, or cannot be read.
     """
     try:
-        paths = sorted(folder.iterdir(), key=lambda path: path.name)
+        paths: list[Any] = sorted(folder.iterdir(), key=lambda path: path.name)
     except FileNotFoundError:
         return None
     if any(begins_with(path, marks[path.name]) for path in paths if path.name in marks):

@@ -100,7 +100,7 @@ class GNSMonitor:
         if self._ranks:
             self._ranks.forget()
 
-    def begin_step(self, step: int, optimizer_state: dict[nn.Parameter, dict], beta2: float) -> None:
+    def begin_step(self, step: int, optimizer_state: dict[Tensor, dict], beta2: float) -> None:
         """Begin a step, before its first microbatch; collective on a measured step."""
         self._step = step
         if self._taps:

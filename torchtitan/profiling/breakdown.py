@@ -111,12 +111,12 @@ def break_down(trace: Trace, name: str) -> Breakdown:
     totals: dict[tuple[str, str], float] = {}
     taken: list[Span] = []
     exposed = 0.0
-    for layer, kind in layers:
+    for layer, of_layer in layers:
         left = _uncovered(_disjoint(_clip(layer, trace.start, trace.end)), taken)
         for span in left:
-            found = kind or (_kind(span) if layer is computing else _KIND_OF_PHASE.get(span.phase, IDLE))
+            found = of_layer or (_kind(span) if layer is computing else _KIND_OF_PHASE.get(span.phase, IDLE))
             totals[span.phase, found] = totals.get((span.phase, found), 0.0) + span.end - span.start
-        if kind == COMMUNICATION:
+        if of_layer == COMMUNICATION:
             exposed = _length(left)
         taken = sorted(taken + left, key=lambda span: span.start)
     hidden = _length(_disjoint(_clip(communicating, trace.start, trace.end))) - exposed

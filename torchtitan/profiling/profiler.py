@@ -58,13 +58,12 @@ class Profiler:
         """Surround a step of the loop; yields whether the profiler is on in it, so that the step is not timed."""
         if self._config.enable_profiling and step % self._config.profile_freq == self._first_of_window:
             self._start()
-        traced = self._profile is not None
-        yield traced
-        if traced:
+        yield self._profile is not None
+        if self._profile is not None:
             with self._excluded():
                 self._profile.step()
                 if step % self._config.profile_freq == 0:
-                    self._finish(step)
+                    self._finish(self._profile, step)
         if self._config.enable_memory_snapshot and step % self._config.memory_snapshot_freq == 0:
             with self._excluded():
                 self._dump_memory(f"step-{step:08d}")
@@ -100,10 +99,10 @@ class Profiler:
         )
         self._profile.start()
 
-    def _finish(self, step: int) -> None:
+    def _finish(self, finished: profile, step: int) -> None:
         if self._layout.device.type == "cuda":
             torch.cuda.synchronize()  # the next step's time begins with an idle device, as the first traced one's did
-        finished, self._profile = self._profile, None
+        self._profile = None
         path = trace_path(self._folder, step, self._layout.rank)
         unfinished = path.with_name(f"unfinished-{path.name}")
         with self._outputs.attempt("the trace", path, TraceError):

@@ -145,7 +145,7 @@ class RunRecord:
         for point in reversed(self.points):
             if point["step"] > 0 and is_number(images := point.get("n_images_seen")) and images > 0:
                 return images / point["step"]
-        batch = self.settings.get("training.global_batch_size")
+        batch: Any = self.settings.get("training.global_batch_size")
         return batch if is_number(batch) and batch > 0 else None
 
     @cached_property

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from data import DATASETS
 from data.base import DatasetInfo
@@ -24,6 +23,7 @@ from torchtitan.files.regular import read_text
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import WeightsError, fill
 from torchtitan.models import MODELS
+from torchtitan.models.base import DiffusionModel
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TrainedModel:
 
     config: JobConfig
     info: DatasetInfo
-    model: nn.Module
+    model: DiffusionModel
     objective: Objective
     label: str
     warnings: tuple[str, ...] = ()
@@ -127,7 +127,7 @@ def _choose_step(checkpoints: AnyPath, step: int | None) -> tuple[int, list[str]
     return newest, skipped
 
 
-def _empty_model(config: JobConfig, info: DatasetInfo, device: torch.device) -> nn.Module:
+def _empty_model(config: JobConfig, info: DatasetInfo, device: torch.device) -> DiffusionModel:
     with torch.device("meta"):
         model = MODELS[config.model.name].build(config.model, info.image_shape, info.num_classes)
     model.to_empty(device=device)

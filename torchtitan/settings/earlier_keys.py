@@ -96,7 +96,7 @@ def _moves(given: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> dict[str, 
     found = {}
     for key in earlier:
         move = MOVED[key]
-        for names in (_DEFAULT_NAMES | elsewhere | here, _DEFAULT_NAMES | here):
+        for names in ({**_DEFAULT_NAMES, **elsewhere, **here}, {**_DEFAULT_NAMES, **here}):
             sections = [section for section in move.sections if not move.names or names[section] in move.names]
             if sections:
                 found[key] = f"{sections[0]}.{move.key}"

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import typing
-from typing import Any
+from typing import Any, cast
 
 import tomli_w
 
@@ -111,7 +111,7 @@ def _with_later_keys(old_value: Any, annotation: Any) -> Any:
     known = {field.name for field in dataclasses.fields(element)}
 
     def completed(entry: dict) -> dict:
-        return entry | plain(element(**{key: value for key, value in entry.items() if key in known}))
+        return entry | plain(cast(Any, element)(**{key: value for key, value in entry.items() if key in known}))
 
     return [completed(entry) if isinstance(entry, dict) else entry for entry in old_value]
 

@@ -91,7 +91,7 @@ def build_json_schema(config: Any) -> dict[str, Any]:
     """The JSON schema (draft 7) of a TOML file, for completion and checking in editors; config: with its defaults."""
     every = {name: section.declared for name, section in _with_inner(config).items()}
     instances = {section: _alternatives(declared) for section, declared in every.items()}
-    classes = {type(instance): None for found in instances.values() for instance in found.values()}
+    classes: dict[Any, None] = {type(instance): None for found in instances.values() for instance in found.values()}
     inputs: list[Any] = [(each, "validation", pydantic.TypeAdapter(schema_of(each))) for each in classes]
     references, definitions = pydantic.TypeAdapter.json_schemas(inputs)
     members = {

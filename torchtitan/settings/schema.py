@@ -216,7 +216,7 @@ def _strict_type(annotation: Any) -> Any:
         entries = types.GenericAlias(list, (_strict_type(typing.get_args(inner)[0]),))
         strict = Annotated[entries, pydantic.AfterValidator(_of_bounded_length)]
     elif dataclasses.is_dataclass(inner):
-        strict = schema_of(inner)
+        strict = schema_of(typing.cast(Any, inner))
     elif inner is int:
         strict = Annotated[int, pydantic.BeforeValidator(_integral_in_64_bits)]
     elif inner is float:

@@ -55,13 +55,13 @@ def gone_back(state: RunState, phases: Phases, saving: bool) -> bool:
 
 def _find_fault(state: RunState, saving: bool) -> Fault | None:
     guard, skipped = state.guard, state.guard.last_skipped
-    if guard.exhausted:
+    if guard.exhausted and skipped:
         return Fault(skipped.step, f"{guard.reason}, as in too many steps before", skipped)
     if not saving:
         return None
     if found := state.fault():
         return Fault(state.step, found)
-    if state.last_step and guard.in_doubt and not _weights_are_sound(state):
+    if state.last_step and skipped and guard.in_doubt and not _weights_are_sound(state):
         return Fault(skipped.step, f"{guard.reason} in the last step", skipped)
     return None
 
@@ -134,5 +134,5 @@ def _absurd_image(state: RunState, batch: dict[str, torch.Tensor], attempt: int)
     largest, place = batch["images"].abs().flatten(1).amax(1).max(0)
     if is_sane(largest.item()):
         return ""
-    number = batch["samples"][place].item()
+    number = int(batch["samples"][place])
     return describe_image(number, state.data.image_of(number, attempt), largest.item())

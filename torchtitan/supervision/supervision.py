@@ -104,7 +104,7 @@ def _waiting_for(phase: str) -> str:
     workers = [child for child in multiprocessing.active_children() if child.pid]
     if not workers:
         return ""
-    states = {child.pid: process_state(child.pid) for child in workers}
+    states = {pid: process_state(pid) for child in workers if (pid := child.pid)}
     odd = [f"process {pid} is {state}" for pid, state in states.items() if state != "running"]
     counts = ", ".join(f"{count} {state}" for state, count in Counter(states.values()).items())
     return f"of its loader processes {counts}" + (f" ({', '.join(odd)})" if odd else "")

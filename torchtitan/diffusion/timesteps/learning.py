@@ -6,6 +6,7 @@ of ranks that find the same losses. It changes after each step, so that a step i
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torchtitan.diffusion.paths import IndexedPath, Path, indexed
 from torchtitan.diffusion.timesteps.contract import Density, SmoothDensity
 from torchtitan.diffusion.timesteps.density_registry import DENSITIES
 from torchtitan.diffusion.timesteps.placement import Placement
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepsConfig
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler, TimestepsConfig
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
 from torchtitan.settings import Choice, choice, setting
 
@@ -219,8 +220,9 @@ class LossSecondMomentConfig(LearningConfig):
                 " ddpm_linear or ddpm_cosine, or adaptive_log_snr)"
             )
 
-    def sampler_problems(self, sampler: LossSecondMoment) -> Iterator[tuple[str, str]]:
-        least = sampler.masses[sampler.masses > 0].min().item()
+    def sampler_problems(self, sampler: TimestepSampler) -> Iterator[tuple[str, str]]:
+        masses = cast(LossSecondMoment, sampler).masses
+        least = masses[masses > 0].min().item()
         if least < _LEAST_MASS:
             yield "base.name", (
                 f"{self.base.name} draws some index once in {1 / least:.0e} samples, and loss_second_moment begins"

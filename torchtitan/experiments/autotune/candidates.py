@@ -1,6 +1,7 @@
 """The batch sizes that a configuration may run with: multiples, or divisors where the global batch size is given."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.settings.sources import read_command_line, read_toml
@@ -20,7 +21,7 @@ def given_global_batch_size(arguments: list[str]) -> int | None:
     flags, _ = read_command_line(arguments)
     document, _ = read_toml(flags["job.config_file"]) if "job.config_file" in flags else ({}, [])
     table = document.get("training")
-    text = flags.get(_GLOBAL, table.get("global_batch_size") if isinstance(table, dict) else None)
+    text: Any = flags.get(_GLOBAL, table.get("global_batch_size") if isinstance(table, dict) else None)
     try:
         value = int(text)
     except (TypeError, ValueError):

@@ -42,7 +42,8 @@ class Probe:
 
     def fits(self, limit_gib: float) -> bool:
         """Whether it stayed within the limit without the allocator having to struggle."""
-        return self.status == "ok" and self.memory_gib <= limit_gib and self.num_alloc_retries == 0
+        within = self.memory_gib is not None and self.memory_gib <= limit_gib
+        return self.status == "ok" and within and self.num_alloc_retries == 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torchtitan.experiments.autotune.probe import ProbeFailed
 from torchtitan.experiments.autotune.record import RecordError
 from torchtitan.experiments.autotune.tuning import NothingFits, autotune
 from torchtitan.experiments.grid import SweepSettings
-from torchtitan.experiments.process import Outcome
+from torchtitan.experiments.process import Outcome, Status
 
 
 def tuned_batch_size(
@@ -36,7 +36,7 @@ def tuned_batch_size(
     """
     begun = time.perf_counter()
 
-    def ended(status: str, error: Exception) -> Outcome:
+    def ended(status: Status, error: Exception) -> Outcome:
         return Outcome(status, unwrapped(error), time.perf_counter() - begun, 1)
 
     try:

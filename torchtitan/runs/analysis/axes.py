@@ -41,8 +41,8 @@ def axes_of(settings: Mapping[str, Any], processes: int | None = None) -> Axes:
             the keys behind them. Missing ones are None in the axes.
         processes: their number, where the degrees do not give it.
     """
-    replicas = settings.get("parallelism.data_parallel_replicate_degree")
-    shards = settings.get("parallelism.data_parallel_shard_degree")
+    replicas: Any = settings.get("parallelism.data_parallel_replicate_degree")
+    shards: Any = settings.get("parallelism.data_parallel_shard_degree")
     known = is_count(replicas) and is_count(shards)
     layout = _layout(replicas, shards) if known else word(settings.get("layout"))
     patch, local, all_ranks = (

@@ -38,7 +38,7 @@ def draw_over_batch(cells: Sequence[Cell], folder: Path) -> list[tuple[str, Path
     names = varying([cell.axes for cell in cells])
     columns = next((name for name in ("patch", "dtype") if name in names), "patch")
     rows = next((name for name in ("layout", "dtype") if name in names and name != columns), "layout")
-    lines = [name for name in ("ac", "compile") if name in names]
+    lines: list[str] = [name for name in ("ac", "compile") if name in names]
     inside = {*BATCH, "mesh", columns, rows, *lines}
     outside = [name for name in names if name not in inside]
     figures: dict[tuple, list[Cell]] = {}

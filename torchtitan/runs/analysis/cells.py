@@ -65,6 +65,10 @@ class Cell:
     def value(self, metric: str) -> float | None:
         return self.measures[metric].value if metric in self.measures else None
 
+    def known(self, metric: str) -> float:
+        """The value of a metric that was measured."""
+        return self.measures[metric].value
+
 
 def join_repeats(runs: Sequence[Run]) -> list[Cell]:
     """Join repeats to cells in the order of their axes."""
@@ -110,7 +114,7 @@ def arms(cells: Sequence[Cell]) -> dict[tuple, list[Cell]]:
 def best_cell(arm: Sequence[Cell]) -> Cell | None:
     """Best cell of an arm: the one with the highest images/s."""
     measured = [cell for cell in arm if cell.value(IMAGES.name) is not None]
-    return max(measured, key=lambda cell: cell.value(IMAGES.name), default=None)
+    return max(measured, key=lambda cell: cell.known(IMAGES.name), default=None)
 
 
 def what_limits(arm: Sequence[Cell], best: Cell) -> str:

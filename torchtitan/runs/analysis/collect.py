@@ -97,8 +97,9 @@ class Sweep:
 
     def run_folder(self, row: dict[str, Any]) -> Path | None:
         """Folder of a row's run, if there is one."""
-        for name in (row.get("run"), row.get("name")):
-            for above in (self.folder, self.folder.parent) if isinstance(name, str) and name else ():
+        names = [name for name in (row.get("run"), row.get("name")) if isinstance(name, str) and name]
+        for name in names:
+            for above in (self.folder, self.folder.parent):
                 if _is_run(above / name):
                     return (above / name).resolve()
         return None

@@ -25,8 +25,8 @@ from torchtitan.runs.analysis.effects import EFFECT_METRICS, Effect, Interaction
 from torchtitan.runs.analysis.findings import change_label, percent
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY
 
-_TICKS = (0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 0.95, 0.98, 1)
-_TICKS += (1.02, 1.05, 1.1, 1.25, 1.5, 2, 3, 5, 10, 20, 50)
+_TICKS = (0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 0.95, 0.98, 1,
+          1.02, 1.05, 1.1, 1.25, 1.5, 2, 3, 5, 10, 20, 50)
 _LEAST = 1.03  # the axis of changes reaches at least so far on both sides of 1
 _NUMBERED = 14  # most points of a Pareto front that are named
 Row = tuple[str, str, dict[str, Ratio]]  # label, colour, ratios
@@ -119,12 +119,12 @@ def draw_pareto(cells: Sequence[Cell], path: Path) -> Path | None:
 def _draw_front(panel: Panel, cells: list[Cell], names: list[str]) -> None:
     front = pareto(cells)
     for cell in cells:
-        at = cell.value(MEMORY.name), cell.value(IMAGES.name)
+        at = cell.known(MEMORY.name), cell.known(IMAGES.name)
         face = "none" if cell.single else SOFT
         if cell not in front:
             panel.plot(*at, marker="o", color=SOFT, markerfacecolor=face, markersize=4, alpha=0.6, linestyle="")
-    xs = [cell.value(MEMORY.name) for cell in front]
-    ys = [cell.value(IMAGES.name) for cell in front]
+    xs = [cell.known(MEMORY.name) for cell in front]
+    ys = [cell.known(IMAGES.name) for cell in front]
     panel.plot(xs, ys, color=COLOURS[0], linewidth=1.2, drawstyle="steps-post", zorder=3)
     for x, y, cell in zip(xs, ys, front, strict=True):
         face = "white" if cell.single else COLOURS[0]
@@ -133,7 +133,7 @@ def _draw_front(panel: Panel, cells: list[Cell], names: list[str]) -> None:
     lines = []
     for n, cell in enumerate(listed, 1):
         panel.annotate(
-            str(n), (cell.value(MEMORY.name), cell.value(IMAGES.name)), xytext=(-4, 4), textcoords="offset points",
+            str(n), (cell.known(MEMORY.name), cell.known(IMAGES.name)), xytext=(-4, 4), textcoords="offset points",
             ha="right", fontsize=7.5, color=COLOURS[0], zorder=5,
         )
         lines.append(f"{n}  {label(cell.axes, ['local_batch', *names])}")
@@ -143,8 +143,8 @@ def _draw_front(panel: Panel, cells: list[Cell], names: list[str]) -> None:
                linespacing=1.35)
     panel.set_xlabel(MEMORY.title, fontsize=9)
     panel.set_ylabel(IMAGES.title, fontsize=9)
-    panel.set_xlim(0, 1.08 * max(cell.value(MEMORY.name) for cell in cells))
-    panel.set_ylim(0, 1.12 * max(cell.value(IMAGES.name) for cell in cells))
+    panel.set_xlim(0, 1.08 * max(cell.known(MEMORY.name) for cell in cells))
+    panel.set_ylim(0, 1.12 * max(cell.known(IMAGES.name) for cell in cells))
 
 
 def _forest(title: str, rows: list[Row], metrics: list[tuple[str, str]], path: Path) -> Path:

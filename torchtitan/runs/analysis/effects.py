@@ -13,6 +13,7 @@ from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU
 from torchtitan.statistics.interval import Interval, mean_interval
 
 Paired = Literal["equal batch", "best batch"]
+Kind = Literal["weak", "strong"]
 EFFECT_METRICS = (IMAGES, MFU, MEMORY)
 MOST_VALUES = 6  # of a further axis that counts as a switch
 
@@ -84,7 +85,7 @@ class ScalingCurve:
     (strong).
     """
 
-    kind: Literal["weak", "strong"]
+    kind: Kind
     axes: Axes
     points: tuple[ScalingPoint, ...]
 
@@ -111,7 +112,8 @@ def all_effects(cells: Sequence[Cell]) -> list[Effect]:
     found = []
     for switch in switches_of(cells):
         for before, after in contrasts(cells, switch):
-            for at, chosen in (("equal batch", cells), ("best batch", best)):
+            chosen_at: tuple[tuple[Paired, Sequence[Cell]], ...] = (("equal batch", cells), ("best batch", best))
+            for at, chosen in chosen_at:
                 effect = effect_of(chosen, switch, before, after, at)
                 if effect.pairs:
                     found.append(effect)
@@ -127,7 +129,8 @@ def effect_of(cells: Sequence[Cell], switch: str, before: Any, after: Any, at: P
     ignored = _dependent(switch) | (set(BATCH) if at == "best batch" else set())
     firsts = {_rest(cell.axes, ignored): cell for cell in cells if cell.axes.get(switch) == before}
     seconds = {_rest(cell.axes, ignored): cell for cell in cells if cell.axes.get(switch) == after}
-    pairs, alone = [], Counter()
+    pairs: list[tuple[Cell, Cell]] = []
+    alone: Counter[str] = Counter()
     for key in dict.fromkeys((*firsts, *seconds)):
         first, second = firsts.get(key), seconds.get(key)
         if first and second and first.ok and second.ok:
@@ -156,8 +159,8 @@ def interactions(cells: Sequence[Cell]) -> list[Interaction]:
             for rest in dict.fromkeys(key[0] for key in index):
                 corners = [(change[1], condition[1]), (change[0], condition[0]),
                            (change[0], condition[1]), (change[1], condition[0])]
-                four = [index.get((rest, *corner)) for corner in corners]
-                if all(four):
+                four = [cell for corner in corners if (cell := index.get((rest, *corner)))]
+                if len(four) == len(corners):
                     fours.append((four[:2], four[2:]))
             ratios = {}
             for metric in (IMAGES, MEMORY):
@@ -180,7 +183,7 @@ def geometric_mean(pairs: Sequence[tuple[Sequence[Cell], Sequence[Cell]]], metri
         the mean; of one ratio alone the interval comes from those of its cells, as if their errors were independent.
     """
     logs = [
-        sum(math.log(cell.value(metric)) for cell in above) - sum(math.log(cell.value(metric)) for cell in below)
+        sum(math.log(cell.known(metric)) for cell in above) - sum(math.log(cell.known(metric)) for cell in below)
         for above, below in pairs
     ]
     mean = mean_interval(logs)
@@ -195,10 +198,11 @@ def geometric_mean(pairs: Sequence[tuple[Sequence[Cell], Sequence[Cell]]], metri
 def scaling(cells: Sequence[Cell]) -> list[ScalingCurve]:
     """Scaling, weak and strong, of every arm that ran on several numbers of ranks; one process is the start of all."""
     curves = []
-    for kind, free in (("weak", "global_batch"), ("strong", "local_batch")):
+    kinds: tuple[tuple[Kind, str], ...] = (("weak", "global_batch"), ("strong", "local_batch"))
+    for kind, free in kinds:
         ignored = {"world_size", "mesh", "layout", free}
         measured = [cell for cell in cells if _usable(cell, IMAGES.name) and cell.axes["world_size"]]
-        measured.sort(key=lambda cell: cell.value(IMAGES.name))  # of several meshes or accumulations the fastest counts
+        measured.sort(key=lambda cell: cell.known(IMAGES.name))  # of several meshes or accumulations the fastest counts
         groups: dict[tuple, list[Cell]] = {}
         for cell in measured:
             groups.setdefault(_rest(cell.axes, ignored), []).append(cell)
@@ -216,13 +220,13 @@ def pareto(cells: Sequence[Cell]) -> list[Cell]:
     """Pareto front: cells not beaten in both memory and images/s, memory rising; of comparable cells only."""
     front: list[Cell] = []
     measured = [cell for cell in cells if _usable(cell, IMAGES.name) and _usable(cell, MEMORY.name)]
-    for cell in sorted(measured, key=lambda cell: (cell.value(MEMORY.name), -cell.value(IMAGES.name))):
-        if not front or cell.value(IMAGES.name) > front[-1].value(IMAGES.name):
+    for cell in sorted(measured, key=lambda cell: (cell.known(MEMORY.name), -cell.known(IMAGES.name))):
+        if not front or cell.known(IMAGES.name) > front[-1].known(IMAGES.name):
             front.append(cell)
     return front
 
 
-def _curve(kind: str, layout: str, cells: Sequence[Cell]) -> ScalingCurve:
+def _curve(kind: Kind, layout: str, cells: Sequence[Cell]) -> ScalingCurve:
     first = cells[0]
     points = []
     for cell in cells:

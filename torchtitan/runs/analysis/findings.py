@@ -171,7 +171,7 @@ _SHOWN = {IMAGES.name, MFU.name, MFU_REPORTED.name, STEP.name, MEMORY.name}
 
 
 def _best_line(cells: list[Cell]) -> str:
-    best = best_cell(cells)
+    best = best_cell(cells) or cells[0]
     names = [name for name in _names(cells) if name not in ("model", "patch", "global_batch")]
     where = label(cells[0].axes, ("model", "patch"))
     mfu = f", MFU {value_text(best.measures[MFU.name])} %" if MFU.name in best.measures else ""
@@ -220,9 +220,9 @@ def _best_table(cells: Sequence[Cell]) -> Table:
             statuses = ", ".join(dict.fromkeys(cell.status for cell in arm))
             rows.append((name, MISSING, MISSING, MISSING, MISSING, f"none ran ({statuses})"))
             continue
-        texts = [value_text(best.measures.get(metric.name)) for metric in (IMAGES, MFU, MEMORY)]
+        speed, mfu, memory = (value_text(best.measures.get(metric.name)) for metric in (IMAGES, MFU, MEMORY))
         mark = "†" if best.single else ""
-        rows.append((name, f"{best.axes['local_batch']}{mark}", *texts, what_limits(arm, best)))
+        rows.append((name, f"{best.axes['local_batch']}{mark}", speed, mfu, memory, what_limits(arm, best)))
     return Table("Best batch of each arm", "The batch per process with the most images/s.", columns, tuple(rows))
 
 

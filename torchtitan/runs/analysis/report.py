@@ -85,6 +85,6 @@ def draw_all(results: Results, folder: Path) -> list[tuple[str, Path]]:
         pictures.append(("Interaction of switches", path))
     if results.curves:
         pictures.append(("Scaling over ranks", draw_scaling(results.curves, folder / "scaling.png")))
-    if path := draw_pareto(results.cells, folder / "pareto.png"):
-        pictures.append(("Memory against throughput", path))
+    if front := draw_pareto(results.cells, folder / "pareto.png"):
+        pictures.append(("Memory against throughput", front))
     return pictures

@@ -10,8 +10,8 @@ Tag = str | Callable[[RunRecord], str | None]
 
 
 def series_of(run: RunRecord, tag: Tag) -> Series:
-    tag = tag(run) if callable(tag) else tag
-    return run.series(tag) if tag else Series()
+    name = tag(run) if callable(tag) else tag
+    return run.series(name) if name else Series()
 
 
 def held_out(run: RunRecord, track: str) -> Series:
@@ -26,7 +26,7 @@ def group_lines(
     raw = [(run, one) for run in runs if (one := series_of(run, tag))]
     if not raw:
         return []
-    scale = raw[0][0].images_per_step if over_images else 1  # one group, one batch size
+    scale = (raw[0][0].images_per_step or 1) if over_images else 1  # one group, one batch size
 
     def line(series: Series, name: str, **style: Any) -> Line:
         points = [(step * scale, value) for step, value in zip(series.steps, series.values, strict=True)]
