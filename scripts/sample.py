@@ -33,16 +33,14 @@ from torchtitan.evaluation.sampling import ImageSampler, grid_labels
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
 from torchtitan.processes.command_line import OneLineParser, exit_code
 from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, load_weights
+from torchtitan.settings import has_key
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import validate_section
+from torchtitan.settings.sections import choices, keys, put_section, section_at
 
 FIRST = os.environ.get("RANK", "0") == "0"
-# Keys of `[sampling]` that say how an image is drawn; each is an option here too.
-METHOD_KEYS = [
-    "solver", "num_steps", "schedule", "shift", "sigma_min", "sigma_max", "rho", "ddim_eta", "ddpm_variance", "churn",
-    "churn_min", "churn_max", "churn_noise", "diffusion", "diffusion_scale", "guidance_scale", "guidance_interval",
-    "guidance_channels",
-]
+# Keys of `[sampling]` that say how an image is drawn; each is an option here too, as are those of the inner sections.
+METHOD_KEYS = ["num_steps", "guidance_scale", "guidance_interval", "guidance_channels"]
 
 
 def main() -> int:
@@ -72,11 +70,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--classes", type=int, nargs="+", help="classes, one row of the grid each (default: the run's)")
     add("--images-per-class", type=int, default=8)
     add("--seed", type=int, default=0, help="of the images' noise")
-    hints = typing.get_type_hints(SamplingConfig)
-    for field in dataclasses.fields(SamplingConfig):
-        if field.name in METHOD_KEYS:
-            help_line = f"{field.metadata['description']} (default: the run's)"
-            add(option(field.name), help=help_line, **reader(hints[field.name]))
+    for name, options in choices(SamplingConfig()).items():
+        add(option(name), choices=list(options.registry), help=f"{described(SamplingConfig, name)} (default: the run's)")
+    for section, key in method_keys():
+        add(option(key), help=f"{described(section, key)} (default: the run's)", **reader(section, key))
     add("--batch-size", type=int, default=256, help="images at a time on each rank")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of compute")
     add("--autoencoder", choices=("none", *AUTOENCODERS),
@@ -93,8 +90,28 @@ def option(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def reader(hint: typing.Any) -> dict:
-    """Reader of values of this type for argparse."""
+def option_of(key: str) -> str:
+    """The key that an option is named by, of one within `[sampling]`: `solver` of `solver.name`, `churn` of `solver.churn`."""
+    section, _, last = key.rpartition(".")
+    return section if last == "name" else last
+
+
+def method_keys() -> list[tuple[type, str]]:
+    """Section and key of every option that says how an image is drawn, but for the names of inner sections."""
+    inner = [type(each.section(name)) for each in choices(SamplingConfig()).values() for name in each.registry]
+    return [(SamplingConfig, key) for key in METHOD_KEYS] + [
+        (section, key.name) for section in inner for key in keys(section) if key.name != "name"
+    ]
+
+
+def described(section: type, key: str) -> str:
+    """What a key is for."""
+    return section.__dataclass_fields__[key].metadata["description"]
+
+
+def reader(section: type, key: str) -> dict:
+    """How argparse reads a value of a key."""
+    hint = typing.get_type_hints(section)[key]
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}
     return {"type": float, "nargs": "+"} if hint == list[float] else {"type": hint}
@@ -144,19 +161,32 @@ def refuse_earlier_pictures(folder: Path, arguments: argparse.Namespace) -> None
 
 def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfig:
     """Sampling method: `[sampling]` of the run, with the options given here. Raises WeightsError."""
-    given = {key: getattr(arguments, key) for key in METHOD_KEYS if getattr(arguments, key) is not None}
-    defaults = dataclasses.replace(trained.config.sampling, enable=True)
-    sampling, refused = validate_section("sampling", defaults, given, lambda key: "")
-    problems = [(problem.key.removeprefix("sampling."), problem.text) for problem in refused]
+    given = {key: getattr(arguments, key) for _, key in method_keys() if getattr(arguments, key) is not None}
+    sampling = dataclasses.replace(trained.config.sampling, enable=True)
+    problems = []
+    for name, options in choices(sampling).items():
+        if chosen := getattr(arguments, name):
+            section = getattr(sampling, name)
+            setattr(sampling, name, section if section.name == chosen else options.section(chosen))
     config = dataclasses.replace(trained.config, sampling=sampling)
-    for field in dataclasses.fields(SamplingConfig):
-        if field.name in given and (unmet := unmet_condition(config, "sampling", field)):
-            problems.append((field.name, f"has no effect when {unmet[0]} = {unmet[1]} (leave it out)"))
+    for name in ("sampling", *(f"sampling.{inner}" for inner in choices(sampling))):
+        section = section_at(config, name)
+        own = {key: given.pop(key) for key in list(given) if has_key(section, key)}
+        filled, refused = validate_section(name, section, own, lambda key: "")
+        put_section(config, name, filled)
+        problems += [(problem.key.rpartition(".")[2], problem.text) for problem in refused]
+        for key in keys(filled):
+            if key.name in own and (unmet := unmet_condition(config, name, key)):
+                problems.append((key.name, f"has no effect when {unmet[0]} = {unmet[1]} (leave it out)"))
+    sampling = config.sampling
+    for key in given:
+        chosen_names = ", ".join(f"--{name} {getattr(sampling, name).name}" for name in choices(sampling))
+        problems.append((key, f"has no effect with {chosen_names} (leave it out)"))
     problems += sampling_problems(
         sampling, config.objective.path, config.model.learned_variance, bool(config.objective.heads)
     )
     if problems:
-        raise WeightsError("\n".join(f"{option(key)}: {text}" for key, text in problems))
+        raise WeightsError("\n".join(f"{option(option_of(key))}: {text}" for key, text in problems))
     return sampling
 
 

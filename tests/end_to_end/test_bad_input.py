@@ -141,7 +141,7 @@ def test_fuzzed_command_lines_run_or_are_refused(tmp_path):
         "--training.local_batch_size": ["5", "1e99", "nan"],
         "--ema.tracks": ["3", '[{"nam": "x"}]', "{"],
         "--checkpoint.keep_latest_k": ["-5"],
-        "--sampling.solver": ["rk45", "heun"],  # no effect: QUICK turns sampling off
+        "--sampling.solver.name": ["rk45", "heun"],  # no effect: QUICK turns sampling off
         "--job.name": ["../escape", "a/b", ""],
         "--lr_scheduler.min_lr_factor": ["2", "inf"],
         "--unheard.of": ["1"],

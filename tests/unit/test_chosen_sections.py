@@ -18,6 +18,7 @@ from torchtitan.config.job import (
     load_config,
 )
 from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.solvers import SOLVERS, SolverConfig
 from torchtitan.diffusion.timesteps.densities import LogitNormal
 from torchtitan.diffusion.timesteps.density_registry import DENSITIES
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS
@@ -146,4 +147,58 @@ def test_a_density_is_added_by_one_class_and_one_line(monkeypatch):
     ]
     learned = load("[objective.timesteps]\nname = 'adaptive_log_snr'\nbase.name = 'narrow'\nbase.centre = 0.3")
     assert learned.objective.timesteps.base == config.objective.timesteps
-    assert "--objective.timesteps.centre" in help_text() and "NarrowConfig" in str(json_schema())
+    assert "--objective.timesteps.centre" in help_text(["objective.timesteps"]) and "NarrowConfig" in str(json_schema())
+
+
+def test_a_solver_is_added_by_one_class_and_one_line(monkeypatch):
+    def halve(predict, path, x, times, draw_noise, *, factor=0.5):
+        for _ in range(len(times) - 1):
+            x = factor * x
+        return x
+
+    @dataclass(kw_only=True)
+    class HalveConfig(SolverConfig):
+        """Towards 0."""
+
+        factor: float = setting(0.5, "factor of a step", gt=0)
+        solve = staticmethod(halve)
+
+    monkeypatch.setitem(SOLVERS, "halve", HalveConfig)
+    config = load("[sampling.solver]\nname = 'halve'\nfactor = 0.25").sampling
+    assert config.solver.solve(None, None, 1.0, [1.0, 0.5, 0.0], None, **config.solver.options()) == 0.25**2
+    assert problems("[sampling]\nsolver.factor = 0.25") == [
+        "run.toml: sampling.solver.factor: unknown key (it is a key of sampling.solver.name = halve)"
+    ]
+
+
+SOLVED = """
+[sampling]
+num_steps = 7
+[sampling.solver]
+name = "edm_heun"
+churn = 2
+churn_min = 1
+[sampling.schedule]
+name = "edm"
+"""
+
+
+def test_a_section_that_is_switched_off_takes_its_inner_sections_along():
+    config = load(SOLVED, ["--sampling.enable=false"])
+    assert config.sampling == dataclasses.replace(JobConfig().sampling, enable=False)
+    assert "[sampling.solver]" not in dump_config(config) and load(dump_config(config)) == config
+    assert problems(SOLVED.replace("[sampling]", "[sampling]\nenable = false")) == [
+        f"run.toml: sampling.{key}: has no effect when sampling.enable = false; remove it or set sampling.enable = true"
+        for key in ("num_steps", "solver.name", "solver.churn", "solver.churn_min", "schedule.name")
+    ]
+
+
+def test_how_samples_are_drawn_does_not_change_what_is_learned():
+    assert config_differences(load(SOLVED), load()) == []
+
+
+def test_a_key_within_a_choice_may_depend_on_another_one():
+    assert problems(SOLVED.replace("churn = 2", "churn = 0")) == [
+        "run.toml: sampling.solver.churn_min: has no effect when sampling.solver.churn = 0.0; remove it or set"
+        " sampling.solver.churn above 0"
+    ]

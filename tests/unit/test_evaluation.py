@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.objectives import timesteps
+from tests.objectives import schedule, solver, timesteps
 from torchtitan import philox
 from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
 from torchtitan.diffusion.solvers import uniform_times
@@ -135,11 +135,11 @@ def test_two_validations_of_the_same_weights_are_equal():
 
 
 def draw(model: Toy, labels: torch.Tensor, **options) -> torch.Tensor:
-    options = dict(solver="euler", num_steps=4, guidance_scale=1.5, batch_size=64) | options
-    return ImageSampler(model, Objective(ObjectiveConfig(), seed=0), "float32", CPU).draw(labels, 11, **options)
+    method = dict(solver=solver("euler"), schedule=schedule("uniform"), num_steps=4, guidance_scale=1.5, batch_size=64)
+    return ImageSampler(model, Objective(ObjectiveConfig(), seed=0), "float32", CPU).draw(labels, 11, **method | options)
 
 
-@pytest.mark.parametrize("solver", ["euler", "heun"])
+@pytest.mark.parametrize("solver", [solver("euler"), solver("heun")], ids=["euler", "heun"])
 def test_an_image_depends_on_its_number_and_class_only(undisturbed, solver):
     labels = torch.arange(13) % 3
     whole = draw(undisturbed, labels, solver=solver)

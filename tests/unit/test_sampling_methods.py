@@ -1,9 +1,9 @@
 """Guidance on an interval and on some channels, every solver through ImageSampler, and what is refused."""
 
-import dataclasses
 import importlib.util
 import re
 import shlex
+import tomllib
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from tests.launcher import ROOT
-from tests.objectives import timesteps
+from tests.objectives import schedule, solver, timesteps
 from torchtitan import philox
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.diffusion.guidance import Guidance, guided_network, predictor
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
 from torchtitan.evaluation.sampling import ImageSampler
 from torchtitan.settings.record import dump_config
+from torchtitan.settings.sections import keys
 
 NULL_CLASS, SHAPE = 3, (4, 2, 2)
 DDPM = ObjectiveConfig(path="ddpm_linear", prediction="noise", preconditioning="index", timesteps=timesteps("uniform"))
@@ -84,16 +86,16 @@ def test_learned_variance_reaches_the_solver_as_a_fraction_of_the_conditional_ou
 
 
 METHODS = [
-    ("rectified_flow", SamplingConfig(solver="euler", shift=3.0)),
-    ("rectified_flow", SamplingConfig(solver="euler_maruyama", diffusion="sin_squared", diffusion_scale=0.5)),
-    ("rectified_flow", SamplingConfig(solver="dpmpp_2m")),
-    ("rectified_flow", SamplingConfig(solver="ddpm")),
-    ("edm", SamplingConfig(solver="edm_heun", schedule="edm", churn=2.0)),
-    ("edm", SamplingConfig(solver="ddim", schedule="edm", ddim_eta=0.5)),
-    ("ddpm_linear", SamplingConfig(solver="ddpm", schedule="ddpm", ddpm_variance="learned")),
-    ("ddpm_linear", SamplingConfig(solver="ddpm", schedule="ddpm", ddpm_variance="large")),
-    ("ddpm_linear", SamplingConfig(solver="ddim", schedule="ddpm", guidance_channels="first_three")),
-    ("ddpm_linear", SamplingConfig(solver="heun", schedule="ddpm", guidance_interval=[0.2, 0.8])),
+    ("rectified_flow", SamplingConfig(schedule=schedule("uniform", shift=3.0))),
+    ("rectified_flow", SamplingConfig(solver=solver("euler_maruyama", diffusion="sin_squared", diffusion_scale=0.5))),
+    ("rectified_flow", SamplingConfig(solver=solver("dpmpp_2m"))),
+    ("rectified_flow", SamplingConfig(solver=solver("ddpm"))),
+    ("edm", SamplingConfig(solver=solver("edm_heun", churn=2.0), schedule=schedule("edm"))),
+    ("edm", SamplingConfig(solver=solver("ddim", eta=0.5), schedule=schedule("edm"))),
+    ("ddpm_linear", SamplingConfig(solver=solver("ddpm", variance="learned"), schedule=schedule("ddpm"))),
+    ("ddpm_linear", SamplingConfig(solver=solver("ddpm", variance="large"), schedule=schedule("ddpm"))),
+    ("ddpm_linear", SamplingConfig(solver=solver("ddim"), schedule=schedule("ddpm"), guidance_channels="first_three")),
+    ("ddpm_linear", SamplingConfig(solver=solver("heun"), schedule=schedule("ddpm"), guidance_interval=[0.2, 0.8])),
 ]
 
 
@@ -103,7 +105,7 @@ def draw(path_name: str, config: SamplingConfig, labels: Tensor, batch_size: int
     return sampler.draw(labels, 5, **config.method() | {"num_steps": 6, "batch_size": batch_size} | options)
 
 
-@pytest.mark.parametrize(("path_name", "config"), METHODS, ids=lambda value: getattr(value, "solver", value))
+@pytest.mark.parametrize(("path_name", "config"), METHODS, ids=lambda value: getattr(value, "solver", SimpleNamespace(name=value)).name)
 def test_an_image_is_the_same_in_every_batch(path_name, config):
     assert sampling_problems(config, path_name, learned_variance=True) == []
     labels = torch.arange(7) % 3
@@ -118,24 +120,24 @@ def test_an_image_is_the_same_in_every_batch(path_name, config):
 @pytest.mark.parametrize(
     ("path_name", "one", "other"),
     [
-        ("rectified_flow", {"shift": 1.0}, {"shift": 2.0}),
+        ("rectified_flow", {}, {"schedule": schedule("uniform", shift=2.0)}),
         ("rectified_flow", {"guidance_interval": [0.0, 1.0]}, {"guidance_interval": [0.3, 0.7]}),
         ("rectified_flow", {"guidance_channels": "all"}, {"guidance_channels": "first_three"}),
-        ("rectified_flow", {"solver": "euler_maruyama"}, {"solver": "euler_maruyama", "diffusion": "constant"}),
-        ("rectified_flow", {"solver": "euler_maruyama"}, {"solver": "euler_maruyama", "diffusion_scale": 0.1}),
-        ("edm", {"schedule": "edm"}, {"schedule": "edm", "rho": 3.0}),
-        ("edm", {"schedule": "edm"}, {"schedule": "edm", "sigma_max": 40.0}),
-        ("edm", {"schedule": "edm"}, {"schedule": "edm", "sigma_min": 0.1}),
-        ("edm", {"schedule": "edm", "solver": "edm_heun"}, {"schedule": "edm", "solver": "edm_heun", "churn": 1.0}),
+        ("rectified_flow", {"solver": solver("euler_maruyama")}, {"solver": solver("euler_maruyama", diffusion="constant")}),
+        ("rectified_flow", {"solver": solver("euler_maruyama")}, {"solver": solver("euler_maruyama", diffusion_scale=0.1)}),
+        ("edm", {"schedule": schedule("edm")}, {"schedule": schedule("edm", rho=3.0)}),
+        ("edm", {"schedule": schedule("edm")}, {"schedule": schedule("edm", sigma_max=40.0)}),
+        ("edm", {"schedule": schedule("edm")}, {"schedule": schedule("edm", sigma_min=0.1)}),
+        ("edm", {"schedule": schedule("edm"), "solver": solver("edm_heun")}, {"schedule": schedule("edm"), "solver": solver("edm_heun", churn=1.0)}),
         (
             "ddpm_linear",
-            {"schedule": "ddpm", "solver": "ddim"},
-            {"schedule": "ddpm", "solver": "ddim", "ddim_eta": 1.0},
+            {"schedule": schedule("ddpm"), "solver": solver("ddim")},
+            {"schedule": schedule("ddpm"), "solver": solver("ddim", eta=1.0)},
         ),
         (
             "ddpm_linear",
-            {"schedule": "ddpm", "solver": "ddpm"},
-            {"schedule": "ddpm", "solver": "ddpm", "ddpm_variance": "learned"},
+            {"schedule": schedule("ddpm"), "solver": solver("ddpm")},
+            {"schedule": schedule("ddpm"), "solver": solver("ddpm", variance="learned")},
         ),
     ],
 )
@@ -154,7 +156,7 @@ def test_sampling_starts_at_the_path_s_last_noise_level():
             return super().forward(x, time, condition)
 
     objective = Objective(ObjectiveConfig(path="edm", prediction="x0", timesteps=timesteps("lognormal_sigma")), 0)
-    method = SamplingConfig(schedule="edm", guidance_scale=1.0).method()
+    method = SamplingConfig(schedule=schedule("edm"), guidance_scale=1.0).method()
     ImageSampler(Recorder(), objective, "float32", torch.device("cpu")).draw(
         torch.tensor([0, 1]), 5, **method, batch_size=2
     )
@@ -170,24 +172,24 @@ def test_sampling_starts_at_the_path_s_last_noise_level():
         ("rectified_flow", {"guidance_interval": [0.2, 1.5]},
          "guidance_interval: [0.2, 1.5] leaves 0..1 (give the lower t first, both in 0..1)"),
         ("rectified_flow", {"guidance_interval": [0.2]}, "guidance_interval: takes two times, has 1 (as [0.0, 1.0])"),
-        ("rectified_flow", {"schedule": "ddpm"},
-         "schedule: objective.path = rectified_flow has no DDPM indices (use uniform or edm)"),
-        ("ddpm_cosine", {"schedule": "uniform"},
-         "schedule: objective.path = ddpm_cosine is trained at integer indices only (use ddpm)"),
-        ("ddpm_linear", {"schedule": "ddpm", "num_steps": 1001},
+        ("rectified_flow", {"schedule": schedule("ddpm")},
+         "schedule.name: objective.path = rectified_flow has no DDPM indices (use uniform or edm)"),
+        ("ddpm_cosine", {"schedule": schedule("uniform")},
+         "schedule.name: objective.path = ddpm_cosine is trained at integer indices only (use ddpm)"),
+        ("ddpm_linear", {"schedule": schedule("ddpm"), "num_steps": 1001},
          "num_steps: 1001 steps cannot be chosen from the 1000 indices of objective.path = ddpm_linear"
          " (use at most 1000)"),
-        ("edm", {"schedule": "edm", "solver": "euler_maruyama"},
-         "solver: euler_maruyama is for rectified_flow, and objective.path = edm (use ddpm, or edm_heun with churn)"),
-        ("rectified_flow", {"solver": "edm_heun"},
-         "solver: edm_heun needs a finite sigma to start from, and objective.path = rectified_flow"
-         " (use sampling.schedule = edm)"),
-        ("edm", {"schedule": "edm", "sigma_min": 90.0},
-         "sigma_min: 90 is not below sampling.sigma_max = 80 (make it smaller)"),
-        ("edm", {"schedule": "edm", "solver": "edm_heun", "churn": 1.0, "churn_min": 60.0},
-         "churn_min: 60 is above sampling.churn_max = 50 (make it smaller)"),
-        ("ddpm_linear", {"schedule": "ddpm", "solver": "ddpm", "ddpm_variance": "learned"},
-         "ddpm_variance: the model has not learned the variance (use small or large, or train with"
+        ("edm", {"schedule": schedule("edm"), "solver": solver("euler_maruyama")},
+         "solver.name: euler_maruyama is for rectified_flow, and objective.path = edm (use ddpm, or edm_heun with churn)"),
+        ("rectified_flow", {"solver": solver("edm_heun")},
+         "solver.name: edm_heun needs a finite sigma to start from, and objective.path = rectified_flow"
+         " (use sampling.schedule.name = edm)"),
+        ("edm", {"schedule": schedule("edm", sigma_min=90.0)},
+         "schedule.sigma_min: 90 is not below sampling.schedule.sigma_max = 80 (make it smaller)"),
+        ("edm", {"schedule": schedule("edm"), "solver": solver("edm_heun", churn=1.0, churn_min=60.0)},
+         "solver.churn_min: 60 is above sampling.solver.churn_max = 50 (make it smaller)"),
+        ("ddpm_linear", {"schedule": schedule("ddpm"), "solver": solver("ddpm", variance="learned")},
+         "solver.variance: the model has not learned the variance (use small or large, or train with"
          " model.learned_variance)"),
     ],
 )
@@ -219,18 +221,18 @@ def test_commands_of_the_documentation_are_ways_to_sample(script, monkeypatch):
     text = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
     commands = [shlex.split(line) for line in re.findall(r"^    python scripts/sample.py (.*)$", text, re.MULTILINE)]
     methods = [method_of(script, monkeypatch, command) for command in commands]
-    assert [method.solver for method in methods] == ["heun", "euler_maruyama", "edm_heun", *["euler"] * 3]
-    assert methods[2].churn == 40 and methods[2].schedule == "edm"
+    assert [method.solver.name for method in methods] == ["heun", "euler_maruyama", "edm_heun", *["euler"] * 3]
+    assert methods[2].solver.churn == 40 and methods[2].schedule.name == "edm"
     assert (methods[3].guidance_scale, methods[3].guidance_interval) == (3.0, [0.2, 0.8])
     for section, key in re.findall(r"`(sampling)\.([a-z_]+)", text):
         assert hasattr(SamplingConfig(), key), f"{section}.{key}"
 
 
 def test_every_key_of_the_method_is_an_option(script):
-    method = SamplingConfig(solver="ddim").method()
     others = {"enable", "interval", "classes", "images_per_class", "ema_track", "judge_images", "batch_size"}
-    assert {field.name for field in dataclasses.fields(SamplingConfig)} - others == set(script.METHOD_KEYS)
-    assert method["solver_options"] == {"eta": 0.0} and method["schedule_options"] == {"shift": 1.0}
+    inner = {key.name for each in (*SOLVERS.values(), *SCHEDULES.values()) for key in keys(each) if key.name != "name"}
+    options = {key for _, key in script.method_keys()}
+    assert options == {key.name for key in keys(SamplingConfig)} - others | inner and len(options) == len(script.method_keys())
 
 
 @pytest.mark.parametrize(
@@ -238,8 +240,12 @@ def test_every_key_of_the_method_is_an_option(script):
     [
         ("--guidance-interval 0.9 0.1",
          "--guidance-interval: [0.9, 0.1] runs backwards (give the lower t first, both in 0..1)"),
-        ("--ddim-eta 0.5", "--ddim-eta: has no effect when sampling.solver = euler (leave it out)"),
-        ("--solver ddim --ddim-eta 2", "--ddim-eta: must be at least 0 and at most 1, is 2.0"),
+        ("--eta 0.5", "--eta: has no effect with --solver euler, --schedule uniform (leave it out)"),
+        ("--solver edm_heun --schedule edm --churn-min 1", "--churn-min: has no effect when sampling.solver.churn = 0.0"
+         " (leave it out)"),
+        ("--solver edm_heun", "--solver: edm_heun needs a finite sigma to start from, and objective.path = rectified_flow"
+         " (use sampling.schedule.name = edm)"),
+        ("--solver ddim --eta 2", "--eta: must be at least 0 and at most 1, is 2.0"),
         ("--num-steps 0", "--num-steps: must be at least 1 and at most 1000000, is 0"),
     ],
 )
@@ -260,10 +266,10 @@ def load(folder, toml: str) -> JobConfig:
 
 
 def test_a_configuration_takes_the_schedule_of_its_path(tmp_path):
-    assert load(tmp_path, SMALL_DDPM).sampling.schedule == "ddpm"
-    assert load(tmp_path, '[data]\nname = "synthetic"').sampling.schedule == "uniform"
+    assert load(tmp_path, SMALL_DDPM).sampling.schedule == schedule("ddpm")
+    assert load(tmp_path, '[data]\nname = "synthetic"').sampling.schedule == schedule("uniform")
     resolved = dump_config(load(tmp_path, SMALL_DDPM))
-    assert 'schedule = "ddpm"' in resolved and "shift" not in resolved.split("[sampling]")[1]
+    assert tomllib.loads(resolved)["sampling"]["schedule"] == {"name": "ddpm"}
 
 
 @pytest.mark.parametrize(
@@ -271,9 +277,9 @@ def test_a_configuration_takes_the_schedule_of_its_path(tmp_path):
     [
         ("num_steps = 1001", "sampling.num_steps: 1001 steps cannot be chosen from the 1000 indices of"
          " objective.path = ddpm_linear (use at most 1000)"),
-        ("shift = 2.0", "sampling.shift: has no effect on the schedule of objective.path = ddpm_linear, ddpm"
+        ("schedule.shift = 2.0", "sampling.schedule.shift: has no effect on the schedule of objective.path = ddpm_linear, ddpm"
          " (remove it)"),
-        ('solver = "ddpm"\nddpm_variance = "learned"', "sampling.ddpm_variance: the model has not learned the variance"
+        ('solver.name = "ddpm"\nsolver.variance = "learned"', "sampling.solver.variance: the model has not learned the variance"
          " (use small or large, or train with model.learned_variance)"),
         ("guidance_interval = [0.6, 0.5]", "sampling.guidance_interval: [0.6, 0.5] runs backwards"
          " (give the lower t first, both in 0..1)"),
@@ -287,5 +293,5 @@ def test_a_configuration_that_cannot_be_sampled_is_refused(tmp_path, keys, line)
 
 def test_a_model_that_learns_the_variance_can_use_it(tmp_path):
     learns = SMALL_DDPM + "[model]\nlearned_variance = true\n"
-    config = load(tmp_path, learns + '[sampling]\nsolver = "ddpm"\nddpm_variance = "learned"')
-    assert config.sampling.method()["solver_options"] == {"variance": "learned"}
+    config = load(tmp_path, learns + '[sampling]\nsolver.name = "ddpm"\nsolver.variance = "learned"')
+    assert config.sampling.solver.options() == {"variance": "learned"}

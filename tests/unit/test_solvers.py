@@ -25,7 +25,7 @@ def gaussian_predict(x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
 
 def solve(solver: str, predict, x: Tensor, num_steps: int) -> Tensor:
     times = torch.linspace(1, 0, num_steps + 1, dtype=x.dtype)
-    return SOLVERS[solver](predict, RectifiedFlow(), x, times, lambda step: pytest.fail("no noise is asked for"))
+    return SOLVERS[solver].solve(predict, RectifiedFlow(), x, times, lambda step: pytest.fail("no noise is asked for"))
 
 
 def error_of(solver: str, num_steps: int) -> float:
@@ -76,7 +76,7 @@ def test_evaluations_happen_at_the_times_of_the_grid(solver, per_step):
 
 def test_sampled_deviation_is_the_data_s():
     noise = philox.normal(0, "sampling", torch.arange(4_000), (1, 2, 5))
-    end = SOLVERS["heun"](gaussian_predict, RectifiedFlow(), noise, uniform_times(200), lambda step: None)
+    end = SOLVERS["heun"].solve(gaussian_predict, RectifiedFlow(), noise, uniform_times(200), lambda step: None)
     assert end.dtype == torch.float32
     assert end.double().std().item() == pytest.approx(DATA_STD * noise.double().std().item(), rel=1e-4)
     assert end.double().std().item() == pytest.approx(DATA_STD, abs=4 * DATA_STD / math.sqrt(2 * noise.numel()))

@@ -35,7 +35,7 @@ def flow_error(solver: str, path_name: str, times: Tensor) -> float:
     a, b = path.coefficients(times)
     deviations = ((a * DATA_STD) ** 2 + b**2).sqrt()
     x = torch.ones(1, 1, dtype=torch.float64)
-    end = SOLVERS[solver](gaussian_predict(path), path, x, times, no_noise)
+    end = SOLVERS[solver].solve(gaussian_predict(path), path, x, times, no_noise)
     return abs(end - deviations[-1] / deviations[0]).item()
 
 
@@ -61,7 +61,7 @@ def test_error_falls_with_the_order_of_the_method(path_name, solver, order):
 def test_edm_heun_gives_the_golden_deviations(num_steps, deviation):
     path = PATHS["edm"]()
     x = torch.full((1, 1), 80.0, dtype=torch.float64)
-    found = SOLVERS["edm_heun"](gaussian_predict(path), path, x, edm_times(num_steps), no_noise).item()
+    found = SOLVERS["edm_heun"].solve(gaussian_predict(path), path, x, edm_times(num_steps), no_noise).item()
     assert found == pytest.approx(deviation, rel=2e-6)
 
 
@@ -83,7 +83,7 @@ def test_edm_heun_equals_the_written_out_algorithm_on_any_path():
     for path_name in ("edm", "ddpm_linear_continuous", "rectified_flow"):
         path = PATHS[path_name]()
         x = path.coefficients(times[0])[0] * torch.full((1, 1), 70.0, dtype=torch.float64)
-        found = SOLVERS["edm_heun"](
+        found = SOLVERS["edm_heun"].solve(
             gaussian_predict(path), path, x, times, lambda step: torch.full((1, 1), fresh[step], dtype=torch.float64),
             churn=churn, churn_min=low, churn_max=high, churn_noise=inflate,
         )
@@ -93,7 +93,7 @@ def test_edm_heun_equals_the_written_out_algorithm_on_any_path():
 def test_edm_heun_refuses_an_infinite_noise_level():
     path = PATHS["rectified_flow"]()
     with pytest.raises(ValueError, match="sigma is infinite at the first time"):
-        SOLVERS["edm_heun"](gaussian_predict(path), path, torch.ones(1, 1), uniform_times(4), no_noise)
+        SOLVERS["edm_heun"].solve(gaussian_predict(path), path, torch.ones(1, 1), uniform_times(4), no_noise)
 
 
 def test_dpmpp_2m_equals_the_written_out_algorithm():
@@ -113,7 +113,7 @@ def test_dpmpp_2m_equals_the_written_out_algorithm():
             combined = (1 + 1 / (2 * r)) * seen[-1] - 1 / (2 * r) * seen[-2]
         x = sigma(lambdas[i]) / sigma(lambdas[i - 1]) * x - alpha(lambdas[i]) * math.expm1(-h) * combined
     wanted = denoise(x, lambdas[-1])  # the last step, to sigma = 0
-    found = SOLVERS["dpmpp_2m"](
+    found = SOLVERS["dpmpp_2m"].solve(
         gaussian_predict(path), path, torch.full((1, 1), 1.3, dtype=torch.float64), times, no_noise
     )
     assert found.item() == pytest.approx(wanted, rel=1e-11)
@@ -128,7 +128,7 @@ def variance_of(solver: str, path_name: str, times: Tensor, **options) -> float:
     x = torch.zeros(rows, 1, dtype=torch.float64)
     x[0] = path.coefficients(times[0])[1]
     impulse = lambda step: torch.eye(rows, dtype=torch.float64)[:, step + 1 : step + 2]  # noqa: E731
-    end = SOLVERS[solver](gaussian_predict(path), path, x, times, impulse, **options)
+    end = SOLVERS[solver].solve(gaussian_predict(path), path, x, times, impulse, **options)
     return end.square().sum().item()
 
 
@@ -146,8 +146,8 @@ def test_stochastic_flow_without_diffusion_is_euler():
     path, x = PATHS["rectified_flow"](), torch.tensor([[0.7], [-2.0]], dtype=torch.float64)
     noise = lambda step: torch.ones_like(x)  # noqa: E731
     ends = [
-        SOLVERS["euler_maruyama"](gaussian_predict(path), path, x, uniform_times(9), noise, diffusion_scale=0.0),
-        SOLVERS["euler"](gaussian_predict(path), path, x, uniform_times(9), no_noise),
+        SOLVERS["euler_maruyama"].solve(gaussian_predict(path), path, x, uniform_times(9), noise, diffusion_scale=0.0),
+        SOLVERS["euler"].solve(gaussian_predict(path), path, x, uniform_times(9), no_noise),
     ]
     torch.testing.assert_close(*ends, rtol=1e-13, atol=0)
 
@@ -160,7 +160,7 @@ def test_stochastic_flow_steps_equal_the_written_out_recursion():
         x0 = (1 - t) * DATA_STD**2 / variance * x
         velocity = t / variance * x - x0
         x = x - h * (velocity - 0.5 * w * score) + math.sqrt(w * h) * (step + 0.5) if step < 2 else x0
-    found = SOLVERS["euler_maruyama"](
+    found = SOLVERS["euler_maruyama"].solve(
         gaussian_predict(path), path, torch.ones(1, 1, dtype=torch.float64), times,
         lambda step: torch.full((1, 1), step + 0.5, dtype=torch.float64), diffusion_scale=0.7,
     )
@@ -172,7 +172,7 @@ def test_stochastic_flow_steps_equal_the_written_out_recursion():
 def test_variance_of_ancestral_sampling_converges_to_the_data_s(path_name, variance):
     path = PATHS[path_name]()
     errors = [
-        abs(variance_of("ddpm", path_name, SCHEDULES["ddpm"](path, count), variance=variance) - DATA_STD**2)
+        abs(variance_of("ddpm", path_name, SCHEDULES["ddpm"]().times(path, count), variance=variance) - DATA_STD**2)
         for count in (60, 250, 1000)
     ]
     assert errors[0] > 1.8 * errors[1] > 1.8**2 * errors[2]
@@ -202,7 +202,7 @@ def test_deterministic_solvers_draw_no_noise_and_keep_float32(solver, options):
     path = PATHS["rectified_flow"]()
     times = edm_times(8)
     x = path.coefficients(times[0])[1] * philox.normal(0, "sampling", torch.arange(3), (1, 2, 2))
-    ends = [SOLVERS[solver](gaussian_predict(path), path, x, times, no_noise, **options) for _ in range(2)]
+    ends = [SOLVERS[solver].solve(gaussian_predict(path), path, x, times, no_noise, **options) for _ in range(2)]
     assert torch.equal(*ends) and ends[0].dtype == torch.float32
-    deviation = SOLVERS[solver](gaussian_predict(path), path, x.double(), times, no_noise, **options)
+    deviation = SOLVERS[solver].solve(gaussian_predict(path), path, x.double(), times, no_noise, **options)
     torch.testing.assert_close(ends[0].double(), deviation, rtol=2e-5, atol=1e-6)

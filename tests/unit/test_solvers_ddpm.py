@@ -78,7 +78,7 @@ def ours(path_name: str, num_steps: int, solver: str, dtype=torch.float64, **opt
 
     x = torch.from_numpy(np.random.default_rng(7).standard_normal((2, PIXELS))).to(dtype)
     noise = lambda step: torch.from_numpy(fresh_noise(step)).to(dtype)  # noqa: E731
-    return SOLVERS[solver](predict, path, x, ddpm_times(num_steps, path), noise, **options)
+    return SOLVERS[solver].solve(predict, path, x, ddpm_times(num_steps, path), noise, **options)
 
 
 def even_spacing(count: int, total: int = 1000) -> list[int]:
@@ -123,7 +123,7 @@ def test_learned_variance_lies_between_small_and_large_and_must_be_there():
     def spread(variance: str, fraction: float | None) -> float:
         learned = None if fraction is None else torch.full((1, 1), fraction, dtype=torch.float64)
         last = lambda x, t: (x, torch.zeros_like(x), learned)  # noqa: E731
-        return SOLVERS["ddpm"](last, path, 0 * ones(0), times, ones, variance=variance).item()
+        return SOLVERS["ddpm"].solve(last, path, 0 * ones(0), times, ones, variance=variance).item()
 
     assert spread("learned", 0.0) == pytest.approx(spread("small", None), rel=1e-12)
     assert spread("learned", 1.0) == pytest.approx(spread("large", None), rel=1e-12)

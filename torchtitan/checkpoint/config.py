@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan.settings import setting
+from torchtitan.settings import only_with, setting
 
 
+@only_with("enable", but=("initial_weights",))
 @dataclass(kw_only=True)
 class CheckpointConfig:
     """`[checkpoint]`"""
@@ -13,23 +14,16 @@ class CheckpointConfig:
     enable: bool = setting(True, "save checkpoints and resume from the newest good one", trajectory=False)
     folder: str = setting(
         "", "path, or URL of a store (s3://bucket/prefix, gs://, hf:// and others), for checkpoints, "
-        "in a subfolder of the run's name; default: the run's own folder", applies={"enable": (True,)}, trajectory=False,
+        "in a subfolder of the run's name; default: the run's own folder", trajectory=False,
         writes="run",
     )
-    interval: int = setting(
-        1000, "steps between checkpoints; the last step is always saved", ge=1, applies={"enable": (True,)},
-        trajectory=False,
-    )
+    interval: int = setting(1000, "steps between checkpoints; the last step is always saved", ge=1, trajectory=False)
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = setting(
         "disabled", "write checkpoints while training continues, from a copy in host memory; "
-        "pinned: on CUDA, the copy is asynchronous too", applies={"enable": (True,)}, trajectory=False,
+        "pinned: on CUDA, the copy is asynchronous too", trajectory=False,
     )
-    keep_latest_k: int = setting(
-        3, "checkpoints kept, older ones are deleted; 0 keeps all", ge=0, applies={"enable": (True,)}, trajectory=False
-    )
-    load_step: int = setting(
-        -1, "step to resume from; -1 is the newest good one", ge=-1, applies={"enable": (True,)}, trajectory=False
-    )
+    keep_latest_k: int = setting(3, "checkpoints kept, older ones are deleted; 0 keeps all", ge=0, trajectory=False)
+    load_step: int = setting(-1, "step to resume from; -1 is the newest good one", ge=-1, trajectory=False)
     initial_weights: str = setting(
         "", "safetensors file of initial weights, named as the model's parameters; not read when a run resumes"
     )

@@ -21,16 +21,24 @@ from torchtitan.config.view import Checked, Unknown
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
+from torchtitan.diffusion.solvers import SCHEDULES
+from torchtitan.diffusion.solvers.contract import ScheduleConfig
 from torchtitan.distributed.config import checkpoint_problems, compile_problems
 from torchtitan.errors import unwrapped
-from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, default_schedule, sampling_problems
+from torchtitan.evaluation.config import (
+    LATENT_DATASETS,
+    WITH_WEIGHTS,
+    SamplingConfig,
+    default_schedule,
+    sampling_problems,
+)
 from torchtitan.evaluation.judges import JUDGES
 from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import float8_problems
 from torchtitan.processes.launch import launch_number
 from torchtitan.profiling.config import profiling_problems
-from torchtitan.settings import has_key
+from torchtitan.settings import chosen, has_key
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, no_effect, shown, shown_name
 from torchtitan.settings.sizes import size_problems
@@ -66,8 +74,7 @@ def resolve(checked: Checked, config: Any) -> None:
         config.model.label_dropout = 0.0
     if _cannot_guide(checked):
         config.sampling.guidance_scale = 1.0
-    if "sampling.schedule" not in checked.given:
-        config.sampling.schedule = default_schedule(config.objective.path)
+    config.sampling.schedule = _schedule(checked, config.sampling)
     config.objective.timesteps = config.objective.timesteps.resolved(PATHS[config.objective.path]())
 
 
@@ -257,15 +264,21 @@ def _sampling_method(checked: Checked) -> Iterator[Problem]:
     if not checked.sampling.enable:
         return
     sampling, path_name = checked.whole("sampling"), checked.objective.path
-    if "sampling.schedule" not in checked.given:
-        schedule = default_schedule(path_name)
-        sampling = dataclasses.replace(sampling, schedule=schedule)
-        if "sampling.shift" in checked.given and schedule != "uniform":
-            text = f"has no effect on the schedule of objective.path = {path_name}, {schedule} (remove it)"
-            yield Problem("sampling.shift", text)
+    sampling = dataclasses.replace(sampling, schedule=_schedule(checked, sampling))
+    if not has_key(sampling.schedule, "shift") and "sampling.schedule.shift" in checked.given:
+        text = f"has no effect on the schedule of objective.path = {path_name}, {sampling.schedule.name} (remove it)"
+        yield Problem("sampling.schedule.shift", text)
     learned_variance = checked.whole("model").learned_variance
     for key, text in sampling_problems(sampling, path_name, learned_variance, bool(checked.objective.heads)):
         yield Problem(f"sampling.{key}", text)
+
+
+def _schedule(checked: Checked, sampling: SamplingConfig) -> ScheduleConfig:
+    """The schedule that is given, or that of the objective's path."""
+    default = default_schedule(checked.objective.path)
+    if "sampling.schedule.name" in checked.given or default == sampling.schedule.name:
+        return sampling.schedule
+    return chosen(SCHEDULES, default)
 
 
 def _cannot_guide(checked: Checked) -> bool:

@@ -417,12 +417,19 @@ def _drop_overruled(
     `--sampling.enable false` is meant to overrule a file that says how to sample. Within one source, a key
     without effect is a mistake and stays for the checks to report.
     """
+    chosen = dict(_choices(config))
     for dotted, field_ in known.items():
         section, _, key = dotted.rpartition(".")
         if origins.get(dotted) != "file":
             continue
         unmet = unmet_condition(config, section, field_)
-        if unmet and origins.get(unmet[0]) == "command line":
+        if not unmet or origins.get(unmet[0]) != "command line":
+            continue
+        if section in chosen and key == "name":  # its keys with it
+            put_section(config, section, chosen[section].section(chosen[section].default))
+            for each in [name for name in origins if name.startswith(f"{section}.")]:
+                del origins[each]
+        else:
             setattr(section_at(config, section), key, getattr(defaults[section], key))
             del origins[dotted]
 

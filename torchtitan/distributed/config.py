@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 import torch._functorch.config as functorch_config
 
-from torchtitan.settings import setting
+from torchtitan.settings import only_with, setting
 
 
 @dataclass(kw_only=True)
@@ -44,6 +44,7 @@ class CommConfig:
     )
 
 
+@only_with("enable")
 @dataclass(kw_only=True)
 class CompileConfig:
     """`[compile]`"""
@@ -53,7 +54,7 @@ class CompileConfig:
     )
     scope: Literal["blocks", "model"] = setting(
         "blocks", "unit of compilation: each block, or the whole model, if its parameters are not sharded",
-        applies={"enable": (True,)}, trajectory=False,
+        trajectory=False,
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from tqdm import tqdm
 from torchtitan import philox
 from torchtitan.diffusion.guidance import Guidance, predictor
 from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS
+from torchtitan.diffusion.solvers import ScheduleConfig, SolverConfig
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.eval_mode import evaluating
 from torchtitan.models.base import DiffusionModel
@@ -50,15 +49,13 @@ class ImageSampler:
         labels: Tensor,
         seed: int,
         *,
-        solver: str,
+        solver: SolverConfig,
         num_steps: int,
+        schedule: ScheduleConfig,
         guidance_scale: float,
         batch_size: int,
         guidance_interval: tuple[float, float] = (0.0, 1.0),
         guidance_channels: str = "all",
-        schedule: str = "uniform",
-        solver_options: dict[str, Any] | None = None,
-        schedule_options: dict[str, float] | None = None,
         first_number: int = 0,
         sharded: bool = False,
         purpose: str = "sampling",
@@ -69,13 +66,12 @@ class ImageSampler:
         Args:
             labels: class of each image [N], int64; ignored by an unconditional model.
             seed: of the images' noise.
-            solver: a key of SOLVERS.
+            solver: section of the solver, with its options.
             num_steps: solver steps.
+            schedule: section of the steps' times.
             guidance_scale: 1 for none.
             batch_size: images at a time on each rank.
             guidance_interval, guidance_channels: as in `Guidance`.
-            schedule: a key of SCHEDULES.
-            solver_options, schedule_options: keyword arguments of the two; their defaults where not given.
             first_number: number of the first image; image i starts from noise of number first_number + i.
             sharded: whether the model's parameters are sharded.
             purpose: random stream of the starting noise.
@@ -89,8 +85,8 @@ class ImageSampler:
         # Every rank makes the same number of forwards, or a sharded model would wait for ever.
         mine = (torch.arange(share) + rank * share).clamp(max=len(labels) - 1)
         path = self._objective.path
-        times = SCHEDULES[schedule](path, num_steps, **schedule_options or {})
-        solve = functools.partial(SOLVERS[solver], path=path, times=times, **solver_options or {})
+        times = schedule.times(path, num_steps)
+        solve = functools.partial(solver.solve, path=path, times=times, **solver.options())
         guidance = Guidance(guidance_scale, guidance_interval, guidance_channels)
         with evaluating(self._model), compute_context(self._param_dtype, self._device, sharded):
             parts = [

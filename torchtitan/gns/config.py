@@ -11,13 +11,13 @@ from torchtitan.diffusion.paths import PATHS, has_indices
 from torchtitan.diffusion.paths import Path as NoisePath
 from torchtitan.diffusion.timesteps.contract import Density
 from torchtitan.diffusion.timesteps.registry import build_density
-from torchtitan.settings import setting
+from torchtitan.settings import only_with, setting
 
-_ON = {"enable": (True,)}
 _TAPPED = {"single_pass": (True,)}
 _BINNED = {"single_pass or bin_pure_microbatches": (True,)}
 
 
+@only_with("enable")
 @dataclass(kw_only=True)
 class GNSConfig:
     """`[gns]`: gradient noise scale per timestep bin, measured while training."""
@@ -42,20 +42,18 @@ class GNSConfig:
     bin_unit: Literal["t", "sigma", "index"] = setting(
         "t", "unit of bin_edges; index: of a DDPM path", applies=_BINNED, trajectory=False
     )
-    half_life: float = setting(
-        4096.0, "half-life of a measurement, in samples of its bin", gt=0, applies=_ON, trajectory=False
-    )
-    log_interval: int = setting(50, "steps between logged estimates", ge=1, applies=_ON, trajectory=False)
+    half_life: float = setting(4096.0, "half-life of a measurement, in samples of its bin", gt=0, trajectory=False)
+    log_interval: int = setting(50, "steps between logged estimates", ge=1, trajectory=False)
     picture_interval: int = setting(
         500, "steps between pictures <run>/gns/noise_scale.png; also at the last step", ge=1, applies=_TAPPED,
         trajectory=False,
     )
     single_pass: bool = setting(
-        True, "estimate per bin from one ordinary backward, by taps on the layers", applies=_ON, trajectory=False
+        True, "estimate per bin from one ordinary backward, by taps on the layers", trajectory=False
     )
     rank_gradients: bool = setting(
         False, "compare each rank's gradient (or each microbatch's, in a single process) with the reduced one",
-        applies=_ON, trajectory=False,
+        trajectory=False,
     )
     bin_pure_microbatches: bool = setting(
         False, "one timestep bin per microbatch, each reduced separately: rank gradients then measure single bins",

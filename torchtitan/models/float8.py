@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.converters import convert
-from torchtitan.settings import setting
+from torchtitan.settings import only_with, setting
 
 # The matrix products of the hardware take multiples of this in every dimension but the first.
 _MULTIPLE = 16
 _LEAST_CAPABILITY = (8, 9)
 
 
+@only_with("enable")
 @dataclass(kw_only=True)
 class Float8Config:
     """`[float8]`"""
@@ -28,18 +29,12 @@ class Float8Config:
     enable: bool = setting(False, "compute the blocks' linears over tokens in float8 (needs torchao)")
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = setting(
         "tensorwise", "scale per tensor (fastest); per row; per row, with the weights' gradients in high precision",
-        applies={"enable": (True,)},
     )
-    emulate: bool = setting(
-        False, "round to float8 but multiply in high precision: slow, for any device", applies={"enable": (True,)}
-    )
+    emulate: bool = setting(False, "round to float8 but multiply in high precision: slow, for any device")
     filter_fqns: list[str] = setting(
         [], "linears whose name contains one of these are not converted, such as \"attention.out\"",
-        applies={"enable": (True,)},
     )
-    min_features: int = setting(
-        0, "linears with fewer input or output features are not converted", ge=0, applies={"enable": (True,)}
-    )
+    min_features: int = setting(0, "linears with fewer input or output features are not converted", ge=0)
 
 
 class Float8Error(Exception):

@@ -6,6 +6,7 @@ JSON schema. This file imports the standard library only, so that every package 
 """
 
 import dataclasses
+import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -86,15 +87,33 @@ class Choice:
         return dataclasses.replace(flavors[flavor or made.flavor] if flavors else made, name=name)
 
 
-def choice(options: Choice, description: str) -> Any:
-    """Declare a section inside another one, or in the whole configuration, whose `name` chooses its keys."""
-    metadata = {"choice": options, "description": description}
+def choice(
+    options: Choice, description: str, *, applies: Mapping[str, tuple | str] | None = None, trajectory: bool = True
+) -> Any:
+    """Declare a section inside another one, or in the whole configuration, whose `name` chooses its keys.
+
+    `applies` and `trajectory` are as in `setting`, for all of its keys.
+    """
+    metadata = {"choice": options, "description": description, "applies": applies or {}, "trajectory": trajectory}
     return dataclasses.field(default_factory=lambda: options.section(options.default), metadata=metadata)
 
 
 def section_of(kind: type, description: str) -> Any:
     """Declare a section of the configuration; description: one line, printed by `--help`."""
     return dataclasses.field(default_factory=kind, metadata={"description": description})
+
+
+def only_with(switch: str, but: tuple[str, ...] = ()) -> Callable[[type], type]:
+    """Class decorator of a section: all keys other than `switch` and `but` have an effect only while `switch` is true."""
+
+    def declare(section: type) -> type:
+        for field in dataclasses.fields(section):
+            if field.name not in (switch, *but):
+                applies = {switch: (True,)} | field.metadata["applies"]
+                field.metadata = types.MappingProxyType({**field.metadata, "applies": applies})
+        return section
+
+    return declare
 
 
 def chosen(registry: Mapping[str, type], name: str, **keys: Any) -> Any:

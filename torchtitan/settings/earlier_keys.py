@@ -25,6 +25,7 @@ class Move(NamedTuple):
 
 
 _TIMESTEPS, _BASE = "objective.timesteps", "objective.timesteps.base"
+_SOLVER, _SCHEDULE = "sampling.solver", "sampling.schedule"
 _DENSITY = (_TIMESTEPS, _BASE)
 _BINNED = ("time_warping", "adaptive_log_snr")
 
@@ -46,9 +47,23 @@ MOVED = {
     "objective.slot_edges_path": Move((_TIMESTEPS,), "edges_path", ("slots",)),
     "objective.slot_importance": Move((_TIMESTEPS,), "importance", ("slots",)),
     "objective.loss_half_life": Move((_TIMESTEPS,), "half_life", _BINNED),
+    "sampling.solver": Move((_SOLVER,), "name"),
+    "sampling.ddim_eta": Move((_SOLVER,), "eta", ("ddim",)),
+    "sampling.ddpm_variance": Move((_SOLVER,), "variance", ("ddpm",)),
+    "sampling.churn": Move((_SOLVER,), "churn", ("edm_heun",)),
+    "sampling.churn_min": Move((_SOLVER,), "churn_min", ("edm_heun",)),
+    "sampling.churn_max": Move((_SOLVER,), "churn_max", ("edm_heun",)),
+    "sampling.churn_noise": Move((_SOLVER,), "churn_noise", ("edm_heun",)),
+    "sampling.diffusion": Move((_SOLVER,), "diffusion", ("euler_maruyama",)),
+    "sampling.diffusion_scale": Move((_SOLVER,), "diffusion_scale", ("euler_maruyama",)),
+    "sampling.schedule": Move((_SCHEDULE,), "name"),
+    "sampling.shift": Move((_SCHEDULE,), "shift", ("uniform",)),
+    "sampling.sigma_min": Move((_SCHEDULE,), "sigma_min", ("edm",)),
+    "sampling.sigma_max": Move((_SCHEDULE,), "sigma_max", ("edm",)),
+    "sampling.rho": Move((_SCHEDULE,), "rho", ("edm",)),
 }
 # Section -> its name where a file of an earlier version gives none.
-_DEFAULT_NAMES = {_TIMESTEPS: "logit_normal", _BASE: "uniform"}
+_DEFAULT_NAMES = {_TIMESTEPS: "logit_normal", _BASE: "uniform", _SOLVER: "euler", _SCHEDULE: "uniform"}
 
 
 def in_present_keys(
@@ -107,7 +122,7 @@ def _moves(given: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> dict[str, 
 def _names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Section -> the name that one of the given keys chooses for it."""
     present = {key: f"{move.sections[0]}.name" for key, move in MOVED.items() if move.key == "name"}
-    chosen = {present.get(key, key): value for key, value in given.items()}
+    chosen = {present.get(key, key): value for key, value in given.items() if not isinstance(value, dict)}
     return {section: chosen[f"{section}.name"] for section in _DEFAULT_NAMES if f"{section}.name" in chosen}
 
 

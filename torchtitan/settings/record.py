@@ -42,6 +42,8 @@ def config_differences(old: Any, new: Any) -> list[str]:
         table, old_table = table_at(now, section), table_at(before, section)
         hints = typing.get_type_hints(type(values))
         default_name = _default_name(new, section)
+        if not _of_trajectory(new, section):
+            continue
         if "." in section and old_table.get("name", default_name) != values.name:
             old_table = {"name": old_table.get("name", default_name)}  # its other keys are of another class
         for field in keys(values):
@@ -76,6 +78,9 @@ def unmet_condition(config: Any, section: str, field: dataclasses.Field) -> tupl
         the dotted key that it depends on, that key's value, and the values under which it would have an effect;
         None if it has one.
     """
+    outer, _, inner = section.rpartition(".")
+    if outer and (of_outer := unmet_condition(config, outer, section_at(config, outer).__dataclass_fields__[inner])):
+        return of_outer
     for condition, accepted in field.metadata.get("applies", {}).items():
         unmet = [_unmet(config, section, key, accepted) for key in condition.split(" or ")]
         if all(unmet):
@@ -94,6 +99,12 @@ def _unmet(config: Any, section: str, condition: str, accepted: tuple | str) -> 
 
 def _has_effect(config: Any, section: str, field: dataclasses.Field) -> bool:
     return unmet_condition(config, section, field) is None
+
+
+def _of_trajectory(config: Any, section: str) -> bool:
+    """Whether the keys of a section inside another one may change what a run learns; every other section's may."""
+    outer, _, inner = section.rpartition(".")
+    return not outer or section_at(config, outer).__dataclass_fields__[inner].metadata["trajectory"]
 
 
 def _default_name(config: Any, section: str) -> str:

@@ -6,21 +6,35 @@ x [B, C, H, W] is the state at times[0], b(times[0]) x noise; times [N + 1] fall
 solver computes from times alone is float64, the state is of x's dtype. Options are keywords with defaults.
 """
 
-from torchtitan.diffusion.solvers.ancestral import ddim, ddpm
-from torchtitan.diffusion.solvers.contract import DrawNoise, Predict, Prediction, Solver
-from torchtitan.diffusion.solvers.dpm_solver import dpmpp_2m
-from torchtitan.diffusion.solvers.edm import edm_heun
-from torchtitan.diffusion.solvers.flow import euler, euler_maruyama, heun
-from torchtitan.diffusion.solvers.schedules import SCHEDULES, ddpm_times, edm_times, respaced_indices, uniform_times
+from torchtitan.diffusion.solvers.ancestral import DDIMConfig, DDPMConfig
+from torchtitan.diffusion.solvers.contract import DrawNoise, Predict, Prediction, ScheduleConfig, Solver, SolverConfig
+from torchtitan.diffusion.solvers.dpm_solver import DPMPP2MConfig
+from torchtitan.diffusion.solvers.edm import EDMHeunConfig
+from torchtitan.diffusion.solvers.flow import EulerConfig, EulerMaruyamaConfig, HeunConfig
+from torchtitan.diffusion.solvers.schedules import (
+    DDPMScheduleConfig,
+    EDMScheduleConfig,
+    UniformScheduleConfig,
+    ddpm_times,
+    edm_times,
+    respaced_indices,
+    uniform_times,
+)
 
-SOLVERS: dict[str, Solver] = {
-    "euler": euler,
-    "heun": heun,
-    "euler_maruyama": euler_maruyama,
-    "edm_heun": edm_heun,
-    "ddim": ddim,
-    "ddpm": ddpm,
-    "dpmpp_2m": dpmpp_2m,
+# Name -> class of the solver's keys, whose `solve` is the solver; to add one: its file, and a line here.
+SOLVERS: dict[str, type[SolverConfig]] = {
+    "euler": EulerConfig,
+    "heun": HeunConfig,
+    "euler_maruyama": EulerMaruyamaConfig,
+    "edm_heun": EDMHeunConfig,
+    "ddim": DDIMConfig,
+    "ddpm": DDPMConfig,
+    "dpmpp_2m": DPMPP2MConfig,
+}
+SCHEDULES: dict[str, type[ScheduleConfig]] = {
+    "uniform": UniformScheduleConfig,
+    "edm": EDMScheduleConfig,
+    "ddpm": DDPMScheduleConfig,
 }
 
 __all__ = [
@@ -29,7 +43,9 @@ __all__ = [
     "DrawNoise",
     "Predict",
     "Prediction",
+    "ScheduleConfig",
     "Solver",
+    "SolverConfig",
     "ddpm_times",
     "edm_times",
     "respaced_indices",

@@ -5,10 +5,25 @@ a^2 = alpha_bar, r^2 = (1 / alpha_bar' - 1) / (1 / alpha_bar - 1), and these are
 every path x_t = a x0 + b noise, since x_t / a has one and the same forward process on all of them.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
 from torch import Tensor
 
 from torchtitan.diffusion.paths import Path
-from torchtitan.diffusion.solvers.contract import DrawNoise, Predict, noise_ratio, positive, predict_at, steps
+from torchtitan.diffusion.solvers.contract import (
+    DrawNoise,
+    Predict,
+    ScheduleConfig,
+    SolverConfig,
+    Trained,
+    noise_ratio,
+    positive,
+    predict_at,
+    steps,
+)
+from torchtitan.settings import setting
 
 
 def ddim(
@@ -65,3 +80,28 @@ def _fraction(variance: str, learned: Tensor | None) -> Tensor | float:
     if learned is None:
         raise ValueError("ddpm: variance = learned needs a network that has learned it (use small or large)")
     return learned
+
+
+@dataclass(kw_only=True)
+class DDIMConfig(SolverConfig):
+    """Keys of `ddim`."""
+
+    eta: float = setting(0.0, "DDIM's eta, share of fresh noise: 0 is deterministic, 1 is DDPM", ge=0, le=1)
+
+    solve = staticmethod(ddim)
+
+
+@dataclass(kw_only=True)
+class DDPMConfig(SolverConfig):
+    """Keys of `ddpm`."""
+
+    variance: Literal["small", "large", "learned"] = setting(
+        "small", "variance of a step: the posterior's, the forward process's, or the model's"
+    )
+
+    solve = staticmethod(ddpm)
+
+    def problems(self, trained: Trained, schedule: ScheduleConfig) -> Iterator[tuple[str, str]]:
+        if self.variance == "learned" and not trained.learned_variance:
+            text = "the model has not learned the variance (use small or large, or train with model.learned_variance)"
+            yield "variance", text

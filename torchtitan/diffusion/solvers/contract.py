@@ -1,12 +1,15 @@
 """Contract of solvers: predictions of the clean image and the noise, and fresh noise."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchtitan.diffusion.paths import Path
+from torchtitan.settings import setting
+from torchtitan.settings.sections import keys
 
 
 class Prediction(NamedTuple):
@@ -31,6 +34,63 @@ DrawNoise = Callable[[int], Tensor]
 
 # (predict, path, x at times[0], times, draw_noise, **options) -> x at times[-1]
 Solver = Callable[..., Tensor]
+
+
+def _no_solver(*arguments: Any, **options: Any) -> Tensor:
+    raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a solver is checked against.
+
+    Attributes:
+        path_name: of the path that the model was trained on, a key of PATHS.
+        path: that path.
+        learned_variance: whether the model has learned the variance of the reverse step.
+    """
+
+    path_name: str
+    path: Path
+    learned_variance: bool
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    """`[sampling.schedule]`: base of the keys of every schedule of times."""
+
+    name: str = setting("", "times of the solver's steps; default: the trained path's")
+
+    def times(self, path: Path, num_steps: int) -> Tensor:
+        """Times [N + 1] that a solver visits, falling to 0; float64 on the CPU."""
+        raise NotImplementedError
+
+    def problems(self, trained: Trained, num_steps: int) -> Iterator[tuple[str, str]]:
+        """Why a model cannot be sampled at these times: pairs of a key of `[sampling]` and the reason."""
+        if trained.path.discrete:
+            text = f"objective.path = {trained.path_name} is trained at integer indices only (use ddpm)"
+            yield "schedule.name", text
+
+
+@dataclass(kw_only=True)
+class SolverConfig:
+    """`[sampling.solver]`: base of the keys of every solver. Those beside `name` are the options of `solve`.
+
+    Attributes:
+        solve: the solver.
+    """
+
+    name: str = setting("", "integrator from noise to image")
+
+    solve = staticmethod(_no_solver)
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `solve`."""
+        return {key.name: getattr(self, key.name) for key in keys(self) if key.name != "name"}
+
+    def problems(self, trained: Trained, schedule: ScheduleConfig) -> Iterator[tuple[str, str]]:
+        """Why a model cannot be sampled in this way: pairs of a key of this section and the reason."""
+        yield from ()
 
 
 def predict_at(predict: Predict, x: Tensor, t: Tensor) -> Prediction:

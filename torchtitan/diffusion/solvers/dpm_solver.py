@@ -1,9 +1,11 @@
 """DPM-Solver++: exponential integrators of the probability flow in the log signal-to-noise ratio."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from torchtitan.diffusion.paths import Path
-from torchtitan.diffusion.solvers.contract import DrawNoise, Predict, noise_ratio, predict_at, steps
+from torchtitan.diffusion.solvers.contract import DrawNoise, Predict, SolverConfig, noise_ratio, predict_at, steps
 
 
 def dpmpp_2m(predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise: DrawNoise) -> Tensor:
@@ -29,3 +31,10 @@ def dpmpp_2m(predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise:
         x = keep * x + (a_then - a * keep) * direction
         before = x0, h
     return x
+
+
+@dataclass(kw_only=True)
+class DPMPP2MConfig(SolverConfig):
+    """`dpmpp_2m` has no keys."""
+
+    solve = staticmethod(dpmpp_2m)

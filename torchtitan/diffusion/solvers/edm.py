@@ -1,11 +1,23 @@
 """EDM's stochastic sampler: Heun's method in sigma for y = x / a."""
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from torchtitan.diffusion.paths import Path
-from torchtitan.diffusion.solvers.contract import DrawNoise, Predict, predict_at, steps
+from torchtitan.diffusion.solvers.contract import (
+    DrawNoise,
+    Predict,
+    ScheduleConfig,
+    SolverConfig,
+    Trained,
+    predict_at,
+    steps,
+)
+from torchtitan.diffusion.solvers.schedules import UniformScheduleConfig
+from torchtitan.settings import setting
 
 
 def edm_heun(
@@ -56,3 +68,23 @@ def _slope(predict: Predict, path: Path, y: Tensor, sigma: Tensor) -> Tensor:
     t = sigma / (1.0 + sigma)
     a, _ = path.coefficients(t)
     return predict_at(predict, a * y, t).noise
+
+
+@dataclass(kw_only=True)
+class EDMHeunConfig(SolverConfig):
+    """Keys of `edm_heun`."""
+
+    churn: float = setting(0.0, "noise added over all steps, EDM's S_churn: 0 is deterministic", ge=0)
+    churn_min: float = setting(0.05, "lowest sigma of churn, S_min", ge=0, applies={"churn": ">0"})
+    churn_max: float = setting(50.0, "highest sigma of churn, S_max", ge=0, applies={"churn": ">0"})
+    churn_noise: float = setting(1.003, "deviation of the noise of churn, S_noise", gt=0, applies={"churn": ">0"})
+
+    solve = staticmethod(edm_heun)
+
+    def problems(self, trained: Trained, schedule: ScheduleConfig) -> Iterator[tuple[str, str]]:
+        if isinstance(schedule, UniformScheduleConfig) and trained.path.t_max >= 1.0:
+            text = f"edm_heun needs a finite sigma to start from, and objective.path = {trained.path_name}"
+            yield "name", f"{text} (use sampling.schedule.name = edm)"
+        if self.churn > 0 and self.churn_min > self.churn_max:
+            text = f"{self.churn_min:g} is above sampling.solver.churn_max = {self.churn_max:g} (make it smaller)"
+            yield "churn_min", text

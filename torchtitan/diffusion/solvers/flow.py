@@ -1,12 +1,23 @@
 """Solvers in t for flows: the probability-flow equation, and the stochastic one with the same marginals."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from torchtitan.diffusion.paths import Path
-from torchtitan.diffusion.solvers.contract import DrawNoise, Predict, Prediction, predict_at, steps
+from torchtitan.diffusion.solvers.contract import (
+    DrawNoise,
+    Predict,
+    Prediction,
+    ScheduleConfig,
+    SolverConfig,
+    Trained,
+    predict_at,
+    steps,
+)
+from torchtitan.settings import OneOf, setting
 
 # name -> squared diffusion w_t as a function of (t, b). Source: Ma et al., "SiT", arXiv 2401.08740, section 3.
 DIFFUSIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -60,3 +71,34 @@ def euler_maruyama(
 def _velocity(path: Path, estimate: Prediction, t: Tensor) -> Tensor:
     a_slope, b_slope = path.derivatives(t)
     return a_slope * estimate.x0 + b_slope * estimate.noise
+
+
+@dataclass(kw_only=True)
+class EulerConfig(SolverConfig):
+    """`euler` has no keys."""
+
+    solve = staticmethod(euler)
+
+
+@dataclass(kw_only=True)
+class HeunConfig(SolverConfig):
+    """`heun` has no keys."""
+
+    solve = staticmethod(heun)
+
+
+@dataclass(kw_only=True)
+class EulerMaruyamaConfig(SolverConfig):
+    """Keys of `euler_maruyama`."""
+
+    diffusion: OneOf[str, DIFFUSIONS] = setting(
+        "sigma", "squared diffusion w_t of the stochastic flow: t, sin^2(pi t), or 1"
+    )
+    diffusion_scale: float = setting(1.0, "factor on the squared diffusion", ge=0)
+
+    solve = staticmethod(euler_maruyama)
+
+    def problems(self, trained: Trained, schedule: ScheduleConfig) -> Iterator[tuple[str, str]]:
+        if trained.path_name != "rectified_flow":
+            text = f"euler_maruyama is for rectified_flow, and objective.path = {trained.path_name}"
+            yield "name", f"{text} (use ddpm, or edm_heun with churn)"

@@ -1,11 +1,14 @@
 """Time schedules of solvers: times [N + 1], falling to 0; float64 on the CPU."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torchtitan.diffusion.paths import Path, indexed
+from torchtitan.diffusion.solvers.contract import ScheduleConfig, Trained
+from torchtitan.settings import setting
 
 
 def uniform_times(num_steps: int, t_max: float = 1.0, shift: float = 1.0) -> Tensor:
@@ -51,9 +54,45 @@ def ddpm_times(num_steps: int, path: Path) -> Tensor:
     return torch.cat((times, times.new_zeros(1)))
 
 
-# name -> (path, number of steps, options) -> times [N + 1]
-SCHEDULES: dict[str, Callable[..., Tensor]] = {
-    "uniform": lambda path, num_steps, **options: uniform_times(num_steps, path.t_max, **options),
-    "edm": lambda path, num_steps, **options: edm_times(num_steps, **options),
-    "ddpm": lambda path, num_steps: ddpm_times(num_steps, path),
-}
+@dataclass(kw_only=True)
+class UniformScheduleConfig(ScheduleConfig):
+    """Equally spaced in t."""
+
+    shift: float = setting(1.0, "factor on sigma that moves the steps towards noise: 1 is none", gt=0)
+
+    def times(self, path: Path, num_steps: int) -> Tensor:
+        return uniform_times(num_steps, path.t_max, self.shift)
+
+
+@dataclass(kw_only=True)
+class EDMScheduleConfig(ScheduleConfig):
+    """Equally spaced in sigma^(1 / rho)."""
+
+    sigma_min: float = setting(0.002, "lowest noise level before 0", gt=0)
+    sigma_max: float = setting(80.0, "noise level of the first step", gt=0)
+    rho: float = setting(7.0, "larger values make the steps near data shorter", gt=0)
+
+    def times(self, path: Path, num_steps: int) -> Tensor:
+        return edm_times(num_steps, self.sigma_min, self.sigma_max, self.rho)
+
+    def problems(self, trained: Trained, num_steps: int) -> Iterator[tuple[str, str]]:
+        yield from super().problems(trained, num_steps)
+        if self.sigma_min >= self.sigma_max:
+            text = f"{self.sigma_min:g} is not below sampling.schedule.sigma_max = {self.sigma_max:g} (make it smaller)"
+            yield "schedule.sigma_min", text
+
+
+@dataclass(kw_only=True)
+class DDPMScheduleConfig(ScheduleConfig):
+    """Evenly respaced indices of a DDPM path."""
+
+    def times(self, path: Path, num_steps: int) -> Tensor:
+        return ddpm_times(num_steps, path)
+
+    def problems(self, trained: Trained, num_steps: int) -> Iterator[tuple[str, str]]:
+        trained_on, indices = f"objective.path = {trained.path_name}", trained.path.num_indices
+        if not indices:
+            yield "schedule.name", f"{trained_on} has no DDPM indices (use uniform or edm)"
+        elif num_steps > indices:
+            text = f"{num_steps} steps cannot be chosen from the {indices} indices of {trained_on}"
+            yield "num_steps", f"{text} (use at most {indices})"
