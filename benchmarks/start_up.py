@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH = "import torch"
 COMMANDS = {
     TORCH: ["-c", TORCH],
+    "import torch, no shutdown": ["-c", f"{TORCH}, os; os._exit(0)"],  # how train.py ends
     "check": ["train.py", "--check-only", "--job.config_file", "train_configs/digits.toml"],
     "help": ["train.py", "--help"],
 }

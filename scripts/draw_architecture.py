@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -67,10 +66,10 @@ def read_imports(modules: dict[str, Path], root: Path = ROOT) -> list[Import]:
     """Every import of one of the modules by another, those in functions and for type checkers included."""
     found = []
     for importer, file in modules.items():
-        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        for node in (node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)):
-            for imported in _imported(node, importer, file, modules):
-                found.append(Import(importer, imported, f"{file.relative_to(root)}:{node.lineno}"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                place = f"{file.relative_to(root)}:{node.lineno}"
+                found += [Import(importer, imported, place) for imported in _imported(node, importer, file, modules)]
     return found
 
 
@@ -111,18 +110,18 @@ def _dotted(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imported(node: ast.AST, importer: str, file: Path, modules: dict[str, Path]) -> Iterator[str]:
+def _imported(
+    node: ast.Import | ast.ImportFrom, importer: str, file: Path, modules: dict[str, Path]
+) -> Iterator[str]:
     if isinstance(node, ast.Import):
         names = [name.name for name in node.names]
-    elif isinstance(node, ast.ImportFrom):
+    else:
         package = importer.split(".") if file.name == "__init__.py" else importer.split(".")[:-1]
         parts = package[: len(package) - node.level + 1] if node.level else []
         source = ".".join([*parts, *([node.module] if node.module else [])])
         names = [f"{source}.{name.name}" if f"{source}.{name.name}" in modules else source for name in node.names]
-    else:
-        return
     for name in dict.fromkeys(names):
-        if name.split(".")[0] in {module.split(".")[0] for module in modules} and name != importer:
+        if name in modules and name != importer:
             yield name
 
 
@@ -242,9 +241,10 @@ def _draw_arrow(panel: Axes, importer: _Box, imported: _Box, direct: bool) -> No
     lean = min(max((imported.x - importer.x) / _WIDTH, -0.45), 0.45)
     start = importer.x + lean * importer.width, importer.y - _HEIGHT / 2
     end = imported.x - lean * imported.width, imported.y + _HEIGHT / 2
-    style: dict[str, Any] = {"color": SOFT, "linewidth": 0.9, "zorder": 2} if direct else {"color": LINE, "linewidth": 0.6, "zorder": 1}
-    head = "-|>" if direct else "-"
-    panel.add_patch(FancyArrowPatch(start, end, arrowstyle=head, mutation_scale=6, shrinkA=0, shrinkB=0, **style))
+    panel.add_patch(FancyArrowPatch(
+        start, end, arrowstyle="-|>" if direct else "-", mutation_scale=6, shrinkA=0, shrinkB=0,
+        color=SOFT if direct else LINE, linewidth=0.9 if direct else 0.6, zorder=2 if direct else 1,
+    ))  # fmt: skip
 
 
 def main() -> None:

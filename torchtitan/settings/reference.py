@@ -64,7 +64,8 @@ def _texts(sections: dict[str, _Section]) -> dict[str, str]:
     """Topic -> its description, of every section, name of one, and key."""
     texts = {}
     for section, (_, declared) in sections.items():
-        parts, with_key = {}, {}
+        parts: dict[str, str] = {}
+        with_key: dict[str, dict[str, list[str]]] = {}  # key -> description -> the names that bring it
         for name, instance in _alternatives(declared).items():
             flavors = declared.flavors(declared.registry[name]) if name else {}
             note = f"{section}.flavor is one of {', '.join(flavors)}" if flavors else ""
@@ -78,8 +79,8 @@ def _texts(sections: dict[str, _Section]) -> dict[str, str]:
         texts[section] = "\n\n".join((*parts.values(), *more))
         texts |= parts if isinstance(declared, Choice) else {}
         for key, variants in with_key.items():
-            described = (f"{_title(section, names)}\n{text}" for text, names in variants.items())
-            texts[f"{section}.{key}"] = "\n\n".join(described)
+            titled = (f"{_title(section, names)}\n{text}" for text, names in variants.items())
+            texts[f"{section}.{key}"] = "\n\n".join(titled)
     return texts
 
 
