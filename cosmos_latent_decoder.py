@@ -308,7 +308,7 @@ def read_images(
             names, images = [], []
             for number in everything[begin : begin + arguments.batch_size]:
                 try:
-                    images.append(reader.fetch(np.array([number]))[0])
+                    images.append(reader.fetch(np.array([number]))["images"])
                 except UnreadableImage as error:
                     progress.write(f"left out: {error}", file=sys.stderr)
                 else:

@@ -242,12 +242,13 @@ class FrozenDraws:
         trainer = self._trainer
         numbers = first + torch.arange(trainer.config.training.local_batch_size)
         chosen = torch.randint(len(self._dataset), numbers.shape, generator=torch.Generator().manual_seed(first))
-        images, labels = self._dataset.fetch(chosen.numpy())
-        trainer.state.objective.timestep_sampler = sampler
-        draw = trainer.state.objective.draw(tuple(images.shape[1:]), GlobalBatch(first, len(numbers)), numbers)
+        batch = self._dataset.fetch(chosen.numpy()) | {"samples": numbers}
+        images, state = batch["images"], trainer.state
+        state.objective.timestep_sampler = sampler
+        draw = state.objective.draw(tuple(images.shape[1:]), GlobalBatch(first, len(numbers)), numbers)
         if before_forward:
             before_forward(draw.t)
-        return trainer.state.objective.loss(trainer.state.model, images, trainer.state.condition(labels, numbers, 0), draw).loss
+        return state.objective.loss(state.model, images, state.condition(batch, 0), draw).loss
 
 
 # ---------------------------------------------------------------------- realised

@@ -31,7 +31,6 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from data import DATASETS
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.objective import Draw
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
@@ -229,12 +228,11 @@ def _measure(trainer: Trainer, first: int, number: int, sketched: bool) -> StepS
 def _samples(trainer: Trainer, first: int, number: int):
     batch = trainer.config.training.local_batch_size
     samples = torch.arange(batch) + first + number * batch
-    if not hasattr(trainer, "_dataset_of_look"):
-        trainer._dataset_of_look = DATASETS[trainer.config.data.name](trainer.config.data, "train")
-    images, labels = trainer._dataset_of_look.fetch((samples % len(trainer._dataset_of_look)).numpy())
+    dataset = trainer.state.data._loader_arguments["dataset"]
+    data = dataset.fetch((samples % len(dataset)).numpy()) | {"samples": samples}
     where = GlobalBatch(first + number * batch, batch)
-    draw = trainer.state.objective.draw(tuple(images.shape[1:]), where, samples)
-    return images, trainer.state.condition(labels, samples, 0), draw
+    draw = trainer.state.objective.draw(tuple(data["images"].shape[1:]), where, samples)
+    return data["images"], trainer.state.condition(data, 0), draw
 
 
 def _exact(trainer: Trainer, first: int, number: int, elementwise: bool) -> dict[str, PairSums]:

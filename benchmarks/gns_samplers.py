@@ -169,8 +169,8 @@ def held_out_loss(trainer: Trainer) -> float:
 
 def _triples(dataset) -> Iterator[dict[str, Tensor]]:
     for indices in torch.arange(TRIPLES_PER_IMAGE * len(dataset)).split(256):
-        images, labels = dataset.fetch((indices % len(dataset)).numpy())
-        yield {"images": images, "labels": labels, "indices": indices, "weights": torch.ones(len(indices))}
+        batch = dataset.fetch((indices % len(dataset)).numpy())
+        yield batch | {"indices": indices, "weights": torch.ones(len(indices))}
 
 
 def compared(runs: dict[tuple, dict], loss: str, sampler: str, base: str, seeds: int) -> dict:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from benchmarks.trainer_overhead import CLASSES, SHAPE, interleaved, median_interval
+from torchtitan.conditions import Classes
 from torchtitan.distributed.compile import compile_blocks, compile_model
 from torchtitan.models import MODELS
 from torchtitan.runs.folder import versions
@@ -94,7 +95,7 @@ def build(kind: str, flavor: str, mode: str, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     family = MODELS["dit"]
     if kind == "ours":
-        model = family.build(family.flavors[flavor], SHAPE, CLASSES).to(device)
+        model = family.build(family.flavors[flavor], SHAPE, Classes(CLASSES)).to(device)
         model.init_weights()
         if mode == "compiled":
             compile_blocks(model.blocks())

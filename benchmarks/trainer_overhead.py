@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from torchtitan.conditions import Classes
 from torchtitan.config.job import load_config
 from torchtitan.models import MODELS
 from torchtitan.runs.folder import versions
@@ -85,7 +86,7 @@ def trainer_step(batch: int) -> Callable[[], None]:
 def loop_step(batch: int, device: torch.device) -> Callable[[], None]:
     """Step of the shortest loop: images in memory, torch's own random numbers, no metrics."""
     family = MODELS["dit"]
-    model = family.build(family.flavors["DiT-S/2"], SHAPE, CLASSES).to(device)
+    model = family.build(family.flavors["DiT-S/2"], SHAPE, Classes(CLASSES)).to(device)
     model.init_weights()
     parameters = list(model.parameters())
     average = [parameter.detach().clone() for parameter in parameters]

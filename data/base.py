@@ -1,13 +1,20 @@
 """Base of datasets: a configuration section, the dataset's properties, and images by index."""
 
+import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from torch import Tensor
 
 from torchtitan import philox
+from torchtitan.conditions import Classes, ConditionKind, Unconditional
 from torchtitan.settings import setting
+
+if TYPE_CHECKING:
+    from torchtitan.latents.store import LatentStore
+
+Batch = dict[str, Tensor]  # by name, images first in each tensor
 
 Split = Literal["train", "validation"]
 
@@ -43,20 +50,48 @@ class DatasetInfo:
 
     Attributes:
         image_shape: (channels, height, width) of every image.
-        num_classes: labels are 0 .. num_classes - 1; 0 means that images have no label.
-        class_names: one name per class, empty where there are none.
+        condition_kind: what comes with each image: `Classes(number, names)`, `Embeddings(...)`, or nothing.
         has_validation: whether the validation split has images.
     """
 
     image_shape: tuple[int, int, int]
-    num_classes: int
-    class_names: tuple[str, ...] = ()
+    condition_kind: ConditionKind = Unconditional()
     has_validation: bool = True
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; 0 where images have none."""
+        return self.condition_kind.count if isinstance(self.condition_kind, Classes) else 0
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """One name per class, empty where there are none."""
+        return self.condition_kind.names if isinstance(self.condition_kind, Classes) else ()
+
+    @property
+    def sample_bytes(self) -> int:
+        """Size of an image and what comes with it, as a dataset gives them."""
+        return math.prod(self.image_shape) * 4 + self.condition_kind.bytes_per_image()
 
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Keys of `[data]` that every dataset has."""
+    """Keys of `[data]` that every dataset has, and what the program asks of the rest.
+
+    What stands below without a type is no key: a dataset that can do it declares a setting of that name, and every other
+    one keeps the value here.
+
+    Attributes:
+        path: where the data are.
+        validation_path: where held-out data are.
+        horizontal_flip: whether the loader mirrors each training image with probability 1/2.
+        max_corrupt_share: share of unreadable images that ends a run.
+    """
+
+    path = ""
+    validation_path = ""
+    horizontal_flip = False
+    max_corrupt_share = 0.2
 
     name: str = setting("digits", "dataset")
     num_workers: int = setting(
@@ -94,42 +129,60 @@ class Draws:
         return philox.normal(self.seed, purpose, self.samples, shape, self.attempt)
 
 
-class Dataset(Protocol):
-    """Dataset: a finite collection of images in a fixed order, read by index.
+class Dataset:
+    """Dataset: a finite collection of images in a fixed order, read by index; base of every dataset.
 
-    The class attribute `Config` is the dataset's `[data]` section, a subclass of DataConfig whose `name` is
-    its Literal. The object must survive pickling, because loader workers may be started by spawning.
+    The object must survive pickling, because loader workers may be started by spawning.
+
+    Attributes:
+        Config: the dataset's `[data]` section, a subclass of DataConfig whose `name` is its Literal.
+        holds_latents: whether the images are latents of a store, which `store` opens.
+        blocks: lengths of the runs of neighbours that are read as one, in order, int64 [K]; training then draws its
+            images from `blocks_at_a_time` of them at a time (SampleOrder). None: any image costs as much as any other.
     """
 
-    Config: type[DataConfig]
+    Config: ClassVar[type[DataConfig]]
+    holds_latents: ClassVar[bool] = False
+    blocks: np.ndarray | None = None
+    blocks_at_a_time: int = 1
 
     @staticmethod
-    def info(config: DataConfig) -> DatasetInfo:
+    def info(config: Any) -> DatasetInfo:
         """Describe the dataset without reading its images. Raises DatasetError, so that a missing, empty or
         damaged dataset is refused before any process group or model exists."""
+        raise NotImplementedError
 
-    def __init__(self, config: DataConfig, split: Split) -> None:
+    @staticmethod
+    def store(config: Any) -> "LatentStore":
+        """Open the latent store that is trained on, of a dataset that holds latents. Raises DatasetError."""
+        raise NotImplementedError
+
+    def __init__(self, config: Any, split: Split) -> None:
         """Open one split. Raises DatasetError."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
-    def fetch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Read images.
+    def fetch(self, indices: np.ndarray) -> Batch:
+        """Read images and what comes with them.
 
         Args:
             indices: positions in [0, len(self)), int64 [B].
 
         Returns:
-            images float32 [B, C, H, W] with values in about [-1, 1] (unit scale for latents),
-            labels int64 [B] (all 0 where the dataset has no classes).
+            "images" float32 [B, C, H, W] with values in about [-1, 1] (unit scale for latents), and the entries of
+            the dataset's `condition_kind`, as "class" int64 [B]; any other tensor of B rows travels along.
 
         Raises:
             UnreadableImage: one of them cannot be decoded, and another may take its place.
             DatasetError: anything else, which ends the run.
-
-        A dataset whose images are themselves drawn at random for training also has `fetch_drawn(indices, draws)`,
-        which is then called in its place for the training split: the same images for the same indices and draws.
-
-        A dataset that reads its images by runs of neighbours has `blocks`, their lengths in order, int64 [K], and
-        `blocks_at_a_time`: training then draws its images from so many blocks at a time (SampleOrder).
         """
+        raise NotImplementedError
+
+    def fetch_drawn(self, indices: np.ndarray, draws: Draws) -> Batch:
+        """As `fetch`, for training: of images that are themselves drawn at random, the same for the same draws."""
+        return self.fetch(indices)
+
+    def listing_digest(self) -> str:
+        """Hash of which images are listed, where they are files or rows; not of their content."""
+        return ""

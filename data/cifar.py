@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from data.base import DataConfig, DatasetError, DatasetInfo, Split
+from data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Split
 from data.bounded_tables import MAX_REPEATED_BYTES, read_rows
 from data.image_decoding import decoding_problem, open_image
 from data.numpy_pickle import read_table
+from torchtitan.conditions import Classes
 from torchtitan.errors import one_line
 from torchtitan.files.regular import check_regular, user_path
 from torchtitan.settings import setting
@@ -56,7 +56,7 @@ class CifarConfig(DataConfig):
     horizontal_flip: bool = setting(True, "mirror each training image with probability 1/2")
 
 
-class Cifar:
+class Cifar(Dataset):
     """60,000 colour images [3, 32, 32]; each edition is a subclass that names it.
 
     Where the source has no validation images, the last tenth of the training images in stored order, at most
@@ -70,7 +70,7 @@ class Cifar:
     def info(cls, config: CifarConfig) -> DatasetInfo:
         _open_source(config.path, cls.edition).check()
         names = cls.edition.class_names
-        return DatasetInfo(image_shape=IMAGE_SHAPE, num_classes=len(names), class_names=names)
+        return DatasetInfo(IMAGE_SHAPE, Classes(len(names), names))
 
     def __init__(self, config: CifarConfig, split: Split) -> None:
         source = _open_source(config.path, self.edition)
@@ -88,14 +88,14 @@ class Cifar:
     def __len__(self) -> int:
         return self._length
 
-    def fetch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: np.ndarray) -> Batch:
         images = np.empty((len(indices), *IMAGE_SHAPE), np.uint8)
         labels = np.empty(len(indices), np.int64)
         for slot, position in enumerate(indices + self._first):
             number = int(np.searchsorted(self._starts, position, side="right")) - 1
             part, row = self._parts[number], int(position - self._starts[number])
             images[slot], labels[slot] = part.image(row), part.labels[row]
-        return torch.from_numpy(images).to(torch.float32) / 127.5 - 1, torch.from_numpy(labels)
+        return {"images": torch.from_numpy(images).to(torch.float32) / 127.5 - 1, "class": torch.from_numpy(labels)}
 
 
 @dataclass(frozen=True)

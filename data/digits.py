@@ -8,9 +8,9 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from data.base import DataConfig, DatasetError, DatasetInfo, Split
+from data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Split
+from torchtitan.conditions import Classes
 from torchtitan.settings import setting
 
 NUM_TRAIN = 1500  # the other 297 are the validation split
@@ -24,7 +24,7 @@ class DigitsConfig(DataConfig):
     name: Literal["digits"] = setting("digits", "dataset")
 
 
-class Digits:
+class Digits(Dataset):
     """1,500 training and 297 validation images [1, 8, 8] of the digits 0 to 9."""
 
     Config = DigitsConfig
@@ -33,7 +33,7 @@ class Digits:
     def info(config: DigitsConfig) -> DatasetInfo:
         if importlib.util.find_spec("sklearn") is None:
             raise DatasetError(_MISSING)
-        return DatasetInfo(image_shape=(1, 8, 8), num_classes=10, class_names=tuple("0123456789"))
+        return DatasetInfo((1, 8, 8), Classes(10, tuple("0123456789")))
 
     def __init__(self, config: DigitsConfig, split: Split) -> None:
         try:
@@ -51,9 +51,9 @@ class Digits:
     def __len__(self) -> int:
         return len(self._labels)
 
-    def fetch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: np.ndarray) -> Batch:
         chosen = torch.from_numpy(indices)
-        return self._images[chosen], self._labels[chosen]
+        return {"images": self._images[chosen], "class": self._labels[chosen]}
 
 
 _MISSING = "dataset digits needs scikit-learn: pip install .[digits]"

@@ -34,6 +34,7 @@ class HubImages:
     num_classes: int
     labels: np.ndarray
     rows: Any
+    names = None
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -12,6 +12,7 @@ from data.image_files import SquareImages, SquareImagesConfig, check_readable
 from data.parquet_files import RowGroups, read_footers, table_url
 from data.row_groups import RowGroupImages
 from data.splits import chosen_positions, spread_evenly
+from torchtitan.conditions import Classes
 from torchtitan.settings import setting
 
 GIB = 2**30
@@ -76,7 +77,7 @@ class HuggingFace(SquareImages):
                 )
             check_readable(held_out, "data.validation_split")
             has_validation = True
-        return DatasetInfo((3, size, size), num_classes, columns.class_names, has_validation)
+        return DatasetInfo((3, size, size), Classes(num_classes, columns.class_names), has_validation)
 
     def __init__(self, config: HuggingFaceConfig, split: Split) -> None:
         images, _, _ = _open(config, split)

@@ -8,9 +8,8 @@ from typing import Protocol, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from data.base import DataConfig, DatasetError, UnreadableImage
+from data.base import Batch, DataConfig, Dataset, DatasetError, UnreadableImage
 from data.image_decoding import MAX_FILE_BYTES, decode_square, decoding_problem
 from torchtitan.files.regular import UnsuitableFile, read_regular
 from torchtitan.settings import setting
@@ -39,7 +38,13 @@ class SquareImagesConfig(DataConfig):
 
 
 class ImageSource(Protocol):
-    """Source of encoded images by position, in any kind of store."""
+    """Source of encoded images by position, in any kind of store.
+
+    Attributes:
+        names: of the images; None where they have none.
+    """
+
+    names: "PackedNames | None" = None
 
     def __len__(self) -> int: ...
 
@@ -117,11 +122,16 @@ class ImageList:
         return shown_path(self.path(position))
 
 
-class SquareImages:
+class SquareImages(Dataset):
     """Squares of a part of a source; the reading side of the datasets of encoded images."""
 
     def __init__(
-        self, source: ImageSource, positions: np.ndarray, labels: np.ndarray | None, image_size: int
+        self,
+        source: ImageSource,
+        positions: np.ndarray,
+        labels: np.ndarray | None,
+        image_size: int,
+        labelled: bool = True,
     ) -> None:
         """
         Args:
@@ -129,18 +139,20 @@ class SquareImages:
             positions: in the source, int64 [N].
             labels: one per position, int64 [N]; None where only a LabelledSource knows them.
             image_size: pixels of each side.
+            labelled: whether labels are classes; false: every one is 0, and no image has a class.
         """
         self._source = source
         self._positions = positions
         self._labels = labels
         self._image_size = image_size
+        self._labelled = labelled
 
     def __len__(self) -> int:
         return len(self._positions)
 
     def listing_digest(self) -> str:
         """Digest of the listing: image positions, names where they have any, and labels; not the content."""
-        names = getattr(self._source, "names", None)
+        names = self._source.names
         parts = [self._positions] if names is None else [self._positions, names.offsets, names.letters]
         parts += [] if self._labels is None else [self._labels]
         digest = hashlib.sha256()
@@ -153,7 +165,7 @@ class SquareImages:
             return self._labels[index]
         return cast(LabelledSource, self._source).label(position)
 
-    def fetch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: np.ndarray) -> Batch:
         images = np.empty((len(indices), self._image_size, self._image_size, 3), np.uint8)
         labels = np.empty(len(indices), np.int64)
         for slot, index in enumerate(indices):
@@ -168,7 +180,7 @@ class SquareImages:
                 raise UnreadableImage(int(index), shown, decoding_problem(error), not _may_pass(error)) from error
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2)  # [B, 3, H, W]
         pixels = pixels.to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1
-        return pixels, torch.from_numpy(labels)
+        return {"images": pixels} | ({"class": torch.from_numpy(labels)} if self._labelled else {})
 
 
 def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:

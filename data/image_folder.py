@@ -18,6 +18,7 @@ from data.image_files import (
     shown_path,
 )
 from data.splits import chosen_positions, last_of_each_class
+from torchtitan.conditions import class_kind
 from torchtitan.settings import setting
 
 
@@ -60,7 +61,7 @@ class ImageFolder(SquareImages):
             check_readable(held_out_files, "data.validation_path")
             has_validation = True
         names = _class_names(config, folders)
-        return DatasetInfo((3, size, size), len(names), names, has_validation)
+        return DatasetInfo((3, size, size), class_kind(len(names), names), has_validation)
 
     def __init__(self, config: ImageFolderConfig, split: Split) -> None:
         folders, files = _list_folder("data.path", config.path, config.class_folders)
@@ -75,7 +76,8 @@ class ImageFolder(SquareImages):
             held_out = last_of_each_class(files.classes, config.validation_fraction)
             chosen = held_out if split == "validation" else ~held_out
         positions = chosen_positions(chosen, split, config.validation_fraction)
-        super().__init__(files, positions, numbers[files.classes[positions]], config.required_size())
+        labels = numbers[files.classes[positions]]
+        super().__init__(files, positions, labels, config.required_size(), labelled=config.class_folders)
 
 
 def _list_folder(key: str, path: str, class_folders: bool) -> tuple[list[bytes], ImageList]:

@@ -26,6 +26,7 @@ from data.imagenet_metadata import WNID, find_class_names, find_validation_wnids
 from data.saved_index import Advance, Table, are_places, is_column, saved_tables
 from data.splits import chosen_positions, last_of_each_class
 from data.tar_files import Member, OpenArchives, TarImages, read_members
+from torchtitan.conditions import Classes
 from torchtitan.files.regular import user_path
 from torchtitan.settings import setting
 
@@ -88,7 +89,7 @@ class ImageNet(SquareImages):
                 raise DatasetError("data.validation_fraction: val holds held-out images already; leave the key out")
         has_validation = bool(held_out or last_of_each_class(train.classes, _fraction(config)).any())
         names = _class_names(config, train.wnids)
-        return DatasetInfo((3, size, size), len(names), names, has_validation)
+        return DatasetInfo((3, size, size), Classes(len(names), names), has_validation)
 
     def __init__(self, config: ImageNetConfig, split: Split) -> None:
         train, held_out = _open(config.path, config.index_path)

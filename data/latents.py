@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from data.base import DataConfig, DatasetError, DatasetInfo, Draws, Split
+from data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split
 from data.splits import spread_evenly
+from torchtitan.conditions import class_kind
 from torchtitan.errors import LatentStoreError
 from torchtitan.settings import setting
 
@@ -42,7 +41,7 @@ class LatentsConfig(DataConfig):
     )  # fmt: skip
 
 
-class Latents:
+class Latents(Dataset):
     """Latents [C, h, w] at unit scale.
 
     Training draws the view and the posterior's sample of each sample number; a validation image is always the
@@ -52,6 +51,7 @@ class Latents:
     """
 
     Config = LatentsConfig
+    holds_latents = True
 
     @staticmethod
     def info(config: LatentsConfig) -> DatasetInfo:
@@ -61,7 +61,7 @@ class Latents:
         if config.validation_path:
             _check_first("validation_path", _open(config, "validation"))
         index = store.index
-        return DatasetInfo(index.shape, index.num_classes, tuple(index.class_names), has_validation)
+        return DatasetInfo(index.shape, class_kind(index.num_classes, index.class_names), has_validation)
 
     def __init__(self, config: LatentsConfig, split: Split) -> None:
         self._store = _open(config, split)
@@ -85,25 +85,18 @@ class Latents:
         """Store for training. Raises DatasetError."""
         return _open(config, "train")
 
-    @staticmethod
-    def latent_metadata(config: LatentsConfig) -> dict[str, str]:
-        """Metadata for files of latents drawn by a model of these: their normalisation and their autoencoder."""
-        index = _open(config, "train").index
-        normalization = index.normalization.model_dump(include={"shift", "scale"})
-        return {"normalization": json.dumps(normalization), "autoencoder": json.dumps(index.autoencoder)}
-
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def fetch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: np.ndarray) -> Batch:
         numbers = self._numbers[indices]
         return self._read(numbers, None, Draws(VALIDATION_SEED, torch.from_numpy(numbers)))
 
-    def fetch_drawn(self, indices: np.ndarray, draws: Draws) -> tuple[Tensor, Tensor]:
+    def fetch_drawn(self, indices: np.ndarray, draws: Draws) -> Batch:
         views = (draws.uniform("horizontal_flip") < 0.5).to(torch.int64).numpy() if self._mirror else None
         return self._read(self._numbers[indices], views, draws)
 
-    def _read(self, numbers: np.ndarray, views: np.ndarray | None, draws: Draws) -> tuple[Tensor, Tensor]:
+    def _read(self, numbers: np.ndarray, views: np.ndarray | None, draws: Draws) -> Batch:
         try:
             values, labels = self._store.read(numbers, views)  # [B, P, C, h, w]
         except LatentStoreError as error:
@@ -115,7 +108,8 @@ class Latents:
                 slots = slice(first, first + at_a_time)
                 noise = draws[slots].normal("posterior", self._store.index.shape)
                 latents[slots].addcmul_(values[slots, 1], noise)
-        return (latents - self._shift) * self._scale, labels
+        batch = {"images": (latents - self._shift) * self._scale}
+        return batch | {"class": labels} if self._store.index.num_classes else batch
 
 
 def _open(config: LatentsConfig, split: Split) -> LatentStore:

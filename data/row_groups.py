@@ -24,6 +24,8 @@ class RowGroupImages:
 
     _storage: Any
 
+    names = None
+
     def __init__(
         self, groups: RowGroups, num_kept: int, cache_path: str = "", cache_bytes: int = 0, window_bytes: int = 4 << 30
     ) -> None:

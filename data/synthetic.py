@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.base import DataConfig, DatasetError, DatasetInfo, Split
+from data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Split
 from torchtitan import philox
+from torchtitan.conditions import class_kind
 from torchtitan.settings import setting
 
 NUM_VALIDATION = 10_000
@@ -34,7 +35,7 @@ class SyntheticConfig(DataConfig):
     pixel_variance: float = setting(1.0, "variance of each pixel", gt=0, applies={"kind": ("gaussian",)})
 
 
-class Synthetic:
+class Synthetic(Dataset):
     """Synthetic images: numbers 0 .. num_images - 1 are for training, the next NUM_VALIDATION for validation."""
 
     Config = SyntheticConfig
@@ -44,7 +45,7 @@ class Synthetic:
         if len(config.shape) != 3 or min(config.shape) < 1:
             raise DatasetError(f"data.shape: {config.shape} is not three positive numbers: channels, height, width")
         channels, height, width = config.shape
-        return DatasetInfo(image_shape=(channels, height, width), num_classes=config.num_classes)
+        return DatasetInfo((channels, height, width), class_kind(config.num_classes))
 
     def __init__(self, config: SyntheticConfig, split: Split) -> None:
         self._shape = self.info(config).image_shape
@@ -57,15 +58,17 @@ class Synthetic:
     def __len__(self) -> int:
         return self._length
 
-    def fetch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: np.ndarray) -> Batch:
         numbers = torch.from_numpy(indices) + self._first
         classes = max(self._config.num_classes, 1)
         labels = numbers % classes
         if self._config.kind == "constant":
             values = (2 * labels + 1).to(torch.float32) / classes - 1  # centres of equal intervals of [-1, 1]
-            return values[:, None, None, None].expand(-1, *self._shape).contiguous(), labels
-        images_at_a_time = max(1, WORDS_AT_A_TIME // int(np.prod(self._shape)))
-        return torch.cat([self._draw(part) for part in numbers.split(images_at_a_time)]), labels
+            images = values[:, None, None, None].expand(-1, *self._shape).contiguous()
+        else:
+            images_at_a_time = max(1, WORDS_AT_A_TIME // int(np.prod(self._shape)))
+            images = torch.cat([self._draw(part) for part in numbers.split(images_at_a_time)])
+        return {"images": images} | ({"class": labels} if self._config.num_classes else {})
 
     def _draw(self, numbers: Tensor) -> Tensor:
         white = philox.normal(self._config.seed, "synthetic_data", numbers, self._shape)  # [B, C, H, W]

@@ -9,6 +9,7 @@ import numpy as np
 
 from data.base import DataConfig, DatasetError, DatasetInfo, Split
 from data.image_files import ImageList, SquareImages, check_readable, list_images
+from torchtitan.conditions import Classes
 from torchtitan.files.regular import read_regular, user_path
 from torchtitan.settings import setting
 
@@ -40,7 +41,7 @@ class TinyImageNet(SquareImages):
         wnids = _read_wnids(folder)
         check_readable(_list_train(folder, wnids), "data.path")
         check_readable(_list_validation(folder, wnids)[0], "data.path")
-        return DatasetInfo((3, IMAGE_SIZE, IMAGE_SIZE), len(wnids), _class_names(folder, wnids))
+        return DatasetInfo((3, IMAGE_SIZE, IMAGE_SIZE), Classes(len(wnids), _class_names(folder, wnids)))
 
     def __init__(self, config: TinyImageNetConfig, split: Split) -> None:
         folder = _open_folder(config.path)

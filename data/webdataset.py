@@ -26,6 +26,7 @@ from data.image_files import (
 from data.saved_index import Advance, Table, are_places, is_column, saved_tables
 from data.splits import chosen_positions, spread_evenly
 from data.tar_files import Member, OpenArchives, TarImages, read_members
+from torchtitan.conditions import Classes
 from torchtitan.files.regular import open_regular
 from torchtitan.settings import setting
 
@@ -76,6 +77,7 @@ class Samples:
     images: TarImages
     labels: np.ndarray
     problems: np.ndarray
+    names = None  # keys are not listed
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -112,7 +114,7 @@ class WebDataset(SquareImages):
             check_readable(held_out, "data.validation_path")
             _check_labels(held_out, num_classes, config.classes_file)
         has_validation = bool(config.validation_path or spread_evenly(len(train), config.validation_fraction).any())
-        return DatasetInfo((3, size, size), num_classes, names, has_validation)
+        return DatasetInfo((3, size, size), Classes(num_classes, names), has_validation)
 
     def __init__(self, config: WebDatasetConfig, split: Split) -> None:
         samples = _open(config, split)

@@ -25,7 +25,7 @@ from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.files.weight_files import WeightsError, read_state_dict, refuse_existing, written_whole
-from torchtitan.models import MODELS
+from torchtitan.models import build_model
 from torchtitan.models.dit.conversion import (
     LAYOUTS,
     ConversionError,
@@ -246,7 +246,7 @@ def import_(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.config)
     info = DATASETS[config.data.name].info(config.data)
     with torch.device("meta"):
-        built = MODELS[config.model.name].build(config.model, info.image_shape, info.num_classes)
+        built = build_model(config.model, info.image_shape, info.condition_kind)
     model = of_family(built, config)
     source, problems = published_file(arguments.file, model)
     if problems:

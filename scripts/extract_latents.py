@@ -52,7 +52,6 @@ from torchtitan.files.regular import read_text, user_path
 from torchtitan.processes.command_line import OneLineParser, exit_code, readable_size
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
 from torchtitan.processes.launch import launch_number
-from torchtitan.training.data_loading import MAX_CORRUPT_SHARE
 
 UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, OSError)
 INTERRUPTED = 130
@@ -190,7 +189,7 @@ def options_of(arguments: argparse.Namespace, config: DataConfig) -> ExtractionO
         shard_images=arguments.images_per_shard,
         threads=arguments.threads,
         num_workers=arguments.num_workers,
-        max_skipped_share=getattr(config, "max_corrupt_share", MAX_CORRUPT_SHARE),
+        max_skipped_share=config.max_corrupt_share,
     )
 
 

@@ -24,12 +24,13 @@ from data import DATASETS
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.checkpointer import CheckpointError
+from torchtitan.conditions import Unconditional
 from torchtitan.config.job import ConfigError
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import compute_device, init_process_group
 from torchtitan.evaluation.config import LATENT_DATASETS, AutoencoderConfig, SamplingConfig, sampling_problems
 from torchtitan.evaluation.decoding import LatentDecoder, open_decoder
-from torchtitan.evaluation.sampling import ImageSampler, grid_labels
+from torchtitan.evaluation.sampling import ImageSampler, grid_choices
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
 from torchtitan.processes.command_line import OneLineParser, exit_code
 from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, load_weights
@@ -131,7 +132,7 @@ def open_model(arguments: argparse.Namespace) -> TrainedModel:
 
 def check(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfig:
     """Check the run's sampling method with the given options. Raises WeightsError: it cannot be used."""
-    info = trained.info
+    kind = trained.info.condition_kind
     if arguments.classes is None:
         arguments.classes = trained.config.sampling.classes
     for name in ("images_per_class", "batch_size"):
@@ -139,13 +140,13 @@ def check(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfi
             raise WeightsError(f"{option(name)}: must be at least 1, is {getattr(arguments, name)}")
     if not 0 <= arguments.seed < 2**64:
         raise WeightsError(f"--seed: must be in 0..2^64 - 1, is {arguments.seed}")
-    outside = [number for number in arguments.classes if not 0 <= number < max(info.num_classes, 1)]
+    outside = [number for number in arguments.classes if not 0 <= number < max(kind.choices, 1)]
     if outside:
-        raise WeightsError(f"--classes: {outside[0]} is not in 0..{max(info.num_classes, 1) - 1}")
+        raise WeightsError(f"--classes: {outside[0]} is not in 0..{max(kind.choices, 1) - 1}")
     if arguments.output:
         refuse_earlier_pictures(arguments.output, arguments)
     sampling = sampling_method(arguments, trained)
-    if sampling.guidance_scale != 1 and (not info.num_classes or trained.config.model.label_dropout == 0):
+    if sampling.guidance_scale != 1 and (isinstance(kind, Unconditional) or trained.config.model.label_dropout == 0):
         raise WeightsError("--guidance-scale: the model was trained without a null class (leave it at 1)")
     return sampling
 
@@ -219,10 +220,11 @@ def open_autoencoder(arguments: argparse.Namespace, trained: TrainedModel) -> La
 def draw(
     arguments: argparse.Namespace, trained: TrainedModel, sampling: SamplingConfig, decoder: LatentDecoder | None
 ) -> None:
-    labels = grid_labels(arguments.classes, trained.info.num_classes, arguments.images_per_class)
+    kind = trained.info.condition_kind
+    choices = grid_choices(arguments.classes, kind.choices, arguments.images_per_class)
     sampler = ImageSampler(trained.model, trained.objective, arguments.dtype, compute_device())
     drawn = sampler.draw(
-        labels, arguments.seed, **sampling.method(), batch_size=arguments.batch_size, progress=FIRST
+        choices, arguments.seed, **sampling.method(), batch_size=arguments.batch_size, progress=FIRST
     )
     images = decoder.decode(drawn) if decoder else drawn
     if not FIRST:
@@ -230,20 +232,20 @@ def draw(
     beside = arguments.source / "samples" / "drawn" if arguments.source.is_dir() else arguments.source.with_suffix("")
     folder = arguments.output or beside
     folder.mkdir(parents=True, exist_ok=True)
-    rows = labels[:: arguments.images_per_class].tolist()
-    names = class_labels(rows, trained.info.class_names)
+    rows = choices[:: arguments.images_per_class].tolist()
+    names = class_labels(rows, kind.choice_names)
     grid = folder / f"grid-seed-{arguments.seed}.png"
     image_grid(images, len(rows), arguments.images_per_class, names, trained.label).save(grid)
     print(grid)
     if arguments.files:
-        for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+        for number, (image, label) in enumerate(zip(images, choices.tolist(), strict=True)):
             save_image(image, folder / f"class-{label:04d}-image-{number:06d}-seed-{arguments.seed}.png")
         print(f"{folder}: {len(images)} images")
     if arguments.latents:
         file = folder / f"latents-seed-{arguments.seed}.safetensors"
         data = trained.config.data
-        describe = getattr(DATASETS[data.name], "latent_metadata", None)  # only of datasets of latents
-        save_file({"latents": drawn.float().contiguous(), "labels": labels}, file, describe and describe(data))
+        metadata = DATASETS[data.name].store(data).index.metadata() if data.name in LATENT_DATASETS else None
+        save_file({"latents": drawn.float().contiguous(), "labels": choices}, file, metadata)
         print(file)
 
 

@@ -289,7 +289,7 @@ def _gradients(run: StudyRun) -> Gradients:
     config = trained.config
     return Gradients(
         trained.model, trained.objective, run.dataset("train"), label_dropout=config.model.label_dropout,
-        horizontal_flip=getattr(config.data, "horizontal_flip", False), seed=run.options.seed, device=run.device,
+        horizontal_flip=config.data.horizontal_flip, seed=run.options.seed, device=run.device,
         dtype=config.training.mixed_precision_param, batch_size=config.training.local_batch_size,
     )  # fmt: skip
 

@@ -183,7 +183,7 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
         objective,
         run.dataset(cell["split"]),
         label_dropout=trained.config.model.label_dropout,
-        horizontal_flip=getattr(trained.config.data, "horizontal_flip", False),
+        horizontal_flip=trained.config.data.horizontal_flip,
         seed=cell["seed"],
         device=run.device,
         dtype=cell["dtype"],
@@ -193,7 +193,7 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
     stream = zlib.crc32("|".join(as_text(cell[name]) for name in KEY).encode()) & 0xFFFFFF
     estimate = _measure_correct if cell["estimator"] == "correct" else _measure_published
     return {
-        "diff_steps": getattr(objective.path, "num_indices", None), "mass": where.mass, "accumulate": True,
+        "diff_steps": objective.path.num_indices or None, "mass": where.mass, "accumulate": True,
         "epoch": False, "verbose": False, "no_seed": False, "no_warnings": False, "ckpt_dir": "checkpoint",
         "save_fig": False, **estimate(gradients, where, cell, stream, advance),
     }  # fmt: skip

@@ -17,7 +17,7 @@ from studies.by_image import LEAST_RESAMPLED, log_ratio, resampled_shares
 from studies.curve_table import ERRORS, LossCurve, curve_of, write_curves, write_errors
 from torchtitan.diffusion.objective import Objective
 from torchtitan.evaluation.offline_gradients import GradientError
-from torchtitan.evaluation.timestep_errors import FixedSamples, TimestepNodes, timestep_errors, timestep_nodes
+from torchtitan.evaluation.timestep_errors import TimestepNodes, timestep_errors, timestep_nodes
 from torchtitan.experiments.cells import (
     Advance,
     Cell,
@@ -84,8 +84,7 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
     samples = run.samples(cell["split"], run.options.images, cell["seed"])
     part = slice(cell["first_image"], cell["last_image"] + 1)
     errors = timestep_errors(
-        trained.model, trained.objective, FixedSamples(samples.images[part], samples.noise[part], samples.labels[part]),
-        _nodes(run), batch_size=run.options.batch_size, device=run.device, advance=advance,
+        trained.model, trained.objective, samples[part], _nodes(run), batch_size=run.options.batch_size, device=run.device, advance=advance,
     )  # fmt: skip
     if not errors.isfinite().all():
         raise GradientError("an error of the model is not finite")

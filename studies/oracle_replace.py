@@ -13,6 +13,7 @@ from studies.by_image import to_text
 from studies.oracle_replace_report import EXCEPT, INJECT, INJECT_TRUE, NONE, REPLACE
 from studies.oracle_replacement import ancestral_chain, unit_errors, visited_indices
 from torchtitan import philox
+from torchtitan.conditions import each_tensor
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.paths import indexed
 from torchtitan.distributed.precision import compute_context
@@ -172,7 +173,7 @@ def _chain(run: StudyRun, cell: Cell, batch: FixedSamples, advance: Advance, err
     inside = {index for index in indices if variant != NONE and cell["low"] <= index <= cell["high"]}
     truth = {REPLACE: inside, EXCEPT: set(indices) - inside, INJECT_TRUE: set(indices)}.get(variant, set())
     x0 = batch.images.to(run.device)
-    condition = None if trained.model.null_class is None else batch.labels.to(run.device)
+    condition = each_tensor(trained.model.condition_kind.of(batch.batch), lambda value: value.to(run.device))
 
     def predict(x: Tensor, index: int) -> Tensor:
         t = path.index_to_t(torch.full((len(x),), index)).to(run.device, torch.float32)
@@ -204,7 +205,7 @@ def _batch(run: StudyRun, cell: Cell) -> FixedSamples:
     options = run.options
     samples = run.samples(options.split, options.images, options.seed)
     part = slice(cell["first_image"], cell["first_image"] + cell["images"])
-    return FixedSamples(samples.images[part], samples.noise[part], samples.labels[part])
+    return samples[part]
 
 
 def _noise(run: StudyRun, cell: Cell, purpose: int) -> Tensor:

@@ -38,8 +38,8 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
 
 
 def everything(dataset) -> tuple[torch.Tensor, list[int]]:
-    images, labels = dataset.fetch(np.arange(len(dataset)))
-    return images, labels.tolist()
+    batch = dataset.fetch(np.arange(len(dataset)))
+    return batch["images"], batch["class"].tolist()
 
 
 def read_samples(dataset, config, info, steps: int, state=None, ranks: int = 1) -> tuple[dict, dict]:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from data import DATASETS
+from data.base import Batch
 from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, checkpoint_steps, read_state, read_tensors
+from torchtitan.conditions import Condition
 from torchtitan.config.job import JobConfig
-from torchtitan.diffusion.guidance import drop_labels
+from torchtitan.diffusion.guidance import drop_conditions
 from torchtitan.diffusion.objective import LossTerms, Objective
 from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps
 from torchtitan.diffusion.timesteps.registry import SamplerOf
@@ -32,7 +34,7 @@ from torchtitan.gns.capture import GradientTaps
 from torchtitan.gns.config import bin_edges
 from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.rank_monitor import RankMonitor
-from torchtitan.models import MODELS
+from torchtitan.models import build_model
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.float8 import check_convertible, convert_to_float8
 from torchtitan.models.flops import check_macs
@@ -159,32 +161,24 @@ class RunState:
 
     # ------------------------------------------------------------------ the loss of a microbatch
 
-    def to_device(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Move images, sample numbers and labels of a microbatch to the model's device."""
-        device = self.layout.device
-        images, samples, labels = (batch[key].to(device, non_blocking=True) for key in ("images", "samples", "labels"))
-        return images, samples, labels
+    def to_device(self, batch: Batch) -> Batch:
+        """Move a microbatch to the model's device."""
+        return {name: value.to(self.layout.device, non_blocking=True) for name, value in batch.items()}
 
-    def loss_terms(
-        self, batch: tuple[Tensor, Tensor, Tensor], samples: GlobalBatch, *, measure: bool = False
-    ) -> LossTerms:
+    def loss_terms(self, batch: Batch, samples: GlobalBatch, *, measure: bool = False) -> LossTerms:
         """Losses of a microbatch of a global batch; measure: notify the monitor of gradient noise."""
-        images, indices, labels = batch
-        draw = self.objective.draw(tuple(images.shape[1:]), samples, indices)
-        condition = self.condition(labels, indices, samples.attempt)
+        images = batch["images"]
+        draw = self.objective.draw(tuple(images.shape[1:]), samples, batch["samples"])
+        condition = self.condition(batch, samples.attempt)
         if measure and self.gns:
             self.gns.begin_microbatch(draw.t)
         with self._compute_context():
             return self.objective.loss(self.train_module, images, condition, draw)
 
-    def condition(self, labels: Tensor, indices: Tensor, attempt: int) -> Tensor | None:
-        """Labels [B] of samples `indices` [B] with dropout, as the network is trained on them; None: unconditional."""
-        null_class = self.model.null_class
-        if null_class is None:
-            return None
-        return drop_labels(
-            labels, null_class, self.config.model.label_dropout, self.config.debug.seed, indices, attempt
-        )
+    def condition(self, batch: Batch, attempt: int) -> Condition:
+        """Conditions of a microbatch with dropout, as the network is trained on them."""
+        kind, dropout = self.model.condition_kind, self.config.model.label_dropout
+        return drop_conditions(kind, kind.of(batch), dropout, self.config.debug.seed, batch["samples"], attempt)
 
     # ------------------------------------------------------------------ saving and resuming
 
@@ -330,7 +324,7 @@ class RunState:
 def _model_on_meta(config: JobConfig) -> DiffusionModel:
     info = DATASETS[config.data.name].info(config.data)
     with torch.device("meta"):
-        return MODELS[config.model.name].build(config.model, info.image_shape, info.num_classes)
+        return build_model(config.model, info.image_shape, info.condition_kind)
 
 
 def _checked_reports(state: dict, step: int) -> dict:

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from data.base import Batch
 from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.collectives import StopRequest, from_first_rank
@@ -152,9 +153,7 @@ class Trainer:
             self._starting = False
         return norms[0], lr
 
-    def _forward_backward(
-        self, batch: tuple[Tensor, Tensor, Tensor], samples: GlobalBatch, number: int, microbatches: int
-    ) -> None:
+    def _forward_backward(self, batch: Batch, samples: GlobalBatch, number: int, microbatches: int) -> None:
         state = self.state
         reduce_now = number == microbatches - 1 or (state.gns is not None and state.gns.separate_microbatches)
         with accumulate_locally(state.train_module, last=reduce_now):
@@ -169,9 +168,9 @@ class Trainer:
                     terms.loss, microbatches, list(state.parameters.values()), samples, number
                 )
             state.window.add(terms)
-            state.objective.observe(samples, batch[1], terms)
+            state.objective.observe(samples, batch["samples"], terms)
             state.guard.add_loss(terms.weighted, microbatches)
-            state.guard.add_images(batch[0], batch[1])
+            state.guard.add_images(batch["images"], batch["samples"])
 
     def _treat_gradients(self, microbatches: int) -> list[Tensor]:
         """Measure the step's gradients, then clip them; return the norm of the network's before clipping.
@@ -205,7 +204,7 @@ class Trainer:
             return
         count = self.config.training.local_batch_size
         batch = {"images": torch.zeros(count, *state.info.image_shape), "samples": torch.arange(count)}
-        batch["labels"] = torch.zeros_like(batch["samples"])
+        batch |= state.model.condition_kind.placeholder(count)
         state.loss_terms(state.to_device(batch), GlobalBatch(0, count)).loss.mean().backward()
         state.optimizer.zero_grad(set_to_none=True)
         if state.gns:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan.conditions import Classes
 from torchtitan.distributed.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import (
@@ -177,7 +178,7 @@ def _restore_buffers(model: nn.Module, source: nn.Module) -> None:
 def _model() -> DiffusionModel:
     torch.manual_seed(0)
     # The 11 rows of the class table divide by no number of ranks, so that FSDP pads them.
-    model = MODELS["dit"].build(replace(FLAVORS["debug"], num_layers=2), (1, 8, 8), num_classes=10)
+    model = MODELS["dit"].build(replace(FLAVORS["debug"], num_layers=2), (1, 8, 8), Classes(10))
     model.init_weights()
     with torch.no_grad():
         # Not the zeros that a DiT starts from, behind which nothing has a gradient.

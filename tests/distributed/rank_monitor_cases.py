@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.distributed.cases import make_trainer, remove, shared_folder
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
-from torchtitan.models import MODELS
+from torchtitan.models import build_model
 from torchtitan.trainer import Trainer
 
 STEPS = 2
@@ -52,8 +52,8 @@ def _measure(trainer: Trainer) -> list[dict]:
 
 def _plain_copy(trainer: Trainer) -> nn.Module:
     """The model with the present weights, as built: neither wrapped nor sharded."""
-    model = MODELS[trainer.config.model.name].build(
-        trainer.config.model, trainer.state.info.image_shape, trainer.state.info.num_classes
+    model = build_model(
+        trainer.config.model, trainer.state.info.image_shape, trainer.state.info.condition_kind
     )
     model.init_weights()
     with torch.no_grad():
@@ -72,7 +72,7 @@ def _by_hand(trainer: Trainer, model: nn.Module, batches: list[dict], first: int
     bins, gradients, weighted = [], [], 0.0
     for batch in batches:
         draw = trainer.state.objective.draw(tuple(batch["images"].shape[1:]), samples, batch["samples"])
-        condition = trainer.state.condition(batch["labels"], batch["samples"], samples.attempt)
+        condition = trainer.state.condition(batch, samples.attempt)
         weights = draw.importance
         assert (weights == weights[0]).all()
         draw = replace(draw, importance=torch.ones_like(weights))

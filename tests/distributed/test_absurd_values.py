@@ -43,11 +43,11 @@ def poison(trainer, sample: int = SAMPLE, value: float = 1e20, always: bool = Fa
     fetch = dataset.fetch
 
     def poisoned(indices):
-        images, labels = fetch(indices)
-        images = images.clone()
+        batch = fetch(indices)
+        images = batch["images"].clone()
         struck = trainer.state.step > sample // 16 if always else torch.as_tensor(indices) == image
         images[struck, 0, 0, 0] = value
-        return images, labels
+        return batch | {"images": images}
 
     dataset.fetch = poisoned
     return image

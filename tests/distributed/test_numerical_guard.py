@@ -45,8 +45,8 @@ def inject(trainer, fault: str, when) -> None:
         fetch = dataset.fetch
 
         def broken_fetch(indices):
-            images, labels = fetch(indices)
-            return (images * math.nan if when(trainer) else images), labels
+            batch = fetch(indices)
+            return batch | {"images": batch["images"] * math.nan} if when(trainer) else batch
 
         dataset.fetch = broken_fetch
 

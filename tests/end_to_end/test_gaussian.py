@@ -111,10 +111,12 @@ def train_and_measure(arguments: list[str]) -> list[float]:
     found = []
     with trainer.state.ema.weights("ema", trainer.state.model), torch.no_grad():
         for chunk in indices.split(500):
-            x0, labels = held_out.fetch(chunk.numpy())
-            t, noise = draw.t[chunk], draw.noise[chunk]
-            a, b = (per_image(value, x0) for value in trainer.state.objective.path.coefficients(t))
-            x0_found, noise_found, *_ = trainer.state.objective.predict(trainer.state.model, a * x0 + b * noise, t, labels)
+            batch = held_out.fetch(chunk.numpy())
+            x0, t, noise = batch["images"], draw.t[chunk], draw.noise[chunk]
+            model, objective = trainer.state.model, trainer.state.objective
+            a, b = (per_image(value, x0) for value in objective.path.coefficients(t))
+            condition = model.condition_kind.of(batch)
+            x0_found, noise_found, *_ = objective.predict(model, a * x0 + b * noise, t, condition)
             error = (noise_found - x0_found) - (noise - x0)
             found.append(error.square().flatten(1).mean(1).double())
     best = optimal_velocity_loss(config.data, draw.t.double())

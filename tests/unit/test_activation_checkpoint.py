@@ -8,6 +8,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan.conditions import Classes
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.distributed import parallelize as parallelize_module
 from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
@@ -32,7 +33,7 @@ PRODUCTS_KEPT = SELECTIVE | {"keep": ["matmul"]}
 
 def debug_model(num_layers: int = BLOCKS) -> DiffusionModel:
     torch.manual_seed(0)
-    model = MODELS["dit"].build(replace(FLAVORS["debug"], num_layers=num_layers), (1, 8, 8), 10)
+    model = MODELS["dit"].build(replace(FLAVORS["debug"], num_layers=num_layers), (1, 8, 8), Classes(10))
     model.init_weights()
     with torch.no_grad():
         for parameter in model.parameters():  # gates start at zero

@@ -60,7 +60,7 @@ def write_batches(folder, count=6, **changes):
 def assert_holds(dataset, pixels, labels):
     assert len(dataset) == len(pixels)
     order = np.arange(len(pixels))[::-1].copy()
-    images, found = dataset.fetch(order)
+    images, found = dataset.fetch(order).values()
     np.testing.assert_allclose(images.numpy(), pixels[order] / 127.5 - 1, atol=1e-6)
     assert found.tolist() == labels[order].tolist()
 

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.launcher import ROOT
+from torchtitan.conditions import Classes, class_kind
 from torchtitan.models.dit.config import FLAVORS
 from torchtitan.models.dit.conversion import (
     LAYOUTS,
@@ -36,7 +37,7 @@ LABELS = "y_embedder.embedding_table.weight"
 
 def build(config=PAPER, image_shape=IMAGE, classes=CLASSES) -> DiT:
     """A model whose every parameter is random."""
-    model = DiT(config, image_shape, classes)
+    model = DiT(config, image_shape, class_kind(classes))
     model.init_buffers()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -128,7 +129,7 @@ def model_of_fixture(**changes) -> DiT:
     config = replace(
         PAPER, dim=8, num_heads=2, mlp_hidden_dim=32, learned_variance=True, timestep_frequencies="diffusers"
     )
-    return DiT(replace(config, **changes), (2, 8, 8), 3)
+    return DiT(replace(config, **changes), (2, 8, 8), Classes(3))
 
 
 def test_imported_diffusers_weights_compute_what_diffusers_computed():
@@ -189,7 +190,7 @@ def test_diffusers_fixture_comes_back_exactly():
 
 def test_names_and_shapes_are_those_of_the_published_dit_xl():
     with torch.device("meta"):
-        model = DiT(replace(FLAVORS["DiT-XL/2"], learned_variance=True), (4, 32, 32), 1000)
+        model = DiT(replace(FLAVORS["DiT-XL/2"], learned_variance=True), (4, 32, 32), Classes(1000))
     weights = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
     shapes = {name: tuple(tensor.shape) for name, tensor in export_weights(weights, model, "dit").items()}
     assert len(shapes) == 8 + 4 + 28 * 10
@@ -209,7 +210,7 @@ def test_names_and_shapes_are_those_of_the_published_dit_xl():
 
 def test_variance_is_dropped_with_a_note_where_the_model_has_none():
     whole = build(replace(PAPER, learned_variance=True))
-    model = DiT(PAPER, IMAGE, CLASSES)
+    model = DiT(PAPER, IMAGE, Classes(CLASSES))
     published = export_weights(weights_of(whole), whole, "sit")
     weights, notes = import_weights(published, model, "sit")
     assert notes == ["the learned variance's half of the output layer was dropped"]
@@ -223,7 +224,7 @@ def test_variance_that_is_not_in_the_weights_is_refused():
     model = build()
     published = export_weights(weights_of(model), model, "dit")
     with pytest.raises(ConversionError, match=r"makes output.linear.weight \[12, 32\] instead of \[24, 32\]"):
-        import_weights(published, DiT(replace(PAPER, learned_variance=True), IMAGE, CLASSES), "dit")
+        import_weights(published, DiT(replace(PAPER, learned_variance=True), IMAGE, Classes(CLASSES)), "dit")
 
 
 # --- refusals
@@ -254,9 +255,9 @@ def test_weights_that_do_not_fit_are_refused(change, message):
 
 def test_weights_of_another_flavor_are_named():
     with torch.device("meta"):
-        large = DiT(FLAVORS["DiT-B/4"], (4, 32, 32), 10)
-        small = DiT(FLAVORS["DiT-S/2"], (4, 32, 32), 10)
-        own = DiT(PAPER, IMAGE, CLASSES)
+        large = DiT(FLAVORS["DiT-B/4"], (4, 32, 32), Classes(10))
+        small = DiT(FLAVORS["DiT-S/2"], (4, 32, 32), Classes(10))
+        own = DiT(PAPER, IMAGE, Classes(CLASSES))
     for layout in LAYOUTS:
         weights = {name: torch.empty(p.shape, device="meta") for name, p in large.named_parameters()}
         published = export_weights(weights, large, layout)

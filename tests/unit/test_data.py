@@ -19,12 +19,13 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
-from data import DATASETS, DataConfig, DatasetError, DatasetInfo
+from data import DATASETS, DataConfig, Dataset, DatasetError, DatasetInfo
 from data.digits import Digits, DigitsConfig
 from tests.encoded_images import image_bytes, write_tar
 from tests.latent_stores import plan_of, write_store
 from torchtitan import philox
-from torchtitan.settings import setting
+from torchtitan.conditions import Classes
+from torchtitan.settings import has_key, setting
 from torchtitan.training.data_loading import TrainingData, validation_batches
 from torchtitan.training.sample_order import SampleOrder
 
@@ -37,7 +38,7 @@ class NumberedConfig(DataConfig):
     horizontal_flip: bool = setting(False, "mirror")
 
 
-class Numbered:
+class Numbered(Dataset):
     """Image i has i in its left pixel and -1 in its right one; `broken` cannot be read."""
 
     Config = NumberedConfig
@@ -48,7 +49,7 @@ class Numbered:
 
     @staticmethod
     def info(config):
-        return DatasetInfo(image_shape=(1, 1, 2), num_classes=0)
+        return DatasetInfo((1, 1, 2), Classes(1))
 
     def __len__(self):
         return self._length
@@ -58,7 +59,7 @@ class Numbered:
             raise OSError("disk\nfell off")
         left = torch.from_numpy(indices).to(torch.float32)
         images = torch.stack((left, -torch.ones_like(left)), dim=-1)[:, None, None]
-        return images, torch.zeros(len(indices), dtype=torch.int64)
+        return {"images": images, "class": torch.zeros(len(indices), dtype=torch.int64)}
 
 
 def training_data(dataset, rank=0, world_size=1, *, total=120, size=12, local=2, seed=3, config=None, **keys):
@@ -204,13 +205,12 @@ def test_a_failing_read_names_dataset_image_and_cause(num_workers):
 def test_a_dataset_that_breaks_its_contract_is_named():
     class Mislabelled(Numbered):
         def fetch(self, indices):
-            images, labels = super().fetch(indices)
-            return images, labels + torch.from_numpy(indices == 4)
+            return super().fetch(indices) | {"class": torch.from_numpy(indices == 4).long()}
 
     class Misshapen(Numbered):
         def fetch(self, indices):
-            images, labels = super().fetch(indices)
-            return images.double(), labels
+            batch = super().fetch(indices)
+            return batch | {"images": batch["images"].double()}
 
     with pytest.raises(DatasetError, match="^dataset numbered: image 4 cannot be read: label 1 is not in 0..0$"):
         read_all(training_data(Mislabelled(30)), steps=3)
@@ -279,7 +279,7 @@ def test_digits_are_split_into_disjoint_fixed_parts():
     train, held_out = Digits(DigitsConfig(), "train"), Digits(DigitsConfig(), "validation")
     assert (len(train), len(held_out)) == (1500, 297)
     whole = [part.fetch(np.arange(len(part))) for part in (train, held_out)]
-    images, labels = (torch.cat(pair) for pair in zip(*whole, strict=True))
+    images, labels = (torch.cat([part[name] for part in whole]) for name in ("images", "class"))
     assert images.min() == -1 and images.max() == 1
     from sklearn.datasets import load_digits
 
@@ -353,19 +353,19 @@ KEYS = {
 def test_every_dataset_keeps_the_contract(name, split, tmp_path):
     dataset_class = DATASETS[name]
     config = dataset_class.Config(**KEYS.get(name, {}))
-    if hasattr(config, "path"):
+    if has_key(config, "path"):
         WRITERS[name](tmp_path)
         config.path = str(tmp_path)
     assert config.name == name
     info = dataset_class.info(config)
     dataset = dataset_class(config, split)
     indices = np.array([2, 0, 1])
-    images, labels = dataset.fetch(indices)
+    images, labels = dataset.fetch(indices).values()
     assert images.dtype == torch.float32 and images.shape == (3, *info.image_shape)
     assert labels.dtype == torch.int64 and labels.shape == (3,)
     assert 0 <= labels.min() and labels.max() < info.num_classes
     assert len(info.class_names) in (0, info.num_classes)
-    again, _ = pickle.loads(pickle.dumps(dataset)).fetch(indices[1:])
+    again = pickle.loads(pickle.dumps(dataset)).fetch(indices[1:])["images"]
     assert torch.equal(again, images[1:])
 
 
@@ -386,4 +386,4 @@ def test_the_documented_dataset_trains():
     exec(documented_blocks("python")[0], names)
     config = names["StripesConfig"]()
     batch = read_all(training_data(names["Stripes"](config, "train"), config=config), steps=10)
-    assert batch["images"].shape == (120, 1, 16, 16) and batch["labels"].unique().tolist() == [0, 1]
+    assert batch["images"].shape == (120, 1, 16, 16) and batch["class"].unique().tolist() == [0, 1]

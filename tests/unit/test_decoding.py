@@ -150,7 +150,7 @@ def test_the_picture_of_held_out_latents_is_spread_over_them(encoded):
 
         def fetch(self, indices):
             self.asked = indices
-            return drawn(70)[indices], torch.from_numpy(indices) % 3
+            return {"images": drawn(70)[indices], "class": torch.from_numpy(indices) % 3}
 
     dataset = HeldOut()
     picture = held_out_picture(dataset, decoder_of(folder), CLASS_NAMES)

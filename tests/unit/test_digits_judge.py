@@ -17,8 +17,9 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def fetch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.from_numpy(self.images[indices]).float(), torch.from_numpy(self.labels[indices])
+    def fetch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+        images, labels = torch.from_numpy(self.images[indices]), torch.from_numpy(self.labels[indices])
+        return {"images": images.float(), "class": labels}
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from torchtitan.conditions import Classes, Unconditional, class_kind
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.dit.config import FLAVORS, DiTConfig
@@ -36,7 +37,7 @@ NUM_CLASSES = 5
 
 def build(config: DiTConfig, image_shape=IMAGE, num_classes: int = NUM_CLASSES, dtype=torch.float64) -> DiT:
     """A model whose every parameter is random and depends on its own name and shape alone."""
-    model = MODELS["dit"].build(config, image_shape, num_classes).to(dtype)
+    model = MODELS["dit"].build(config, image_shape, class_kind(num_classes)).to(dtype)
     model.init_buffers()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -202,7 +203,7 @@ def test_time_and_class_change_the_output():
     x, t, condition = inputs()
     output = model(x, t, condition)
     assert (model(x, t + 1, condition) - output).abs().max() > 1e-3
-    null = model(x, t, torch.full_like(condition, model.null_class))
+    null = model(x, t, torch.full_like(condition, NUM_CLASSES))
     assert (null - model(x, t, torch.zeros_like(condition))).abs().max() > 1e-3
 
 
@@ -224,7 +225,7 @@ def test_unpatchify_is_the_inverse_of_patchify(patch_size, image_shape):
 def test_an_image_comes_back_through_identity_weights():
     """Embedding and output are each other's inverse, blocks are closed by zero gates, and the norm only scales."""
     config = replace(PAPER, dim=12, num_heads=1, norm="rmsnorm", position="rotary", learned_variance=False)
-    model = MODELS["dit"].build(config, IMAGE, 0)
+    model = MODELS["dit"].build(config, IMAGE, Unconditional())
     model.init_weights()
     model.patch_embed.weight.copy_(torch.eye(12))
     model.output.linear.weight.copy_(torch.eye(12))
@@ -253,7 +254,7 @@ def test_rotary_scores_depend_on_the_difference_of_positions_only():
 
 def initialised_from_garbage(config: DiTConfig, garbage: float, seed: int = 3) -> DiT:
     with torch.device("meta"):
-        model = MODELS["dit"].build(config, IMAGE, NUM_CLASSES)
+        model = MODELS["dit"].build(config, IMAGE, Classes(NUM_CLASSES))
     model.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -309,7 +310,7 @@ def test_only_parameters_are_in_the_state_dict():
 
 def on_meta(flavor: str, image_shape: tuple[int, int, int], num_classes: int = 1000, **fields) -> DiT:
     with torch.device("meta"):
-        return MODELS["dit"].build(replace(FLAVORS[flavor], **fields), image_shape, num_classes)
+        return MODELS["dit"].build(replace(FLAVORS[flavor], **fields), image_shape, class_kind(num_classes))
 
 
 @pytest.mark.parametrize(
@@ -331,7 +332,7 @@ def test_parameter_counts_of_torchditan(flavor, patch_size, published):
 
 def counted_flops(model: DiffusionModel, image_shape: tuple[int, int, int]) -> tuple[int, int]:
     """Floating-point operations of a forward, and of forward and backward, as PyTorch counts them; batch of 2."""
-    condition = None if model.null_class is None else torch.zeros(2, dtype=torch.long, device="meta")
+    condition = model.condition_kind.of(model.condition_kind.placeholder(2, "meta"))
     with FlopCounterMode(display=False) as forward:
         output = model(torch.empty(2, *image_shape, device="meta"), torch.empty(2, device="meta"), condition)
     with FlopCounterMode(display=False) as backward:
@@ -450,7 +451,7 @@ def test_impossible_sizes_are_refused_by_key(fields, message):
     config = replace(DEBUG, **fields)
     assert [line.startswith(message) for line in MODELS["dit"].problems(config, IMAGE)] == [True]
     with pytest.raises(ValueError, match=message):
-        MODELS["dit"].build(config, IMAGE, NUM_CLASSES)
+        MODELS["dit"].build(config, IMAGE, Classes(NUM_CLASSES))
 
 
 def test_all_flavors_can_be_built_and_are_named_by_their_key():
@@ -465,7 +466,7 @@ def test_the_family_in_the_documentation_keeps_the_contract():
     exec(re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1], namespace)
     family = namespace["FAMILY"]
     with torch.device("meta"):
-        model = family.build(family.flavors["small"], IMAGE, 0)
+        model = family.build(family.flavors["small"], IMAGE, Unconditional())
     assert 2 * model.forward_macs_per_image(IMAGE) == counted_flops(model, IMAGE)[0]
     model.to_empty(device="cpu")
     torch.manual_seed(0)

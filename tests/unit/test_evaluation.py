@@ -7,9 +7,10 @@ from torch import nn
 
 from tests.objectives import schedule, solver, timesteps
 from torchtitan import philox
+from torchtitan.conditions import Classes, ConditionKind, Unconditional
 from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
 from torchtitan.diffusion.solvers import uniform_times
-from torchtitan.evaluation.sampling import ImageSampler, balanced_labels, grid_labels
+from torchtitan.evaluation.sampling import ImageSampler, balanced_choices, grid_choices
 from torchtitan.evaluation.validation import held_out_draw, validation_loss
 
 SHAPE = (2, 3, 4)
@@ -25,9 +26,9 @@ class Toy(nn.Module):
 
     image_shape = SHAPE
 
-    def __init__(self, null_class: int | None = 3) -> None:
+    def __init__(self, kind: ConditionKind = Classes(3)) -> None:
         super().__init__()
-        self.null_class = null_class
+        self.condition_kind = kind
         self.scale = nn.Parameter(torch.tensor(0.7))
         self.dropout = nn.Dropout(0.5)
         self.batch_sizes = []
@@ -84,7 +85,7 @@ def held_out(count: int, batch_size: int):
         numbers = torch.arange(start, start + batch_size)
         indices = numbers.clamp(max=count - 1)
         weights = (numbers < count).to(torch.float32)
-        yield {"images": images[indices], "labels": labels[indices], "indices": indices, "weights": weights}
+        yield {"images": images[indices], "class": labels[indices], "indices": indices, "weights": weights}
 
 
 def validate(model: Toy, objective: Objective, count: int, batch_size: int, edges: torch.Tensor) -> dict[str, float]:
@@ -94,11 +95,11 @@ def validate(model: Toy, objective: Objective, count: int, batch_size: int, edge
     )
 
 
-@pytest.mark.parametrize("null_class", [3, None])
+@pytest.mark.parametrize("kind", [Classes(3), Unconditional()], ids=["classes", "none"])
 @pytest.mark.parametrize("batch_size", [1, 8, 23, 40])
-def test_validation_loss_equals_a_direct_mean(undisturbed, batch_size, null_class):
+def test_validation_loss_equals_a_direct_mean(undisturbed, batch_size, kind):
     model, objective, count = undisturbed, Objective(ObjectiveConfig(), seed=0), 23
-    model.null_class = null_class
+    model.condition_kind = kind
     objective.weighting = lambda sigma: 2 + 0 * sigma
     edges = torch.tensor([0.3, 0.5, 0.7])
     found = validate(model, objective, count, batch_size, edges)
@@ -108,8 +109,8 @@ def test_validation_loss_equals_a_direct_mean(undisturbed, batch_size, null_clas
     data, noise, t = (v.double().numpy() for v in (whole["images"], draw.noise, draw.t))
     time = t.reshape(-1, 1, 1, 1)
     output = np.tanh(float(model.scale.detach()) * ((1 - time) * data + time * noise)) + time
-    if null_class is not None:
-        output += 0.1 * whole["labels"].numpy().reshape(-1, 1, 1, 1)
+    if kind.entries:
+        output += 0.1 * whole["class"].numpy().reshape(-1, 1, 1, 1)
     error = ((output - (noise - data)) ** 2).mean((1, 2, 3))
     bins = np.digitize(draw.t.numpy(), edges.numpy(), right=True)
     groups = {"": 2 * error} | {f"_by_bin/{k}": error[bins == k] for k in range(4)}
@@ -178,17 +179,17 @@ def test_purposes_and_guidance_reach_the_images():
 
 
 def test_an_unconditional_model_ignores_labels():
-    model = Toy(null_class=None).eval()
+    model = Toy(Unconditional()).eval()
     assert torch.equal(draw(model, torch.tensor([0, 1])), draw(model, torch.tensor([2, 2])))
     assert set(model.batch_sizes) == {2}
 
 
 def test_labels_of_grids_and_of_judged_images():
-    assert grid_labels([4, 1], 10, 3).tolist() == [4, 4, 4, 1, 1, 1]
-    assert grid_labels([], 1000, 2).tolist() == sorted([*range(10)] * 2)
-    assert grid_labels([], 3, 1).tolist() == [0, 1, 2]
-    assert grid_labels([], 0, 4).tolist() == [0] * 4
+    assert grid_choices([4, 1], 10, 3).tolist() == [4, 4, 4, 1, 1, 1]
+    assert grid_choices([], 1000, 2).tolist() == sorted([*range(10)] * 2)
+    assert grid_choices([], 3, 1).tolist() == [0, 1, 2]
+    assert grid_choices([], 0, 4).tolist() == [0] * 4
     for count, classes in ((10, 3), (9, 3), (2, 5)):
-        counts = np.bincount(balanced_labels(count, classes), minlength=classes)
+        counts = np.bincount(balanced_choices(count, classes), minlength=classes)
         assert counts.sum() == count and counts.max() - counts.min() <= 1
-    assert balanced_labels(4, 0).tolist() == [0] * 4
+    assert balanced_choices(4, 0).tolist() == [0] * 4

@@ -91,7 +91,7 @@ def test_images_that_cannot_be_decoded_are_listed_without_where_they_lay(inputs,
 def test_store_is_trained_on_as_it_is(whole):
     config = LatentsConfig(path=str(whole), validation_fraction=0.0)
     dataset = Latents(config, "train")
-    latents, _ = dataset.fetch(np.arange(len(dataset)))
+    latents = dataset.fetch(np.arange(len(dataset)))["images"]
     assert latents.shape == (COUNT - len(BAD), 16, 2, 2) and torch.isfinite(latents).all()
 
 

@@ -10,6 +10,7 @@ import torch
 from tests.distributed.cases import make_trainer, train_all
 from tests.end_to_end.runs import checkpoint_tensors
 from tests.launcher import run_on_ranks
+from torchtitan.conditions import Classes
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
 from torchtitan.distributed.config import ActivationCheckpointConfig
@@ -26,7 +27,7 @@ needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, 
 def debug_model(device="cpu"):
     """A model none of whose blocks is the identity, as it is at initialisation."""
     with torch.device(device):
-        model = MODELS["dit"].build(MODELS["dit"].flavors["debug"], (1, 8, 8), 10)
+        model = MODELS["dit"].build(MODELS["dit"].flavors["debug"], (1, 8, 8), Classes(10))
     if device == "cpu":
         torch.manual_seed(0)
         model.init_weights()

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from data.base import Draws, UnreadableImage
+from data.base import Dataset, Draws, UnreadableImage
 from tests.objectives import timesteps
+from torchtitan.conditions import Classes
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.evaluation.offline_gradients import (
     WHOLE,
@@ -27,7 +28,7 @@ from torchtitan.evaluation.offline_gradients import (
 DDPM = {"path": "ddpm_linear", "prediction": "noise", "preconditioning": "index", "timesteps": timesteps("uniform")}
 
 
-class Images:
+class Images(Dataset):
     """64 images [1, 4, 4], each of two values, in four classes."""
 
     def __init__(self) -> None:
@@ -40,13 +41,13 @@ class Images:
 
     def fetch(self, indices: np.ndarray):
         chosen = torch.from_numpy(indices)
-        return self.images[chosen], chosen % 4
+        return {"images": self.images[chosen], "class": chosen % 4}
 
 
 class Network(nn.Module):
     """A linear network with a class embedding; only its training mode has gradients of the usual size."""
 
-    null_class = 4
+    condition_kind = Classes(4)
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,15 +220,16 @@ def test_an_image_that_cannot_be_read_is_replaced():
                     raise UnreadableImage(index, f"{index}.png", "truncated")
             return super().fetch(indices)
 
-    images, labels = gradients(data=Damaged())._read(np.array([2, 3, 9, 4]), Draws(7, torch.arange(4)))
-    assert torch.equal(images, Images().images[[2, 5, 9, 5]]) and labels.tolist() == [2, 1, 1, 1]
+    batch = gradients(data=Damaged())._read(np.array([2, 3, 9, 4]), Draws(7, torch.arange(4)))
+    assert torch.equal(batch["images"], Images().images[[2, 5, 9, 5]]) and batch["class"].tolist() == [2, 1, 1, 1]
 
 
 def test_images_that_are_drawn_for_training_are_drawn_here_by_the_sample():
     class Drawn(Images):
         def fetch_drawn(self, indices, draws):
-            images, labels = self.fetch(indices)
-            return torch.where((draws.uniform("horizontal_flip") < 0.5)[:, None, None, None], -images, images), labels
+            batch = self.fetch(indices)
+            mirrored = (draws.uniform("horizontal_flip") < 0.5)[:, None, None, None]
+            return batch | {"images": torch.where(mirrored, -batch["images"], batch["images"])}
 
     source = gradients(data=Drawn(), horizontal_flip=False)
     plain = gradients(horizontal_flip=False)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from torchtitan.conditions import Classes
 from torchtitan.distributed.compile import compile_blocks
 from torchtitan.distributed.config import ActivationCheckpointConfig, ParallelismConfig
 from torchtitan.distributed.mesh import Layout
@@ -33,7 +34,7 @@ class Problem:
 
     def __init__(self, config: DiTConfig, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
-        self.model = DiT(config, SHAPE, CLASSES).to(dtype)
+        self.model = DiT(config, SHAPE, Classes(CLASSES)).to(dtype)
         self.model.init_weights()
         for parameter in self.model.parameters():
             nn.init.normal_(parameter, std=0.2)

@@ -175,7 +175,7 @@ def shards(folder, count=6):
 def labels_of(config):
     webdataset._open_shards.cache_clear()
     WebDataset.info(config)
-    return WebDataset(config, "train").fetch(np.arange(6))[1].tolist()
+    return WebDataset(config, "train").fetch(np.arange(6))["class"].tolist()
 
 
 def changed(path, change):
@@ -312,7 +312,7 @@ def test_a_file_of_countless_classes_is_refused_and_one_of_many_is_read_once(tmp
     path.write_text("b\na\nc\n")
     class_folders._parsed.cache_clear()
     assert ImageFolder.info(config).class_names == ("b", "a", "c")
-    assert ImageFolder(config, "train").fetch(np.array([0, 1]))[1].tolist() == [1, 0]
+    assert ImageFolder(config, "train").fetch(np.array([0, 1]))["class"].tolist() == [1, 0]
     assert class_folders._parsed.cache_info().misses == 1
     path.write_text("a\nb\n")
     assert ImageFolder.info(config).class_names == ("a", "b")

@@ -139,7 +139,7 @@ def test_the_name_of_a_file_decides_nothing(tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(encoded("BMP"))
     files = ImageList.of(bytes(tmp_path), [[b"a.png"]])
-    images, _ = SquareImages(files, np.arange(1), np.zeros(1, np.int64), SIDE).fetch(np.arange(1))
+    images = SquareImages(files, np.arange(1), np.zeros(1, np.int64), SIDE).fetch(np.arange(1))["images"]
     assert images.shape == (1, 3, SIDE, SIDE)
 
 
@@ -170,7 +170,7 @@ def test_a_pipe_a_device_and_an_endless_file_are_named_and_cost_their_image(tmp_
 def test_a_link_to_an_image_is_the_image(tmp_path):
     (tmp_path / "stored").write_bytes(encoded("PNG"))
     (tmp_path / "a.png").symlink_to("stored")
-    assert len(one_file(tmp_path).fetch(np.arange(1))[0]) == 1
+    assert len(one_file(tmp_path).fetch(np.arange(1))["images"]) == 1
 
 
 def test_memory_that_does_not_suffice_costs_the_image(tmp_path):

@@ -105,7 +105,7 @@ def test_streaming_reads_the_same_images_in_an_epoch_and_holds_out_the_same(tmp_
     for config in configs:
         dataset = HuggingFace(config, "train")
         indices = SampleOrder.of(dataset, 0, 0).indices(np.arange(len(dataset)))
-        images, labels = dataset.fetch(indices)
+        images, labels = dataset.fetch(indices).values()
         epochs.append((indices.tolist(), sorted(zip(images.flatten(1).tolist(), labels.tolist(), strict=True))))
     assert epochs[0][1] == epochs[1][1] and epochs[0][0] != epochs[1][0]
 
@@ -144,7 +144,7 @@ def test_a_store_is_streamed_from_folders_that_name_the_split_and_the_subset(tmp
     config = config_of("memory://hf", config="small", streaming=True)
     assert HuggingFace.info(config).num_classes == 5
     copy = pickle.loads(pickle.dumps(HuggingFace(config, "train")))
-    assert torch.equal(copy.fetch(np.array([100]))[0][0], decoded(image_bytes(100)))
+    assert torch.equal(copy.fetch(np.array([100]))["images"][0], decoded(image_bytes(100)))
 
 
 def test_a_hub_name_is_a_url_of_its_files(tmp_path, monkeypatch):
@@ -278,7 +278,7 @@ def test_a_read_that_fails_is_tried_again_a_few_times(tmp_path, count, tries):
     dataset = HuggingFace(config_of(tmp_path, streaming=True), "train")
     failing = dataset._source._storage = Failing(fsspec.filesystem("file"), count, TimeoutError("no\nanswer"))
     if count < tries:
-        assert torch.equal(dataset.fetch(np.array([0]))[0][0], decoded(image_bytes(0)))
+        assert torch.equal(dataset.fetch(np.array([0]))["images"][0], decoded(image_bytes(0)))
     else:
         message = r"00002.parquet: row group 0 cannot be read, tried 4 times \(TimeoutError: no answer\)$"
         with pytest.raises(DatasetError, match=message) as caught:

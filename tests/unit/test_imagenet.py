@@ -152,7 +152,7 @@ def test_without_val_the_last_images_of_each_class_are_held_out(tmp_path):
     held_out = ImageNet(config, "validation")
     assert everything(held_out)[1] == [0, 0, 0, 1, 1, 1, 2, 2, 2] and len(ImageNet(config, "train")) == 81
     last = sorted(train_files()["n00000003"].items())[-1][1]
-    assert torch.equal(held_out.fetch(np.array([2]))[0][0], decoded(last))
+    assert torch.equal(held_out.fetch(np.array([2]))["images"][0], decoded(last))
     assert len(ImageNet(config_of(tmp_path), "validation")) == 4  # floor(0.05 x 90)
 
 
@@ -164,10 +164,10 @@ def test_archives_resume_in_mid_epoch_on_other_ranks_and_loader_processes(tmp_pa
 def test_a_copy_of_an_open_archive_reads_the_same_and_is_small(tmp_path):
     write_archives(tmp_path)
     dataset = ImageNet(config_of(tmp_path), "train")
-    before = dataset.fetch(np.arange(90))[0]
+    before = dataset.fetch(np.arange(90))["images"]
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 200 * 90
-    assert torch.equal(pickle.loads(pickled).fetch(np.arange(90))[0], before)
+    assert torch.equal(pickle.loads(pickled).fetch(np.arange(90))["images"], before)
 
 
 def test_an_archive_is_read_through_once_until_it_changes(tmp_path, monkeypatch):

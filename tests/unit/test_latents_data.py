@@ -132,7 +132,7 @@ def test_validation_images_are_the_same_each_time_and_unmirrored_samples(path):
     rows = torch.arange(1, COUNT, 2)
     noise = philox.normal(0, "posterior", rows, SHAPE)
     torch.testing.assert_close(found, normalised(means[rows, 0] + stds[rows, 0] * noise))
-    assert torch.equal(pickle.loads(pickle.dumps(dataset)).fetch(np.arange(24))[0], found)
+    assert torch.equal(pickle.loads(pickle.dumps(dataset)).fetch(np.arange(24))["images"], found)
 
 
 def test_held_out_images_are_spread_evenly_and_left_out_of_training(path):
@@ -153,7 +153,7 @@ def test_validation_store_is_normalised_as_the_trained_one(path, tmp_path):
     keys = {"path": path, "validation_path": str(tmp_path / "val"), "sample_posterior": False, "mirror": True}
     held_out = Latents(LatentsConfig(**keys), "validation")
     wanted = LatentStore(tmp_path / "val").read(np.arange(16))[0][:, 0]
-    torch.testing.assert_close(held_out.fetch(np.arange(16))[0], normalised(wanted))
+    torch.testing.assert_close(held_out.fetch(np.arange(16))["images"], normalised(wanted))
     assert len(held_out) == 16 and len(Latents(LatentsConfig(**keys), "train")) == COUNT
 
 
@@ -169,9 +169,10 @@ def test_latents_without_posterior_or_mirror_are_read_as_they_are(tmp_path):
     write_store(tmp_path, plan)
     config = config_of(str(tmp_path))
     dataset = Latents(config, "train")
-    found, labels = dataset.fetch(np.arange(8))
+    batch = dataset.fetch(np.arange(8))
+    found = batch["images"]
     torch.testing.assert_close(found, normalised(images(plan, 0, 8)[0][:, 0, 0].bfloat16().float()))
-    assert labels.tolist() == [0] * 8 and Latents.info(config).num_classes == 0
+    assert set(batch) == {"images"} and Latents.info(config).num_classes == 0
     for key in ("sample_posterior", "mirror"):
         with pytest.raises(DatasetError, match=f"^data.{key}: .* keeps no .*; leave the key out$"):
             Latents.info(config_of(str(tmp_path), **{key: True}))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torchtitan.conditions import Classes, ConditionKind
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel, ModelConfig, ModelFamily
@@ -25,12 +26,12 @@ class ToyConfig(ModelConfig):
 class Toy(DiffusionModel):
     """Two convolutions and an embedding of classes, without guidance."""
 
-    def __init__(self, config: ToyConfig, image_shape: tuple[int, int, int], num_classes: int) -> None:
+    def __init__(self, config: ToyConfig, image_shape: tuple[int, int, int], kind: ConditionKind) -> None:
         super().__init__()
         self.image_shape, self.out_channels = image_shape, image_shape[0]
-        self.null_class = num_classes or None
+        self.condition_kind = kind
         self.first = nn.Conv2d(image_shape[0], config.width, 3, padding=1)
-        self.label_embed = nn.Embedding(num_classes + 1, config.width)
+        self.label_embed = nn.Embedding(kind.choices + 1, config.width)
         self.time_embed = nn.Linear(1, config.width)
         self.last = nn.Conv2d(config.width, image_shape[0], 3, padding=1)
 
@@ -60,7 +61,7 @@ class CountedToy(Toy):
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    family = ModelFamily(ToyConfig, {"small": ToyConfig()}, Toy, problems=lambda config, image_shape: [])
+    family = ModelFamily(ToyConfig, {"small": ToyConfig()}, Toy, problems=lambda config, image_shape: [], conditions=(Classes,))
     monkeypatch.setitem(MODELS, "toy", family)
 
 
@@ -75,7 +76,7 @@ def problems_of(*arguments: str) -> list[str]:
 
 def test_convolutions_that_a_formula_leaves_out_are_refused():
     with torch.device("meta"):
-        forgetful, right = (kind(ToyConfig(), (3, 16, 24), 10) for kind in (Toy, CountedToy))
+        forgetful, right = (kind(ToyConfig(), (3, 16, 24), Classes(10)) for kind in (Toy, CountedToy))
     by_hand = 8 * 1 + 2 * 3 * 8 * 9 * 16 * 24
     assert counted_macs_per_image(forgetful) == right.forward_macs_per_image((3, 16, 24)) == by_hand
     check_macs(right, "toy")

@@ -15,6 +15,7 @@ from scipy import stats
 
 from tests.objectives import timesteps
 from torchtitan import philox
+from torchtitan.conditions import Classes
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.learned_variance import log_variance, posterior_mean, variational_bound
 from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
@@ -311,7 +312,7 @@ class InAnyCurrency(torch.nn.Module):
 def small_dit():
     config = dataclasses.replace(FLAVORS["debug"], num_layers=1)
     torch.manual_seed(0)
-    model = DiT(config, (1, 8, 8), 10)
+    model = DiT(config, (1, 8, 8), Classes(10))
     model.init_weights()
     with torch.no_grad():
         for parameter in model.parameters():  # the output layer starts at zero, and nothing before it would count

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.launcher import ROOT
 from tests.objectives import schedule, solver, timesteps
 from torchtitan import philox
+from torchtitan.conditions import Classes
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.diffusion.guidance import Guidance, guided_network, predictor
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
@@ -22,7 +23,7 @@ from torchtitan.evaluation.sampling import ImageSampler
 from torchtitan.settings.record import dump_config
 from torchtitan.settings.sections import keys
 
-NULL_CLASS, SHAPE = 3, (4, 2, 2)
+KIND, SHAPE = Classes(3), (4, 2, 2)
 DDPM = ObjectiveConfig(path="ddpm_linear", prediction="noise", preconditioning="index", timesteps=timesteps("uniform"))
 OBJECTIVES = {
     "rectified_flow": ObjectiveConfig(),
@@ -36,7 +37,7 @@ class Toy(nn.Module):
 
     def __init__(self, out_channels: int = 4) -> None:
         super().__init__()
-        self.image_shape, self.null_class, self.out_channels = SHAPE, NULL_CLASS, out_channels
+        self.image_shape, self.condition_kind, self.out_channels = SHAPE, KIND, out_channels
         self.batches: list[int] = []
 
     def forward(self, x: Tensor, time: Tensor, condition: Tensor | None) -> Tensor:
@@ -55,9 +56,9 @@ def inputs() -> tuple[Tensor, Tensor]:
 def test_channels_without_guidance_are_the_conditional_ones(channels, guided_channels, out_channels):
     x, classes = inputs()
     model, time = Toy(out_channels), torch.full((3,), 0.4)
-    found = guided_network(model, NULL_CLASS, 2.5, channels)(x, time, classes)
+    found = guided_network(model, KIND, 2.5, channels)(x, time, classes)
     conditional = model(x, time, classes)
-    unconditional = model(x, time, torch.full_like(classes, NULL_CLASS))
+    unconditional = model(x, time, torch.full_like(classes, KIND.count))
     wanted = conditional.clone()
     wanted[:, :guided_channels] = (2.5 * conditional - 1.5 * unconditional)[:, :guided_channels]
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
@@ -68,9 +69,9 @@ def test_outside_the_interval_is_one_plain_call(t, guided):
     x, classes = inputs()
     time, objective = torch.full((3,), t), Objective(ObjectiveConfig(), seed=0)
     model = Toy()
-    found = predictor(objective, model, classes, NULL_CLASS, Guidance(3.0, (0.25, 0.75)))(x, time)
+    found = predictor(objective, model, KIND, classes, Guidance(3.0, (0.25, 0.75)))(x, time)
     assert model.batches == [6 if guided else 3]
-    whole = predictor(objective, model, classes, NULL_CLASS, Guidance(3.0 if guided else 1.0))(x, time)
+    whole = predictor(objective, model, KIND, classes, Guidance(3.0 if guided else 1.0))(x, time)
     assert torch.equal(found[0], whole[0]) and torch.equal(found[1], whole[1])
 
 
@@ -78,10 +79,10 @@ def test_learned_variance_reaches_the_solver_as_a_fraction_of_the_conditional_ou
     x, classes = inputs()
     objective, model = Objective(DDPM, seed=0), Toy(8)
     t = objective.path.index_to_t(torch.tensor([400, 400, 400])).float()
-    *_, fraction = predictor(objective, model, classes, NULL_CLASS, Guidance(3.0))(x, t)
+    *_, fraction = predictor(objective, model, KIND, classes, Guidance(3.0))(x, t)
     output = model(x, torch.full((3,), 400.0), classes)[:, 4:]
     torch.testing.assert_close(fraction, (output + 1) / 2, rtol=1e-5, atol=1e-6)
-    *_, nothing = predictor(objective, Toy(4), classes, NULL_CLASS, Guidance(3.0))(x, t)
+    *_, nothing = predictor(objective, Toy(4), KIND, classes, Guidance(3.0))(x, t)
     assert nothing is None
 
 

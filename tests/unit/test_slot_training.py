@@ -18,6 +18,7 @@ from studies.slot_training import (
     slot_nodes,
 )
 from tests.objectives import timesteps
+from torchtitan.conditions import Unconditional
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges
 from torchtitan.evaluation.offline_gradients import GradientError, Gradients
@@ -36,7 +37,7 @@ OBJECTIVE = Objective(
 class Gain(nn.Module):
     """Noise is estimated as (w_0 + w_1 t) x_t."""
 
-    null_class = None
+    condition_kind = Unconditional()
 
     def __init__(self, *weights: float) -> None:
         super().__init__()

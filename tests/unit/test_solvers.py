@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from torchtitan import philox
-from torchtitan.diffusion.guidance import Guidance, drop_labels, guided_network, predictor
+from torchtitan.conditions import Classes, Unconditional
+from torchtitan.diffusion.guidance import Guidance, drop_conditions, guided_network, predictor
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import RectifiedFlow
 from torchtitan.diffusion.solvers import SOLVERS, uniform_times
@@ -104,7 +105,7 @@ class RecordingNetwork:
         return x * time.cos().reshape(-1, 1, 1, 1) + 3.0 ** condition.reshape(-1, 1, 1, 1)
 
 
-NULL_CLASS = 4
+KIND = Classes(4)
 
 
 def guidance_inputs():
@@ -116,10 +117,10 @@ def guidance_inputs():
 def test_guided_network_equals_two_separate_calls(scale):
     x, time, classes = guidance_inputs()
     network = RecordingNetwork()
-    found = guided_network(network, NULL_CLASS, scale)(x, time, classes)
+    found = guided_network(network, KIND, scale)(x, time, classes)
     assert network.batches == [(6, [0, 2, 1, 4, 4, 4])]
     conditional = network(x, time, classes).double()
-    unconditional = network(x, time, torch.full_like(classes, NULL_CLASS)).double()
+    unconditional = network(x, time, torch.full_like(classes, KIND.count)).double()
     wanted = scale * conditional + (1 - scale) * unconditional
     torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-5)
     if scale == 0:
@@ -129,7 +130,7 @@ def test_guided_network_equals_two_separate_calls(scale):
 def test_scale_one_is_one_plain_call():
     x, time, classes = guidance_inputs()
     network = RecordingNetwork()
-    found = guided_network(network, NULL_CLASS, 1.0)(x, time, classes)
+    found = guided_network(network, KIND, 1.0)(x, time, classes)
     assert network.batches == [(3, [0, 2, 1])]
     assert torch.equal(found, RecordingNetwork()(x, time, classes))
 
@@ -138,8 +139,8 @@ def test_predictor_reads_the_guided_network_by_the_objective():
     x, _, classes = guidance_inputs()
     t = torch.tensor([0.2, 0.5, 0.8])
     objective = Objective(ObjectiveConfig(), seed=0)
-    x0, noise, _ = predictor(objective, RecordingNetwork(), classes, NULL_CLASS, Guidance(2.0))(x, t)
-    velocity = guided_network(RecordingNetwork(), NULL_CLASS, 2.0)(x, 1000 * t, classes)
+    x0, noise, _ = predictor(objective, RecordingNetwork(), KIND, classes, Guidance(2.0))(x, t)
+    velocity = guided_network(RecordingNetwork(), KIND, 2.0)(x, 1000 * t, classes)
     b = t.reshape(-1, 1, 1, 1)
     torch.testing.assert_close(noise - x0, velocity, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close((1 - b) * x0 + b * noise, x, rtol=1e-5, atol=1e-4)
@@ -153,26 +154,26 @@ def test_predictor_of_an_unconditional_network_never_guides():
         return x
 
     x, t, _ = guidance_inputs()
-    predictor(Objective(ObjectiveConfig(), seed=0), network, None, None, Guidance(3.0))(x, t)
+    predictor(Objective(ObjectiveConfig(), seed=0), network, Unconditional(), None, Guidance(3.0))(x, t)
     assert calls == [(3, None)]
 
 
 def test_labels_are_dropped_at_the_rate_asked_for():
-    labels, count = torch.arange(50_000) % NULL_CLASS, 50_000
+    labels, count = torch.arange(50_000) % KIND.count, 50_000
     for probability in (0.0, 0.1, 0.5, 1.0):
-        dropped = drop_labels(labels, NULL_CLASS, probability, 0, torch.arange(count))
+        dropped = drop_conditions(KIND, labels, probability, 0, torch.arange(count))
         assert dropped.dtype == torch.int64
-        gone = dropped == NULL_CLASS
+        gone = dropped == KIND.count
         assert torch.equal(dropped[~gone], labels[~gone])
         error = 4 * math.sqrt(probability * (1 - probability) / count)
         assert abs(gone.double().mean().item() - probability) <= error
 
 
 def test_label_drops_depend_on_the_sample_number_only():
-    labels, indices = torch.arange(60) % NULL_CLASS, torch.arange(60) + 2**33
-    whole = drop_labels(labels, NULL_CLASS, 0.5, 3, indices, 1)
+    labels, indices = torch.arange(60) % KIND.count, torch.arange(60) + 2**33
+    whole = drop_conditions(KIND, labels, 0.5, 3, indices, 1)
     for start, end in ((0, 60), (0, 1), (17, 40), (59, 60)):
         part = slice(start, end)
-        assert torch.equal(drop_labels(labels[part], NULL_CLASS, 0.5, 3, indices[part], 1), whole[part])
+        assert torch.equal(drop_conditions(KIND, labels[part], 0.5, 3, indices[part], 1), whole[part])
     for seed, attempt in ((3, 0), (4, 1)):
-        assert not torch.equal(drop_labels(labels, NULL_CLASS, 0.5, seed, indices, attempt), whole)
+        assert not torch.equal(drop_conditions(KIND, labels, 0.5, seed, indices, attempt), whole)

@@ -24,7 +24,7 @@ def dense_covariance(config):
 @pytest.mark.parametrize("shape", [[2, 6, 8], [1, 5, 7]])
 def test_gaussian_images_have_the_stated_covariance(shape):
     config = SyntheticConfig(shape=shape, spectrum_alpha=1.5, pixel_variance=0.6)
-    images = Synthetic(config, "train").fetch(np.arange(40_000))[0].to(torch.float64)
+    images = Synthetic(config, "train").fetch(np.arange(40_000))["images"].to(torch.float64)
     variances = mode_variances(config)
     assert variances.shape == tuple(shape) and variances.mean() == pytest.approx(0.6)
     assert variances[0, 0, 0] == variances[0, 0, 1] == variances[0, -1, 0]  # the constant mode counts as f = 1
@@ -42,7 +42,7 @@ def test_gaussian_images_have_the_stated_covariance(shape):
 @pytest.mark.parametrize("kind", ["gaussian", "noise"])
 def test_optimal_velocity_loss_is_that_of_the_exact_linear_estimator(kind):
     config = SyntheticConfig(shape=[1, 6, 6], kind=kind)
-    x0 = Synthetic(config, "train").fetch(np.arange(20_000))[0].flatten(1).to(torch.float64)
+    x0 = Synthetic(config, "train").fetch(np.arange(20_000))["images"].flatten(1).to(torch.float64)
     noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     covariance, identity = torch.from_numpy(dense_covariance(config)), torch.eye(36, dtype=torch.float64)
     times = torch.tensor([0.0, 0.02, 0.3, 0.5, 0.9, 1.0])
@@ -59,23 +59,23 @@ def test_synthetic_images_are_functions_of_their_index():
     for kind in ("constant", "noise", "gaussian"):
         config = SyntheticConfig(kind=kind, shape=[3, 4, 4], num_images=50, num_classes=7)
         train, held_out = Synthetic(config, "train"), Synthetic(config, "validation")
-        images, labels = train.fetch(np.arange(50))
-        alone, label = train.fetch(np.array([31]))
+        images, labels = train.fetch(np.arange(50)).values()
+        alone, label = train.fetch(np.array([31])).values()
         assert torch.equal(alone[0], images[31]) and label[0] == labels[31]
         assert set(labels.tolist()) == set(range(7))
         if kind == "constant":
             assert images.std(dim=(1, 2, 3)).max() == 0 and len(images.unique()) == 7 and images.abs().max() < 1
         else:
             other = Synthetic(SyntheticConfig(kind=kind, shape=[3, 4, 4], num_images=50, seed=1), "train")
-            everything = torch.cat((images, held_out.fetch(np.arange(50))[0], other.fetch(np.arange(50))[0]))
+            everything = torch.cat((images, held_out.fetch(np.arange(50))["images"], other.fetch(np.arange(50))["images"]))
             assert len(everything.flatten(1).unique(dim=0)) == 150
 
 
 def test_synthetic_images_do_not_depend_on_how_many_are_drawn_at_a_time(monkeypatch):
     config = SyntheticConfig(shape=[1, 8, 8])
-    images = Synthetic(config, "train").fetch(np.arange(10))[0]
+    images = Synthetic(config, "train").fetch(np.arange(10))["images"]
     monkeypatch.setattr("data.synthetic.WORDS_AT_A_TIME", 200)
-    assert torch.equal(Synthetic(config, "train").fetch(np.arange(10))[0], images)
+    assert torch.equal(Synthetic(config, "train").fetch(np.arange(10))["images"], images)
 
 
 @pytest.mark.parametrize("shape", [[32, 32], [3, 0, 4]])

@@ -14,6 +14,7 @@ from studies import slots
 from studies.curve_table import LossCurve, curve_of, write_curves, write_errors
 from tests.objectives import timesteps
 from tests.unit.test_timestep_samplers import power_law_curve, scalar_curve
+from torchtitan.conditions import Unconditional
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.predictions import PREDICTIONS
@@ -33,7 +34,7 @@ POWER_LAW = SyntheticConfig(shape=[1, 4, 8], spectrum_alpha=3.0, pixel_variance=
 class BestDenoiser(nn.Module):
     """The best prediction for Gaussian data: linear, mode by mode. Its time is the DDPM's index, or t x 1000."""
 
-    null_class = None
+    condition_kind = Unconditional()
 
     def __init__(self, data: SyntheticConfig, objective: Objective) -> None:
         super().__init__()
@@ -63,8 +64,7 @@ def white_design(data: SyntheticConfig) -> FixedSamples:
     units = (2 * pixels) ** 0.5 * torch.eye(pixels, dtype=torch.float64).view(pixels, *data.shape)
     images = torch.fft.ifft2(torch.fft.fft2(units) * mode_variances(data).sqrt()).real
     nothing = torch.zeros_like(units)
-    labels = torch.zeros(2 * pixels, dtype=torch.int64)
-    return FixedSamples(torch.cat((images, nothing)).float(), torch.cat((nothing, units)).float(), labels)
+    return FixedSamples({"images": torch.cat((images, nothing)).float()}, torch.cat((nothing, units)).float())
 
 
 def cut(folder, curves: list[LossCurve], errors=None, **options) -> list[dict[str, str]]:

@@ -67,7 +67,7 @@ def test_held_out_samples_are_spread_or_have_shards_of_their_own(tmp_path):
     assert len(WebDataset(spread, "train")) == 75 - len(held_out)
     own = config_of(tmp_path / "train", validation_path=str(tmp_path / "val"))
     assert len(WebDataset(own, "train")) == 75 and len(WebDataset(own, "validation")) == 25
-    assert torch.equal(WebDataset(own, "validation").fetch(np.array([3]))[0][0], decoded(image_bytes(78)))
+    assert torch.equal(WebDataset(own, "validation").fetch(np.array([3]))["images"][0], decoded(image_bytes(78)))
 
 
 def test_a_classes_file_names_the_labels(tmp_path):

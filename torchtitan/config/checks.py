@@ -17,6 +17,7 @@ import torch
 
 from data.base import DatasetError
 from torchtitan.checkpoint.location import folder_problem
+from torchtitan.conditions import Unconditional
 from torchtitan.config.view import Checked, Unknown
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objective_checks import objective_problems
@@ -42,7 +43,6 @@ from torchtitan.settings import chosen, has_key
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, no_effect, shown, shown_name
 from torchtitan.settings.sizes import size_problems
-from torchtitan.training.data_loading import image_bytes
 from torchtitan.training.loader_processes import loader_problem, prefetch_problem
 
 
@@ -70,7 +70,7 @@ def resolve(checked: Checked, config: Any) -> None:
         training.global_batch_size = checked.world_size * training.local_batch_size
     if config.objective.heads:
         config.model.num_predictions = len(config.objective.heads)
-    if checked.dataset().num_classes == 0 and has_key(config.model, "label_dropout"):
+    if _unconditional(checked) and has_key(config.model, "label_dropout"):
         config.model.label_dropout = 0.0
     if _cannot_guide(checked):
         config.sampling.guidance_scale = 1.0
@@ -163,7 +163,7 @@ def _loader_processes(checked: Checked) -> Iterator[Problem]:
     elif workers:
         local = checked.training.local_batch_size
         local = checked.training.global_batch_size // checked.world_size if local == -1 else local
-        batch_bytes = local * image_bytes(checked.dataset())
+        batch_bytes = local * checked.dataset().sample_bytes
         if text := prefetch_problem(batch_bytes, workers, checked.data.prefetch_factor, ranks):
             yield Problem("data.prefetch_factor", text)
 
@@ -188,6 +188,16 @@ def _model_fits_images(checked: Checked) -> Iterator[Problem]:
     for line in MODELS[model.name].problems(model, checked.dataset().image_shape):
         key, _, text = line.partition(": ")
         yield Problem(key, text)
+
+
+def _condition(checked: Checked) -> Iterator[Problem]:
+    name, kind = checked.model.name, checked.dataset().condition_kind
+    if MODELS[name].takes(kind):
+        return
+    taken = " or ".join(condition.wanted for condition in MODELS[name].conditions)
+    others = " or ".join(other for other, family in MODELS.items() if family.takes(kind))
+    remedy = f"choose {others}, or other data" if others else "choose other data"
+    yield Problem("model.name", f"{name} takes {taken}, and data.name = {checked.data.name} gives {kind.wanted} ({remedy})")
 
 
 def _learned_variance(checked: Checked) -> Iterator[Problem]:
@@ -243,7 +253,7 @@ def _gns(checked: Checked) -> Iterator[Problem]:
 
 def _label_dropout(checked: Checked) -> Iterator[Problem]:
     explicit = "model.label_dropout" in checked.given and checked.model.label_dropout > 0
-    if explicit and checked.dataset().num_classes == 0:
+    if explicit and _unconditional(checked):
         text = f"data.name = {checked.data.name} has no classes to drop (remove it or set it to 0)"
         yield Problem("model.label_dropout", text)
 
@@ -251,7 +261,7 @@ def _label_dropout(checked: Checked) -> Iterator[Problem]:
 def _guidance(checked: Checked) -> Iterator[Problem]:
     explicit = "sampling.guidance_scale" in checked.given and checked.sampling.guidance_scale != 1
     if explicit and checked.sampling.enable and _cannot_guide(checked):
-        if checked.dataset().num_classes == 0:
+        if _unconditional(checked):
             reason = f"data.name = {checked.data.name} has no classes"
         elif has_key(checked.whole("model"), "label_dropout"):
             reason = "model.label_dropout = 0 trains no unconditional prediction"
@@ -282,16 +292,21 @@ def _schedule(checked: Checked, sampling: SamplingConfig) -> ScheduleConfig:
 
 
 def _cannot_guide(checked: Checked) -> bool:
-    return checked.dataset().num_classes == 0 or not checked.whole("model").label_dropout
+    return _unconditional(checked) or not checked.whole("model").label_dropout
+
+
+def _unconditional(checked: Checked) -> bool:
+    return isinstance(checked.dataset().condition_kind, Unconditional)
 
 
 def _sampled_classes(checked: Checked) -> Iterator[Problem]:
     if not checked.sampling.enable or not checked.sampling.classes:
         return
-    count = checked.dataset().num_classes
+    kind = checked.dataset().condition_kind
+    count = kind.choices
     wrong = [label for label in checked.sampling.classes if not 0 <= label < count]
     if wrong:
-        known = f"the classes 0 to {count - 1}" if count else "no classes"
+        known = f"the {kind.choices_noun} 0 to {count - 1}" if count else f"no {kind.choices_noun}"
         yield Problem(
             "sampling.classes", f"{shown(wrong)} is not in data.name = {checked.data.name}, which has {known}"
         )
@@ -427,6 +442,7 @@ CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
     _dataset_is_usable,
     _sizes,
     _model_fits_images,
+    _condition,
     _learned_variance,
     _heads,
     _autoencoder,

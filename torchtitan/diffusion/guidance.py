@@ -1,4 +1,4 @@
-"""Classifier-free guidance: labels dropped in training, two predictions combined in sampling.
+"""Classifier-free guidance: conditions dropped in training, two predictions combined in sampling.
 
 Source: Ho and Salimans, "Classifier-free diffusion guidance", arXiv 2207.12598.
 """
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtitan import philox
+from torchtitan.conditions import Condition, ConditionKind
 from torchtitan.diffusion.objective import Network, Objective
 from torchtitan.diffusion.solvers.contract import Predict
 
@@ -30,14 +31,17 @@ class Guidance:
     channels: str = "all"
 
 
-def drop_labels(labels: Tensor, null_class: int, probability: float, seed: int, indices: Tensor, attempt: int = 0):
-    """Replace labels [B] by the null class with the given probability, as a function of the sample numbers."""
-    dropped = philox.uniform(seed, "label_drop", indices, attempt) < probability
-    return torch.where(dropped, null_class, labels)
+def drop_conditions(
+    kind: ConditionKind, condition: Condition, probability: float, seed: int, indices: Tensor, attempt: int = 0
+) -> Condition:
+    """Replace conditions by the null one with the given probability, as a function of the sample numbers [B]."""
+    if condition is None:
+        return None
+    return kind.drop(condition, philox.uniform(seed, "label_drop", indices, attempt) < probability)
 
 
-def guided_network(model: Network, null_class: int, scale: float, channels: str = "all") -> Network:
-    """Guide a network: its output becomes u + scale (c - u), with c of the given class and u of the null class.
+def guided_network(model: Network, kind: ConditionKind, scale: float, channels: str = "all") -> Network:
+    """Guide a network: its output becomes u + scale (c - u), with c of the given and u of the null condition.
 
     Both come from one forward of twice the batch. scale = 1 is the plain conditional network (and one forward of the
     batch itself), 0 the unconditional one. Channels that are not guided (see `Guidance`) are c's.
@@ -45,9 +49,9 @@ def guided_network(model: Network, null_class: int, scale: float, channels: str 
     if scale == 1.0:
         return model
 
-    def guided(x: Tensor, time: Tensor, condition: Tensor | None) -> Tensor:
-        classes = torch.cat((condition, torch.full_like(condition, null_class)))
-        conditional, unconditional = model(torch.cat((x, x)), torch.cat((time, time)), classes).float().chunk(2)
+    def guided(x: Tensor, time: Tensor, condition: Condition) -> Tensor:
+        both = kind.with_null(condition)
+        conditional, unconditional = model(torch.cat((x, x)), torch.cat((time, time)), both).float().chunk(2)
         count = min(x.shape[1], 3) if channels == "first_three" else x.shape[1]
         c, u = conditional[:, :count], unconditional[:, :count]
         return torch.cat((u + scale * (c - u), conditional[:, count:]), dim=1)
@@ -56,20 +60,20 @@ def guided_network(model: Network, null_class: int, scale: float, channels: str 
 
 
 def predictor(
-    objective: Objective, model: Network, condition: Tensor | None, null_class: int | None, guidance: Guidance
+    objective: Objective, model: Network, kind: ConditionKind, condition: Condition, guidance: Guidance
 ) -> Predict:
-    """Predictor for a solver: the (guided) network's estimates for fixed classes [B], as read by the objective.
+    """Predictor for a solver: the (guided) network's estimates for fixed conditions, as read by the objective.
 
     Args:
         objective: of the network's training.
         model: the network.
-        condition: classes [B], or None for an unconditional network, which is never guided.
-        null_class: the label for no class.
+        kind: of its conditions.
+        condition: of each image, or None for an unconditional network, which is never guided.
         guidance: all times of one call must be equal, for they are within the interval together.
     """
     if condition is None:
         return lambda x_t, t: objective.predict_with_variance(model, x_t, t, None)
-    guided = guided_network(model, null_class, guidance.scale, guidance.channels)
+    guided = guided_network(model, kind, guidance.scale, guidance.channels)
     low, high = guidance.interval
     if guided is model or (low <= 0.0 and high >= 1.0):
         return lambda x_t, t: objective.predict_with_variance(guided, x_t, t, condition)

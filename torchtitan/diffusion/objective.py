@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan import philox
+from torchtitan.conditions import Condition
 from torchtitan.diffusion.heads import HeadErrors, InverseVariance, PredictionHeads
 from torchtitan.diffusion.learned_variance import BOUND_WEIGHT, variational_bound
 from torchtitan.diffusion.paths import PATHS, indexed, per_image
@@ -25,8 +26,8 @@ from torchtitan.diffusion.uncertainty import LogUncertainty
 from torchtitan.diffusion.weightings import WEIGHTINGS, prediction_weight
 from torchtitan.settings import Choice, OneOf, choice, setting
 
-# A diffusion network: (x [B, C, H, W], time [B], class [B] or None) -> [B, C, H, W]
-Network = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# A diffusion network: (x [B, C, H, W], time [B], condition) -> [B, C, H, W]
+Network = Callable[[Tensor, Tensor, Condition], Tensor]
 
 
 _EDM_IN_USE = {"prediction or preconditioning or weighting": ("edm",)}
@@ -170,13 +171,13 @@ class Objective:
         index = indexed(self.path).t_to_index(t) if self.path.discrete else None
         return Draw(t, philox.normal(self.seed, "noise", indices, shape, batch.attempt), importance, index)
 
-    def loss(self, model: Network, x0: Tensor, condition: Tensor | None, draw: Draw) -> LossTerms:
+    def loss(self, model: Network, x0: Tensor, condition: Condition, draw: Draw) -> LossTerms:
         """Per-sample training loss of a network.
 
         Args:
             model: the network.
             x0: clean images, float32 [B, C, H, W].
-            condition: class per image [B], null class where the label is dropped, or None.
+            condition: of each image, the null condition where it is dropped, or None.
             draw: timesteps and noise.
         """
         a, b = (per_image(c, x0) for c in self.path.coefficients(draw.t))
@@ -209,13 +210,13 @@ class Objective:
         importance = draw.importance
         return LossTerms(importance * loss, error, draw.t, importance * held_out, shares, head_errors)
 
-    def predict(self, model: Network, x_t: Tensor, t: Tensor, condition: Tensor | None) -> tuple[Tensor, Tensor]:
+    def predict(self, model: Network, x_t: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
         """Estimate the clean image and the noise at times t [B] in noisy images x_t [B, C, H, W]; float32."""
         x0, noise, _ = self.predict_with_variance(model, x_t, t, condition)
         return x0, noise
 
     def predict_with_variance(
-        self, model: Network, x_t: Tensor, t: Tensor, condition: Tensor | None
+        self, model: Network, x_t: Tensor, t: Tensor, condition: Condition
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Estimate the clean image, the noise, and where the variance of the DDPM's reverse step lies.
 
@@ -223,7 +224,7 @@ class Objective:
             model: the network.
             x_t: noisy images [B, C, H, W].
             t: their times [B].
-            condition: class per image [B] or None.
+            condition: of each image, or None.
 
         Returns:
             x0, noise and the fraction of the way from the ln of the smallest variance (0) to that of the largest (1),
@@ -306,7 +307,7 @@ class Objective:
         return {name: tensor.detach() for name, tensor in self.learned.state_dict(keep_vars=True).items()}
 
     def _output(
-        self, model: Network, x_t: Tensor, t: Tensor, condition: Tensor | None
+        self, model: Network, x_t: Tensor, t: Tensor, condition: Condition
     ) -> tuple[Tensor, Tensor | None]:
         """The prediction, and the interpolation of variances where the network has twice x_t's channels."""
         scaling = self.preconditioning.scaling(t)

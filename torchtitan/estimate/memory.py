@@ -12,7 +12,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.distributed.config import ActivationCheckpointConfig, CheckpointMode
 from torchtitan.estimate.live_storages import ACTIVATIONS, COMMUNICATION, GRADIENTS, PARAMETERS
 from torchtitan.estimate.simulation import SimulatedStep, Window, simulate_step
-from torchtitan.models import MODELS
+from torchtitan.models import build_model
 from torchtitan.models.base import DiffusionModel
 
 # Prefetching of parameters reaches from one block to the next, so the first and the last differ from those between.
@@ -118,7 +118,7 @@ def model_on_meta(config: JobConfig) -> DiffusionModel:
     """Configured model, whole and without values."""
     info = DATASETS[config.data.name].info(config.data)
     with torch.device("meta"):
-        return MODELS[config.model.name].build(config.model, info.image_shape, info.num_classes)
+        return build_model(config.model, info.image_shape, info.condition_kind)
 
 
 def _of_full_depth(config: JobConfig, world_size: int) -> SimulatedStep:

@@ -21,7 +21,7 @@ from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import accumulate_locally, local, parallelize
 from torchtitan.distributed.precision import compute_context
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
-from torchtitan.models import MODELS
+from torchtitan.models import build_model
 from torchtitan.models.base import DiffusionModel
 from torchtitan.training.config import OptimizerConfig
 from torchtitan.training.data_loading import microbatches_per_step
@@ -66,7 +66,7 @@ def simulate_step(config: JobConfig, world_size: int, num_layers: int | None = N
     with _fake_process_group(world_size):
         layout = Layout(config.parallelism, torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live:
-            model = MODELS[config.model.name].build(model_config, info.image_shape, info.num_classes).train()
+            model = build_model(model_config, info.image_shape, info.condition_kind).train()
             return _Step(model, layout, config, objective, live).simulate()
 
 
@@ -156,7 +156,8 @@ class _Step:
         images, noise = torch.empty(batch, *shape), torch.empty(batch, *shape)
         t, importance = torch.empty(batch), torch.empty(batch)
         index = torch.empty(batch, dtype=torch.int64) if self.objective.path.discrete else None
-        condition = None if self.model.null_class is None else torch.empty(batch, dtype=torch.int64)
+        kind = self.model.condition_kind
+        condition = kind.of(kind.placeholder(batch))
         with accumulate_locally(self.model, last=last):
             with compute_context(config.training.mixed_precision_param, self.layout.device, self.layout.sharded):
                 terms = self.objective.loss(self.model, images, condition, Draw(t, noise, importance, index))

@@ -12,7 +12,7 @@ from torchtitan.settings import Choice, OneOf, choice, only_with, setting
 
 DECODERS = ("none", *AUTOENCODERS)
 WITH_WEIGHTS = tuple(name for name in AUTOENCODERS if name != "identity")
-LATENT_DATASETS = tuple(name for name, dataset in DATASETS.items() if hasattr(dataset, "store"))
+LATENT_DATASETS = tuple(name for name, dataset in DATASETS.items() if dataset.holds_latents)
 OF_LATENTS = {"data.name": LATENT_DATASETS}
 
 

@@ -126,11 +126,11 @@ def held_out_picture(dataset: Dataset, decoder: LatentDecoder, class_names: Sequ
         class_names: one per class, written under the images; empty where there are none.
     """
     count = min(HELD_OUT_IMAGES, len(dataset))
-    latents, labels = dataset.fetch((torch.arange(count) * len(dataset) // count).numpy())
+    batch = dataset.fetch((torch.arange(count) * len(dataset) // count).numpy())
     columns = min(count, HELD_OUT_COLUMNS)
     return image_grid(
-        decoder.decode(latents), -(-count // columns), columns, title="held-out latents, decoded",
-        captions=class_labels(labels.tolist(), class_names),
+        decoder.decode(batch["images"]), -(-count // columns), columns, title="held-out latents, decoded",
+        captions=class_labels(batch["class"].tolist(), class_names) if class_names else None,
     )  # fmt: skip
 
 

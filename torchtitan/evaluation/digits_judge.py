@@ -66,9 +66,8 @@ class DigitsJudge:
     @classmethod
     def from_dataset(cls, train: Dataset, validation: Dataset) -> DigitsJudge:
         """Read both splits whole and build their judge."""
-        train_images, train_labels = train.fetch(np.arange(len(train)))
-        held_out_images, held_out_labels = validation.fetch(np.arange(len(validation)))
-        return cls(train_images.numpy(), train_labels.numpy(), held_out_images.numpy(), held_out_labels.numpy())
+        parts = (split.fetch(np.arange(len(split))) for split in (train, validation))
+        return cls(*(part[name].numpy() for part in parts for name in ("images", "class")))
 
     def judge(self, images: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         """Compare generated images with real ones; where labels name some of the digits, with those digits only.

@@ -14,7 +14,7 @@ from torchtitan.distributed.mesh import Layout
 from torchtitan.evaluation.config import SamplingConfig, ValidationConfig
 from torchtitan.evaluation.decoding import LatentDecoder, held_out_picture
 from torchtitan.evaluation.judges import build_judge
-from torchtitan.evaluation.sampling import ImageSampler, balanced_labels, grid_labels
+from torchtitan.evaluation.sampling import ImageSampler, balanced_choices, grid_choices
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.models.base import DiffusionModel
 from torchtitan.pictures.grids import class_labels, image_grid
@@ -68,17 +68,18 @@ class Evaluation:
         return metrics
 
     def sample_grid(self) -> Image.Image | None:
-        """Draw the grid of samples, a row per class; the first rank's picture."""
+        """Draw the grid of samples, a row per condition; the first rank's picture."""
         config = self._sampling
-        labels = grid_labels(config.classes, self._info.num_classes, config.images_per_class)
-        images = self._draw(labels, config.guidance_scale, "sampling")
+        kind = self._info.condition_kind
+        choices = grid_choices(config.classes, kind.choices, config.images_per_class)
+        images = self._draw(choices, config.guidance_scale, "sampling")
         if self._decoder:
             images = self._decoder.decode(images)
         if self._layout.rank != 0:
             return None
-        rows = labels[:: config.images_per_class].tolist()
+        rows = choices[:: config.images_per_class].tolist()
         title = f"guidance {config.guidance_scale:g}"  # the animation writes the step
-        return image_grid(images, len(rows), config.images_per_class, class_labels(rows, self._info.class_names), title)
+        return image_grid(images, len(rows), config.images_per_class, class_labels(rows, kind.choice_names), title)
 
     def held_out_picture(self) -> Image.Image | None:
         """Picture of decoded held-out latents, which shows whether scale and shift are right; None without a decoder.
@@ -91,11 +92,11 @@ class Evaluation:
     @property
     def num_judged(self) -> int:
         """Number of images in each of the two sets that `judge` draws."""
-        return len(balanced_labels(self._sampling.judge_images, self._info.num_classes))
+        return len(balanced_choices(self._sampling.judge_images, self._info.num_classes))
 
     def judge(self) -> dict[str, float]:
         """Scores of guided and unguided samples by the dataset's judge, by name."""
-        labels = balanced_labels(self._sampling.judge_images, self._info.num_classes)
+        labels = balanced_choices(self._sampling.judge_images, self._info.num_classes)
         guided = self._draw(labels, self._sampling.guidance_scale, "evaluation")
         unguided = self._draw(labels, 1.0, "evaluation")
         return from_first_rank(self._judge_images, labels, {"": guided, "_unguided": unguided})
@@ -109,11 +110,11 @@ class Evaluation:
             if not (suffix and name.endswith("_real"))  # the real images are the same
         }
 
-    def _draw(self, labels: Tensor, guidance_scale: float, purpose: str) -> Tensor:
+    def _draw(self, choices: Tensor, guidance_scale: float, purpose: str) -> Tensor:
         config = self._sampling
         with self._ema.weights(config.ema_track, self._model):
             return self._sampler.draw(
-                labels, self._seed, **config.method() | {"guidance_scale": guidance_scale},
+                choices, self._seed, **config.method() | {"guidance_scale": guidance_scale},
                 batch_size=config.batch_size, sharded=self._layout.sharded, purpose=purpose,
             )
 

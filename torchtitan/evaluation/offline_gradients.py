@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.base import Dataset, Draws, UnreadableImage
+from data.base import Batch, Dataset, Draws, UnreadableImage
 from torchtitan import philox
+from torchtitan.conditions import Condition, each_tensor
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.diffusion.paths import has_indices, indexed
 from torchtitan.distributed.precision import compute_context
@@ -204,8 +205,8 @@ class Gradients:
         Args:
             model: whole, on `device`.
             objective: of the differentiated loss.
-            dataset: the split of the images, read by fetch_drawn if it has that.
-            label_dropout: share of labels replaced by the null class.
+            dataset: the split of the images.
+            label_dropout: share of conditions replaced by the null one.
             horizontal_flip: whether half of the images are mirrored.
             seed: of every draw.
             device: of the model.
@@ -321,15 +322,16 @@ class Gradients:
             for parameter in self.parameters:
                 parameter.grad = None
 
-    def _samples(self, where: TimestepBin, stream: int, samples: Tensor) -> tuple[Tensor, Tensor | None, Draw]:
+    def _samples(self, where: TimestepBin, stream: int, samples: Tensor) -> tuple[Tensor, Condition, Draw]:
         uniform = partial(self._uniform, samples, stream)
         chosen = (uniform(_IMAGE) * len(self.dataset)).long()
-        images, labels = self._read(chosen.numpy(), Draws(self.seed, samples, stream))
+        batch = self._read(chosen.numpy(), Draws(self.seed, samples, stream))
+        images = batch["images"]
         if self.horizontal_flip:
             images = torch.where((uniform(_MIRROR) < 0.5)[:, None, None, None], images.flip(-1), images)
-        condition, null_class = None, self.model.null_class
-        if null_class is not None:
-            condition = torch.where(uniform(_LABEL) < self.label_dropout, null_class, labels).to(self.device)
+        kind = self.model.condition_kind
+        condition = kind.drop(kind.of(batch), uniform(_LABEL) < self.label_dropout)
+        condition = each_tensor(condition, lambda value: value.to(self.device))
         quantile = where.quantile_low + where.mass * uniform(_TIMESTEP)
         t = self.objective.timestep_sampler.density.quantile(quantile).to(torch.float32)
         if where is not WHOLE:  # rounding to float32 may have left the bin
@@ -342,12 +344,11 @@ class Gradients:
     def _uniform(self, samples: Tensor, stream: int, purpose: int) -> Tensor:
         return philox.uniform(self.seed, "evaluation", samples + purpose, stream)
 
-    def _read(self, chosen: np.ndarray, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Read images and labels; the next readable image replaces one that cannot be decoded."""
+    def _read(self, chosen: np.ndarray, draws: Draws) -> Batch:
+        """Read images with their conditions; the next readable image replaces one that cannot be decoded."""
         for _ in range(_MAX_UNREADABLE):
             try:
-                drawn = getattr(self.dataset, "fetch_drawn", None)
-                return drawn(chosen, draws) if drawn else self.dataset.fetch(chosen)
+                return self.dataset.fetch_drawn(chosen, draws)
             except UnreadableImage as error:
                 last, chosen = error, np.where(chosen == error.index, (chosen + 1) % len(self.dataset), chosen)
         raise last

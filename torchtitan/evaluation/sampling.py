@@ -10,6 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchtitan import philox
+from torchtitan.conditions import each_tensor
 from torchtitan.diffusion.guidance import Guidance, predictor
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.solvers import ScheduleConfig, SolverConfig
@@ -18,21 +19,21 @@ from torchtitan.evaluation.eval_mode import evaluating
 from torchtitan.models.base import DiffusionModel
 
 
-def grid_labels(classes: Sequence[int], num_classes: int, images_per_class: int) -> Tensor:
-    """Labels of a grid, row by row [rows * images_per_class]; classes empty: the first ten, or one row of none."""
-    rows = list(classes) or list(range(min(num_classes, 10))) or [0]
-    return torch.tensor(rows).repeat_interleave(images_per_class)
+def grid_choices(rows: Sequence[int], count: int, images_per_row: int) -> Tensor:
+    """Choices of a grid's conditions, row by row [rows * images_per_row]; rows empty: the first ten of `count`, or one row."""
+    rows = list(rows) or list(range(min(count, 10))) or [0]
+    return torch.tensor(rows).repeat_interleave(images_per_row)
 
 
-def balanced_labels(count: int, num_classes: int) -> Tensor:
-    """Balanced labels: `count` of them over the classes, each as often as any other up to one."""
-    return torch.arange(count) % max(num_classes, 1)
+def balanced_choices(num_images: int, count: int) -> Tensor:
+    """Choices for `num_images` images among `count` conditions, each as often as any other up to one."""
+    return torch.arange(num_images) % max(count, 1)
 
 
 class ImageSampler:
     """Image sampler for a model, sharded over the ranks, with its own random numbers.
 
-    The image for a number and a class is the same on any number of ranks, and drawing it changes no random state of
+    The image for a number and a condition is the same on any number of ranks, and drawing it changes no random state of
     training.
     """
 
@@ -46,7 +47,7 @@ class ImageSampler:
     @torch.no_grad()
     def draw(
         self,
-        labels: Tensor,
+        choices: Tensor,
         seed: int,
         *,
         solver: SolverConfig,
@@ -61,10 +62,11 @@ class ImageSampler:
         purpose: str = "sampling",
         progress: bool = False,
     ) -> Tensor:
-        """Draw one image per label; called by all ranks together.
+        """Draw one image per choice; called by all ranks together.
 
         Args:
-            labels: class of each image [N], int64; ignored by an unconditional model.
+            choices: numbers [N], int64, of the conditions among those that the model's kind knows, as classes; ignored
+                by an unconditional model.
             seed: of the images' noise.
             solver: section of the solver, with its options.
             num_steps: solver steps.
@@ -81,16 +83,16 @@ class ImageSampler:
             float32 images [N, C, H, W] on the CPU, on every rank.
         """
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        share = math.ceil(len(labels) / ranks)
+        share = math.ceil(len(choices) / ranks)
         # Every rank makes the same number of forwards, or a sharded model would wait for ever.
-        mine = (torch.arange(share) + rank * share).clamp(max=len(labels) - 1)
+        mine = (torch.arange(share) + rank * share).clamp(max=len(choices) - 1)
         path = self._objective.path
         times = schedule.times(path, num_steps)
         solve = functools.partial(solver.solve, path=path, times=times, **solver.options())
         guidance = Guidance(guidance_scale, guidance_interval, guidance_channels)
         with evaluating(self._model), compute_context(self._param_dtype, self._device, sharded):
             parts = [
-                self._draw_batch(labels[chunk], chunk + first_number, seed, purpose, solve, times[0], guidance)
+                self._draw_batch(choices[chunk], chunk + first_number, seed, purpose, solve, times[0], guidance)
                 for chunk in tqdm(mine.split(batch_size), unit="batch", disable=not progress)
             ]
         images = torch.cat(parts)
@@ -98,18 +100,18 @@ class ImageSampler:
             gathered = [torch.empty_like(images) for _ in range(ranks)]
             dist.all_gather(gathered, images)
             images = torch.cat(gathered)
-        return images[: len(labels)].cpu()
+        return images[: len(choices)].cpu()
 
     def _draw_batch(
-        self, labels: Tensor, numbers: Tensor, seed: int, purpose: str, solve: Callable[..., Tensor], start: Tensor,
+        self, choices: Tensor, numbers: Tensor, seed: int, purpose: str, solve: Callable[..., Tensor], start: Tensor,
         guidance: Guidance,
     ) -> Tensor:
-        labels, numbers = labels.to(self._device), numbers.to(self._device)
+        numbers = numbers.to(self._device)
         shape = self._model.image_shape
         noise = philox.normal(seed, purpose, numbers, shape)
-        null_class = self._model.null_class
-        condition = None if null_class is None else labels
-        predict = predictor(self._objective, self._model, condition, null_class, guidance)
+        kind = self._model.condition_kind
+        condition = each_tensor(kind.choose(choices), lambda value: value.to(self._device))
+        predict = predictor(self._objective, self._model, kind, condition, guidance)
         # Step s of image n adds noise of a separate number, different from the starting noise of any other image.
         draw_noise = lambda step: philox.normal(seed, purpose, numbers + ((step + 1) << 40), shape)  # noqa: E731
         _, b = self._objective.path.coefficients(start)

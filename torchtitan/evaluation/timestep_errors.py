@@ -7,13 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.base import Dataset, DatasetError, UnreadableImage
+from data.base import Batch, Dataset, DatasetError, UnreadableImage
 from torchtitan import philox
+from torchtitan.conditions import each_tensor
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.diffusion.paths import indexed
 from torchtitan.diffusion.predictions import noise_error_weight
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.eval_mode import evaluating
+from torchtitan.training.data_loading import joined
 
 # Outside of these quantiles of the training density nothing can be said to have been learned.
 _TAIL = 1e-3
@@ -68,13 +70,21 @@ class FixedSamples:
     """Fixed samples: images with the noise that is added to each of them at every timestep.
 
     Attributes:
-        images, noise: float32 [K, C, H, W].
-        labels: int64 [K].
+        batch: images float32 [K, C, H, W] and what comes with them.
+        noise: float32 [K, C, H, W].
     """
 
-    images: Tensor
+    batch: Batch
     noise: Tensor
-    labels: Tensor
+
+    @property
+    def images(self) -> Tensor:
+        """Clean images, float32 [K, C, H, W]."""
+        return self.batch["images"]
+
+    def __getitem__(self, chosen: slice | Tensor) -> "FixedSamples":
+        """Those of some of the samples."""
+        return FixedSamples({name: value[chosen] for name, value in self.batch.items()}, self.noise[chosen])
 
 
 def fixed_samples(dataset: Dataset, count: int, seed: int) -> FixedSamples:
@@ -89,22 +99,19 @@ def fixed_samples(dataset: Dataset, count: int, seed: int) -> FixedSamples:
         DatasetError: the split has fewer readable images.
     """
     order = philox.uniform(seed, "evaluation", torch.arange(len(dataset))).argsort().numpy()
-    images: list[Tensor] = []
-    labels: list[Tensor] = []
+    found: list[Batch] = []
     for index in order:
-        if len(images) == count:
+        if len(found) == count:
             break
         try:
-            image, label = dataset.fetch(np.array([index]))
+            found.append(dataset.fetch(np.array([index])))
         except UnreadableImage:
             continue
-        images.append(image)
-        labels.append(label)
-    if len(images) < count:
-        raise DatasetError(f"{count} images are requested, the split has {len(images)} that can be read")
-    found = torch.cat(images)
-    noise = philox.normal(seed, "evaluation", torch.arange(count) + _NOISE_OFFSET, tuple(found.shape[1:]))
-    return FixedSamples(found, noise, torch.cat(labels))
+    if len(found) < count:
+        raise DatasetError(f"{count} images are requested, the split has {len(found)} that can be read")
+    batch = joined(found)
+    noise = philox.normal(seed, "evaluation", torch.arange(count) + _NOISE_OFFSET, tuple(batch["images"].shape[1:]))
+    return FixedSamples(batch, noise)
 
 
 @torch.no_grad()
@@ -142,8 +149,9 @@ def timestep_errors(
             which, node = numbers // num_nodes, numbers % num_nodes
             t = nodes.t[node].to(device, torch.float32)
             index = indexed(objective.path).t_to_index(t) if objective.path.discrete else None
-            images, noise = samples.images[which].to(device), samples.noise[which].to(device)
-            condition = None if model.null_class is None else samples.labels[which].to(device)
+            chosen = samples[which]
+            images, noise = chosen.images.to(device), chosen.noise.to(device)
+            condition = each_tensor(model.condition_kind.of(chosen.batch), lambda value: value.to(device))
             with compute_context(param_dtype, device, False):
                 terms = objective.loss(model, images, condition, Draw(t, noise, torch.ones_like(t), index))
             found[numbers] = terms.error.to("cpu", torch.float64)

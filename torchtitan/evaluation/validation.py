@@ -51,7 +51,7 @@ def validation_loss(
     Args:
         model: the whole or sharded model (not its DDP wrapper).
         objective: of its training.
-        batches: this rank's images, labels, indices and weights, as many on every rank; weight 0 is padding.
+        batches: this rank's images with their conditions, indices and weights, as many on every rank; weight 0 is padding.
         count: held-out images in all.
         seed: of timesteps and noise.
         bin_edges: inner edges in t, rising, [K - 1].
@@ -68,13 +68,11 @@ def validation_loss(
     sums = torch.zeros(3, bins + 1, dtype=torch.float64, device=device)
     with evaluating(model):
         for batch in batches:
-            images, labels, indices, weights = (
-                batch[key].to(device) for key in ("images", "labels", "indices", "weights")
-            )
+            batch = {name: value.to(device) for name, value in batch.items()}
+            images, indices, weights = (batch[key] for key in ("images", "indices", "weights"))
             draw = held_out_draw(objective, seed, indices, count, images.shape[1:])
-            condition = None if model.null_class is None else labels
             with compute_context(param_dtype, device, sharded):
-                terms = objective.loss(model, images, condition, draw)
+                terms = objective.loss(model, images, model.condition_kind.of(batch), draw)
             which = torch.bucketize(terms.t, bin_edges)
             whole = torch.full_like(which, bins)
             for where, values in ((which, terms.error), (whole, terms.weighted)):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from data import DATASETS
-from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Split, UnreadableImage
+from data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Split, UnreadableImage
+from torchtitan.conditions import Classes, Unconditional
 from torchtitan.files.regular import user_path
 from torchtitan.latents.index import SkippedImage
 from torchtitan.settings.schema import plain
@@ -36,6 +37,10 @@ class ImageSource:
             raise DatasetError(
                 f"data.name: {config.name} has images of shape {list(info.image_shape)}; those that autoencoders take "
                 "have 3 channels"
+            )
+        if not isinstance(info.condition_kind, Unconditional | Classes):
+            raise DatasetError(
+                f"data.name: {config.name} gives {info.condition_kind.wanted}, and a latent store keeps classes only"
             )
         if split == "validation" and not info.has_validation:
             raise DatasetError(f"--split validation: {config.name} holds out no images here")
@@ -78,14 +83,14 @@ class ImageSource:
 
     def _read_part(self, part: Dataset, start: int, indices: np.ndarray) -> tuple[Tensor, Tensor, list[SkippedImage]]:
         try:
-            return *read_checked(part, self.info, indices), []
+            return *_images_and_labels(read_checked(part, self.info, indices)), []
         except UnreadableImage:
             pass  # find out which, one by one
         images, labels = [torch.empty(0, *self.info.image_shape)], [torch.empty(0, dtype=torch.int64)]
         skipped = []
         for index in indices.tolist():
             try:
-                image, label = read_checked(part, self.info, np.array([index]))
+                image, label = _images_and_labels(read_checked(part, self.info, np.array([index])))
                 images.append(image)
                 labels.append(label)
             except UnreadableImage as error:
@@ -111,7 +116,7 @@ class ImageSource:
 
     def _listing_digest(self) -> str:
         """Digest of the dataset's list of files or rows, if it has one."""
-        listings = [part.listing_digest() for part in self._parts if hasattr(part, "listing_digest")]
+        listings = [part.listing_digest() for part in self._parts]
         return hashlib.sha256("".join(listings).encode()).hexdigest()[:16]
 
     def _sample_digest(self) -> str:
@@ -124,9 +129,15 @@ class ImageSource:
 
     def _without_place(self, path: str) -> str:
         """Path of a file relative to the dataset's place, so that a store does not depend on that."""
-        for key in ("path", "validation_path"):
-            place = user_path(getattr(self._config, key, None) or os.devnull)
+        for given in (self._config.path, self._config.validation_path):
+            place = user_path(given or os.devnull)
             for folder in (place, place.parent):
                 if path.startswith(f"{folder}/"):
                     return path[len(str(folder)) + 1 :]
         return path
+
+
+def _images_and_labels(batch: Batch) -> tuple[Tensor, Tensor]:
+    """As a latent store keeps them: labels int64 [B], all 0 without classes."""
+    images = batch["images"]
+    return images, batch.get("class", torch.zeros(len(images), dtype=torch.int64))

@@ -186,6 +186,11 @@ class StoreIndex(StorePlan):
             raise ValueError(f"its shards hold {held} images, not {self.num_images}")
         return self
 
+    def metadata(self) -> dict[str, str]:
+        """Describe latents drawn by a model of these: their normalisation, and the autoencoder that decodes them."""
+        normalization = self.normalization.model_dump(include={"shift", "scale"})
+        return {"normalization": json.dumps(normalization), "autoencoder": json.dumps(self.autoencoder)}
+
     def first_images(self) -> np.ndarray:
         """First image number of each shard, int64 [num_shards]; an empty one has that of the next."""
         counts = np.array([shard.num_images for shard in self.shards], np.int64)

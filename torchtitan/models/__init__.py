@@ -1,8 +1,15 @@
 """Families of networks by the name in `model.name`."""
 
+from torchtitan.conditions import ConditionKind, Unconditional
 from torchtitan.models import dit
-from torchtitan.models.base import ModelFamily
+from torchtitan.models.base import DiffusionModel, ModelConfig, ModelFamily
 
 MODELS: dict[str, ModelFamily] = {
     "dit": dit.FAMILY,
 }
+
+
+def build_model(config: ModelConfig, image_shape: tuple[int, int, int], offered: ConditionKind) -> DiffusionModel:
+    """Build the network of a configuration, without values, for images that come with conditions of a kind."""
+    family = MODELS[config.name]
+    return family.build(config, image_shape, offered if isinstance(offered, family.conditions) else Unconditional())

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
+from torchtitan.conditions import Condition, ConditionKind, Unconditional
 from torchtitan.settings import setting
 
 # How often a linear is applied to one image: once, to a vector; or to every token, as a narrow projection into or
@@ -27,20 +28,21 @@ class DiffusionModel(nn.Module):
     Attributes:
         image_shape: (C, H, W) of the input.
         out_channels: C_out of the output.
-        null_class: label that stands for "no class", or None when the model is unconditional.
+        condition_kind: what the network is conditioned on; by itself nothing.
     """
 
     image_shape: tuple[int, int, int]
     out_channels: int
-    null_class: int | None
+    condition_kind: ConditionKind = Unconditional()
 
-    def forward(self, x: Tensor, t: Tensor, condition: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
         """Apply the network.
 
         Args:
             x: noisy images [B, C, H, W].
             t: the objective's c_noise per image [B], float32.
-            condition: class per image [B], int64, null_class where the label is dropped; None when unconditional.
+            condition: of the model's `condition_kind`, the null condition where one is dropped: of classes int64 [B];
+                None when unconditional.
 
         Returns:
             [B, C_out, H, W], float32 at least.
@@ -108,7 +110,7 @@ class ModelConfig:
     family keeps the constant value here.
 
     Attributes:
-        label_dropout: probability of replacing the class by the null class in training; 0 trains no guidance.
+        label_dropout: probability of replacing the condition by the null one in training; 0 trains no guidance.
         learned_variance: whether the network also predicts the variance of a DDPM's step.
         num_predictions: images that the network predicts for each input, one for each of `objective.heads`.
     """
@@ -133,11 +135,18 @@ class ModelFamily:
     Attributes:
         config_class: dataclass of the `[model]` section: ModelConfig and the family's own fields.
         flavors: named configurations.
-        build: (config, image_shape (C, H, W), num_classes, 0 for unconditional) -> model without values.
+        build: (config, image_shape (C, H, W), condition kind, one of `conditions`) -> model without values.
         problems: (config, image_shape) -> one line per impossible combination, none if it can be built.
+        conditions: kinds of condition that its networks take. One of `Unconditional` alone trains on any data, and
+            leaves their conditions aside.
     """
 
     config_class: type[ModelConfig]
     flavors: dict[str, Any]
-    build: Callable[[Any, tuple[int, int, int], int], DiffusionModel]
+    build: Callable[[Any, tuple[int, int, int], ConditionKind], DiffusionModel]
     problems: Callable[[Any, tuple[int, int, int]], list[str]]
+    conditions: tuple[type[ConditionKind], ...] = (Unconditional,)
+
+    def takes(self, kind: ConditionKind) -> bool:
+        """Whether its networks can be trained on data with conditions of a kind."""
+        return isinstance(kind, self.conditions) or self.conditions == (Unconditional,)

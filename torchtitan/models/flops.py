@@ -20,7 +20,8 @@ def counted_macs_per_image(model: DiffusionModel) -> int:
         model: on the meta device, where the forward computes nothing.
     """
     x = torch.empty(1, *model.image_shape, device="meta")
-    condition = None if model.null_class is None else torch.empty(1, dtype=torch.int64, device="meta")
+    kind = model.condition_kind
+    condition = kind.of(kind.placeholder(1, "meta"))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(x, torch.empty(1, device="meta"), condition)
     return counter.get_total_flops() // 2

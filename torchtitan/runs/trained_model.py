@@ -22,7 +22,7 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.files.regular import read_text
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import WeightsError, fill
-from torchtitan.models import MODELS
+from torchtitan.models import build_model
 from torchtitan.models.base import DiffusionModel
 
 
@@ -129,7 +129,7 @@ def _choose_step(checkpoints: AnyPath, step: int | None) -> tuple[int, list[str]
 
 def _empty_model(config: JobConfig, info: DatasetInfo, device: torch.device) -> DiffusionModel:
     with torch.device("meta"):
-        model = MODELS[config.model.name].build(config.model, info.image_shape, info.num_classes)
+        model = build_model(config.model, info.image_shape, info.condition_kind)
     model.to_empty(device=device)
     model.init_buffers()
     return model.eval().requires_grad_(False)

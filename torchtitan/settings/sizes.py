@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from torchtitan.settings.declare import has_key
+
 MOST_VALUES_OF_AN_IMAGE = 2**31
 MOST_VALUES_OF_A_BATCH = 2**40
 MOST_SAMPLES = 2**62
@@ -25,7 +27,7 @@ def size_problems(
     """
     values = math.prod(image_shape)
     if values > MOST_VALUES_OF_AN_IMAGE:
-        key = next((key for key in ("image_size", "shape") if hasattr(data, key)), "path")
+        key = next((key for key in ("image_size", "shape") if has_key(data, key)), "path")
         text = f"an image of {values} values is larger than {MOST_VALUES_OF_AN_IMAGE}, the most that there can be"
         yield f"data.{key}", text
         return

@@ -9,16 +9,14 @@ the image's index alone, so that all of the above holds for damaged data too.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Draws, UnreadableImage
+from data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, UnreadableImage
 from torchtitan import philox
 from torchtitan.errors import unwrapped
 from torchtitan.processes.launch import launch_number
@@ -27,8 +25,8 @@ from torchtitan.training.sample_order import SampleOrder
 
 logger = logging.getLogger(__name__)
 
-MAX_CORRUPT_SHARE = 0.2  # where the dataset's section has no key of that name
-SHARE_WINDOW = 1000  # samples of one rank over which that share is taken
+ADDED = ("samples", "unreadable", "num_replaced", "by_pipe", "indices", "weights")  # to what a dataset gives
+SHARE_WINDOW = 1000  # samples of one rank over which data.max_corrupt_share is taken
 MAX_UNREADABLE_IN_A_ROW = 1000
 
 OnUnreadable = Callable[[Sequence[UnreadableImage]], None]
@@ -71,7 +69,7 @@ class TrainingData:
         self.microbatches_per_step = microbatches_per_step(global_batch_size, local_batch_size, world_size)
         self._global_batch_size = global_batch_size
         self._on_unreadable = on_unreadable or (lambda found: None)
-        self._share = _CorruptShare(getattr(config, "max_corrupt_share", MAX_CORRUPT_SHARE), _name(dataset))
+        self._share = _CorruptShare(config.max_corrupt_share, _name(dataset))
         self._loader_arguments = dict(
             dataset=dataset,
             config=config,
@@ -87,13 +85,13 @@ class TrainingData:
         self._batches: LoaderProcesses | None = None
         self._microbatches_taken = 0
         if launch_number("LOCAL_RANK", rank) == 0:
-            batch_bytes = local_batch_size * image_bytes(info)
+            batch_bytes = local_batch_size * info.sample_bytes
             ranks = launch_number("LOCAL_WORLD_SIZE", world_size)
             shortage = shared_memory_shortage(batch_bytes, config.num_workers, config.prefetch_factor, ranks)
             if shortage:
                 logger.warning(shortage)
 
-    def next_batch(self) -> dict[str, Tensor]:
+    def next_batch(self) -> Batch:
         """Return the next microbatch, as `build_loader` describes it.
 
         Raises:
@@ -182,8 +180,8 @@ def build_loader(
 
     Args:
         dataset: the training split.
-        config: its section; `horizontal_flip`, where the section has it, is applied here.
-        info: of the dataset; images and labels are checked against it.
+        config: its section, whose `horizontal_flip` is applied here.
+        info: of the dataset; batches are checked against it.
         seed: the run's seed.
         attempt: changes after a rollback.
         first_sample: where the first step begins.
@@ -194,9 +192,9 @@ def build_loader(
         pin_memory: place batches in pinned memory, which a GPU copies from without waiting.
 
     Returns:
-        an iterator over {"images": float32 [b, C, H, W], "labels": int64 [b], "samples": int64 [b],
-        "unreadable": the images of this microbatch that could not be decoded, a list of UnreadableImage,
-        "num_replaced": number of replaced samples}, whose `close()` stops the loader processes.
+        an iterator over the batches of the dataset's `fetch_drawn`, with {"samples": int64 [b], "unreadable": the images
+        of this microbatch that could not be decoded, a list of UnreadableImage, "num_replaced": number of replaced
+        samples}, whose `close()` stops the loader processes.
 
     Raises:
         DatasetError: a loader process cannot be started; an image could not be read, in this process or another, or a
@@ -209,18 +207,13 @@ def build_loader(
     return LoaderProcesses(
         _name(dataset),
         config.num_workers,
-        dataset=_SampleReader(dataset, info, seed, attempt, getattr(config, "horizontal_flip", False)),
+        dataset=_SampleReader(dataset, info, seed, attempt, config.horizontal_flip),
         sampler=_MicrobatchSampler(
             SampleOrder.of(dataset, seed, attempt), steps, parts, local_batch_size, rank, world_size
         ),
         prefetch_factor=config.prefetch_factor if config.num_workers else None,
         pin_memory=pin_memory,
     )
-
-
-def image_bytes(info: DatasetInfo) -> int:
-    """Size of an image as datasets give it, float32."""
-    return math.prod(info.image_shape) * 4
 
 
 def microbatches_per_step(global_batch_size: int, local_batch_size: int, world_size: int) -> int:
@@ -242,7 +235,7 @@ def validation_batches(
     rank: int,
     world_size: int,
     on_unreadable: OnUnreadable | None = None,
-) -> Iterator[dict[str, Tensor]]:
+) -> Iterator[Batch]:
     """Read the first `num_images` held-out images, or all where there are fewer, divided among the ranks.
 
     Every rank gets the same number of batches, all of one size (at most `batch_size`), so that ranks that communicate
@@ -258,7 +251,7 @@ def validation_batches(
             their places.
 
     Yields:
-        {"images": float32 [b, C, H, W], "labels": int64 [b], "indices": int64 [b], "weights": float32 [b], 1 or 0}.
+        what the dataset's `fetch` gives with {"indices": int64 [b], "weights": float32 [b], 1 or 0}.
 
     Raises:
         DatasetError: an image could not be read.
@@ -271,12 +264,10 @@ def validation_batches(
         indices = (number * world_size + rank) * size + np.arange(size)
         held = indices < total
         indices = np.where(held, indices, 0)
-        images, labels, found, _ = reader.read(indices)
+        batch, found, _ = reader.read(indices)
         if found and on_unreadable:
             on_unreadable(found)
-        yield {
-            "images": images,
-            "labels": labels,
+        yield batch | {
             "indices": torch.from_numpy(indices),
             "weights": torch.from_numpy(held.astype(np.float32)),
         }
@@ -316,19 +307,14 @@ class _SampleReader:
     def __getitem__(self, microbatch: tuple[np.ndarray, np.ndarray]) -> dict[str, Any] | str:
         samples, indices = torch.from_numpy(microbatch[0]), microbatch[1]
         try:
-            images, labels, found, num_replaced = self._reader.read(indices, Draws(self._seed, samples, self._attempt))
+            batch, found, num_replaced = self._reader.read(indices, Draws(self._seed, samples, self._attempt))
         except DatasetError as error:
             return str(error)
         if self._horizontal_flip:
             mirrored = philox.uniform(self._seed, "horizontal_flip", samples, self._attempt) < 0.5
-            images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
-        return {
-            "images": images,
-            "labels": labels,
-            "samples": samples,
-            "unreadable": found,
-            "num_replaced": num_replaced,
-        }
+            images = batch["images"]
+            batch["images"] = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+        return batch | {"samples": samples, "unreadable": found, "num_replaced": num_replaced}
 
 
 class _ReplacingReader:
@@ -339,23 +325,19 @@ class _ReplacingReader:
         self._info = info
         self._unreadable: dict[int, UnreadableImage] = {}  # those met so far, so that each is tried once
 
-    def read(
-        self, indices: np.ndarray, draws: Draws | None = None
-    ) -> tuple[Tensor, Tensor, list[UnreadableImage], int]:
-        """Read images, labels, the unreadable images met on the way, and the number of replacements."""
-        draws = draws if hasattr(self._dataset, "fetch_drawn") else None
+    def read(self, indices: np.ndarray, draws: Draws | None = None) -> tuple[Batch, list[UnreadableImage], int]:
+        """Read a batch, the unreadable images met on the way, and the number of replacements."""
         if not any(int(index) in self._unreadable for index in indices):
             try:
-                return *read_checked(self._dataset, self._info, indices, draws), [], 0
+                return read_checked(self._dataset, self._info, indices, draws), [], 0
             except UnreadableImage:
                 pass  # find out which, one by one
         met: dict[int, UnreadableImage] = {}
         alone = [draws and draws[slot : slot + 1] for slot in range(len(indices))]
-        pairs = [self._read_one(int(index), met, own) for index, own in zip(indices, alone, strict=True)]
-        images, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        return images, labels, list(met.values()), sum(int(index) in met for index in indices)
+        rows = [self._read_one(int(index), met, own) for index, own in zip(indices, alone, strict=True)]
+        return joined(rows), list(met.values()), sum(int(index) in met for index in indices)
 
-    def _read_one(self, wanted: int, met: dict[int, UnreadableImage], draws: Draws | None) -> tuple[Tensor, Tensor]:
+    def _read_one(self, wanted: int, met: dict[int, UnreadableImage], draws: Draws | None) -> Batch:
         length = len(self._dataset)
         for step in range(min(length, MAX_UNREADABLE_IN_A_ROW)):
             index = (wanted + step) % length
@@ -390,18 +372,22 @@ class _CorruptShare:
             self._replaced = self._read = 0
 
 
-def read_checked(
-    dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws: Draws | None = None
-) -> tuple[Tensor, Tensor]:
-    """Read images float32 [B, C, H, W] and labels int64 [B] by index, checked against the dataset's info.
+def read_checked(dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws: Draws | None = None) -> Batch:
+    """Read images and their conditions by index, checked against the dataset's info.
+
+    Args:
+        dataset: one split.
+        info: of the dataset.
+        indices: int64 [B].
+        draws: of training; None reads with `fetch`.
 
     Raises:
         UnreadableImage: one of them cannot be decoded.
         DatasetError: any other exception of the dataset, or images that contradict its info.
     """
     try:
-        images, labels = dataset.fetch(indices) if draws is None else dataset.fetch_drawn(indices, draws)
-        _check(images, labels, len(indices), info)
+        batch = dataset.fetch(indices) if draws is None else dataset.fetch_drawn(indices, draws)
+        _check(batch, len(indices), info)
     except UnreadableImage:
         raise
     except Exception as error:
@@ -410,28 +396,40 @@ def read_checked(
         text = unwrapped(cause)
         text = text if isinstance(cause, DatasetError) else f"{type(cause).__name__}: {text}"
         raise DatasetError(f"dataset {_name(dataset)}: {place} cannot be read: {text}") from error
-    return images, labels
+    return dict(batch)
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """One batch of the images of several."""
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def _first_failure(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> tuple[int, Exception] | None:
     for slot, index in enumerate(indices):
         try:
-            _check(*dataset.fetch(indices[slot : slot + 1]), 1, info)
+            _check(dataset.fetch(indices[slot : slot + 1]), 1, info)
         except Exception as error:  # noqa: BLE001 (reported with the index of its image)
             return int(index), error
     return None
 
 
-def _check(images: Tensor, labels: Tensor, count: int, info: DatasetInfo) -> None:
-    if images.shape != (count, *info.image_shape) or images.dtype != torch.float32:
-        raise DatasetError(
-            f"images are {images.dtype} {list(images.shape)}, not torch.float32 {[count, *info.image_shape]}"
-        )
-    if labels.shape != (count,) or labels.dtype != torch.int64:
-        raise DatasetError(f"labels are {labels.dtype} {list(labels.shape)}, not torch.int64 [{count}]")
-    largest = max(info.num_classes, 1) - 1
-    if labels.min() < 0 or labels.max() > largest:
-        raise DatasetError(f"label {int(labels[(labels < 0) | (labels > largest)][0])} is not in 0..{largest}")
+def _check(batch: Batch, count: int, info: DatasetInfo) -> None:
+    if not isinstance(batch, dict):
+        raise DatasetError(f"fetch gives a {type(batch).__name__}, not a mapping of names to tensors")
+    wanted = {"images": (info.image_shape, torch.float32)} | info.condition_kind.entries
+    if missing := [name for name in wanted if name not in batch]:
+        raise DatasetError(f"a batch has {', '.join(batch)} and no {missing[0]}, which the dataset says it gives")
+    if taken := [name for name in batch if name in ADDED]:
+        raise DatasetError(f"a batch has {taken[0]}, which the loader adds (give it another name)")
+    for name, (shape, dtype) in wanted.items():
+        found = batch[name]
+        if found.shape != (count, *shape) or found.dtype != dtype:
+            raise DatasetError(f"{name}: {found.dtype} {list(found.shape)}, not {dtype} {[count, *shape]}")
+    for name in batch.keys() - wanted.keys():
+        if len(batch[name]) != count:
+            raise DatasetError(f"{name}: {len(batch[name])} rows for {count} images")
+    if problem := info.condition_kind.problem(batch):
+        raise DatasetError(problem)
 
 
 def _name(dataset: Dataset) -> str:

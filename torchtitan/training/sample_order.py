@@ -35,8 +35,7 @@ class SampleOrder:
     @staticmethod
     def of(dataset: Dataset, seed: int, attempt: int) -> "SampleOrder":
         """Order of a dataset, with its `blocks` if it has any."""
-        blocks, at_a_time = getattr(dataset, "blocks", None), getattr(dataset, "blocks_at_a_time", 1)
-        return SampleOrder(len(dataset), seed, attempt, blocks, at_a_time)
+        return SampleOrder(len(dataset), seed, attempt, dataset.blocks, dataset.blocks_at_a_time)
 
     def indices(self, samples: np.ndarray) -> np.ndarray:
         """Return the image index of each sample number, int64 [B]."""

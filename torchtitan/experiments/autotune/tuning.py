@@ -17,6 +17,7 @@ from torchtitan.experiments.autotune.candidates import AutotuneRefused, candidat
 from torchtitan.experiments.autotune.probe import Goal, Probe, ProbeProcesses, probe_config, run_probe
 from torchtitan.experiments.autotune.record import SearchRecord
 from torchtitan.experiments.autotune.search import doublings, fastest, largest_fitting
+from torchtitan.settings import has_key
 from torchtitan.settings.record import effective
 from torchtitan.training.hardware import device_name, peak_resident_gib
 
@@ -247,7 +248,7 @@ def _nothing_fits(config: JobConfig, probes: list[Probe], memory_gib: float, lim
     if config.activation_checkpoint.mode != "full":
         help_.append('activation_checkpoint.mode = "full"')
     help_.append("more shards (parallelism.data_parallel_shard_degree, FSDP)")
-    if hasattr(config.model, "patch_size"):
+    if has_key(config.model, "patch_size"):
         help_.append("fewer tokens (a larger model.patch_size)")
     if batch_size > 1 and multiple_of > 1:
         help_.append("a smaller multiple-of")

@@ -131,7 +131,7 @@ def layout_problems(model: DiT, layout: str) -> list[str]:
     ]
     if layout == "diffusers" and model.config.mlp_hidden_dim != 4 * model.config.dim:
         found.append(f"model.mlp_hidden_dim = {model.config.mlp_hidden_dim}: diffusers has 4 model.dim always")
-    if model.null_class is None:
+    if model.label_embed is None:
         found.append(f"the dataset has no classes: the {layout} layout is of models with a class table")
     if model.grid[0] != model.grid[1]:
         height, width = model.image_shape[1:]
@@ -153,7 +153,7 @@ def diffusers_config(model: DiT) -> dict:
         "sample_size": model.image_shape[1],
         "patch_size": config.patch_size,
         "activation_fn": "gelu-approximate",
-        "num_embeds_ada_norm": model.null_class,
+        "num_embeds_ada_norm": model.condition_kind.count,
         "norm_type": "ada_norm_zero",
         "norm_elementwise_affine": False,
         "norm_eps": config.norm_eps,

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.conditions import Classes, ConditionKind
 from torchtitan.models.base import DiffusionModel, LinearRole
 from torchtitan.models.dit.config import DiTConfig
 from torchtitan.models.dit.layers import (
@@ -30,8 +31,8 @@ class DiT(DiffusionModel):
     Args:
         config: a row of FLAVORS, or any other choice of its fields.
         image_shape: (C, H, W) of the input.
-        num_classes: number of classes K; 0 builds an unconditional model. The class table has one row more, the
-            null class: whoever calls the model passes it where a label is dropped.
+        condition_kind: K classes or nothing. The class table has one row more, the null class: whoever calls the
+            model passes it where a label is dropped.
 
     Raises:
         ValueError: the config's fields do not fit together or do not fit the image.
@@ -40,19 +41,21 @@ class DiT(DiffusionModel):
     position: Tensor | None
     rotary: Tensor | None
 
-    def __init__(self, config: DiTConfig, image_shape: tuple[int, int, int], num_classes: int) -> None:
+    def __init__(self, config: DiTConfig, image_shape: tuple[int, int, int], condition_kind: ConditionKind) -> None:
         super().__init__()
         if found := problems(config, image_shape):
             raise ValueError("; ".join(found))
         self.config = config
-        self.null_class = num_classes if num_classes > 0 else None
+        self.condition_kind = condition_kind
         channels, height, width = self.image_shape = (image_shape[0], image_shape[1], image_shape[2])
         self.grid = (height // config.patch_size, width // config.patch_size)
         self.out_channels = (2 if config.learned_variance else config.num_predictions) * channels
 
         self.patch_embed = nn.Linear(channels * config.patch_size**2, config.dim)
         self.time_embed = TimestepEmbedding(config)
-        self.label_embed = nn.Embedding(num_classes + 1, config.dim) if num_classes > 0 else None
+        self.label_embed = None
+        if isinstance(condition_kind, Classes):
+            self.label_embed = nn.Embedding(condition_kind.count + 1, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.output = OutputLayer(config, self.out_channels * config.patch_size**2)
 
@@ -140,7 +143,8 @@ class DiT(DiffusionModel):
         if x.ndim != 4 or x.shape[1:] != self.image_shape:
             raise ValueError(f"x is {tuple(x.shape)}; this model takes B images of (C, H, W) = {self.image_shape}")
         if (condition is None) != (self.label_embed is None):
-            wanted = "no condition" if self.label_embed is None else f"classes, or {self.null_class} for no class"
+            kind = self.condition_kind
+            wanted = f"classes, or {kind.count} for no class" if isinstance(kind, Classes) else "no condition"
             raise ValueError(f"condition is {'missing' if condition is None else 'given'}: this model takes {wanted}")
 
 

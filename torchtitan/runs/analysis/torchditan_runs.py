@@ -86,6 +86,7 @@ def flops_excess(flavor: str, patch_size: int, image_shape: tuple[int, int, int]
     """
     import torch  # takes seconds; needed for these runs only
 
+    from torchtitan.conditions import class_kind
     from torchtitan.models import MODELS
 
     family = MODELS["dit"]
@@ -93,7 +94,7 @@ def flops_excess(flavor: str, patch_size: int, image_shape: tuple[int, int, int]
     if family.problems(config, image_shape):
         return None
     with torch.device("meta"):
-        model = family.build(config, image_shape, num_classes)
+        model = family.build(config, image_shape, class_kind(num_classes))
     tokens = model.tokens_per_image(image_shape)
     counted = tokens * (6 * model.num_parameters() + 12 * config.num_layers * config.dim * tokens)
     return counted / model.flops_per_image(image_shape)

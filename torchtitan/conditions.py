@@ -1,0 +1,202 @@
+"""What a network is conditioned on: nothing, a class, or embeddings.
+
+A dataset declares the kind with what it holds, a family of networks declares the kinds that it takes. Everything between
+them, from the loader to the solvers, passes conditions on unopened and works on them through their kind.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+# Conditions of a batch, images first in each tensor: None without a condition, the tensor itself where a kind has one
+# entry, and a mapping where it has several.
+Condition = Tensor | dict[str, Tensor] | None
+
+
+class ConditionKind:
+    """Which entries of a batch condition a network, and all that is done with them.
+
+    Attributes:
+        name: for messages and configuration.
+        wanted: what a dataset of the kind gives, in words.
+        choices_noun: what sampling chooses from by number, in words.
+    """
+
+    name: ClassVar[str]
+    wanted: ClassVar[str]
+    choices_noun: ClassVar[str] = "classes"
+
+    @property
+    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape of one image's value, and its dtype, of each entry of a batch."""
+        raise NotImplementedError
+
+    def null(self, entry: str, like: Tensor) -> Tensor:
+        """The value that stands for no condition, in the place of every image's."""
+        raise NotImplementedError
+
+    @property
+    def choices(self) -> int:
+        """Number of conditions that sampling chooses from by number; 0 where there is nothing to choose."""
+        return 0
+
+    @property
+    def choice_names(self) -> tuple[str, ...]:
+        """One name per choice, or none."""
+        return ()
+
+    def choose(self, numbers: Tensor) -> Condition:
+        """Conditions of the choices `numbers` [B]."""
+        raise NotImplementedError
+
+    def problem(self, batch: Mapping[str, Tensor]) -> str | None:
+        """What is wrong with the values of a batch whose shapes and dtypes are right; None: nothing."""
+        return None
+
+    def of(self, batch: Mapping[str, Tensor]) -> Condition:
+        """The conditions in a batch."""
+        return _packed({name: batch[name] for name in self.entries})
+
+    def drop(self, condition: Condition, dropped: Tensor) -> Condition:
+        """Put the null condition in the place of the images where `dropped` [B] is true."""
+        return self._each(
+            condition, lambda value, null: torch.where(dropped.view(-1, *[1] * (value.ndim - 1)), null, value)
+        )
+
+    def with_null(self, condition: Condition) -> Condition:
+        """Conditions of twice the batch: those given, then as many null conditions."""
+        return self._each(condition, lambda value, null: torch.cat((value, null)))
+
+    def placeholder(self, count: int, device: torch.device | str | None = None) -> dict[str, Tensor]:
+        """Entries of a batch in which nothing but shapes and dtypes counts."""
+        return {
+            name: torch.zeros(count, *shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in self.entries.items()
+        }
+
+    def bytes_per_image(self) -> int:
+        """Size of one image's entries."""
+        return sum(value.nbytes for value in self.placeholder(1, "meta").values())
+
+    def _each(self, condition: Condition, change: Callable[[Tensor, Tensor], Tensor]) -> Condition:
+        """Apply (values, null values of their shape) -> values to each entry."""
+        if condition is None:
+            return None
+        values = dict(zip(self.entries, [condition], strict=True)) if isinstance(condition, Tensor) else condition
+        return _packed({name: change(value, self.null(name, value)) for name, value in values.items()})
+
+
+@dataclass(frozen=True)
+class Unconditional(ConditionKind):
+    """No condition."""
+
+    name = "none"
+    wanted = "no condition"
+
+    @property
+    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {}
+
+    def choose(self, numbers: Tensor) -> Condition:
+        return None
+
+
+@dataclass(frozen=True)
+class Classes(ConditionKind):
+    """One of `count` classes, entry "class", int64 [B]; the class `count` is the null class.
+
+    Attributes:
+        count: number of classes.
+        names: one per class, or none.
+    """
+
+    name = "class"
+    wanted = "a class"
+
+    count: int
+    names: tuple[str, ...] = ()
+
+    @property
+    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"class": ((), torch.int64)}
+
+    def null(self, entry: str, like: Tensor) -> Tensor:
+        return torch.full_like(like, self.count)
+
+    @property
+    def choices(self) -> int:
+        return self.count
+
+    @property
+    def choice_names(self) -> tuple[str, ...]:
+        return self.names
+
+    def choose(self, numbers: Tensor) -> Condition:
+        return numbers
+
+    def problem(self, batch: Mapping[str, Tensor]) -> str | None:
+        classes = batch["class"]
+        if classes.min() >= 0 and classes.max() < self.count:
+            return None
+        return f"label {int(classes[(classes < 0) | (classes >= self.count)][0])} is not in 0..{self.count - 1}"
+
+
+@dataclass(frozen=True, eq=False)
+class Embeddings(ConditionKind):
+    """Tensors of fixed shape, as the embedded tokens of a text and their mask.
+
+    Attributes:
+        nulls: of each entry the value that stands for no condition, as of the empty text; its shape and dtype are those
+            of every image's value.
+        prompts: of each entry the values [P, ...] of the P prompts that grids show; empty: grids show the null condition.
+        names: one per prompt, or none.
+    """
+
+    name = "embeddings"
+    wanted = "embeddings"
+    choices_noun = "prompts"
+
+    nulls: dict[str, Tensor]
+    prompts: dict[str, Tensor] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+    @property
+    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (tuple(null.shape), null.dtype) for name, null in self.nulls.items()}
+
+    def null(self, entry: str, like: Tensor) -> Tensor:
+        return self.nulls[entry].to(like.device).expand_as(like)
+
+    @property
+    def choices(self) -> int:
+        return min((len(values) for values in self.prompts.values()), default=0)
+
+    @property
+    def choice_names(self) -> tuple[str, ...]:
+        return self.names
+
+    def choose(self, numbers: Tensor) -> Condition:
+        if not self.prompts:
+            return _packed({name: null.expand(len(numbers), *null.shape) for name, null in self.nulls.items()})
+        return _packed({name: self.prompts[name][numbers] for name in self.nulls})
+
+
+def class_kind(num_classes: int, names: Sequence[str] = ()) -> ConditionKind:
+    """The kind of data with classes, or without where there are 0."""
+    return Classes(num_classes, tuple(names)) if num_classes else Unconditional()
+
+
+def each_tensor(condition: Condition, change: Callable[[Tensor], Tensor]) -> Condition:
+    """Apply a function to every tensor of a condition, as a move to a device or a choice of rows."""
+    if isinstance(condition, dict):
+        return {name: change(value) for name, value in condition.items()}
+    return None if condition is None else change(condition)
+
+
+def _packed(entries: dict[str, Tensor]) -> Condition:
+    if len(entries) > 1:
+        return entries
+    return next(iter(entries.values()), None)
