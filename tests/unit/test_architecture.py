@@ -1,7 +1,9 @@
 """docs/architecture.md is true: imports run downwards through its floors, no circle, every folder is named."""
 
 import graphlib
+import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -99,8 +101,26 @@ def test_imports_of_every_kind_are_seen(tmp_path):
     ]
 
 
-def test_the_page_names_every_folder():
-    page = PAGE.read_text(encoding="utf-8")
+def tree_of_the_page():
+    """Paths in the page's tree, by indentation."""
+    lines = PAGE.read_text(encoding="utf-8").partition("## The tree\n\n")[2].partition("\n\n")[0].splitlines()
+    paths, parents = [], {}
+    for line in lines:
+        depth, name = (len(line) - len(line.lstrip())) // 2 - 2, line.split()[0]
+        parents[depth] = parents.get(depth - 1, "") + name
+        paths.append(parents[depth])
+    return paths
+
+
+def test_the_tree_on_the_page_is_the_one_on_the_disk():
+    tree = tree_of_the_page()
+    assert not [path for path in tree if not (ROOT / path).exists()]
     folders = {file.parent.relative_to(ROOT) for module, file in modules().items() if module.startswith(PACKAGE)}
-    missing = [str(folder) for folder in sorted(folders) if f"{folder.name}/" not in page]
-    assert not missing
+    assert sorted(path for path in tree if path.startswith(f"{PACKAGE}/")) == sorted(f"{folder}/" for folder in folders)
+
+
+def test_files_named_on_the_page_exist():
+    named = re.findall(r"`([\w/]+\.py)`", PAGE.read_text(encoding="utf-8"))
+    files = {str(file.relative_to(ROOT)) for file in modules().values()} | {f"tests/unit/{Path(__file__).name}"}
+    assert len(named) > 10
+    assert not [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)]
