@@ -58,7 +58,7 @@ from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.trained_model import WeightsError, load_run, read_config
-from torchtitan.settings.schema import shown
+from torchtitan.settings.schema import quoted
 from torchtitan.training.data_loading import validation_batches
 
 KEY = ("batch_size", "seed")
@@ -252,7 +252,7 @@ def _hold_to_settings(test: BranchTest) -> None:
         return
     differing = [name for name, value in asked.items() if there.get(name) != value]
     if differing:
-        changes = "; ".join(f"{name}: {shown(there.get(name))} -> {shown(asked[name])}" for name in differing)
+        changes = "; ".join(f"{name}: {quoted(there.get(name))} -> {quoted(asked[name])}" for name in differing)
         test.results.refuse(f"a measurement with other settings, {changes}")
 
 

@@ -15,7 +15,7 @@ from torchtitan.config.job import (
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.models import MODELS
 from torchtitan.settings import setting
-from torchtitan.settings.schema import shown
+from torchtitan.settings.schema import quoted
 
 
 @pytest.fixture(autouse=True)
@@ -293,7 +293,7 @@ BAD_FILES = [
     ),
     (
         "[parallelism]\ndata_parallel_shard_degree = 0",
-        "parallelism.data_parallel_shard_degree: must be at least 1, or -1 for what is left, is 0",
+        "parallelism.data_parallel_shard_degree: must be at least 1, or -1 for as many as remain, is 0",
     ),
     (
         "[parallelism]\ndata_parallel_replicate_degree = 2",
@@ -302,7 +302,7 @@ BAD_FILES = [
     (
         "[parallelism]\ndata_parallel_shard_degree = 2",
         "parallelism.data_parallel_shard_degree: 1 replicas x 2 shards are not the 1 process of this run"
-        " (-1 means what is left)",
+        " (-1 is as many as remain)",
     ),
     ('[job]\nname = "a/b"', "job.name: 'a/b' has a slash; it names the run's folder (set --job.name NAME)"),
     ('[job]\nname = ".."', "job.name: '..' is no folder name; it names the run's folder (set --job.name NAME)"),
@@ -457,7 +457,7 @@ def test_deeply_nested_list_is_one_line(depth):
     nested = []
     for _ in range(depth):
         nested = [nested]
-    assert len(shown(nested)) <= 60
+    assert len(quoted(nested)) <= 60
 
 
 @pytest.mark.parametrize("package, key", [("tensorboard", "enable_tensorboard"), ("wandb", "enable_wandb")])

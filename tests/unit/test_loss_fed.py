@@ -10,7 +10,7 @@ from tests.objectives import LEARNING, timesteps
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timesteps.learning import BINNED_FLOOR, HISTORY, LossFedTimesteps
+from torchtitan.diffusion.timesteps.learning import BINNED_FLOOR, HISTORY, LearningTimesteps
 from torchtitan.diffusion.timesteps.registry import build_density, build_sampler
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 from torchtitan.diffusion.timesteps.shares import bin_means
@@ -19,7 +19,7 @@ LOGIT_NORMAL = timesteps("logit_normal", std=1.5)
 KEEP, SKIP = torch.tensor(False), torch.tensor(True)
 
 
-def sampler_of(name: str, path: str = "ddpm_linear", half_life=None, base=None, **keys) -> LossFedTimesteps:
+def sampler_of(name: str, path: str = "ddpm_linear", half_life=None, base=None, **keys) -> LearningTimesteps:
     """A half-life has an effect on samplers that bin losses."""
     own = {"half_life": half_life} if half_life and name != "loss_second_moment" else {}
     own |= {"base": base} if base else {}

@@ -1,4 +1,4 @@
-"""What one section cannot know by itself: impossible combinations, and defaults that follow from other keys.
+"""Checks across sections: impossible combinations, and defaults that follow from other keys.
 
 A check is a function of the configuration that yields problems; adding one is one function and its name in CHECKS.
 No model and no process group is built here.
@@ -18,7 +18,7 @@ import torch
 from data.base import DatasetError
 from torchtitan.checkpoint.location import folder_problem
 from torchtitan.conditions import Unconditional
-from torchtitan.config.view import Checked, Unknown
+from torchtitan.config.view import ConfigView, RefusedValue
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objective_checks import objective_problems
 from torchtitan.diffusion.paths import PATHS
@@ -41,24 +41,24 @@ from torchtitan.processes.launch import launch_number
 from torchtitan.profiling.config import profiling_problems
 from torchtitan.settings import chosen, has_key
 from torchtitan.settings.record import unmet_condition
-from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, no_effect, shown, shown_name
+from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, no_effect, quoted, shown_name
 from torchtitan.settings.sizes import size_problems
 from torchtitan.training.loader_processes import loader_problem, prefetch_problem
 
 
-def find_problems(checked: Checked, fields: dict[str, Any]) -> list[Problem]:
+def find_problems(checked: ConfigView, fields: dict[str, Any]) -> list[Problem]:
     """Run every check.
 
     Args:
         checked: the configuration.
         fields: dotted key -> its dataclass field, for every key of the configuration.
     """
-    problems = [problem for key, field in fields.items() for problem in _attempt(_has_effect, checked, key, field)]
-    return problems + [problem for check in CHECKS for problem in _attempt(check, checked)]
+    problems = [problem for key, field in fields.items() for problem in _problems_of(_has_effect, checked, key, field)]
+    return problems + [problem for check in CHECKS for problem in _problems_of(check, checked)]
 
 
-def resolve(checked: Checked, config: Any) -> None:
-    """Put numbers in the place of -1, and what follows from other keys in the place of defaults; in place."""
+def resolve(checked: ConfigView, config: Any) -> None:
+    """Resolve in place: replace -1 by numbers, and defaults by values that follow from other keys."""
     layout, training = config.parallelism, config.training
     if layout.data_parallel_replicate_degree == -1:
         layout.data_parallel_replicate_degree = checked.world_size // layout.data_parallel_shard_degree
@@ -78,17 +78,17 @@ def resolve(checked: Checked, config: Any) -> None:
     config.objective.timesteps = config.objective.timesteps.resolved(PATHS[config.objective.path]())
 
 
-def _attempt(check: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Problem]:
+def _problems_of(check: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Problem]:
     found = []
     try:
         for problem in check(*arguments):
             found.append(problem)
-    except Unknown:
+    except RefusedValue:
         pass
     return found
 
 
-def _has_effect(checked: Checked, key: str, field: Any) -> Iterator[Problem]:
+def _has_effect(checked: ConfigView, key: str, field: Any) -> Iterator[Problem]:
     if key not in checked.given:
         return
     unmet = unmet_condition(checked, key.rpartition(".")[0], field)
@@ -96,20 +96,20 @@ def _has_effect(checked: Checked, key: str, field: Any) -> Iterator[Problem]:
         yield Problem(key, no_effect(*unmet, field.metadata["because"]))
 
 
-def _job_name(checked: Checked) -> Iterator[Problem]:
+def _job_name(checked: ConfigView) -> Iterator[Problem]:
     long = next((part for part in Path(checked.job.dump_folder).parts if len(os.fsencode(part)) > 255), None)
     if long is not None:
-        yield Problem("job.dump_folder", f"{shown(long)} is longer than 255 bytes, the most that a file's name can be")
+        yield Problem("job.dump_folder", f"{quoted(long)} is longer than 255 bytes, the most that a file's name can be")
     if reason := _unsafe_as_folder(checked.job.name):
         yield Problem("job.name", f"{reason}; it names the run's folder (set --job.name NAME)")
 
 
-def _degrees(checked: Checked) -> Iterator[Problem]:
+def _degrees(checked: ConfigView) -> Iterator[Problem]:
     keys = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
     degrees = [getattr(checked.parallelism, key) for key in keys]
     zeros = [key for key in keys if getattr(checked.parallelism, key) == 0]
     for key in zeros:
-        yield Problem(f"parallelism.{key}", "must be at least 1, or -1 for what is left, is 0")
+        yield Problem(f"parallelism.{key}", "must be at least 1, or -1 for as many as remain, is 0")
     if zeros:
         return
     replicas, shards = degrees
@@ -125,11 +125,11 @@ def _degrees(checked: Checked) -> Iterator[Problem]:
         key = f"parallelism.{keys[0]}"
         if key not in checked.given:
             key = f"parallelism.{keys[1]}"
-        text = f"{replicas} replicas x {shards} shards are not {processes} of this run (-1 means what is left)"
+        text = f"{replicas} replicas x {shards} shards are not {processes} of this run (-1 is as many as remain)"
         yield Problem(key, text)
 
 
-def _batch_sizes(checked: Checked) -> Iterator[Problem]:
+def _batch_sizes(checked: ConfigView) -> Iterator[Problem]:
     wanted, local, ranks = checked.training.global_batch_size, checked.training.local_batch_size, checked.world_size
     if wanted == local == -1:
         yield Problem("training.local_batch_size", "only one of it and training.global_batch_size can be -1")
@@ -145,7 +145,7 @@ def _batch_sizes(checked: Checked) -> Iterator[Problem]:
         yield Problem("training.global_batch_size", text)
 
 
-def _sizes(checked: Checked) -> Iterator[Problem]:
+def _sizes(checked: ConfigView) -> Iterator[Problem]:
     growth = checked.gns.growth_limit if checked.gns.enable and checked.gns.grow_batch else 1
     training, shape = checked.training, checked.dataset().image_shape
     found = size_problems(
@@ -156,7 +156,7 @@ def _sizes(checked: Checked) -> Iterator[Problem]:
         yield Problem(key, text)
 
 
-def _loader_processes(checked: Checked) -> Iterator[Problem]:
+def _loader_processes(checked: ConfigView) -> Iterator[Problem]:
     workers, ranks = checked.data.num_workers, launch_number("LOCAL_WORLD_SIZE", checked.world_size)
     if text := loader_problem(workers, ranks):
         yield Problem("data.num_workers", text)
@@ -168,13 +168,13 @@ def _loader_processes(checked: Checked) -> Iterator[Problem]:
             yield Problem("data.prefetch_factor", text)
 
 
-def _warmup(checked: Checked) -> Iterator[Problem]:
+def _warmup(checked: ConfigView) -> Iterator[Problem]:
     warmup, steps = checked.lr_scheduler.warmup_steps, checked.training.steps
     if warmup > steps:
         yield Problem("lr_scheduler.warmup_steps", f"{warmup} is more than training.steps = {steps}")
 
 
-def _dataset_is_usable(checked: Checked) -> Iterator[Problem]:
+def _dataset_is_usable(checked: ConfigView) -> Iterator[Problem]:
     found = checked.open_dataset()
     if isinstance(found, DatasetError):
         text = unwrapped(found)
@@ -183,14 +183,14 @@ def _dataset_is_usable(checked: Checked) -> Iterator[Problem]:
         yield Problem(named[1], text[named.end() :]) if named else Problem(path, text)
 
 
-def _model_fits_images(checked: Checked) -> Iterator[Problem]:
+def _model_fits_images(checked: ConfigView) -> Iterator[Problem]:
     model = checked.whole("model")
     for line in MODELS[model.name].problems(model, checked.dataset().image_shape):
         key, _, text = line.partition(": ")
         yield Problem(key, text)
 
 
-def _condition(checked: Checked) -> Iterator[Problem]:
+def _condition(checked: ConfigView) -> Iterator[Problem]:
     name, kind = checked.model.name, checked.dataset().condition_kind
     if MODELS[name].takes(kind):
         return
@@ -200,14 +200,14 @@ def _condition(checked: Checked) -> Iterator[Problem]:
     yield Problem("model.name", f"{name} takes {taken}, and data.name = {checked.data.name} gives {kind.wanted} ({remedy})")
 
 
-def _learned_variance(checked: Checked) -> Iterator[Problem]:
+def _learned_variance(checked: ConfigView) -> Iterator[Problem]:
     path = checked.objective.path
     if checked.whole("model").learned_variance and not PATHS[path]().discrete:
         text = f"objective.path = {path} has no integer steps, whose variance it would be (set it to false)"
         yield Problem("model.learned_variance", text)
 
 
-def _heads(checked: Checked) -> Iterator[Problem]:
+def _heads(checked: ConfigView) -> Iterator[Problem]:
     model, heads = checked.whole("model"), checked.objective.heads
     if heads and not has_key(model, "num_predictions"):
         yield Problem("objective.heads", f"model.name = {model.name} makes one prediction (leave them out)")
@@ -220,19 +220,19 @@ def _heads(checked: Checked) -> Iterator[Problem]:
         yield Problem("model.num_predictions", text)
 
 
-def _autoencoder(checked: Checked) -> Iterator[Problem]:
+def _autoencoder(checked: ConfigView) -> Iterator[Problem]:
     name = checked.autoencoder.name
     if name in WITH_WEIGHTS and not checked.autoencoder.path and checked.data.name in LATENT_DATASETS:
         text = f"is missing (give the folder of the weights of {name}; scripts/download.py --list shows public ones)"
         yield Problem("autoencoder.path", text)
 
 
-def _objective(checked: Checked) -> Iterator[Problem]:
+def _objective(checked: ConfigView) -> Iterator[Problem]:
     for key, text in objective_problems(checked.whole("objective")):
         yield Problem(key, text)
 
 
-def _gns(checked: Checked) -> Iterator[Problem]:
+def _gns(checked: ConfigView) -> Iterator[Problem]:
     if not checked.gns.enable:
         return
     objective, training, ranks = checked.whole("objective"), checked.training, checked.world_size
@@ -251,14 +251,14 @@ def _gns(checked: Checked) -> Iterator[Problem]:
         yield Problem("gns.grow_batch", text)
 
 
-def _label_dropout(checked: Checked) -> Iterator[Problem]:
+def _label_dropout(checked: ConfigView) -> Iterator[Problem]:
     explicit = "model.label_dropout" in checked.given and checked.model.label_dropout > 0
     if explicit and _unconditional(checked):
         text = f"data.name = {checked.data.name} has no classes to drop (remove it or set it to 0)"
         yield Problem("model.label_dropout", text)
 
 
-def _guidance(checked: Checked) -> Iterator[Problem]:
+def _guidance(checked: ConfigView) -> Iterator[Problem]:
     explicit = "sampling.guidance_scale" in checked.given and checked.sampling.guidance_scale != 1
     if explicit and checked.sampling.enable and _cannot_guide(checked):
         if _unconditional(checked):
@@ -270,7 +270,7 @@ def _guidance(checked: Checked) -> Iterator[Problem]:
         yield Problem("sampling.guidance_scale", f"{reason} to guide away from (remove it or set it to 1)")
 
 
-def _sampling_method(checked: Checked) -> Iterator[Problem]:
+def _sampling_method(checked: ConfigView) -> Iterator[Problem]:
     if not checked.sampling.enable:
         return
     sampling, path_name = checked.whole("sampling"), checked.objective.path
@@ -283,7 +283,7 @@ def _sampling_method(checked: Checked) -> Iterator[Problem]:
         yield Problem(f"sampling.{key}", text)
 
 
-def _schedule(checked: Checked, sampling: SamplingConfig) -> ScheduleConfig:
+def _schedule(checked: ConfigView, sampling: SamplingConfig) -> ScheduleConfig:
     """The schedule that is given, or that of the objective's path."""
     default = default_schedule(checked.objective.path)
     if "sampling.schedule.name" in checked.given or default == sampling.schedule.name:
@@ -291,15 +291,15 @@ def _schedule(checked: Checked, sampling: SamplingConfig) -> ScheduleConfig:
     return chosen(SCHEDULES, default)
 
 
-def _cannot_guide(checked: Checked) -> bool:
+def _cannot_guide(checked: ConfigView) -> bool:
     return _unconditional(checked) or not checked.whole("model").label_dropout
 
 
-def _unconditional(checked: Checked) -> bool:
+def _unconditional(checked: ConfigView) -> bool:
     return isinstance(checked.dataset().condition_kind, Unconditional)
 
 
-def _sampled_classes(checked: Checked) -> Iterator[Problem]:
+def _sampled_classes(checked: ConfigView) -> Iterator[Problem]:
     if not checked.sampling.enable or not checked.sampling.classes:
         return
     kind = checked.dataset().condition_kind
@@ -308,22 +308,22 @@ def _sampled_classes(checked: Checked) -> Iterator[Problem]:
     if wrong:
         known = f"the {kind.choices_noun} 0 to {count - 1}" if count else f"no {kind.choices_noun}"
         yield Problem(
-            "sampling.classes", f"{shown(wrong)} is not in data.name = {checked.data.name}, which has {known}"
+            "sampling.classes", f"{quoted(wrong)} is not in data.name = {checked.data.name}, which has {known}"
         )
 
 
-def _judge(checked: Checked) -> Iterator[Problem]:
+def _judge(checked: ConfigView) -> Iterator[Problem]:
     if checked.sampling.enable and checked.sampling.judge_images and checked.data.name not in JUDGES:
         yield Problem("sampling.judge_images", f"data.name = {checked.data.name} has no judge (set it to 0)")
 
 
-def _held_out_images(checked: Checked) -> Iterator[Problem]:
+def _held_out_images(checked: ConfigView) -> Iterator[Problem]:
     if checked.validation.enable and not checked.dataset().has_validation:
         text = f"data.name = {checked.data.name} holds out no images here (set it to false)"
         yield Problem("validation.enable", text)
 
 
-def _ema_names(checked: Checked) -> Iterator[Problem]:
+def _ema_names(checked: ConfigView) -> Iterator[Problem]:
     names = [track.name for track in checked.ema.tracks]
     first = {name: index for index, name in reversed(list(enumerate(names)))}
     for index, name in enumerate(names):
@@ -331,13 +331,13 @@ def _ema_names(checked: Checked) -> Iterator[Problem]:
         if name == "none":
             yield Problem("ema.tracks", "'none' stands for the trained weights (choose another name)", place)
         elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-            text = f"{shown(name)} names a file (use up to 64 letters, digits, '.', '_' and '-', no '.' or '-' first)"
+            text = f"{quoted(name)} names a file (use up to 64 letters, digits, '.', '_' and '-', no '.' or '-' first)"
             yield Problem("ema.tracks", text, place)
         elif first[name] < index:
-            yield Problem("ema.tracks", f"{shown(name)} is the name of an earlier track", place)
+            yield Problem("ema.tracks", f"{quoted(name)} is the name of an earlier track", place)
 
 
-def _sampled_track(checked: Checked) -> Iterator[Problem]:
+def _sampled_track(checked: ConfigView) -> Iterator[Problem]:
     if checked.sampling.enable:
         track = checked.sampling.ema_track
         known = list(dict.fromkeys(track.name for track in checked.ema.tracks)) + ["none"]
@@ -346,10 +346,10 @@ def _sampled_track(checked: Checked) -> Iterator[Problem]:
             more = f", ... ({len(known):,} in all)" if len(known) > MOST_SHOWN else ""
             choices = ", ".join(map(shown_name, known[:MOST_SHOWN])) + more
             advice = f"did you mean {guess}?" if guess not in ("", "none") else f"set it to one of {choices}"
-            yield Problem("sampling.ema_track", f"{shown(track)} is not a name in ema.tracks ({advice})")
+            yield Problem("sampling.ema_track", f"{quoted(track)} is not a name in ema.tracks ({advice})")
 
 
-def _packages(checked: Checked) -> Iterator[Problem]:
+def _packages(checked: ConfigView) -> Iterator[Problem]:
     packages = {"enable_tensorboard": ("tensorboard", "tensorboard"), "enable_wandb": ("wandb", "'.[wandb]'")}
     for key, (package, requirement) in packages.items():
         if getattr(checked.metrics, key) and importlib.util.find_spec(package) is None:
@@ -357,17 +357,17 @@ def _packages(checked: Checked) -> Iterator[Problem]:
             yield Problem(f"metrics.{key}", text)
 
 
-def _pinned_memory(checked: Checked) -> Iterator[Problem]:
+def _pinned_memory(checked: ConfigView) -> Iterator[Problem]:
     if checked.checkpoint.async_mode == "async_with_pinned_mem" and not torch.cuda.is_available():
         yield Problem("checkpoint.async_mode", "async_with_pinned_mem needs CUDA, which is not there (set it to async)")
 
 
-def _checkpoint_folder(checked: Checked) -> Iterator[Problem]:
+def _checkpoint_folder(checked: ConfigView) -> Iterator[Problem]:
     if problem := folder_problem(checked.checkpoint.folder):
         yield Problem("checkpoint.folder", problem)
 
 
-def _parameter_groups(checked: Checked) -> Iterator[Problem]:
+def _parameter_groups(checked: ConfigView) -> Iterator[Problem]:
     for index, group in enumerate(checked.optimizer.param_groups):
         place = f"[{index}].pattern"
         if not group.pattern:
@@ -375,10 +375,10 @@ def _parameter_groups(checked: Checked) -> Iterator[Problem]:
         try:
             re.compile(group.pattern)
         except (re.error, OverflowError, RecursionError) as error:
-            yield Problem("optimizer.param_groups", f"{shown(group.pattern)} is no regular expression: {error}", place)
+            yield Problem("optimizer.param_groups", f"{quoted(group.pattern)} is no regular expression: {error}", place)
 
 
-def _low_bit_optimizer(checked: Checked) -> Iterator[Problem]:
+def _low_bit_optimizer(checked: ConfigView) -> Iterator[Problem]:
     if checked.optimizer.name == "AdamW8bit":
         if importlib.util.find_spec("torchao") is None:
             text = "AdamW8bit needs the package torchao, which is not installed (pip install '.[lowbit]', or set AdamW)"
@@ -388,7 +388,7 @@ def _low_bit_optimizer(checked: Checked) -> Iterator[Problem]:
             yield Problem("optimizer.name", text)
 
 
-def _compiler(checked: Checked) -> Iterator[Problem]:
+def _compiler(checked: ConfigView) -> Iterator[Problem]:
     if checked.compile.enable and _no_compiler():
         text = "the CPU needs a C++ compiler: none of g++, clang++, $CXX is there (install g++, or set it to false)"
         yield Problem("compile.enable", text)
@@ -396,21 +396,21 @@ def _compiler(checked: Checked) -> Iterator[Problem]:
         yield Problem(f"compile.{key}", text)
 
 
-def _shards(checked: Checked) -> int:
-    """Processes that share a replica's parameters, where the degrees say it."""
+def _shards(checked: ConfigView) -> int:
+    """Number of processes that share a replica's parameters, if the degrees give it."""
     shards, replicas = (
         getattr(checked.parallelism, f"data_parallel_{axis}_degree") for axis in ("shard", "replicate")
     )
     return shards if shards != -1 else checked.world_size // max(replicas, 1)
 
 
-def _activation_checkpoint(checked: Checked) -> Iterator[Problem]:
+def _activation_checkpoint(checked: ConfigView) -> Iterator[Problem]:
     num_blocks = checked.whole("model").num_blocks
     for key, text in checkpoint_problems(checked.whole("activation_checkpoint"), checked.compile.enable, num_blocks):
         yield Problem(f"activation_checkpoint.{key}", text)
 
 
-def _float8(checked: Checked) -> Iterator[Problem]:
+def _float8(checked: ConfigView) -> Iterator[Problem]:
     if not checked.float8.enable:
         return
     single_pass_taps = checked.gns.enable and checked.gns.single_pass
@@ -419,7 +419,7 @@ def _float8(checked: Checked) -> Iterator[Problem]:
         yield Problem(key, text)
 
 
-def _profiling(checked: Checked) -> Iterator[Problem]:
+def _profiling(checked: ConfigView) -> Iterator[Problem]:
     for key, text in profiling_problems(checked.whole("profiling"), checked.training.steps):
         yield Problem(f"profiling.{key}", text)
 
@@ -431,13 +431,13 @@ def _no_compiler() -> bool:
 
 def _unsafe_as_folder(name: str) -> str:
     if name in ("", ".", "..") or not name.isprintable():
-        return f"{shown(name)} is no folder name"
+        return f"{quoted(name)} is no folder name"
     if "/" in name or "\\" in name:
-        return f"{shown(name)} has a slash"
+        return f"{quoted(name)} has a slash"
     return "is longer than 200 bytes" if len(name.encode()) > 200 else ""
 
 
-CHECKS: list[Callable[[Checked], Iterator[Problem]]] = [
+CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _job_name,
     _dataset_is_usable,
     _sizes,

@@ -1,4 +1,4 @@
-"""The configuration of a run: JobConfig, read from a TOML file and the command line, strictly.
+"""Configuration of a run: JobConfig, read from a TOML file and the command line, strictly.
 
 python -m torchtitan.config FILE    write the JSON schema of a configuration file, for editors
 """
@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, get_type_hints
 from data import DATASETS, DataConfig, DatasetInfo
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.checks import find_problems, resolve
-from torchtitan.config.view import Checked
+from torchtitan.config.view import ConfigView
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.distributed.config import ActivationCheckpointConfig, CommConfig, CompileConfig, ParallelismConfig
 from torchtitan.evaluation.config import AutoencoderConfig, SamplingConfig, ValidationConfig
@@ -30,7 +30,7 @@ from torchtitan.settings import Choice, choice, has_key, section_of, setting
 from torchtitan.settings.earlier_keys import in_present_keys, where_now
 from torchtitan.settings.record import config_differences, dump_config, unmet_condition
 from torchtitan.settings.reference import UnknownTopic, build_json_schema, describe
-from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, parse_text, shown, shown_name, validate_section
+from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, parse_text, quoted, shown_name, validate_section
 from torchtitan.settings.sections import all_sections, choices, keys, put_section, section_at, table_at
 from torchtitan.settings.sources import read_command_line, read_toml, shown_file, suggestion
 from torchtitan.training.config import EMAConfig, LRSchedulerConfig, MetricsConfig, OptimizerConfig
@@ -61,7 +61,7 @@ class JobSection:
         "", "name of the run and of its folder; default: the TOML's file name", trajectory=False, writes="run"
     )
     allow_config_change: bool = setting(
-        False, "continue a run folder although keys that change what is learned differ", trajectory=False
+        False, "resume a run folder although keys that change the training differ", trajectory=False
     )
 
 
@@ -79,17 +79,18 @@ class TrainingConfig:
     )
     max_norm: float = setting(1.0, "gradient norm above which gradients are scaled down; 0: no clipping", ge=0)
     clip_value: float = setting(
-        0.0, "size above which an element of the gradient is cut down, after max_norm; 0: no cutting", ge=0
+        0.0, "magnitude above which an element of the gradient is clipped, after max_norm; 0: no clipping", ge=0
     )
     max_skipped_steps: int = setting(
-        10, "steps without a finite loss and gradient, or with a spike, that are skipped from one checkpoint to the next;"
-        " beyond, the run goes back to the checkpoint, and stops if it has been there before", ge=0, trajectory=False,
+        10, "skipped steps (loss or gradient not finite, or a spike) tolerated between checkpoints; above it, "
+        "the run is rolled back to the checkpoint, and stops if it was rolled back to it before", ge=0,
+        trajectory=False,
     )
     spike_threshold: float = setting(
-        0.0, "a step is skipped whose ln loss is this many standard deviations above its running mean; 0: none is", ge=0
+        0.0, "standard deviations of ln loss above its running mean at which a step is skipped; 0: never", ge=0
     )
     gc_freq: int = setting(
-        1000, "steps between collections of Python's garbage, on all ranks at once; 0: whenever Python does it", ge=0,
+        1000, "steps between Python's garbage collections, on all ranks at once; 0: automatic collection", ge=0,
         trajectory=False,
     )
     mixed_precision_param: Literal["float32", "bfloat16"] = setting(
@@ -102,13 +103,13 @@ class TrainingConfig:
 class DebugConfig:
     """`[debug]`"""
 
-    seed: int = setting(0, "decides weights, noise, timesteps, data order: everything random", ge=0)
+    seed: int = setting(0, "seed of weights, noise, timesteps, data order: everything random", ge=0)
     deterministic: bool = setting(False, "use only deterministic kernels", trajectory=False)
 
 
 @dataclass(kw_only=True)
 class JobConfig:
-    """A run's whole configuration, a section per field.
+    """Configuration of a whole run, a section per field.
 
     `model` is the section of the family that `model.name` selects from MODELS, and `data` that of the dataset that
     `data.name` selects from DATASETS.
@@ -118,7 +119,7 @@ class JobConfig:
     model: Any = choice(_MODEL, "family of networks")
     data: Any = choice(_DATA, "dataset")
     autoencoder: AutoencoderConfig = section_of(AutoencoderConfig, "decoder of latents, for grids of images")
-    objective: ObjectiveConfig = section_of(ObjectiveConfig, "path, prediction, weighting, other terms of the loss")
+    objective: ObjectiveConfig = section_of(ObjectiveConfig, "path, prediction, weighting, timesteps of the loss")
     optimizer: OptimizerConfig = section_of(OptimizerConfig, "update rule, learning rate, decay, parameter groups")
     lr_scheduler: LRSchedulerConfig = section_of(LRSchedulerConfig, "warm-up and decay of the learning rate")
     training: TrainingConfig = section_of(TrainingConfig, "steps, batch sizes, precision, clipping, skipped steps")
@@ -129,7 +130,7 @@ class JobConfig:
     )
     float8: Float8Config = section_of(Float8Config, "float8 matrix products in the blocks")
     ema: EMAConfig = section_of(EMAConfig, "averages of the weights")
-    gns: GNSConfig = section_of(GNSConfig, "gradient noise scale of each timestep bin, and what follows from it")
+    gns: GNSConfig = section_of(GNSConfig, "gradient noise scale of each timestep bin, and its uses")
     checkpoint: CheckpointConfig = section_of(CheckpointConfig, "saving, resuming, initial weights")
     metrics: MetricsConfig = section_of(MetricsConfig, "logging: console, TensorBoard, Weights & Biases")
     sampling: SamplingConfig = section_of(SamplingConfig, "grids of samples while training, and their judge")
@@ -140,16 +141,16 @@ class JobConfig:
 
     @property
     def draws_pictures(self) -> bool:
-        """Whether the run draws grids of images: samples, or held-out images."""
+        """True if the run draws grids of images: samples, or held-out images."""
         return self.sampling.enable or self.validation.enable
 
 
 class ConfigError(Exception):
-    """A configuration that cannot run.
+    """Configuration that cannot run.
 
     Attributes:
-        problems: the reasons, a line each: where the value stands, its key, what is wrong, what to do. Of more than
-            MOST_SHOWN a last line says how many are left out.
+        problems: the reasons, a line each: place of the value, its key, the cause, the remedy. Of more than MOST_SHOWN
+            a last line gives the number left out.
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -167,7 +168,7 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
         world_size: number of processes of the run.
 
     Returns:
-        the configuration with -1 and defaults that depend on other keys replaced by what they mean.
+        the configuration with -1 and defaults that depend on other keys replaced by their values.
 
     Raises:
         ConfigError: with all problems at once.
@@ -187,10 +188,10 @@ def load_data_section(argv: list[str], path: str | None = None) -> tuple[DataCon
 
     Args:
         argv: `--data.key value` or `--data.key=value`.
-        path: a TOML file whose section they override; its other sections are left alone.
+        path: a TOML file whose section they override; its other sections are ignored.
 
     Returns:
-        the section of the dataset that `data.name` selects, and what the dataset holds.
+        the section of the dataset that `data.name` selects, and the dataset's properties.
 
     Raises:
         ConfigError: with all problems at once.
@@ -209,7 +210,7 @@ def load_data_section(argv: list[str], path: str | None = None) -> tuple[DataCon
 
 
 def _read(argv: list[str]) -> tuple[dict[str, str], str | None, dict[str, Any]]:
-    """The command line's keys, the file it names, and what stands there. Raises ConfigError."""
+    """Read the command line's keys, its file, and the file's content. Raises ConfigError."""
     flags, unreadable = read_command_line(argv)
     path = flags.pop("job.config_file", None)
     document: dict[str, Any] = {}
@@ -224,14 +225,14 @@ def _read(argv: list[str]) -> tuple[dict[str, str], str | None, dict[str, Any]]:
 
 @dataclass
 class _Filled:
-    """A configuration as it was given, before its parts are compared with one another.
+    """Configuration as given, before its parts are compared with one another.
 
     Attributes:
-        config: with the defaults in the place of what was refused.
-        problems: why that was refused.
-        refused: its dotted keys, or sections.
+        config: with defaults instead of refused values.
+        problems: reasons of the refusals.
+        refused: their dotted keys, or sections.
         origins: dotted key -> where it was given.
-        known: dotted key -> its field, of all that may be given.
+        known: dotted key -> its field, of all keys.
     """
 
     config: JobConfig
@@ -240,12 +241,12 @@ class _Filled:
     origins: dict[str, str]
     known: dict[str, dataclasses.Field]
 
-    def checked(self, world_size: int) -> Checked:
-        return Checked(self.config, world_size, set(self.origins), self.refused)
+    def checked(self, world_size: int) -> ConfigView:
+        return ConfigView(self.config, world_size, set(self.origins), self.refused)
 
 
 def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None) -> _Filled:
-    """Choose the classes of a configuration, and lay file and command line over their defaults."""
+    """Fill a configuration: choose its classes, and lay file and command line over their defaults."""
     config = JobConfig()
     document = _without_keys_of_replaced_classes(config, document, flags)
     problems = _choose_classes(config, document, flags)
@@ -280,7 +281,7 @@ def report_and_exit(error: ConfigError) -> NoReturn:
 
 
 def help_text(topics: Sequence[str] = ()) -> str:
-    """The text of `--help`: the sections, or the keys of those named. Raises ConfigError for an unknown name."""
+    """Format the text of `--help`: the sections, or the keys of those named. Raises ConfigError for an unknown name."""
     try:
         return describe(JobConfig(), topics)
     except UnknownTopic as error:
@@ -288,19 +289,20 @@ def help_text(topics: Sequence[str] = ()) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a configuration file, for completion in editors."""
+    """Build the JSON schema of a configuration file, for completion in editors."""
     return build_json_schema(JobConfig())
 
 
 def write_schema(path: Path) -> None:
-    """Write the JSON schema to a file. Raises OSError, also where there is one that is no such schema."""
+    """Write the JSON schema to a file. Raises OSError, also if the file is no such schema."""
     schema = json.dumps(json_schema(), indent=1) + "\n"
     refuse_foreign_file(path, schema.partition(",")[0].encode())
     replace_file(path, schema)
 
 
 def _choose_classes(config: JobConfig, document: dict[str, Any], flags: dict[str, str]) -> list[Problem]:
-    """Put each section whose keys depend on a name in place, a model's with its flavor's values; outer ones first."""
+    """Choose the classes of sections whose keys depend on a name, a model's with its flavor's values; outer ones first.
+    """
     problems = []
     for section, options in _choices(config):
         table = table_at(document, section)
@@ -318,7 +320,7 @@ def _choose_classes(config: JobConfig, document: dict[str, Any], flags: dict[str
 
 
 def _choices(section: Any, prefix: str = "") -> Iterator[tuple[str, Choice]]:
-    """Dotted name and choice of every section whose keys depend on a name, those inside of it as it is by then."""
+    """Choices: dotted name and choice of every section whose keys depend on a name, inner ones as they are by then."""
     for name in [each.name for each in dataclasses.fields(section)]:
         if name in choices(section):
             yield prefix + name, choices(section)[name]
@@ -329,16 +331,16 @@ def _choices(section: Any, prefix: str = "") -> Iterator[tuple[str, Choice]]:
 def _not_one_of(key: str, value: Any, known: Mapping[str, Any]) -> Problem:
     guess = nearest(value, known) if isinstance(value, str) else ""
     advice = f" (did you mean {guess}?)" if guess else ""
-    return Problem(key, f"must be one of {', '.join(known)}, is {shown(value)}{advice}")
+    return Problem(key, f"must be one of {', '.join(known)}, is {quoted(value)}{advice}")
 
 
 def _merge(
     config: JobConfig, document: dict[str, Any], flags: dict[str, str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str], list[Problem]]:
-    """Lay the command line over the file.
+    """Merge the command line over the file.
 
     Returns:
-        section -> key -> given value; dotted key -> where it was given; what belongs to no section or key.
+        section -> key -> given value; dotted key -> its source; problems of unknown sections or keys.
     """
     known = _keys(config)
     values: dict[str, dict[str, Any]] = {section: {} for section, _ in all_sections(config)}
@@ -368,9 +370,9 @@ def _merge(
 def _take_table(
     section: str, table: Any, values: dict[str, dict[str, Any]], origins: dict[str, str]
 ) -> Iterator[Problem]:
-    """Sort a table of the file, and those of its inner sections, into the values by section."""
+    """Take a table of the file, and those of its inner sections, into the values by section."""
     if not isinstance(table, dict):
-        yield Problem(section, f"must be a table, is {shown(table)} (write [{section}] and its keys)")
+        yield Problem(section, f"must be a table, is {quoted(table)} (write [{section}] and its keys)")
         return
     for key, value in table.items():
         if f"{section}.{key}" in values:
@@ -412,7 +414,7 @@ def _replaced_keys(old: Any, new: Any, shared_by_name: bool) -> set[str]:
 def _drop_overruled(
     config: JobConfig, defaults: dict[str, Any], origins: dict[str, str], known: dict[str, dataclasses.Field]
 ) -> None:
-    """Forget the file's keys that have no effect because the command line says otherwise; in place.
+    """Drop the file's keys without effect because the command line overrules them; in place.
 
     `--sampling.enable false` is meant to overrule a file that says how to sample. Within one source, a key
     without effect is a mistake and stays for the checks to report.
@@ -435,7 +437,7 @@ def _drop_overruled(
 
 
 def _advice(dotted: str, config: JobConfig, known: dict[str, dataclasses.Field], prefix: str = "") -> str:
-    """What to do about an unknown key: it may be one under another name of its section, or one that has moved."""
+    """Advice on an unknown key: it may be one under another name of its section, or one that has moved."""
     if moved := where_now(dotted):
         return moved
     for section, options in _choices(config):
@@ -456,12 +458,14 @@ def _unknown_in_file(section: str, value: Any, known: dict[str, dataclasses.Fiel
 
 
 def _keys(config: JobConfig) -> dict[str, dataclasses.Field]:
-    """Dotted key -> its field, for every key of the configuration."""
+    """Keys of the configuration: dotted key -> its field."""
     return {f"{name}.{key.name}": key for name, section in all_sections(config) for key in keys(section)}
 
 
 def _line(problem: Problem, origins: dict[str, str], known: dict[str, Any], path: str | None) -> str:
-    """Put the place of the value before a problem: the command line, the file or, if it was not given, the default."""
+    """Format a problem as a line with the place of the value: the command line, the file, or the default if it was not
+    given.
+    """
     origin = origins.get(problem.key, "default" if problem.key in known else "file")
     place = {"command line": "command line: --", "file": f"{shown_file(path or '')}: ", "default": "default: "}[origin]
     key = shown_name(problem.key) if origin == "command line" else problem.key

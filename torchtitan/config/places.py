@@ -1,4 +1,4 @@
-"""The places that a run writes to, so that what starts several runs keeps them in its own folder and apart."""
+"""Places that a run writes to, kept in its own folder and apart by programs that start several runs."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ SHARED_FOLDER = "shared"
 
 
 def written_places(config: Any) -> Iterator[tuple[str, str, dataclasses.Field]]:
-    """Dotted key, value and field of every key that names a place which is written; see `writes` of `setting`."""
+    """Written places: dotted key, value and field of every key that names one; see `writes` of `setting`."""
     for section, values in all_sections(config):
         for field in keys(values):
             if field.metadata.get("writes"):
@@ -22,22 +22,22 @@ def written_places(config: Any) -> Iterator[tuple[str, str, dataclasses.Field]]:
 
 
 def place_problems(config: Any, folder: Path, dump_folder: Path, name: str) -> list[tuple[str, str]]:
-    """Find what would make one of several runs write elsewhere than into its own folder and the shared one.
+    """Find keys that would make one of several runs write elsewhere than into its own folder and the shared one.
 
     Args:
         config: a resolved JobConfig.
-        folder: that all runs must stay in.
+        folder: of all runs.
         dump_folder, name: of this run.
 
     Returns:
-        dotted key, and what is wrong with what to do, of each misplaced key.
+        dotted key, and cause with remedy, of each misplaced key.
     """
     own = {"job.dump_folder": str(dump_folder), "job.name": name}
     shared = folder / SHARED_FOLDER
     problems = []
     for key, value, field in written_places(config):
         if field.metadata["writes"] == "run" and value != own.get(key, default_of(field)):
-            text = f"every run writes into a folder of its own in {folder}, so {value!r} cannot be given (remove it)"
+            text = f"every run writes into a separate folder in {folder}, so {value!r} cannot be given (remove it)"
             problems.append((key, text))
         elif field.metadata["writes"] == "shared" and value and not _is_within(Path(value), shared):
             text = f"{value!r} is outside of {folder}, where all of its runs write (remove it, or set it below {shared})"

@@ -1,4 +1,4 @@
-"""A configuration as checks read it: what depends on a value that was itself refused has nothing to say."""
+"""View of a configuration for checks: a check that reads a refused value has no result."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from data.base import DatasetError, DatasetInfo
 from torchtitan.settings.sections import choices
 
 
-class Unknown(Exception):
-    """A check read a value that was itself refused, so the check has nothing to say."""
+class RefusedValue(Exception):
+    """A check read a value that was itself refused, so it has no result."""
 
 
-class Checked:
-    """A configuration as checks read it: `checked.training.steps`; reading a refused value raises Unknown.
+class ConfigView:
+    """View of a configuration for checks: `checked.training.steps`; reading a refused value raises RefusedValue.
 
     Attributes:
         world_size: number of processes.
@@ -30,13 +30,13 @@ class Checked:
         return _Section(section, getattr(self._config, section), self._refused)
 
     def whole(self, section: str) -> Any:
-        """The section's dataclass, if no key of it was refused."""
+        """Section's dataclass, if no key of it was refused."""
         if any(key.split(".")[0] == section for key in self._refused):
-            raise Unknown
+            raise RefusedValue
         return getattr(self._config, section)
 
     def open_dataset(self) -> DatasetInfo | DatasetError:
-        """What the dataset holds, or why it cannot be used."""
+        """Open the dataset: its properties, or the reason why it cannot be used."""
         if self._dataset is None:
             section = self.whole("data")
             try:
@@ -48,10 +48,10 @@ class Checked:
         return self._dataset
 
     def dataset(self) -> DatasetInfo:
-        """What the dataset holds."""
+        """Properties of the dataset."""
         found = self.open_dataset()
         if isinstance(found, DatasetError):
-            raise Unknown
+            raise RefusedValue
         return found
 
 
@@ -61,6 +61,6 @@ class _Section:
 
     def __getattr__(self, key: str) -> Any:
         if {self._name, f"{self._name}.{key}"} & self._refused:
-            raise Unknown
+            raise RefusedValue
         value = getattr(self._values, key)
         return _Section(f"{self._name}.{key}", value, self._refused) if key in choices(self._values) else value

@@ -2,7 +2,7 @@
 
     x_t = a x0 + b noise,   loss = importance x weight(sigma) x mean over pixels of (output - target)^2
 
-With `heads` the network makes several predictions, and the error is what `torchtitan.diffusion.heads` makes of theirs.
+With `heads` the network makes several predictions, and `torchtitan.diffusion.heads` combines their errors.
 """
 
 from collections.abc import Callable
@@ -38,11 +38,11 @@ _TAIL = 1e-3
 
 @dataclass(kw_only=True)
 class ObjectiveConfig:
-    """`[objective]`: what the model is trained to predict, at which noise levels, and how errors are weighted."""
+    """`[objective]`: the network's target, the training noise levels, and the weighting of errors."""
 
     path: OneOf[str, PATHS] = setting("rectified_flow", "how data turns into noise: x_t = a(t) x0 + b(t) noise")
     prediction: OneOf[str, PREDICTIONS] = setting(
-        "velocity", "what the network's output stands for; edm: F of EDM's preconditioning"
+        "velocity", "target of the network's output; edm: F of EDM's preconditioning"
     )
     preconditioning: OneOf[str, PRECONDITIONINGS] = setting(
         "identity", "scaling of the network's input, output and time; index: the DDPM's index is the time; sit: as SiT"
@@ -61,40 +61,40 @@ class ObjectiveConfig:
         False, "learn u, the ln of the loss at each noise level, and train on loss / e^u + u: EDM2's weighting"
     )
     uncertainty_features: int = setting(
-        128, "waves in ln(sigma) that u is made of", ge=1, le=65536, applies=_UNCERTAINTY_IN_USE
+        128, "number of random waves in ln(sigma) that form u", ge=1, le=65536, applies=_UNCERTAINTY_IN_USE
     )
     uncertainty_lr_scale: float = setting(
         100.0, "learning rate of u, as a multiple of the network's", ge=0, applies=_UNCERTAINTY_IN_USE
     )
     heads: list[str] = setting(
-        [], "predictions that the network makes side by side, as x0, noise and v; `prediction` is then the one whose error"
-        " is weighted and reported",
+        [], "predictions of several heads of the network, as x0, noise and v; the error of `prediction` is then "
+        "weighted and reported",
     )
     combine: Literal["raw_minimum", "minimum", "soft_minimum", "snr_handover", "inverse_variance"] = setting(
-        "inverse_variance", "which heads a sample trains, and how they are mixed", applies={"heads": "set"}
+        "inverse_variance", "rule that selects the heads a sample trains, and combines them", applies={"heads": "set"}
     )
     head_temperature: float = setting(
-        0.1, "relative excess of a head's error over the least that lowers its share by 1 / e", gt=0,
+        0.1, "excess of a head's error over the least one, relative, at which its share falls to 1 / e", gt=0,
         applies={"combine": ("soft_minimum",)},
     )
     handover_snr: list[float] = setting(
-        [], "signal-to-noise ratios, rising, at which one of `heads`, then in the order from noise to data, hands over",
+        [], "signal-to-noise ratios, rising, of the hand-overs between `heads`, ordered from noise to data",
         applies={"combine": ("snr_handover",)},
     )
-    timesteps: TimestepsConfig = choice(Choice(TIMESTEPS, "logit_normal"), "which timesteps are trained")
+    timesteps: TimestepsConfig = choice(Choice(TIMESTEPS, "logit_normal"), "density or sampler of the timesteps")
     shift: float = setting(
         1.0, "factor on sigma at every timestep drawn: above 1 towards noise, for larger images", ge=0.01, le=100
     )
     t_min: float = setting(0.0, "smallest timestep trained, in the common time t = sigma / (1 + sigma)", ge=0, lt=1)
     t_max: float = setting(1.0, "largest timestep trained; indices of other times are left out", gt=0, le=1)
     spread: Literal["none", "stratified", "low_discrepancy"] = setting(
-        "none", "how a global batch's timesteps cover the density: each by itself, one per interval, equally spaced"
+        "none", "spread of a global batch's timesteps over the density: independent, one per interval, equally spaced"
     )
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Everything random about one microbatch of training.
+    """Draw of everything random about one microbatch of training.
 
     Attributes:
         t: timesteps [B] in [0, 1].
@@ -111,18 +111,18 @@ class Draw:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The outcome of one microbatch, each float32 [B].
+    """Loss terms of one microbatch, each float32 [B].
 
     Attributes:
         loss: what is minimised, with the bound of a learned variance; its mean over the global batch is the
             training loss.
         error: the plain mean squared error of the prediction, for loss by timestep; no gradient. Of heads, that of
-            their mix.
+            their combination.
         t: the timesteps.
-        weighted: importance x (weight x error + the bound), never negative: the loss itself, but for heads, of which it
-            is the mix's, and without a learned uncertainty; no gradient.
+        weighted: importance x (weight x error + the bound), never negative: the loss itself, except that it is the
+            combination's for heads, and excludes a learned uncertainty; no gradient.
         shares: of each head, [B, K], as `CombinationRule.loss` has it; None without heads.
-        head_errors: what their rule may remember; None without heads.
+        head_errors: for the memory of their rule; None without heads.
     """
 
     loss: Tensor
@@ -134,12 +134,12 @@ class LossTerms:
 
 
 class Objective:
-    """A diffusion training objective and the reading of the trained network.
+    """Objective of a diffusion training, and estimates from the trained network.
 
     Attributes:
         heads: of a network with several predictions, else None.
         uncertainty: the learned ln of the loss, where `learned_uncertainty` is set, else None.
-        learned: all that is trained or measured beside the network, and belongs into a checkpoint.
+        learned: the objective's own trained or measured state, which belongs into a checkpoint.
     """
 
     def __init__(self, config: ObjectiveConfig, seed: int, sampler_of: SamplerOf | None = None) -> None:
@@ -161,7 +161,7 @@ class Objective:
         self.seed = seed
 
     def to(self, device: torch.device) -> "Objective":
-        """Put what is learned on a device; returns the objective itself."""
+        """Move the objective's learned state to a device; returns the objective itself."""
         self.learned.to(device)
         return self
 
@@ -218,7 +218,7 @@ class Objective:
     def predict_with_variance(
         self, model: Network, x_t: Tensor, t: Tensor, condition: Condition
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Estimate the clean image, the noise, and where the variance of the DDPM's reverse step lies.
+        """Estimate the clean image, the noise, and the place of the reverse step's variance between its limits.
 
         Args:
             model: the network.
@@ -239,17 +239,17 @@ class Objective:
 
     @torch.no_grad()
     def learned_weighting(self, sigma: Tensor) -> Tensor:
-        """Factor on the squared error of the prediction at noise levels [N], as learned so far; of sigma's dtype."""
+        """Learned weight on the squared error of the prediction at noise levels [N]; of sigma's dtype."""
         weight = self.weighting(sigma)
         if self.uncertainty is not None:
             weight = weight * torch.exp(-self.uncertainty(torch.log(sigma))[0]).to(weight.dtype)
         return weight
 
     def effective_weight(self, log_sigma: Tensor) -> Tensor | None:
-        """p(ln sigma) x weight, in the currency of the noise's squared error.
+        """Effective weight p(ln sigma) x weight, in the parametrisation of the noise's squared error.
 
-        Two configurations with proportional effective weights are the same objective in expectation. That of time
-        warping and of a learned uncertainty is what they begin with.
+        Two configurations with proportional effective weights are the same objective in expectation. For time warping
+        and a learned uncertainty it is the initial one.
 
         Args:
             log_sigma: values of ln sigma [N].
@@ -266,30 +266,33 @@ class Objective:
         return density * self.learned_weighting(sigma) * noise_error_weight(self.prediction, sigma, a, self.sigma_data)
 
     def observe(self, batch: GlobalBatch, indices: Tensor, terms: LossTerms) -> None:
-        """Take note of a microbatch's losses, for what learns from them; indices [B] as given to `draw`."""
+        """Observe a microbatch's losses, for samplers and heads that learn; indices [B] as given to `draw`."""
         self.timestep_sampler.observe(batch, indices, terms.t, terms.loss)
         if self.heads is not None and terms.head_errors is not None:
             self.heads.observe(terms.head_errors, terms.t)
 
     def update(self, skip: Tensor) -> None:
-        """After the backward of a whole global batch: learn from what was observed, unless `skip`; collective."""
+        """Update after the backward of a whole global batch: learn from the observed losses, unless `skip`; collective.
+        """
         self.timestep_sampler.update(skip)
         if self.heads is not None:
             self.heads.update(skip)
 
     @property
     def learns_weights(self) -> bool:
-        """Whether losses are divided by what has been learned of them, which makes them alike at all timesteps."""
+        """True if losses are divided by a learned expectation, which makes them alike at all timesteps."""
         return self.uncertainty is not None or (self.heads is not None and isinstance(self.heads.rule, InverseVariance))
 
     @property
     def mixes_by_state(self) -> bool:
-        """Whether `predict` depends on what was learned in training."""
+        """True if `predict` depends on state learned in training."""
         return self.heads is not None and bool(self.tensors())
 
     @torch.no_grad()
     def log_uncertainties(self, log_sigma: Tensor) -> dict[str, float]:
-        """What has been learned of u at ln sigma [N], as `log_uncertainty/<n>`, or by head `log_uncertainty/<head>/<n>`."""
+        """Log uncertainties: learned u at ln sigma [N], as `log_uncertainty/<n>`, or by head
+        `log_uncertainty/<head>/<n>`.
+        """
         found = {}
         if self.uncertainty is not None:
             found["log_uncertainty"] = self.uncertainty(log_sigma)[0]
@@ -299,17 +302,17 @@ class Objective:
         return {f"{tag}/{n}": value for tag, values in found.items() for n, value in enumerate(values.tolist())}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained beside the network, by name; whole on every rank."""
+        """Parameters of the objective itself, by name; whole on every rank."""
         return {f"objective.{name}": parameter for name, parameter in self.learned.named_parameters()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What `learned` holds for a checkpoint, by name; the tensors themselves."""
+        """Tensors of `learned` for a checkpoint, by name; the tensors themselves."""
         return {name: tensor.detach() for name, tensor in self.learned.state_dict(keep_vars=True).items()}
 
     def _output(
         self, model: Network, x_t: Tensor, t: Tensor, condition: Condition
     ) -> tuple[Tensor, Tensor | None]:
-        """The prediction, and the interpolation of variances where the network has twice x_t's channels."""
+        """Output of the network: the prediction, and the interpolation of variances if it has twice x_t's channels."""
         scaling = self.preconditioning.scaling(t)
         output = model(per_image(scaling.c_in, x_t) * x_t, scaling.c_noise, condition).to(torch.float32)
         interpolation = None

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torchtitan.experiments.folder import ExperimentError
 from torchtitan.files.regular import read_text
 from torchtitan.settings import setting
-from torchtitan.settings.schema import nearest, shown, validate_section
+from torchtitan.settings.schema import nearest, quoted, validate_section
 from torchtitan.settings.sources import read_toml, shown_file
 
 BATCH_KEY = "training.local_batch_size"
@@ -130,7 +130,7 @@ def read_sweep(path: Path) -> Sweep:
         raise _error(path, f"{problem.key.removeprefix('sweep.')}{problem.within}: {problem.text}")
     settings.name = settings.name or path.stem
     if not re.fullmatch(r"[\w.+-]{1,100}", settings.name) or settings.name in (".", ".."):
-        raise _error(path, f"name: {shown(settings.name)} is no folder name (use letters, digits, '.', '_', '-')")
+        raise _error(path, f"name: {quoted(settings.name)} is no folder name (use letters, digits, '.', '_', '-')")
     base = path.parent / settings.base if settings.base else None
     if base is not None and not base.is_file():
         raise _error(path, f"base: {base}: no such file (it is relative to the sweep's file)")
@@ -174,22 +174,22 @@ def _check_axes(sweep: Sweep) -> None:
     axes, fixed, path, settings = sweep.table["axes"], sweep.table["fixed"], sweep.path, sweep.settings
     for axis, values in axes.items():
         if not isinstance(values, list) or not values:
-            raise _error(path, f"axes.{axis}: must be a list of one or more values, is {shown(values)}")
+            raise _error(path, f"axes.{axis}: must be a list of one or more values, is {quoted(values)}")
         texts = [json.dumps(value) for value in values]
         if len(set(texts)) < len(texts):
-            raise _error(path, f"axes.{axis}: has a value twice, {shown(values)}")
+            raise _error(path, f"axes.{axis}: has a value twice, {quoted(values)}")
         if axis in fixed:
             raise _error(path, f"axes.{axis}: is in [fixed] too (remove one)")
         known = {"layout": LAYOUTS, "dtype": DTYPES}.get(axis)
         for value in values:
             if known and value not in known:
-                raise _error(path, f"axes.{axis}: must be of {', '.join(known)}, is {shown(value)}")
+                raise _error(path, f"axes.{axis}: must be of {', '.join(known)}, is {quoted(value)}")
             if axis == "processes" and (type(value) is not int or not 1 <= value <= 65536):
-                raise _error(path, f"axes.processes: must be whole numbers from 1 to 65536, is {shown(value)}")
+                raise _error(path, f"axes.processes: must be whole numbers from 1 to 65536, is {quoted(value)}")
     if "processes" in axes and "processes" in sweep.table:
         raise _error(path, "axes.processes: processes is set for all cells too (remove one)")
     if settings.order not in axes and "order" in sweep.table:
-        raise _error(path, f"order: {shown(settings.order)} is no axis (there are: {', '.join(axes)})")
+        raise _error(path, f"order: {quoted(settings.order)} is no axis (there are: {', '.join(axes)})")
     if settings.order in axes and not _are_numbers(axes[settings.order]):
         raise _error(path, f"order: the values of axis {settings.order} are no numbers")
     if settings.autotune and (BATCH_KEY in axes or BATCH_KEY in fixed):
@@ -244,7 +244,7 @@ def _excludes(path: Path, tables: Any, axes: dict[str, Any]) -> list[dict[str, l
                 raise _error(path, f"exclude.{axis}: is no axis (there are: {', '.join(axes)})")
             for value in values:
                 if not any(_same(value, known) for known in axes[axis]):
-                    raise _error(path, f"exclude.{axis}: {shown(value)} is not in the axis, {shown(axes[axis])}")
+                    raise _error(path, f"exclude.{axis}: {quoted(value)} is not in the axis, {quoted(axes[axis])}")
         found.append(flat)
     return found
 
@@ -255,7 +255,7 @@ def _matches(point: dict[str, Any], exclude: dict[str, list]) -> bool:
 
 def _flat_table(path: Path, name: str, table: Any) -> dict[str, Any]:
     if not isinstance(table, dict):
-        raise _error(path, f"{name}: must be a table, is {shown(table)} (write [{name}] and its keys)")
+        raise _error(path, f"{name}: must be a table, is {quoted(table)} (write [{name}] and its keys)")
     flat = dict(_flatten(table))
     for key, value in flat.items():
         if not _fits_in_64_bits(value):  # Python would not even print the longest

@@ -22,7 +22,7 @@ from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.grid import Sweep, SweepError, saved_table
 from torchtitan.files.durable import append_synced, replace_file
 from torchtitan.files.regular import read_regular, read_text
-from torchtitan.settings.schema import shown
+from torchtitan.settings.schema import quoted
 
 STATE_FILE, SWEEP_FILE, BASE_FILE = "sweep.jsonl", "sweep.toml", "base.toml"
 # What may be changed to go on with a sweep: it says how long and how often, not what.
@@ -177,4 +177,4 @@ def _drop_torn_line(path: Path, content: bytes) -> None:
 
 
 def _text(value: Any) -> str:
-    return "none" if value is None else shown(value)
+    return "none" if value is None else quoted(value)

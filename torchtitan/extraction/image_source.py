@@ -14,7 +14,7 @@ from data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Spl
 from torchtitan.conditions import Classes, Unconditional
 from torchtitan.files.regular import user_path
 from torchtitan.latents.index import SkippedImage
-from torchtitan.settings.schema import plain
+from torchtitan.settings.schema import toml_value
 from torchtitan.training.data_loading import read_checked
 
 SourceSplit = Literal["train", "validation", "all"]
@@ -104,7 +104,7 @@ class ImageSource:
         """Origin of the images, wherever they lie: the dataset's keys, their number, a hash of some."""
         keys = {
             name: value
-            for name, value in plain(self._config).items()
+            for name, value in toml_value(self._config).items()
             if self._config.__dataclass_fields__[name].metadata.get("trajectory", True)
             and not name.endswith(("path", "_file"))
             and name != "horizontal_flip"  # of training

@@ -1,5 +1,15 @@
-"""How a configuration section is declared, read, checked, shown and recorded."""
+"""Settings: how a configuration section is declared, read, checked, printed and recorded."""
 
-from torchtitan.settings.declare import Choice, OneOf, choice, chosen, has_key, meets, only_with, section_of, setting
+from torchtitan.settings.declare import (
+    Choice,
+    OneOf,
+    choice,
+    chosen,
+    condition_met,
+    has_key,
+    only_with,
+    section_of,
+    setting,
+)
 
-__all__ = ["Choice", "OneOf", "choice", "chosen", "has_key", "meets", "only_with", "section_of", "setting"]
+__all__ = ["Choice", "OneOf", "choice", "chosen", "condition_met", "has_key", "only_with", "section_of", "setting"]

@@ -1,8 +1,8 @@
-"""How a configuration section declares its keys: a dataclass field with a description and a range.
+"""Declaration of a section's keys: dataclass fields with a description and a range.
 
-Sections are plain dataclasses in files that import none of what they configure (a folder's config.py), so that checking
-a configuration imports nothing heavy; `torchtitan.config.job` turns them into a validated schema, `--help` text and the
-JSON schema. This file imports the standard library only, so that every package may use it.
+Sections are plain dataclasses in files that do not import the configured classes (a folder's config.py), so that
+checking a configuration imports nothing heavy; `torchtitan.config.job` turns them into a validated schema, `--help`
+text and the JSON schema. This file imports the standard library only, so that every package may use it.
 """
 
 import dataclasses
@@ -43,11 +43,11 @@ def setting(
         applies: other key -> the values of it under which this one has an effect, or ">0" for any positive
             number, or "set" for any list but the empty one; given under another value, this key is refused instead of
             ignored. A key without a dot is of the same section. "one or other" is met when either is.
-        because: why it has no effect otherwise, where that is not plain; said when it is refused.
-        trajectory: whether a change of this key changes what a run learns, so that a checkpoint of another
-            value must not be continued silently.
-        writes: what is written at the place that this key names: files of one run alone, a folder that runs may share,
-            or nothing. What starts several runs keeps these places within its own folder (`config_places`).
+        because: reason why it has no effect otherwise, if that is not obvious; printed with the refusal.
+        trajectory: whether a change of this key changes the training, so that a checkpoint of another value must not be
+            resumed silently.
+        writes: kind of the place that this key names: files of one run alone, a folder that runs may share, or nothing.
+            Programs that start several runs keep these places within their own folder (`torchtitan.config.places`).
 
     Returns:
         a `dataclasses.Field` whose metadata carries all of this.
@@ -67,7 +67,7 @@ def setting(
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A section whose keys depend on its key `name`.
+    """Choice: a section whose keys depend on its key `name`.
 
     Attributes:
         registry: name -> entry; read anew each time, so that an entry may be added.
@@ -82,7 +82,7 @@ class Choice:
     flavors: Callable[[Any], Mapping[str, Any]] = lambda entry: {}
 
     def section(self, name: str, flavor: str | None = None) -> Any:
-        """The section of a name, and of a flavor or the default one, with default values. Raises KeyError."""
+        """Section of a name, and of a flavor or the default one, with default values. Raises KeyError."""
         made, flavors = self.make(self.registry[name]), self.flavors(self.registry[name])
         return dataclasses.replace(flavors[flavor or made.flavor] if flavors else made, name=name)
 
@@ -117,17 +117,17 @@ def only_with(switch: str, but: tuple[str, ...] = ()) -> Callable[[type], type]:
 
 
 def chosen(registry: Mapping[str, type], name: str, **keys: Any) -> Any:
-    """A section of a registry, with values for some of its keys; unchecked."""
+    """Section of a registry, with values for some of its keys; unchecked."""
     return registry[name](name=name, **keys)
 
 
 def has_key(section: Any, name: str) -> bool:
-    """Whether a section declares a key of that name."""
+    """Check whether a section declares a key of that name."""
     return name in {field.name for field in dataclasses.fields(section)}
 
 
-def meets(value: Any, accepted: tuple | str) -> bool:
-    """Whether a key's value is among those of `applies` under which another one has an effect."""
+def condition_met(value: Any, accepted: tuple | str) -> bool:
+    """Check whether a key's value is among those of `applies` under which another one has an effect."""
     if accepted == "set":
         return bool(value)
     return value > 0 if accepted == ">0" else value in accepted

@@ -1,4 +1,4 @@
-"""Keys that earlier versions had elsewhere, so that their files, saved configurations and command lines still load."""
+"""Earlier keys: moved since, so that old files, saved configurations and command lines still load."""
 
 import functools
 import os
@@ -11,12 +11,12 @@ from torchtitan.settings.sources import shown_file
 
 
 class Move(NamedTuple):
-    """Where a key is now.
+    """Move of a key to its present place.
 
     Attributes:
         sections: dotted names of the sections that may have it.
         key: its name there.
-        names: what `name` of such a section must be; empty where the section has the key under every name.
+        names: required `name` of such a section; empty where the section has the key under every name.
     """
 
     sections: tuple[str, ...]
@@ -69,7 +69,7 @@ _DEFAULT_NAMES = {_TIMESTEPS: "logit_normal", _BASE: "uniform", _SOLVER: "euler"
 def in_present_keys(
     document: dict[str, Any], flags: dict[str, str], path: str | None
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Put what a file and a command line give by keys of earlier versions where those are now; said once for either.
+    """Move earlier keys of a file and a command line to their present places; reported once for either.
 
     Args:
         document: the tables of the TOML file.
@@ -77,7 +77,7 @@ def in_present_keys(
         path: of the file, for messages.
 
     Returns:
-        both with present keys, and a line for either that gives earlier and present keys of one section.
+        both with present keys, and a line for either that holds earlier and present keys of one section.
     """
     in_file = _moves(_keys_within(document), _names(flags))
     in_flags = _moves(flags, _names(_keys_within(_moved(document, in_file))))
@@ -92,12 +92,12 @@ def in_present_keys(
 
 
 def with_present_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a recorded configuration with keys of earlier versions where they are now."""
+    """Move the earlier keys of a recorded configuration's tables to their present places."""
     return _moved(tables, _moves(_keys_within(tables), {}))
 
 
 def where_now(key: str) -> str:
-    """Where a key of an earlier version is, for advice; "" for any other key."""
+    """Present place of an earlier key, for advice; "" for any other key."""
     if key not in MOVED:
         return ""
     sections, name, owners = MOVED[key]
@@ -105,7 +105,7 @@ def where_now(key: str) -> str:
 
 
 def _moves(given: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> dict[str, str]:
-    """Earlier key -> present key, of those that a section has under the names chosen here, elsewhere or by default."""
+    """Moves (earlier key -> present key) of sections under the names chosen here, elsewhere or by default."""
     earlier = {key: value for key, value in given.items() if key in MOVED and not isinstance(value, dict)}
     here = _names(given)
     found = {}
@@ -120,14 +120,14 @@ def _moves(given: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> dict[str, 
 
 
 def _names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Section -> the name that one of the given keys chooses for it."""
+    """Names: section -> the name that one of the given keys chooses for it."""
     present = {key: f"{move.sections[0]}.name" for key, move in MOVED.items() if move.key == "name"}
     chosen = {present.get(key, key): value for key, value in given.items() if not isinstance(value, dict)}
     return {section: chosen[f"{section}.name"] for section in _DEFAULT_NAMES if f"{section}.name" in chosen}
 
 
 def _keys_within(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of all that stands in tables, the tables inside of them included."""
+    """Keys within tables: dotted key -> value, inner tables included."""
     found = {}
     for name, value in tables.items():
         found[prefix + name] = value
@@ -137,7 +137,7 @@ def _keys_within(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _moved(tables: Mapping[str, Any], moves: Mapping[str, str]) -> dict[str, Any]:
-    """The tables with the values of some keys moved, earlier -> present; those that were given stay as they are."""
+    """Move the values of some keys in tables, earlier -> present; the given tables stay unchanged."""
     changed = dict(tables)
     for earlier in moves:
         changed[earlier.partition(".")[0]] = dict(tables[earlier.partition(".")[0]])

@@ -1,4 +1,4 @@
-"""Which keys have an effect; the resolved configuration as TOML; what differs between two configurations."""
+"""Record of a configuration: keys with an effect, TOML of the resolved one, differences between two."""
 
 import dataclasses
 import json
@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import tomli_w
 
-from torchtitan.settings import meets
+from torchtitan.settings import condition_met
 from torchtitan.settings.earlier_keys import with_present_keys
-from torchtitan.settings.schema import default_of, plain
+from torchtitan.settings.schema import default_of, toml_value
 from torchtitan.settings.sections import all_sections, choices, keys, section_at, table_at
 
 CONFIG_HEADER = "# The resolved configuration of this run; give it as --job.config_file to repeat the run.\n"
@@ -25,11 +25,11 @@ def dump_config(config: Any) -> str:
 
 
 def config_differences(old: Any, new: Any) -> list[str]:
-    """Compare what decides how a run learns.
+    """Compare the keys that determine the training of two configurations.
 
     Args:
         old: a JobConfig, or the tables of a config.toml, which may lack keys or have ones that exist no more.
-        new: the JobConfig to continue with.
+        new: the JobConfig to resume with.
 
     Returns:
         one line per key of another value, as `training.steps: 100 -> 200`. A key that the old one lacks counts
@@ -49,7 +49,7 @@ def config_differences(old: Any, new: Any) -> list[str]:
         for field in keys(values):
             if not field.metadata.get("trajectory", True) or not _has_effect(new, section, field):
                 continue
-            default = default_name if default_name and field.name == "name" else plain(default_of(field))
+            default = default_name if default_name and field.name == "name" else toml_value(default_of(field))
             value, old_value = table.get(field.name), old_table.get(field.name, default)
             if _with_later_keys(old_value, hints[field.name]) != value:
                 lines.append(f"{section}.{field.name}: {_text(old_value)} -> {_text(value)}")
@@ -57,12 +57,12 @@ def config_differences(old: Any, new: Any) -> list[str]:
 
 
 def effective(config: Any) -> dict[str, dict[str, Any]]:
-    """Section -> key -> value for every key that has an effect, in the form of TOML."""
+    """Effective keys: section -> key -> value for every key that has an effect, in the form of TOML."""
     tables: dict[str, dict[str, Any]] = {}
     for section, values in all_sections(config):
         fields = [field for field in keys(values) if (section, field.name) != ("job", "config_file")]
         table = {
-            field.name: plain(getattr(values, field.name)) for field in fields if _has_effect(config, section, field)
+            field.name: toml_value(getattr(values, field.name)) for field in fields if _has_effect(config, section, field)
         }
         table = {key: value for key, value in table.items() if value is not None}
         outer, _, name = section.rpartition(".")
@@ -92,7 +92,7 @@ def _unmet(config: Any, section: str, condition: str, accepted: tuple | str) -> 
     of_section, _, key = condition.rpartition(".") if "." in condition else (section, "", condition)
     values = section_at(config, of_section)
     value = getattr(values, key)
-    if not meets(value, accepted):
+    if not condition_met(value, accepted):
         return f"{of_section}.{key}", value, accepted
     return unmet_condition(config, of_section, values.__dataclass_fields__[key])
 
@@ -108,21 +108,21 @@ def _of_trajectory(config: Any, section: str) -> bool:
 
 
 def _default_name(config: Any, section: str) -> str:
-    """What `name` of a section is where none is given; "" of one whose keys depend on no name."""
+    """Default `name` of a section; "" for one whose keys depend on no name."""
     outer, _, last = section.rpartition(".")
     options = choices(section_at(config, outer) if outer else config).get(last)
     return options.default if options else ""
 
 
 def _with_later_keys(old_value: Any, annotation: Any) -> Any:
-    """Give the tables of an old list of tables the defaults of the keys that came after it was written."""
+    """Add to the tables of an old list the defaults of keys that were added later."""
     element: Any = (*typing.get_args(annotation), None)[0]
     if not (isinstance(old_value, list) and dataclasses.is_dataclass(element)):
         return old_value
     known = {field.name for field in dataclasses.fields(element)}
 
     def completed(entry: dict) -> dict:
-        return entry | plain(cast(Any, element)(**{key: value for key, value in entry.items() if key in known}))
+        return entry | toml_value(cast(Any, element)(**{key: value for key, value in entry.items() if key in known}))
 
     return [completed(entry) if isinstance(entry, dict) else entry for entry in old_value]
 

@@ -1,4 +1,4 @@
-"""All sections and keys, for a person (`--help`) and for an editor (a JSON schema)."""
+"""Reference of all sections and keys, for readers (`--help`) and for editors (a JSON schema)."""
 
 import dataclasses
 import textwrap
@@ -9,7 +9,7 @@ from typing import Any
 import pydantic
 
 from torchtitan.settings import Choice, has_key
-from torchtitan.settings.schema import range_name, schema_of, shown, shown_name, type_name
+from torchtitan.settings.schema import quoted, range_name, schema_of, shown_name, type_name
 from torchtitan.settings.sections import choices, keys
 from torchtitan.settings.sources import suggestion
 
@@ -23,7 +23,7 @@ Sections:
 
 
 class UnknownTopic(Exception):
-    """A name that is no section and no key; the message is one line."""
+    """Name that is no section and no key; the message is one line."""
 
 
 class _Section(typing.NamedTuple):
@@ -61,7 +61,7 @@ def _count_of_names(declared: Any) -> str:
 
 
 def _texts(sections: dict[str, _Section]) -> dict[str, str]:
-    """Topic -> its description, of every section, name of one, and key."""
+    """Texts: topic -> its description, of every section, name of one, and key."""
     texts = {}
     for section, (_, declared) in sections.items():
         parts: dict[str, str] = {}
@@ -89,7 +89,9 @@ def _title(section: str, names: list[str]) -> str:
 
 
 def build_json_schema(config: Any) -> dict[str, Any]:
-    """The JSON schema (draft 7) of a TOML file, for completion and checking in editors; config: with its defaults."""
+    """Build the JSON schema (draft 7) of a TOML file, for completion and checking in editors; config: with its
+    defaults.
+    """
     every = {name: section.declared for name, section in _with_inner(config).items()}
     instances = {section: _alternatives(declared) for section, declared in every.items()}
     classes: dict[Any, None] = {type(instance): None for found in instances.values() for instance in found.values()}
@@ -127,7 +129,8 @@ def build_json_schema(config: Any) -> dict[str, Any]:
 
 
 def _with_inner(config: Any, prefix: str = "") -> dict[str, _Section]:
-    """Dotted name -> section or Choice, each with those inside of any of its alternatives right behind it."""
+    """Sections with inner ones: dotted name -> section or Choice, those inside of any alternative following directly.
+    """
     found: dict[str, _Section] = {}
     for field in dataclasses.fields(config):
         declared = choices(config).get(field.name, getattr(config, field.name))
@@ -140,7 +143,7 @@ def _with_inner(config: Any, prefix: str = "") -> dict[str, _Section]:
 
 
 def _alternatives(declared: Any) -> dict[str, Any]:
-    """Name -> section, of a Choice with the default one first; a section alone has no name."""
+    """Alternatives: name -> section, of a Choice with the default one first; a section alone has no name."""
     if not isinstance(declared, Choice):
         return {"": declared}
     names = sorted(declared.registry, key=lambda name: name != declared.default)
@@ -148,7 +151,7 @@ def _alternatives(declared: Any) -> dict[str, Any]:
 
 
 def _narrow(definition: dict[str, Any], name: str, options: Choice, is_default: bool) -> None:
-    """Make one alternative of a section valid under its name only."""
+    """Narrow an alternative of a section to be valid under its name only."""
     definition["properties"]["name"] |= {"const": name, "default": name}
     if not is_default:
         definition["required"] = ["name"]
@@ -160,7 +163,7 @@ def _narrow(definition: dict[str, Any], name: str, options: Choice, is_default: 
 
 
 def _describe_key(section: str, defaults: Any, field: dataclasses.Field) -> str:
-    """Name, type, bounds, default and meaning of a key, and of the keys of its tables."""
+    """Describe a key: name, type, bounds, default and meaning, and those of its tables' keys."""
     annotation = typing.get_type_hints(type(defaults))[field.name]
     lines = [f"  --{section}.{field.name}  {_kind(field, annotation, getattr(defaults, field.name))}"]
     lines.extend(_meaning(field, section, 6))
@@ -188,7 +191,7 @@ def _default_text(default: Any) -> str:
         return "{" + ", ".join(f"{key} = {_default_text(getattr(default, key))}" for key in keys) + "}"
     if isinstance(default, str):
         return default or '""'
-    return shown(default)
+    return quoted(default)
 
 
 def _meaning(field: dataclasses.Field, section: str, indent: int) -> list[str]:

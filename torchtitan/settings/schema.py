@@ -1,7 +1,7 @@
-"""From a section's dataclass to a strict schema, and from a refused value to one plain line.
+"""Schema of a section's dataclass, and one plain line for a refused value.
 
 A section is a dataclass whose fields were made by `torchtitan.settings.setting`. Pydantic does the checking;
-every message is worded here, in terms of the TOML file and the command line.
+messages are worded here, in terms of the TOML file and the command line.
 """
 
 import copy
@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import pydantic
 import pydantic_core
 
-from torchtitan.settings import meets
+from torchtitan.settings import condition_met
 from torchtitan.settings.sections import keys as section_keys
 
 MOST_ENTRIES = 10_000  # of a list
@@ -27,11 +27,11 @@ _SMALLEST, _LARGEST = 1.1754943508222875e-38, 3.4028234663852886e38  # normal nu
 
 
 class Problem(NamedTuple):
-    """One reason to refuse a configuration.
+    """Problem: one reason to refuse a configuration.
 
     Attributes:
         key: the dotted key at fault, as `ema.tracks`.
-        text: what is wrong, and in parentheses what to do.
+        text: the cause, and in parentheses the remedy.
         within: the place inside a list or table value, as `[0].decay`.
     """
 
@@ -48,7 +48,7 @@ def validate_section(
     Args:
         section: name of the section, as `training`.
         defaults: an instance of the section's dataclass.
-        values: what was given, key -> value as TOML or JSON has it.
+        values: given ones, key -> value as TOML or JSON has it.
         suggest: unknown dotted key -> advice, printed in parentheses with the first MOST_SHOWN problems.
 
     Returns:
@@ -79,12 +79,13 @@ def validate_section(
 
 @functools.cache
 def schema_of(section: type) -> type[pydantic.BaseModel]:
-    """The pydantic model of a section: its keys, types, bounds, descriptions and defaults; without inner sections."""
+    """Schema of a section as a pydantic model: keys, types, bounds, descriptions and defaults; without inner sections.
+    """
     hints = typing.get_type_hints(section)
     keys: dict[str, Any] = {}
     for field in section_keys(section):
         details = pydantic.Field(
-            default=plain(default_of(field)),
+            default=toml_value(default_of(field)),
             description=field.metadata.get("description"),
             **field.metadata.get("bounds", {}),
         )
@@ -94,7 +95,7 @@ def schema_of(section: type) -> type[pydantic.BaseModel]:
 
 
 def default_of(field: dataclasses.Field) -> Any:
-    """The default value of a key."""
+    """Default value of a key."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
@@ -107,35 +108,35 @@ def unmet_in_table(table: Any, field: dataclasses.Field) -> tuple[str, Any, tupl
     """
     for key, accepted in field.metadata.get("applies", {}).items():
         value = getattr(table, key)
-        if not meets(value, accepted):
+        if not condition_met(value, accepted):
             return key, value, accepted
     return None
 
 
 def no_effect(key: str, value: Any, accepted: tuple | str, because: str = "") -> str:
-    """Say that a key is ignored because another one has a value that is not among the accepted ones."""
+    """Report that a key is ignored because another one has a value that is not among the accepted ones."""
     named = {">0": f"{key} above 0", "set": key}
     remedy = named[accepted] if isinstance(accepted, str) else f"{key} = {' or '.join(map(_unquoted, accepted))}"
     reason = f": {because}" if because else ""
     return f"has no effect when {key} = {_unquoted(value)}{reason}; remove it or set {remedy}"
 
 
-def plain(value: Any) -> Any:
-    """A value as TOML has it: tables for dataclasses, without the keys that are None or have no effect."""
+def toml_value(value: Any) -> Any:
+    """Convert a value to TOML's types: tables for dataclasses, without the keys that are None or have no effect."""
     if dataclasses.is_dataclass(value):
         fields = [field for field in dataclasses.fields(value) if unmet_in_table(value, field) is None]
-        pairs = {field.name: plain(getattr(value, field.name)) for field in fields}
+        pairs = {field.name: toml_value(getattr(value, field.name)) for field in fields}
         return {key: entry for key, entry in pairs.items() if entry is not None}
     if isinstance(value, list):
-        return [plain(entry) for entry in value]
+        return [toml_value(entry) for entry in value]
     return value
 
 
 def parse_text(text: str, annotation: Any) -> Any:
-    """Read a value of the command line as the type of its key.
+    """Parse a value of the command line as the type of its key.
 
     Returns:
-        the value; what cannot be read as that type is returned as the text itself, which the schema refuses.
+        the value; text that cannot be read as that type is returned itself, and refused by the schema.
     """
     inner, optional = without_none(annotation)
     if optional and text in ("none", "null"):
@@ -153,7 +154,9 @@ def parse_text(text: str, annotation: Any) -> Any:
 
 
 def without_none(annotation: Any) -> tuple[Any, bool]:
-    """(X, True) of `X | None`, and (X, False) of any other X."""
+    """Split a type into (X, True) for `X
+    None`, and (X, False) for any other X.
+    """
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         inner = [member for member in typing.get_args(annotation) if member is not types.NoneType]
         if len(inner) != 1:
@@ -163,7 +166,7 @@ def without_none(annotation: Any) -> tuple[Any, bool]:
 
 
 def type_name(annotation: Any, many: bool = False) -> str:
-    """What a value must be, in words: "an integer", "a list of tables", "one of uniform, logit_normal"."""
+    """Name the type of a value in words: "an integer", "a list of tables", "one of uniform, logit_normal"."""
     inner, optional = without_none(annotation)
     if typing.get_origin(inner) is Literal:
         name = "one of " + ", ".join(str(choice) for choice in typing.get_args(inner))
@@ -183,13 +186,13 @@ def type_name(annotation: Any, many: bool = False) -> str:
 
 
 def range_name(bounds: dict[str, float]) -> str:
-    """Bounds in words: "at least 0 and below 1"; empty without bounds."""
+    """Name bounds in words: "at least 0 and below 1"; empty without bounds."""
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     return " and ".join(f"{words[name]} {bound:.10g}" for name, bound in bounds.items())
 
 
-def shown(value: Any, limit: int = 60) -> str:
-    """A value on one line for a message: strings quoted, long ones cut."""
+def quoted(value: Any, limit: int = 60) -> str:
+    """Format a value on one line for a message: strings quoted, long ones cut."""
     if isinstance(value, bool):
         return str(value).lower()
     try:
@@ -200,12 +203,12 @@ def shown(value: Any, limit: int = 60) -> str:
 
 
 def shown_name(name: str) -> str:
-    """A key for a message; quoted where it is not a plain TOML key."""
-    return name if re.fullmatch(r"[A-Za-z0-9_.-]{1,60}", name) else shown(name)
+    """Format a key for a message; quoted where it is not a plain TOML key."""
+    return name if re.fullmatch(r"[A-Za-z0-9_.-]{1,60}", name) else quoted(name)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word most like the given one, or "" if none is close."""
+    """Nearest known word to the given one, or "" if none is close."""
     return next(iter(difflib.get_close_matches(word[:100], list(known), n=1, cutoff=0.6)), "")
 
 
@@ -229,7 +232,7 @@ def _strict_type(annotation: Any) -> Any:
 
 
 def _integral_in_64_bits(value: Any) -> Any:
-    """1e6 is an integer as well as 1000000, in TOML and on the command line."""
+    """Accept 1e6 as an integer like 1000000, in TOML and on the command line."""
     return _in_64_bits(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
@@ -240,7 +243,7 @@ def _in_64_bits(value: Any) -> Any:
 
 
 def _in_float32(value: float) -> float:
-    """Tensors of this program are float32 mostly: what is no normal number there would be 0 or infinite."""
+    """Require a normal number of float32: others would be 0 or infinite in most tensors of this program."""
     if value and not _SMALLEST <= abs(value) <= _LARGEST:
         raise pydantic_core.PydanticCustomError("worded", f"must be 0 or from {_SMALLEST:.2g} to {_LARGEST:.2g} in size")
     return value
@@ -259,7 +262,7 @@ def _printable(value: str) -> str:
 
 
 def _number(text: str, kind: type) -> Any:
-    """A number, or the text itself where it is none; nan and inf are numbers, which the schema refuses."""
+    """Parse a number, or return the text itself; nan and inf are numbers, which the schema refuses."""
     if re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text):
         return kind(int(text)) if len(text) <= 100 else text
     try:
@@ -269,7 +272,7 @@ def _number(text: str, kind: type) -> Any:
 
 
 def _to_dataclass(value: Any, declared: type, key: str) -> Any:
-    """Turn the pydantic models inside a validated value back into the dataclasses they came from."""
+    """Convert the pydantic models inside a validated value back to the dataclasses they came from."""
     return _rebuild(value, typing.get_type_hints(declared)[key])
 
 
@@ -283,7 +286,7 @@ def _rebuild(value: Any, annotation: Any) -> Any:
 
 
 def _ignored_in_tables(given: Any, value: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """(place, text) of every key that was given in a table and has no effect beside the others."""
+    """Ignored keys of tables: (place, text) of every given key that has no effect with the others."""
     if isinstance(given, list):
         for index, (entry, table) in enumerate(zip(given, value, strict=True)):
             yield from _ignored_in_tables(entry, table, f"{place}[{index}]")
@@ -294,14 +297,14 @@ def _ignored_in_tables(given: Any, value: Any, place: str = "") -> Iterator[tupl
 
 
 def _unquoted(value: Any) -> str:
-    return value if isinstance(value, str) else shown(value)
+    return value if isinstance(value, str) else quoted(value)
 
 
 def _wording(error: Any, declared: type, advice: str) -> str:
-    """Say in our words what pydantic found."""
+    """Word pydantic's findings for users."""
     kind, value = error["type"], error["input"]
     if kind == "worded":
-        return f"{error['msg']}, is {shown(value)}"
+        return f"{error['msg']}, is {quoted(value)}"
     if kind == "extra_forbidden":
         if len(error["loc"]) == 1:
             return f"unknown key ({advice})"
@@ -311,16 +314,16 @@ def _wording(error: Any, declared: type, advice: str) -> str:
         return f"unknown key ({f'did you mean {guess}?' if guess else 'known: ' + ', '.join(known)})"
     annotation, bounds = _declaration(declared, error["loc"])
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-        return f"must be {range_name(bounds)}, is {shown(value)}"
+        return f"must be {range_name(bounds)}, is {quoted(value)}"
     if kind == "finite_number":
-        return f"must be a finite number, is {shown(value)}"
+        return f"must be a finite number, is {quoted(value)}"
     inner, _ = without_none(annotation)
     guess = nearest(value, typing.get_args(inner)) if kind == "literal_error" and isinstance(value, str) else ""
-    return f"must be {type_name(annotation)}, is {shown(value)}" + (f" (did you mean {guess}?)" if guess else "")
+    return f"must be {type_name(annotation)}, is {quoted(value)}" + (f" (did you mean {guess}?)" if guess else "")
 
 
 def _declaration(declared: Any, place: Iterable[str | int]) -> tuple[Any, dict[str, float]]:
-    """Type and bounds of what stands at a place, as ("tracks", 0, "decay"), of a section."""
+    """Declaration at a place of a section, as ("tracks", 0, "decay"): type and bounds."""
     annotation: Any = declared
     bounds: dict[str, float] = {}
     for step in place:

@@ -1,4 +1,4 @@
-"""The sections of a configuration, and those inside of them: `objective`, `objective.timesteps`."""
+"""Sections of a configuration, and those inside of them: `objective`, `objective.timesteps`."""
 
 import dataclasses
 import functools
@@ -9,35 +9,35 @@ from torchtitan.settings import Choice
 
 
 def choices(section: Any) -> dict[str, Choice]:
-    """Name -> what it chooses from, of each section inside a section or configuration whose keys depend on a name."""
+    """Choices by name, of each section inside a section or configuration whose keys depend on a name."""
     found = {field.name: field.metadata.get("choice") for field in dataclasses.fields(section)}
     return {name: options for name, options in found.items() if options is not None}
 
 
 def keys(section: Any) -> list[dataclasses.Field]:
-    """Fields of a section that are keys, and no sections."""
+    """Keys of a section: its fields that are no sections."""
     return [field for field in dataclasses.fields(section) if "choice" not in field.metadata]
 
 
 def all_sections(config: Any) -> Iterator[tuple[str, Any]]:
-    """Dotted name and values of every section, those inside of one right behind it."""
+    """All sections: dotted name and values, those inside of one following directly."""
     for field in dataclasses.fields(config):
         yield from _with_inner(field.name, getattr(config, field.name))
 
 
 def section_at(config: Any, name: str) -> Any:
-    """The section of a dotted name."""
+    """Section of a dotted name."""
     return functools.reduce(getattr, name.split("."), config)
 
 
 def put_section(config: Any, name: str, section: Any) -> None:
-    """Put a section in the place of the one of a dotted name."""
+    """Put a section in the place of a dotted name."""
     outer, _, last = name.rpartition(".")
     setattr(section_at(config, outer) if outer else config, last, section)
 
 
 def table_at(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The table of a dotted name in the tables of a TOML file; empty where there is none."""
+    """Table of a dotted name in the tables of a TOML file; empty where there is none."""
     found: Any = tables
     for part in name.split("."):
         found = found.get(part) if isinstance(found, dict) else None
@@ -45,7 +45,7 @@ def table_at(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def filled_in(section: Any, table: Mapping[str, Any]) -> Any:
-    """The section with a table's values, inner sections as their names choose; unchecked.
+    """Fill a section with a table's values, inner sections by their chosen names; unchecked.
 
     Raises:
         KeyError, TypeError, AttributeError: the table is not of this section.

@@ -1,4 +1,4 @@
-"""Sizes that multiply: what would not fit in 64 bits, or in the memory of any machine, is refused before it is allocated."""
+"""Sizes that multiply: products beyond 64 bits, or beyond any machine's memory, are refused before allocation."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ MOST_SAMPLES = 2**62
 def size_problems(
     image_shape: tuple[int, int, int], data: Any, steps: int, local_batch_size: int, global_batch_size: int, ranks: int
 ) -> Iterator[tuple[str, str]]:
-    """Find products that no run can have.
+    """Find products beyond any run.
 
     Args:
         image_shape: (C, H, W) of the dataset.

@@ -1,4 +1,4 @@
-"""Where values come from: the TOML file and the command line."""
+"""Sources of values: the TOML file and the command line."""
 
 import stat
 import tomllib
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import unwrapped
-from torchtitan.settings.schema import shown, shown_name
+from torchtitan.settings.schema import quoted, shown_name
 
 _LARGEST_FILE = 4 << 20  # bytes
 _DEEPEST = 50
@@ -27,7 +27,7 @@ def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
         if not argument.startswith("--"):
             toml = argument.endswith(".toml")
             advice = f"--job.config_file {shown_name(argument)}" if toml else "every setting is --section.key value"
-            problems.append(f"command line: {shown(argument)}: argument without a key ({advice})")
+            problems.append(f"command line: {quoted(argument)}: argument without a key ({advice})")
             continue
         key, equals, text = argument[2:].partition("=")
         if equals:
@@ -44,7 +44,7 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
     """Read a TOML file.
 
     Returns:
-        the document, empty if it cannot be read, and in that case one line that says why.
+        the document, empty if it cannot be read, and in that case one line with the reason.
     """
     try:
         mode = Path(path).stat().st_mode
@@ -70,13 +70,13 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
         return {}, [f"{shown_file(path)}: is not UTF-8 text, see byte {failure.start} (save it as UTF-8)"]
     except ValueError as failure:
         reason = unwrapped(failure)
-        return {}, [f"{shown_file(path)}: TOML syntax: {reason if reason.isprintable() else shown(reason, 200)}"]
+        return {}, [f"{shown_file(path)}: TOML syntax: {reason if reason.isprintable() else quoted(reason, 200)}"]
     except RecursionError:
         return {}, [f"{shown_file(path)}: TOML syntax: nested too deeply"]
 
 
 def _is_deep(document: dict[str, Any]) -> bool:
-    """Whether tables and lists stand in one another more often than any reader of them goes down."""
+    """Check whether tables and lists are nested more deeply than any reader follows them."""
     level: list[Any] = [document]
     for _ in range(_DEEPEST):
         level = [
@@ -89,8 +89,8 @@ def _is_deep(document: dict[str, Any]) -> bool:
 
 
 def shown_file(path: str) -> str:
-    """A path for a message; quoted and cut where it would not print on one line."""
-    return path if path.isprintable() and 0 < len(path) < 500 else shown(path, 200)
+    """Show a path in a message; quoted and cut where it would not print on one line."""
+    return path if path.isprintable() and 0 < len(path) < 500 else quoted(path, 200)
 
 
 def suggestion(key: str, known: Iterable[str], prefix: str = "") -> str:

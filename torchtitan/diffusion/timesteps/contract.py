@@ -1,4 +1,4 @@
-"""What a density of the training timestep t on (0, 1) offers, in the common coordinate ln sigma = logit t."""
+"""Contract of densities of the training timestep t on (0, 1), in the common coordinate ln sigma = logit t."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Density(Protocol):
-    """A probability density of t on (0, 1)."""
+    """Density: a probability density of t on (0, 1)."""
 
     def quantile(self, u: Tensor) -> Tensor:
         """Inverse distribution function; u and the result are float64 in (0, 1)."""
@@ -16,7 +16,7 @@ class Density(Protocol):
 
 
 class SmoothDensity(Density, Protocol):
-    """A density that others can be made of."""
+    """Smooth density, from which others can be made."""
 
     def distribution(self, log_sigma: Tensor) -> Tensor:
-        """Probability of a smaller ln sigma: what quantile inverts; float64."""
+        """Distribution function: probability of a smaller ln sigma, the inverse of quantile; float64."""

@@ -1,4 +1,4 @@
-"""Densities of the training timestep t on (0, 1), each with the keys that `[objective.timesteps]` has for it."""
+"""Densities of the training timestep t on (0, 1), each with its keys in `[objective.timesteps]`."""
 
 from dataclasses import dataclass
 
@@ -84,8 +84,8 @@ class LognormalSigmaConfig(TimestepsConfig):
 class Mode:
     """t = 1 - u - scale (cos^2(pi u / 2) - 1 + u) of uniform u: heavy in the middle for a positive scale.
 
-    -1 < scale < 2 / (pi - 2) = 1.7519. Source: Esser et al., arXiv 2403.03206, eq. 20. With 1 - u in the place of
-    u, so that t rises with u: t = u + scale (u - sin^2(pi u / 2)).
+    -1 < scale < 2 / (pi - 2) = 1.7519. Source: Esser et al., arXiv 2403.03206, eq. 20. With 1 - u instead of u, so that
+    t rises with u: t = u + scale (u - sin^2(pi u / 2)).
     """
 
     scale: float

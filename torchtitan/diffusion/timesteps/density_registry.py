@@ -1,4 +1,4 @@
-"""Densities of the training timestep by name, each the class of its keys; to add one: its file, and a line here."""
+"""Registry of densities of the training timestep by name; to add one: its file, and a line here."""
 
 from torchtitan.diffusion.timesteps.densities import (
     CosMapConfig,

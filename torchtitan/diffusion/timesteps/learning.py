@@ -1,7 +1,7 @@
-"""Timestep samplers that learn from the losses of the run which timesteps to draw.
+"""Learning timestep samplers: they choose the timesteps by the losses of the run.
 
 Their state is a function of the losses in the order of the samples' numbers: the same on every rank, and on any number
-of ranks that find the same losses. It changes after each step, so that a step is drawn by what earlier ones have shown.
+of ranks with the same losses. It changes after each step, so that a step is drawn from earlier steps' losses.
 """
 
 from collections.abc import Iterator
@@ -34,15 +34,15 @@ _LOG_SIGMA_LIMIT = 30.0
 _LEAST_MASS = 1e-5
 
 
-class LossFedTimesteps(AllocatedTimesteps):
-    """Shares that follow from losses, by rules of the classes below.
+class LearningTimesteps(AllocatedTimesteps):
+    """Learning sampler: shares that follow from losses, by rules of the classes below.
 
-    The loss of a sample is the objective's, whole, before its importance weight. Losses that are not finite, and those
-    of a step that is skipped, teach nothing.
+    The loss of a sample is the objective's, whole, before its importance weight. Non-finite losses, and those of a
+    skipped step, are ignored.
 
     Attributes:
         name: in the configuration and in the state.
-        keeps_objective: whether importance weights undo what the shares do to the mean loss.
+        keeps_objective: whether importance weights undo the effect of the shares on the mean loss.
     """
 
     name: str
@@ -60,7 +60,7 @@ class LossFedTimesteps(AllocatedTimesteps):
         return t, importance if self.keeps_objective else torch.ones_like(importance)
 
     def observe(self, batch: GlobalBatch, indices: Tensor, t: Tensor, loss: Tensor) -> None:
-        """Take note of the losses of a microbatch.
+        """Observe the losses of a microbatch.
 
         Args:
             batch, indices: as given to `sample`.
@@ -79,7 +79,7 @@ class LossFedTimesteps(AllocatedTimesteps):
         self._seen.index_copy_(1, indices - batch.first_sample, seen)
 
     def update(self, skip: Tensor) -> None:
-        """Learn from the step; collective: one sum of 16 bytes per sample over the ranks. Never waits for the device.
+        """Update from the step; collective: one sum of 16 bytes per sample over the ranks. Never waits for the device.
 
         Args:
             skip: whether the optimizer leaves this step out, bool scalar, equal on all ranks.
@@ -94,12 +94,12 @@ class LossFedTimesteps(AllocatedTimesteps):
         self._use(self._wanted_shares())
 
     def state_dict(self) -> dict:
-        """What has been learned, as plain numbers, which JSON holds exactly."""
+        """Return the learned state as plain numbers, which JSON holds exactly."""
         state = {key: value.tolist() for key, value in self._state.items()} | {"shares": self.shares.tolist()}
         return {"sampler": self.name, "edges": self.edges.tolist(), **state}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue with a state; an empty one is that of a run that begins.
+        """Resume from a state; an empty one is that of a new run.
 
         Raises:
             ValueError: the state is of another sampler or of other bins.
@@ -112,7 +112,7 @@ class LossFedTimesteps(AllocatedTimesteps):
                 raise ValueError(f"it is not of {self.name}")
             found = {key: torch.tensor(state[key], dtype=torch.float64) for key in fresh}
             if state["edges"] != self.edges.tolist() or any(found[key].shape != fresh[key].shape for key in fresh):
-                raise ValueError("its bins of timesteps are others")
+                raise ValueError("it has other bins of timesteps")
             fresh = found
         self._state = {key: value.to(self.masses.device) for key, value in fresh.items()}
         # Kept, because another device would find them again only up to rounding.
@@ -122,7 +122,7 @@ class LossFedTimesteps(AllocatedTimesteps):
         raise NotImplementedError
 
     def _learn(self, bins: Tensor, losses: Tensor) -> None:
-        """Take in losses [B] in bins [B] of a global batch, in the order of sample numbers; bin K does not count."""
+        """Learn from losses [B] in bins [B] of a global batch, in the order of sample numbers; bin K does not count."""
         raise NotImplementedError
 
     def _wanted_shares(self) -> Tensor:
@@ -138,9 +138,9 @@ class LossFedTimesteps(AllocatedTimesteps):
         self._use(self.shares)
 
     def _mixed(self, wanted: Tensor, floor: float) -> Tensor:
-        """Shares in proportion to `wanted`, with a floor of the objective's masses.
+        """Mix shares in proportion to `wanted` with a floor of the objective's masses.
 
-        Those masses alone where `wanted` are all zero, or their sum is infinite or NaN.
+        These masses alone if `wanted` are all zero, or their sum is infinite or NaN.
         """
         total = wanted.sum()
         mixed = floor * self.masses + (1.0 - floor) * wanted / total
@@ -149,10 +149,10 @@ class LossFedTimesteps(AllocatedTimesteps):
 
 @dataclass(kw_only=True)
 class LearningConfig(TimestepsConfig):
-    """Keys of every sampler that learns from losses: `[objective.timesteps.base]`, the density that it starts from."""
+    """Keys of every learning sampler: `[objective.timesteps.base]`, the density that it starts from."""
 
     base: TimestepsConfig = choice(
-        Choice(DENSITIES, "uniform"), "density that the sampler starts from, and that the mean loss is taken over"
+        Choice(DENSITIES, "uniform"), "initial density of the sampler, and density of the mean loss"
     )
 
     learns = True
@@ -168,8 +168,9 @@ class LearningConfig(TimestepsConfig):
             yield f"base.{key}", text
 
 
-class LossSecondMoment(LossFedTimesteps):
-    """Every index in proportion to the root mean square of its last 10 losses, times its mass in the density.
+class LossSecondMoment(LearningTimesteps):
+    """Second moment of the loss: every index in proportion to the root mean square of its last 10 losses, times its
+    mass.
 
     With 0.001 of the density itself mixed in, and importance weights; the density alone until every index has had 10
     losses. Source: Nichol and Dhariwal, "Improved denoising diffusion probabilistic models", arXiv 2102.09672, eq. 18.
@@ -230,8 +231,9 @@ class LossSecondMomentConfig(LearningConfig):
             )
 
 
-class _BinnedLoss(LossFedTimesteps):
-    """Bins in proportion to their share of the mean loss under the objective's density: mass x running mean.
+class _BinnedLoss(LearningTimesteps):
+    """Binned loss: bins in proportion to their share of the mean loss under the objective's density: mass x running
+    mean.
 
     A mean loses half of its weight with every `half_life` samples of the run. 0.01 of the density is mixed in.
     """
@@ -264,7 +266,8 @@ class _BinnedLoss(LossFedTimesteps):
 
 
 class TimeWarping(_BinnedLoss):
-    """t = F^-1(u) of uniform u, with F piecewise linear and fitted to the loss below t: equal stretches, equal loss.
+    """Time warping t = F^-1(u) of uniform u, F piecewise linear and fitted to the loss below t: equal stretches, equal
+    loss.
 
     Without importance weights: timesteps of much loss count more. F has 100 pieces, of equal mass in the density.
 
@@ -277,7 +280,7 @@ class TimeWarping(_BinnedLoss):
 
 
 class AdaptiveLogSNR(_BinnedLoss):
-    """p(ln snr) in proportion to weight x running mean of the noise's squared error, with importance weights.
+    """Adaptive ln snr, in proportion to weight x running mean of the noise's squared error, with importance weights.
 
     That is the share of the mean loss under the density, in 100 bins of equal width in ln snr; within a bin timesteps
     follow the density. Source: Kingma and Gao, "Understanding diffusion objectives as the ELBO with simple data
@@ -291,7 +294,7 @@ class AdaptiveLogSNR(_BinnedLoss):
 class BinnedLossConfig(LearningConfig):
     """Keys of the samplers that keep a running mean of the loss in bins."""
 
-    half_life: float = setting(20000.0, "images after which an observed loss counts half", ge=1)
+    half_life: float = setting(20000.0, "half-life of an observed loss, in images", ge=1)
 
 
 @dataclass(kw_only=True)
@@ -313,7 +316,7 @@ class AdaptiveLogSNRConfig(BinnedLossConfig):
 
 
 def _sums_by_bin(bins: Tensor, values: Tensor, num_bins: int) -> Tensor:
-    """Sums of values [B, N] by bins [B], [K, N], each in an order that is always the same."""
+    """Sums by bin of values [B, N] in bins [B], [K, N], each always in the same order."""
     sums = values.new_zeros(num_bins, values.shape[1])
     if sums.device.type == "cpu":
         return sums.index_add_(0, bins, values)  # one after another

@@ -1,4 +1,4 @@
-"""Timesteps for microbatches that each hold one bin of timesteps, so that gradients can be told apart by bin."""
+"""Timesteps of microbatches that each hold one bin, so that gradients can be separated by bin."""
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ _SMALLEST_MASS = 1e-9
 
 
 class BinPureTimesteps(TimestepSampler):
-    """Draws the timesteps of a microbatch, over all ranks, from the density within one bin.
+    """Sampler of a microbatch's timesteps, over all ranks, from the density within one bin.
 
     The microbatches of a run are numbered through, and K of them in a row visit the K bins once each, in an order
-    drawn anew for every K. So every microbatch is equally likely to be of any bin, which is known before anything is
-    sampled, and with the importance mass_k K the mean loss is that of the density.
+    drawn anew for every K. So every microbatch is equally likely to be of any bin, known before sampling, and with the
+    importance mass_k K the mean loss is that of the density.
 
     Samples of one microbatch are independent: one rank's are distributed as another's.
 
@@ -79,6 +79,6 @@ class BinPureTimesteps(TimestepSampler):
         step = batch.first_sample // batch.size
         number = step * self._microbatches + torch.arange(self._microbatches, device=device)  # over the whole run
         members = (number // bins)[:, None] * bins + torch.arange(bins, device=device)  # [M, K], a visit of all bins
-        # The attempt is left out: bins go on in turn where a step is repeated.
+        # The attempt is left out: bins continue in turn when a step is repeated.
         order = philox.uniform(self.seed, "bin_order", members.flatten()).view(-1, bins).argsort(dim=1)
         return order.gather(1, (number % bins)[:, None]).squeeze(1)

@@ -1,4 +1,4 @@
-"""What the keys of `[objective]` do to every density of t: shift it, and cut it to the path and to a range."""
+"""Placement of a density of t by the keys of `[objective]`: shifted, and cut to the path and to a range."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torchtitan.diffusion.timesteps.contract import Density, SmoothDensity
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and how far towards noise timesteps are trained.
+    """Placement: the range of the training timesteps, and their shift towards noise.
 
     Attributes:
         path: of the objective.
@@ -68,7 +68,7 @@ class Truncated:
     """Another density, restricted to a range of ln sigma."""
 
     def __init__(self, density: SmoothDensity, low: float, high: float) -> None:
-        """Cut off what lies below ln sigma = low and above high, -inf <= low < high <= inf.
+        """Cut off the mass below ln sigma = low and above high, -inf <= low < high <= inf.
 
         Raises:
             ValueError: the density has no mass between them.
@@ -103,7 +103,7 @@ class OnContinuousIndices(Truncated):
 class OnDiscreteIndices:
     """Another density in steps: each index has the mass between its neighbours' middles in ln sigma.
 
-    What lies beyond half an interval outside the first and the last index is cut off.
+    The mass beyond half an interval outside the first and the last index is cut off.
     """
 
     def __init__(self, density: SmoothDensity, path: IndexedPath, t_min: float = 0.0, t_max: float = 1.0) -> None:

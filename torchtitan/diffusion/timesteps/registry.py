@@ -1,4 +1,4 @@
-"""What `objective.timesteps.name` chooses from, and what draws the timesteps of an `[objective]` section."""
+"""Registry of `objective.timesteps.name`, and the sampler of an `[objective]` section."""
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping
@@ -26,10 +26,10 @@ SamplerOf = Callable[[Density, int, str], TimestepSampler]
 
 
 def build_sampler(config: Any, path: Path, seed: int, sampler_of: SamplerOf | None = None) -> TimestepSampler:
-    """What draws the timesteps of an `[objective]` section.
+    """Build the timestep sampler of an `[objective]` section.
 
-    Its `density` is the objective's: that of the mean loss, and what evaluation takes timesteps from. A sampler of
-    importance weights, or with a state, draws from another.
+    Its `density` is the objective's: that of the mean loss and of evaluation. A sampler with importance weights, or
+    with a state, draws from another.
 
     Args:
         config: the section.
@@ -46,7 +46,7 @@ def build_sampler(config: Any, path: Path, seed: int, sampler_of: SamplerOf | No
 
 
 def build_density(config: Any, path: Path) -> Density:
-    """The density of t that a section asks for, on this path; of a sampler that learns, the one it begins with.
+    """Build the density of t of a section, on this path; of a learning sampler, the initial one.
 
     Raises:
         ValueError: it lies outside the times of the path's indices, or the range allowed; slot edges that are wrong.

@@ -1,4 +1,4 @@
-"""Which timesteps are trained: one per sample, drawn from a density."""
+"""Sampler of training timesteps: one per sample, drawn from a density."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from torchtitan.settings import setting
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples of one optimizer step: numbers first_sample .. first_sample + size - 1."""
+    """Global batch: the samples of one optimizer step, numbers first_sample .. first_sample + size - 1."""
 
     first_sample: int
     size: int
@@ -23,16 +23,16 @@ class GlobalBatch:
 
 
 class TimestepSampler:
-    """Draws one timestep per sample, as a function of the seed and the sample's number only.
+    """Timestep sampler: one timestep per sample, as a function of the seed and the sample's number only.
 
     `spread` says how the draws of one global batch of B samples relate; every single one follows the density.
 
     - none: independent.
-    - stratified: one in each of B equal quantile intervals of the density, at a place of its own in it.
+    - stratified: one in each of B equal quantile intervals of the density, at a separate place in each.
     - low_discrepancy: the same with one common place, the quantiles (u + i / B) mod 1 with one u for the batch.
       Source: Kingma et al., "Variational diffusion models", arXiv 2107.00630, appendix I.1.
 
-    Which sample gets which interval is a random order fixed by the seed. A mean over a batch has less variance then.
+    Samples get intervals in a random order fixed by the seed. A mean over a batch then has less variance.
     """
 
     def __init__(self, density: Density, seed: int, spread: str = "none") -> None:
@@ -67,21 +67,22 @@ class TimestepSampler:
         return ((philox.middles(places) + strata.to(torch.float64) / batch.size) % 1.0).clamp_min(2.0**-53)
 
     def bin_importance(self) -> Tensor | None:
-        """Importance weight that all samples of a bin carry, float64 [K]; None where no sample carries any."""
+        """Importance weight shared by all samples of a bin, float64 [K]; None if no sample carries any."""
         return None
 
     def bin_of_microbatch(self, batch: GlobalBatch, microbatch: int) -> int | None:
-        """The one bin that all samples of a microbatch are of, on every rank; None where they are of any."""
+        """Bin of all samples of a microbatch, on every rank; None if they may be of any."""
         return None
 
     def observe(self, batch: GlobalBatch, indices: Tensor, t: Tensor, loss: Tensor) -> None:
-        """Take note of the losses of a microbatch, [B], with their importance; here nothing comes of them."""
+        """Observe the losses of a microbatch, [B], with their importance; ignored here."""
 
     def update(self, skip: Tensor) -> None:
-        """After the backward of a whole global batch: learn from what was observed, unless `skip`; collective."""
+        """Update after the backward of a whole global batch: learn from the observed losses, unless `skip`; collective.
+        """
 
     def state_dict(self) -> dict:
-        """Nothing: every draw is a function of the sample's number."""
+        """Return an empty state: every draw is a function of the sample's number."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
@@ -93,7 +94,7 @@ class TimestepSampler:
 class TimestepsConfig:
     """`[objective.timesteps]`: base of the keys of every density, and of every sampler that changes one.
 
-    What stands below without a type is no key.
+    A name below without a type is no key.
 
     Attributes:
         light_tailed: whether the density falls faster towards both ends than every weight grows.
@@ -106,11 +107,11 @@ class TimestepsConfig:
     learns = False
 
     def of_density(self) -> "TimestepsConfig":
-        """The section of the density that the mean loss is taken over: this one itself, or the base of what learns."""
+        """Section of the density of the mean loss: this one itself, or the base of a learning sampler."""
         return self
 
     def density(self, path: Path) -> SmoothDensity:
-        """The density of t, before it is shifted and cut to the path.
+        """Density of t, before it is shifted and cut to the path.
 
         Raises:
             ValueError: it is not possible on this path.
@@ -118,7 +119,7 @@ class TimestepsConfig:
         raise NotImplementedError
 
     def sampler(self, placement: Placement, seed: int, spread: str) -> TimestepSampler:
-        """What draws timesteps. Its `density` is the objective's: what evaluation takes timesteps from.
+        """Sampler of the timesteps. Its `density` is the objective's, also for evaluation.
 
         Raises:
             ValueError: it is not possible on this path, or the density lies outside the times allowed.
@@ -126,18 +127,18 @@ class TimestepsConfig:
         return TimestepSampler(placement.on_path(self.density(placement.path)), seed, spread)
 
     def problems(self, path: Path, path_name: str) -> Iterator[tuple[str, str]]:
-        """Why timesteps cannot be drawn in this way on a path: pairs of a key of this section and the reason."""
+        """Problems of drawing timesteps on a path: pairs of a key of this section and the reason."""
         yield from ()
 
     def sampler_problems(self, sampler: TimestepSampler) -> Iterator[tuple[str, str]]:
-        """Why the sampler, once built, would not do its work: as `problems`."""
+        """Problems of the built sampler: as `problems`."""
         yield from ()
 
     def resolved(self, path: Path) -> "TimestepsConfig":
-        """The section with what it takes from elsewhere, as from a file, written into it. Raises ValueError."""
+        """Resolve the section: write into it the values that come from elsewhere, as from a file. Raises ValueError."""
         return self
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """How many of the values are smaller than each, [N], of different ones."""
+    """Rank of each of the values, [N], all different."""
     return torch.empty_like(values).scatter_(0, values.argsort(), torch.arange(len(values), device=values.device))

@@ -1,4 +1,4 @@
-"""Timesteps of which every bin gets a chosen share, with importance weights that leave the objective as it is."""
+"""Allocated timesteps: every bin gets a chosen share, with importance weights that keep the objective."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,13 +13,13 @@ _BISECTIONS = 64
 
 
 class _Bins(NamedTuple):
-    """What there is to know of K bins before any share is.
+    """Constants of K bins, known before any share.
 
     below: mass below each and below the end, float64 [K + 1].
     places: that below each again, its first and its last quantile, float64 [K, 3].
     ends: the last t below each, and its own last, float32 [K, 2].
     empty: whether it has no mass, bool [K].
-    beyond: whether nothing but bins without mass follows on each, bool [K - 1], the last bin left out.
+    beyond: whether only bins without mass follow each, bool [K - 1], the last bin left out.
     only_t: t of each, float32 [K], where every bin with mass holds one timestep alone; else None.
     """
 
@@ -36,7 +36,7 @@ class _Bins(NamedTuple):
 
 
 class _Lookup(NamedTuple):
-    """What a quantile is looked up in: where shares end, float64 [K - 1], begin, and masses / shares, float64 [K]."""
+    """Lookup table for quantiles: ends of the shares, float64 [K - 1], begins, and masses / shares, float64 [K]."""
 
     inner: Tensor
     start: Tensor
@@ -44,14 +44,14 @@ class _Lookup(NamedTuple):
 
 
 class AllocatedTimesteps(TimestepSampler):
-    """Draws a share q_b of the timesteps from bin b, and within a bin follows the objective's density.
+    """Sampler of a share q_b of the timesteps from bin b; within a bin it follows the objective's density.
 
     The quantile u of the ordinary sampler, whatever its spread, is mapped: bin b has the interval of length q_b instead
     of its mass pi_b. So a stratified batch holds each bin's share to within one sample on either side, and with shares
     equal to the masses, as at first, every timestep is the ordinary sampler's.
 
     The importance weight pi_b / q_b keeps mean loss and gradient those of the objective, as long as shares are set
-    between steps, by what earlier steps have shown.
+    between steps, from earlier steps.
 
     Attributes:
         edges: inner edges in t, rising, float32 [K - 1]; bin k holds edges[k - 1] < t <= edges[k].
@@ -76,7 +76,7 @@ class AllocatedTimesteps(TimestepSampler):
         self._use(self.masses)
 
     def set_shares(self, shares: Sequence[float] | Tensor) -> None:
-        """Use other shares from the next batch on.
+        """Set other shares from the next batch on.
 
         Args:
             shares: q_b, [K], summing to 1; positive in bins that have mass, 0 in others.
@@ -113,11 +113,11 @@ class AllocatedTimesteps(TimestepSampler):
         return torch.where(self.shares > 0, self.masses / self.shares, 1.0)
 
     def state_dict(self) -> dict:
-        """Shares and edges as plain numbers, which JSON holds exactly."""
+        """Return shares and edges as plain numbers, which JSON holds exactly."""
         return {"shares": self.shares.tolist(), "edges": self.edges.tolist()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue with a state's shares; an empty one is an ordinary sampler's and leaves the shares as they are.
+        """Resume from a state's shares; an empty one is an ordinary sampler's and leaves the shares unchanged.
 
         Raises:
             ValueError: the state is of other bins.
@@ -187,7 +187,7 @@ def _checked_edges(edges: Tensor) -> Tensor:
 
 
 def _running_sums(values: Tensor) -> Tensor:
-    """Sums of the first 1 .. K values, [K]; the same every time on a GPU too, where `cumsum` is not."""
+    """Running sums of the first 1 .. K values, [K]; deterministic on a GPU too, unlike `cumsum`."""
     if values.device.type == "cpu":
         return values.cumsum(0)
     return values.expand(len(values), -1).tril().sum(1)
@@ -211,7 +211,7 @@ def _bins(density: Density, edges: Tensor) -> _Bins:
 def bin_quantiles(density: Density, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mass below each bin and below the end, [K + 1]; first and last quantile whose t is in each bin, [K]; float64.
 
-    From quantiles alone, so that t, where it moves in steps, is told apart as it will be once it is sampled.
+    Computed from quantiles alone, so that t, where it moves in steps, is binned as it will be when sampled.
 
     Args:
         density: of t.

@@ -1,4 +1,4 @@
-"""Slots of timesteps that contribute equally to the loss: where they are cut, and the file that keeps the edges.
+"""Slots of timesteps that contribute equally to the loss: their edges, and the file of edges.
 
 The file is JSON: {"unit": "index" or "t", "edges": [...]}, with edges rising from 0 to the number of indices, or to 1.
 Slot k is [edges[k], edges[k + 1]).
@@ -52,10 +52,10 @@ def equal_loss_edges(loss_by_timestep: Tensor, num_slots: int) -> list[int]:
 
 
 def interpolate_loss(index: Tensor, loss: Tensor, num_indices: int) -> Tensor:
-    """The loss at every index of a path from that at some: ln(loss) is linear in ln(1 + index) between them.
+    """Interpolate the loss at every index of a path from some: ln(loss) is linear in ln(1 + index) between them.
 
-    On the curves of trained models it errs less than over the index itself, as few indices near data hold much of the
-    loss.
+    On the curves of trained models it is more accurate than over the index itself, as few indices near data hold much
+    of the loss.
 
     Args:
         index: N indices, rising, 0 or more; beyond the first and the last of them the loss is theirs.
@@ -87,7 +87,7 @@ def read_slot_edges(path: Path, unit: str) -> list[float]:
 
     Args:
         path: of the file.
-        unit: "index" or "t": what is needed.
+        unit: required, "index" or "t".
 
     Raises:
         ValueError: it cannot be read, is no such file, or has edges in another unit; a line that says so.
@@ -110,7 +110,7 @@ def read_slot_edges(path: Path, unit: str) -> list[float]:
 
 
 def slot_unit(path: NoisePath) -> str:
-    """What edges are given in on a path: "index" on a DDPM path, else "t"."""
+    """Unit of edges on a path: "index" on a DDPM path, else "t"."""
     return "index" if path.num_indices else "t"
 
 

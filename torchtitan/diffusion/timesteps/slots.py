@@ -61,7 +61,7 @@ class SlotsConfig(TimestepsConfig):
             yield "edges_path" if self.edges_path else "edges", str(problem)
 
     def resolved(self, path: Path) -> "SlotsConfig":
-        """The section with the edges of its file, so that the run's own record does not depend on the file."""
+        """Resolve the section: read the edges of its file, so that the run's own record does not depend on the file."""
         return dataclasses.replace(self, edges=self._given_edges(path), edges_path="")
 
     def _given_edges(self, path: Path) -> list[float]:

@@ -1,4 +1,4 @@
-"""Densities made of a uniform one by moving its quantiles: x in (0, 1) has a density of its own instead of being u.
+"""Densities made from a uniform one by moving its quantiles: x in (0, 1) has its own density instead of being u.
 
 Where the base is uniform in t, x is t; where it is uniform over a DDPM path's indices, x is the index over T.
 """
@@ -29,13 +29,13 @@ _NODES, _NODE_WEIGHTS = (-math.sqrt(0.6), 0.0, math.sqrt(0.6)), (5 / 9, 8 / 9, 5
 
 
 class Warp(Protocol):
-    """A distribution of x on (0, 1); all in float64."""
+    """Warp: a distribution of x on (0, 1); all in float64."""
 
     def quantile(self, u: Tensor) -> Tensor:
-        """Inverse distribution function."""
+        """Quantile: inverse distribution function."""
 
     def distribution(self, x: Tensor) -> Tensor:
-        """Probability of a smaller x."""
+        """Distribution function: probability of a smaller x."""
 
     def density(self, x: Tensor) -> Tensor:
         """Probability density at 0 < x < 1."""
@@ -43,7 +43,7 @@ class Warp(Protocol):
 
 @dataclass(frozen=True)
 class Warped:
-    """The density of base.quantile(x) with x drawn from a warp instead of uniformly."""
+    """Density of base.quantile(x) with x drawn from a warp instead of uniformly."""
 
     base: SmoothDensity
     warp: Warp
@@ -81,7 +81,7 @@ class Cubic:
 
 @dataclass(kw_only=True)
 class CubicConfig(TimestepsConfig):
-    """Crowded at one end."""
+    """Oversample one end."""
 
     towards: Literal["noise", "data"] = setting(
         "noise", "end to oversample: noise (which decides content) or data (style)"
@@ -92,7 +92,7 @@ class CubicConfig(TimestepsConfig):
 
 
 class _BetaTable(NamedTuple):
-    """The distribution of y = logit x on equally spaced points, with its slope there, [N + 1] each."""
+    """Table of the distribution of y = logit x on equally spaced points, with its slope there, [N + 1] each."""
 
     low: float
     step: float
@@ -105,7 +105,8 @@ class Beta:
     """x ~ Beta(a, b), 0.2 <= a, b <= 50: mean a / (a + b).
 
     Source: Zheng et al., "Beta-tuned timestep diffusion model", ECCV 2024, for timesteps of diffusion. Distribution and
-    quantile are cubic Hermite interpolations in logit x, where the density is smooth: the distribution is met to 1e-8.
+    quantile are cubic Hermite interpolations in logit x, where the density is smooth: the distribution is accurate to
+    1e-8.
     """
 
     a: float
@@ -143,8 +144,8 @@ class Beta:
 class BetaConfig(TimestepsConfig):
     """Beta(a, b), of t or of the index over T."""
 
-    a: float = setting(1.5, "a of Beta(a, b): below 1 crowds at data, above 1 leaves it", ge=0.2, le=50)
-    b: float = setting(1.0, "b of Beta(a, b): below 1 crowds at noise, above 1 leaves it", ge=0.2, le=50)
+    a: float = setting(1.5, "a of Beta(a, b): below 1 dense at data, above 1 sparse there", ge=0.2, le=50)
+    b: float = setting(1.0, "b of Beta(a, b): below 1 dense at noise, above 1 sparse there", ge=0.2, le=50)
 
     def density(self, path: Path) -> SmoothDensity:
         return Warped(uniform_density(path), Beta(self.a, self.b))
@@ -214,7 +215,7 @@ class Steps:
 
 
 def _interpolated(points: Tensor, values: Tensor, wanted: Tensor) -> Tensor:
-    """Piecewise linear through (points, values), both rising."""
+    """Interpolate linearly through (points, values), both rising."""
     cell = (torch.searchsorted(points, wanted, right=True) - 1).clamp(0, len(points) - 2)
     part = (wanted - points[cell]) / (points[cell + 1] - points[cell])
     return torch.lerp(values[cell], values[cell + 1], part)
@@ -223,7 +224,7 @@ def _interpolated(points: Tensor, values: Tensor, wanted: Tensor) -> Tensor:
 def speed_start(path: IndexedPath) -> int:
     """SpeeD's tau: the first index at which the noise b = sqrt(1 - alpha_bar) has grown by less than 1e-4 in one step.
 
-    The steps from there on convey little that is new: 642 of 1000 on the linear schedule. T where there is none.
+    The steps from there on add little information: 642 of 1000 on the linear schedule. T where there is none.
     """
     growth = (1.0 - path.alphas_cumprod).sqrt().diff()
     slow = (growth < SPEED_SLOPE).nonzero().flatten()
@@ -236,7 +237,7 @@ def speed_warp(path: IndexedPath, base: SmoothDensity, ratio: float) -> Steps:
     P = k / (T + tau (k - 1)) below tau and 1 / (T + tau (k - 1)) beyond, with k = ratio.
 
     Args:
-        path: whose noise is looked at.
+        path: of the noise.
         base: uniform over its indices.
         ratio: k > 0.
 

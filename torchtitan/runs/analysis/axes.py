@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torchtitan.settings.schema import shown
+from torchtitan.settings.schema import quoted
 
 Axes = dict[str, Any]
 
@@ -177,7 +177,7 @@ def is_count(value: Any) -> bool:
 
 def word(value: Any) -> str | None:
     """Convert a value to the text that represents it in an axis; None for a missing one."""
-    return None if value is None else shown(value) if not isinstance(value, str) else value
+    return None if value is None else quoted(value) if not isinstance(value, str) else value
 
 
 def _agree(one: Axes, other: Axes, names: Iterable[str]) -> bool:
