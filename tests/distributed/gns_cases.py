@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from tests.distributed.cases import make_trainer, remove, shared_folder
+from tests.distributed.cases import compiler, make_trainer, remove, shared_folder
 from torchtitan.gns.raw_sums import read_sums
 
 GNS = (
@@ -19,9 +18,9 @@ def raw_sums(cases: dict[str, dict]) -> dict[str, list[dict]]:
     folder = shared_folder()
     found = {}
     for name, case in cases.items():
-        torch.compiler.reset()
-        options = {"steps": 6, "accumulation": 1, **case}
-        trainer = make_trainer(folder, name, **options | {"overrides": (*GNS, *case.get("overrides", ()))})
+        options = {"steps": 6, "accumulation": 1, **case, "overrides": (*GNS, *case.get("overrides", ()))}
+        with compiler(options.pop("backend", "inductor")):
+            trainer = make_trainer(folder, name, **options)
         assert trainer.train() == 0
         trainer.close()
         if not dist.is_initialized() or dist.get_rank() == 0:

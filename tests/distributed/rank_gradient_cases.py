@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.distributed.cases import compiler
 from torchtitan.conditions import Classes
 from torchtitan.distributed.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.distributed.mesh import Layout
@@ -37,6 +38,7 @@ class Case:
     checkpoint: str = "none"
     compiled: bool = False
     scope: str = "blocks"
+    backend: str = "inductor"
     param_dtype: str = "float32"
     reduce_dtype: str = "float32"
 
@@ -122,13 +124,13 @@ class _Run:
 
     def __init__(self, case: Case, layout: Layout, model: nn.Module) -> None:
         self.case, self.layout = case, layout
-        if case.compiled:
-            torch.compiler.reset()
         model = copy.deepcopy(model)
-        self.module = parallelize(
-            model, layout, checkpointing=ActivationCheckpointConfig(mode=case.checkpoint), compiling=CompileConfig(enable=case.compiled, scope=case.scope),
-            param_dtype=case.param_dtype, reduce_dtype=case.reduce_dtype,
-        )
+        with compiler(case.backend):
+            self.module = parallelize(
+                model, layout, checkpointing=ActivationCheckpointConfig(mode=case.checkpoint),
+                compiling=CompileConfig(enable=case.compiled, scope=case.scope),
+                param_dtype=case.param_dtype, reduce_dtype=case.reduce_dtype,
+            )  # fmt: skip
         self.parameters = list(named_parameters(model).values())
 
     def step(self, step: int) -> None:

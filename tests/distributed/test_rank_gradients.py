@@ -3,6 +3,7 @@
 import pytest
 from torch import nn
 
+from tests.distributed.cases import WITHOUT_CODE
 from tests.distributed.rank_gradient_cases import set_aside_alone
 from tests.launcher import run_on_ranks
 from torchtitan.distributed.config import ParallelismConfig
@@ -23,8 +24,11 @@ WAYS = {
 }
 ONLY_ON_TWO = {
     "DDP, compiled": {"replicas": 2, "shards": 1, "compiled": True},
-    "DDP, compiled whole": {"replicas": 2, "shards": 1, "compiled": True, "scope": "model"},
-    "FSDP, compiled, full checkpointing": {"replicas": 1, "shards": 2, "compiled": True, "checkpoint": "full"},
+    "FSDP, compiled": {"replicas": 1, "shards": 2, "compiled": True},
+    "DDP, compiled whole": {"replicas": 2, "shards": 1, "compiled": True, "scope": "model", "backend": WITHOUT_CODE},
+    "FSDP, compiled, full checkpointing": {
+        "replicas": 1, "shards": 2, "compiled": True, "checkpoint": "full", "backend": WITHOUT_CODE,
+    },
     "FSDP, bfloat16 reduction": {"replicas": 1, "shards": 2, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
 }
 # On three, since dividing by three and multiplying by a third are not the same; on four, for the layout of two axes.
