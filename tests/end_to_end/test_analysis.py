@@ -3,8 +3,6 @@ import io
 import json
 import math
 import statistics
-import subprocess
-import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from optimization_analysis import main
 from tests import analysis_outputs as planted
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
-from tests.launcher import ROOT
+from tests.forked import run_program
 
 T_OF_2 = 4.302652729911275  # 0.975 quantile of Student's t with two degrees of freedom, from tables
 TAGS = {
@@ -138,8 +136,7 @@ def test_runs_of_this_program_are_read_without_a_sweep(tmp_path):
     )
     run.finish()
     words = [tmp_path / "outputs", "--out", tmp_path / "results", "--warmup-steps", "5"]
-    command = [sys.executable, "optimization_analysis.py", *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_program("optimization_analysis.py", *map(str, words))
     assert done.returncode == 0, done.stderr
     (row,) = rows_of(tmp_path / "results" / "runs.csv")
     points = [point for point in run.points() if point["step"] > 5]

@@ -1,10 +1,6 @@
 """What cannot run is refused in one line per problem, with exit code 2 and nothing written."""
 
-import os
 import random
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,16 +9,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
-from tests.launcher import ROOT
+from tests.forked import run_program
 
 QUICK = ["--training.steps", "2", "--lr_scheduler.warmup_steps", "0", "--sampling.enable", "false"]
 
 
 def call(arguments: list[str], script: str = "train.py", **environment: str) -> tuple[int, str, str]:
-    result = subprocess.run(
-        [sys.executable, script, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-    )
+    result = run_program(script, *arguments, **environment)
     return result.returncode, result.stdout, result.stderr
 
 
@@ -159,8 +152,7 @@ def test_fuzzed_command_lines_run_or_are_refused(tmp_path):
         base = ["--job.config_file", str(config), "--job.dump_folder", str(tmp_path / f"outputs{number}"), *QUICK]
         return lines[number], *call([*base, *lines[number]])
 
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(attempt, range(len(lines))))
+    results = [attempt(number) for number in range(len(lines))]
     codes = [code for _, code, _, _ in results]
     for number, (line, code, output, error) in enumerate(results):
         assert code in (0, 2), (line, output, error)

@@ -6,12 +6,12 @@ import re
 import shutil
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from tests.forked import run_program
 from tests.launcher import ROOT
 from torchtitan.runs.compare.page import compare_page
 from torchtitan.runs.record import read_runs
@@ -59,8 +59,7 @@ def write_run(folder: Path, seed: int = 0, lr: float = 1e-3, every: int = 10, st
 
 
 def compare(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "scripts/compare.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return run_program("scripts/compare.py", *map(str, arguments))
 
 
 class Page(html.parser.HTMLParser):

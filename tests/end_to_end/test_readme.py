@@ -1,11 +1,8 @@
 """The commands of the README and of docs/index.md are accepted as they stand, and the index is complete."""
 
 import io
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow
@@ -13,6 +10,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from tests.forked import run_program
 from tests.launcher import ROOT
 
 README, INDEX = (ROOT / "README.md").read_text(), (ROOT / "docs" / "index.md").read_text()
@@ -39,16 +37,13 @@ def test_tables_are_read_whole():
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "scripts/train.sh" in command or command.startswith("--")])
 def test_training_command_passes_the_check(command, folder):
     words = shlex.split(command.replace("FOLDER", str(folder)))
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = {}
     if "=" in words[0] and not words[0].startswith("--"):
-        environment |= [words.pop(0).split("=")]
+        environment = dict([words.pop(0).split("=")])
     if words[0] == "scripts/train.sh":
         words.pop(0)
     config = words.pop(0) if words and not words[0].startswith("--") else "train_configs/digits.toml"
-    result = subprocess.run(
-        [sys.executable, "train.py", "--check-only", "--job.config_file", config, *words],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )
+    result = run_program("train.py", "--check-only", "--job.config_file", config, *words, **environment)
     assert result.returncode == 0, result.stderr
 
 
