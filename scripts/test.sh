@@ -21,7 +21,8 @@ fi
 cd "$root"
 # A test process per core takes whole files, whose tests share runs; -n 0 keeps them in one process, as --pdb needs.
 cores=$("$venv/bin/python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
-parallel=(-n "$((cores < 8 ? cores : 8))" --dist loadfile)
+# Begun in the order of tests/conftest.py, longest first, not in that of how many tests a file has.
+parallel=(-n "$((cores < 8 ? cores : 8))" --dist loadfile --no-loadscope-reorder)
 # Several test processes share the cores; spinning OpenMP threads would only slow each other down.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$venv/bin/python" -m pytest "${parallel[@]}" ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}

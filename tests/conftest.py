@@ -1,0 +1,34 @@
+"""Order of the test files."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Longest first, on two cores: were one of them begun last, the other core would have nothing left to do.
+LONGEST = (
+    "tests/distributed/test_layouts.py",
+    "tests/distributed/test_gns_layouts.py",
+    "tests/distributed/test_numerical_guard.py",
+    "tests/distributed/test_rank_gradients.py",
+    "tests/end_to_end/test_gns.py",
+    "tests/end_to_end/test_curve_studies.py",
+    "tests/end_to_end/test_lost_rank.py",
+    "tests/end_to_end/test_autotune.py",
+    "tests/end_to_end/test_critical_batch.py",
+    "tests/end_to_end/test_launchers.py",
+    "tests/end_to_end/test_resume.py",
+    "tests/end_to_end/test_grid_studies.py",
+    "tests/end_to_end/test_gns_studies.py",
+    "tests/end_to_end/test_sweep_process.py",
+    "tests/end_to_end/test_outputs.py",
+    "tests/unit/test_estimate.py",
+    "tests/unit/test_activation_checkpoint.py",
+    "tests/distributed/test_objective_state.py",
+    "tests/distributed/test_absurd_values.py",
+    "tests/end_to_end/test_bad_input.py",
+)
+assert all((ROOT / name).exists() for name in LONGEST), "a file of LONGEST has another name now"
+
+
+def pytest_collection_modifyitems(items):
+    place = {ROOT / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
