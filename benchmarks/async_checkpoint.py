@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--folder", default=None, help="where to save (default: a temporary folder)")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    modes = ["disabled", "async"] + (["async_with_pinned_mem"] if device.type == "cuda" else [])
+    modes: list[Any] = ["disabled", "async"] + (["async_with_pinned_mem"] if device.type == "cuda" else [])
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         trainer = build(folder, arguments.flavor, arguments.batch)
         keepers = {

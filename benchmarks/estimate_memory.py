@@ -15,6 +15,7 @@ import tempfile
 from datetime import date
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -48,7 +49,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.measure is not None:
         _measure_here(arguments.measure)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for model, layout in ((model, layout) for model in MODELS for layout in LAYOUTS):
         replicas, shards = LAYOUTS[layout]
         words = [*MODELS[model], *IMAGES, *degrees(replicas, shards)]

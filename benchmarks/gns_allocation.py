@@ -30,10 +30,10 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -46,9 +46,10 @@ from torchtitan.config.job import load_config
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps, bin_masses, bin_means
 from torchtitan.gns.allocate import FROM_WEIGHT, NEYMAN, STRATIFIED, neyman_shares, predicted_ratios, weight_shares
-from torchtitan.gns.capture import GEOMETRIES
+from torchtitan.gns.capture import GEOMETRIES, GradientTaps
 from torchtitan.gns.config import inner_edges
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
+from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.pool import to_host
 from torchtitan.gns.statistics import PairSums
 from torchtitan.runs.folder import versions
@@ -177,10 +178,10 @@ def look(trainer: Trainer, steps: int, groups: int, group_size: int) -> list[dic
                 for name, chosen in {SHARES_OF_TEN: shares, **others}.items()
             }
             by_fine = predicted_ratios(fine_mass, fine, on_fine, stratified=stratified, floor=FLOOR)
-            finer = {ratio.name: Ratio(*ratio[1:]) for ratio in by_fine}
-            finer[NEYMAN] = finer[SHARES_OF_TEN]
-            for ratio in predicted_ratios(mass, coarse, others, stratified=stratified, floor=FLOOR):
-                predictions[spread, geometry, ratio.name] = Ratio(*ratio[1:]), finer[ratio.name]
+            of_fine = {ratio.name: Ratio(*ratio[1:]) for ratio in by_fine}
+            of_fine[NEYMAN] = of_fine[SHARES_OF_TEN]
+            for found in predicted_ratios(mass, coarse, others, stratified=stratified, floor=FLOOR):
+                predictions[spread, geometry, found.name] = Ratio(*found[1:]), of_fine[found.name]
     realised = realise(trainer, draws, samplers, groups, group_size)
     rows = []
     for (spread, geometry, change), (predicted, finer) in predictions.items():
@@ -207,11 +208,16 @@ def allocated(present: TimestepSampler, edges: Tensor, shares: Tensor) -> Alloca
 # ---------------------------------------------------------------------- predicted
 
 
+def taps_of(trainer: Trainer) -> GradientTaps:
+    """The taps on a trainer's model, which measures with some."""
+    return cast(GradientTaps, cast(GNSMonitor, trainer.state.gns)._taps)
+
+
 def measure(
     trainer: Trainer, draws: "FrozenDraws", sampler: TimestepSampler, steps: int, parts_of_bin: int = 1
 ) -> dict[str, tuple[BinEstimates, BinEstimates]]:
     """Measure by the taps' sketches in every geometry: by the trainer's bins, and by bins of several of these each."""
-    taps, batch = trainer.state.gns._taps, trainer.config.training.local_batch_size
+    taps, batch = taps_of(trainer), trainer.config.training.local_batch_size
     bin_of = torch.arange(taps.num_bins) // parts_of_bin
     num_bins = int(bin_of[-1]) + 1
     pools = {g: (DecayedSums(taps.num_bins, math.inf), DecayedSums(num_bins, math.inf)) for g in GEOMETRIES}
@@ -224,10 +230,10 @@ def measure(
         found = to_host(taps.end_step())
         for index, geometry in enumerate(GEOMETRIES):
             squares, products = found.squares[:, index].sum(0), found.all_products[:, index].sum(0)
-            sums = PairSums(found.count, squares, products, found.all_pairs)
+            sums = PairSums(found.count, squares, products, cast(Tensor, found.all_pairs))
             for pool, of_bins in zip(pools[geometry], (sums, sums.combined(bin_of, num_bins)), strict=True):
                 pool.add(of_bins)
-    return {geometry: tuple(pool.estimate() for pool in both) for geometry, both in pools.items()}
+    return {geometry: (fine.estimate(), coarse.estimate()) for geometry, (fine, coarse) in pools.items()}
 
 
 class FrozenDraws:
@@ -288,7 +294,7 @@ class Realised:
 
 
 def realise(
-    trainer: Trainer, draws: FrozenDraws, samplers: dict[Hashable, TimestepSampler], groups: int, group_size: int
+    trainer: Trainer, draws: FrozenDraws, samplers: Mapping[Any, TimestepSampler], groups: int, group_size: int
 ) -> Realised:
     """Realise mean gradients of groups x group_size batches of every sampler."""
     parameters = list(trainer.state.model.parameters())
@@ -307,10 +313,10 @@ def realise(
 
 def geometry_factors(trainer: Trainer) -> dict[str, Tensor]:
     """Factors of every geometry on the flat gradient, [P]: those of the last measured step."""
-    found = {geometry: [] for geometry in GEOMETRIES}
+    found: dict[str, list[Tensor]] = {geometry: [] for geometry in GEOMETRIES}
     for name, parameter in trainer.state.model.named_parameters():
         layer, _, kind = name.rpartition(".")
-        scales = trainer.state.gns._taps._scales[layer]
+        scales = taps_of(trainer)._scales[layer]
         for index, geometry in enumerate(GEOMETRIES):
             rows, columns = scales.rows[index], scales.columns[index]
             if kind == "bias":

@@ -7,6 +7,7 @@ with measurement at the default setting and without, logging included. Adds to b
 """
 
 import argparse
+import functools
 import json
 import random
 import statistics
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -53,7 +55,7 @@ def main() -> None:
 def measure(flavor: str, batch: int, rounds: int) -> dict:
     """Measure the costs of one flavor as ratios to a step without measurement, medians with 95 % intervals."""
     times = in_turns(build_trainer(flavor, batch, True), rounds)
-    result = {"batch": batch, "rounds": rounds, "step_seconds": statistics.median(off for off, _, _ in times)}
+    result: dict[str, Any] = {"batch": batch, "rounds": rounds, "step_seconds": statistics.median(off for off, _, _ in times)}
     amortised = []
     for off, free, measured in times:
         amortised.append(((DEFAULT_INTERVAL - 1) * free + measured) / DEFAULT_INTERVAL / off)
@@ -87,7 +89,8 @@ def build_trainer(flavor: str, batch: int, enable: bool) -> Trainer:
 
 def in_turns(trainer: Trainer, rounds: int) -> list[tuple[float, ...]]:
     """Time a step of each arm in turns, round by round, after three rounds of warm-up; seconds."""
-    monitor, order, found = trainer.state.gns, random.Random(0), []
+    monitor: Any = trainer.state.gns
+    order, found = random.Random(0), []
 
     def step(arm: str) -> None:
         trainer.state.step += 1
@@ -100,7 +103,7 @@ def in_turns(trainer: Trainer, rounds: int) -> list[tuple[float, ...]]:
     for _ in range(rounds + 3):
         seconds = {}
         for arm in order.sample(ARMS, len(ARMS)):
-            seconds[arm] = timed(lambda arm=arm: step(arm), trainer.state.layout.device)
+            seconds[arm] = timed(functools.partial(step, arm), trainer.state.layout.device)
         found.append(tuple(seconds[arm] for arm in ARMS))
     return found[3:]
 

@@ -22,6 +22,7 @@ import sys
 import tempfile
 from datetime import date
 from pathlib import Path
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -31,6 +32,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
+from benchmarks.gns_allocation import taps_of
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.objective import Draw
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
@@ -150,9 +152,9 @@ def train_to(trainer: Trainer, age: int) -> None:
 
 def copy_state(trainer: Trainer, to: Trainer) -> None:
     """Copy weights and moments; the other trainer's batch may differ."""
-    to.model.load_state_dict(trainer.state.model.state_dict())
-    materialise_state(to.optimizer)
-    copies = optimizer_tensors(to.optimizer, to.parameters)
+    to.state.model.load_state_dict(trainer.state.model.state_dict())
+    materialise_state(to.state.optimizer)
+    copies = optimizer_tensors(to.state.optimizer, to.state.parameters)
     for name, tensor in optimizer_tensors(trainer.state.optimizer, trainer.state.parameters).items():
         copies[name].copy_(tensor)
 
@@ -216,7 +218,7 @@ def _without_sketches(sums: StepSums) -> StepSums:
 
 def _measure(trainer: Trainer, first: int, number: int, sketched: bool) -> StepSums:
     x0, condition, draw = _samples(trainer, first, number)
-    taps = trainer.state.gns._taps
+    taps = taps_of(trainer)
     taps.begin_step(first + number, sketched, trainer.state.optimizer.state, trainer.config.optimizer.beta2, trainer.state.layout)
     taps.begin_microbatch(draw.t)
     trainer.state.objective.loss(trainer.state.model, x0, condition, draw).loss.mean().backward()
@@ -250,11 +252,12 @@ def _exact(trainer: Trainer, first: int, number: int, elementwise: bool) -> dict
         one = Draw(t[None], noise[None], importance[None])
         return objective.loss(network, x[None], label[None], one).loss.sum()
 
-    bins = torch.bucketize(draw.t, trainer.state.gns._taps._edges)
-    one_hot = torch.nn.functional.one_hot(bins, trainer.state.gns.pool.num_bins).double()
-    factors = {"plain": None, "adam": _factored(trainer)} | ({"elementwise": _elementwise(trainer)} if elementwise else {})
+    bins = torch.bucketize(draw.t, taps_of(trainer)._edges)
+    one_hot = torch.nn.functional.one_hot(bins, taps_of(trainer).num_bins).double()
     ones = {name: torch.ones_like(weight) for name, weight in parameters.items()}
-    factors = {kind: ones if of is None else of for kind, of in factors.items()}
+    factors = {"plain": ones, "adam": _factored(trainer)}
+    if elementwise:
+        factors["elementwise"] = _elementwise(trainer)
     # [weights, kinds] per parameter: one pass over the squared elements serves all geometries.
     weights = {name: torch.stack([of[name].flatten().square() for of in factors.values()], dim=1) for name in parameters}
     squares = torch.zeros(one_hot.shape[1], len(factors), dtype=torch.float64)
@@ -267,7 +270,7 @@ def _exact(trainer: Trainer, first: int, number: int, elementwise: bool) -> dict
             flat = gradient.flatten(1)
             sums[name].addmm_(in_bin.float().T, flat)
             squares += in_bin.T @ (flat.square() @ weights[name]).double()
-    products = dict.fromkeys(factors, 0.0)
+    products = dict.fromkeys(factors, torch.zeros(()))
     for name, sum_of_bin in sums.items():
         for kind, of in factors.items():
             scaled = sum_of_bin.double() * of[name].flatten()
@@ -288,7 +291,7 @@ def _elementwise(trainer: Trainer) -> dict[str, Tensor]:
 
 def _factored(trainer: Trainer) -> dict[str, Tensor]:
     found = {}
-    for name, scales in trainer.state.gns._taps._scales.items():
+    for name, scales in taps_of(trainer)._scales.items():
         rows, columns = scales.rows[-1], scales.columns[-1]
         weight = trainer.state.model.get_submodule(name).weight
         found[f"{name}.weight"] = rows[:, None] * columns[None, :-1] if weight.ndim == 2 else rows * columns
@@ -298,13 +301,12 @@ def _factored(trainer: Trainer) -> dict[str, Tensor]:
 
 def _whole(sums: StepSums, index: int, parts) -> PairSums:
     parts = list(parts)
-    return PairSums(
-        sums.count, sums.squares[parts, index].sum(0), sums.all_products[parts, index].sum(0), sums.all_pairs
-    )
+    squares, products = sums.squares[parts, index].sum(0), sums.all_products[parts, index].sum(0)
+    return PairSums(sums.count, squares, products, cast(Tensor, sums.all_pairs))
 
 
 def _row(geometry: str, found: dict[str, BinEstimates]) -> dict:
-    row = {"geometry": geometry} | {key: estimates.b_simple.tolist() for key, estimates in found.items()}
+    row: dict[str, Any] = {"geometry": geometry} | {key: estimates.b_simple.tolist() for key, estimates in found.items()}
     pairs = {"sketch": "exact", "modulation": "exact", "composite": "all exact", "other": "exact"}
     for key, truth in pairs.items():
         value, wanted = found[key].b_simple, found[truth].b_simple

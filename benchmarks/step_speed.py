@@ -105,7 +105,7 @@ def build(kind: str, flavor: str, mode: str, device: torch.device) -> nn.Module:
     from diffusers import DiTTransformer2DModel
 
     sizes = family.flavors[flavor]
-    model = Transposed(
+    transposed = Transposed(
         DiTTransformer2DModel(
             num_attention_heads=sizes.num_heads, attention_head_dim=sizes.dim // sizes.num_heads, in_channels=SHAPE[0],
             out_channels=SHAPE[0], num_layers=sizes.num_layers, sample_size=SHAPE[1], patch_size=sizes.patch_size,
@@ -114,8 +114,8 @@ def build(kind: str, flavor: str, mode: str, device: torch.device) -> nn.Module:
         )
     ).to(device)  # fmt: skip
     if mode != "eager":
-        model.compile()
-    return model
+        transposed.compile()
+    return transposed
 
 
 class Transposed(nn.Module):

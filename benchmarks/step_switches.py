@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import date
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -95,11 +96,11 @@ def packed_qkv(flavor: str, batch: int, device: torch.device) -> tuple[Step, Ste
 
 def modulation_by_block(flavor: str, batch: int, device: torch.device) -> tuple[Step, Step]:
     """Modulation of each block by its own product, against one product for all blocks."""
-    model = _model(flavor, device)
+    model: Any = _model(flavor, device)
     plain = train_step(model, batch, device)
     linears = [block.modulation for block in model.layers]
     one = nn.Linear(linears[0].in_features, sum(linear.out_features for linear in linears)).to(device)
-    together = _model(flavor, device)
+    together: Any = _model(flavor, device)
     together.together = one  # as many weights, in one matrix
     for block in together.layers:
         block.modulation = None
@@ -126,7 +127,8 @@ def fused_adamw(flavor: str, batch: int, device: torch.device) -> tuple[Step, St
     model = _model(flavor, device)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    fused, foreach = (torch.optim.AdamW(model.parameters(), lr=1e-6, **kind) for kind in ({"fused": True}, {"foreach": True}))
+    fused = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    foreach = torch.optim.AdamW(model.parameters(), lr=1e-6, foreach=True)
     return fused.step, foreach.step
 
 

@@ -14,6 +14,7 @@ import sys
 import time
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -32,7 +33,7 @@ from torchtitan.training.hardware import device_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH_NAMES = ("ddpm_linear", "rectified_flow")
-SPREADS = ("none", "stratified")
+SPREADS: tuple[Any, ...] = ("none", "stratified")
 SLOTS = {
     "ddpm_linear": [0.0, 5.0, 13.0, 23.0, 37.0, 56.0, 82.0, 120.0, 177.0, 277.0, 1000.0],
     "rectified_flow": [0.1 * k for k in range(10)] + [1.0],

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -63,8 +63,8 @@ class Cifar(Dataset):
     5,000, is the validation split, and training leaves it out.
     """
 
-    Config: type[CifarConfig]
-    edition: CifarEdition
+    Config: ClassVar[type[CifarConfig]]
+    edition: ClassVar[CifarEdition]
 
     @classmethod
     def info(cls, config: CifarConfig) -> DatasetInfo:

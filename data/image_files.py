@@ -44,7 +44,9 @@ class ImageSource(Protocol):
         names: of the images; None where they have none.
     """
 
-    names: "PackedNames | None" = None
+    @property
+    def names(self) -> "PackedNames | None":
+        return None
 
     def __len__(self) -> int: ...
 

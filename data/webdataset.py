@@ -77,7 +77,7 @@ class Samples:
     images: TarImages
     labels: np.ndarray
     problems: np.ndarray
-    names = None  # keys are not listed
+    names: PackedNames | None = None  # keys are not listed
 
     def __len__(self) -> int:
         return len(self.labels)

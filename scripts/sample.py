@@ -10,6 +10,7 @@ import os
 import sys
 import typing
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -105,7 +106,7 @@ def method_keys() -> list[tuple[type, str]]:
     ]
 
 
-def described(section: type, key: str) -> str:
+def described(section: Any, key: str) -> str:
     """What a key is for."""
     return section.__dataclass_fields__[key].metadata["description"]
 
@@ -176,9 +177,9 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
         filled, refused = validate_section(name, section, own, lambda key: "")
         put_section(config, name, filled)
         problems += [(problem.key.rpartition(".")[2], problem.text) for problem in refused]
-        for key in keys(filled):
-            if key.name in own and (unmet := unmet_condition(config, name, key)):
-                problems.append((key.name, f"has no effect when {unmet[0]} = {unmet[1]} (leave it out)"))
+        for field in keys(filled):
+            if field.name in own and (unmet := unmet_condition(config, name, field)):
+                problems.append((field.name, f"has no effect when {unmet[0]} = {unmet[1]} (leave it out)"))
     sampling = config.sampling
     for key in given:
         chosen_names = ", ".join(f"--{name} {getattr(sampling, name).name}" for name in choices(sampling))

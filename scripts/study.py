@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from studies import STUDIES, load_study
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.config.job import ConfigError
-from torchtitan.experiments.cells import Study, StudyError, add_run_options, open_run, run_study
+from torchtitan.experiments.cells import StudyError, StudyModule, add_run_options, open_run, run_study
 from torchtitan.processes.command_line import OneLineParser, run_program
 
 
@@ -58,7 +58,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words[1:])
 
 
-def _several_weights(study: Study) -> bool:
+def _several_weights(study: StudyModule) -> bool:
     return getattr(study, "SEVERAL_WEIGHTS", False)
 
 

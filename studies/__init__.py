@@ -3,7 +3,7 @@
 import importlib
 from typing import NamedTuple
 
-from torchtitan.experiments.cells import Study
+from torchtitan.experiments.cells import StudyModule
 
 
 class StudyEntry(NamedTuple):
@@ -34,6 +34,6 @@ STUDIES: dict[str, StudyEntry] = {
 }
 
 
-def load_study(name: str) -> Study:
+def load_study(name: str) -> StudyModule:
     """The study of this name, a key of STUDIES."""
     return importlib.import_module(f"studies.{STUDIES[name].module}")

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, checkpoint_steps
 from torchtitan.checkpoint.comparison import open_checkpoint
@@ -160,8 +161,8 @@ def branch_config(
     """
     of_run = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
     replicas = ParallelismConfig(data_parallel_replicate_degree=processes, data_parallel_shard_degree=1)
-    place = {"dump_folder": str(folder.parent), "name": folder.name, "allow_config_change": False}
-    training = {
+    place: dict[str, Any] = {"dump_folder": str(folder.parent), "name": folder.name, "allow_config_change": False}
+    training: dict[str, Any] = {
         "steps": plan.steps,
         "global_batch_size": plan.batch_size,
         "local_batch_size": plan.local_batch_size,
@@ -171,7 +172,7 @@ def branch_config(
         config,
         job=dataclasses.replace(config.job, **place),
         optimizer=dataclasses.replace(config.optimizer, lr=plan.lr),
-        lr_scheduler=LRSchedulerConfig(warmup_steps=0, decay_type=schedule),
+        lr_scheduler=LRSchedulerConfig(warmup_steps=0, decay_type=cast(Any, schedule)),
         training=dataclasses.replace(config.training, **training),
         parallelism=config.parallelism if of_run == processes else replicas,
         ema=EMAConfig(tracks=[TRACK]),

@@ -54,7 +54,6 @@ from torchtitan.experiments.cells import Row
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.record import ResultTable
 from torchtitan.files.durable import make_folder, replace_file
-from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.trained_model import WeightsError, load_run, read_config
@@ -108,7 +107,7 @@ class BranchTest:
 
     def settings(self) -> dict:
         """What all rows of a folder must share."""
-        manifest = read_regular(self.checkpoint / "manifest.json")
+        manifest = (self.checkpoint / "manifest.json").read_bytes()
         return {
             "samples": self.samples,
             "lr at factor 1": self.options.lr,

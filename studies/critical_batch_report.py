@@ -4,6 +4,7 @@ import csv
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, NullLocator
@@ -87,8 +88,9 @@ def noise_scales(metrics: Path, step: int) -> list[NoiseScale]:
             prefix = f"gns/{geometry}/sketch/all"
             lower, value, upper = (point.get(f"{prefix}/{name}") for name in ("lower", "b_simple", "upper"))
             if lower is not None:  # an infinite end is not logged
-                bounded = value is not None and upper is not None
-                samples = Interval(value, lower, upper) if bounded else Interval(math.nan, lower)
+                samples = Interval(math.nan, lower)
+                if value is not None and upper is not None:
+                    samples = Interval(value, lower, upper)
                 latest[geometry] = NoiseScale(geometry, point["step"], samples)
     return list(latest.values())
 
@@ -281,7 +283,7 @@ def _draw_excess(axis: Axes, found: list[Excess], color, label: str, shift: floa
             axis.vlines(x, 100 * excess.mean.lower, 100 * excess.mean.upper, color=color, linewidth=1.3)
     for excess in found:
         if excess.mean.value == math.inf:
-            place = {"transform": axis.get_xaxis_transform(), "rotation": 90, "ha": "center", "va": "top"}
+            place: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "rotation": 90, "ha": "center", "va": "top"}
             axis.text(excess.batch_size, 0.97, "diverged", fontsize=8, color=color, **place)
 
 

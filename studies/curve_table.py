@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -190,7 +191,7 @@ def _values(path: Path, number: int, row: dict[str, str | None]) -> dict[str, fl
 def _curve(path: Path, weights: str, step: str, rows: list[dict[str, float]]) -> LossCurve:
     if not step.isdecimal():
         raise StudyError(f"{path}: step is {step!r}, not a whole number")
-    columns = {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in COLUMNS[2:]}
+    columns: dict[str, Any] = {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in COLUMNS[2:]}
     if len(rows) < 2 or not (columns["t"].diff() > 0).all():
         raise StudyError(f"{path}: t does not rise over the rows of step {step}, weights {weights}")
     has_index = [math.isfinite(row["index"]) for row in rows]

@@ -154,13 +154,16 @@ def make_cell(
     """
     options = run.options
     images = len(run.dataset(options.split))
+    b_true = big_b
     if options.estimator == "correct":
         portion = reps * big_b / images
+    elif portion is not None:
+        b_true = max(1, round(portion * images))
     return {
         "model": checkpoint_name(run, step), "weights": run.track, "estimator": options.estimator, "step": step,
         "true_portion": portion, "b": b, "B": big_b, "reps": reps, "t_min": where[0], "t_max": where[1],
         "bin_unit": where[2], "split": options.split, "dtype": options.dtype, "seed": options.seed, "repeat": repeat,
-        "b_true": big_b if options.estimator == "correct" else max(1, round(portion * images)),
+        "b_true": b_true,
     }  # fmt: skip
 
 

@@ -176,6 +176,8 @@ def _table(run: StudyRun, curves: list[LossCurve], errors: dict[tuple[str, int],
 def _ratios(curves: list[LossCurve]) -> str:
     lines = []
     for curve in curves:
+        if curve.optimum is None:
+            continue
         quantile = student_quantile(0.975, curve.images - 1.0)
         ratio, half = curve.error / curve.optimum, quantile * curve.stderr / curve.optimum
         place = int(ratio.argmax())

@@ -60,7 +60,7 @@ def ancestral_chain(
     for place in reversed(range(len(indices))):
         index, then = indices[place], indices[place - 1] if place else None
         estimate = x0 if index in truth_at else predict(x, index)
-        if index in error_at:
+        if error is not None and index in error_at:
             estimate = estimate + error
         of_x0, of_x, variance = posterior(path, index, then)
         x = of_x0 * estimate + of_x * x

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +93,7 @@ def edges_of_curve(objective: Objective, nodes: TimestepNodes, errors: Tensor, n
         ValueError: an error is not positive and finite, or there are too many slots.
     """
     path = indexed(objective.path)
-    curve = interpolate_loss(nodes.index, errors, path.num_indices)
+    curve = interpolate_loss(cast(Tensor, nodes.index), errors, path.num_indices)
     ends = objective.timestep_sampler.density.quantile(torch.tensor([1e-12, 1.0 - 1e-12], dtype=torch.float64))
     first, last = path.t_to_index(ends).tolist()
     curve[:first] = 0.0

@@ -5,6 +5,7 @@ import csv
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     source, folder = _places(arguments)
     ResultsFolder(folder, _MARKS).refuse_foreign()
     curve = _choose(read_curves(source), arguments, source)
-    like_paper = curve.discrete and curve.index[-1] + 1 == NUM_INDICES and arguments.slots == len(PAPER_SLOTS)
+    like_paper = curve.discrete and _num_indices(curve) == NUM_INDICES and arguments.slots == len(PAPER_SLOTS)
     if arguments.compare_paper and not like_paper:
         raise StudyError(f"--compare-paper: needs --slots 10 and a curve over {NUM_INDICES} integer DDPM indices")
     errors = read_errors(source.with_name(ERRORS), curve.weights, curve.step)
@@ -69,8 +70,9 @@ def run_alone(arguments: argparse.Namespace) -> Path:
         curve = curve.of_noise()
     try:
         edges = slot_edges(curve, curve.error, arguments.slots)
-        enough = errors is not None and len(errors) >= LEAST_RESAMPLED
-        intervals = edge_intervals(curve, errors, arguments.slots) if enough else None
+        intervals = None
+        if errors is not None and len(errors) >= LEAST_RESAMPLED:
+            intervals = edge_intervals(curve, errors, arguments.slots)
     except ValueError as error:
         raise StudyError(f"{source}: {error}") from error
     paper = paper_edges() if arguments.compare_paper else None
@@ -111,7 +113,7 @@ def slot_edges(curve: LossCurve, error: Tensor, num_slots: int) -> list[float]:
         ValueError: K is otherwise, no loss is positive, or one that others are interpolated from is not.
     """
     if curve.discrete:
-        return equal_loss_edges(interpolate_loss(curve.index, error, _num_indices(curve)), num_slots)
+        return [*equal_loss_edges(_of_indices(curve, error), num_slots)]
     if not 1 <= num_slots <= len(error):
         raise ValueError(f"{num_slots} slots of {len(error)} timesteps: give 1 to {len(error)}")
     position, running = _running_integral(curve, error)
@@ -170,7 +172,13 @@ def _unit(curve: LossCurve) -> str:
 
 
 def _num_indices(curve: LossCurve) -> int:
-    return int(curve.index[-1]) + 1
+    """Number of indices of a discrete curve."""
+    return int(cast(Tensor, curve.index)[-1]) + 1
+
+
+def _of_indices(curve: LossCurve, error: Tensor) -> Tensor:
+    """Error of every index of a discrete curve."""
+    return interpolate_loss(cast(Tensor, curve.index), error, _num_indices(curve))
 
 
 def _running_integral(curve: LossCurve, error: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -186,7 +194,7 @@ def _running_integral(curve: LossCurve, error: Tensor) -> tuple[np.ndarray, np.n
 def _shares(curve: LossCurve, edges: Sequence[float]) -> list[float]:
     """Share of the whole loss between edges."""
     if curve.discrete:
-        losses = interpolate_loss(curve.index, curve.error, _num_indices(curve))
+        losses = _of_indices(curve, curve.error)
         return [(losses[int(low) : int(high)].sum() / losses.sum()).item() for low, high in pairwise(edges)]
     position, running = _running_integral(curve, curve.error)
     return np.diff(np.interp(edges, position, running / running[-1])).tolist()
@@ -197,7 +205,7 @@ def _rows(
 ) -> list[dict[str, float | int | str]]:
     rows = []
     for place, ((low, high), share) in enumerate(zip(pairwise(edges), _shares(curve, edges), strict=True)):
-        row = {
+        row: dict[str, float | int | str] = {
             "slot": place + 1, "unit": _unit(curve), "first": low, "end": high, "width": high - low,
             "uniform_loss_share": share,
         }  # fmt: skip

@@ -183,7 +183,8 @@ def _train(grid: TrainingGrid, name: str, bar: tqdm) -> Outcome:
     """Train one run to its end; a stop ends its processes, and another start resumes from its checkpoints."""
     path, folder = _request(grid.folder, name), grid.run_folder(name)
     replace_file(path, dump_config(grid.configs[name]))
-    before, stop, found = bar.n, threading.Event(), []
+    before, stop = bar.n, threading.Event()
+    found: list[Outcome | BaseException] = []
 
     def work() -> None:
         try:

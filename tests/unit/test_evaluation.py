@@ -20,13 +20,15 @@ OBJECTIVES = {
     "logit-normal": ObjectiveConfig(timesteps=timesteps("logit_normal", mean=-0.5, std=1.2)),
 }
 
+THREE_CLASSES = Classes(3)
+
 
 class Toy(nn.Module):
     """Works on each image by itself; dropout and random numbers would be used in training only."""
 
     image_shape = SHAPE
 
-    def __init__(self, kind: ConditionKind = Classes(3)) -> None:
+    def __init__(self, kind: ConditionKind = THREE_CLASSES) -> None:
         super().__init__()
         self.condition_kind = kind
         self.scale = nn.Parameter(torch.tensor(0.7))

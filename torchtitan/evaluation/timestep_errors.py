@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.base import Batch, Dataset, DatasetError, UnreadableImage
 from torchtitan import philox
@@ -15,6 +15,7 @@ from torchtitan.diffusion.paths import indexed
 from torchtitan.diffusion.predictions import noise_error_weight
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.eval_mode import evaluating
+from torchtitan.models.base import DiffusionModel
 from torchtitan.training.data_loading import joined
 
 # Outside of these quantiles of the training density nothing can be said to have been learned.
@@ -116,7 +117,7 @@ def fixed_samples(dataset: Dataset, count: int, seed: int) -> FixedSamples:
 
 @torch.no_grad()
 def timestep_errors(
-    model: nn.Module,
+    model: DiffusionModel,
     objective: Objective,
     samples: FixedSamples,
     nodes: TimestepNodes,

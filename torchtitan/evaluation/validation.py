@@ -7,12 +7,13 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan import philox
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.eval_mode import evaluating
+from torchtitan.models.base import DiffusionModel
 
 
 def held_out_draw(objective: Objective, seed: int, indices: Tensor, count: int, shape: tuple[int, ...]) -> Draw:
@@ -35,7 +36,7 @@ def held_out_draw(objective: Objective, seed: int, indices: Tensor, count: int, 
 
 @torch.no_grad()
 def validation_loss(
-    model: nn.Module,
+    model: DiffusionModel,
     objective: Objective,
     batches: Iterable[dict[str, Tensor]],
     *,

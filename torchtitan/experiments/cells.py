@@ -127,23 +127,20 @@ class Study(Protocol):
         SEVERAL_WEIGHTS: optional; True where cells of one study are of several weights, `--weights both`.
     """
 
-    COLUMNS: Sequence[str]
-    KEY: Sequence[str]
+    COLUMNS: Any
+    KEY: Any
     UNIT: str
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add what only this study can be told."""
-
-    def cells(self, run: StudyRun) -> list[Cell]:
+    def cells(self, run: Any) -> list[Cell]:
         """Everything to be measured, in order; each with the columns of KEY. Raises StudyError for bad options."""
 
     def cost(self, cell: Cell) -> int:
         """How much work a cell is, in UNIT."""
 
-    def measure(self, run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
+    def measure(self, run: Any, cell: Cell, advance: Advance) -> dict[str, Any]:
         """Measure one cell: further columns of its row. Raises one of CELL_FAILURES where there is no answer."""
 
-    def report(self, run: StudyRun, rows: list[Row], folder: Path) -> str:
+    def report(self, run: Any, rows: list[Row], folder: Path) -> str:
         """Write the pictures of the rows of this grid, in its order; returns the text of summary.md."""
 
 
@@ -194,7 +191,14 @@ def open_run(arguments: argparse.Namespace, several_weights: bool = False) -> St
     return StudyRun(folder, config, steps, arguments.weights, arguments, compute_device())
 
 
-def run_study(name: str, study: Study, run: StudyRun) -> Path:
+class StudyModule(Study, Protocol):
+    """A study by its name, with options of its own."""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add what only this study can be told."""
+
+
+def run_study(name: str, study: Study, run: Any) -> Path:
     """Measure what is not measured yet, then write pictures and summary.
 
     Returns:

@@ -70,7 +70,7 @@ class TrainingData:
         self._global_batch_size = global_batch_size
         self._on_unreadable = on_unreadable or (lambda found: None)
         self._share = _CorruptShare(config.max_corrupt_share, _name(dataset))
-        self._loader_arguments = dict(
+        self._loader_arguments: dict[str, Any] = dict(
             dataset=dataset,
             config=config,
             info=info,

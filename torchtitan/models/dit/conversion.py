@@ -153,7 +153,7 @@ def diffusers_config(model: DiT) -> dict:
         "sample_size": model.image_shape[1],
         "patch_size": config.patch_size,
         "activation_fn": "gelu-approximate",
-        "num_embeds_ada_norm": model.condition_kind.count,
+        "num_embeds_ada_norm": model.condition_kind.choices,
         "norm_type": "ada_norm_zero",
         "norm_elementwise_affine": False,
         "norm_eps": config.norm_eps,

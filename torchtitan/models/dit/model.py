@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.conditions import Classes, ConditionKind
+from torchtitan.conditions import Classes, Condition, ConditionKind
 from torchtitan.models.base import DiffusionModel, LinearRole
 from torchtitan.models.dit.config import DiTConfig
 from torchtitan.models.dit.layers import (
@@ -69,7 +69,7 @@ class DiT(DiffusionModel):
         self.register_buffer("position", position, persistent=False)
         self.register_buffer("rotary", rotary, persistent=False)
 
-    def forward(self, x: Tensor, t: Tensor, condition: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
         self._check_inputs(x, condition)
         x = patchify(x, self.config.patch_size)  # [B, T, C p p]
         x = self.patch_embed(x.to(self.patch_embed.weight.dtype))  # [B, T, D]
@@ -139,7 +139,7 @@ class DiT(DiffusionModel):
         # Not causal: every token meets every other one, in the scores and again in the weighted sum of the values.
         return self.config.num_layers * 2 * num_tokens**2 * self.config.dim
 
-    def _check_inputs(self, x: Tensor, condition: Tensor | None) -> None:
+    def _check_inputs(self, x: Tensor, condition: Condition) -> None:
         if x.ndim != 4 or x.shape[1:] != self.image_shape:
             raise ValueError(f"x is {tuple(x.shape)}; this model takes B images of (C, H, W) = {self.image_shape}")
         if (condition is None) != (self.label_embed is None):

@@ -1,10 +1,12 @@
 """Page that compares runs: one self-contained HTML file of tables, charts and sample grids."""
 
 import base64
+import functools
 import io
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from data.image_decoding import open_image
 from torchtitan.files.regular import read_regular
@@ -156,7 +158,8 @@ class _Page:
             ("training loss", lambda run: run.series(TRAINING_LOSS).tail_median())
         ]
         for track in self.tracks:
-            columns.append((f"held-out, {track_name(track)}", lambda run, track=track: held_out(run, track).final()))
+            of_track = functools.partial(_final_held_out, track)
+            columns.append((f"held-out, {track_name(track)}", of_track))
         columns.append(("images/s", lambda run: run.series("throughput(img/s)").tail_median()))
         rows = []
         for n, group in enumerate(self.groups):
@@ -188,7 +191,8 @@ class _Page:
         rows = []
         for run in self.runs:
             summary = run.summary or {}
-            versions = summary.get("versions") if isinstance(summary.get("versions"), dict) else {}
+            versions: Any = summary.get("versions")
+            versions = versions if isinstance(versions, dict) else {}
             tags = ("throughput(img/s)", "time_metrics/end_to_end(s)", "mfu(%)")
             peaks = [max(run.series(tag).values, default=None) for tag in memory]
             rows.append([
@@ -240,7 +244,7 @@ class _Page:
         measured = [y for run in self.runs for track in self.tracks for y in held_out(run, track).values]
         for track in self.tracks:
             panels.append(self._panel(
-                f"Held-out loss, {track_name(track)}", lambda run, track=track: run.held_out_tags().get(track), "loss",
+                f"Held-out loss, {track_name(track)}", functools.partial(_held_out_tag, track), "loss",
                 "Not smoothed; every point is one measurement. All held-out charts share one axis.",
                 log=True, y_values=measured, marked=True,
             ))
@@ -279,7 +283,7 @@ class _Page:
                 continue
             values = y_values or [y for line in lines for _, y in line.points]
             logarithmic = log and spans_much(values)
-            span = {"width": 270, "height": 170, "small": True} if small else {}
+            span: dict[str, Any] = {"width": 270, "height": 170, "small": True} if small else {}
             chart = line_chart(
                 lines, x_label=label, y_label=y_label, log=logarithmic, x_values=(0, self._extent(axis == "images")),
                 y_values=reach(values, lines, logarithmic), **span,
@@ -301,8 +305,8 @@ class _Page:
         if not numbers:
             return element("section", heading, element("p", "Not logged.", class_="missing"), id="bins")
         binned = [run for run in self.runs if run.bin_tags()]
-        edges = [run.bin_edges for run in binned]
-        in_t = all(edges)
+        edges = [of_run for run in binned if (of_run := run.bin_edges)]
+        in_t = len(edges) == len(binned)
         same = in_t and all(one == edges[0] for one in edges)
         series = []
         for n, group in enumerate(self.groups):
@@ -312,11 +316,13 @@ class _Page:
                 if not tails:
                     continue
                 interval = group.interval(one.tail_median() for one in tails)
+                if interval is None:
+                    continue
                 if interval.bounded:
                     ends = interval.lower, interval.upper
                 else:
                     ends = percentile(tails[0].tail(), 0.1), percentile(tails[0].tail(), 0.9)
-                place = group.runs[0].bin_edges if in_t else [*range(max(numbers) + 2)]
+                place = (in_t and group.runs[0].bin_edges) or [*range(max(numbers) + 2)]
                 if number + 1 < len(place):
                     found.append((place[number], place[number + 1], interval.value, ends))
             if found:
@@ -455,13 +461,21 @@ def _grid(run: RunRecord, step: int) -> Markup:
     return element("img", src=source, alt=f"samples of {run.name} at step {step}", loading="lazy")
 
 
+def _final_held_out(track: str, run: RunRecord) -> float | None:
+    return held_out(run, track).final()
+
+
+def _held_out_tag(track: str, run: RunRecord) -> str | None:
+    return run.held_out_tags().get(track)
+
+
 def _data_uri(path: Path) -> str:
     content = read_regular(path, _LARGEST_GRID)
     with open_image(content) as picture:
         picture.load()
         if picture.width > WIDEST_GRID:
             height = round(picture.height * WIDEST_GRID / picture.width)
-            smaller, content = picture.convert("RGB").resize((WIDEST_GRID, max(height, 1))), io.BytesIO()
-            smaller.save(content, "PNG", optimize=True)
-            content = content.getvalue()
+            smaller, stream = picture.convert("RGB").resize((WIDEST_GRID, max(height, 1))), io.BytesIO()
+            smaller.save(stream, "PNG", optimize=True)
+            content = stream.getvalue()
     return "data:image/png;base64," + base64.b64encode(content).decode()
