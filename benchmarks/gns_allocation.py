@@ -88,7 +88,7 @@ bin_edges = {bin_edges}
 """
 LOSSES = {
     "velocity": "",
-    "noise": 'weighting = "p2"\np2_gamma = 0.0',  # the noise's error counts 1, the velocity's (1 - t)^2
+    "noise": 'weighting.name = "p2"\nweighting.gamma = 0.0',  # the noise's error counts 1, the velocity's (1 - t)^2
 }
 FLOOR = 0.1
 PRESENT = "present"

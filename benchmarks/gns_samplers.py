@@ -75,7 +75,7 @@ seed = {seed}
 """
 LOSSES = {
     "velocity": "",
-    "noise": 'weighting = "p2"\np2_gamma = 0.0\n',  # the noise's error counts 1, the velocity's (1 - t)^2
+    "noise": 'weighting.name = "p2"\nweighting.gamma = 0.0\n',  # the noise's error counts 1, the velocity's (1 - t)^2
 }
 ALLOCATION = """
 [gns]

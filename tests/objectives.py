@@ -5,6 +5,7 @@ from typing import Any
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, ScheduleConfig, SolverConfig
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.diffusion.timesteps.sampler import TimestepsConfig
+from torchtitan.diffusion.weightings import WEIGHTINGS, WeightingConfig
 from torchtitan.settings import chosen
 
 LEARNING = [name for name, section in TIMESTEPS.items() if section.learns]
@@ -13,6 +14,11 @@ LEARNING = [name for name, section in TIMESTEPS.items() if section.learns]
 def timesteps(name: str, **keys: Any) -> TimestepsConfig:
     """`[objective.timesteps]` of a name."""
     return chosen(TIMESTEPS, name, **keys)
+
+
+def weighting(name: str, **keys: Any) -> WeightingConfig:
+    """`[objective.weighting]` of a name."""
+    return chosen(WEIGHTINGS, name, **keys)
 
 
 def solver(name: str, **keys: Any) -> SolverConfig:

@@ -11,7 +11,6 @@ import torch
 
 from data.synthetic import Synthetic, optimal_velocity_loss
 from tests.launcher import run_on_ranks
-from tests.objectives import timesteps
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.paths import per_image
 from torchtitan.evaluation.validation import held_out_draw
@@ -53,8 +52,8 @@ enable = false
 """
 
 # Half of the noise levels on either side of sigma = 1, few so far out that the currency turns small errors into large.
-CENTRED = {"timesteps": timesteps("logit_normal")}
-LEVELS = {"timesteps": timesteps("lognormal_sigma", p_mean=0.0, p_std=1.2)}
+CENTRED = {"timesteps.name": "logit_normal"}
+LEVELS = {"timesteps.name": "lognormal_sigma", "timesteps.p_mean": 0.0, "timesteps.p_std": 1.2}
 # name -> path, what goes with it, and the predictions it can be sampled from
 PATHS = {
     "flow": ("rectified_flow", {}, ("velocity", "v", "x0", "edm")),
@@ -65,22 +64,22 @@ PATHS = {
     "EDM": ("edm", LEVELS, ("noise", "x0", "v", "velocity", "edm")),
 }
 OBJECTIVES = {
-    f"{name}, {prediction}": {"path": path, "prediction": prediction, "weighting": "snr_plus_one", **settings}
+    f"{name}, {prediction}": {"path": path, "prediction": prediction, "weighting.name": "snr_plus_one", **settings}
     for name, (path, settings, predictions) in PATHS.items()
     for prediction in predictions
 }
-OBJECTIVES["flow, velocity, uniform"] = {"timesteps": timesteps("uniform")}
+OBJECTIVES["flow, velocity, uniform"] = {"timesteps.name": "uniform"}
 for prediction in ("x0", "edm"):  # EDM's own input scaling, and its weighting
-    OBJECTIVES[f"EDM, {prediction}"] |= {"preconditioning": "edm", "weighting": "edm"}
+    OBJECTIVES[f"EDM, {prediction}"] |= {"preconditioning": "edm", "weighting.name": "edm"}
 # Noise in images that no scaling tames: an error of the noise counts sigma^2 in the common currency.
-OBJECTIVES["EDM, noise"] |= {"timesteps": timesteps("lognormal_sigma", p_mean=0.0, p_std=0.7)}
+OBJECTIVES["EDM, noise"] |= {"timesteps.p_std": 0.7}
 
 
 @pytest.mark.long
 def test_trained_loss_approaches_the_closed_form_on_every_path_and_prediction(tmp_path):
     def measure(name: str) -> tuple[str, list[float]]:
         settings = "\n".join(f"{key} = {json.dumps(value)}" for key, value in OBJECTIVES[name].items())
-        uses_sigma_data = "edm" in [OBJECTIVES[name].get(key) for key in ("prediction", "preconditioning", "weighting")]
+        uses_sigma_data = "edm" in [OBJECTIVES[name].get(key) for key in ("prediction", "preconditioning", "weighting.name")]
         keys = CONFIG if uses_sigma_data else CONFIG.replace("sigma_data = 1.0\n", "")
         path = tmp_path / f"{''.join(filter(str.isalnum, name))}.toml"
         path.write_text(keys.format(objective=settings))

@@ -25,7 +25,7 @@ RANKS = ["--gns.rank_gradients", "true"]
 ALLOCATE = [
     "--gns.allocate_timesteps", "true", "--gns.allocation_warmup", "320", "--gns.allocation_interval", "3",
     "--gns.num_bins", "2", "--optimizer.name", "Muon", "--objective.timesteps.name", "uniform", "--objective.spread", "stratified",
-    "--objective.weighting", "p2", "--objective.p2_gamma", "3", "--training.global_batch_size", "64",
+    "--objective.weighting.name", "p2", "--objective.weighting.gamma", "3", "--training.global_batch_size", "64",
 ]  # fmt: skip
 
 

@@ -230,18 +230,18 @@ BAD_FILES = [
         " measured bins know nothing (set it to false, or use another sampler)",
     ),
     (
-        "[objective]\ntimesteps.name = 'adaptive_log_snr'\nprediction = 'x0'\nweighting = 'snr_plus_one'",
-        "objective.timesteps.name: uniform draws so many timesteps near clean data that objective.weighting ="
+        "[objective]\ntimesteps.name = 'adaptive_log_snr'\nprediction = 'x0'\nweighting.name = 'snr_plus_one'",
+        "objective.timesteps.name: uniform draws so many timesteps near clean data that objective.weighting.name ="
         " snr_plus_one on objective.prediction = x0 has an infinite mean loss (use logit_normal or another weighting)",
     ),
     (
-        "[objective]\ntimesteps.name = 'uniform'\nprediction = 'x0'\nweighting = 'snr_plus_one'",
-        "objective.timesteps.name: uniform draws so many timesteps near clean data that objective.weighting ="
+        "[objective]\ntimesteps.name = 'uniform'\nprediction = 'x0'\nweighting.name = 'snr_plus_one'",
+        "objective.timesteps.name: uniform draws so many timesteps near clean data that objective.weighting.name ="
         " snr_plus_one on objective.prediction = x0 has an infinite mean loss (use logit_normal or another weighting)",
     ),
     (
         "[objective]\npath = 'edm'\ntimesteps.name = 'cosmap'\nprediction = 'v'",
-        "objective.timesteps.name: cosmap draws so many timesteps near noise that objective.weighting ="
+        "objective.timesteps.name: cosmap draws so many timesteps near noise that objective.weighting.name ="
         " none on objective.prediction = v has an infinite mean loss (use logit_normal or another weighting)",
     ),
     (
@@ -250,9 +250,8 @@ BAD_FILES = [
         " objective.prediction = edm",
     ),
     (
-        "[objective]\nsnr_gamma = 5.0\nweighting = 'snr_plus_one'",
-        "objective.snr_gamma: has no effect when objective.weighting = snr_plus_one; remove it or set"
-        " objective.weighting = min_snr or soft_min_snr",
+        "[objective]\nweighting.gamma = 5.0\nweighting.name = 'snr_plus_one'",
+        "objective.weighting.gamma: unknown key (it is a key of objective.weighting.name = min_snr or soft_min_snr or p2)",
     ),
     ("[objective]\ntimesteps.scale = 1.0\ntimesteps.name = 'mode'\nshift = 0.0", "objective.shift: must be at least 0.01"
      " and at most 100, is 0.0"),

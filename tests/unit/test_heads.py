@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.objectives import timesteps
+from tests.objectives import timesteps, weighting
 from torchtitan.diffusion.heads import HEADS, RunningErrors
 from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
 from torchtitan.diffusion.objective_checks import objective_problems
@@ -218,7 +218,7 @@ def test_the_head_in_use_is_the_one_whose_error_has_been_the_least():
 def test_the_loss_weighs_the_common_error_whatever_head_it_is_of():
     """min_snr on heads is min_snr on the one prediction that they agree in."""
     x0 = torch.randn(6, 2, 4, 4, generator=torch.Generator().manual_seed(2))
-    keys = dict(weighting="min_snr")
+    keys = dict(weighting=weighting("min_snr"))
     several, single = objective_of("minimum", **keys), Objective(ObjectiveConfig(**DDPM, **keys), 0)
     draw = Draw(
         single.path.index_to_t(torch.tensor([20, 100, 259, 400, 700, 900])).float(), torch.randn_like(x0), torch.ones(6)
@@ -274,8 +274,8 @@ def test_a_head_whose_error_grows_without_bounds_is_refused():
          "objective.heads: objective.preconditioning = edm makes one prediction of the network's output"),
         (dict(heads=THREE, combine="snr_handover", handover_snr=[2.0, 1.0]),
          "objective.handover_snr: [2.0, 1.0] must be 2 rising, positive numbers"),
-        (dict(heads=THREE, combine="raw_minimum", weighting="min_snr"),
-         "objective.weighting: min_snr is for errors of one prediction; objective.combine = raw_minimum"),
+        (dict(heads=THREE, combine="raw_minimum", weighting=weighting("min_snr")),
+         "objective.weighting.name: min_snr is for errors of one prediction; objective.combine = raw_minimum"),
         (dict(heads=THREE, learned_uncertainty=True), "objective.learned_uncertainty: objective.combine = inverse_variance"),
         (dict(heads=THREE, timesteps=timesteps("loss_second_moment")),
          "objective.timesteps.name: loss_second_moment learns from losses, which objective.combine = inverse_variance"),

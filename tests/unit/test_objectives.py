@@ -13,7 +13,7 @@ import pytest
 import torch
 from scipy import stats
 
-from tests.objectives import timesteps
+from tests.objectives import timesteps, weighting
 from torchtitan import philox
 from torchtitan.conditions import Classes
 from torchtitan.config.job import load_config
@@ -42,12 +42,13 @@ def with_slots(config: ObjectiveConfig) -> ObjectiveConfig:
 
 
 def choices(key: str) -> list[str]:
-    return list(TIMESTEPS if key == "timesteps" else typing.get_args(typing.get_type_hints(ObjectiveConfig)[key]))
+    by_name = {"timesteps": TIMESTEPS, "weighting": WEIGHTINGS}
+    return list(by_name.get(key, typing.get_args(typing.get_type_hints(ObjectiveConfig)[key])))
 
 
 def test_every_registered_name_is_a_choice():
     registries = {
-        "path": PATHS, "prediction": PREDICTIONS, "preconditioning": PRECONDITIONINGS, "weighting": WEIGHTINGS,
+        "path": PATHS, "prediction": PREDICTIONS, "preconditioning": PRECONDITIONINGS,
     }
     for key, registry in registries.items():
         assert sorted(choices(key)) == sorted(registry), key
@@ -158,8 +159,8 @@ def test_sampling_starts_where_each_path_ends():
 # --- weightings
 
 
-def weights(path: str, prediction: str, weighting: str, sigma: torch.Tensor, **keys) -> torch.Tensor:
-    config = ObjectiveConfig(path=path, prediction=prediction, weighting=weighting, **keys)
+def weights(path: str, prediction: str, name: str, sigma: torch.Tensor, **keys) -> torch.Tensor:
+    config = ObjectiveConfig(path=path, prediction=prediction, weighting=weighting(name, **keys))
     return prediction_weight(config, PATHS[path](), sigma)
 
 
@@ -190,9 +191,9 @@ def test_weights_have_their_closed_forms_in_every_currency():
         ("ddpm_linear", "noise", "p2"): (1 + snr) ** -1.0,
         ("rectified_flow", "velocity", "none"): torch.ones_like(snr),
     }
-    for (path, prediction, weighting), expected in wanted.items():
-        found = weights(path, prediction, weighting, sigma, snr_gamma=3.0)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0, msg=f"{path} {prediction} {weighting}")
+    for (path, prediction, name), expected in wanted.items():
+        found = weights(path, prediction, name, sigma, **({"gamma": 3.0} if "min_snr" in name else {}))
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0, msg=f"{path} {prediction} {name}")
     golden = weights("edm", "x0", "edm", torch.tensor([0.002, 0.5, 80.0], dtype=torch.float64))
     assert golden.tolist() == pytest.approx([250004, 8, 4.00015625], rel=1e-12)
 
@@ -281,11 +282,11 @@ def test_equal_effective_weights_are_seen_to_be_equal():
 
     for path in DISCRETE:
         v = weight(path=path, prediction="v", timesteps=timesteps("uniform"))
-        x0 = weight(path=path, prediction="x0", weighting="snr_plus_one", timesteps=timesteps("uniform"))
+        x0 = weight(path=path, prediction="x0", weighting=weighting("snr_plus_one"), timesteps=timesteps("uniform"))
         assert (v > 0).any()
         torch.testing.assert_close(v, x0, rtol=1e-9, atol=0)
     edm = dict(path="edm", timesteps=timesteps("lognormal_sigma"), sigma_data=0.5)
-    whole = weight(**edm, prediction="x0", preconditioning="edm", weighting="edm")
+    whole = weight(**edm, prediction="x0", preconditioning="edm", weighting=weighting("edm"))
     torch.testing.assert_close(whole, weight(**edm, prediction="edm", preconditioning="edm"), rtol=1e-9, atol=0)
     normal = torch.from_numpy(stats.norm(-1.2, 1.2).pdf(log_sigma.numpy()))
     torch.testing.assert_close(whole, normal * (1 + torch.exp(log_sigma) ** 2 / 0.25), rtol=1e-9, atol=0)
@@ -320,13 +321,13 @@ def small_dit():
     return model
 
 
-@pytest.mark.parametrize("weighting", [name for name in WEIGHTINGS if name != "none"])
+@pytest.mark.parametrize("name", [name for name in WEIGHTINGS if name != "none"])
 @pytest.mark.parametrize("path", ["rectified_flow", "edm", "ddpm_linear", "ddpm_cosine_continuous"])
-def test_gradient_does_not_depend_on_the_prediction_type(path, weighting, small_dit):
+def test_gradient_does_not_depend_on_the_prediction_type(path, name, small_dit):
     images = philox.normal(1, "synthetic_data", torch.arange(8), (1, 8, 8))
     gradients = {}
     for prediction in PREDICTIONS:
-        objective = Objective(ObjectiveConfig(path=path, prediction=prediction, weighting=weighting), seed=5)
+        objective = Objective(ObjectiveConfig(path=path, prediction=prediction, weighting=weighting(name)), seed=5)
         draw = objective.draw((1, 8, 8), GlobalBatch(0, 8), torch.arange(8))
         small_dit.zero_grad()
         model = InAnyCurrency(small_dit, path, prediction)
@@ -340,7 +341,7 @@ def test_gradient_does_not_depend_on_the_prediction_type(path, weighting, small_
 
 def test_edm_loss_is_the_paper_s_written_out(small_dit):
     config = ObjectiveConfig(
-        path="edm", prediction="x0", preconditioning="edm", weighting="edm", timesteps=timesteps("lognormal_sigma")
+        path="edm", prediction="x0", preconditioning="edm", weighting=weighting("edm"), timesteps=timesteps("lognormal_sigma")
     )
     objective = Objective(config, seed=2)
     images, classes = philox.normal(1, "synthetic_data", torch.arange(8), (1, 8, 8)), torch.arange(8)
@@ -370,13 +371,14 @@ def test_predict_inverts_a_perfect_network(path, prediction):
 def test_every_accepted_combination_has_a_finite_loss_and_effective_weight():
     images, noise = torch.randn(2, 64, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     model, log_sigma = lambda x, time, _: torch.tanh(x) + 1e-4 * time.reshape(-1, 1, 1, 1), torch.linspace(-9, 9, 37)
-    keys = ("path", "prediction", "preconditioning", "weighting", "timesteps")
+    keys = ("path", "prediction", "preconditioning")
     accepted, of_samplers = 0, collections.Counter()
     few = [choices("path"), ["v", "x0", "edm"], ["identity"], ["none", "snr_plus_one"], choices("timesteps")]
-    every = [*map(choices, keys[:-1]), ["uniform", "logit_normal", "mode", "cosmap"]]
+    every = [*map(choices, (*keys, "weighting")), ["uniform", "logit_normal", "mode", "cosmap"]]
     for values in dict.fromkeys((*itertools.product(*few), *itertools.product(*every))):
-        *others, sampler = values
-        config = with_slots(ObjectiveConfig(**dict(zip(keys, others, strict=False)), timesteps=timesteps(sampler)))
+        *others, factor, sampler = values
+        chosen = {"weighting": weighting(factor), "timesteps": timesteps(sampler)}
+        config = with_slots(ObjectiveConfig(**dict(zip(keys, others, strict=True)), **chosen))
         if list(objective_problems(config)):
             continue
         accepted += 1

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tests.objectives import timesteps
+from tests.objectives import timesteps, weighting
 from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import per_image
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.uncertainty import LogUncertainty
 
-EDM = dict(path="edm", prediction="x0", preconditioning="edm", weighting="edm", timesteps=timesteps("lognormal_sigma"))
+EDM = dict(path="edm", prediction="x0", preconditioning="edm", weighting=weighting("edm"), timesteps=timesteps("lognormal_sigma"))
 
 
 def test_the_loss_is_the_weighted_error_at_first_and_1_on_data_of_sigma_data():
@@ -91,7 +91,8 @@ def test_u_stays_beyond_the_levels_that_train_it():
 
 def test_validation_and_the_guard_see_the_loss_without_u():
     """The loss itself may be negative; held-out losses of runs with and without u are one and the same quantity."""
-    keys = dict(path="ddpm_linear", prediction="v", preconditioning="index", timesteps=timesteps("uniform"), weighting="min_snr")
+    keys = dict(path="ddpm_linear", prediction="v", preconditioning="index", timesteps=timesteps("uniform"))
+    keys["weighting"] = weighting("min_snr")
     learned, plain = Objective(ObjectiveConfig(**keys, learned_uncertainty=True), 0), Objective(ObjectiveConfig(**keys), 0)
     with torch.no_grad():
         learned.uncertainty.weight.normal_(generator=torch.Generator().manual_seed(0))

@@ -368,9 +368,9 @@ def head_problems(config: Any, path: Path) -> Iterator[tuple[str, str]]:
         )
     if config.combine == "snr_handover":
         yield from _handover_problems(config)
-    if config.combine in ("raw_minimum", "inverse_variance") and config.weighting != "none":
-        yield "objective.weighting", (
-            f"{config.weighting} is for errors of one prediction; objective.combine = {config.combine} trains each head by"
+    if config.combine in ("raw_minimum", "inverse_variance") and config.weighting.name != "none":
+        yield "objective.weighting.name", (
+            f"{config.weighting.name} is for errors of one prediction; objective.combine = {config.combine} trains each head by"
             " its own (use none)"
         )
     if config.combine == "inverse_variance" and config.learned_uncertainty:

@@ -23,14 +23,14 @@ from torchtitan.diffusion.predictions import PREDICTIONS, noise_error_weight, ta
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS, SamplerOf, build_sampler
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepsConfig
 from torchtitan.diffusion.uncertainty import LogUncertainty
-from torchtitan.diffusion.weightings import WEIGHTINGS, prediction_weight
+from torchtitan.diffusion.weightings import WEIGHTINGS, WeightingConfig, prediction_weight
 from torchtitan.settings import Choice, OneOf, choice, setting
 
 # A diffusion network: (x [B, C, H, W], time [B], condition) -> [B, C, H, W]
 Network = Callable[[Tensor, Tensor, Condition], Tensor]
 
 
-_EDM_IN_USE = {"prediction or preconditioning or weighting": ("edm",)}
+_EDM_IN_USE = {"prediction or preconditioning or objective.weighting.name": ("edm",)}
 _UNCERTAINTY_IN_USE = {"learned_uncertainty or combine": (True, "inverse_variance")}
 # Beyond these quantiles of the training density hardly any level is met.
 _TAIL = 1e-3
@@ -48,15 +48,7 @@ class ObjectiveConfig:
         "identity", "scaling of the network's input, output and time; index: the DDPM's index is the time; sit: as SiT"
     )
     sigma_data: float = setting(0.5, "standard deviation of the data, for EDM", gt=0, applies=_EDM_IN_USE)
-    weighting: OneOf[str, WEIGHTINGS] = setting(
-        "none", "factor on the squared error as a function of the noise level, the same for every prediction"
-    )
-    snr_gamma: float = setting(
-        5.0, "signal-to-noise ratio above which the weight stops growing", gt=0,
-        applies={"weighting": ("min_snr", "soft_min_snr")},
-    )
-    p2_k: float = setting(1.0, "k of (k + snr)^-gamma", gt=0, applies={"weighting": ("p2",)})
-    p2_gamma: float = setting(1.0, "gamma of (k + snr)^-gamma", ge=0, applies={"weighting": ("p2",)})
+    weighting: WeightingConfig = choice(Choice(WEIGHTINGS, "none"), "factor on the squared error by noise level")
     learned_uncertainty: bool = setting(
         False, "learn u, the ln of the loss at each noise level, and train on loss / e^u + u: EDM2's weighting"
     )

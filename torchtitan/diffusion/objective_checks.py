@@ -54,8 +54,8 @@ def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
     if not density.light_tailed and not path.num_indices:
         if end := _end_without_mean(objective):
             yield "objective.timesteps.name", (
-                f"{density.name} draws so many timesteps near {end} that objective.weighting ="
-                f" {config.weighting} on objective.prediction = {config.prediction} has an infinite mean loss"
+                f"{density.name} draws so many timesteps near {end} that objective.weighting.name ="
+                f" {config.weighting.name} on objective.prediction = {config.prediction} has an infinite mean loss"
                 " (use logit_normal or another weighting)"
             )
 

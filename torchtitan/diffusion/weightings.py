@@ -4,44 +4,116 @@ A weighting gives the weight of the squared error of x0, or of the noise, at a n
 prediction in use, so that its meaning does not depend on the prediction type. snr = 1 / sigma^2 throughout.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan.diffusion.paths import Path
 from torchtitan.diffusion.predictions import noise_error_weight
+from torchtitan.settings import setting
 
 # 1 - t in float32 has no finer steps; below the lower one no float32 draw of t falls.
 _SIGMA_RANGE = (2.0**-60, 2.0**24)
 
 
-class Weighting(NamedTuple):
-    """Weighting: a weight and the squared error that it applies to.
+@dataclass(kw_only=True)
+class WeightingConfig:
+    """`[objective.weighting]`: base of the keys of every weighting.
 
     Attributes:
-        parametrisation: the weighted error: of x0, of the noise, or of the prediction in use.
-        weight: as a function of snr, float64, and of the `[objective]` section.
+        parametrisation: the weighted error: of x0, of the noise, or of the prediction in use; no key.
     """
 
-    parametrisation: Literal["x0", "noise", "prediction"]
-    weight: Callable[[Tensor, Any], Tensor]
+    name: str = setting(
+        "", "factor on the squared error as a function of the noise level, independent of the parametrisation"
+    )
+
+    parametrisation = "x0"
+
+    def weight(self, snr: Tensor, sigma_data: float) -> Tensor:
+        """Weight at signal-to-noise ratios, float64; sigma_data: standard deviation of the data."""
+        raise NotImplementedError
 
 
-WEIGHTINGS: dict[str, Weighting] = {
-    "none": Weighting("prediction", lambda snr, config: torch.ones_like(snr)),
-    # Hang et al., "Efficient diffusion training via min-SNR weighting strategy", arXiv 2303.09556, section 3.4.
-    "min_snr": Weighting("x0", lambda snr, config: snr.clamp(max=config.snr_gamma)),
-    # Crowson et al., "Scalable high-resolution pixel-space image synthesis", arXiv 2401.11605, section 4.4.
-    "soft_min_snr": Weighting("x0", lambda snr, config: snr * config.snr_gamma / (snr + config.snr_gamma)),
-    # Salimans and Ho, "Progressive distillation", arXiv 2202.00512, section 4.
-    "snr_plus_one": Weighting("x0", lambda snr, config: snr + 1.0),
-    "truncated_snr": Weighting("x0", lambda snr, config: snr.clamp(min=1.0)),
-    # Karras et al., arXiv 2206.00364, Table 1: (sigma^2 + sigma_data^2) / (sigma sigma_data)^2.
-    "edm": Weighting("x0", lambda snr, config: snr + config.sigma_data**-2),
-    # Choi et al., "Perception prioritized training", arXiv 2204.00227, eq. 8.
-    "p2": Weighting("noise", lambda snr, config: (config.p2_k + snr) ** -config.p2_gamma),
+@dataclass(kw_only=True)
+class NoWeightingConfig(WeightingConfig):
+    """1."""
+
+    parametrisation = "prediction"
+
+    def weight(self, snr: Tensor, sigma_data: float) -> Tensor:
+        return torch.ones_like(snr)
+
+
+@dataclass(kw_only=True)
+class MinSNRConfig(WeightingConfig):
+    """min(snr, gamma). Source: Hang et al., "Efficient diffusion training via min-SNR weighting strategy", arXiv
+    2303.09556, section 3.4.
+    """
+
+    gamma: float = setting(5.0, "signal-to-noise ratio above which the weight stops growing", gt=0)
+
+    def weight(self, snr: Tensor, sigma_data: float) -> Tensor:
+        return snr.clamp(max=self.gamma)
+
+
+@dataclass(kw_only=True)
+class SoftMinSNRConfig(MinSNRConfig):
+    """snr gamma / (snr + gamma). Source: Crowson et al., "Scalable high-resolution pixel-space image synthesis", arXiv
+    2401.11605, section 4.4.
+    """
+
+    def weight(self, snr: Tensor, sigma_data: float) -> Tensor:
+        return snr * self.gamma / (snr + self.gamma)
+
+
+@dataclass(kw_only=True)
+class SNRPlusOneConfig(WeightingConfig):
+    """snr + 1. Source: Salimans and Ho, "Progressive distillation", arXiv 2202.00512, section 4."""
+
+    def weight(self, snr: Tensor, sigma_data: float) -> Tensor:
+        return snr + 1.0
+
+
+@dataclass(kw_only=True)
+class TruncatedSNRConfig(WeightingConfig):
+    """max(snr, 1). Source: Salimans and Ho, "Progressive distillation", arXiv 2202.00512, section 4."""
+
+    def weight(self, snr: Tensor, sigma_data: float) -> Tensor:
+        return snr.clamp(min=1.0)
+
+
+@dataclass(kw_only=True)
+class EDMWeightingConfig(WeightingConfig):
+    """(sigma^2 + sigma_data^2) / (sigma sigma_data)^2. Source: Karras et al., arXiv 2206.00364, Table 1."""
+
+    def weight(self, snr: Tensor, sigma_data: float) -> Tensor:
+        return snr + sigma_data**-2
+
+
+@dataclass(kw_only=True)
+class P2Config(WeightingConfig):
+    """(k + snr)^-gamma. Source: Choi et al., "Perception prioritized training", arXiv 2204.00227, eq. 8."""
+
+    k: float = setting(1.0, "k of (k + snr)^-gamma", gt=0)
+    gamma: float = setting(1.0, "gamma of (k + snr)^-gamma", ge=0)
+
+    parametrisation = "noise"
+
+    def weight(self, snr: Tensor, sigma_data: float) -> Tensor:
+        return (self.k + snr) ** -self.gamma
+
+
+WEIGHTINGS: dict[str, type[WeightingConfig]] = {
+    "none": NoWeightingConfig,
+    "min_snr": MinSNRConfig,
+    "soft_min_snr": SoftMinSNRConfig,
+    "snr_plus_one": SNRPlusOneConfig,
+    "truncated_snr": TruncatedSNRConfig,
+    "edm": EDMWeightingConfig,
+    "p2": P2Config,
 }
 
 
@@ -56,9 +128,9 @@ def prediction_weight(config: Any, path: Path, sigma: Tensor) -> Tensor:
     Returns:
         the weights, [N], of sigma's dtype.
     """
-    weighting = WEIGHTINGS[config.weighting]
+    weighting = config.weighting
     level = sigma.to(torch.float64).clamp(*_SIGMA_RANGE)
-    weight = weighting.weight(level**-2, config)
+    weight = weighting.weight(level**-2, config.sigma_data)
     if weighting.parametrisation != "prediction":
         noise_weight = weight * level**2 if weighting.parametrisation == "x0" else weight
         a, _ = path.coefficients(path.sigma_to_t(level))

@@ -25,7 +25,7 @@ class Move(NamedTuple):
 
 
 _TIMESTEPS, _BASE = "objective.timesteps", "objective.timesteps.base"
-_SOLVER, _SCHEDULE = "sampling.solver", "sampling.schedule"
+_WEIGHTING, _SOLVER, _SCHEDULE = "objective.weighting", "sampling.solver", "sampling.schedule"
 _DENSITY = (_TIMESTEPS, _BASE)
 _BINNED = ("time_warping", "adaptive_log_snr")
 
@@ -47,6 +47,10 @@ MOVED = {
     "objective.slot_edges_path": Move((_TIMESTEPS,), "edges_path", ("slots",)),
     "objective.slot_importance": Move((_TIMESTEPS,), "importance", ("slots",)),
     "objective.loss_half_life": Move((_TIMESTEPS,), "half_life", _BINNED),
+    "objective.weighting": Move((_WEIGHTING,), "name"),
+    "objective.snr_gamma": Move((_WEIGHTING,), "gamma", ("min_snr", "soft_min_snr")),
+    "objective.p2_k": Move((_WEIGHTING,), "k", ("p2",)),
+    "objective.p2_gamma": Move((_WEIGHTING,), "gamma", ("p2",)),
     "sampling.solver": Move((_SOLVER,), "name"),
     "sampling.ddim_eta": Move((_SOLVER,), "eta", ("ddim",)),
     "sampling.ddpm_variance": Move((_SOLVER,), "variance", ("ddpm",)),
@@ -63,7 +67,9 @@ MOVED = {
     "sampling.rho": Move((_SCHEDULE,), "rho", ("edm",)),
 }
 # Section -> its name where a file of an earlier version gives none.
-_DEFAULT_NAMES = {_TIMESTEPS: "logit_normal", _BASE: "uniform", _SOLVER: "euler", _SCHEDULE: "uniform"}
+_DEFAULT_NAMES = {
+    _TIMESTEPS: "logit_normal", _BASE: "uniform", _WEIGHTING: "none", _SOLVER: "euler", _SCHEDULE: "uniform",
+}  # fmt: skip
 
 
 def in_present_keys(
