@@ -22,6 +22,7 @@ from studies.critical_batch_decision import (
 from torchtitan.experiments.cells import Row, number
 from torchtitan.gns.capture import GEOMETRIES
 from torchtitan.pictures.markdown import inline, markdown_table
+from torchtitan.pictures.style import COLOURS, legend_outside, new_figure, note, ordered_colours
 from torchtitan.statistics.interval import Interval
 from torchtitan.training.metric_points import iter_points
 from torchtitan.training.metrics import METRICS_FILE
@@ -249,25 +250,25 @@ def _draw(test: BranchTest, findings: dict[str, Finding], scales: list[NoiseScal
     title = f"Critical batch size of {test.run.resolve().name} at step {test.step}: {critical_text(whole)}"
     if words := interval_text(whole.critical):
         title += f" (95 %: {words})"
-    figure, axes = gns_plots.new_figure(title, 1, 2, (13, 5.2))
+    figure, axes = new_figure(title, 1, 2, (13, 5.2))
     left, right = axes[0]
-    for weights, color, shift in ((DECIDING, "crimson", 1.0), ("", "0.6", 1.06)):
+    for weights, color, shift in ((DECIDING, COLOURS[1], 1.0), ("", "0.6", 1.06)):
         _draw_excess(left, findings[weights + WHOLE].found, color, WEIGHTS[weights], shift, bars=True)
-    for scale, color in zip(scales, ("tab:blue", "tab:green"), strict=False):
+    for scale, color in zip(scales, (COLOURS[0], COLOURS[2]), strict=False):
         if scale.samples.bounded:
             label = f"noise scale, {scale.geometry}: estimate"
             left.axvline(scale.samples.value, color=color, linewidth=1, linestyle=":", label=label)
             left.axvspan(scale.samples.lower, scale.samples.upper, color=color, alpha=0.1, linewidth=0)
     bins = test.config.metrics.loss_bins
-    for k, color in enumerate(gns_plots.bin_colors(bins)):
+    for k, color in enumerate(ordered_colours(bins)):
         of_bin = findings[f"{DECIDING}loss_by_bin/{k}"].found
         _draw_excess(right, of_bin, color, f"bin {k}", 1.0 + 0.01 * (k - 0.5 * (bins - 1)), bars=bins <= 5)
     for axis, words in ((left, "all timesteps"), (right, "by timestep bin, weights averaged over the branch")):
         _finish(axis, test, words)
-    gns_plots.legend_outside(right, "clean to noise")
+    legend_outside(right, "clean to noise")
     left.legend(fontsize=8, loc="upper left")
     bars = "bars: 95 % intervals over seeds" if test.seeds > 1 else "one seed: no intervals"
-    gns_plots.note(figure, f"{test.samples} samples of every branch, {test.seeds} seeds, paired; {bars}; dots: seeds")
+    note(figure, f"{test.samples} samples of every branch, {test.seeds} seeds, paired; {bars}; dots: seeds")
     return gns_plots.save(figure, test.folder / "critical_batch.png")
 
 
@@ -299,4 +300,3 @@ def _finish(axis: Axes, test: BranchTest, words: str) -> None:
     axis.set_xlabel("global batch size (samples)")
     axis.set_ylabel(f"held-out loss above batch {sizes[0]}'s (%)")
     axis.set_title(words, fontsize=10)
-    axis.grid(alpha=0.25)

@@ -10,6 +10,7 @@ from torch import Tensor
 from studies import gns_plots
 from studies.curve_table import LossCurve
 from torchtitan.diffusion.paths import IndexedPath
+from torchtitan.pictures.style import COLOURS, legend_outside, new_figure, note, ordered_colours
 from torchtitan.statistics.student import student_quantile
 
 _LOWEST_BAND = 0.02  # of its value: the lower end of a band that would reach 0 on a logarithmic axis
@@ -18,9 +19,9 @@ _INDEX = "DDPM index + 1 (left is clean data)"
 
 def loss_curves(curves: Sequence[LossCurve], prediction: str, path: Path) -> str:
     """Every curve in the run's own prediction over the timestep, and in that of the noise over sigma."""
-    figure, axes = gns_plots.new_figure("Mean squared error by timestep", columns=2, size=(14, 5.4))
+    figure, axes = new_figure("Mean squared error by timestep", columns=2, size=(14, 5.4))
     steps = sorted({curve.step for curve in curves})
-    colors = dict(zip(steps, gns_plots.bin_colors(len(steps)), strict=True))
+    colors = dict(zip(steps, ordered_colours(len(steps)), strict=True))
     tracks = sorted({curve.weights for curve in curves if curve.weights != "none"})
     lines = {"none": "-", **{track: ("--", ":", "-.")[place % 3] for place, track in enumerate(tracks)}}
     left, right = axes[0]
@@ -42,49 +43,46 @@ def loss_curves(curves: Sequence[LossCurve], prediction: str, path: Path) -> str
     right.set_title("in the currency of the noise", fontsize=10)
     for axis in (left, right):
         axis.set_yscale("log")
-        axis.grid(alpha=0.25)
-    gns_plots.legend_outside(right)
-    gns_plots.note(figure, f"bands: 95 % intervals over {first.images} images")
+    legend_outside(right)
+    note(figure, f"bands: 95 % intervals over {first.images} images")
     return gns_plots.save(figure, path)
 
 
 def slots(curve: LossCurve, error: str, edges: Sequence[float], paper: Sequence[int] | None, path: Path) -> str:
     """A curve of `error` with the inner edges of its slots, and the paper's if given."""
-    figure, axes = gns_plots.new_figure(f"Slots of equal loss, {curve.name}", size=(11, 5.4))
+    figure, axes = new_figure(f"Slots of equal loss, {curve.name}", size=(11, 5.4))
     axis = axes[0, 0]
-    _draw(axis, curve, _position(curve), curve.error, curve.stderr, color="tab:blue", label="squared error")
+    _draw(axis, curve, _position(curve), curve.error, curve.stderr, color=COLOURS[0], label="squared error")
     offset = 0 if curve.index is None else 1
     for place, edge in enumerate(edges[1:-1]):
-        axis.axvline(edge + offset, color="tab:red", linewidth=1.1, label="edges, this run" if place == 0 else None)
+        axis.axvline(edge + offset, color=COLOURS[1], linewidth=1.1, label="edges, this run" if place == 0 else None)
     for place, edge in enumerate(paper[1:-1] if paper else ()):
         axis.axvline(edge + offset, color="0.3", linewidth=1.1, linestyle=":",
                      label="edges, the paper's" if place == 0 else None)  # fmt: skip
     _set_timestep_axis(axis, curve)
     axis.set_yscale("log")
     axis.set_ylabel(f"squared error of the {error} (mean over values)")
-    axis.grid(alpha=0.2)
-    gns_plots.legend_outside(axis)
-    gns_plots.note(figure, f"band: 95 % interval over {curve.images} images")
+    legend_outside(axis)
+    note(figure, f"band: 95 % interval over {curve.images} images")
     return gns_plots.save(figure, path)
 
 
 def posterior(name: str, path: IndexedPath, marks: dict[str, int], picture: Path) -> str:
     """Coefficients of the posterior's mean, its variance and the signal-to-noise ratio over the index."""
-    figure, axes = gns_plots.new_figure(f"Reverse step of {name}", size=(11, 5.6))
+    figure, axes = new_figure(f"Reverse step of {name}", size=(11, 5.6))
     axis, at = axes[0, 0], torch.arange(path.num_indices) + 1
-    axis.plot(at, path.posterior_x0, color="tab:blue", label="weight of x0")
-    axis.plot(at[1:], path.posterior_x_t[1:], color="tab:orange", label="weight of x_t (0 at index 0)")
-    axis.plot(at[1:], path.posterior_variance[1:], color="tab:green", label="variance (0 at index 0)")
+    axis.plot(at, path.posterior_x0, color=COLOURS[0], label="weight of x0")
+    axis.plot(at[1:], path.posterior_x_t[1:], color=COLOURS[1], label="weight of x_t (0 at index 0)")
+    axis.plot(at[1:], path.posterior_variance[1:], color=COLOURS[2], label="variance (0 at index 0)")
     axis.plot(at, path.alphas_cumprod / (1 - path.alphas_cumprod), color="0.5", linewidth=1, label="SNR of x_t")
     for place, (label, index) in enumerate(marks.items()):
-        color = gns_plots.bin_colors(len(marks))[place]
+        color = ordered_colours(len(marks))[place]
         axis.axvline(index + 1, color=color, linestyle=":", label=f"{label}: index {index}")
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel(_INDEX)
     axis.set_ylabel("coefficient, variance or ratio (no unit)")
-    axis.grid(alpha=0.25)
-    gns_plots.legend_outside(axis)
+    legend_outside(axis)
     return gns_plots.save(figure, picture)
 
 

@@ -16,6 +16,7 @@ from studies.by_image import cosine, from_text, log_ratio
 from studies.slot_training import Slot
 from torchtitan.experiments.cells import Row, StudyRun, number
 from torchtitan.pictures.markdown import markdown_table
+from torchtitan.pictures.style import new_figure, note
 from torchtitan.statistics.interval import Interval
 
 # Kinds of rows: errors of the checkpoint, errors after a training, products of gradients.
@@ -268,7 +269,7 @@ def _draw_factors(run: StudyRun, grid: Grid, factors: Matrix, path: Path) -> str
     known = [abs(entry.value) for line in values for entry in line if entry]
     scale = max([*known, _LEAST_SCALE])
     size = (2.6 + 0.82 * len(grid.slots), 2.0 + 0.42 * len(trained))
-    figure, axes = gns_plots.new_figure(
+    figure, axes = new_figure(
         f"Error after fine-tuning over error before, F; {run.weights}, step {run.steps[0]}", size=size
     )
     texts = [
@@ -286,14 +287,14 @@ def _draw_factors(run: StudyRun, grid: Grid, factors: Matrix, path: Path) -> str
     axes[0, 0].set_xlabel("measured slot")
     figure.colorbar(picture, ax=axes[0, 0], label="ln F (red: error grew)", shrink=0.9)
     marks = "numbers: F; *: 95 % interval excludes 1\nframed: slots that were trained; below the line: the control"
-    gns_plots.note(figure, marks)
+    note(figure, marks)
     return gns_plots.save(figure, path)
 
 
 def _draw_cosines(run: StudyRun, grid: Grid, found: dict[tuple[int, int], Interval | None], path: Path) -> str:
     size = range(len(grid.slots))
     values = [[found[max(i, j), min(i, j)] for j in size] for i in size]
-    figure, axes = gns_plots.new_figure(
+    figure, axes = new_figure(
         f"Cosine between gradients of slots; {run.weights}, step {run.steps[0]}",
         size=(2.8 + 0.82 * len(size), 2.0 + 0.42 * len(size)),
     )
@@ -307,11 +308,12 @@ def _draw_cosines(run: StudyRun, grid: Grid, found: dict[tuple[int, int], Interv
     _slot_ticks(axes[0, 0], grid)
     figure.colorbar(picture, ax=axes[0, 0], label="cosine", shrink=0.9)
     marks = "freed of sampling noise; *: 95 % interval excludes 0\n?: a gradient cannot be told from noise"
-    gns_plots.note(figure, marks)
+    note(figure, marks)
     return gns_plots.save(figure, path)
 
 
 def _heat_map(axes: Axes, values: list[list[float]], texts: list[list[str]], scale: float):
+    axes.grid(visible=False)
     picture = axes.imshow(values, cmap="RdBu_r", vmin=-scale, vmax=scale, aspect="auto")
     for i, line in enumerate(texts):
         for j, text in enumerate(line):

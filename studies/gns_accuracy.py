@@ -12,6 +12,7 @@ from studies import gns_cells, gns_plots
 from studies.gns_cells import COLUMNS, KEY, UNIT, WHOLE_BIN, cost, good, interval_text, measure
 from torchtitan.experiments.cells import Cell, Row, StudyError, StudyRun, number, step_of
 from torchtitan.pictures.markdown import markdown_table
+from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
 
 __all__ = ["COLUMNS", "KEY", "UNIT", "add_options", "cells", "cost", "measure", "report"]
 
@@ -61,12 +62,12 @@ def _setting(run: StudyRun, portion: float) -> tuple[int, int, int]:
 
 def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
     steps = sorted({step_of(row) for row in rows})
-    figure, axes = gns_plots.new_figure(
+    figure, axes = new_figure(
         f"Noise scale against the data used, {run.weights}", columns=2, size=(14.5, 4.8)
     )
     for axis in axes[0]:
         axis.set_xscale("log")
-    colors, shifts = gns_plots.bin_colors(len(steps)), gns_plots.shifts(len(steps))
+    colors, shifts = ordered_colours(len(steps)), gns_plots.shifts(len(steps))
     for color, shift, step in zip(colors, shifts, steps, strict=True):
         of_step = sorted((row for row in rows if step_of(row) == step), key=_share)
         shares = [100 * _share(row) for row in of_step]
@@ -86,9 +87,8 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
         shares = sorted({float(f"{100 * _share(row):.2g}") for row in rows})
         axis.set_xticks(shares, [f"{share:g}" for share in shares])
         axis.set_xticks([], minor=True)
-        axis.grid(alpha=0.25)
-    gns_plots.legend_outside(axes[0, 1])
-    gns_plots.note(figure, gns_plots.caption(rows))
+    legend_outside(axes[0, 1])
+    note(figure, gns_plots.caption(rows))
     table = markdown_table(
         ["step", "share", "samples behind the norm", "noise scale", "norm of their mean gradient"],
         (

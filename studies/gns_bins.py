@@ -8,6 +8,7 @@ from studies import gns_cells, gns_plots
 from studies.gns_cells import COLUMNS, KEY, UNIT, bin_label, cost, interval_text, measure
 from torchtitan.experiments.cells import Cell, Row, StudyRun, number, step_of
 from torchtitan.pictures.markdown import markdown_table
+from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
 
 MOST_PANELS = 12
 
@@ -54,17 +55,16 @@ def by_bin(rows: list[Row]) -> dict[str, list[Row]]:
 def lines_over_training(run: StudyRun, grid: dict[str, list[Row]], rows: list[Row], path: Path) -> str:
     """A line per bin over the training steps, linear and logarithmic."""
     title = f"Gradient noise scale by timestep bin, {run.weights}"
-    figure, axes = gns_plots.new_figure(title, columns=2, size=(13.5, 5.2))
-    colors = gns_plots.bin_colors(len(grid))
+    figure, axes = new_figure(title, columns=2, size=(13.5, 5.2))
+    colors = ordered_colours(len(grid))
     for axis, scale in zip(axes[0], ("linear", "log"), strict=True):
         for color, shift, (label, of_bin) in zip(colors, gns_plots.shifts(len(grid)), grid.items(), strict=True):
             gns_plots.draw_line(axis, [step_of(row) for row in of_bin], of_bin, color, label, shift)
         gns_plots.set_scale(axis, rows, scale)
         axis.set_xlabel("training step")
         axis.set_ylabel(gns_plots.NOISE_SCALE)
-        axis.grid(alpha=0.25)
-    gns_plots.legend_outside(axes[0, 1], "timesteps (0 is clean data)")
-    gns_plots.note(figure, f"{gns_plots.caption(rows)}")
+    legend_outside(axes[0, 1], "timesteps (0 is clean data)")
+    note(figure, f"{gns_plots.caption(rows)}")
     return gns_plots.save(figure, path)
 
 
@@ -79,26 +79,26 @@ def bars_per_checkpoint(run: StudyRun, rows: list[Row], path: Path) -> str:
         title += f" ({len(shown)} of {len(steps)} checkpoints)"
     height = 0.27 * max(len(rows) // max(len(steps), 1), 3) + 0.9
     size = (4.6 * columns + 0.6, lines * height + 1.0)
-    figure, axes = gns_plots.new_figure(title, lines, columns, size, sharex=True, sharey=True)
+    figure, axes = new_figure(title, lines, columns, size, sharex=True, sharey=True)
     for axis in axes.flat[len(shown) :]:
         axis.set_visible(False)
     for axis, step in zip(axes.flat, shown, strict=False):
         of_step = [row for row in rows if step_of(row) == step]
-        gns_plots.draw_bars(axis, of_step, gns_plots.bin_colors(len(of_step)))
+        gns_plots.draw_bars(axis, of_step, ordered_colours(len(of_step)))
         axis.set_title(f"step {step}", fontsize=10)
-        axis.grid(axis="x", alpha=0.25)
+        axis.grid(axis="y", visible=False)
         axis.xaxis.set_tick_params(labelbottom=True)
     axes.flat[0].set_ylim(len(rows) // len(steps) - 0.4, -0.6)
     gns_plots.set_scale(axes.flat[0], rows, "log", along="x")
-    gns_plots.note(figure, f"{gns_plots.NOISE_SCALE}\n{gns_plots.caption(rows)}")
+    note(figure, f"{gns_plots.NOISE_SCALE}\n{gns_plots.caption(rows)}")
     return gns_plots.save(figure, path)
 
 
 def deltas_over_training(run: StudyRun, grid: dict[str, list[Row]], path: Path) -> str:
     """Change of each bin's value against its value at the checkpoint before."""
     title = f"Change of the noise scale since the checkpoint before, {run.weights}"
-    figure, axes = gns_plots.new_figure(title, size=(9.5, 5))
-    for color, (label, rows) in zip(gns_plots.bin_colors(len(grid)), grid.items(), strict=True):
+    figure, axes = new_figure(title, size=(9.5, 5))
+    for color, (label, rows) in zip(ordered_colours(len(grid)), grid.items(), strict=True):
         if changes := deltas(rows):
             axes[0, 0].plot(*zip(*changes, strict=True), color=color, marker="o", markersize=4, label=label)
     axes[0, 0].axhline(0, color="0.5", linewidth=0.8)
@@ -106,10 +106,9 @@ def deltas_over_training(run: StudyRun, grid: dict[str, list[Row]], path: Path) 
     axes[0, 0].margins(y=0.08)
     axes[0, 0].set_xlabel("training step")
     axes[0, 0].set_ylabel("change (samples; linear within ±1)")
-    axes[0, 0].grid(alpha=0.25)
     if axes[0, 0].lines[:-1]:
-        gns_plots.legend_outside(axes[0, 0], "timesteps (0 is clean data)")
-    gns_plots.note(figure, "between two checkpoints that both have a bounded estimate")
+        legend_outside(axes[0, 0], "timesteps (0 is clean data)")
+    note(figure, "between two checkpoints that both have a bounded estimate")
     return gns_plots.save(figure, path)
 
 

@@ -25,6 +25,7 @@ from studies.published_estimator import SOFTMAX_TEMPERATURES, p1_shares, softmax
 from torchtitan.experiments.cells import Cell, Row, StudyRun, number, step_of
 from torchtitan.gns.allocate import gradient_variance, neyman_shares
 from torchtitan.pictures.markdown import markdown_table
+from torchtitan.pictures.style import COLOURS, legend_outside, new_figure, note, ordered_colours
 
 __all__ = ["COLUMNS", "KEY", "UNIT", "add_options", "cells", "cost", "measure", "report"]
 
@@ -99,19 +100,18 @@ def _allocations(binned: list[Row], step: int) -> dict[str, tuple[list[float], f
 
 
 def _training_picture(run: StudyRun, whole: list[Row], binned: list[Row], path: Path) -> str:
-    figure, axes = gns_plots.new_figure(f"{TITLE} over training, {run.weights}", size=(10, 5.4))
+    figure, axes = new_figure(f"{TITLE} over training, {run.weights}", size=(10, 5.4))
     axis = axes[0, 0]
     grid = gns_bins.by_bin(binned)
-    colors, shifts = gns_plots.bin_colors(len(grid)), gns_plots.shifts(len(grid) + 1)
+    colors, shifts = ordered_colours(len(grid)), gns_plots.shifts(len(grid) + 1)
     for color, shift, (label, of_bin) in zip(colors, shifts, grid.items(), strict=False):
         gns_plots.draw_line(axis, [step_of(row) for row in of_bin], of_bin, color, label, shift)
-    gns_plots.draw_line(axis, [step_of(row) for row in whole], whole, "crimson", "all timesteps", shifts[-1])
+    gns_plots.draw_line(axis, [step_of(row) for row in whole], whole, COLOURS[1], "all timesteps", shifts[-1])
     gns_plots.set_scale(axis, [*whole, *binned], "log")
     axis.set_xlabel("training step")
     axis.set_ylabel("gradient noise scale, a proxy (samples)")
-    axis.grid(alpha=0.25)
-    gns_plots.legend_outside(axis, "timesteps (0 is clean data)")
-    gns_plots.note(figure, gns_plots.caption(whole + binned))
+    legend_outside(axis, "timesteps (0 is clean data)")
+    note(figure, gns_plots.caption(whole + binned))
     return gns_plots.save(figure, path)
 
 
@@ -119,13 +119,13 @@ def _shares_picture(run: StudyRun, binned: list[Row], allocations: dict, path: P
     shown = gns_bins.evenly(list(allocations), 6)
     columns = min(len(shown), 2)
     lines = -(-len(shown) // columns)
-    figure, axes = gns_plots.new_figure(
+    figure, axes = new_figure(
         f"Samples allocated to bins from the estimates, {run.weights}", lines, columns,
         (7.2 * columns + 0.6, 3.1 * lines + 1.3), sharey=True,
     )  # fmt: skip
     for axis in axes.flat[len(shown) :]:
         axis.set_visible(False)
-    colors = {"Neyman": "black", "p1": "crimson"}
+    colors = {"Neyman": "black", "p1": COLOURS[1]}
     colors |= {f"softmax {heat}": color for heat, color in zip(SOFTMAX_TEMPERATURES, gns_plots.blues(4), strict=True)}
     for axis, step in zip(axes.flat, shown, strict=False):
         rows = [row for row in binned if step_of(row) == step]
@@ -145,11 +145,11 @@ def _shares_picture(run: StudyRun, binned: list[Row], allocations: dict, path: P
         axis.set_xticks(range(len(rows)), names, fontsize=7, rotation=35)
         axis.set_title(f"step {step}", fontsize=10)
         axis.set_ylim(0, 100)
-        axis.grid(axis="y", alpha=0.25)
+        axis.grid(axis="x", visible=False)
         axis.set_xlabel(f"bin in {bin_label(rows[0]).split()[0]}, from, to", fontsize=9)
     for axis in axes[:, 0]:
         axis.set_ylabel("share of the batch (%)")
     fullest = max(axes.flat, key=lambda axis: len(axis.get_legend_handles_labels()[1]))
-    gns_plots.legend_outside(axes[0, columns - 1], entries_of=fullest)
-    gns_plots.note(figure, "Neyman minimises the gradient's variance; p1 and softmax as published, for comparison only")
+    legend_outside(axes[0, columns - 1], entries_of=fullest)
+    note(figure, "Neyman minimises the gradient's variance; p1 and softmax as published, for comparison only")
     return gns_plots.save(figure, path)

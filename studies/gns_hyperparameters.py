@@ -16,6 +16,7 @@ from torchtitan.experiments.cells import (
     step_of,
 )
 from torchtitan.pictures.markdown import markdown_table
+from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
 
 # b, B / b and reps where the options say nothing.
 GRIDS = {"published": ([50, 100], [10, 100], [2, 5]), "correct": ([8, 32], [4, 16], [8, 16])}
@@ -59,10 +60,10 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
     steps = sorted({step_of(row) for row in rows})
     settings = list(dict.fromkeys(_setting(row) for row in rows))
     height = 0.34 * len(settings) + 1.9
-    figure, axes = gns_plots.new_figure(
+    figure, axes = new_figure(
         f"Noise scale by setting, {run.weights}", columns=2, size=(13, max(height, 4)), sharey=True
     )
-    for place, (color, step) in enumerate(zip(gns_plots.bin_colors(len(steps)), steps, strict=True)):
+    for place, (color, step) in enumerate(zip(ordered_colours(len(steps)), steps, strict=True)):
         middle = (place - 0.5 * (len(steps) - 1)) * 0.8 / len(steps)
         of_step = [row for row in good(rows) if step_of(row) == step]
         repeats = 1 + max((int(row["repeat"]) for row in of_step), default=0)
@@ -82,10 +83,8 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
     axes[0, 0].set_xlabel(gns_plots.NOISE_SCALE)
     axes[0, 1].set_xlabel("run time of one estimate (s)")
     axes[0, 1].set_xlim(left=0)
-    for axis in axes[0]:
-        axis.grid(alpha=0.25)
-    gns_plots.legend_outside(axes[0, 1])
-    gns_plots.note(figure, gns_plots.caption(rows))
+    legend_outside(axes[0, 1])
+    note(figure, gns_plots.caption(rows))
     return (
         f"{gns_cells.description(run.options)}\n\n{_table(rows, steps, settings)}"
         + gns_plots.save(figure, folder / "hyperparameters.png")

@@ -12,31 +12,15 @@ from matplotlib.transforms import ScaledTranslation
 
 from studies.gns_cells import bin_label, good, is_unbounded
 from torchtitan.experiments.cells import Row, number
-from torchtitan.files.durable import replacing
-from torchtitan.pictures.figure_text import show_text_as_it_is
+from torchtitan.pictures import style
 
 NOISE_SCALE = "estimate of the gradient noise scale (samples)"
 ARROW = "arrow: interval without an upper end, from its lower end"
 
 
-def bin_colors(count: int) -> list:
-    """One colour per bin, from little noise (dark) to much (bright)."""
-    return [colormaps["viridis"](0.92 * place / max(count - 1, 1)) for place in range(count)]
-
-
-def new_figure(title: str, rows: int = 1, columns: int = 1, size: tuple[float, float] = (9, 5.5), **options):
-    """A figure and its axes [rows, columns]."""
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, **options)
-    figure.suptitle(title, fontsize=12)
-    return figure, axes
-
-
 def save(figure: Figure, path: Path) -> str:
     """Write the picture; returns a line of Markdown that shows it."""
-    show_text_as_it_is(figure)
-    with replacing(path) as unfinished:
-        figure.savefig(unfinished, format="png", dpi=110)
+    style.save(figure, path)
     return f"![{path.stem}]({path.name})\n\n"
 
 
@@ -122,19 +106,6 @@ def set_scale(axes: Axes, rows: Sequence[Row], scale: str, along: str = "y") -> 
         of_axis.set_minor_formatter(NullFormatter())
     else:
         set_limits(0, top * 1.08)
-
-
-def legend_outside(axes: Axes, title: str | None = None, entries_of: Axes | None = None) -> None:
-    """The legend, of these axes or of others, to the right of the axes."""
-    axes.legend(
-        *(entries_of or axes).get_legend_handles_labels(), loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8,
-        title=title, title_fontsize=8, frameon=False,
-    )  # fmt: skip
-
-
-def note(figure: Figure, text: str) -> None:
-    """A line under the picture."""
-    figure.supxlabel(text, fontsize=8, color="0.35")
 
 
 def _alone(values: Sequence[float], place: int) -> bool:

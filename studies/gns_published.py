@@ -19,6 +19,7 @@ from torchtitan.evaluation.offline_gradients import EstimateFailed
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.files.durable import replace_file
 from torchtitan.pictures.markdown import inline, markdown_table
+from torchtitan.pictures.style import legend_outside, new_figure, ordered_colours
 
 Cell = tuple[int, int | None]
 
@@ -87,26 +88,25 @@ def _by_setting(rows: Sequence[PublishedRow], settings: list[tuple[int, int]]) -
 
 
 def _bin_picture(name: str, reported: dict[Cell, float], right: dict[Cell, float], path: Path) -> str:
-    figure, axes = gns_plots.new_figure(name, columns=2, size=(12.5, 5), sharey=True)
+    figure, axes = new_figure(name, columns=2, size=(12.5, 5), sharey=True)
     bins = _bins(reported)
     for axis, table, title in zip(axes[0], (reported, right), ("reported", "corrected"), strict=True):
-        for color, low in zip(gns_plots.bin_colors(len(bins)), bins, strict=True):
+        for color, low in zip(ordered_colours(len(bins)), bins, strict=True):
             points = sorted((step, value) for (step, start), value in table.items() if start == low)
             axis.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, label=f"from {low}")
         axis.set_title(title, fontsize=10)
         axis.set_yscale("log")
         axis.set_xlabel("training step")
-        axis.grid(alpha=0.25)
     axes[0, 0].set_ylabel(gns_plots.NOISE_SCALE)
-    gns_plots.legend_outside(axes[0, 1], "DDPM index (0 is clean data)")
+    legend_outside(axes[0, 1], "DDPM index (0 is clean data)")
     return gns_plots.save(figure, path)
 
 
 def _setting_picture(name: str, rows: Sequence[PublishedRow], settings: list[tuple[int, int]], path: Path) -> str:
-    figure, axes = gns_plots.new_figure(name, columns=2, size=(12.5, 5), sharey=True)
+    figure, axes = new_figure(name, columns=2, size=(12.5, 5), sharey=True)
     span = max(row.step for row in rows) - min(row.step for row in rows)
     for axis, title in zip(axes[0], ("reported", "corrected"), strict=True):
-        for place, (color, (b, big_b)) in enumerate(zip(gns_plots.bin_colors(len(settings)), settings, strict=True)):
+        for place, (color, (b, big_b)) in enumerate(zip(ordered_colours(len(settings)), settings, strict=True)):
             same = [row for row in rows if (row.b, row.big_b) == (b, big_b)]
             values = [row.gns if title == "reported" else _scale(row) for row in same]
             shift = 0.02 * span * (place - 0.5 * (len(settings) - 1))  # steps, so that settings do not hide each other
@@ -115,9 +115,8 @@ def _setting_picture(name: str, rows: Sequence[PublishedRow], settings: list[tup
         axis.set_title(title, fontsize=10)
         axis.set_yscale("log")
         axis.set_xlabel("training step (settings side by side)")
-        axis.grid(alpha=0.25)
     axes[0, 0].set_ylabel(gns_plots.NOISE_SCALE)
-    gns_plots.legend_outside(axes[0, 1])
+    legend_outside(axes[0, 1])
     return gns_plots.save(figure, path)
 
 

@@ -6,15 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from matplotlib import colormaps
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
-from studies.gns_plots import legend_outside, new_figure, note, save
+from studies.gns_plots import save
 from studies.grid_results import GridResults
 from studies.slot_nodes import TimestepBin
+from torchtitan.pictures.style import MARKERS, colour, label_log_axis, legend_outside, new_figure, note
 from torchtitan.statistics.interval import Interval, mean_interval, paired_difference
 
-_MARKERS = "osD^vP*X<>"
 _HOLLOW = "hollow: one seed alone, without an interval"
 _WIDTH_OF_A_BIN = 0.7  # that the arms' bars share
 
@@ -25,7 +24,7 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
     figure, axes = new_figure(f"Held-out loss by timestep, {group}", rows=2, size=(10.5, 7.5), sharex=True)
     absolute, relative = axes[:, 0]
     for number, arm in enumerate(arms):
-        style = {"color": arm_color(number), "marker": _MARKERS[number % len(_MARKERS)], "markersize": 4}
+        style = {"color": colour(number), "marker": MARKERS[number % len(MARKERS)], "markersize": 4}
         found = [mean_interval(list(results.of_bin(group, arm, place).values())) for place in range(len(bins))]
         _draw_line(absolute, range(len(bins)), found, label=results.legend(group, arm), linewidth=1.2, **style)
         if number:
@@ -33,7 +32,6 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
     absolute.set_yscale("log")
     label_log_axis(absolute)
     absolute.set_ylabel(f"squared error of {results.currency}")
-    absolute.grid(alpha=0.25)
     legend_outside(absolute, results.arm_column)
     relative.set_yscale("log")
     relative.axhline(1.0, color="black", linewidth=1)
@@ -66,7 +64,6 @@ def draw_curves(results: GridResults, scores: Mapping[str, Callable], path: Path
             ax.xaxis.set_major_formatter("{x:g}")
             ax.xaxis.set_minor_formatter(NullFormatter())
             label_log_axis(ax)
-            ax.grid(alpha=0.25)
             ax.set_title(f"{group}: {name}", fontsize=10)
             ax.set_xlabel("samples seen")
             if column == 0:
@@ -75,11 +72,6 @@ def draw_curves(results: GridResults, scores: Mapping[str, Callable], path: Path
                 legend_outside(ax, results.arm_column)
     note(figure, f"bands: 95 % intervals over {len(results.seeds)} seeds; {_HOLLOW}")
     return save(figure, path)
-
-
-def arm_color(number: int) -> tuple:
-    """Ten colours, then twenty."""
-    return colormaps["tab10"](number) if number < 10 else colormaps["tab20"](number % 20)
 
 
 def _draw_changes(
@@ -103,8 +95,8 @@ def _draw_curve(axes, results: GridResults, group: str, arm: str, score: Callabl
     found = {n: mean_interval(list(results.scores(group, arm, score, n).values())) for n in results.samples}
     found = {n: mean for n, mean in found.items() if not math.isnan(mean.value)}
     _draw_line(
-        axes, list(found), list(found.values()), label=results.legend(group, arm), color=arm_color(number),
-        marker=_MARKERS[number % len(_MARKERS)], markersize=3.5, linewidth=1.3,
+        axes, list(found), list(found.values()), label=results.legend(group, arm), color=colour(number),
+        marker=MARKERS[number % len(MARKERS)], markersize=3.5, linewidth=1.3,
     )  # fmt: skip
 
 
@@ -120,16 +112,6 @@ def _draw_line(axes, places: Sequence[float], found: Sequence[Interval], *, labe
     bands = [(mean.lower, mean.upper) if mean.bounded else (math.nan, math.nan) for mean in found]
     ends = [list(map(math.exp, end)) for end in zip(*bands, strict=True)] or [[], []]
     axes.fill_between(places, *ends, color=style["color"], alpha=0.12, linewidth=0)
-
-
-def label_log_axis(axes) -> None:
-    """Enough labels on a logarithmic y axis, even where it spans less than a power of ten, and no two the same."""
-    low, high = axes.get_ylim()
-    wide = LogLocator(subs=(1, 2, 5)) if high < 1e4 * low else LogLocator(numticks=8)  # parts of many decades: no label
-    axes.yaxis.set_major_locator(MaxNLocator(6) if high < 10 * low else wide)
-    digits = max(3, math.ceil(math.log10(high / (high - low))) + 2)
-    axes.yaxis.set_major_formatter(f"{{x:.{digits}g}}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _limit_ratios(axes) -> None:

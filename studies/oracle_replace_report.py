@@ -12,6 +12,7 @@ from studies import gns_plots
 from studies.by_image import from_text, root_mean
 from torchtitan.experiments.cells import Row, StudyRun
 from torchtitan.pictures.markdown import markdown_table
+from torchtitan.pictures.style import COLOURS, new_figure, note
 from torchtitan.statistics.interval import Interval, mean_interval
 
 NONE, REPLACE, EXCEPT, INJECT, INJECT_TRUE = "none", "replace", "except", "inject", "inject_true"
@@ -126,14 +127,14 @@ def _write(found: dict[Key, Interval], replaced: dict[Key, int], errors: dict[Ke
 
 def _draw(run: StudyRun, variants: list[str], found: dict[Key, Interval], path: Path) -> str:
     most = max(sum(key[0] == variant for key in found) for variant in variants)
-    figure, axes = gns_plots.new_figure(
+    figure, axes = new_figure(
         f"Truth or errors at some indices of the sampling chain; {run.weights}, step {run.steps[0]}",
         columns=len(variants), size=(4.4 * len(variants) + 0.6, 1.9 + 0.42 * most),
     )  # fmt: skip
     plain = found.get((NONE, "", ""))
     for axis, variant in zip(axes[0], variants, strict=True):
         _draw_variant(axis, variant, found, plain)
-    gns_plots.note(
+    note(
         figure, f"bars: 95 % intervals over {run.options.images} images; dashed: nothing replaced; "
         "0: below the axis, as the last step returns its estimate",
     )  # fmt: skip
@@ -155,8 +156,8 @@ def _draw_variant(axes: Axes, variant: str, found: dict[Key, Interval], plain: I
         least = min(value.value for value in seen) / 3  # where an interval down to 0 leaves the picture
     for place, (_, value) in enumerate(shown):
         if value.value > _NOUGHT:
-            axes.hlines(place, max(value.lower, least), value.upper, color="C0", linewidth=2)
-            axes.plot([value.value], [place], "o", color="C0", markersize=5)
+            axes.hlines(place, max(value.lower, least), value.upper, color=COLOURS[0], linewidth=2)
+            axes.plot([value.value], [place], "o", color=COLOURS[0], markersize=5)
             axes.annotate(f"{value.value:.3g}", (value.value, place), (0, 6), textcoords="offset points",
                           ha="center", fontsize=8)  # fmt: skip
         else:
@@ -170,4 +171,4 @@ def _draw_variant(axes: Axes, variant: str, found: dict[Key, Interval], plain: I
     axes.set_title(TITLES[variant], fontsize=10)
     per_unit = variant in (INJECT, INJECT_TRUE)
     axes.set_xlabel("change of the image per unit of error" if per_unit else "error of the image (RMS)")
-    axes.grid(axis="x", alpha=0.25)
+    axes.grid(axis="y", visible=False)

@@ -12,8 +12,7 @@ from torch import Tensor
 from data import DATASETS
 from data.base import DatasetError
 from studies.by_image import log_ratio
-from studies.gns_plots import legend_outside, new_figure, note, save
-from studies.grid_plots import arm_color, label_log_axis
+from studies.gns_plots import save
 from studies.slot_nodes import TimestepBin
 from studies.trained_checkpoint import checkpoint_digest, samples_seen
 from studies.trained_grid import bin_errors, choose_weights, read_bins
@@ -25,6 +24,7 @@ from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples
 from torchtitan.experiments.cells import Advance, Cell, Row, StudyError, TrainingFailed, number
 from torchtitan.pictures.markdown import Markdown, inline, markdown_table
+from torchtitan.pictures.style import colour, label_log_axis, legend_outside, new_figure, note
 from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
 from torchtitan.statistics.student import student_quantile
 from torchtitan.training.config import EMATrackConfig
@@ -255,7 +255,7 @@ def _draw(run: ComparedRuns, rows: dict[tuple[str, int], Row], path: Path) -> st
     quantile = student_quantile(0.975, run.options.images - 1.0)
     for place, one in enumerate(run.runs):
         there = [k for k in range(len(run.bins)) if (one.name, k) in rows]
-        color, label = arm_color(place), f"{one.name} ({one.config.objective.prediction})"
+        color, label = colour(place), f"{one.name} ({one.config.objective.prediction})"
         values = [number(rows[one.name, k], "error") for k in there]
         margins = [quantile * number(rows[one.name, k], "error_se") for k in there]
         absolute.errorbar(there, values, margins, color=color, marker="o", markersize=4, linewidth=1.3, label=label)
@@ -268,12 +268,10 @@ def _draw(run: ComparedRuns, rows: dict[tuple[str, int], Row], path: Path) -> st
     absolute.set_yscale("log")
     label_log_axis(absolute)
     absolute.set_ylabel(f"squared error of {run.options.currency}")
-    absolute.grid(alpha=0.25)
     legend_outside(absolute, "run (prediction)")
     relative.set_yscale("log")
     label_log_axis(relative)
     relative.axhline(1.0, color="black", linewidth=1)
-    relative.grid(alpha=0.25)
     relative.set_ylabel(f"ratio to the error\nof {run.runs[0].name}")
     relative.set_xticks(range(len(run.bins)), [where.label for where in run.bins], fontsize=8)
     relative.set_xlabel(f"timestep bin ({'DDPM indices' if run.bins[0].unit == 'index' else 't'}), from data to noise")

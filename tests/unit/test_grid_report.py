@@ -5,11 +5,11 @@ import math
 import pytest
 
 from studies import grid_plots
-from studies.gns_plots import new_figure
 from studies.grid_results import GridResults
 from studies.slot_nodes import timestep_bins
 from studies.trained_grid_report import write
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.pictures.style import label_log_axis, new_figure
 from torchtitan.statistics.interval import Interval
 
 BINS = timestep_bins(Objective(ObjectiveConfig(), 0), 1)[:2]
@@ -98,7 +98,7 @@ def test_labels_of_a_narrow_axis_differ():
     ax = axes[0, 0]
     ax.plot([0, 1], [1.1301, 1.1312])
     ax.set_yscale("log")
-    grid_plots.label_log_axis(ax)
+    label_log_axis(ax)
     figure.canvas.draw()
     low, high = ax.get_ylim()
     labels = [ax.yaxis.get_major_formatter()(tick) for tick in ax.get_yticks() if low <= tick <= high]

@@ -9,6 +9,7 @@ from PIL import Image
 from studies import gns_plots
 from torchtitan.gns import pictures as gns_pictures
 from torchtitan.pictures.grids import ACCENT, EMPTY, GAP, MARGIN, NOT_FINITE, PAPER, image_grid, save_animation
+from torchtitan.pictures.style import new_figure
 
 
 def as_array(picture: Image.Image) -> np.ndarray:
@@ -203,7 +204,7 @@ def test_long_trainings_show_sixty_frames_with_the_first_and_the_last(tmp_path):
 def test_an_interval_without_an_end_is_within_the_picture(scale):
     bounded = {"status": "ok", "unbounded": "False", "gns_est": "20", "lower": "15", "upper": "30"}
     unbounded = bounded | {"unbounded": "True"}
-    figure, axes = gns_plots.new_figure("title")
+    figure, axes = new_figure("title")
     axes[0, 0].set_xscale(scale)
     gns_plots.draw_line(axes[0, 0], [600, 700, 900], [bounded, unbounded, unbounded], "C0", "a bin")
     figure.draw_without_rendering()

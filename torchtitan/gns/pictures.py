@@ -1,6 +1,5 @@
 """Picture of a run's gradient noise scale: by timestep bin, over training, and agreement of the bins' gradients."""
 
-import io
 import itertools
 import math
 from collections.abc import Sequence
@@ -31,11 +30,9 @@ def draw_noise_scale(
     Returns:
         an RGB picture.
     """
-    # Without pyplot: nothing is shown and no global state is touched.
-    from matplotlib.figure import Figure
+    from torchtitan.pictures import style  # matplotlib: a run that draws nothing does not wait for it
 
-    figure = Figure(figsize=(19, 4.6 * len(estimates)), layout="constrained")
-    rows = figure.subplots(len(estimates), 4, squeeze=False)
+    figure, rows = style.new_figure("Gradient noise scale by timestep", len(estimates), 4, (19, 4.6 * len(estimates)))
     bounds = [0.0, *edges.tolist(), 1.0]
     for axes, (geometry, found) in zip(rows, estimates.items(), strict=True):
         name = _NAMES[geometry]
@@ -44,27 +41,28 @@ def draw_noise_scale(
         _draw_lines(axes[1], points, geometry, bounds, batch_size)
         _draw_map(axes[2], figure, points, geometry, bounds)
         _draw_cosines(axes[3], figure, found, bounds)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=80)
-    return Image.open(content).convert("RGB")
+    return style.as_image(figure)
 
 
 def _draw_bins(axes, bounds: list[float], found: BinEstimates, composite: list, batch_size: int) -> None:
+    from torchtitan.pictures import style
+
     middles = [0.5 * (low + high) for low, high in itertools.pairwise(bounds)]
     for middle, low, high, value, lower, upper in zip(
         middles, bounds, bounds[1:], found.b_simple.tolist(), found.lower.tolist(), found.upper.tolist(), strict=False
     ):
         if math.isfinite(upper):
-            axes.plot([low, high], [value, value], color="C0", lw=2)
-            axes.plot([middle, middle], [max(lower, 1e-1), upper], color="C0", lw=1)
+            axes.plot([low, high], [value, value], color=style.COLOURS[0], lw=2)
+            axes.plot([middle, middle], [max(lower, 1e-1), upper], color=style.COLOURS[0], lw=1)
         elif lower > 0:  # greater than, how much greater is not known
-            axes.annotate("", (middle, 3 * lower), (middle, lower), arrowprops={"arrowstyle": "->", "color": "C0"})
+            arrow = {"arrowstyle": "->", "color": style.COLOURS[0]}
+            axes.annotate("", (middle, 3 * lower), (middle, lower), arrowprops=arrow)
             axes.update_datalim([(middle, 3.2 * lower)])  # an arrow that ends outside is not drawn
-            axes.plot([low, high], [lower, lower], color="C0", lw=1, ls=":")
+            axes.plot([low, high], [lower, lower], color=style.COLOURS[0], lw=1, ls=":")
     known = [(m, c) for m, c in zip(middles, composite, strict=True) if c is not None and c > 0]
     if known:
-        axes.plot(*zip(*known, strict=True), "o", ms=4, color="C1", label="composite, every step")
-    axes.plot([], [], color="C0", label="sketch, 95 % interval (arrow: more than)")
+        axes.plot(*zip(*known, strict=True), "o", ms=4, color=style.COLOURS[1], label="composite, every step")
+    axes.plot([], [], color=style.COLOURS[0], label="sketch, 95 % interval (arrow: more than)")
     axes.axhline(batch_size, color="0.5", ls="--", lw=1, label=f"global batch, {batch_size}")
     axes.set(yscale="log", xlabel="timestep t (0: clean data, 1: noise)", ylabel="B_simple [samples]")
     low, high = axes.get_ylim()
@@ -73,7 +71,9 @@ def _draw_bins(axes, bounds: list[float], found: BinEstimates, composite: list, 
 
 
 def _draw_lines(axes, points: Sequence[dict], geometry: str, bounds: list[float], batch_size: int) -> None:
-    colours = _colours(len(bounds) - 1)
+    from torchtitan.pictures import style
+
+    colours = style.ordered_colours(len(bounds) - 1)
     for k, colour in enumerate(colours):
         series = _series(points, geometry, "composite", k)
         if not series:
@@ -99,6 +99,7 @@ def _draw_map(axes, figure, points: Sequence[dict], geometry: str, bounds: list[
     axes.set(xlabel="step", ylabel="timestep t")
     axes.set_title("over training (grey: not known)")
     axes.set_facecolor("0.8")
+    axes.grid(visible=False)
     known = values[values.isfinite()]
     if len(steps) > 1 and len(known):
         borders = [steps[0] - (steps[1] - steps[0]), *steps]
@@ -108,6 +109,7 @@ def _draw_map(axes, figure, points: Sequence[dict], geometry: str, bounds: list[
 
 
 def _draw_cosines(axes, figure, found: BinEstimates, bounds: list[float]) -> None:
+    axes.grid(visible=False)
     diagonal = found.matrix_stderr.diagonal()
     values = cosines(found.matrix, diagonal).clamp(-1, 1)
     axes.set_facecolor("0.8")
@@ -137,9 +139,3 @@ def _series(points: Sequence[dict], geometry: str, estimator: str, k: int) -> li
 def _last(points: Sequence[dict], geometry: str, bins: int) -> list[float | None]:
     last = points[-1] if points else {}
     return [last.get(f"gns/{geometry}/composite/{k}/b_simple") for k in range(bins)]
-
-
-def _colours(count: int) -> list:
-    from matplotlib import colormaps
-
-    return [colormaps["turbo"](0.05 + 0.9 * k / max(count - 1, 1)) for k in range(count)]

@@ -1,43 +1,59 @@
-"""Style of the pictures: colours distinguishable with any colour vision, labels at the lines, a light background."""
+"""Style of every chart: colours distinguishable with any colour vision, a light grid, names as they are."""
 
+import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes as Panel
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from PIL import Image
 
 from torchtitan.files.durable import replacing
 from torchtitan.pictures.figure_text import show_text_as_it_is
 from torchtitan.statistics.interval import Interval
 
-# Okabe and Ito's colours without the yellow, which is too bright for lines on white.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4b4b4b")
+# Okabe and Ito's colours; yellow and black are changed to be seen on white and on a dark page.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#9a8f00", "#4b4b4b")
 MARKERS = ("o", "s", "^", "D", "v", "P", "*")
 SOFT, LINE = "#5b6470", "#dfe3e8"
+STYLE = {
+    "figure.titlesize": 12, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8,
+    "xtick.color": SOFT, "ytick.color": SOFT, "axes.edgecolor": SOFT, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True, "grid.color": LINE, "grid.linewidth": 0.7,
+}  # fmt: skip
 
 
 def new_figure(
-    title: str, rows: int, columns: int, size: tuple[float, float], **options
-) -> tuple[Figure, list[list[Panel]]]:
-    """New figure and its panels [rows][columns]."""
-    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
-    figure = Figure(figsize=size, layout=layout, facecolor="white")
-    panels = figure.subplots(rows, columns, squeeze=False, **options)
-    figure.suptitle(title, fontsize=12)
-    for panel in panels.flat:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="both", color=LINE, linewidth=0.7)
-        panel.set_axisbelow(True)
-        panel.tick_params(labelsize=8, colors=SOFT)
-    return figure, [list(row) for row in panels]
+    title: str, rows: int = 1, columns: int = 1, size: tuple[float, float] = (9, 5.5), **options: Any
+) -> tuple[Figure, np.ndarray]:
+    """A figure and its panels [rows, columns]; no window is opened and no global state touched."""
+    with rc_context(STYLE):
+        layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
+        figure = Figure(figsize=size, layout=layout, facecolor="white")
+        figure.suptitle(title)
+        return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
 def save(figure: Figure, path: Path) -> Path:
+    """Write a PNG; its folder is there."""
     show_text_as_it_is(figure)
     with replacing(path) as unfinished:
         figure.savefig(unfinished, format="png", dpi=110)
     return path
+
+
+def as_image(figure: Figure) -> Image.Image:
+    """The figure as an RGB picture."""
+    show_text_as_it_is(figure)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=80)
+    return Image.open(content).convert("RGB")
 
 
 def colour(number: int) -> str:
@@ -50,6 +66,34 @@ def marker(number: int) -> str:
 
 def dashes(number: int) -> str:
     return ("-", "--", ":", "-.")[number // len(COLOURS) % 4]
+
+
+def ordered_colours(count: int) -> list:
+    """One colour each for what has an order, as timestep bins: from dark to bright."""
+    return [colormaps["viridis"](0.92 * place / max(count - 1, 1)) for place in range(count)]
+
+
+def legend_outside(panel: Panel, title: str | None = None, entries_of: Panel | None = None) -> None:
+    """The legend, of this panel or of another, to the right of the panel."""
+    panel.legend(
+        *(entries_of or panel).get_legend_handles_labels(), loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8,
+        title=title, title_fontsize=8, frameon=False,
+    )  # fmt: skip
+
+
+def note(figure: Figure, text: str) -> None:
+    """A line under the picture."""
+    figure.supxlabel(text, fontsize=8, color=SOFT)
+
+
+def label_log_axis(panel: Panel) -> None:
+    """Enough labels on a logarithmic y axis, even where it spans less than a power of ten, and no two the same."""
+    low, high = panel.get_ylim()
+    wide = LogLocator(subs=(1, 2, 5)) if high < 1e4 * low else LogLocator(numticks=8)  # parts of many decades: no label
+    panel.yaxis.set_major_locator(MaxNLocator(6) if high < 10 * low else wide)
+    digits = max(3, math.ceil(math.log10(high / (high - low))) + 2)
+    panel.yaxis.set_major_formatter(f"{{x:.{digits}g}}")
+    panel.yaxis.set_minor_formatter(NullFormatter())
 
 
 def error_bar(estimate: Interval | None) -> tuple[float, float]:

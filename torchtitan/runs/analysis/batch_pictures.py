@@ -81,7 +81,7 @@ def _draw(
             words = [value_label(name, value) for name, value in ((rows, row), (columns, column)) if value is not None]
             drawn = _draw_arms(panels[i][j], chosen, metric, kinds, lines, batches[column], ", ".join(words))
             ends.append((panels[i][j], drawn))
-        panels[i][0].set_ylabel(metric.title, fontsize=9)
+        panels[i][0].set_ylabel(metric.title)
     for j, column in enumerate(across):
         _batch_axis([panel_row[j] for panel_row in panels], batches[column])
     for panel, of_panel in ends:  # last: labels need the final limits
@@ -155,7 +155,7 @@ def _batch_axis(panels: list[Panel], batches: list[int]) -> None:
         panel.xaxis.set_minor_locator(NullLocator())
         panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         panel.set_ylim(bottom=0)
-    panels[-1].set_xlabel("batch per process", fontsize=9)
+    panels[-1].set_xlabel("batch per process")
 
 
 def _slug(text: str) -> str:

@@ -9,7 +9,6 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from torchtitan.pictures.style import (
     COLOURS,
-    LINE,
     SOFT,
     colour,
     dashes,
@@ -141,8 +140,8 @@ def _draw_front(panel: Panel, cells: list[Cell], names: list[str]) -> None:
         lines.insert(0, f"(the {len(front) - len(listed)} of least memory have no number)")
     panel.text(1.03, 1.0, "\n".join(lines), transform=panel.transAxes, fontsize=7.5, va="top", color=COLOURS[0],
                linespacing=1.35)
-    panel.set_xlabel(MEMORY.title, fontsize=9)
-    panel.set_ylabel(IMAGES.title, fontsize=9)
+    panel.set_xlabel(MEMORY.title)
+    panel.set_ylabel(IMAGES.title)
     panel.set_xlim(0, 1.08 * max(cell.known(MEMORY.name) for cell in cells))
     panel.set_ylim(0, 1.12 * max(cell.known(IMAGES.name) for cell in cells))
 
@@ -155,7 +154,7 @@ def _forest(title: str, rows: list[Row], metrics: list[tuple[str, str]], path: P
         for place, color, ratio in found:
             _draw_ratio(panel, place, color, ratio)
         _ratio_axis(panel, [ratio for _, _, ratio in found])
-        panel.set_xlabel(f"change of {text}", fontsize=9)
+        panel.set_xlabel(f"change of {text}")
         panel.grid(axis="y", visible=False)
     first = panels[0][0]
     first.set_yticks(range(len(rows)), [text for text, _, _ in rows], fontsize=8, color="black", linespacing=1.1)
@@ -195,7 +194,6 @@ def _ratio_axis(panel: Panel, ratios: list[Ratio]) -> None:
     panel.xaxis.set_minor_locator(NullLocator())
     panel.xaxis.set_major_formatter(lambda value, _: "0" if value == 1 else f"{100 * (value - 1):+.0f} %")
     panel.axvline(1, color=SOFT, linewidth=0.9)
-    panel.grid(axis="x", color=LINE)
 
 
 def _curve(panel: Panel, ranks: list[int], estimates: Sequence, n: int, singles: list[bool]) -> None:
@@ -213,8 +211,8 @@ def _rank_axis(panel: Panel, curves: Sequence[ScalingCurve], text: str) -> None:
     panel.xaxis.set_major_locator(FixedLocator(ranks))
     panel.xaxis.set_minor_locator(NullLocator())
     panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    panel.set_xlabel("ranks", fontsize=9)
-    panel.set_ylabel(text, fontsize=9)
+    panel.set_xlabel("ranks")
+    panel.set_ylabel(text)
 
 
 def _count(n: int, word: str) -> str:
