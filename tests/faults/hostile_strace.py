@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import matplotlib.font_manager  # lists the fonts, unless that was done; a program that draws would, in its own home
+
 from tests.faults.hostile_process import Command, Outcome
 from tests.forked import ROOT
 
@@ -25,10 +27,11 @@ _OWN_PROGRAMS = ("git", "lscpu", "uname", Path(sys.executable).resolve().name, "
 def run_traced(command: Command, log: Path, seconds: float = 120.0) -> Outcome:
     """Run it under strace; what it changed elsewhere or started is in the outcome's events."""
     words = ["strace", "-f", "-y", "-qq", "-s", "4096", "-e", "trace=%file,execve", "-e", "signal=none", "-o", str(log)]
+    environment = {"PYTHONDONTWRITEBYTECODE": "1", "MPLCONFIGDIR": matplotlib.get_cachedir()}
     start = time.monotonic()
     ended = subprocess.run(
-        [*words, sys.executable, *command.words], cwd=ROOT, env=command.environment | {"PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True, stdin=subprocess.DEVNULL, timeout=seconds, preexec_fn=command.before,
+        [*words, sys.executable, *command.words], cwd=ROOT, env=command.environment | environment, capture_output=True,
+        stdin=subprocess.DEVNULL, timeout=seconds, preexec_fn=command.before,
     )  # fmt: skip
     events = [event for line in log.read_text(errors="replace").splitlines() for event in _seen(line, command.allowed)]
     return Outcome(ended.returncode, ended.stdout, ended.stderr, time.monotonic() - start, 0, events)

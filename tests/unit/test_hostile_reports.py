@@ -10,8 +10,9 @@ import pytest
 from optimization_analysis import main as analyse
 from scripts.compare import main as compare
 from studies import gns_plots
-from torchtitan.pictures import svg_charts
+from torchtitan.pictures import page_charts
 from torchtitan.pictures.markdown import Markdown, bullet, inline, markdown_table
+from torchtitan.pictures.style import new_figure
 from torchtitan.runs.analysis.tables import write_csv
 from torchtitan.terminal import PrintableStream, shortened
 
@@ -47,7 +48,7 @@ def test_numbers_beyond_all_means_and_axes(tmp_path, value):
 
 def test_axes_of_all_but_nothing():
     for value in (5e-324, 1e-300, 0.0):
-        assert "<svg" in svg_charts.bar_chart([svg_charts.Bar("x", 0, value)], unit="s")
+        assert "<svg" in page_charts.bar_chart([page_charts.Bar("x", 0, value)], unit="s")
 
 
 @pytest.mark.parametrize("name", ["x" * 10**5, "\ud800"])
@@ -142,7 +143,7 @@ def test_texts_of_tables_are_no_formulas(outputs, tmp_path):
 
 def test_names_in_pictures_are_no_formulas(tmp_path):
     title = "run $\\frac$ and $x"
-    figure, axes = gns_plots.new_figure(title)
+    figure, axes = new_figure(title)
     axes[0, 0].plot([1, 10, 1000], [1, 2, 3], label="$\\bad{$")
     axes[0, 0].set_xscale("log")
     axes[0, 0].set_yticks([1, 2, 3], ["$\\frac$", "b$", "esc\x1b"])

@@ -4,7 +4,7 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib import colormaps, rc_context
@@ -22,7 +22,8 @@ from torchtitan.statistics.interval import Interval
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#9a8f00", "#4b4b4b")
 MARKERS = ("o", "s", "^", "D", "v", "P", "*")
 SOFT, LINE = "#5b6470", "#dfe3e8"
-STYLE = {
+_DASHES: tuple[Literal["-"], Literal["--"], Literal[":"], Literal["-."]] = ("-", "--", ":", "-.")
+STYLE: dict[Any, Any] = {
     "figure.titlesize": 12, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8,
     "xtick.color": SOFT, "ytick.color": SOFT, "axes.edgecolor": SOFT, "axes.spines.top": False,
     "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True, "grid.color": LINE, "grid.linewidth": 0.7,
@@ -64,8 +65,8 @@ def marker(number: int) -> str:
     return MARKERS[(number // len(COLOURS)) % len(MARKERS)]
 
 
-def dashes(number: int) -> str:
-    return ("-", "--", ":", "-.")[number // len(COLOURS) % 4]
+def dashes(number: int) -> Literal["-", "--", ":", "-."]:
+    return _DASHES[number // len(COLOURS) % 4]
 
 
 def ordered_colours(count: int) -> list:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchtitan.pictures.markdown import bullet, inline, markdown_table
-from torchtitan.pictures.svg_charts import significant
+from torchtitan.pictures.number_text import significant
 from torchtitan.runs.analysis.axes import BATCH, label, value_label, varying
 from torchtitan.runs.analysis.cells import Cell, arms, best_cell, missing_arms, missing_batches, what_limits
 from torchtitan.runs.analysis.collect import Run

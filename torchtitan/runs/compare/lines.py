@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchtitan.pictures.svg_charts import Line
+from torchtitan.pictures.page_charts import Line
 from torchtitan.runs.record import RunGroup, RunRecord, Series, align
 
 Tag = str | Callable[[RunRecord], str | None]
@@ -15,7 +15,11 @@ def series_of(run: RunRecord, tag: Tag) -> Series:
 
 
 def held_out(run: RunRecord, track: str) -> Series:
-    return series_of(run, lambda run: run.held_out_tags().get(track))
+    return series_of(run, held_out_tag(track))
+
+
+def held_out_tag(track: str) -> Tag:
+    return lambda run: run.held_out_tags().get(track)
 
 
 def group_lines(

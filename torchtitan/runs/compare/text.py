@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from torchtitan.pictures.svg_charts import short, significant
+from torchtitan.pictures.number_text import short, significant
 from torchtitan.runs.record import Series, is_number
 from torchtitan.statistics.interval import Interval
 

@@ -1,0 +1,24 @@
+"""Numbers as pages and reports write them."""
+
+import math
+
+
+def short(value: float) -> str:
+    """A number on an axis: 20k, 1.5M, 0.02, 1e-4."""
+    size = abs(value)
+    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= factor * (10 if letter == "k" else 1):
+            return f"{value / factor:.4g}{letter}"
+    text = f"{value:.4g}"
+    mantissa, exponent, power = text.partition("e")
+    return f"{mantissa}e{int(power)}" if exponent else text
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """A number with so many significant digits, whole ones with thousands separated."""
+    if value == 0:
+        return "0"
+    size = math.floor(math.log10(abs(value)))
+    if size >= 15 or size < -4:
+        return short(float(f"{value:.{digits}g}"))
+    return f"{round(value, digits - 1 - size):,.{max(0, digits - 1 - size)}f}"

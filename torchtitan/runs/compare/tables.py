@@ -1,0 +1,159 @@
+"""Tables of the comparison page: columns and rows of texts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchtitan.runs.compare.lines import held_out
+from torchtitan.runs.compare.text import (
+    as_number,
+    count_text,
+    interval_text,
+    lowest_text,
+    setting_text,
+    settings_text,
+    track_name,
+    value_text,
+)
+from torchtitan.runs.record import TRAINING_LOSS, RunGroup, RunRecord, differing_settings
+
+Rows = list[Sequence[str]]
+Table = tuple[Sequence[str], Rows]  # columns, rows
+
+COSTS = {
+    "throughput(img/s)": ("Throughput", "images per second, all processes"),
+    "time_metrics/end_to_end(s)": ("Step time", "seconds per step"),
+    "time_metrics/data_loading(%)": ("Waiting for data", "% of the step's time"),
+    "mfu(%)": ("Model FLOPs utilisation", "% of the device's peak"),
+    "memory/max_active(GiB)": ("Memory, active", "GiB of the device, peak since the last point"),
+    "memory/max_reserved(GiB)": ("Memory, reserved", "GiB of the device, peak since the last point"),
+    "memory/max_resident(GiB)": ("Memory, resident", "GiB of the process, peak so far"),
+}
+
+
+class Name(str):
+    """A name of a run or group, shown with the colour of its group's number."""
+
+    group: int
+
+    def __new__(cls, text: str, group: int) -> "Name":
+        name = super().__new__(cls, text)
+        name.group = group
+        return name
+
+
+def notes(runs: Sequence[RunRecord]) -> list[str]:
+    """What was left out, failed, or cannot be compared."""
+    found = []
+    for run in runs:
+        if run.damaged_lines:
+            lines = "1 line" if run.damaged_lines == 1 else f"{run.damaged_lines} lines"
+            found.append(f"{run.name}: {lines} of metrics.jsonl could not be read and left out")
+        if run.stride > 1:
+            found.append(f"{run.name}: metrics.jsonl is very large: every {run.stride}th of its points counts")
+        if lost := run.not_finite(TRAINING_LOSS):
+            found.append(f"{run.name}: training loss not finite at {lost} logged points, which are left out")
+        found += [f"{run.name}: {problem}" for problem in run.problems]
+        if not run.points and not any("metrics.jsonl" in problem for problem in run.problems):
+            found.append(f"{run.name}: nothing logged yet")
+        if run.summary and run.summary.get("reason"):
+            found.append(f"{run.name}: {run.status}: {run.summary['reason']}")
+    if changed := [key for key in differing_settings(runs)[0] if key.startswith(("objective.", "data."))]:
+        found.append(
+            f"The runs differ in {', '.join(changed)}: their losses are means over other timesteps, weights or "
+            "images and do not rank them; the loss by timestep and the samples say more."
+        )
+    return found
+
+
+def group_table(groups: Sequence[RunGroup], tracks: Sequence[str]) -> Table:
+    """Means over seeds with their intervals."""
+    columns = ["group", "runs", "training loss", *(f"held-out, {track_name(track)}" for track in tracks), "images/s"]
+    rows: Rows = []
+    for n, group in enumerate(groups):
+        values = [[run.series(TRAINING_LOSS).tail_median() for run in group.runs]]
+        values += [[held_out(run, track).final() for run in group.runs] for track in tracks]
+        values.append([run.series("throughput(img/s)").tail_median() for run in group.runs])
+        means = [interval_text(group.interval(one)) for one in values]
+        rows.append([Name(group.name, n), str(len(group.runs)), *means])
+    return columns, rows
+
+
+def result_table(names: Sequence[Name], runs: Sequence[RunRecord], tracks: Sequence[str]) -> Table:
+    columns = ["run", "seed", "status", "steps", "images seen", "training loss (tail median)", "lowest logged"]
+    for track in tracks:
+        columns += [f"held-out, {track_name(track)}", "its lowest"]
+    rows: Rows = []
+    for name, run in zip(names, runs, strict=True):
+        loss = run.series(TRAINING_LOSS)
+        images = run.last_step * run.images_per_step if run.images_per_step else None
+        row = [
+            name, setting_text(run.seed), run.status, _steps(run), count_text(images), value_text(loss.tail_median()),
+            lowest_text(loss),
+        ]  # fmt: skip
+        for track in tracks:
+            row += [value_text(held_out(run, track).final()), lowest_text(held_out(run, track))]
+        rows.append(row)
+    return columns, rows
+
+
+def hardware_table(names: Sequence[Name], runs: Sequence[RunRecord]) -> Table:
+    memory = [tag for tag in COSTS if tag.startswith("memory/") and any(tag in run.tags for run in runs)]
+    columns = ["run", "layout", "device", "parameters", "images/s", "s/step", "MFU %"]
+    columns += [COSTS[tag][0].lower() + ", GiB" for tag in memory] + ["commit", "torch"]
+    rows: Rows = []
+    for name, run in zip(names, runs, strict=True):
+        summary = run.summary or {}
+        versions = summary.get("versions")
+        versions = versions if isinstance(versions, dict) else {}
+        rates = ("throughput(img/s)", "time_metrics/end_to_end(s)", "mfu(%)")
+        speeds = [run.series(tag).tail_median() for tag in rates]
+        peaks = [max(run.series(tag).values, default=None) for tag in memory]
+        rows.append([
+            name, setting_text(summary.get("layout")), setting_text(summary.get("device")),
+            count_text(as_number(summary.get("num_parameters"))), *(value_text(value, 3) for value in speeds + peaks),
+            setting_text(versions.get("git_commit")), setting_text(versions.get("torch")),
+        ])  # fmt: skip
+    return columns, rows
+
+
+def quality_table(groups: Sequence[RunGroup]) -> Table | None:
+    """Table of sample quality from the summaries: one column per judged run, before a group's runs its mean."""
+    keys = [key for group in groups for run in group.runs for key in run.summary or {} if key.startswith("sample_")]
+    keys = list(dict.fromkeys(keys))
+    heads: list[str] = ["sample quality"]
+    columns: list[list[str]] = []
+    for n, group in enumerate(groups):
+        values = {run.name: [as_number((run.summary or {}).get(key)) for key in keys] for run in group.runs}
+        if not any(value is not None for column in values.values() for value in column):
+            continue
+        if len(group.runs) > 1:
+            heads.append(Name(group.name, n))
+            columns.append([interval_text(group.interval(row)) for row in zip(*values.values(), strict=True)])
+        heads += [Name(name, n) for name in values]
+        columns += [[value_text(value) for value in column] for column in values.values()]
+    names = [key.removeprefix("sample_").replace("_", " ") for key in keys]
+    return (heads, list(zip(names, *columns, strict=True))) if keys else None
+
+
+def configuration(runs: Sequence[RunRecord], groups: Sequence[RunGroup]) -> dict[str, Any] | None:
+    """Keys that differ, a column a group, and those that all runs have in common; None without any config.toml."""
+    known = [(n, group) for n, group in enumerate(groups) if group.runs[0].settings]
+    if not known:
+        return None
+    differing, common = differing_settings(runs)
+    rows = [
+        [key, *(settings_text([run.settings.get(key) for run in group.runs]) for _, group in known)]
+        for key in differing if key != "job.name"
+    ]  # fmt: skip
+    columns = ["differing keys", *(Name(group.name, n) for n, group in known)]
+    settings = known[0][1].runs[0].settings
+    return {
+        "differing": (columns, rows) if rows else None,
+        "common": [[key, settings_text([settings[key]])] for key in common],
+    }
+
+
+def _steps(run: RunRecord) -> str:
+    planned = as_number(run.settings.get("training.steps"))
+    same = planned is None or planned == (run.summary or {}).get("progress", run.last_step)
+    return f"{run.last_step:,}" + ("" if same else f" of {planned:,}")

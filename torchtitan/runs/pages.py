@@ -1,0 +1,34 @@
+"""HTML pages from the templates beside this file: every text is escaped, control characters are shown."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from torchtitan.pictures.style import COLOURS
+from torchtitan.terminal import printable
+
+
+def render_page(template: str, **values: Any) -> str:
+    """A whole page, which needs nothing from elsewhere.
+
+    Args:
+        template: file in templates/.
+        values: what it names; texts that are not Markup are escaped.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
+        finalize=_shown, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template(template).render(colours=COLOURS, **values) + "\n"
+
+
+def png_source(content: bytes) -> str:
+    """A PNG as the source of an image."""
+    return "data:image/png;base64," + base64.b64encode(content).decode()
+
+
+def _shown(value: Any) -> Any:
+    return value if isinstance(value, Markup) else printable(str(value))
