@@ -109,7 +109,7 @@ def test_finished_shards_are_not_encoded_again_and_the_bytes_are_the_same(inputs
     monkeypatch.setattr(Autoencoder, "encode", counted)
     words = ["--output", str(tmp_path / "store"), *inputs[1], "--no-mirror"]
     assert main(words) == 130
-    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    assert "interrupted; the same command resumes" in capsys.readouterr().err
     finished = list((tmp_path / "store" / PARTIAL_FOLDER).glob("shard-*"))
     # The first call was for the latents' shape; the first two shards take two each, the third none.
     assert len(finished) == 3
