@@ -2,7 +2,7 @@
 
 From one checkpoint (weights and optimizer state) branches train on equally many samples at several batch sizes, and are
 compared by held-out loss. Results lie in RUN_FOLDER/critical_batch/step-N: results.csv, critical_batch_size.csv,
-critical_batch.png and summary.md, and a run per branch. A test that was stopped goes on where it was, and more factors or
+critical_batch.png and summary.md, and a run per branch. A measurement that was stopped resumes, and more factors or
 seeds may be asked for later.
 """
 
@@ -15,9 +15,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.base import DatasetError
-from studies.branch_training import LR_RULES, SCHEDULES
-from studies.critical_batch import open_test, run_test
+from studies.branch_training import SCHEDULES
+from studies.critical_batch import open_measurement, run_measurement
 from studies.critical_batch_report import report
+from studies.equal_samples import LR_RULES, rule_name
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.config.job import ConfigError
 from torchtitan.experiments.cells import StudyError
@@ -29,8 +30,8 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        test = open_test(arguments)
-        summary = report(test, run_test(test))
+        measurement = open_measurement(arguments)
+        summary = report(measurement, run_measurement(measurement))
     except (StudyError, ConfigError, CheckpointError, WeightsError, DatasetError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -56,7 +57,8 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     add("--seeds", type=int, default=3, help="branches of each batch size (default: 3)")
     add("--tolerance", type=float, default=0.01, help="excess of held-out loss that counts as none (default: 0.01)")
     add("--lr", type=float, help="learning rate at factor 1 (default: the run's at that step)")
-    add("--lr-rule", choices=LR_RULES, default="sqrt", help="how it grows with the factor (default: sqrt, Adam's)")
+    add("--lr-rule", type=rule_name, choices=LR_RULES, default="sqrt", help="how it grows with the factor (default: "
+        "sqrt, Adam's)")
     add("--schedule", choices=SCHEDULES, default="constant", help="of the learning rate over a branch; linear and "
         "cosine fall to 0 (default: constant)")
     add("--held-out", type=int, default=4096, metavar="TRIPLES", help="held-out (image, timestep, noise) triples "

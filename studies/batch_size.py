@@ -5,7 +5,7 @@ from pathlib import Path
 
 from studies import grid_options
 from studies import trained_grid as grid_study
-from studies.equal_samples import LR_RULES, batch_overrides
+from studies.equal_samples import LR_RULES, batch_overrides, rule_name
 from studies.trained_grid import Arm, PlannedRun
 from studies.training_grid import GridRun
 from torchtitan.config.job import JobConfig
@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def rule_list(text: str) -> list[str]:
     """Names of learning-rate rules with commas between."""
-    rules = list(dict.fromkeys(text.split(",")))
+    rules = list(dict.fromkeys(map(rule_name, text.split(","))))
     for rule in rules:
         if rule not in LR_RULES:
             raise argparse.ArgumentTypeError(f"{rule!r} is no rule (there are: {', '.join(LR_RULES)})")

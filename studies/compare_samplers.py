@@ -5,7 +5,7 @@ from pathlib import Path
 
 from studies import grid_options
 from studies import trained_grid as grid_study
-from studies.equal_samples import LR_RULES, batch_overrides
+from studies.equal_samples import LR_RULES, batch_overrides, rule_name
 from studies.sampler_specs import parse_samplers, without_sampler
 from studies.trained_grid import Arm, PlannedRun
 from studies.training_grid import GridRun
@@ -21,8 +21,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "reference first: uniform,uniform+stratified,logit_normal:mean=0,slots:edges_path=FILE")
     add("--batches", type=grid_options.batch_list, metavar="LIST", help="global batch sizes, commas between (default: "
         "the configuration's)")
-    add("--lr-rule", choices=LR_RULES, default="sqrt", help="learning rate at other batch sizes than the "
-        "configuration's: the same, or times the root of the ratio, or times the ratio (default: sqrt)")
+    add("--lr-rule", type=rule_name, choices=LR_RULES, default="sqrt", help="learning rate at other batch sizes than "
+        "the configuration's: the same, or times the root of the ratio, or times the ratio (default: sqrt)")
     add("--target", choices=("reference", "worst"), default="reference", help="samples are counted until the loss that "
         "the reference, or the worst sampler, has at the end (default: reference)")
     grid_study.add_measure_options(parser)

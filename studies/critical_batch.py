@@ -1,44 +1,28 @@
 """The critical batch size of a checkpoint, measured by branches of the training at several batch sizes.
 
 All branches train on as many samples; then their losses on the same held-out (image, timestep, noise) triples are
-compared. Every finished branch is a row of results.csv, so that a test that is started again goes on where it was.
+compared. Every finished branch is a row of results.csv, so that a measurement that is started again resumes.
 """
 
 import argparse
 import dataclasses
 import hashlib
 import json
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from data import DATASETS
-from data.base import Dataset, DatasetError
-from studies.branch_training import (
-    BRANCH_MARKS,
-    TRACK,
-    BatchPlan,
-    BranchFailed,
-    Diverged,
-    begin_branch,
-    branch_config,
-    plan_batches,
-    remove_checkpoints,
-    run_lr,
-    train_branch,
-    write_config,
-    write_start,
-)
+from data.base import Dataset
+from studies.branch_training import BRANCH_MARKS, TRACK, branch_config, run_lr, write_config, write_start
+from studies.equal_samples import BatchPlan, plan_batches, rule_name
 from torchtitan.checkpoint.checkpointer import (
-    CheckpointError,
     checkpoint_path,
     checkpoint_steps,
     newest_good,
@@ -48,26 +32,26 @@ from torchtitan.checkpoint.checkpointer import (
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.config.job import JobConfig
 from torchtitan.distributed.mesh import compute_device
-from torchtitan.errors import unwrapped
 from torchtitan.evaluation.validation import validation_loss
-from torchtitan.experiments.cells import Row
+from torchtitan.experiments.cells import Advance, Cell, Row, measure_cells, missing_cells
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.record import ResultTable
+from torchtitan.experiments.training import Diverged, TrainingFailed, remove_checkpoints, train
 from torchtitan.files.durable import make_folder, replace_file
+from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.runs.folder import RunFolder
-from torchtitan.runs.trained_model import WeightsError, load_run, read_config
+from torchtitan.runs.trained_model import load_run, read_config
 from torchtitan.settings.schema import quoted
 from torchtitan.training.data_loading import validation_batches
 
 KEY = ("batch_size", "seed")
 START = "start"  # in place of a seed: the checkpoint itself, before any branch
-FAILURES = (BranchFailed, CheckpointError, WeightsError, DatasetError, torch.OutOfMemoryError)
 
 
 @dataclass
-class BranchTest:
-    """A test as it was asked for, checked.
+class Measurement:
+    """A critical-batch measurement as it was asked for, checked.
 
     Attributes:
         run: the run's folder.
@@ -127,6 +111,13 @@ class HeldOut:
     images: int
     rounds: int
 
+    @classmethod
+    def of(cls, asked: Measurement) -> "HeldOut":
+        """The images of the run's validation split, as often as it takes."""
+        dataset = DATASETS[asked.config.data.name](asked.config.data, "validation")
+        images = min(asked.options.held_out, len(dataset))
+        return cls(dataset, images, -(-asked.options.held_out // images))
+
     @property
     def triples(self) -> int:
         return self.images * self.rounds
@@ -139,7 +130,7 @@ class HeldOut:
                 yield batch | {"indices": batch["indices"] + number * self.images}
 
 
-def open_test(options: argparse.Namespace) -> BranchTest:
+def open_measurement(options: argparse.Namespace) -> Measurement:
     """Check what was asked for; nothing is written.
 
     Raises:
@@ -161,13 +152,19 @@ def open_test(options: argparse.Namespace) -> BranchTest:
     if not options.lr > 0:
         raise StudyError(f"--lr: the run's rate is {options.lr:g} at step {step} (choose another step, or give --lr)")
     plans, samples = plan_batches(config, options.factors, options.lr_rule, options.lr, options.samples, options.nproc)
-    folder = options.output or run / "critical_batch" / checkpoint_path(run, step).name
-    test = BranchTest(run, config, step, plans, samples, options.seeds, folder.resolve(), options)
-    test.results.refuse_foreign()
+    folder = options.output or _default_folder(run, checkpoint_path(run, step).name)
+    asked = Measurement(run, config, step, plans, samples, options.seeds, folder.resolve(), options)
+    asked.results.refuse_foreign()
     with tempfile.TemporaryDirectory() as nowhere:  # what cannot run is refused before anything is trained
         for plan in plans:
-            write_config(_config(test, plan, 0), Path(nowhere) / f"batch-{plan.batch_size}.toml", options.nproc)
-    return test
+            write_config(_config(asked, plan, 0), Path(nowhere) / f"batch-{plan.batch_size}.toml", options.nproc)
+    return asked
+
+
+def _default_folder(run: Path, checkpoint: str) -> Path:
+    """The folder of the results; where there is one of the name that it had before, that one is continued."""
+    folder, former = run / "critical_batch" / checkpoint, run / "branch_test" / checkpoint
+    return former if former.exists() and not folder.exists() else folder
 
 
 def _choose_step(run: Path, step: int | None) -> int:
@@ -186,54 +183,62 @@ def _choose_step(run: Path, step: int | None) -> int:
     return step
 
 
-def _config(test: BranchTest, plan: BatchPlan, seed: int) -> JobConfig:
+def _config(asked: Measurement, plan: BatchPlan, seed: int) -> JobConfig:
     return branch_config(
-        test.config, plan, seed, test.options.schedule, test.options.nproc, test.branch(plan, seed)
+        asked.config, plan, seed, asked.options.schedule, asked.options.nproc, asked.branch(plan, seed)
     )
 
 
 # ---------------------------------------------------------------------- measuring
 
 
-def run_test(test: BranchTest) -> list[Row]:
+def run_measurement(asked: Measurement) -> list[Row]:
     """Train and measure the branches that are missing.
 
     Returns:
-        the rows of this test: the start, then by batch size and seed.
+        the rows of this measurement: the start, then by batch size and seed.
 
     Raises:
-        StudyError: the folder holds another test, or cannot be written.
+        StudyError: the folder holds another measurement, or cannot be written.
         Busy: another process is at work in it.
-        KeyboardInterrupt: asked to stop; the same test goes on from here.
+        KeyboardInterrupt: asked to stop; the same command resumes.
     """
-    with test.results.held():
-        return _run_locked(test)
+    with asked.results.held():
+        _hold_to_settings(asked)
+        table = ResultTable(asked.folder / "results.csv", _columns(asked.config), KEY)
+        held_out = HeldOut.of(asked)
+        plans = {plan.batch_size: plan for plan in asked.plans}
+        # Whole comparisons first.
+        cells = [_cell(asked, plan, seed) for seed in range(asked.seeds) for plan in asked.plans]
+        missing = missing_cells(table, cells, asked.options.retry_failed)
+        _measure_start(asked, table, held_out)
+        if missing:
+            start = write_start(asked.checkpoint, asked.folder / START)
 
+            def measure(cell: Cell, advance: Advance) -> dict[str, float]:
+                return _measure_branch(asked, held_out, start, plans[cell["batch_size"]], cell["seed"], advance)
 
-def _run_locked(test: BranchTest) -> list[Row]:
-    _hold_to_settings(test)
-    dataset = DATASETS[test.config.data.name](test.config.data, "validation")
-    images = min(test.options.held_out, len(dataset))
-    held_out = HeldOut(dataset, images, -(-test.options.held_out // images))
-    table = ResultTable(test.folder / "results.csv", _columns(test.config), KEY)
-    cells = [(plan, seed) for seed in range(test.seeds) for plan in test.plans]  # whole comparisons first
-    missing = [cell for cell in cells if _is_missing(table, *cell, test.options.retry_failed)]
-    _measure_start(test, table, held_out)
-    if missing:
-        start = write_start(test.checkpoint, test.folder / START)
-        total, left = (test.samples * len(some) for some in (cells, missing))
-        # The time that is left is estimated from this process's own work: `initial` does not count in the rate.
-        progress = {"total": total, "initial": total - left, "unit": "sample", "unit_scale": True, "file": sys.stderr}
-        with tqdm(**progress, mininterval=0.5, dynamic_ncols=True) as bar:
-            for plan, seed in missing:
-                bar.set_description(f"batch {plan.batch_size}, seed {seed}")
-                _run_branch(test, table, held_out, start, plan, seed, bar)
-        if not test.options.keep_checkpoints:
-            remove_checkpoints(test.folder / START)
-    rows = [table.find({"batch_size": test.config.training.global_batch_size, "seed": START})]
-    for plan in test.plans:
-        rows += [table.find({"batch_size": plan.batch_size, "seed": seed}) for seed in range(test.seeds)]
+            def recorded(cell: Cell) -> None:
+                if not asked.options.keep_checkpoints:
+                    remove_checkpoints(asked.branch(plans[cell["batch_size"]], cell["seed"]) / "checkpoint")
+
+            measure_cells(
+                table, cells, missing, measure, cost=lambda cell: asked.samples, unit="sample", recorded=recorded,
+                name=lambda cell: f"batch {cell['batch_size']}, seed {cell['seed']}",
+            )  # fmt: skip
+            if not asked.options.keep_checkpoints:
+                remove_checkpoints(asked.folder / START)
+    rows = [table.find(_start_cell(asked))]
+    rows += [table.find(_cell(asked, plan, seed)) for plan in asked.plans for seed in range(asked.seeds)]
     return [row for row in rows if row]
+
+
+def _cell(asked: Measurement, plan: BatchPlan, seed: int) -> Cell:
+    return dataclasses.asdict(plan) | {"seed": seed, "samples": asked.samples}
+
+
+def _start_cell(asked: Measurement) -> Cell:
+    return {"batch_size": asked.config.training.global_batch_size, "seed": START}
 
 
 def _progress(run: Path, step: int) -> int:
@@ -244,15 +249,20 @@ def _progress(run: Path, step: int) -> int:
         return step
 
 
-def _hold_to_settings(test: BranchTest) -> None:
-    asked, there = test.settings(), test.results.read("settings.json", lambda text: dict(json.loads(text)))
+def _hold_to_settings(asked: Measurement) -> None:
+    mine, there = asked.settings(), asked.results.read("settings.json", _parse_settings)
     if there is None:
-        replace_file(test.folder / "settings.json", json.dumps(asked, indent=1) + "\n")
+        replace_file(asked.folder / "settings.json", json.dumps(mine, indent=1) + "\n")
         return
-    differing = [name for name, value in asked.items() if there.get(name) != value]
+    differing = [name for name, value in mine.items() if there.get(name) != value]
     if differing:
-        changes = "; ".join(f"{name}: {quoted(there.get(name))} -> {quoted(asked[name])}" for name in differing)
-        test.results.refuse(f"a measurement with other settings, {changes}")
+        changes = "; ".join(f"{name}: {quoted(there.get(name))} -> {quoted(mine[name])}" for name in differing)
+        asked.results.refuse(f"a measurement with other settings, {changes}")
+
+
+def _parse_settings(text: str) -> dict[str, Any]:
+    there = dict(json.loads(text))
+    return there | {"lr_rule": rule_name(there["lr_rule"])} if isinstance(there.get("lr_rule"), str) else there
 
 
 def _columns(config: JobConfig) -> list[str]:
@@ -261,69 +271,55 @@ def _columns(config: JobConfig) -> list[str]:
     return [*columns, *names, *(f"ema/{name}" for name in names)]
 
 
-def _is_missing(table: ResultTable, plan: BatchPlan, seed: int, retry_failed: bool) -> bool:
-    row = table.find({"batch_size": plan.batch_size, "seed": seed})
-    return row is None or (retry_failed and row["status"] != "ok")
-
-
-def _measure_start(test: BranchTest, table: ResultTable, held_out: HeldOut) -> None:
+def _measure_start(asked: Measurement, table: ResultTable, held_out: HeldOut) -> None:
     """The checkpoint's own losses; as average, the best of the run's tracks or the trained weights."""
-    cell = {"batch_size": test.config.training.global_batch_size, "seed": START}
+    cell = _start_cell(asked)
     if table.find(cell):
         return
-    tracks = ("none", *(track.name for track in test.config.ema.tracks))
-    losses = [_losses(test, test.run, track, test.step, held_out) for track in tracks]
+    tracks = ("none", *(track.name for track in asked.config.ema.tracks))
+    losses = [_losses(asked, asked.run, track, asked.step, held_out) for track in tracks]
     best = min(losses, key=lambda found: found["loss"])
     row = cell | {"status": "ok", "steps": 0, "samples": 0, "date": _now()}
     table.add(row | losses[0] | {f"ema/{name}": value for name, value in best.items()})
 
 
-def _run_branch(
-    test: BranchTest, table: ResultTable, held_out: HeldOut, start: Path, plan: BatchPlan, seed: int, bar: tqdm,
-) -> None:  # fmt: skip
-    begun, before = time.perf_counter(), bar.n
-    row = {**dataclasses.asdict(plan), "seed": seed, "samples": test.samples, "status": "ok", "date": _now()}
-    try:
-        row |= _measure_branch(test, held_out, start, plan, seed, lambda seen: bar.update(before + seen - bar.n))
-    except FAILURES as error:
-        status = "diverged" if isinstance(error, Diverged) else "failed"
-        row |= {"status": status, "reason": unwrapped(error)[:300]}
-    bar.update(before + test.samples - bar.n)
-    table.add(row | {"runtime": str(timedelta(seconds=time.perf_counter() - begun))})
-    if row["status"] == "ok" and not test.options.keep_checkpoints:
-        remove_checkpoints(test.branch(plan, seed) / "checkpoint")
-
-
 def _measure_branch(
-    test: BranchTest, held_out: HeldOut, start: Path, plan: BatchPlan, seed: int,
-    progress: Callable[[int], None],
-) -> dict[str, float]:  # fmt: skip
-    branch = test.branch(plan, seed)
+    asked: Measurement, held_out: HeldOut, start: Path, plan: BatchPlan, seed: int, advance: Advance
+) -> dict[str, float]:
+    branch, config = asked.branch(plan, seed), _config(asked, plan, seed)
     ResultsFolder(branch, BRANCH_MARKS).refuse_foreign()
     make_folder(branch)
-    config = _config(test, plan, seed)
-    write_config(config, branch / "branch.toml", test.options.nproc)
     if not RunFolder(config).is_finished() or not checkpoint_steps(branch / "checkpoint"):
         (branch / "summary.json").unlink(missing_ok=True)  # what an earlier attempt left must not speak for this one
-        begin_branch(start, branch)
-        train_branch(branch, test.options.nproc, progress)
-    found = _losses(test, branch, "none", plan.steps, held_out)
-    averaged = _losses(test, branch, TRACK.name, plan.steps, held_out)
+        _train(config, asked.options.nproc, branch, advance, start)
+    found = _losses(asked, branch, "none", plan.steps, held_out)
+    averaged = _losses(asked, branch, TRACK.name, plan.steps, held_out)
     return found | {f"ema/{name}": value for name, value in averaged.items()}
 
 
-def _losses(test: BranchTest, run: Path, track: str, step: int, held_out: HeldOut) -> dict[str, float]:
+def _train(config: JobConfig, processes: int, branch: Path, advance: Advance, start: Path) -> None:
+    try:
+        train(config, processes, branch / "branch.toml", branch / "train.log", advance, start)
+    except TrainingFailed as error:
+        if "gradient norm is" in str(error):
+            raise Diverged(str(error)) from error
+        raise
+    if skipped := json.loads(read_regular(branch / "summary.json")).get("skipped_steps"):
+        raise Diverged(f"the gradient norm is not finite: {skipped} steps were skipped")
+
+
+def _losses(asked: Measurement, run: Path, track: str, step: int, held_out: HeldOut) -> dict[str, float]:
     device = compute_device()
     trained = load_run(run, track, step, device)
     # Triples and bins are those of the run, whatever the branch's seed.
-    objective = type(trained.objective)(test.config.objective, test.config.debug.seed)
-    bins = test.config.metrics.loss_bins
+    objective = type(trained.objective)(asked.config.objective, asked.config.debug.seed)
+    bins = asked.config.metrics.loss_bins
     edges = objective.timestep_sampler.density.quantile(torch.arange(1, bins, dtype=torch.float64) / bins)
     try:
         found = validation_loss(
-            trained.model, objective, held_out.batches(test.config),
-            count=held_out.triples, seed=test.config.debug.seed, bin_edges=edges.to(torch.float32).to(device),
-            param_dtype=test.config.training.mixed_precision_param, device=device, sharded=False,
+            trained.model, objective, held_out.batches(asked.config),
+            count=held_out.triples, seed=asked.config.debug.seed, bin_edges=edges.to(torch.float32).to(device),
+            param_dtype=asked.config.training.mixed_precision_param, device=device, sharded=False,
         )  # fmt: skip
     finally:
         del trained

@@ -44,7 +44,7 @@ class Excess:
 
 @dataclass(frozen=True)
 class CriticalBatch:
-    """What a branch test says of the critical batch size, all in samples.
+    """What a critical-batch measurement says of the critical batch size, all in samples.
 
     Attributes:
         relation: "equal": `value` is within the tolerance and the next batch is not; "at least": nothing above

@@ -1,4 +1,4 @@
-"""What a branch test found: the critical batch size whole and per timestep bin, as tables and a picture."""
+"""The result of a critical-batch measurement: the size, whole and per timestep bin, as tables and a picture."""
 
 import csv
 import math
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, NullLocator
 
 from studies import gns_plots
-from studies.critical_batch import START, BranchTest
+from studies.critical_batch import START, Measurement
 from studies.critical_batch_decision import (
     CriticalBatch,
     Excess,
@@ -50,31 +50,31 @@ class NoiseScale:
     samples: Interval
 
 
-def report(test: BranchTest, rows: list[Row]) -> Path:
+def report(asked: Measurement, rows: list[Row]) -> Path:
     """Write critical_batch_size.csv, critical_batch.png and summary.md; returns the latter."""
-    columns = [WHOLE, *(f"loss_by_bin/{k}" for k in range(test.config.metrics.loss_bins))]
-    findings = {weights + column: finding(test, rows, weights + column) for weights in WEIGHTS for column in columns}
-    scales = noise_scales(test.run / METRICS_FILE, test.step)
-    _write_table(findings, test.folder / "critical_batch_size.csv")
-    picture = _draw(test, findings, scales)
-    summary = test.folder / "summary.md"
-    summary.write_text(_text(test, rows, findings, scales, picture), encoding="utf-8")
+    columns = [WHOLE, *(f"loss_by_bin/{k}" for k in range(asked.config.metrics.loss_bins))]
+    findings = {weights + column: finding(asked, rows, weights + column) for weights in WEIGHTS for column in columns}
+    scales = noise_scales(asked.run / METRICS_FILE, asked.step)
+    _write_table(findings, asked.folder / "critical_batch_size.csv")
+    picture = _draw(asked, findings, scales)
+    summary = asked.folder / "summary.md"
+    summary.write_text(_text(asked, rows, findings, scales, picture), encoding="utf-8")
     return summary
 
 
-def finding(test: BranchTest, rows: list[Row], column: str) -> Finding:
+def finding(asked: Measurement, rows: list[Row], column: str) -> Finding:
     """Compare the branches by one column of their rows."""
-    losses: dict[int, dict[int, float]] = {size: {} for size in test.batch_sizes}
+    losses: dict[int, dict[int, float]] = {size: {} for size in asked.batch_sizes}
     for row in rows:
         if row["seed"] == START or row["status"] == "failed":
             continue
         loss = math.inf if row["status"] == "diverged" else number(row, column)
         if not math.isnan(loss):
             losses[int(row["batch_size"])][int(row["seed"])] = loss
-    found = excesses(losses, test.batch_sizes)
+    found = excesses(losses, asked.batch_sizes)
     start = next((number(row, column) for row in rows if row["seed"] == START), math.nan)
-    learned = progress(start, list(losses[test.batch_sizes[0]].values()))
-    return Finding(found, critical_batch(found, test.options.tolerance, learned), learned)
+    learned = progress(start, list(losses[asked.batch_sizes[0]].values()))
+    return Finding(found, critical_batch(found, asked.options.tolerance, learned), learned)
 
 
 def noise_scales(metrics: Path, step: int) -> list[NoiseScale]:
@@ -128,13 +128,13 @@ def _excess_text(excess: Excess, tolerance: float) -> str:
 
 
 def _text(
-    test: BranchTest, rows: list[Row], findings: dict[str, Finding], scales: list[NoiseScale], picture: str
+    asked: Measurement, rows: list[Row], findings: dict[str, Finding], scales: list[NoiseScale], picture: str
 ) -> str:
-    whole, options = findings[DECIDING + WHOLE], test.options
-    text = f"# Critical batch size of {inline(test.run.resolve().name)} at step {test.step}\n\n"
+    whole, options = findings[DECIDING + WHOLE], asked.options
+    text = f"# Critical batch size of {inline(asked.run.resolve().name)} at step {asked.step}\n\n"
     text += f"**{critical_text(whole)}**"
     if words := interval_text(whole.critical):
-        text += f" samples; 95 % over {test.seeds} seeds: {words}"
+        text += f" samples; 95 % over {asked.seeds} seeds: {words}"
     text += ".\n\n" + picture
     if whole.critical.larger:
         text += f"Batch {whole.critical.larger} is within the tolerance again: chance, or a rough landscape.\n\n"
@@ -144,24 +144,24 @@ def _text(
         (
             [str(plan.batch_size), f"{plan.factor:g}", str(plan.steps), f"{plan.lr:.3g}"]
             + [_excess_text(findings[weights + WHOLE].found[place], options.tolerance) for weights in WEIGHTS]
-            for place, plan in enumerate(test.plans)
+            for place, plan in enumerate(asked.plans)
         ),
     )
     text += (
-        f"At {test.samples} samples of every branch, {test.seeds} seeds, paired by seed; ± is half of a 95 % interval "
-        f"by Student's t, each by itself. Within: the interval ends at or below the tolerance of "
+        f"At {asked.samples} samples of every branch, {asked.seeds} seeds, paired by seed; ± is half of a 95 % "
+        f"interval by Student's t, each by itself. Within: the interval ends at or below the tolerance of "
         f"{100 * options.tolerance:g} %; beyond: it begins above it. The critical batch size is the largest up to "
         "which every mean is within the tolerance; its interval is from the largest batch up to which all are within, "
         "to the first that is beyond, itself excluded. Only the batch sizes listed were tried, and the smallest is "
-        "what others are compared with: whether it is itself too large, this test cannot say.\n\n"
+        "what others are compared with: whether it is itself too large, this measurement cannot say.\n\n"
     )
-    text += _learned_text(test, findings) + _scales_text(whole.critical, scales)
-    text += "## By timestep bin\n\n" + _bins_table(test, findings)
-    text += "Bins of equal training mass, from clean to noise; a bin's loss is its plain error.\n\n" + _method(test)
+    text += _learned_text(asked, findings) + _scales_text(whole.critical, scales)
+    text += "## By timestep bin\n\n" + _bins_table(asked, findings)
+    text += "Bins of equal training mass, from clean to noise; a bin's loss is its plain error.\n\n" + _method(asked)
     return text + _without_answer(rows)
 
 
-def _learned_text(test: BranchTest, findings: dict[str, Finding]) -> str:
+def _learned_text(asked: Measurement, findings: dict[str, Finding]) -> str:
     learned = {words: findings[weights + WHOLE].learned for weights, words in WEIGHTS.items()}
     parts = [f"{100 * share:.2f} % ({words})" for words, share in learned.items()]
     return (
@@ -191,22 +191,22 @@ def _scales_text(critical: CriticalBatch, scales: list[NoiseScale]) -> str:
     return text + markdown_table(header, table) + "The ratio's interval takes both intervals at their worst.\n\n"
 
 
-def _bins_table(test: BranchTest, findings: dict[str, Finding]) -> str:
+def _bins_table(asked: Measurement, findings: dict[str, Finding]) -> str:
     table = []
-    for k in range(test.config.metrics.loss_bins):
+    for k in range(asked.config.metrics.loss_bins):
         of_bin = findings[f"{DECIDING}loss_by_bin/{k}"]
-        cells = [_excess_text(excess, test.options.tolerance) for excess in of_bin.found[1:]]
+        cells = [_excess_text(excess, asked.options.tolerance) for excess in of_bin.found[1:]]
         learned = f"{100 * of_bin.learned:.2f}"
         table.append([str(k), critical_text(of_bin), interval_text(of_bin.critical), learned, *cells])
-    sizes = [f"{size}: above {test.batch_sizes[0]} (%)" for size in test.batch_sizes[1:]]
+    sizes = [f"{size}: above {asked.batch_sizes[0]} (%)" for size in asked.batch_sizes[1:]]
     return markdown_table(["bin", "critical batch size", "95 %", "learned (%)", *sizes], table)
 
 
-def _method(test: BranchTest) -> str:
-    options, allocated = test.options, test.config.gns.enable and test.config.gns.allocate_timesteps
+def _method(asked: Measurement) -> str:
+    options, allocated = asked.options, asked.config.gns.enable and asked.config.gns.allocate_timesteps
     text = (
         "## How\n\n"
-        f"Branches from checkpoint {test.checkpoint.name} (batch {test.config.training.global_batch_size}) with its "
+        f"Branches from checkpoint {asked.checkpoint.name} (batch {asked.config.training.global_batch_size}) with its "
         f"weights and optimizer state; learning rate {options.lr:.3g} at factor 1, rule {options.lr_rule}, "
         f"{options.schedule} over the branch, no warm-up; {options.nproc} processes, the run's microbatch, "
         "accumulation for the rest. A branch's seed draws the order of images, timesteps and noise, none of them the "
@@ -245,9 +245,9 @@ def _write_table(findings: dict[str, Finding], path: Path) -> None:
 # ---------------------------------------------------------------------- picture
 
 
-def _draw(test: BranchTest, findings: dict[str, Finding], scales: list[NoiseScale]) -> str:
+def _draw(asked: Measurement, findings: dict[str, Finding], scales: list[NoiseScale]) -> str:
     whole = findings[DECIDING + WHOLE]
-    title = f"Critical batch size of {test.run.resolve().name} at step {test.step}: {critical_text(whole)}"
+    title = f"Critical batch size of {asked.run.resolve().name} at step {asked.step}: {critical_text(whole)}"
     if words := interval_text(whole.critical):
         title += f" (95 %: {words})"
     figure, axes = new_figure(title, 1, 2, (13, 5.2))
@@ -259,17 +259,17 @@ def _draw(test: BranchTest, findings: dict[str, Finding], scales: list[NoiseScal
             label = f"noise scale, {scale.geometry}: estimate"
             left.axvline(scale.samples.value, color=color, linewidth=1, linestyle=":", label=label)
             left.axvspan(scale.samples.lower, scale.samples.upper, color=color, alpha=0.1, linewidth=0)
-    bins = test.config.metrics.loss_bins
+    bins = asked.config.metrics.loss_bins
     for k, color in enumerate(ordered_colours(bins)):
         of_bin = findings[f"{DECIDING}loss_by_bin/{k}"].found
         _draw_excess(right, of_bin, color, f"bin {k}", 1.0 + 0.01 * (k - 0.5 * (bins - 1)), bars=bins <= 5)
     for axis, words in ((left, "all timesteps"), (right, "by timestep bin, weights averaged over the branch")):
-        _finish(axis, test, words)
+        _finish(axis, asked, words)
     legend_outside(right, "clean to noise")
     left.legend(fontsize=8, loc="upper left")
-    bars = "bars: 95 % intervals over seeds" if test.seeds > 1 else "one seed: no intervals"
-    note(figure, f"{test.samples} samples of every branch, {test.seeds} seeds, paired; {bars}; dots: seeds")
-    return gns_plots.save(figure, test.folder / "critical_batch.png")
+    bars = "bars: 95 % intervals over seeds" if asked.seeds > 1 else "one seed: no intervals"
+    note(figure, f"{asked.samples} samples of every branch, {asked.seeds} seeds, paired; {bars}; dots: seeds")
+    return gns_plots.save(figure, asked.folder / "critical_batch.png")
 
 
 def _draw_excess(axis: Axes, found: list[Excess], color, label: str, shift: float, bars: bool) -> None:
@@ -288,9 +288,9 @@ def _draw_excess(axis: Axes, found: list[Excess], color, label: str, shift: floa
             axis.text(excess.batch_size, 0.97, "diverged", fontsize=8, color=color, **place)
 
 
-def _finish(axis: Axes, test: BranchTest, words: str) -> None:
-    sizes = test.batch_sizes
-    axis.axhline(100 * test.options.tolerance, color="black", linestyle="--", linewidth=1, label="tolerance")
+def _finish(axis: Axes, asked: Measurement, words: str) -> None:
+    sizes = asked.batch_sizes
+    axis.axhline(100 * asked.options.tolerance, color="black", linestyle="--", linewidth=1, label="tolerance")
     axis.axhline(0, color="0.7", linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.4)

@@ -3,9 +3,9 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from studies.branch_training import largest_divisor
 from torchtitan.config.job import JobConfig
 from torchtitan.experiments.cells import StudyError
 from torchtitan.gns.config import GNSConfig
@@ -13,9 +13,34 @@ from torchtitan.training.config import EMAConfig, EMATrackConfig
 
 # Learning rate of a batch that is `factor` times the reference, as a multiple of the reference's.
 LR_RULES: dict[str, Callable[[float], float]] = {"const": lambda factor: 1.0, "sqrt": math.sqrt, "linear": float}
+_FORMER_RULES = {"none": "const"}  # as command lines and saved settings may still have them
 
 # Half-life of an average in the place of one with a warm-up, as a share of the images seen, at most.
 _RAMPUP_RATIO = 0.05
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one batch size is trained.
+
+    Attributes:
+        factor: times the run's global batch size.
+        batch_size: global.
+        local_batch_size: images per rank in one forward.
+        steps: of each branch.
+        lr: learning rate, at its peak.
+    """
+
+    factor: float
+    batch_size: int
+    local_batch_size: int
+    steps: int
+    lr: float
+
+
+def rule_name(text: str) -> str:
+    """The key of LR_RULES that a text means; another text as it is."""
+    return _FORMER_RULES.get(text, text)
 
 
 def whole_samples(samples: int, batches: Sequence[int], checkpoints: int) -> int:
@@ -105,6 +130,68 @@ def batch_overrides(
             "parallelism.data_parallel_replicate_degree": processes, "parallelism.data_parallel_shard_degree": 1,
         }  # fmt: skip
     return overrides
+
+
+def plan_batches(
+    config: JobConfig, factors: list[float], lr_rule: str, lr: float, samples: int | None, processes: int
+) -> tuple[list[BatchPlan], int]:
+    """Plan the branches, batch sizes rising.
+
+    The microbatch of the run is kept and accumulation grows, so that only the batch size differs.
+
+    Args:
+        config: the run's.
+        factors: times its global batch size.
+        lr_rule: key of LR_RULES.
+        lr: learning rate at factor 1.
+        samples: of every branch; None for 32 steps of the largest batch, or the next number that all batches divide.
+        processes: of each branch.
+
+    Returns:
+        the plans, and the samples of every branch.
+
+    Raises:
+        StudyError: a batch size or the samples do not divide.
+    """
+    base = config.training.global_batch_size
+    microbatch = largest_divisor(_share(base, processes, 1.0), config.training.local_batch_size)
+    sizes = []
+    for factor in sorted(set(factors)):
+        size = base * factor
+        if not (size > 0 and float(size).is_integer()):
+            raise StudyError(f"--factors: {factor:g} x {base} images is no whole batch")
+        share = _share(int(size), processes, factor)
+        local = largest_divisor(share, microbatch) if factor < 1 else microbatch
+        if share % local:
+            raise StudyError(
+                f"--factors: {factor:g} x {base} = {size:g} images are no multiple of {processes} processes x {local} "
+                "images, the run's microbatch"
+            )
+        sizes.append((factor, int(size), local))
+    common = math.lcm(*(size for _, size, _ in sizes))
+    largest = sizes[-1][1]
+    if samples is None:
+        samples = -(-32 * largest // common) * common
+    if samples < largest:
+        raise StudyError(f"--samples: {samples} are too few for one step of {largest} images")
+    if samples % common:
+        below = samples // common * common
+        near = f"{below}, {below + common}" if below else str(common)
+        raise StudyError(f"--samples: {samples} are no whole number of steps of every batch size (try {near})")
+    rule = LR_RULES[lr_rule]
+    plans = [BatchPlan(factor, size, local, samples // size, lr * rule(factor)) for factor, size, local in sizes]
+    return plans, samples
+
+
+def _share(batch_size: int, processes: int, factor: float) -> int:
+    share, rest = divmod(batch_size, processes)
+    if rest or not share:
+        raise StudyError(f"--factors: {factor:g}: {batch_size} images cannot be divided among {processes} processes")
+    return share
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)
 
 
 def _in_images(track: EMATrackConfig, images_per_step: int) -> EMATrackConfig:

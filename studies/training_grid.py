@@ -7,31 +7,24 @@
 """
 
 import json
-import math
-import sys
 import tempfile
-import threading
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from studies.branch_training import samples_seen
 from torchtitan.checkpoint.checkpointer import checkpoint_steps
 from torchtitan.config.job import ConfigError, JobConfig, config_differences, dump_config, load_config
 from torchtitan.config.places import place_problems
+from torchtitan.experiments.cells import Advance, Cell, measure_cells
 from torchtitan.experiments.folder import STUDY_MARKS, ResultsFolder, StudyError
-from torchtitan.experiments.process import Outcome, Stopped, run_processes
 from torchtitan.experiments.record import ResultTable
-from torchtitan.files.durable import make_folder, replace_file
+from torchtitan.experiments.training import train
+from torchtitan.files.durable import make_folder
 from torchtitan.files.regular import read_text
 
 COLUMNS = ("run", "status", "reason", "samples", "date", "runtime")
-_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -132,7 +125,18 @@ def train_grid(grid: TrainingGrid, retry_failed: bool = False) -> dict[str, str]
         make_folder(grid.folder / "runs")
         table = ResultTable(grid.folder / "training.csv", COLUMNS, ("run",))
         table.begin()
-        _train_missing(grid, table, retry_failed)
+        cells = [{"run": name, "samples": samples_of(config)} for name, config in grid.configs.items()]
+        missing = [cell for cell in cells if _is_missing(grid, table, cell["run"], retry_failed)]
+
+        def train_cell(cell: Cell, advance: Advance) -> dict[str, Any]:
+            request = _request(grid.folder, cell["run"])
+            train(grid.configs[cell["run"]], grid.processes, request, request.with_suffix(".log"), advance)
+            return {}
+
+        measure_cells(
+            table, cells, missing, train_cell, cost=lambda cell: cell["samples"], unit="sample",
+            name=lambda cell: cell["run"],
+        )  # fmt: skip
     rows = {name: table.find({"run": name}) for name in grid.configs}
     return {name: row["reason"] for name, row in rows.items() if row and row["status"] != "ok"}
 
@@ -140,30 +144,6 @@ def train_grid(grid: TrainingGrid, retry_failed: bool = False) -> dict[str, str]
 def samples_of(config: JobConfig) -> int:
     """Images that a run sees."""
     return config.training.steps * config.training.global_batch_size
-
-
-def _train_missing(grid: TrainingGrid, table: ResultTable, retry_failed: bool) -> None:
-    missing = [name for name in grid.configs if _is_missing(grid, table, name, retry_failed)]
-    total = sum(map(samples_of, grid.configs.values()))
-    left = sum(samples_of(grid.configs[name]) for name in missing)
-    with tqdm(
-        total=total, initial=total - left, unit="sample", unit_scale=True, mininterval=0.5, file=sys.stderr
-    ) as bar:
-        for number, name in enumerate(missing, len(grid.configs) - len(missing) + 1):
-            bar.set_description(f"run {number} of {len(grid.configs)}, {name}")
-            end = bar.n + samples_of(grid.configs[name])
-            outcome = _train(grid, name, bar)
-            bar.update(end - bar.n)
-            table.add(_row(name, samples_of(grid.configs[name]), outcome))
-
-
-def _row(name: str, samples: int, outcome: Outcome) -> dict[str, Any]:
-    kind = "" if outcome.status in ("ok", "failed") else f"{outcome.status}: "
-    return {
-        "run": name, "status": "ok" if outcome.status == "ok" else "failed", "reason": kind + outcome.reason,
-        "samples": samples, "date": datetime.now().isoformat(" ", "seconds"),
-        "runtime": str(timedelta(seconds=outcome.seconds)),
-    }  # fmt: skip
 
 
 def _is_missing(grid: TrainingGrid, table: ResultTable, name: str, retry_failed: bool) -> bool:
@@ -177,38 +157,6 @@ def _is_missing(grid: TrainingGrid, table: ResultTable, name: str, retry_failed:
     except (OSError, ValueError):
         return True
     return retry_failed or bool(_differences(asked, config))
-
-
-def _train(grid: TrainingGrid, name: str, bar: tqdm) -> Outcome:
-    """Train one run to its end; a stop ends its processes, and another start resumes from its checkpoints."""
-    path, folder = _request(grid.folder, name), grid.run_folder(name)
-    replace_file(path, dump_config(grid.configs[name]))
-    before, stop = bar.n, threading.Event()
-    found: list[Outcome | BaseException] = []
-
-    def work() -> None:
-        try:
-            found.append(run_processes(
-                ["--job.config_file", str(path)], processes=grid.processes, timeout_s=math.inf,
-                log=path.with_suffix(".log"), stop=stop,
-            ))  # fmt: skip
-        except Stopped:
-            pass
-        except BaseException as error:  # noqa: BLE001 (raised again in the thread that waits)
-            found.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        while thread.is_alive():
-            thread.join(_POLL_SECONDS)
-            bar.update(max(before + samples_seen(folder) - bar.n, 0))
-    finally:
-        stop.set()
-        thread.join()
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
 
 
 def _request(folder: Path, name: str) -> Path:

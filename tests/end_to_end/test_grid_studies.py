@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from studies import grid_plots, paired_runs, training_grid
+from studies import grid_plots, paired_runs
 from studies.sampler_specs import parse_samplers
 from tests.end_to_end.tools import load_tool, table
 from tests.faults.forked import _train
 from tests.forked import ForkedProcess
 from tests.launcher import ROOT
 from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
-from torchtitan.experiments.process import Outcome, Stopped
+from torchtitan.experiments import training
+from torchtitan.experiments.process import Outcome
 from torchtitan.files.run_lock import RunLock
 
 CONFIG = """
@@ -63,7 +64,7 @@ class Trainings:
         self.stop: str | None = None  # run before which all ends, as by Ctrl-C
         self.fail: str | None = None  # run that fails
 
-    def __call__(self, arguments, *, processes, timeout_s, log, stop) -> Outcome:
+    def __call__(self, arguments, *, processes, log, **options) -> Outcome:
         name = log.stem
         if name == self.stop:
             self.stop = None
@@ -74,9 +75,6 @@ class Trainings:
         environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0"}
         process = ForkedProcess(_train, (arguments,), environment)
         while process.poll() is None:
-            if stop.is_set():
-                process.kill()
-                raise Stopped
             if name == self.interrupt and (log.with_suffix("") / "checkpoint" / "step-00000004").exists():
                 process.kill()
                 process.wait()
@@ -90,7 +88,7 @@ class Trainings:
 @pytest.fixture
 def trainings(monkeypatch) -> Trainings:
     found = Trainings()
-    monkeypatch.setattr(training_grid, "run_processes", found)
+    monkeypatch.setattr(training, "run_processes", found)
     return found
 
 

@@ -105,6 +105,21 @@ def test_a_stopped_run_leaves_no_process(start, tmp_path):
     assert _processes_of(tmp_path) == []
 
 
+def test_a_run_that_is_stopped_with_grace_saves_a_checkpoint_first(start, tmp_path):
+    """The run is stopped once it has logged a step; without grace it would leave no checkpoint."""
+    stop, metrics = threading.Event(), tmp_path / "run" / "metrics.jsonl"
+
+    def poll() -> None:
+        if metrics.exists() and metrics.stat().st_size:
+            stop.set()
+
+    words = ["--training.steps", "1000000", "--checkpoint.enable", "true", "--checkpoint.interval", "1000000"]
+    with pytest.raises(Stopped):
+        start(*words, stop=stop, poll=poll, stop_grace_s=60)
+    assert list((tmp_path / "run" / "checkpoint").glob("step-*/manifest.json"))
+    assert _processes_of(tmp_path) == []
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_nothing_outlives_a_caller_that_was_killed(start, tmp_path):
     guard = [sys.executable, str(ROOT / "torchtitan" / "experiments" / "guard.py"), "0"]

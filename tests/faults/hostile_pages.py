@@ -277,7 +277,7 @@ for _name, _text in {
     "of escape sequences": '{"\\u001b[2J": "\\u0007"}',
     "of NaN": '{"checkpoint": NaN}', "of a list": "[1, 2]", "of nothing": "",
 }.items():  # fmt: skip
-    record(f"settings of a branch test {_name}", BRANCH, "critical_batch/step-4/settings.json", _text)
+    record(f"settings of a critical-batch measurement {_name}", BRANCH, "critical_batch/step-4/settings.json", _text)
 for _name, _text in {
     "of NULs": "step\0,x\n1\0,2\n", "of escape sequences": "\x1b[2J,\x07\n\x1b[2J,1\n",
     "of a field of 10^6 letters": "a\n" + "x" * 10**6 + "\n",

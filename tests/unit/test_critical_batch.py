@@ -1,22 +1,15 @@
-"""The branch test's decisions, intervals and plans, and what a branch begins with."""
+"""Decisions, intervals and plans of a critical-batch measurement, and what a branch begins with."""
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from data import DATASETS
-from studies.branch_training import (
-    TRACK,
-    begin_branch,
-    branch_config,
-    plan_batches,
-    run_lr,
-    write_config,
-    write_start,
-)
-from studies.critical_batch import HeldOut
+from studies.branch_training import TRACK, branch_config, run_lr, write_config, write_start
+from studies.critical_batch import HeldOut, _default_folder, _hold_to_settings
 from studies.critical_batch_decision import (
     CriticalBatch,
     Excess,
@@ -26,11 +19,13 @@ from studies.critical_batch_decision import (
     ratio_to_estimate,
 )
 from studies.critical_batch_report import Finding, NoiseScale, critical_text, interval_text, noise_scales
+from studies.equal_samples import plan_batches, rule_name
 from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, verify
 from torchtitan.checkpoint.comparison import open_checkpoint
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.job import JobConfig, load_config
-from torchtitan.experiments.cells import StudyError
+from torchtitan.experiments.folder import ResultsFolder, StudyError
+from torchtitan.experiments.training import begin_branch
 from torchtitan.statistics.interval import Interval, mean_interval
 from torchtitan.training.ema import kept_share
 
@@ -174,10 +169,31 @@ def test_accumulation_grows_at_the_microbatch_of_the_run():
     assert [plan.lr for plan in plans] == pytest.approx([0.005, 0.01 / math.sqrt(2), 0.01, 0.02])
 
 
-@pytest.mark.parametrize("rule, factor", [("sqrt", 2.0), ("linear", 4.0), ("none", 1.0)])
+@pytest.mark.parametrize("rule, factor", [("sqrt", 2.0), ("linear", 4.0), ("const", 1.0)])
 def test_lr_rules(rule, factor):
     plans, _ = plan_batches(a_config(), [1, 4], rule, 0.01, None, 1)
     assert plans[1].lr == pytest.approx(0.01 * factor)
+
+
+def test_the_former_word_for_a_constant_rate_is_accepted(tmp_path):
+    """`none` on a command line, and in the settings of a folder that was written before."""
+    assert rule_name("none") == "const" and rule_name("sqrt") == "sqrt"
+    results = ResultsFolder(tmp_path, {"settings.json": b"{"})
+    asked = SimpleNamespace(folder=tmp_path, results=results, settings=lambda: {"lr_rule": "const", "samples": 8})
+    (tmp_path / "settings.json").write_text('{"lr_rule": "none", "samples": 8}')
+    _hold_to_settings(asked)
+    (tmp_path / "settings.json").write_text('{"lr_rule": "linear", "samples": 8}')
+    with pytest.raises(StudyError, match="holds a measurement with other settings, lr_rule: 'linear' -> 'const'"):
+        _hold_to_settings(asked)
+
+
+def test_results_under_their_former_name_are_continued_there(tmp_path):
+    assert _default_folder(tmp_path, "step-4") == tmp_path / "critical_batch" / "step-4"
+    (tmp_path / "branch_test" / "step-4").mkdir(parents=True)
+    assert _default_folder(tmp_path, "step-4") == tmp_path / "branch_test" / "step-4"
+    assert _default_folder(tmp_path, "step-8") == tmp_path / "critical_batch" / "step-8"
+    (tmp_path / "critical_batch" / "step-4").mkdir(parents=True)
+    assert _default_folder(tmp_path, "step-4") == tmp_path / "critical_batch" / "step-4"
 
 
 def test_every_branch_reads_the_same_number_of_samples():

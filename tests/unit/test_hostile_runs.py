@@ -13,13 +13,13 @@ import pytest
 
 from optimization_analysis import main as analyse
 from scripts.compare import main as compare
-from studies.branch_training import samples_seen
 from studies.critical_batch_report import noise_scales
 from studies.curve_table import read_curves
 from torchtitan.experiments.autotune.record import RecordError, SearchRecord
 from torchtitan.experiments.cells import StudyError
 from torchtitan.experiments.grid import SweepError
 from torchtitan.experiments.record import ResultTable, SweepFolder
+from torchtitan.experiments.training import samples_logged
 from torchtitan.pictures.grids import save_animation
 from torchtitan.profiling import trace
 from torchtitan.profiling.trace import TraceError, read_trace
@@ -135,7 +135,7 @@ def test_whatever_reads_what_a_run_or_a_study_left_refuses_a_pipe(tmp_path):
         list(metric_points.iter_points(run / "metrics.jsonl"))
     with pytest.raises(TimelineError, match="cannot be read: is a pipe, not a regular file"):
         build_timeline(pipe(run / "events" / "rank-0000.jsonl").parent.parent)
-    assert noise_scales(run / "metrics.jsonl", 4) == [] and samples_seen(run) == 0
+    assert noise_scales(run / "metrics.jsonl", 4) == [] and samples_logged(run) == 0
     with pytest.raises(StudyError, match=r"results\.csv: cannot be read: is a pipe"):
         ResultTable(pipe(tmp_path / "results.csv"), ["a"], ["a"])
     with pytest.raises(StudyError, match=r"curve\.csv: cannot be read: is a pipe"):

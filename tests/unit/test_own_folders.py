@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from studies import gns_published, posterior_coefficients
-from studies.branch_training import begin_branch, remove_checkpoints
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.grid import SweepError, read_sweep
 from torchtitan.experiments.record import ResultTable, SweepFolder
+from torchtitan.experiments.training import begin_branch, remove_checkpoints
 from torchtitan.files.durable import append_synced
 from torchtitan.files.ownership import begins_with, foreign_entry
 

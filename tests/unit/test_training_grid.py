@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from studies import training_grid
 from studies.equal_samples import study_base
 from studies.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
 from torchtitan.config.job import dump_config, load_config
+from torchtitan.experiments import training
 from torchtitan.experiments.cells import StudyError
 from torchtitan.experiments.process import Outcome
 
@@ -22,7 +22,7 @@ class Trainings:
         self.learning_rates: list[float] = []
         self.fail = False
 
-    def __call__(self, arguments, *, processes, timeout_s, log, stop) -> Outcome:
+    def __call__(self, arguments, *, processes, **options) -> Outcome:
         config = load_config(arguments, processes)
         self.learning_rates.append(config.optimizer.lr)
         if self.fail:
@@ -36,7 +36,7 @@ class Trainings:
 @pytest.fixture
 def trainings(monkeypatch) -> Trainings:
     found = Trainings()
-    monkeypatch.setattr(training_grid, "run_processes", found)
+    monkeypatch.setattr(training, "run_processes", found)
     return found
 
 

@@ -5,16 +5,15 @@ so that a study that is started again goes on where it was.
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from tqdm import tqdm
 
 from data import DATASETS
 from data.base import Dataset, DatasetError, Split
@@ -25,19 +24,16 @@ from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import unwrapped
 from torchtitan.evaluation.offline_gradients import EstimateFailed, GradientError
 from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples
+from torchtitan.experiments.engine import Advance, settle_cells
 from torchtitan.experiments.folder import STUDY_MARKS, ResultsFolder, StudyError, claim, refuse_other_run
 from torchtitan.experiments.record import ResultTable
+from torchtitan.experiments.training import Diverged, TrainingFailed
 from torchtitan.files.durable import replace_file
 from torchtitan.pictures.markdown import inline, markdown_table
 from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, read_config
 
 Row = dict[str, str]
 Cell = dict[str, Any]
-Advance = Callable[[int], None]
-
-
-class TrainingFailed(Exception):
-    """A run that a study wanted to measure did not finish; the message is one line."""
 
 
 # What ends a cell with a row that says so, not the study.
@@ -219,8 +215,8 @@ def run_study(name: str, study: Study, run: Any) -> Path:
             claim(folder.path, run.folder, run.config)
         table = ResultTable(folder.path / "results.csv", study.COLUMNS, study.KEY)
         table.begin()
-        missing = [cell for cell in cells if _is_missing(table, cell, run.options.retry_failed)]
-        _measure(study, run, table, cells, missing)
+        missing = missing_cells(table, cells, run.options.retry_failed)
+        measure_cells(table, cells, missing, partial(study.measure, run), cost=study.cost, unit=study.UNIT)
         rows = [row for cell in cells if (row := table.find(cell))]
         summary = folder.path / "summary.md"
         text = _header(name, run, rows) + study.report(run, rows, folder.path) + _failures(rows, study.KEY)
@@ -233,27 +229,45 @@ def results_folder(name: str, run: StudyRun) -> Path:
     return run.options.output or run.results / name
 
 
-def _is_missing(table: ResultTable, cell: Cell, retry_failed: bool) -> bool:
-    row = table.find(cell)
-    return row is None or (retry_failed and row["status"] != "ok")
+def missing_cells(table: ResultTable, cells: list[Cell], retry_failed: bool) -> list[Cell]:
+    """The cells without a row; and those that failed, where asked for."""
+    rows = [(cell, table.find(cell)) for cell in cells]
+    return [cell for cell, row in rows if row is None or (retry_failed and row["status"] != "ok")]
 
 
-def _measure(study: Study, run: StudyRun, table: ResultTable, cells: list[Cell], missing: list[Cell]) -> None:
-    total = sum(study.cost(cell) for cell in cells)
-    left = sum(study.cost(cell) for cell in missing)
-    # The time that is left is estimated from this process's own work: `initial` does not count in the rate.
-    progress = {"total": total, "initial": total - left, "unit": study.UNIT, "unit_scale": True, "file": sys.stderr}
-    with tqdm(**progress, mininterval=0.5) as bar:
-        for position, cell in enumerate(missing, len(cells) - len(missing) + 1):
-            bar.set_description(f"cell {position} of {len(cells)}")
-            begun, before = time.perf_counter(), bar.n
-            row = cell | {"status": "ok", "reason": "", "date": datetime.now().isoformat(" ", "seconds")}
-            try:
-                row |= study.measure(run, cell, bar.update)
-            except CELL_FAILURES as error:
-                row |= {"status": "failed", "reason": unwrapped(error)[:300]}
-            bar.update(before + study.cost(cell) - bar.n)
-            table.add(row | {"runtime": str(timedelta(seconds=time.perf_counter() - begun))})
+def measure_cells(
+    table: ResultTable,
+    cells: list[Cell],
+    missing: list[Cell],
+    measure: Callable[[Cell, Advance], dict[str, Any]],
+    *,
+    cost: Callable[[Cell], int],
+    unit: str,
+    name: Callable[[Cell], str] = lambda cell: "",
+    recorded: Callable[[Cell], object] = lambda cell: None,
+) -> None:
+    """Measure the missing cells one by one; every one is a row of the table, a failed one with its reason.
+
+    Args:
+        table: of the results.
+        cells, missing, cost, unit, name: as `settle_cells` takes them.
+        measure: the other columns of a cell's row. Raises one of CELL_FAILURES where there is no answer.
+        recorded: called when the row of a cell with an answer is on the disk.
+    """
+
+    def settle(cell: Cell, advance: Advance) -> None:
+        begun = time.perf_counter()
+        row = cell | {"status": "ok", "reason": "", "date": datetime.now().isoformat(" ", "seconds")}
+        try:
+            row |= measure(cell, advance)
+        except CELL_FAILURES as error:
+            status = "diverged" if isinstance(error, Diverged) else "failed"
+            row |= {"status": status, "reason": unwrapped(error)[:300]}
+        table.add(row | {"runtime": str(timedelta(seconds=time.perf_counter() - begun))})
+        if row["status"] == "ok":
+            recorded(cell)
+
+    settle_cells(cells, missing, settle, cost=cost, unit=unit, name=name)
 
 
 def require_at_least(options: argparse.Namespace, least: dict[str, int]) -> None:

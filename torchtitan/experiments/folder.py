@@ -15,7 +15,7 @@ from torchtitan.files.regular import read_text
 from torchtitan.files.run_lock import Busy, RunLock
 from torchtitan.settings.record import config_differences, effective
 
-# Files by which a study's folder is known, and what they begin with; the columns of a table are compared when it is read.
+# Files by which a study's folder is known, and what they begin with; a table's columns are compared when it is read.
 STUDY_MARKS = {"run.json": b"{", "results.csv": b"model,", "training.csv": b"run,"}
 _RUN_FILE = "run.json"
 _ADVICE = "give another --output, or move the folder away"

@@ -4,7 +4,8 @@
 
 Standard input is a lifeline: at its end, because it was closed or because the other side was killed, the command and
 all its descendants are killed, those in sessions of their own too, as torchrun's workers are. Whatever the command
-leaves behind when it ends is killed as well. Exit code: the command's, 128 + signal if a signal ended it.
+leaves behind when it ends is killed as well. SIGTERM is passed on to the command. Exit code: the command's, 128 +
+signal if a signal ended it.
 
 This file imports the standard library only: it is started for every run.
 """
@@ -33,6 +34,7 @@ def main(words: list[str]) -> int:
     # So that it ends even if this guard is killed.
     command = [sys.executable, "-S", str(_PARENT_DEATH), str(os.getpid()), *command]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
         while (code := process.poll()) is None:
             readable, _, _ = select.select([0], [], [], _POLL_SECONDS)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, cast
@@ -63,6 +65,8 @@ def run_processes(
     devices: list[int] | None = None,
     stop: threading.Event | None = None,
     oom_grace_s: float = 30.0,
+    stop_grace_s: float = 0.0,
+    poll: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Run train.py in processes of its own until all of them have ended.
 
@@ -78,6 +82,8 @@ def run_processes(
         devices: numbers of the CUDA devices to use, among those that this process sees.
         stop: set from another thread, ends the run.
         oom_grace_s: seconds that the other ranks have to end by themselves once one is out of memory.
+        stop_grace_s: seconds that a run which is stopped has to save a checkpoint.
+        poll: called again and again while the run lasts.
 
     Raises:
         KeyboardInterrupt, Stopped: after all processes were killed.
@@ -98,7 +104,13 @@ def run_processes(
             stderr=subprocess.STDOUT, start_new_session=True,  # a Ctrl-C is for this process alone
         )  # fmt: skip
     try:
-        late = _wait(guard, log, begun + timeout_s, stop, oom_grace_s)
+        late = _wait(guard, log, begun + timeout_s, stop, oom_grace_s, poll)
+    except (KeyboardInterrupt, Stopped):
+        if stop_grace_s:
+            guard.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                guard.wait(stop_grace_s)
+        raise
     finally:
         cast(IO[bytes], guard.stdin).close()  # the lifeline: the guard kills what is left
         guard.wait()
@@ -164,8 +176,9 @@ def _environment(processes: int, extra: dict[str, str], devices: list[int] | Non
 
 
 def _wait(
-    guard: subprocess.Popen, log: Path, deadline: float, stop: threading.Event | None, oom_grace_s: float
-) -> bool:
+    guard: subprocess.Popen, log: Path, deadline: float, stop: threading.Event | None, oom_grace_s: float,
+    poll: Callable[[], None],
+) -> bool:  # fmt: skip
     """Wait for the end; True if there was none before the deadline. Raises Stopped."""
     watched = _OutOfMemoryWatch(log)
     while guard.poll() is None:
@@ -177,6 +190,7 @@ def _wait(
             return False
         if now > deadline:
             return True
+        poll()
         time.sleep(_POLL_SECONDS)
     return False
 

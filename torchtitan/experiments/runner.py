@@ -3,7 +3,6 @@
 import os
 import sys
 import threading
-from collections import deque
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -13,6 +12,7 @@ from tqdm import tqdm
 
 from torchtitan.experiments.autotune.tuned_batch import tuned_batch_size
 from torchtitan.experiments.command_lines import check_cells, run_arguments, run_name
+from torchtitan.experiments.engine import Advance, settle_cells
 from torchtitan.experiments.grid import BATCH_KEY, Cell, Sweep, SweepError
 from torchtitan.experiments.process import Outcome, Stopped, run_processes
 from torchtitan.experiments.record import Row, SweepFolder
@@ -108,63 +108,26 @@ def run_sweep(sweep: Sweep, folder: SweepFolder, plan: SweepPlan, jobs: int = 1)
         SweepError: the folder is in use or cannot be written, or there are too few devices.
         KeyboardInterrupt: asked to stop; what was running is ended and left out of the record.
     """
-    try:
-        with folder.held(sweep):
-            _Workers(sweep, folder, plan, jobs).run()
-    except OSError as error:
-        raise SweepError(f"{error.filename or folder.path}: cannot be written: {error.strerror or error}") from error
+    with folder.held(sweep):
+        _Workers(sweep, folder, plan, jobs).run()
 
 
 class _Workers:
-    """Threads that take the next task each, and what they share."""
+    """Settles runs of a sweep: what its jobs share."""
 
     def __init__(self, sweep: Sweep, folder: SweepFolder, plan: SweepPlan, jobs: int) -> None:
         self._sweep, self._folder, self._plan, self._jobs = sweep, folder, plan, jobs
-        self._waiting = deque(plan.missing)
         self._lock = threading.Condition()
         self._stop = threading.Event()
-        self._failure: BaseException | None = None
         self._devices = self._free_devices()
-        done = len(plan.tasks) - len(plan.missing)
-        self._bar = tqdm(
-            total=len(plan.tasks), initial=done, unit="run", desc=sweep.settings.name, file=sys.stderr,
-            smoothing=0.1, dynamic_ncols=True,
-        )  # fmt: skip
 
     def run(self) -> None:
-        threads = [threading.Thread(target=self._work) for _ in range(min(self._jobs, len(self._waiting)))]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.2)  # short waits, so that a signal is noticed
-        finally:
-            self._stop.set()
-            with self._lock:
-                self._lock.notify_all()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-            self._bar.close()
-        if self._failure is not None:
-            raise self._failure
+        settle_cells(
+            self._plan.tasks, self._plan.missing, self._settle, cost=lambda task: 1, unit="run",
+            name=lambda task: run_name(task.cell, task.repeat), jobs=self._jobs, stop=self._stop,
+        )  # fmt: skip
 
-    def _work(self) -> None:
-        try:
-            while (task := self._take()) is not None:
-                self._settle(task)
-        except Stopped:
-            pass
-        except BaseException as failure:  # noqa: BLE001 (carried to the thread that waits)
-            self._failure = failure
-            self._stop.set()
-
-    def _take(self) -> Task | None:
-        with self._lock:
-            return self._waiting.popleft() if self._waiting and not self._stop.is_set() else None
-
-    def _settle(self, task: Task) -> None:
+    def _settle(self, task: Task, advance: Advance) -> None:
         started = datetime.now().astimezone().isoformat(timespec="seconds")
         axes, seconds = task.cell.axes, 0.0
         if reason := self._plan.refused.get(task.cell.id):
@@ -187,7 +150,6 @@ class _Workers:
         with self._lock:
             self._folder.add(row)
             self._plan.rows[task.key] = row
-            self._bar.update()
             tqdm.write(f"{status:<8}{seconds:7.1f} s  {name}  {reason}".rstrip(), file=sys.stderr)
 
     def _run(self, task: Task, devices: list[int] | None) -> tuple[Outcome, dict[str, Any]]:
@@ -245,7 +207,7 @@ class _Workers:
             return None
         with self._lock:
             while len(self._devices) < count:
-                self._lock.wait()
+                self._lock.wait(0.2)
                 if self._stop.is_set():
                     raise Stopped
             taken, self._devices[:] = self._devices[:count], self._devices[count:]

@@ -1,0 +1,112 @@
+"""One run that an experiment asks for, trained to its end in processes of its own; another start resumes it."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from torchtitan.checkpoint.checkpointer import checkpoint_steps
+from torchtitan.checkpoint.store import store_of
+from torchtitan.config.job import JobConfig, dump_config
+from torchtitan.experiments.process import run_processes
+from torchtitan.files.durable import make_folder, replace_file, sync
+from torchtitan.files.regular import open_regular
+from torchtitan.training.metrics import METRICS_FILE
+
+_SAVING_SECONDS = 60.0  # for the checkpoint of a run that is stopped
+
+
+class TrainingFailed(Exception):
+    """A run that an experiment wanted to measure did not finish; the message is one line."""
+
+
+class Diverged(TrainingFailed):
+    """A run whose gradients became infinite or no numbers."""
+
+
+def train(
+    config: JobConfig,
+    processes: int,
+    request: Path,
+    log: Path,
+    advance: Callable[[int], None],
+    start: Path | None = None,
+) -> None:
+    """Train a run to its end, from its newest checkpoint where its folder has one.
+
+    Args:
+        config: of the run, its folder included.
+        processes: how many; torchrun starts more than one.
+        request: file that the configuration is written to.
+        log: file for the output of the processes.
+        advance: told how many more samples the run has seen, now and then.
+        start: checkpoint that a branch begins with; None: a run from scratch.
+
+    Raises:
+        TrainingFailed: with the reason.
+        KeyboardInterrupt: asked to stop; the run has saved a checkpoint if there was time.
+        OSError: a file cannot be written.
+    """
+    replace_file(request, dump_config(config))
+    folder = Path(config.job.dump_folder) / config.job.name
+    if start is not None:
+        begin_branch(start, folder)
+    seen = 0
+
+    def follow() -> None:
+        nonlocal seen
+        logged = max(samples_logged(folder), seen)
+        advance(logged - seen)
+        seen = logged
+
+    outcome = run_processes(
+        ["--job.config_file", str(request)], processes=processes, timeout_s=math.inf, log=log,
+        stop_grace_s=_SAVING_SECONDS, poll=follow,
+    )  # fmt: skip
+    if outcome.status != "ok":
+        kind = "" if outcome.status == "failed" else f"{outcome.status}: "
+        raise TrainingFailed(kind + outcome.reason)
+
+
+def begin_branch(start: Path, branch: Path) -> None:
+    """Put the start into a branch's folder, unless it has checkpoints already; links where the disk can."""
+    checkpoints = branch / "checkpoint"
+    if checkpoint_steps(checkpoints):
+        return
+    make_folder(checkpoints)
+    store_of(checkpoints).prepare()  # what a copy that was cut off has left
+    partial = checkpoints / f".{start.name}"
+    shutil.copytree(start, partial, copy_function=_link_or_copy)
+    sync(partial)
+    partial.rename(checkpoints / start.name)
+    sync(checkpoints)
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints in a folder of an experiment, and the folder if nothing else is in it. Raises OSError."""
+    for step in checkpoint_steps(folder):
+        store_of(folder).delete(step)
+    with suppress(OSError):  # there is something else in it
+        folder.rmdir()
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+        sync(Path(target))
+
+
+def samples_logged(folder: Path) -> int:
+    """Images that a run has seen, by the last whole line of its metrics; 0 where there is none."""
+    try:
+        with open_regular(folder / METRICS_FILE) as file:
+            file.seek(-min(os.fstat(file.fileno()).st_size, 8192), os.SEEK_END)
+            lines = file.read().split(b"\n")
+        return int(json.loads(lines[-2])["n_images_seen"])
+    except (OSError, ValueError, KeyError, IndexError):
+        return 0
