@@ -7,7 +7,6 @@ from there, and an interrupted search resumes. Exit codes: 0 found, 1 nothing fi
 
 import argparse
 import logging
-import signal
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from torchtitan.experiments.autotune.candidates import AutotuneRefused
 from torchtitan.experiments.autotune.probe import ProbeFailed
 from torchtitan.experiments.autotune.record import RecordError
 from torchtitan.experiments.autotune.tuning import GOALS, MAX_BATCH_SIZE, NothingFits, autotune
-from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
 from torchtitan.settings.sources import read_command_line
 
 
@@ -92,11 +91,7 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_by_signals()
     run_program(main)

@@ -8,7 +8,6 @@ seeds may be asked for later.
 
 import argparse
 import logging
-import signal
 import sys
 from pathlib import Path
 
@@ -22,13 +21,12 @@ from studies.equal_samples import LR_RULES, rule_name
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.config.job import ConfigError
 from torchtitan.experiments.cells import StudyError
-from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
 from torchtitan.runs.trained_model import WeightsError
 
 
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         measurement = open_measurement(arguments)
         summary = report(measurement, run_measurement(measurement))
@@ -70,10 +68,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
+    interrupt_by_signals()
     run_program(main)

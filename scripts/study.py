@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from studies import STUDIES, load_study
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.config.job import ConfigError
-from torchtitan.experiments.cells import StudyError, StudyModule, add_run_options, open_run, run_study
-from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.experiments.cells import StudyError, add_run_options, open_run, run_study
+from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
 
 
 def main(words: list[str] | None = None) -> int:
@@ -32,12 +32,12 @@ def main(words: list[str] | None = None) -> int:
     if name not in STUDIES:
         print(f"{name}: no such study (there are: {', '.join(STUDIES)})", file=sys.stderr)
         return 2
-    study, arguments = load_study(name), parse_arguments(words)
+    entry, study, arguments = STUDIES[name], load_study(name), parse_arguments(words)
     try:
-        if hasattr(study, "run_alone"):
-            summary = study.run_alone(arguments)
+        if entry.of_a_run:
+            summary = run_study(name, study, open_run(arguments, entry.several_weights))
         else:
-            summary = run_study(name, study, open_run(arguments, _several_weights(study)))
+            summary = study.run_alone(arguments)
     except (StudyError, ConfigError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -50,18 +50,15 @@ def main(words: list[str] | None = None) -> int:
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
     """Read a study's name and its options; bad ones end the process."""
-    name, study = words[0], load_study(words[0])
-    parser = OneLineParser(prog=f"study.py {name}", description=STUDIES[name].description)
-    if not hasattr(study, "run_alone"):  # else it says itself what it is of
-        add_run_options(parser, _several_weights(study))
-    study.add_options(parser)
+    name, entry = words[0], STUDIES[words[0]]
+    parser = OneLineParser(prog=f"study.py {name}", description=entry.description)
+    if entry.of_a_run:
+        add_run_options(parser, entry.several_weights)
+    load_study(name).add_options(parser)
     return parser.parse_args(words[1:])
-
-
-def _several_weights(study: StudyModule) -> bool:
-    return getattr(study, "SEVERAL_WEIGHTS", False)
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
+    interrupt_by_signals()
     run_program(main)

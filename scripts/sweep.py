@@ -5,7 +5,6 @@ sweep that was stopped, in whatever way, goes on where it was when it is started
 """
 
 import argparse
-import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,13 +16,11 @@ from torchtitan.experiments.grid import SweepError, read_sweep
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import SweepPlan, plan_sweep, run_sweep
 from torchtitan.experiments.table import sweep_table
-from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
 
 
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
-    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: shells start background jobs with it ignored
-        signal.signal(number, _interrupt)
     try:
         sweep = read_sweep(arguments.sweep)
         folder = SweepFolder(arguments.output or Path("outputs") / sweep.settings.name)
@@ -91,9 +88,6 @@ def _by_axis(pairs: list[tuple[str, str]]) -> dict[str, list[str]]:
     return found
 
 
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
+    interrupt_by_signals()
     run_program(main)

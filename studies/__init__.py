@@ -1,16 +1,27 @@
 """Studies of trained models, by the name that scripts/study.py takes; a new one is a module and a line here."""
 
 import importlib
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torchtitan.experiments.cells import StudyModule
 
 
-class StudyEntry(NamedTuple):
-    """Where a study is, and what it is in one line."""
+@dataclass(frozen=True)
+class StudyEntry:
+    """Where a study is, and what it takes.
+
+    Attributes:
+        module: in this folder.
+        description: in one line.
+        of_a_run: True: it measures cells of one run, named on the command line with --weights and --steps, and is a
+            `Study`; False: its options name what it is of, and it has `run_alone`.
+        several_weights: its cells are of several weights, --weights both.
+    """
 
     module: str
     description: str
+    of_a_run: bool = True
+    several_weights: bool = False
 
 
 STUDIES: dict[str, StudyEntry] = {
@@ -22,15 +33,28 @@ STUDIES: dict[str, StudyEntry] = {
     ),
     "forgetting": StudyEntry("forgetting", "what training on one slot of timesteps does to the others"),
     "oracle_replace": StudyEntry("oracle_replace", "sampling with the true image in the place of some predictions"),
-    "gns_published": StudyEntry("gns_published", "published tables of the noise scale, as reported and corrected"),
-    "loss_curve": StudyEntry("loss_curve", "error at every timestep, of trained and EMA weights, on fixed noise"),
-    "slots": StudyEntry("slots", "timesteps cut into slots of equal loss, from a loss_curve, as a file of slot edges"),
-    "posterior_coefficients": StudyEntry(
-        "posterior_coefficients", "what the image and the noisy image weigh in the reverse step of a DDPM path"
+    "gns_published": StudyEntry(
+        "gns_published", "published tables of the noise scale, as reported and corrected", of_a_run=False
     ),
-    "compare_samplers": StudyEntry("compare_samplers", "timestep samplers at equal samples; trains runs of a config"),
-    "batch_size": StudyEntry("batch_size", "batch sizes and learning rates at equal samples; trains runs of a config"),
-    "prediction_types": StudyEntry("prediction_types", "what models predict, in one currency: of runs, or trained"),
+    "loss_curve": StudyEntry(
+        "loss_curve", "error at every timestep, of trained and EMA weights, on fixed noise", several_weights=True
+    ),
+    "slots": StudyEntry(
+        "slots", "timesteps cut into slots of equal loss, from a loss_curve, as a file of slot edges", of_a_run=False
+    ),
+    "posterior_coefficients": StudyEntry(
+        "posterior_coefficients", "what the image and the noisy image weigh in the reverse step of a DDPM path",
+        of_a_run=False,
+    ),
+    "compare_samplers": StudyEntry(
+        "compare_samplers", "timestep samplers at equal samples; trains runs of a config", of_a_run=False
+    ),
+    "batch_size": StudyEntry(
+        "batch_size", "batch sizes and learning rates at equal samples; trains runs of a config", of_a_run=False
+    ),
+    "prediction_types": StudyEntry(
+        "prediction_types", "what models predict, in one currency: of runs, or trained", of_a_run=False
+    ),
 }
 
 

@@ -33,7 +33,6 @@ from torchtitan.pictures.markdown import markdown_table
 from torchtitan.statistics.interval import mean_interval
 from torchtitan.statistics.student import student_quantile
 
-SEVERAL_WEIGHTS = True
 KEY = ("model", "weights", "split", "seed", "nodes", "first_image", "last_image")
 COLUMNS = (*KEY, "error", "status", "reason", "date", "runtime")
 UNIT = "error"

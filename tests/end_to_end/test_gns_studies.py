@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from studies import STUDIES
+from studies import STUDIES, load_study
 from studies.published_estimator import COLUMNS
 from tests.end_to_end.tools import rows_of, rows_of_killed
 from tests.faults.forked import ForkedRun
@@ -205,3 +205,11 @@ def test_the_list_of_studies_and_every_help(study):
     for name in STUDIES:
         code, output, _ = study(name, "--help")
         assert code == 0 and "--output" in output
+
+
+def test_every_study_has_what_its_entry_declares():
+    of_a_run = ("COLUMNS", "KEY", "UNIT", "add_options", "cells", "cost", "measure", "report")
+    for name, entry in STUDIES.items():
+        parts = of_a_run if entry.of_a_run else ("add_options", "run_alone")
+        assert [part for part in parts if not hasattr(load_study(name), part)] == []
+        assert entry.of_a_run or not hasattr(load_study(name), "measure")

@@ -120,7 +120,6 @@ class Study(Protocol):
         COLUMNS: of results.csv, `status`, `reason`, `date` and `runtime` among them.
         KEY: columns that a cell is known by.
         UNIT: what `cost` counts, in the singular.
-        SEVERAL_WEIGHTS: optional; True where cells of one study are of several weights, `--weights both`.
     """
 
     COLUMNS: Any

@@ -24,6 +24,16 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+def interrupt_by_signals() -> None:
+    """Have SIGTERM, and SIGINT in a shell's background job too, raise KeyboardInterrupt in the main thread."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+
+
 def run_program(main: Callable[[], int]) -> NoReturn:
     """Run a command as `exit_code` does, and end the process with its code."""
     sys.exit(exit_code(main))
