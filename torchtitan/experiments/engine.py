@@ -2,8 +2,8 @@
 
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -43,60 +43,40 @@ def settle_cells(
         Exception: the first one that `settle` raises, likewise.
     """
     total, left = sum(map(cost, cells)), sum(map(cost, missing))
-    waiting = deque(enumerate(missing, len(cells) - len(missing) + 1))
     turn, stop = threading.Lock(), stop or threading.Event()
-    failures: list[BaseException] = []
 
-    def work() -> None:
-        while waiting and not stop.is_set():
+    def settle_one(position: int, cell: C) -> None:
+        done = 0
+
+        def advance(amount: int) -> None:
+            nonlocal done
+            done += amount
             with turn:
-                if not waiting:
-                    return
-                position, cell = waiting.popleft()
-                bar.set_description(f"cell {position} of {len(cells)}, {name(cell)}".removesuffix(", "))
-            _settle(cell, settle, cost(cell), bar, turn)
+                bar.update(amount)
 
-    def work_in_thread() -> None:
-        try:
-            work()
-        except Stopped:
-            pass
-        except BaseException as failure:  # carried to the thread that waits
-            failures.append(failure)
-            stop.set()
+        with turn:
+            bar.set_description(f"cell {position} of {len(cells)}, {name(cell)}".removesuffix(", "))
+        settle(cell, advance)
+        advance(cost(cell) - done)
 
+    numbered = enumerate(missing, len(cells) - len(missing) + 1)
     # The time that is left is estimated from this process's own work: `initial` does not count in the rate.
     with tqdm(
         total=total, initial=total - left, unit=unit, unit_scale=total > 10_000, file=sys.stderr, mininterval=0.5,
         dynamic_ncols=True,
     ) as bar:  # fmt: skip
         if jobs == 1:
-            work()
+            for position, cell in numbered:
+                settle_one(position, cell)
             return
-        threads = [threading.Thread(target=work_in_thread) for _ in range(min(jobs, len(missing)))]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.2)  # short waits, so that a signal is noticed
-        finally:
-            stop.set()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-    if failures:
-        raise failures[0]
-
-
-def _settle(cell: C, settle: Callable[[C, Advance], None], cost: int, bar: tqdm, turn: threading.Lock) -> None:
-    done = 0
-
-    def advance(amount: int) -> None:
-        nonlocal done
-        done += amount
-        with turn:
-            bar.update(amount)
-
-    settle(cell, advance)
-    advance(cost - done)
+        with ThreadPoolExecutor(jobs) as pool:
+            futures = [pool.submit(settle_one, *each) for each in numbered]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                stop.set()
+                pool.shutdown(cancel_futures=True)
+    failures = [future.exception() for future in futures if not future.cancelled()]
+    for failure in failures:
+        if failure is not None and not isinstance(failure, Stopped):
+            raise failure
