@@ -20,7 +20,7 @@ from studies.critical_batch_report import report
 from studies.equal_samples import LR_RULES, rule_name
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.config.job import ConfigError
-from torchtitan.experiments.cells import StudyError
+from torchtitan.experiments.folder import StudyError
 from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
 from torchtitan.runs.trained_model import WeightsError
 

@@ -15,9 +15,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from studies import STUDIES, load_study
+from studies.frame import add_run_options, open_run, run_study
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.config.job import ConfigError
-from torchtitan.experiments.cells import StudyError, add_run_options, open_run, run_study
+from torchtitan.experiments.folder import StudyError
 from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
 
 

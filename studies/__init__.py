@@ -2,8 +2,7 @@
 
 import importlib
 from dataclasses import dataclass
-
-from torchtitan.experiments.cells import StudyModule
+from types import ModuleType
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,6 @@ STUDIES: dict[str, StudyEntry] = {
 }
 
 
-def load_study(name: str) -> StudyModule:
-    """The study of this name, a key of STUDIES."""
+def load_study(name: str) -> ModuleType:
+    """The study of this name, a key of STUDIES: a `studies.frame.Study` with `add_options`, or one with `run_alone`."""
     return importlib.import_module(f"studies.{STUDIES[name].module}")

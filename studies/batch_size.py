@@ -9,7 +9,7 @@ from studies.equal_samples import LR_RULES, batch_overrides, rule_name
 from studies.trained_grid import Arm, PlannedRun
 from studies.training_grid import GridRun
 from torchtitan.config.job import JobConfig
-from torchtitan.experiments.cells import StudyError
+from torchtitan.experiments.folder import StudyError
 
 NAME = "batch_size"
 

@@ -33,7 +33,8 @@ from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.config.job import JobConfig
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.validation import validation_loss
-from torchtitan.experiments.cells import Advance, Cell, Row, measure_cells, missing_cells
+from torchtitan.experiments.cells import Cell, Row, measure_cells, missing_cells
+from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.record import ResultTable
 from torchtitan.experiments.training import Diverged, TrainingFailed, remove_checkpoints, train

@@ -19,7 +19,8 @@ from studies.critical_batch_decision import (
     progress,
     ratio_to_estimate,
 )
-from torchtitan.experiments.cells import Row, number
+from studies.frame import number
+from torchtitan.experiments.cells import Row
 from torchtitan.gns.capture import GEOMETRIES
 from torchtitan.pictures.markdown import inline, markdown_table
 from torchtitan.pictures.style import COLOURS, legend_outside, new_figure, note, ordered_colours

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config.job import JobConfig
-from torchtitan.experiments.cells import StudyError
+from torchtitan.experiments.folder import StudyError
 from torchtitan.gns.config import GNSConfig
 from torchtitan.training.config import EMAConfig, EMATrackConfig
 

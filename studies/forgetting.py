@@ -16,6 +16,7 @@ from data.base import DatasetError
 from studies import forgetting_report
 from studies.by_image import to_text
 from studies.forgetting_report import AFTER, PRODUCT, Grid
+from studies.frame import StudyRun, checkpoint_name, require_at_least, require_images
 from studies.slot_training import (
     Slot,
     curve_nodes,
@@ -32,18 +33,9 @@ from torchtitan.diffusion.timesteps.densities import uniform_density
 from torchtitan.diffusion.timesteps.slot_edges import read_slot_edges, slot_positions, slot_unit, write_slot_edges
 from torchtitan.evaluation.offline_gradients import WHOLE, GradientError, Gradients, TimestepBin, equal_mass_edges
 from torchtitan.evaluation.timestep_errors import timestep_errors
-from torchtitan.experiments.cells import (
-    CELL_FAILURES,
-    Advance,
-    Cell,
-    Row,
-    StudyError,
-    StudyRun,
-    checkpoint_name,
-    require_at_least,
-    require_images,
-)
-from torchtitan.experiments.folder import claim
+from torchtitan.experiments.cells import CELL_FAILURES, Cell, Row
+from torchtitan.experiments.engine import Advance
+from torchtitan.experiments.folder import StudyError, claim
 from torchtitan.files.durable import replacing
 from torchtitan.training.optimizer import build_optimizer
 

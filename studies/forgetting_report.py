@@ -13,8 +13,9 @@ from torch import Tensor
 
 from studies import gns_plots
 from studies.by_image import cosine, from_text, log_ratio
+from studies.frame import StudyRun, number
 from studies.slot_training import Slot
-from torchtitan.experiments.cells import Row, StudyRun, number
+from torchtitan.experiments.cells import Row
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import new_figure, note
 from torchtitan.statistics.interval import Interval

@@ -9,8 +9,10 @@ import argparse
 from pathlib import Path
 
 from studies import gns_cells, gns_plots
+from studies.frame import StudyRun, number, step_of
 from studies.gns_cells import COLUMNS, KEY, UNIT, WHOLE_BIN, cost, good, interval_text, measure
-from torchtitan.experiments.cells import Cell, Row, StudyError, StudyRun, number, step_of
+from torchtitan.experiments.cells import Cell, Row
+from torchtitan.experiments.folder import StudyError
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
 

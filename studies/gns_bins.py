@@ -5,8 +5,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from studies import gns_cells, gns_plots
+from studies.frame import StudyRun, number, step_of
 from studies.gns_cells import COLUMNS, KEY, UNIT, bin_label, cost, interval_text, measure
-from torchtitan.experiments.cells import Cell, Row, StudyRun, number, step_of
+from torchtitan.experiments.cells import Cell, Row
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
 

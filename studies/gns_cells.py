@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from studies.frame import StudyRun, checkpoint_name, number
 from studies.published_estimator import COLUMNS as PUBLISHED_COLUMNS
 from studies.published_estimator import published_estimate
 from torchtitan.diffusion.objective import Objective
@@ -19,15 +20,9 @@ from torchtitan.evaluation.offline_gradients import (
     sub_batch_sizes,
     timestep_bin,
 )
-from torchtitan.experiments.cells import (
-    Advance,
-    Cell,
-    Row,
-    StudyError,
-    StudyRun,
-    checkpoint_name,
-    number,
-)
+from torchtitan.experiments.cells import Cell, Row
+from torchtitan.experiments.engine import Advance
+from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.record import as_text
 
 COLUMNS = (

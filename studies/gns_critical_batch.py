@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from studies import gns_bins, gns_cells, gns_plots
+from studies.frame import StudyRun, number, step_of
 from studies.gns_cells import (
     COLUMNS,
     KEY,
@@ -22,7 +23,7 @@ from studies.gns_cells import (
     measure,
 )
 from studies.published_estimator import SOFTMAX_TEMPERATURES, p1_shares, softmax_shares
-from torchtitan.experiments.cells import Cell, Row, StudyRun, number, step_of
+from torchtitan.experiments.cells import Cell, Row
 from torchtitan.gns.allocate import gradient_variance, neyman_shares
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import COLOURS, legend_outside, new_figure, note, ordered_colours

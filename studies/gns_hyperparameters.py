@@ -5,16 +5,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from studies import gns_cells, gns_plots
+from studies.frame import StudyRun, number, run_seconds, step_of
 from studies.gns_cells import COLUMNS, KEY, UNIT, WHOLE_BIN, cost, good, is_unbounded, measure
-from torchtitan.experiments.cells import (
-    Cell,
-    Row,
-    StudyError,
-    StudyRun,
-    number,
-    run_seconds,
-    step_of,
-)
+from torchtitan.experiments.cells import Cell, Row
+from torchtitan.experiments.folder import StudyError
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
 

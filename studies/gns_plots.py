@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
+from studies.frame import number
 from studies.gns_cells import bin_label, good, is_unbounded
-from torchtitan.experiments.cells import Row, number
+from torchtitan.experiments.cells import Row
 from torchtitan.pictures import style
 
 NOISE_SCALE = "estimate of the gradient noise scale (samples)"

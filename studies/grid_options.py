@@ -6,7 +6,7 @@ from pathlib import Path
 from studies.equal_samples import study_base, whole_samples
 from torchtitan.config.job import JobConfig, load_config
 from torchtitan.config.places import written_places
-from torchtitan.experiments.cells import StudyError
+from torchtitan.experiments.folder import StudyError
 
 # Options of training that have defaults, besides --seeds, whose default is the study's.
 _DEFAULTS = {"checkpoints": 8, "processes": 1}

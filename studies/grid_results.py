@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torchtitan.experiments.cells import Row, number
+from studies.frame import number
+from torchtitan.experiments.cells import Row
 
 Score = Callable[[Sequence[float], Sequence[float]], float]
 

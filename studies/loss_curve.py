@@ -15,19 +15,13 @@ from data.synthetic import SyntheticConfig, optimal_noise_loss
 from studies import curve_plots
 from studies.by_image import LEAST_RESAMPLED, log_ratio, resampled_shares
 from studies.curve_table import ERRORS, LossCurve, curve_of, write_curves, write_errors
+from studies.frame import StudyRun, checkpoint_name, results_folder, step_of
 from torchtitan.diffusion.objective import Objective
 from torchtitan.evaluation.offline_gradients import GradientError
 from torchtitan.evaluation.timestep_errors import TimestepNodes, timestep_errors, timestep_nodes
-from torchtitan.experiments.cells import (
-    Advance,
-    Cell,
-    Row,
-    StudyError,
-    StudyRun,
-    checkpoint_name,
-    results_folder,
-    step_of,
-)
+from torchtitan.experiments.cells import Cell, Row
+from torchtitan.experiments.engine import Advance
+from torchtitan.experiments.folder import StudyError
 from torchtitan.files.durable import make_folder, replacing
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.statistics.interval import mean_interval

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from studies import oracle_replace_report
 from studies.by_image import to_text
+from studies.frame import StudyRun, checkpoint_name, require_at_least, require_images
 from studies.oracle_replace_report import EXCEPT, INJECT, INJECT_TRUE, NONE, REPLACE
 from studies.oracle_replacement import ancestral_chain, unit_errors, visited_indices
 from torchtitan import philox
@@ -18,16 +19,9 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.paths import indexed
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.timestep_errors import FixedSamples
-from torchtitan.experiments.cells import (
-    Advance,
-    Cell,
-    Row,
-    StudyError,
-    StudyRun,
-    checkpoint_name,
-    require_at_least,
-    require_images,
-)
+from torchtitan.experiments.cells import Cell, Row
+from torchtitan.experiments.engine import Advance
+from torchtitan.experiments.folder import StudyError
 
 COLUMNS = (
     "model", "weights", "variant", "low", "high", "num_steps", "first_image", "images", "error_kind", "error_size",

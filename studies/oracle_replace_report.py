@@ -10,7 +10,8 @@ from torch import Tensor
 
 from studies import gns_plots
 from studies.by_image import from_text, root_mean
-from torchtitan.experiments.cells import Row, StudyRun
+from studies.frame import StudyRun
+from torchtitan.experiments.cells import Row
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import COLOURS, new_figure, note
 from torchtitan.statistics.interval import Interval, mean_interval

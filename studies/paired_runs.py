@@ -12,6 +12,7 @@ from torch import Tensor
 from data import DATASETS
 from data.base import DatasetError
 from studies.by_image import log_ratio
+from studies.frame import number
 from studies.gns_plots import save
 from studies.slot_nodes import TimestepBin
 from studies.trained_checkpoint import checkpoint_digest, samples_seen
@@ -22,7 +23,10 @@ from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.objective import Objective
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples
-from torchtitan.experiments.cells import Advance, Cell, Row, StudyError, TrainingFailed, number
+from torchtitan.experiments.cells import Cell, Row
+from torchtitan.experiments.engine import Advance
+from torchtitan.experiments.folder import StudyError
+from torchtitan.experiments.training import TrainingFailed
 from torchtitan.pictures.markdown import Markdown, inline, markdown_table
 from torchtitan.pictures.style import colour, label_log_axis, legend_outside, new_figure, note
 from torchtitan.runs.trained_model import TrainedModel, load_run, read_config

@@ -6,11 +6,12 @@ from pathlib import Path
 from studies import grid_options, paired_runs
 from studies import trained_grid as grid_study
 from studies.equal_samples import batch_overrides
+from studies.frame import run_study
 from studies.trained_grid import Arm, PlannedRun
 from studies.training_grid import GridRun
 from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.predictions import PREDICTIONS
-from torchtitan.experiments.cells import StudyError, run_study
+from torchtitan.experiments.folder import StudyError
 
 NAME = "prediction_types"
 _SEEDS = 2

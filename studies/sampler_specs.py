@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS
-from torchtitan.experiments.cells import StudyError
+from torchtitan.experiments.folder import StudyError
 from torchtitan.settings import chosen
 from torchtitan.settings.sections import choices, keys
 

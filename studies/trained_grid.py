@@ -13,6 +13,7 @@ from data import DATASETS
 from data.base import Dataset, DatasetError
 from studies import grid_options
 from studies import trained_grid_report as grid_report
+from studies.frame import run_study
 from studies.grid_options import at_least
 from studies.grid_results import GridResults
 from studies.slot_nodes import TimestepBin, timestep_bins
@@ -24,7 +25,10 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.predictions import PREDICTIONS
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples, in_currency, timestep_errors
-from torchtitan.experiments.cells import Advance, Cell, Row, StudyError, TrainingFailed, run_study
+from torchtitan.experiments.cells import Cell, Row
+from torchtitan.experiments.engine import Advance
+from torchtitan.experiments.folder import StudyError
+from torchtitan.experiments.training import TrainingFailed
 from torchtitan.runs.trained_model import TrainedModel, load_run
 
 _MEASURED = (

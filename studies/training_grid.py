@@ -17,7 +17,8 @@ from typing import Any
 from torchtitan.checkpoint.checkpointer import checkpoint_steps
 from torchtitan.config.job import ConfigError, JobConfig, config_differences, dump_config, load_config
 from torchtitan.config.places import place_problems
-from torchtitan.experiments.cells import Advance, Cell, measure_cells
+from torchtitan.experiments.cells import Cell, measure_cells
+from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import STUDY_MARKS, ResultsFolder, StudyError
 from torchtitan.experiments.record import ResultTable
 from torchtitan.experiments.training import train

@@ -76,7 +76,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 def test_killed_test_goes_on_and_reports(run):
     folder = run / "critical_batch" / "step-00000004"
     first = start(run, *ASKED)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     # The start and the first branch are measured, and the second one is at work.
     while not (len(rows_of(folder)) == 2 and (folder / "batch-32-seed-0" / "train.log").exists()):
         assert first.poll() is None and time.monotonic() < deadline, first.communicate()

@@ -22,7 +22,7 @@ from tests.objectives import timesteps
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
-from torchtitan.experiments.cells import StudyError
+from torchtitan.experiments.folder import StudyError
 from torchtitan.statistics.interval import paired_difference
 from torchtitan.training.ema import kept_share
 

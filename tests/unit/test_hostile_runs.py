@@ -16,7 +16,7 @@ from scripts.compare import main as compare
 from studies.critical_batch_report import noise_scales
 from studies.curve_table import read_curves
 from torchtitan.experiments.autotune.record import RecordError, SearchRecord
-from torchtitan.experiments.cells import StudyError
+from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.grid import SweepError
 from torchtitan.experiments.record import ResultTable, SweepFolder
 from torchtitan.experiments.training import samples_logged

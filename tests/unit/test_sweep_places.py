@@ -13,7 +13,7 @@ from studies.training_grid import GridRun, plan_grid
 from torchtitan.config.job import JobConfig, load_config
 from torchtitan.config.places import place_problems, written_places
 from torchtitan.experiments import process
-from torchtitan.experiments.cells import StudyError
+from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.grid import SweepError, read_sweep
 from torchtitan.experiments.process import run_processes
 from torchtitan.experiments.record import SweepFolder

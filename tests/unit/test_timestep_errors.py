@@ -26,7 +26,7 @@ from torchtitan.evaluation.timestep_errors import (
     timestep_errors,
     timestep_nodes,
 )
-from torchtitan.experiments.cells import StudyError
+from torchtitan.experiments.folder import StudyError
 
 POWER_LAW = SyntheticConfig(shape=[1, 4, 8], spectrum_alpha=3.0, pixel_variance=1.0, num_classes=0)
 

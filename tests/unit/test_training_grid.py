@@ -9,7 +9,7 @@ from studies.equal_samples import study_base
 from studies.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
 from torchtitan.config.job import dump_config, load_config
 from torchtitan.experiments import training
-from torchtitan.experiments.cells import StudyError
+from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.process import Outcome
 
 STEPS = 4
