@@ -25,12 +25,12 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def interrupt_by_signals() -> None:
-    """Have SIGTERM, and SIGINT in a shell's background job too, raise KeyboardInterrupt in the main thread."""
+    """Have SIGTERM, SIGUSR1 (Slurm) and SIGINT, in a shell's background job too, raise KeyboardInterrupt."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, interrupt)
 
 
