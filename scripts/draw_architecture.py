@@ -30,7 +30,7 @@ PROGRAMS = ("studies", "benchmarks", "scripts")  # and every file at the top
 
 _WIDTH, _GAP, _HEIGHT = 100.0, 2.0, 0.56  # of the picture, between rooms, of a room on a floor of height 1
 _PER_LINE, _LETTER = 0.0042, 1.0  # width of a line of code, and at least of a letter of the name
-_ATTEMPTS, _ROUNDS, _BEHIND_A_BOX = 40, 12, 0.5
+_ATTEMPTS, _ROUNDS, _BEHIND_A_BOX = 120, 12, 0.5
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def draw(floors: Sequence[Floor], lines: Counter[str], arrows: set[tuple[str, st
         for room in floor.rooms:
             _draw_room(panel, room, boxes[room], lines[room], tint)
     save(figure, PICTURE)
-    Image.open(PICTURE).convert("RGB").quantize(64).save(PICTURE, optimize=True)  # a sixth of the bytes
+    Image.open(PICTURE).convert("RGB").quantize(128).save(PICTURE, optimize=True)  # a third of the bytes
 
 
 def _draw_room(panel: Axes, room: str, box: _Box, lines: int, tint: str) -> None:
