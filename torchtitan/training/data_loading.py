@@ -117,13 +117,15 @@ class TrainingData:
             self.next_sample += self._global_batch_size
         return batch
 
-    def again(self, first_sample: int, attempt: int, microbatches: int) -> LoaderProcesses:
+    def again(self, first_sample: int, attempt: int, microbatches: int) -> Iterator[Batch]:
         """Read this rank's microbatches of an earlier step again; the position of the run does not change."""
         parts = self.microbatches_per_step
         arguments = self._loader_arguments | {
             "end_sample": first_sample + microbatches // parts * self._global_batch_size, "attempt": attempt,
         }  # fmt: skip
-        return build_loader(first_sample=first_sample, **arguments)
+        for batch in build_loader(first_sample=first_sample, **arguments):
+            del batch["unreadable"], batch["num_replaced"]  # counted when they were first read
+            yield batch
 
     def image_of(self, sample: int, attempt: int) -> int:
         """Index in the dataset of a sample number's image."""
