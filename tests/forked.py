@@ -73,7 +73,7 @@ class ForkedProcess:
         return self._log.read_text(errors="replace")
 
 
-def run_program(*words: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess:
+def run_script(*words: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess:
     """Run `python WORDS`, of a script of the project, without the seconds that importing torch takes.
 
     Args:
@@ -89,7 +89,7 @@ def run_program(*words: str, timeout: float = 120, **environment: str) -> subpro
     """
     with tempfile.TemporaryDirectory() as folder:
         errors = Path(folder) / "errors"
-        process = ForkedProcess(_run_script, (words, str(errors)), os.environ | environment)
+        process = ForkedProcess(_as_main, (words, str(errors)), os.environ | environment)
         try:
             code = process.wait(timeout)
         finally:
@@ -97,7 +97,7 @@ def run_program(*words: str, timeout: float = 120, **environment: str) -> subpro
         return subprocess.CompletedProcess(words, code, process.said(), errors.read_text())
 
 
-def _run_script(words: tuple[str, ...], errors: str) -> int:
+def _as_main(words: tuple[str, ...], errors: str) -> int:
     os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     sys.argv = list(words)
     runpy.run_path(words[0], run_name="__main__")

@@ -13,7 +13,7 @@ from optimization_analysis import main
 from tests import analysis_outputs as planted
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
-from tests.forked import run_program
+from tests.forked import run_script
 
 T_OF_2 = 4.302652729911275  # 0.975 quantile of Student's t with two degrees of freedom, from tables
 TAGS = {
@@ -136,7 +136,7 @@ def test_runs_of_this_program_are_read_without_a_sweep(tmp_path):
     )
     run.finish()
     words = [tmp_path / "outputs", "--out", tmp_path / "results", "--warmup-steps", "5"]
-    done = run_program("optimization_analysis.py", *map(str, words))
+    done = run_script("optimization_analysis.py", *map(str, words))
     assert done.returncode == 0, done.stderr
     (row,) = rows_of(tmp_path / "results" / "runs.csv")
     points = [point for point in run.points() if point["step"] > 5]

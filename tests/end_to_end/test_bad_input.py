@@ -9,13 +9,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
-from tests.forked import run_program
+from tests.forked import run_script
 
 QUICK = ["--training.steps", "2", "--lr_scheduler.warmup_steps", "0", "--sampling.enable", "false"]
 
 
 def call(arguments: list[str], script: str = "train.py", **environment: str) -> tuple[int, str, str]:
-    result = run_program(script, *arguments, **environment)
+    result = run_script(script, *arguments, **environment)
     return result.returncode, result.stdout, result.stderr
 
 

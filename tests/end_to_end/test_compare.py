@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.forked import run_program
+from tests.forked import run_script
 from tests.launcher import ROOT
 from torchtitan.runs.compare.page import compare_page
 from torchtitan.runs.record import read_runs
@@ -59,7 +59,7 @@ def write_run(folder: Path, seed: int = 0, lr: float = 1e-3, every: int = 10, st
 
 
 def compare(*arguments: object) -> subprocess.CompletedProcess:
-    return run_program("scripts/compare.py", *map(str, arguments))
+    return run_script("scripts/compare.py", *map(str, arguments))
 
 
 class Page(html.parser.HTMLParser):

@@ -14,7 +14,7 @@ from studies import loss_curve
 from studies.curve_table import LossCurve, read_curves, read_errors
 from tests.end_to_end.tools import rows_of, rows_of_killed
 from tests.faults.forked import ForkedRun
-from tests.forked import run_program
+from tests.forked import run_script
 from tests.unit.test_timestep_errors import BestDenoiser
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges
@@ -76,7 +76,7 @@ def run(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def measured(run) -> Path:
     """The folder of a loss_curve of the last checkpoint."""
-    done = run_program("scripts/study.py", "loss_curve", str(run), "--steps", "500", *FEW)
+    done = run_script("scripts/study.py", "loss_curve", str(run), "--steps", "500", *FEW)
     assert done.returncode == 0, done.stderr
     return run / "studies" / "loss_curve"
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from tests.end_to_end.runs import checkpoint_tensors
 from tests.faults.forked import FAULT, ForkedRun
-from tests.forked import run_program
+from tests.forked import run_script
 from tests.latent_stores import plan_of, write_store
 from torchtitan.autoencoders.base import normalize
 from torchtitan.autoencoders.latent_files import open_latents
@@ -87,7 +87,7 @@ def test_run_on_latents_that_is_killed_and_resumed_equals_a_straight_one_bit_for
 def check_drawn_latents(run):
     """Latents drawn by the model say how they were normalised, so that a decoder finds the raw ones."""
     words = ("--classes", "1", "--images-per-class", "2", "--latents", "--num-steps", "2")
-    result = run_program("scripts/sample.py", str(run), *words)
+    result = run_script("scripts/sample.py", str(run), *words)
     assert result.returncode == 0, result.stderr
     store = LatentStore(run.parent.parent / "store").index
     (path,) = (run / "samples" / "drawn").glob("latents-*.safetensors")

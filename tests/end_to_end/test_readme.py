@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from tests.forked import run_program
+from tests.forked import run_script
 from tests.launcher import ROOT
 
 README, INDEX = (ROOT / "README.md").read_text(), (ROOT / "docs" / "index.md").read_text()
@@ -43,7 +43,7 @@ def test_training_command_passes_the_check(command, folder):
     if words[0] == "scripts/train.sh":
         words.pop(0)
     config = words.pop(0) if words and not words[0].startswith("--") else "train_configs/digits.toml"
-    result = run_program("train.py", "--check-only", "--job.config_file", config, *words, **environment)
+    result = run_script("train.py", "--check-only", "--job.config_file", config, *words, **environment)
     assert result.returncode == 0, result.stderr
 
 
