@@ -345,8 +345,10 @@ def _spearman(a: Tensor, b: Tensor) -> float:
 
 
 def print_table(rows: list[dict]) -> None:
-    print(f"{'data':<8}{'age':>6}{'batch':>6} {'geometry':<9}{'exact B':>17}{'sketch':>8}{'composite':>11}{'rank':>6}{'adaLN':>8}{'ratio':>7}"
-          f"{'other':>8}{'agree':>8}{'v factored':>12}")
+    print(
+        f"{'data':<8}{'age':>6}{'batch':>6} {'geometry':<9}{'exact B':>17}{'sketch':>8}"
+        f"{'composite':>11}{'rank':>6}{'adaLN':>8}{'ratio':>7}{'other':>8}{'agree':>8}{'v factored':>12}"
+    )
     for row in rows:
         span = f"{min(row['exact']):.1f} .. {max(row['exact']):.1f}"
         print(f"{row['data']:<8}{row['age']:>6}{row['batch']:>6} {row['geometry']:<9}{span:>17}{row['sketch_rms']:>8.1%}"

@@ -212,8 +212,8 @@ def _method(asked: Measurement) -> str:
         f"{options.schedule} over the branch, no warm-up; {options.nproc} processes, the run's microbatch, "
         "accumulation for the rest. A branch's seed draws the order of images, timesteps and noise, none of them the "
         "run's own; the same seed reads the same samples at every batch size. Losses are on the same held-out (image, "
-        f"timestep, noise) triples, {options.held_out} or a few more, so the intervals are of training, not of the choice of held-out "
-        "images. Averaged weights: a power-function average of relative width 0.1, of the branch alone.\n\n"
+        f"timestep, noise) triples, {options.held_out} or a few more, so the intervals are of training, not of the choice of "
+        "held-out images. Averaged weights: a power-function average of relative width 0.1, of the branch alone.\n\n"
     )
     if allocated:
         text += "The run allocated its timesteps by measured noise; branches draw them from the training density.\n\n"

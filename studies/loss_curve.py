@@ -77,7 +77,8 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
     samples = run.samples(cell["split"], run.options.images, cell["seed"])
     part = slice(cell["first_image"], cell["last_image"] + 1)
     errors = timestep_errors(
-        trained.model, trained.objective, samples[part], _nodes(run), batch_size=run.options.batch_size, device=run.device, advance=advance,
+        trained.model, trained.objective, samples[part], _nodes(run),
+        batch_size=run.options.batch_size, device=run.device, advance=advance,
     )  # fmt: skip
     if not errors.isfinite().all():
         raise GradientError("an error of the model is not finite")

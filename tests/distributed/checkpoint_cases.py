@@ -36,7 +36,9 @@ def saved_while_training(layouts: dict[str, dict]) -> dict[str, dict]:
                 norms[mode].append(float(trainer.train_step()[0]))
                 if step == 2:
                     checkpoint.write_shard = slowly
-                    trainer.state.checkpointer.save(step, trainer.state.tensors(), trainer.state.state_dict(trainer.reports.state_dict()))
+                    trainer.state.checkpointer.save(
+                        step, trainer.state.tensors(), trainer.state.state_dict(trainer.reports.state_dict())
+                    )
                     under_way = not checkpoint_steps(trainer.state.folder.checkpoints)
             assert trainer.state.checkpointer.wait() is None
             checkpoint.write_shard = write_shard

@@ -124,7 +124,10 @@ def test_when_no_skip_is_tolerated_the_run_goes_back_and_ends_elsewhere(tmp_path
 def test_data_full_of_such_values_end_the_run_with_the_name_of_one(tmp_path):
     trainer = build(tmp_path, 5, *CHECKPOINTS, "--training.max_skipped_steps=0")
     poison(trainer, always=True)
-    with pytest.raises(TrainingError, match=r"it was already rolled back to step 2.*; sample \d+, image \d+ of the dataset, has a value"):
+    with pytest.raises(
+        TrainingError,
+        match=r"it was already rolled back to step 2.*; sample \d+, image \d+ of the dataset, has a value",
+    ):
         trainer.train()
     assert is_finite(trainer)
     trainer.close()
@@ -172,7 +175,9 @@ def test_a_last_step_skipped_for_its_weights_is_never_saved(saved, tmp_path):
 PARTS = {
     "model": lambda trainer: trainer.state.parameters["layers.0.mlp.out.weight"],
     "ema": lambda trainer: trainer.state.ema.tracks["ema"]["layers.0.mlp.out.weight"],
-    "second moment": lambda trainer: trainer.state.optimizer.state[trainer.state.parameters["layers.0.mlp.out.weight"]]["exp_avg_sq"],
+    "second moment": lambda trainer: trainer.state.optimizer.state[trainer.state.parameters["layers.0.mlp.out.weight"]][
+        "exp_avg_sq"
+    ],
     "u": lambda trainer: trainer.state.objective.uncertainty.weight,
 }
 NAMES = {

@@ -71,7 +71,9 @@ def differences_after_resume(cases: dict[str, dict]) -> dict[str, list[str]]:
                 trainer.state.step += 1
                 trainer.train_step()
                 if trainer.state.step == 3 and not trainers:
-                    trainer.state.checkpointer.save(3, trainer.state.tensors(), trainer.state.state_dict(trainer.reports.state_dict()))
+                    trainer.state.checkpointer.save(
+                        3, trainer.state.tensors(), trainer.state.state_dict(trainer.reports.state_dict())
+                    )
             trainers.append(trainer)
         straight, resumed = (trainer.state.tensors() for trainer in trainers)
         assert straight.keys() == resumed.keys()

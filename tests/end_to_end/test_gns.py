@@ -24,7 +24,8 @@ RANKS = ["--gns.rank_gradients", "true"]
 # small timesteps makes them so unequal that the shares change before the first checkpoint.
 ALLOCATE = [
     "--gns.allocate_timesteps", "true", "--gns.allocation_warmup", "320", "--gns.allocation_interval", "3",
-    "--gns.num_bins", "2", "--optimizer.name", "Muon", "--objective.timesteps.name", "uniform", "--objective.spread", "stratified",
+    "--gns.num_bins", "2", "--optimizer.name", "Muon", "--objective.timesteps.name", "uniform",
+    "--objective.spread", "stratified",
     "--objective.weighting.name", "p2", "--objective.weighting.gamma", "3", "--training.global_batch_size", "64",
 ]  # fmt: skip
 

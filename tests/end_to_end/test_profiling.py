@@ -80,7 +80,12 @@ def test_every_rank_of_a_sharded_run_leaves_its_trace_and_the_script_reads_it(tm
     assert capsys.readouterr().out.strip() == (folder / "breakdown.md").read_text().strip()
     page = json.loads((folder / "breakdown.json").read_text())
     assert page["trace"] == "step-00000006/rank1.json.gz" and page["kinds"]["communication"]["share"] > 0
-    assert {entry["name"] for entry in page["top"]} & {"gloo:all_gather", "gloo:reduce_scatter", "gloo:all_reduce", "FSDP::all_gather"}
+    assert {entry["name"] for entry in page["top"]} & {
+        "gloo:all_gather",
+        "gloo:reduce_scatter",
+        "gloo:all_reduce",
+        "FSDP::all_gather",
+    }
 
 
 def test_out_of_memory_asks_for_a_snapshot(tmp_path, monkeypatch):

@@ -34,7 +34,9 @@ def test_tables_are_read_whole():
     assert len(COMMANDS) >= 40 and not [command for command in COMMANDS if "|" in command]
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if "scripts/train.sh" in command or command.startswith("--")])
+@pytest.mark.parametrize(
+    "command", [command for command in COMMANDS if "scripts/train.sh" in command or command.startswith("--")]
+)
 def test_training_command_passes_the_check(command, folder):
     words = shlex.split(command.replace("FOLDER", str(folder)))
     environment = {}

@@ -159,7 +159,11 @@ def _write_records(outputs: Path) -> None:
 def state_of(trainer: Trainer) -> str:
     """Everything that training would go on from, as a digest."""
     # The command that a run was started by, and what the disk may not hold yet of its reports, are not trained from.
-    state = {name: part for name, part in trainer.state.state_dict(trainer.reports.state_dict()).items() if name not in ("config", "reports")}
+    state = {
+        name: part
+        for name, part in trainer.state.state_dict(trainer.reports.state_dict()).items()
+        if name not in ("config", "reports")
+    }
     digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode())
     for name, tensor in sorted(trainer.state.tensors().items()):
         digest.update(name.encode())

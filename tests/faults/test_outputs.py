@@ -116,7 +116,11 @@ def test_a_run_whose_metrics_cannot_be_written_to_the_end_fails_and_the_same_com
     )
     assert newest_good(run.folder / "checkpoint") == (20, [])
     [code], [output] = ForkedRun(config, "metrics", *SHORT).wait()
-    assert code == 2 and f"{metrics}: cannot be written: is a folder, not a regular file\n" in output and "Traceback" not in output
+    assert (
+        code == 2
+        and f"{metrics}: cannot be written: is a folder, not a regular file\n" in output
+        and "Traceback" not in output
+    )
     release(metrics)
     again = ForkedRun(config, "metrics", *SHORT)
     again.finish()
@@ -131,7 +135,10 @@ def test_a_run_whose_metrics_cannot_be_written_to_the_end_fails_and_the_same_com
 def test_a_completed_run_whose_summary_cannot_be_written_says_so_and_the_next_start_writes_it(config):
     [output] = ImpatientRun(config, "summary", *SHORT).finish()
     taken = config.parent / "outputs" / "summary" / "summary.json"
-    assert f"{taken}: the summary cannot be written: is a folder, not a regular file; the run has completed, and the same" in output
+    assert (
+        f"{taken}: the summary cannot be written: is a folder, not a regular file; the run has completed, and the same"
+        in output
+    )
     assert "Traceback" not in output and output.count("the summary cannot be written") == 1
     taken.rmdir()
     again = ForkedRun(config, "summary", *SHORT)

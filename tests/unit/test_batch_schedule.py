@@ -109,7 +109,15 @@ def test_a_step_of_the_grown_batch_is_a_step_of_that_batch_at_the_root_of_the_ra
 
 
 def test_the_run_ends_after_the_images_that_it_was_to_see(tmp_path, monkeypatch):
-    trainer = make_trainer(str(tmp_path), "run", steps=20, replicas=1, shards=1, accumulation=2, overrides=(*GROW, "--gns.log_interval", "100"))
+    trainer = make_trainer(
+        str(tmp_path),
+        "run",
+        steps=20,
+        replicas=1,
+        shards=1,
+        accumulation=2,
+        overrides=(*GROW, "--gns.log_interval", "100"),
+    )
     trainer.reports.log_gns = lambda: None
     certain = SimpleNamespace(b_simple=torch.tensor([1e9]), lower=torch.tensor([1e9]), upper=torch.tensor([1e9]))
     monkeypatch.setattr(Pool, "whole", lambda *_: certain)

@@ -16,7 +16,16 @@ from torchtitan.settings.sections import choices, section_at
 
 EARLIER_RUN = Path(__file__).parents[1] / "fixtures" / "earlier" / "run" / "config.toml"
 # Values that differ from the defaults, where one more than the default will not do.
-OTHER_VALUES = {"edges": [0.0, 0.3, 1.0], "edges_path": "edges.json", "towards": "data", "scale": 1.5, "eta": 0.5, "variance": "large", "diffusion": "constant", "churn_min": 1.0}
+OTHER_VALUES = {
+    "edges": [0.0, 0.3, 1.0],
+    "edges_path": "edges.json",
+    "towards": "data",
+    "scale": 1.5,
+    "eta": 0.5,
+    "variance": "large",
+    "diffusion": "constant",
+    "churn_min": 1.0,
+}
 CHOOSERS = {move.sections[0]: key for key, move in MOVED.items() if move.key == "name"}
 KEYS = [(key, section, name) for key, move in MOVED.items() for section in move.sections for name in move.names]
 

@@ -428,10 +428,12 @@ BAD = {
     "url unstreamed": ({"path": "memory://x", "streaming": False}, "is a URL, which only data.streaming = true reads"),
     "damaged footer": ({"path": "{}/broken"}, "train-0.parquet cannot be read (ArrowInvalid: "),
     "subset of one file": (
-        {"path": "{}/train-00000-of-00002.parquet", "config": "x"}, "/train-00000-of-00002.parquet is one file, of which no data.config 'x' can"
+        {"path": "{}/train-00000-of-00002.parquet", "config": "x"},
+        "/train-00000-of-00002.parquet is one file, of which no data.config 'x' can"
     ),
     "split of one file": (
-        {"path": "{}/train-00000-of-00002.parquet", "validation_split": "test"}, "is one file, of which no data.split 'test' can be"
+        {"path": "{}/train-00000-of-00002.parquet", "validation_split": "test"},
+        "is one file, of which no data.split 'test' can be"
     ),
     "held out is trained on": (
         {"validation_split": "train"}, "data.validation_split: 'train' is the training split; name another, or leave"

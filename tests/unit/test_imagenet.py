@@ -312,7 +312,8 @@ BAD = {
         "archives", overwrite(TRAIN, b"\xff" * 100, 512), {}, "{}/ILSVRC2012_img_train.tar: damaged at byte 512: no tar"
     ),
     "no tar": ("archives", overwrite(TRAIN, b"text"), {}, "{}/ILSVRC2012_img_train.tar: no tar archive, or damaged ("),
-    "compressed": ("archives", overwrite(TRAIN, b"\x1f\x8b\x08" + bytes(300)), {}, "img_train.tar: is compressed (gzip); decompress it"),
+    "compressed": ("archives", overwrite(TRAIN, b"\x1f\x8b\x08" + bytes(300)), {},
+                   "img_train.tar: is compressed (gzip); decompress it"),
     "empty": ("archives", overwrite(TRAIN, bytes(10**6)), {}, "{}/ILSVRC2012_img_train.tar: has no images in it"),
     "damaged devkit": (
         "archives", cut(DEVKIT, 100), {}, "{}/ILSVRC2012_devkit_t12.tar.gz: ILSVRC2012_devkit_t12/data/ILSVRC2012_val"

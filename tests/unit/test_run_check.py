@@ -33,7 +33,13 @@ def run(template, tmp_path) -> Path:
     return Path(shutil.copytree(template, tmp_path / "run"))
 
 
-NAMES = ["config.toml", "metrics.jsonl", "summary.json", "raw-00000001-00000100.parquet", *(f"step-0000000{n}" for n in (1, 2, 3))]
+NAMES = [
+    "config.toml",
+    "metrics.jsonl",
+    "summary.json",
+    "raw-00000001-00000100.parquet",
+    *(f"step-0000000{n}" for n in (1, 2, 3)),
+]
 
 
 def test_a_whole_run_is_good(run):
@@ -64,14 +70,39 @@ DEFECTS = {
     "config binary": ("config.toml", middle, "is no TOML", "start the run's command again"),
     "metrics cut": ("metrics.jsonl", cut, "line 4 is damaged", "resume the run"),
     "metrics binary": ("metrics.jsonl", middle, "is damaged", "resume the run"),
-    "metrics order": ("metrics.jsonl", lambda path: path.write_text('{"step": 2}\n{"step": 1}\n'), "line 2", "remove that line"),
+    "metrics order": (
+        "metrics.jsonl",
+        lambda path: path.write_text('{"step": 2}\n{"step": 1}\n'),
+        "line 2",
+        "remove that line",
+    ),
     "metrics list": ("metrics.jsonl", lambda path: path.write_text("[1]\n"), "line 1 is damaged", "remove that line"),
-    "metrics nested": ("metrics.jsonl", lambda path: path.write_text("[" * 100_000), "line 1 is damaged", "remove that line"),
+    "metrics nested": (
+        "metrics.jsonl",
+        lambda path: path.write_text("[" * 100_000),
+        "line 1 is damaged",
+        "remove that line",
+    ),
     "summary cut": ("summary.json", cut, "is damaged", "remove it"),
-    "summary other": ("summary.json", lambda path: path.write_text('{"status": "fine"}'), "does not contain the end", "remove it"),
+    "summary other": (
+        "summary.json",
+        lambda path: path.write_text('{"status": "fine"}'),
+        "does not contain the end",
+        "remove it",
+    ),
     "parquet cut": ("gns/raw-00000001-00000100.parquet", cut, "is damaged", "remove it"),
-    "parquet empty": ("gns/raw-00000001-00000100.parquet", lambda path: path.write_bytes(b""), "is damaged", "remove it"),
-    "old checkpoint": ("checkpoint/step-00000001/state.json", cut, "bytes instead of", "remove it: a resume uses step 3"),
+    "parquet empty": (
+        "gns/raw-00000001-00000100.parquet",
+        lambda path: path.write_bytes(b""),
+        "is damaged",
+        "remove it",
+    ),
+    "old checkpoint": (
+        "checkpoint/step-00000001/state.json",
+        cut,
+        "bytes instead of",
+        "remove it: a resume uses step 3",
+    ),
     "newest checkpoint": ("checkpoint/step-00000003/shard-00001.safetensors", middle, "is damaged", "uses step 2"),
     "manifest": ("checkpoint/step-00000003/manifest.json", Path.unlink, "missing", "nothing needs to be done"),
 }

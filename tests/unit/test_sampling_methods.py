@@ -106,7 +106,9 @@ def draw(path_name: str, config: SamplingConfig, labels: Tensor, batch_size: int
     return sampler.draw(labels, 5, **config.method() | {"num_steps": 6, "batch_size": batch_size} | options)
 
 
-@pytest.mark.parametrize(("path_name", "config"), METHODS, ids=lambda value: getattr(value, "solver", SimpleNamespace(name=value)).name)
+@pytest.mark.parametrize(
+    ("path_name", "config"), METHODS, ids=lambda value: getattr(value, "solver", SimpleNamespace(name=value)).name
+)
 def test_an_image_is_the_same_in_every_batch(path_name, config):
     assert sampling_problems(config, path_name, learned_variance=True) == []
     labels = torch.arange(7) % 3
@@ -124,12 +126,24 @@ def test_an_image_is_the_same_in_every_batch(path_name, config):
         ("rectified_flow", {}, {"schedule": schedule("uniform", shift=2.0)}),
         ("rectified_flow", {"guidance_interval": [0.0, 1.0]}, {"guidance_interval": [0.3, 0.7]}),
         ("rectified_flow", {"guidance_channels": "all"}, {"guidance_channels": "first_three"}),
-        ("rectified_flow", {"solver": solver("euler_maruyama")}, {"solver": solver("euler_maruyama", diffusion="constant")}),
-        ("rectified_flow", {"solver": solver("euler_maruyama")}, {"solver": solver("euler_maruyama", diffusion_scale=0.1)}),
+        (
+            "rectified_flow",
+            {"solver": solver("euler_maruyama")},
+            {"solver": solver("euler_maruyama", diffusion="constant")},
+        ),
+        (
+            "rectified_flow",
+            {"solver": solver("euler_maruyama")},
+            {"solver": solver("euler_maruyama", diffusion_scale=0.1)},
+        ),
         ("edm", {"schedule": schedule("edm")}, {"schedule": schedule("edm", rho=3.0)}),
         ("edm", {"schedule": schedule("edm")}, {"schedule": schedule("edm", sigma_max=40.0)}),
         ("edm", {"schedule": schedule("edm")}, {"schedule": schedule("edm", sigma_min=0.1)}),
-        ("edm", {"schedule": schedule("edm"), "solver": solver("edm_heun")}, {"schedule": schedule("edm"), "solver": solver("edm_heun", churn=1.0)}),
+        (
+            "edm",
+            {"schedule": schedule("edm"), "solver": solver("edm_heun")},
+            {"schedule": schedule("edm"), "solver": solver("edm_heun", churn=1.0)},
+        ),
         (
             "ddpm_linear",
             {"schedule": schedule("ddpm"), "solver": solver("ddim")},

@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = (
     "PIL", "datasets", "diffusers", "fsspec", "matplotlib", "pyarrow", "scipy", "sklearn", "sympy", "tensorboard",
-    "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor", "torchao",
+    "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "torchao",
     "torchtitan.checkpoint.checkpointer", "torchtitan.distributed.parallelize", "torchtitan.gns.monitor",
     "torchtitan.latents.store", "torchtitan.run", "torchtitan.trainer", "torchvision", "wandb",
 )  # fmt: skip

@@ -263,7 +263,9 @@ class GradientTaps:
         self._whole: dict[str, list[str]] = {part: [] for part in PARTS}
         for name, layer in self._layers.items():
             rows, columns = layer.weight.shape[0], layer.weight.shape[1] + 1 if layer.weight.ndim == 2 else 1
-            scales = Scales(*(torch.zeros(geometries, count, device=self._device, dtype=self._dtype) for count in (rows, columns)))
+            scales = Scales(
+                *(torch.zeros(geometries, count, device=self._device, dtype=self._dtype) for count in (rows, columns))
+            )
             scales.rows[0], scales.columns[0] = 1.0, 1.0
             self._scales[name] = scales
             layer.rows, layer.columns = scales.rows, scales.columns

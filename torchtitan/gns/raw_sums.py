@@ -1,8 +1,9 @@
 """Raw sums of every step on disk, from which any later analysis can pool anew: <run>/gns/raw-<first>-<last>.parquet.
 
 One row per step, in columns of lists (K bins; P parts x G geometries in the order of PARTS and GEOMETRIES, flattened):
-count [K], square_losses [K], pairs [K K], squares [P G K], products [P G K K], and on measured steps all_pairs [K K], sketched [P G K K]
-and corrections [P G K K] (null on others); see StepSums. Every file's metadata says K, the bins' edges, parts and geometries.
+count [K], square_losses [K], pairs [K K], squares [P G K], products [P G K K], and on measured steps all_pairs [K K],
+sketched [P G K K] and corrections [P G K K] (null on others); see StepSums. Every file's metadata says K, the bins'
+edges, parts and geometries.
 """
 
 import json

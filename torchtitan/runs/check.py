@@ -70,7 +70,9 @@ def _metrics(path: Path) -> Iterator[Finding]:
         problem = str(error.strerror)
     except OSError:
         problem = "is unreadable"
-    yield Finding(path, problem, "remove that line, or resume the run, which drops what follows its checkpoint" if problem else "")
+    yield Finding(
+        path, problem, "remove that line, or resume the run, which drops what follows its checkpoint" if problem else ""
+    )
 
 
 def _damaged_line(path: Path) -> str:
