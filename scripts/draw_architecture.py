@@ -21,6 +21,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from PIL import Image
 
 from torchtitan.pictures.style import COLOURS, LINE, SOFT, new_figure, save
+from torchtitan.processes.command_line import run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
@@ -247,12 +248,13 @@ def _draw_arrow(panel: Axes, importer: _Box, imported: _Box, direct: bool) -> No
     ))  # fmt: skip
 
 
-def main() -> None:
+def main() -> int:
     modules = read_modules()
     lines = lines_of_rooms(modules)
     draw(read_floors(), lines, set(arrows_between_rooms(read_imports(modules))))
     print(f"{PICTURE.relative_to(ROOT)}: {len(lines)} rooms, {sum(lines.values()):,} lines")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)
