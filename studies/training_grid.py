@@ -126,7 +126,7 @@ def train_grid(grid: TrainingGrid, retry_failed: bool = False) -> dict[str, str]
         make_folder(grid.folder / "runs")
         table = ResultTable(grid.folder / "training.csv", COLUMNS, ("run",))
         table.begin()
-        cells = [{"run": name, "samples": samples_of(config)} for name, config in grid.configs.items()]
+        cells: list[Cell] = [{"run": name, "samples": samples_of(config)} for name, config in grid.configs.items()]
         missing = [cell for cell in cells if _is_missing(grid, table, cell["run"], retry_failed)]
 
         def train_cell(cell: Cell, advance: Advance) -> dict[str, Any]:
