@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torchtitan.diffusion.heads import COMBINATIONS, CombineConfig
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, ScheduleConfig, SolverConfig
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.diffusion.timesteps.sampler import TimestepsConfig
@@ -19,6 +20,11 @@ def timesteps(name: str, **keys: Any) -> TimestepsConfig:
 def weighting(name: str, **keys: Any) -> WeightingConfig:
     """`[objective.weighting]` of a name."""
     return chosen(WEIGHTINGS, name, **keys)
+
+
+def combine(name: str, **keys: Any) -> CombineConfig:
+    """`[objective.combine]` of a name."""
+    return chosen(COMBINATIONS, name, **keys)
 
 
 def solver(name: str, **keys: Any) -> SolverConfig:

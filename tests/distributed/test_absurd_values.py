@@ -25,7 +25,7 @@ OBJECTIVES = {
     "bf16": ("--training.mixed_precision_param=bfloat16",),
     "learned uncertainty": ("--objective.learned_uncertainty=true", "--objective.uncertainty_features=8"),
     "inverse variance": (*DDPM, UNIFORM, HEADS),
-    "soft minimum": (*DDPM, UNIFORM, HEADS, "--objective.combine=soft_minimum"),
+    "soft minimum": (*DDPM, UNIFORM, HEADS, "--objective.combine.name=soft_minimum"),
     "adaptive timesteps": (*DDPM, "--objective.timesteps.name=loss_second_moment"),
 }
 CHECKPOINTS = ("--checkpoint.enable=true", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0")

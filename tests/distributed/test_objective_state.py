@@ -20,7 +20,7 @@ BASE = (
 OBJECTIVES = {
     "learned uncertainty": (*BASE, "--objective.learned_uncertainty=true"),
     "inverse variance": (*BASE, HEADS),
-    "soft minimum": (*BASE, HEADS, "--objective.combine=soft_minimum"),
+    "soft minimum": (*BASE, HEADS, "--objective.combine.name=soft_minimum"),
 }
 CHECKPOINTS = ("--checkpoint.enable=true", "--checkpoint.interval=3")
 

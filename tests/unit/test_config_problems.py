@@ -153,8 +153,8 @@ BAD_FILES = [
         "sampling.guidance_channels: first_three is for a network of one prediction (use all)",
     ),
     (
-        "[objective]\ncombine = 'minimum'",
-        "objective.combine: has no effect when objective.heads = []; remove it or set objective.heads",
+        "[objective]\ncombine.name = 'minimum'",
+        "objective.combine.name: has no effect when objective.heads = []; remove it or set objective.heads",
     ),
     (
         "[objective]\nprediction = 'noise'",

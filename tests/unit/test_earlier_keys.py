@@ -25,6 +25,7 @@ OTHER_VALUES = {
     "variance": "large",
     "diffusion": "constant",
     "churn_min": 1.0,
+    "snr": [1.0],
 }
 CHOOSERS = {move.sections[0]: key for key, move in MOVED.items() if move.key == "name"}
 KEYS = [(key, section, name) for key, move in MOVED.items() for section in move.sections for name in move.names]
@@ -73,6 +74,8 @@ def earlier_and_present(key: str, section: str, name: str) -> tuple[dict, dict]:
         earlier["sampling.churn"] = present["sampling.solver.churn"] = 3.0
     if name == "edm_heun":
         earlier["sampling.schedule"] = present["sampling.schedule.name"] = "edm"
+    if section == "objective.combine":
+        earlier["objective.heads"] = present["objective.heads"] = ["x0", "v"]
     if name == "speed":
         earlier["objective.path"] = present["objective.path"] = "ddpm_linear"
     return earlier, present

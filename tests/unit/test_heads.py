@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.objectives import timesteps, weighting
+from tests.objectives import combine, timesteps, weighting
 from torchtitan.diffusion.heads import HEADS, RunningErrors
 from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
 from torchtitan.diffusion.objective_checks import objective_problems
@@ -17,8 +17,8 @@ DDPM = dict(path="ddpm_linear", prediction="v", preconditioning="index", timeste
 THREE = ["x0", "noise", "v"]
 
 
-def objective_of(combine: str, heads: list[str] = THREE, **keys) -> Objective:
-    config = ObjectiveConfig(**(DDPM | keys), heads=heads, combine=combine)
+def objective_of(name: str, heads: list[str] = THREE, of_rule: dict | None = None, **keys) -> Objective:
+    config = ObjectiveConfig(**(DDPM | keys), heads=heads, combine=combine(name, **of_rule or {}))
     assert not list(objective_problems(config))
     return Objective(config, seed=0)
 
@@ -67,9 +67,9 @@ def test_raw_errors_obey_the_identities():
     torch.testing.assert_close(found.common[:, 0], of_v, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("combine", ["minimum", "raw_minimum"])
-def test_only_the_head_of_the_least_error_has_a_gradient(combine):
-    objective = objective_of(combine)
+@pytest.mark.parametrize("name", ["minimum", "raw_minimum"])
+def test_only_the_head_of_the_least_error_has_a_gradient(name):
+    objective = objective_of(name)
     index = torch.tensor([5, 300, 800])
     x0, draw = drawn(objective, index)
     errors = {"x0": torch.zeros_like(x0) + 0.2, "noise": torch.zeros_like(x0) + 0.3, "v": torch.zeros_like(x0) + 0.1}
@@ -79,7 +79,7 @@ def test_only_the_head_of_the_least_error_has_a_gradient(combine):
     loss.sum().backward()
     norms = torch.stack([part.flatten(1).norm(dim=1) for part in output.grad.chunk(3, dim=1)], dim=1)
     assert torch.equal(norms > 0, share > 0)
-    if combine == "minimum":  # the best estimate of x0, whatever it is called
+    if name == "minimum":  # the best estimate of x0, whatever it is called
         assert share.argmax(1).tolist() == [2, 2, 2]
         # 0.1 in x0 is an error of 0.1 / b in v.
         _, b = objective.path.coefficients(draw.t)
@@ -90,13 +90,13 @@ def test_the_soft_minimum_lies_between_the_minimum_and_the_mean():
     x0, draw = drawn(objective_of("minimum"), torch.tensor([40, 400]))
     errors = {"x0": torch.full_like(x0, 0.2), "noise": torch.full_like(x0, 0.1), "v": torch.full_like(x0, 0.12)}
 
-    def loss(combine: str, **keys) -> tuple[Tensor, Tensor]:
-        objective = objective_of(combine, **keys)
+    def loss(name: str, **of_rule) -> tuple[Tensor, Tensor]:
+        objective = objective_of(name, of_rule=of_rule)
         found = objective.heads.errors(outputs(objective, x0, draw, errors), x0, draw.noise, draw.t)
         return objective.heads.rule.loss(found, torch.logit(draw.t))
 
     least, chosen = loss("minimum")
-    cold, hot, middle = (loss("soft_minimum", head_temperature=value) for value in (1e-3, 1e6, 0.5))
+    cold, hot, middle = (loss("soft_minimum", temperature=value) for value in (1e-3, 1e6, 0.5))
     torch.testing.assert_close(cold[0], least)
     torch.testing.assert_close(cold[1], chosen)
     torch.testing.assert_close(hot[1], torch.full_like(chosen, 1 / 3), rtol=1e-4, atol=0)
@@ -106,7 +106,7 @@ def test_the_soft_minimum_lies_between_the_minimum_and_the_mean():
 
 
 def test_handover_is_from_noise_to_data():
-    objective = objective_of("snr_handover", ["x0", "v", "noise"], handover_snr=[0.25, 4.0])
+    objective = objective_of("snr_handover", ["x0", "v", "noise"], {"snr": [0.25, 4.0]})
     snr = torch.tensor([1e-4, 0.249, 0.251, 1.0, 3.99, 4.01, 1e6], dtype=torch.float64)
     shares = objective.heads.rule.shares(-0.5 * snr.log())
     assert shares.argmax(1).tolist() == [0, 0, 1, 1, 1, 2, 2] and (shares.sum(1) == 1).all()
@@ -153,14 +153,12 @@ def rule_waves(rule, log_sigma: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("combine", ["minimum", "soft_minimum", "inverse_variance", "snr_handover"])
+@pytest.mark.parametrize("name", ["minimum", "soft_minimum", "inverse_variance", "snr_handover"])
 @pytest.mark.parametrize("path", ["ddpm_linear", "rectified_flow"])
-def test_true_heads_give_true_images_however_they_are_mixed(combine, path):
+def test_true_heads_give_true_images_however_they_are_mixed(name, path):
     heads = THREE if path == "ddpm_linear" else ["x0", "v", "velocity"]
     keys = {"path": path} | ({} if path == "ddpm_linear" else {"preconditioning": "identity"})
-    if combine == "snr_handover":
-        keys["handover_snr"] = [0.5, 2.0]
-    objective = objective_of(combine, heads, **keys)
+    objective = objective_of(name, heads, {"snr": [0.5, 2.0]} if name == "snr_handover" else {}, **keys)
     t = torch.tensor([0.01, 0.3, 0.5, 0.9, objective.path.t_max], dtype=torch.float64)
     x0, noise = torch.randn(2, 5, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     a, b = (per_image(c, x0) for c in objective.path.coefficients(t))
@@ -171,7 +169,7 @@ def test_true_heads_give_true_images_however_they_are_mixed(combine, path):
 
 
 def test_a_head_without_a_share_may_say_anything():
-    objective = objective_of("snr_handover", ["x0", "noise"], handover_snr=[1.0])
+    objective = objective_of("snr_handover", ["x0", "noise"], {"snr": [1.0]})
     x0, draw = drawn(objective, torch.tensor([900]))
     output = outputs(objective, x0, draw, 0.0)
     output[:, 2:] = torch.inf
@@ -235,10 +233,10 @@ def test_the_loss_weighs_the_common_error_whatever_head_it_is_of():
     torch.testing.assert_close(terms.error, wanted.error, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("combine", ["minimum", "soft_minimum", "inverse_variance", "raw_minimum"])
-def test_the_error_reported_is_that_of_the_mix(combine):
+@pytest.mark.parametrize("name", ["minimum", "soft_minimum", "inverse_variance", "raw_minimum"])
+def test_the_error_reported_is_that_of_the_mix(name):
     """As of the estimates that sampling uses, and finite at the ends of a path, where these do not give it back."""
-    objective = objective_of(combine, ["x0", "velocity"], path="rectified_flow", preconditioning="identity", prediction="v")
+    objective = objective_of(name, ["x0", "velocity"], path="rectified_flow", preconditioning="identity", prediction="v")
     x0 = torch.randn(6, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     t = torch.tensor([0.0, 1e-20, 0.2, 0.5, 0.9, 1.0])
     draw = Draw(t, torch.randn(6, 1, 2, 2, generator=torch.Generator().manual_seed(1)), torch.ones(6))
@@ -256,10 +254,11 @@ def test_the_error_reported_is_that_of_the_mix(combine):
 
 
 def test_a_head_whose_error_grows_without_bounds_is_refused():
-    keys = dict(path="rectified_flow", prediction="velocity", timesteps=timesteps("uniform"), combine="snr_handover")
-    found = list(objective_problems(ObjectiveConfig(**keys, heads=["velocity", "x0"], handover_snr=[1.0])))
+    keys = dict(path="rectified_flow", prediction="velocity", timesteps=timesteps("uniform"))
+    keys["combine"] = combine("snr_handover", snr=[1.0])
+    found = list(objective_problems(ObjectiveConfig(**keys, heads=["velocity", "x0"])))
     assert found and "infinite mean loss" in found[0][1]
-    assert not list(objective_problems(ObjectiveConfig(**keys, heads=["x0", "velocity"], handover_snr=[1.0])))
+    assert not list(objective_problems(ObjectiveConfig(**keys, heads=["x0", "velocity"])))
 
 
 @pytest.mark.parametrize(
@@ -272,13 +271,13 @@ def test_a_head_whose_error_grows_without_bounds_is_refused():
          "objective.heads: the noise does not convert to x0 at t = 1, where objective.path = rectified_flow starts"),
         (dict(heads=["x0", "v"], prediction="x0", preconditioning="edm"),
          "objective.heads: objective.preconditioning = edm makes one prediction of the network's output"),
-        (dict(heads=THREE, combine="snr_handover", handover_snr=[2.0, 1.0]),
-         "objective.handover_snr: [2.0, 1.0] must be 2 rising, positive numbers"),
-        (dict(heads=THREE, combine="raw_minimum", weighting=weighting("min_snr")),
-         "objective.weighting.name: min_snr is for errors of one prediction; objective.combine = raw_minimum"),
-        (dict(heads=THREE, learned_uncertainty=True), "objective.learned_uncertainty: objective.combine = inverse_variance"),
+        (dict(heads=THREE, combine=combine("snr_handover", snr=[2.0, 1.0])),
+         "objective.combine.snr: [2.0, 1.0] must be 2 rising, positive numbers"),
+        (dict(heads=THREE, combine=combine("raw_minimum"), weighting=weighting("min_snr")),
+         "objective.weighting.name: min_snr is for errors of one prediction; objective.combine.name = raw_minimum"),
+        (dict(heads=THREE, learned_uncertainty=True), "objective.learned_uncertainty: objective.combine.name = inverse_variance"),
         (dict(heads=THREE, timesteps=timesteps("loss_second_moment")),
-         "objective.timesteps.name: loss_second_moment learns from losses, which objective.combine = inverse_variance"),
+         "objective.timesteps.name: loss_second_moment learns from losses, which objective.combine.name = inverse_variance"),
         (dict(learned_uncertainty=True, timesteps=timesteps("adaptive_log_snr")),
          "objective.timesteps.name: adaptive_log_snr learns from losses, which objective.learned_uncertainty makes alike"),
     ],

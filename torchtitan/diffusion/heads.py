@@ -9,6 +9,8 @@ errors is trained; the other rules are meant to correct its failure.
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torchtitan.diffusion.paths import Path, per_image
 from torchtitan.diffusion.predictions import PREDICTIONS, noise_error_factor, target, to_x0_and_noise
 from torchtitan.diffusion.uncertainty import LogUncertainty
+from torchtitan.settings import setting
 
 HEADS = tuple(name for name in PREDICTIONS if name != "edm")  # whose target goes by sigma_data, a key of one prediction
 # Where the errors of rules that compare them are remembered: steps of 1/4 in ln sigma.
@@ -245,6 +248,97 @@ class InverseVariance(CombinationRule):
         return torch.softmax(-(self.uncertainty(log_sigma).T + to_x0), dim=1)
 
 
+@dataclass(kw_only=True)
+class CombineConfig:
+    """`[objective.combine]`: base of the keys of every rule.
+
+    Attributes:
+        of_own_errors: whether each head trains by its own error, which no weighting of one prediction fits; no key.
+    """
+
+    name: str = setting("", "rule that selects the heads a sample trains, and combines them")
+
+    of_own_errors = False
+
+    def rule(self, count: int, uncertainty: Callable[[], CombinationRule]) -> CombinationRule:
+        """The rule of `count` heads; uncertainty: makes the one that learns the expected errors."""
+        raise NotImplementedError
+
+    def problems(self, heads: list[str]) -> Iterator[tuple[str, str]]:
+        """Why the heads cannot be combined: pairs of a key of this section and the reason."""
+        yield from ()
+
+
+@dataclass(kw_only=True)
+class RawMinimumConfig(CombineConfig):
+    """Least of the heads' own errors."""
+
+    of_own_errors = True
+
+    def rule(self, count: int, uncertainty: Callable[[], CombinationRule]) -> CombinationRule:
+        return Minimum(count, raw=True)
+
+
+@dataclass(kw_only=True)
+class MinimumConfig(CombineConfig):
+    """Least error, in the objective's prediction."""
+
+    def rule(self, count: int, uncertainty: Callable[[], CombinationRule]) -> CombinationRule:
+        return Minimum(count, raw=False)
+
+
+@dataclass(kw_only=True)
+class SoftMinimumConfig(CombineConfig):
+    """Shares that fall with the error."""
+
+    temperature: float = setting(
+        0.1, "excess of a head's error over the least one, relative, at which its share falls to 1 / e", gt=0
+    )
+
+    def rule(self, count: int, uncertainty: Callable[[], CombinationRule]) -> CombinationRule:
+        return SoftMinimum(count, self.temperature)
+
+
+@dataclass(kw_only=True)
+class HandoverConfig(CombineConfig):
+    """One head for each range of the signal-to-noise ratio."""
+
+    snr: list[float] = setting(
+        [], "signal-to-noise ratios, rising, of the hand-overs between `heads`, ordered from noise to data"
+    )
+
+    def rule(self, count: int, uncertainty: Callable[[], CombinationRule]) -> CombinationRule:
+        return Handover(count, self.snr)
+
+    def problems(self, heads: list[str]) -> Iterator[tuple[str, str]]:
+        snr, wanted = self.snr, len(heads) - 1
+        rising = all(low < high for low, high in itertools.pairwise(snr))
+        if len(snr) != wanted or not rising or not all(0 < value < float("inf") for value in snr):
+            yield "snr", (
+                f"{snr} must be {wanted} rising, positive number{'s' if wanted > 1 else ''}: the signal-to-noise ratios"
+                f" at which {', '.join(heads)}, from noise to data, hand over"
+            )
+
+
+@dataclass(kw_only=True)
+class InverseVarianceConfig(CombineConfig):
+    """All heads, each by its expected error."""
+
+    of_own_errors = True
+
+    def rule(self, count: int, uncertainty: Callable[[], CombinationRule]) -> CombinationRule:
+        return uncertainty()
+
+
+COMBINATIONS: dict[str, type[CombineConfig]] = {
+    "raw_minimum": RawMinimumConfig,
+    "minimum": MinimumConfig,
+    "soft_minimum": SoftMinimumConfig,
+    "snr_handover": HandoverConfig,
+    "inverse_variance": InverseVarianceConfig,
+}
+
+
 class PredictionHeads(nn.Module):
     """Heads of one network, in the order of its output's channels.
 
@@ -259,15 +353,8 @@ class PredictionHeads(nn.Module):
         self.names = tuple(config.heads)
         self._path, self._common, self._sigma_data = path, config.prediction, config.sigma_data
         count = len(self.names)
-        self.rule: CombinationRule = {
-            "raw_minimum": lambda: Minimum(count, raw=True),
-            "minimum": lambda: Minimum(count, raw=False),
-            "soft_minimum": lambda: SoftMinimum(count, config.head_temperature),
-            "snr_handover": lambda: Handover(count, config.handover_snr),
-            "inverse_variance": lambda: InverseVariance(
-                count, config.uncertainty_features, log_sigma_range, self.conversion
-            ),
-        }[config.combine]()
+        uncertainty = partial(InverseVariance, count, config.uncertainty_features, log_sigma_range, self.conversion)
+        self.rule: CombinationRule = config.combine.rule(count, uncertainty)
 
     def conversion(self, log_sigma: Tensor, prediction: str) -> Tensor:
         """Conversion (squared error of `prediction`) / (squared error of head k) for one estimate, float64 [N, K].
@@ -366,25 +453,15 @@ def head_problems(config: Any, path: Path) -> Iterator[tuple[str, str]]:
             f"objective.preconditioning = {config.preconditioning} makes one prediction of the network's output (use"
             " identity or index)"
         )
-    if config.combine == "snr_handover":
-        yield from _handover_problems(config)
-    if config.combine in ("raw_minimum", "inverse_variance") and config.weighting.name != "none":
+    for key, text in config.combine.problems(config.heads):
+        yield f"objective.combine.{key}", text
+    if config.combine.of_own_errors and config.weighting.name != "none":
         yield "objective.weighting.name", (
-            f"{config.weighting.name} is for errors of one prediction; objective.combine = {config.combine} trains each head by"
-            " its own (use none)"
+            f"{config.weighting.name} is for errors of one prediction; objective.combine.name = {config.combine.name}"
+            " trains each head by its own (use none)"
         )
-    if config.combine == "inverse_variance" and config.learned_uncertainty:
-        yield "objective.learned_uncertainty", "objective.combine = inverse_variance has its own (set it to false)"
-
-
-def _handover_problems(config: Any) -> Iterator[tuple[str, str]]:
-    snr, wanted = config.handover_snr, len(config.heads) - 1
-    rising = all(low < high for low, high in itertools.pairwise(snr))
-    if len(snr) != wanted or not rising or not all(0 < value < float("inf") for value in snr):
-        yield "objective.handover_snr", (
-            f"{snr} must be {wanted} rising, positive number{'s' if wanted > 1 else ''}: the signal-to-noise ratios at"
-            f" which {', '.join(config.heads)}, from noise to data, hand over"
-        )
+    if config.combine.name == "inverse_variance" and config.learned_uncertainty:
+        yield "objective.learned_uncertainty", "objective.combine.name = inverse_variance has its own (set it to false)"
 
 
 def _shared(errors: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:

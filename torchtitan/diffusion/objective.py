@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchtitan import philox
 from torchtitan.conditions import Condition
-from torchtitan.diffusion.heads import HeadErrors, InverseVariance, PredictionHeads
+from torchtitan.diffusion.heads import COMBINATIONS, CombineConfig, HeadErrors, InverseVariance, PredictionHeads
 from torchtitan.diffusion.learned_variance import BOUND_WEIGHT, variational_bound
 from torchtitan.diffusion.paths import PATHS, indexed, per_image
 from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
@@ -31,7 +31,7 @@ Network = Callable[[Tensor, Tensor, Condition], Tensor]
 
 
 _EDM_IN_USE = {"prediction or preconditioning or objective.weighting.name": ("edm",)}
-_UNCERTAINTY_IN_USE = {"learned_uncertainty or combine": (True, "inverse_variance")}
+_UNCERTAINTY_IN_USE = {"learned_uncertainty or objective.combine.name": (True, "inverse_variance")}
 # Beyond these quantiles of the training density hardly any level is met.
 _TAIL = 1e-3
 
@@ -62,16 +62,8 @@ class ObjectiveConfig:
         [], "predictions of several heads of the network, as x0, noise and v; the error of `prediction` is then "
         "weighted and reported",
     )
-    combine: Literal["raw_minimum", "minimum", "soft_minimum", "snr_handover", "inverse_variance"] = setting(
-        "inverse_variance", "rule that selects the heads a sample trains, and combines them", applies={"heads": "set"}
-    )
-    head_temperature: float = setting(
-        0.1, "excess of a head's error over the least one, relative, at which its share falls to 1 / e", gt=0,
-        applies={"combine": ("soft_minimum",)},
-    )
-    handover_snr: list[float] = setting(
-        [], "signal-to-noise ratios, rising, of the hand-overs between `heads`, ordered from noise to data",
-        applies={"combine": ("snr_handover",)},
+    combine: CombineConfig = choice(
+        Choice(COMBINATIONS, "inverse_variance"), "rule that combines the heads", applies={"heads": "set"}
     )
     timesteps: TimestepsConfig = choice(Choice(TIMESTEPS, "logit_normal"), "density or sampler of the timesteps")
     shift: float = setting(

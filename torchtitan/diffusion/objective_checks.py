@@ -66,8 +66,8 @@ def _unfed_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
     text = f"{config.timesteps.name} learns from losses, which %s makes alike at all timesteps (use a density, or %s)"
     if config.learned_uncertainty:
         yield "objective.timesteps.name", text % ("objective.learned_uncertainty", "set that to false")
-    elif config.heads and config.combine == "inverse_variance":
-        yield "objective.timesteps.name", text % ("objective.combine = inverse_variance", "another combine")
+    elif config.heads and config.combine.name == "inverse_variance":
+        yield "objective.timesteps.name", text % ("objective.combine.name = inverse_variance", "another name")
 
 
 def _timesteps_problems(config: ObjectiveConfig, path: Path) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,8 @@ class Move(NamedTuple):
 
 
 _TIMESTEPS, _BASE = "objective.timesteps", "objective.timesteps.base"
-_WEIGHTING, _SOLVER, _SCHEDULE = "objective.weighting", "sampling.solver", "sampling.schedule"
+_WEIGHTING, _COMBINE = "objective.weighting", "objective.combine"
+_SOLVER, _SCHEDULE = "sampling.solver", "sampling.schedule"
 _DENSITY = (_TIMESTEPS, _BASE)
 _BINNED = ("time_warping", "adaptive_log_snr")
 
@@ -47,6 +48,9 @@ MOVED = {
     "objective.slot_edges_path": Move((_TIMESTEPS,), "edges_path", ("slots",)),
     "objective.slot_importance": Move((_TIMESTEPS,), "importance", ("slots",)),
     "objective.loss_half_life": Move((_TIMESTEPS,), "half_life", _BINNED),
+    "objective.combine": Move((_COMBINE,), "name"),
+    "objective.head_temperature": Move((_COMBINE,), "temperature", ("soft_minimum",)),
+    "objective.handover_snr": Move((_COMBINE,), "snr", ("snr_handover",)),
     "objective.weighting": Move((_WEIGHTING,), "name"),
     "objective.snr_gamma": Move((_WEIGHTING,), "gamma", ("min_snr", "soft_min_snr")),
     "objective.p2_k": Move((_WEIGHTING,), "k", ("p2",)),
@@ -68,7 +72,7 @@ MOVED = {
 }
 # Section -> its name where a file of an earlier version gives none.
 _DEFAULT_NAMES = {
-    _TIMESTEPS: "logit_normal", _BASE: "uniform", _WEIGHTING: "none", _SOLVER: "euler", _SCHEDULE: "uniform",
+    _TIMESTEPS: "logit_normal", _BASE: "uniform", _WEIGHTING: "none", _COMBINE: "inverse_variance", _SOLVER: "euler", _SCHEDULE: "uniform",
 }  # fmt: skip
 
 
