@@ -1,6 +1,7 @@
 """What is not provably the program's own is neither removed nor written over, wherever results are asked to go."""
 
 import argparse
+import errno
 import json
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ from torchtitan.experiments.record import ResultTable, SweepFolder
 from torchtitan.experiments.training import begin_branch, remove_checkpoints
 from torchtitan.files.durable import append_synced
 from torchtitan.files.ownership import begins_with, foreign_entry
+from torchtitan.files.run_lock import Busy
 
 COLUMNS, KEY = ("model", "value"), ("model",)
 UNFINISHED = ".results.csv." + 32 * "a" + ".unfinished"
@@ -58,6 +60,16 @@ def test_a_sweep_leaves_a_folder_of_something_else_alone(tmp_path):
         pass
     assert json.loads((folder / ".lock").read_text())["pid"] == os.getpid()  # a lock is nobody's, and may be left behind
     SweepFolder(folder).check(read_sweep(path))
+
+
+def test_a_folder_of_results_is_held_by_one_and_says_what_cannot_be_written(tmp_path):
+    folder = ResultsFolder(tmp_path / "results", {})
+    with folder.held(), pytest.raises(Busy, match="another process writes here: host"), folder.held():
+        pass
+    with pytest.raises(StudyError, match="full: cannot be written: No space left"), folder.held():
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "full"))
+    with folder.held():
+        pass
 
 
 @pytest.mark.parametrize("text", ["", "name,age\nme,30\nyou,29", "a note without an end", "model,value"])

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -79,6 +80,27 @@ def test_an_owner_that_cannot_be_read_is_another_process(tmp_path):
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def test_the_process_itself_takes_a_lock_once(tmp_path):
+    """A POSIX lock would be taken twice, and lost with the first release."""
+    first, second, other = RunLock(tmp_path), RunLock(tmp_path), RunLock(tmp_path, "other.lock")
+    assert first.acquire() is None and other.acquire() is None
+    assert f"process {os.getpid()}" in second.acquire()
+    second.release()
+    holds = "import sys; from pathlib import Path; from torchtitan.files.run_lock import RunLock; "
+    tried = subprocess.run(
+        [sys.executable, "-c", holds + "print(RunLock(Path(sys.argv[1])).acquire())", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert f"process {os.getpid()}" in tried.stdout
+    waiting = threading.Thread(target=second.wait, args=(0.01,))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    first.release()
+    waiting.join(10)
+    assert not waiting.is_alive() and first.acquire() is not None
 
 
 def test_a_link_is_not_followed(tmp_path):
