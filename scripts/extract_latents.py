@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import sys
-import tomllib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -48,7 +47,7 @@ from torchtitan.extraction.image_source import ImageSource
 from torchtitan.extraction.stage_times import describe_times
 from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
-from torchtitan.files.regular import read_text, user_path
+from torchtitan.files.regular import read_toml, user_path
 from torchtitan.processes.command_line import OneLineParser, exit_code, readable_size
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
 from torchtitan.processes.launch import launch_number
@@ -173,7 +172,7 @@ def default_workers() -> int:
 
 def warn_of_training_keys(path: str | None) -> None:
     """Warn of keys for training in the [data] section of a file, which are not used."""
-    given = tomllib.loads(read_text(path)).get("data", {}) if path else {}
+    given = read_toml(path).get("data", {}) if path else {}
     found = {key: instead for key, instead in OF_TRAINING.items() if key in given}
     if found and speaks():
         listed = ", ".join(f"{key} ({instead})" for key, instead in found.items())

@@ -23,7 +23,7 @@ from torchtitan.experiments.folder import STUDY_MARKS, ResultsFolder, StudyError
 from torchtitan.experiments.record import ResultTable
 from torchtitan.experiments.training import train
 from torchtitan.files.durable import make_folder
-from torchtitan.files.regular import read_text
+from torchtitan.files.regular import read_toml
 
 COLUMNS = ("run", "status", "reason", "samples", "date", "runtime")
 
@@ -154,7 +154,7 @@ def _is_missing(grid: TrainingGrid, table: ResultTable, name: str, retry_failed:
     if row["status"] == "ok":  # plan_grid has compared the folder's configuration
         return config.training.steps not in checkpoint_steps(grid.run_folder(name) / "checkpoint")
     try:
-        asked = tomllib.loads(read_text(_request(grid.folder, name)))
+        asked = read_toml(_request(grid.folder, name))
     except (OSError, ValueError):
         return True
     return retry_failed or bool(_differences(asked, config))

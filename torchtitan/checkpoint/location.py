@@ -1,12 +1,11 @@
 """Location of a run's checkpoints: its own folder, or below `checkpoint.folder`, a path or a remote store's URL."""
 
 import importlib
-import tomllib
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from torchtitan.errors import CheckpointError
-from torchtitan.files.regular import read_regular
+from torchtitan.files.regular import read_toml
 from torchtitan.files.remote_path import AnyPath, RemotePath
 
 _LARGEST_CONFIG = 16 << 20  # bytes
@@ -48,13 +47,13 @@ def run_checkpoints(run: AnyPath) -> AnyPath:
         return run
     path = run / "config.toml"
     try:
-        config = tomllib.loads(read_regular(path, _LARGEST_CONFIG).decode())
+        config = read_toml(path, _LARGEST_CONFIG)
         folder, name = config.get("checkpoint", {}).get("folder", ""), config.get("job", {}).get("name", run.name)
         if not isinstance(folder, str) or not isinstance(name, str):
             raise ValueError("checkpoint.folder or job.name is no text")
     except FileNotFoundError:
         return own
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         if own.is_dir():
             return own
         raise CheckpointError(f"{path}: is damaged, and names the checkpoints' folder (put a copy back)") from error

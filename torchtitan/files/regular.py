@@ -7,9 +7,10 @@ neither is opened.
 import errno
 import os
 import stat
+import tomllib
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 LARGEST_RECORD = 64 << 20  # bytes of a file of settings or results
 _KINDS = {
@@ -82,6 +83,14 @@ def read_text(path: str | bytes | Path, limit: int = LARGEST_RECORD) -> str:
         UnicodeDecodeError: it is no such text.
     """
     return read_regular(path, limit).decode("utf-8-sig").replace("\r\n", "\n")
+
+
+def read_toml(path: str | bytes | Path, limit: int = LARGEST_RECORD) -> dict[str, Any]:
+    """Read a TOML file. Raises as `read_text`; ValueError too: it is no TOML, or nested too deeply."""
+    try:
+        return tomllib.loads(read_text(path, limit))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def refuse_special(path: Path) -> None:

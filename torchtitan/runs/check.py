@@ -1,6 +1,5 @@
 """Check of a run's folder to its last byte, with advice on damaged files."""
 
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from torchtitan.checkpoint.checkpointer import checkpoint_path, checkpoint_steps
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.checkpoint.manifest import read_json
 from torchtitan.errors import DamagedFile, unwrapped
-from torchtitan.files.regular import UnsuitableFile, check_regular, open_regular, read_text
+from torchtitan.files.regular import UnsuitableFile, check_regular, open_regular, read_toml
 from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.training.metric_points import parse_point
@@ -51,8 +50,8 @@ def check_run(run: AnyPath) -> Iterator[Finding]:
 def _config(path: Path) -> Iterator[Finding]:
     problem = ""
     try:
-        tomllib.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
+        read_toml(path)
+    except ValueError as error:
         problem = f"is no TOML: {unwrapped(error)}"
     except UnsuitableFile as error:
         problem = str(error.strerror)

@@ -4,7 +4,6 @@ import json
 import logging
 import platform
 import subprocess
-import tomllib
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +19,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.errors import CheckpointError, RunFolderError, StoreError
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.ownership import foreign_text
-from torchtitan.files.regular import UnsuitableFile, read_regular
+from torchtitan.files.regular import UnsuitableFile, read_regular, read_toml
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.run_lock import Busy, RunLock
 from torchtitan.runs.ownership import CONFIG_FILE, foreign_content
@@ -85,13 +84,13 @@ class RunFolder:
     def _refuse_changes(self) -> None:
         saved = self.path / CONFIG_FILE
         try:
-            old = tomllib.loads(read_regular(saved, _LARGEST_FILE).decode())
+            old = read_toml(saved, _LARGEST_FILE)
             damage = "" if old else "is empty"
         except FileNotFoundError:
             old, damage = {}, "is missing"
         except UnsuitableFile as error:
             raise RunFolderError([f"{saved}: {error.strerror} (move it away)"]) from error
-        except (ValueError, RecursionError) as error:  # no TOML, no text, an endless number, nested too deep
+        except ValueError as error:  # no TOML, no text, an endless number, nested too deep
             old, damage = {}, f"is damaged ({error})"
         if damage:
             old = self._recorded_config(f"{saved}: {damage}", needed=saved.exists())

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import statistics
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import unwrapped
-from torchtitan.files.regular import read_regular
+from torchtitan.files.regular import read_regular, read_toml
 from torchtitan.settings.earlier_keys import with_present_keys
 from torchtitan.settings.sections import filled_in
 from torchtitan.statistics.interval import Interval, mean_interval
@@ -210,7 +209,7 @@ def read_run(folder: Path) -> RunRecord:
         raise RunRecordError(f"{folder}: not a run's folder (no config.toml, metrics.jsonl or summary.json in it)")
     run = RunRecord(folder, folder.resolve().name)
     try:
-        config = with_present_keys(tomllib.loads(read_regular(folder / "config.toml", _LARGEST_FILE).decode()))
+        config = with_present_keys(read_toml(folder / "config.toml", _LARGEST_FILE))
         dict(flattened(config))  # raises for one that is nested too deep
         run.config = config
     except (OSError, ValueError, RecursionError) as error:

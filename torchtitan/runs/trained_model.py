@@ -1,6 +1,5 @@
 """Trained model, read back for sampling: from a run folder's checkpoint, or from a file of weights."""
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from torchtitan.checkpoint.checkpointer import (
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.diffusion.objective import Objective
-from torchtitan.files.regular import read_text
+from torchtitan.files.regular import read_toml
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import WeightsError, fill
 from torchtitan.models import build_model
@@ -105,7 +104,7 @@ def load_weights(path: Path, config_file: Path, device: torch.device) -> Trained
 def read_config(path: Path) -> JobConfig:
     """Read the resolved configuration, for the number of processes that it had then."""
     try:
-        degrees = tomllib.loads(read_text(path)).get("parallelism", {})
+        degrees = read_toml(path).get("parallelism", {})
         processes = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]
         processes = max(int(processes), 1)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

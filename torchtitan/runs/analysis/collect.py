@@ -2,7 +2,6 @@
 
 import json
 import os
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from torchtitan.errors import unwrapped
-from torchtitan.files.regular import read_regular
+from torchtitan.files.regular import read_regular, read_toml
 from torchtitan.runs.analysis.axes import Axes, add_further_axes, axes_of, complete_from_siblings, is_count, word
 from torchtitan.runs.analysis.measures import IMAGES, measure_run
 from torchtitan.runs.analysis.torchditan_runs import is_torchditan_run, read_torchditan_run
@@ -163,7 +162,7 @@ def read_sweep(folder: Path) -> Sweep:
         problems.append(f"{folder / SWEEP_STATE}: {damaged} of its lines could not be read and left out")
     table = {}
     try:
-        table = tomllib.loads(read_regular(folder / SWEEP_FILE, _LARGEST_FILE).decode())
+        table = read_toml(folder / SWEEP_FILE, _LARGEST_FILE)
         dict(flattened(table))  # raises for one that is nested too deep
     except FileNotFoundError:
         pass
