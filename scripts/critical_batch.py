@@ -49,20 +49,20 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     add("run", metavar="RUN_FOLDER", type=Path, help="a run's folder, as outputs/digits")
     add("--step", type=int, help="checkpoint to branch from (default: the newest good one)")
     add("--factors", type=float, nargs="+", default=[0.5, 1, 2, 4], metavar="K", help="batch sizes as multiples of "
-        "the run's (default: 0.5 1 2 4); the smallest is what the others are compared with")
+        "the run's (default: 0.5 1 2 4); the smallest is the reference")
     add("--samples", type=int, help="of every branch, a multiple of every batch size (default: 32 steps of the "
         "largest)")
     add("--seeds", type=int, default=3, help="branches of each batch size (default: 3)")
-    add("--tolerance", type=float, default=0.01, help="excess of held-out loss that counts as none (default: 0.01)")
+    add("--tolerance", type=float, default=0.01, help="tolerated excess of held-out loss (default: 0.01)")
     add("--lr", type=float, help="learning rate at factor 1 (default: the run's at that step)")
-    add("--lr-rule", type=rule_name, choices=LR_RULES, default="sqrt", help="how it grows with the factor (default: "
-        "sqrt, Adam's)")
+    add("--lr-rule", type=rule_name, choices=LR_RULES, default="sqrt",
+        help="its growth with the factor (default: sqrt, Adam's)")
     add("--schedule", choices=SCHEDULES, default="constant", help="of the learning rate over a branch; linear and "
         "cosine fall to 0 (default: constant)")
     add("--held-out", type=int, default=4096, metavar="TRIPLES", help="held-out (image, timestep, noise) triples "
         "(default: 4096; images are used again with other noise)")
     add("--nproc", type=int, default=1, help="processes of each branch (default: 1)")
-    add("--retry-failed", action="store_true", help="train again the branches whose row says failed")
+    add("--retry-failed", action="store_true", help="train failed branches again")
     add("--keep-checkpoints", action="store_true", help="of branches that are measured (default: deleted)")
     add("--output", type=Path, help="folder of the results (default: RUN_FOLDER/critical_batch/step-N)")
     return parser.parse_args(words)

@@ -1,10 +1,10 @@
-"""Measure something over a run's checkpoints, or over runs that are trained for it.
+"""Run a study of a run's checkpoints, or of runs that the study trains.
 
     scripts/study.py NAME RUN_FOLDER [options]      NAME --help lists them
     scripts/study.py NAME CONFIG.toml [options]     of a study that trains
 
-Results lie in RUN_FOLDER/studies/NAME, or outputs/<configuration>/studies/NAME: results.csv, pictures and summary.md. A
-study that was stopped goes on where it was.
+Results are in RUN_FOLDER/studies/NAME, or outputs/<configuration>/studies/NAME: results.csv, pictures and summary.md.
+An interrupted study resumes.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Run a grid of configurations, each cell in fresh processes: scripts/sweep.py SWEEP.toml [options].
 
 Results lie in outputs/<sweep>: a run folder per cell and repeat, and sweep.jsonl, which says how each of them ended. A
-sweep that was stopped, in whatever way, goes on where it was when it is started again. docs/sweeps.md tells more.
+sweep that was stopped, in any way, resumes when it is started again. See docs/sweeps.md.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def show(plan: SweepPlan) -> None:
-    """Print every run and what would become of it."""
+    """Print every run and its planned action."""
     missing = {task.key for task in plan.missing}
     for task in plan.tasks:
         state = plan.rows[task.key]["status"] if task.key not in missing else "to run"
@@ -57,11 +57,11 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="sweep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("sweep", metavar="SWEEP.toml", type=Path, help="a file as those in train_configs/sweeps")
-    add("--jobs", type=positive, default=1, metavar="N", help="runs side by side; on CUDA each has devices of its "
-        "own (default: 1)")
+    add("--jobs", type=positive, default=1, metavar="N",
+        help="concurrent runs; on CUDA each has separate devices (default: 1)")
     add("--only", type=axis_value, action="append", default=[], metavar="AXIS=VALUE", help="run these cells only; "
         "may be given several times")
-    add("--retry-failed", action="store_true", help="run again what failed, took too long or was refused")
+    add("--retry-failed", action="store_true", help="repeat runs that failed, timed out or were refused")
     add("--dry-run", action="store_true", help="check everything and list the runs; nothing is written")
     add("--output", type=Path, metavar="FOLDER", help="of the results (default: outputs/<sweep>)")
     return parser.parse_args(words)

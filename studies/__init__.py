@@ -1,4 +1,4 @@
-"""Studies of trained models, by the name that scripts/study.py takes; a new one is a module and a line here."""
+"""Studies of trained models by the name for scripts/study.py; a new one is a module and a line here."""
 
 import importlib
 from dataclasses import dataclass
@@ -25,13 +25,15 @@ class StudyEntry:
 
 STUDIES: dict[str, StudyEntry] = {
     "gns_accuracy": StudyEntry("gns_accuracy", "gradient noise scale against the share of the data it is measured on"),
-    "gns_hyperparameters": StudyEntry("gns_hyperparameters", "its spread and run time over a grid of (b, B, reps)"),
+    "gns_hyperparameters": StudyEntry(
+        "gns_hyperparameters", "spread and run time of that estimate over a grid of (b, B, reps)"
+    ),
     "gns_bins": StudyEntry("gns_bins", "gradient noise scale per timestep bin over the checkpoints of a training"),
     "gns_critical_batch": StudyEntry(
         "gns_critical_batch", "noise scale as an estimate of the critical batch size, and allocations to bins by it"
     ),
-    "forgetting": StudyEntry("forgetting", "what training on one slot of timesteps does to the others"),
-    "oracle_replace": StudyEntry("oracle_replace", "sampling with the true image in the place of some predictions"),
+    "forgetting": StudyEntry("forgetting", "effect of training on one slot of timesteps on the others"),
+    "oracle_replace": StudyEntry("oracle_replace", "sampling with the true image instead of some predictions"),
     "gns_published": StudyEntry(
         "gns_published", "published tables of the noise scale, as reported and corrected", of_a_run=False
     ),
@@ -42,7 +44,7 @@ STUDIES: dict[str, StudyEntry] = {
         "slots", "timesteps cut into slots of equal loss, from a loss_curve, as a file of slot edges", of_a_run=False
     ),
     "posterior_coefficients": StudyEntry(
-        "posterior_coefficients", "what the image and the noisy image weigh in the reverse step of a DDPM path",
+        "posterior_coefficients", "weights of the image and the noisy image in the reverse step of a DDPM path",
         of_a_run=False,
     ),
     "compare_samplers": StudyEntry(
@@ -52,7 +54,7 @@ STUDIES: dict[str, StudyEntry] = {
         "batch_size", "batch sizes and learning rates at equal samples; trains runs of a config", of_a_run=False
     ),
     "prediction_types": StudyEntry(
-        "prediction_types", "what models predict, in one currency: of runs, or trained", of_a_run=False
+        "prediction_types", "prediction types compared in one parametrisation: of runs, or trained", of_a_run=False
     ),
 }
 

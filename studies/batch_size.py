@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def rule_list(text: str) -> list[str]:
-    """Names of learning-rate rules with commas between."""
+    """Parse names of learning-rate rules with commas between."""
     rules = list(dict.fromkeys(map(rule_name, text.split(","))))
     for rule in rules:
         if rule not in LR_RULES:
@@ -35,7 +35,7 @@ def rule_list(text: str) -> list[str]:
 
 
 def run_alone(arguments: argparse.Namespace) -> Path:
-    """Train and measure what is missing; returns summary.md. Raises StudyError, ConfigError."""
+    """Train and measure the missing runs; return summary.md. Raises StudyError, ConfigError."""
     grid_options.require_seeds(arguments)
     if len(arguments.batches) < 2:
         raise StudyError("--batches: give 2 sizes at least")
@@ -49,7 +49,8 @@ def run_alone(arguments: argparse.Namespace) -> Path:
 
 
 def plan_runs(arguments: argparse.Namespace, base: JobConfig, samples: int) -> list[PlannedRun]:
-    """Every batch size with every rule, the reference first; at the configuration's batch size all rules are one."""
+    """Plan every batch size with every rule, the reference first; at the configuration's batch size all rules are one.
+    """
     own = base.training.global_batch_size
     batches = sorted(arguments.batches, key=lambda batch: (batch != own, batch))
     found = []

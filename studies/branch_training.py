@@ -1,4 +1,4 @@
-"""Branches of a training: from one checkpoint, runs of their own with another batch size, learning rate and seed.
+"""Branches of a training: separate runs from one checkpoint with another batch size, learning rate and seed.
 
 A branch is an ordinary run whose folder begins with a checkpoint of step 0: weights and optimizer state are those of
 the run, the counters begin anew, and so does its one average of the weights.
@@ -29,25 +29,25 @@ SCHEDULES = ("constant", "linear", "cosine")
 # The file by which a branch's folder is known.
 BRANCH_MARKS = {"branch.toml": b"# The resolved configuration of this run"}
 
-_SAVES = 4  # checkpoints of a branch, to go on from after a stop
+_SAVES = 4  # checkpoints of a branch, to resume from after a stop
 
 
 def run_lr(config: JobConfig, progress: int) -> float:
-    """Learning rate of a run with the batch size that it began with, after so many steps of that size."""
+    """Learning rate of a run at its first batch size, after so many steps of that size."""
     return config.optimizer.lr * lr_factor(config.lr_scheduler, max(progress, 1), config.training.steps)
 
 
 def branch_config(
     config: JobConfig, plan: BatchPlan, seed: int, schedule: str, processes: int, folder: Path
 ) -> JobConfig:
-    """The configuration of one branch.
+    """Configuration of one branch.
 
     Args:
         config: the run's.
         plan: of its batch size.
-        seed: number of the branch, from 0; decides samples, timesteps and noise, which the run has not seen.
+        seed: number of the branch, from 0; determines samples, timesteps and noise, all new to the run.
         schedule: of the learning rate over the branch, one of SCHEDULES.
-        processes: that it will run on.
+        processes: of the branch.
         folder: of the branch.
     """
     of_run = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
@@ -79,17 +79,17 @@ def branch_config(
 
 
 def write_config(config: JobConfig, path: Path, processes: int) -> None:
-    """Write a branch's configuration. Raises ConfigError where it cannot run."""
+    """Write a branch's configuration. Raises ConfigError: it cannot run."""
     replace_file(path, dump_config(config))
     load_config(["--job.config_file", str(path)], processes)
 
 
 def write_start(checkpoint: AnyPath, folder: Path) -> Path:
-    """Write the checkpoint that every branch begins with, unless it is there; returns its folder.
+    """Write the initial checkpoint of every branch, if missing; return its folder.
 
     Args:
         checkpoint: of the run.
-        folder: to put it into.
+        folder: of the branches.
 
     Raises:
         CheckpointError: damaged, or it cannot be written.
@@ -115,5 +115,5 @@ def write_start(checkpoint: AnyPath, folder: Path) -> Path:
 
 
 def _learned(state: dict) -> dict:
-    """A sampler's state if it is one that learns, which is part of what the run minimises; shares are the branch's own."""
+    """State of a learning sampler, which is part of the run's objective; shares are the branch's own."""
     return state if "sampler" in state else {}

@@ -1,4 +1,4 @@
-"""Intervals of what is averaged over images and over repetitions of a training, paired by image."""
+"""Intervals of averages over images and over repetitions of a training, paired by image."""
 
 import math
 
@@ -13,7 +13,7 @@ LEAST_RESAMPLED = 8
 
 
 def with_student(value: float, variances: list[tuple[float, float]], confidence: float = 0.95) -> Interval:
-    """The interval of an estimate whose variance is a sum of estimated ones.
+    """Interval of an estimate whose variance is a sum of estimated ones, by Student's t.
 
     Args:
         value: the estimate.
@@ -31,7 +31,8 @@ def with_student(value: float, variances: list[tuple[float, float]], confidence:
 
 
 def log_ratio(after: Tensor, before: Tensor) -> Interval:
-    """95 % interval of ln(mean error after / mean error before), the mean over repetitions of the training.
+    """Log ratio ln(mean error after / mean error before) with its 95 % interval, the mean over repetitions of the
+    training.
 
     Its variance is that between repetitions plus that over images of the paired, linearised ratio; the interaction of
     both counts twice, so that the interval is a little too wide.
@@ -55,28 +56,28 @@ def log_ratio(after: Tensor, before: Tensor) -> Interval:
 
 
 def root_mean(errors: Tensor) -> Interval:
-    """95 % interval of sqrt(mean) of squared errors [K], by the mean's own."""
+    """Root mean sqrt(mean) of squared errors [K] with its 95 % interval, by the mean's own."""
     found = mean_interval(errors.tolist())
     return Interval(math.sqrt(found.value), math.sqrt(max(found.lower, 0.0)), math.sqrt(found.upper))
 
 
 def resampled_shares(images: int, resamples: int) -> Tensor:
-    """Share of each image in sets of as many, drawn with replacement: float64 [resamples, images], always the same."""
+    """Shares of each image in sets of as many, drawn with replacement: float64 [resamples, images], always the same."""
     drawn = torch.randint(images, (resamples, images), generator=torch.Generator().manual_seed(0))
     shares = torch.zeros(resamples, images, dtype=torch.float64)
     return shares.scatter_add_(1, drawn, torch.full_like(shares, 1 / images))
 
 
 def cosine(products: Tensor, i: int, j: int) -> Interval | None:
-    """95 % interval of <G_i, G_j> / (|G_i| |G_j|) by the jackknife over independent estimates.
+    """Cosine <G_i, G_j> / (|G_i| |G_j|) with its 95 % interval, by the jackknife over independent estimates.
 
     Args:
         products: unbiased estimates of <G_i, G_j>, [R, K, K], two at least.
-        i, j: which of the K.
+        i, j: of the K.
 
     Returns:
-        None where a squared norm cannot be told from zero, so that there is no direction to speak of. Noise may put
-        the estimate outside of [-1, 1].
+        None where a squared norm is not significantly above zero, so that the direction is undefined. Noise may put the
+        estimate outside of [-1, 1].
     """
     count = len(products)
     for k in (i, j):
@@ -97,10 +98,10 @@ def cosine(products: Tensor, i: int, j: int) -> Interval | None:
 
 
 def to_text(errors: Tensor) -> str:
-    """Values [K] as one field of a table, to float32's precision."""
+    """Format values [K] as one field of a table, to float32's precision."""
     return " ".join(f"{error:.9g}" for error in errors.tolist())
 
 
 def from_text(text: str) -> Tensor:
-    """The inverse: float64 [K]."""
+    """Parse the inverse: float64 [K]."""
     return torch.tensor([float(word) for word in text.split()], dtype=torch.float64)

@@ -23,13 +23,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "the configuration's)")
     add("--lr-rule", type=rule_name, choices=LR_RULES, default="sqrt", help="learning rate at other batch sizes than "
         "the configuration's: the same, or times the root of the ratio, or times the ratio (default: sqrt)")
-    add("--target", choices=("reference", "worst"), default="reference", help="samples are counted until the loss that "
-        "the reference, or the worst sampler, has at the end (default: reference)")
+    add("--target", choices=("reference", "worst"), default="reference",
+        help="target loss for counting samples: the final loss of the reference, or of the worst sampler "
+        "(default: reference)")
     grid_study.add_measure_options(parser)
 
 
 def run_alone(arguments: argparse.Namespace) -> Path:
-    """Train and measure what is missing; returns summary.md. Raises StudyError, ConfigError."""
+    """Train and measure the missing runs; return summary.md. Raises StudyError, ConfigError."""
     grid_options.require_seeds(arguments)
     base = grid_options.read_base(arguments)
     batches = arguments.batches or [base.training.global_batch_size]
@@ -42,7 +43,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
 
 
 def _planned(arguments: argparse.Namespace, base: JobConfig, batches: list[int], samples: int) -> list[PlannedRun]:
-    """A seed's runs one after the other, so that a grid that is not finished has whole seeds."""
+    """Plan a seed's runs one after the other, so that an unfinished grid has whole seeds."""
     specs, found = parse_samplers(arguments.samplers), []
     checkpoints, rule, processes = arguments.checkpoints, arguments.lr_rule, arguments.processes
     for seed in range(arguments.seeds):

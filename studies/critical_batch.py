@@ -1,4 +1,4 @@
-"""The critical batch size of a checkpoint, measured by branches of the training at several batch sizes.
+"""Critical batch size of a checkpoint, measured by branches of the training at several batch sizes.
 
 All branches train on as many samples; then their losses on the same held-out (image, timestep, noise) triples are
 compared. Every finished branch is a row of results.csv, so that a measurement that is started again resumes.
@@ -47,7 +47,7 @@ from torchtitan.settings.schema import quoted
 from torchtitan.training.data_loading import validation_batches
 
 KEY = ("batch_size", "seed")
-START = "start"  # in place of a seed: the checkpoint itself, before any branch
+START = "start"  # instead of a seed: the checkpoint itself, before any branch
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Measurement:
         samples: of every branch.
         seeds: branches of each batch size.
         folder: of the results.
-        options: what else was asked for.
+        options: other options.
     """
 
     run: Path
@@ -91,7 +91,7 @@ class Measurement:
         return self.folder / f"batch-{plan.batch_size}-seed-{seed}"
 
     def settings(self) -> dict:
-        """What all rows of a folder must share."""
+        """Settings that all rows of a folder must share."""
         manifest = (self.checkpoint / "manifest.json").read_bytes()
         return {
             "samples": self.samples,
@@ -106,7 +106,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What all branches are measured on: each image `rounds` times, with other timesteps and noise each time."""
+    """Held-out measurement of all branches: each image `rounds` times, with other timesteps and noise each time."""
 
     dataset: Dataset
     images: int
@@ -124,7 +124,7 @@ class HeldOut:
         return self.images * self.rounds
 
     def batches(self, config: JobConfig, batch_size: int = 256) -> Iterator[dict[str, Tensor]]:
-        """Batches of triples, as `validation_loss` takes them."""
+        """Batches of triples for `validation_loss`."""
         info = DATASETS[config.data.name].info(config.data)
         for number in range(self.rounds):
             for batch in validation_batches(self.dataset, info, self.images, batch_size, 0, 1):
@@ -132,7 +132,7 @@ class HeldOut:
 
 
 def open_measurement(options: argparse.Namespace) -> Measurement:
-    """Check what was asked for; nothing is written.
+    """Open a test: check its options; nothing is written.
 
     Raises:
         StudyError, ConfigError: it cannot be tested.
@@ -194,7 +194,7 @@ def _config(asked: Measurement, plan: BatchPlan, seed: int) -> JobConfig:
 
 
 def run_measurement(asked: Measurement) -> list[Row]:
-    """Train and measure the branches that are missing.
+    """Run a test: train and measure the missing branches.
 
     Returns:
         the rows of this measurement: the start, then by batch size and seed.
@@ -243,7 +243,7 @@ def _start_cell(asked: Measurement) -> Cell:
 
 
 def _progress(run: Path, step: int) -> int:
-    """Steps of the run's first batch size up to a checkpoint; one that is damaged is refused elsewhere."""
+    """Progress in steps of the run's first batch size up to a checkpoint; a damaged one is refused elsewhere."""
     try:
         return read_state(checkpoint_path(run_checkpoints(run), step)).get("progress", step)
     except (OSError, ValueError):
@@ -273,7 +273,7 @@ def _columns(config: JobConfig) -> list[str]:
 
 
 def _measure_start(asked: Measurement, table: ResultTable, held_out: HeldOut) -> None:
-    """The checkpoint's own losses; as average, the best of the run's tracks or the trained weights."""
+    """Measure the checkpoint's own losses; as average, the best of the run's tracks or the trained weights."""
     cell = _start_cell(asked)
     if table.find(cell):
         return

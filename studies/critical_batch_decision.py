@@ -1,4 +1,4 @@
-"""The critical batch size from held-out losses of branches: the largest batch that loses nothing at equal samples.
+"""Critical batch size from held-out losses of branches: the largest batch without loss at equal samples.
 
 Source: Merrill et al., "Critical Batch Size Revisited", arXiv 2505.23971: branches of a checkpoint at k times the batch
 size, smoothed loss, tolerance 0.01.
@@ -17,7 +17,7 @@ Losses = Mapping[int, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Excess:
-    """Held-out loss of a batch size over that of the smallest one, minus 1, paired by seed.
+    """Excess of a batch size's held-out loss over that of the smallest one, as ratio minus 1, paired by seed.
 
     Attributes:
         batch_size: global.
@@ -34,7 +34,7 @@ class Excess:
         return bool(self.by_seed)
 
     def verdict(self, tolerance: float) -> str:
-        """ "within" or "beyond" the tolerance with confidence, else "undecided"; "missing" without branches."""
+        """Verdict: "within" or "beyond" the tolerance with confidence, else "undecided"; "missing" without branches."""
         if not self.known:
             return "missing"
         if self.mean.upper <= tolerance:
@@ -49,11 +49,11 @@ class CriticalBatch:
     Attributes:
         relation: "equal": `value` is within the tolerance and the next batch is not; "at least": nothing above
             `value` was beyond it; "below": the first batch above the smallest, `value`, is beyond it already (the
-            smallest one itself is what others are compared with, so nothing can be said of it); "unresolved": the
+            smallest one itself is the reference, so it has no verdict); "unresolved": the
             branches learned less than the tolerance, so that any batch size would be within; "unknown": no losses.
         value: None for unresolved and unknown.
-        lower: the largest batch up to which all are within with confidence; None where that is only the smallest
-            one, which is what others are compared with.
+        lower: the largest batch up to which all are within with confidence; None where that is only the smallest one,
+            the reference.
         upper: the smallest batch that is beyond with confidence, itself excluded; None: there is none.
         larger: a batch above `value` that is within although one below it is not: chance, or a rough landscape.
     """
@@ -69,7 +69,7 @@ def excesses(losses: Losses, batch_sizes: Sequence[int], confidence: float = 0.9
     """Compare every batch size with the smallest one, paired by seed.
 
     Args:
-        losses: of the branches there are.
+        losses: of the existing branches.
         batch_sizes: of the test, rising; the first is the reference.
         confidence: of each interval (Student's t over seeds) by itself.
     """
@@ -86,21 +86,21 @@ def excesses(losses: Losses, batch_sizes: Sequence[int], confidence: float = 0.9
 
 
 def progress(start_loss: float, reference_losses: Sequence[float]) -> float:
-    """Share of the start's loss over that of the smallest batch that training took away: start / reference - 1."""
+    """Progress of training: start / reference - 1, the loss removed as a share of the smallest batch's loss."""
     finite = [loss for loss in reference_losses if math.isfinite(loss)]
     return start_loss / fmean(finite) - 1.0 if finite else math.nan
 
 
 def critical_batch(found: Sequence[Excess], tolerance: float, learned: float = math.inf) -> CriticalBatch:
-    """Decide.
+    """Decide the critical batch size.
 
     The batch sizes are gone through from the smallest up; the last one before the first whose mean excess is beyond
     the tolerance is the critical one.
 
     Args:
         found: excesses, of rising batch sizes, the first being the reference.
-        tolerance: largest excess that counts as none, > 0.
-        learned: what `progress` says of the same losses.
+        tolerance: largest tolerated excess, > 0.
+        learned: `progress` of the same losses.
     """
     if not found[0].known or math.isnan(learned):
         return CriticalBatch("unknown")
@@ -123,12 +123,12 @@ def critical_batch(found: Sequence[Excess], tolerance: float, learned: float = m
 
 
 def ratio_to_estimate(critical: CriticalBatch, estimate: Interval) -> Interval | None:
-    """The critical batch size over a noise scale; None where either says nothing.
+    """Ratio of the critical batch size to a noise scale; None where either is unknown.
 
     Both intervals at their worst together, so it covers at least as often as each of them.
 
     Args:
-        critical: what the branches say.
+        critical: of the branches.
         estimate: the noise scale; its upper end may be infinite.
     """
     if critical.value is None or not estimate.value > 0:

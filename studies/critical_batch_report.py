@@ -35,7 +35,7 @@ WHOLE = "loss"
 
 @dataclass(frozen=True)
 class Finding:
-    """What the losses of one column say; `learned` as in `progress`."""
+    """Finding from the losses of one column; `learned` as in `progress`."""
 
     found: list[Excess]
     critical: CriticalBatch
@@ -44,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """The run's own estimate at a step; NaN and infinite where the gradient is lost in the noise."""
+    """Noise scale of the run itself at a step; NaN and infinite where the signal is not significant."""
 
     geometry: str
     step: int
@@ -52,7 +52,7 @@ class NoiseScale:
 
 
 def report(asked: Measurement, rows: list[Row]) -> Path:
-    """Write critical_batch_size.csv, critical_batch.png and summary.md; returns the latter."""
+    """Write critical_batch_size.csv, critical_batch.png and summary.md; return the latter."""
     columns = [WHOLE, *(f"loss_by_bin/{k}" for k in range(asked.config.metrics.loss_bins))]
     findings = {weights + column: finding(asked, rows, weights + column) for weights in WEIGHTS for column in columns}
     scales = noise_scales(asked.run / METRICS_FILE, asked.step)
@@ -79,7 +79,7 @@ def finding(asked: Measurement, rows: list[Row], column: str) -> Finding:
 
 
 def noise_scales(metrics: Path, step: int) -> list[NoiseScale]:
-    """The last estimates that a run had logged when its checkpoint was written, by geometry; without any: none."""
+    """Noise scales last logged by a run when its checkpoint was written, by geometry; empty without any."""
     latest: dict[str, NoiseScale] = {}
     try:
         points = [point for point in iter_points(metrics, '"gns/') if point["step"] <= step]
@@ -101,7 +101,7 @@ def noise_scales(metrics: Path, step: int) -> list[NoiseScale]:
 
 
 def critical_text(finding: Finding) -> str:
-    """The critical batch size in words."""
+    """Critical batch size in words."""
     critical = finding.critical
     if critical.relation == "unknown":
         return "unknown: no branch of the smallest batch, or none beside it"
@@ -111,7 +111,7 @@ def critical_text(finding: Finding) -> str:
 
 
 def interval_text(critical: CriticalBatch) -> str:
-    """The interval over seeds in words; a range is from the one batch size to, excluded, the other."""
+    """Interval over seeds in words; a range is from the one batch size to, excluded, the other."""
     if critical.value is None:
         return ""
     if critical.lower is None:

@@ -18,7 +18,7 @@ _INDEX = "DDPM index + 1 (left is clean data)"
 
 
 def loss_curves(curves: Sequence[LossCurve], prediction: str, path: Path) -> str:
-    """Every curve in the run's own prediction over the timestep, and in that of the noise over sigma."""
+    """Plot every curve in the run's own prediction over the timestep, and in that of the noise over sigma."""
     figure, axes = new_figure("Mean squared error by timestep", columns=2, size=(14, 5.4))
     steps = sorted({curve.step for curve in curves})
     colors = dict(zip(steps, ordered_colours(len(steps)), strict=True))
@@ -40,7 +40,7 @@ def loss_curves(curves: Sequence[LossCurve], prediction: str, path: Path) -> str
     right.set_xscale("log")
     right.set_xlabel("sigma = b / a (left is clean data)")
     right.set_ylabel("squared error of the noise (mean over values)")
-    right.set_title("in the currency of the noise", fontsize=10)
+    right.set_title("in the parametrisation of the noise", fontsize=10)
     for axis in (left, right):
         axis.set_yscale("log")
     legend_outside(right)
@@ -49,7 +49,7 @@ def loss_curves(curves: Sequence[LossCurve], prediction: str, path: Path) -> str
 
 
 def slots(curve: LossCurve, error: str, edges: Sequence[float], paper: Sequence[int] | None, path: Path) -> str:
-    """A curve of `error` with the inner edges of its slots, and the paper's if given."""
+    """Plot a curve of `error` with the inner edges of its slots, and the paper's if given."""
     figure, axes = new_figure(f"Slots of equal loss, {curve.name}", size=(11, 5.4))
     axis = axes[0, 0]
     _draw(axis, curve, _position(curve), curve.error, curve.stderr, color=COLOURS[0], label="squared error")
@@ -68,7 +68,7 @@ def slots(curve: LossCurve, error: str, edges: Sequence[float], paper: Sequence[
 
 
 def posterior(name: str, path: IndexedPath, marks: dict[str, int], picture: Path) -> str:
-    """Coefficients of the posterior's mean, its variance and the signal-to-noise ratio over the index."""
+    """Plot coefficients of the posterior's mean, its variance and the signal-to-noise ratio over the index."""
     figure, axes = new_figure(f"Reverse step of {name}", size=(11, 5.6))
     axis, at = axes[0, 0], torch.arange(path.num_indices) + 1
     axis.plot(at, path.posterior_x0, color=COLOURS[0], label="weight of x0")
@@ -98,6 +98,6 @@ def _position(curve: LossCurve) -> Tensor:
 
 
 def _set_timestep_axis(axis: Axes, curve: LossCurve) -> None:
-    """Indices spread logarithmically; t by its logit, in which both ends are seen."""
+    """Set the timestep axis: indices logarithmically; t by its logit, which shows both ends."""
     axis.set_xscale("logit" if curve.index is None else "log")
     axis.set_xlabel("t = sigma / (1 + sigma) (left is clean data)" if curve.index is None else _INDEX)

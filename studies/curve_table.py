@@ -1,4 +1,4 @@
-"""Loss curves as files: curve.csv for everyone, errors.safetensors for what needs every image."""
+"""Loss curves as files: curve.csv for readers, errors.safetensors with the errors of every image."""
 
 import csv
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.paths import has_indices
-from torchtitan.evaluation.timestep_errors import TimestepNodes, in_currency
+from torchtitan.evaluation.timestep_errors import TimestepNodes, in_parametrisation
 from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.record import as_text
 from torchtitan.files.durable import replacing
@@ -30,7 +30,7 @@ _LARGEST_TABLE = 1 << 28  # bytes
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Error by timestep of one set of weights; every tensor float64 [N], by rising noise.
+    """Loss curve of one set of weights by timestep; every tensor float64 [N], by rising noise.
 
     Attributes:
         weights: "none" for the trained weights, or an EMA track.
@@ -38,7 +38,7 @@ class LossCurve:
         index: the DDPM's index: whole numbers on a discrete path, real ones on a continuous one, else None.
         t, log_sigma: the timestep.
         training_density: density of the training timesteps, per unit of ln sigma.
-        images: over how many images the errors are means.
+        images: number of images behind the mean errors.
         error, stderr: mean squared error of the run's prediction, and its standard error over images (nan for one).
         noise_error, noise_stderr: those of the noise that follows from the same estimate of the image.
         optimum: the smallest possible error of the run's prediction; None where it is not known.
@@ -59,21 +59,23 @@ class LossCurve:
 
     @property
     def discrete(self) -> bool:
-        """Whether its timesteps are integer indices."""
+        """True if its timesteps are integer indices."""
         return self.index is not None and bool((self.index == self.index.round()).all())
 
     @property
     def name(self) -> str:
-        """What it is of, in words."""
+        """Name of the curve's weights, in words."""
         return f"step {self.step}, {'trained weights' if self.weights == 'none' else f'EMA ({self.weights})'}"
 
     @property
     def noise_factor(self) -> Tensor:
-        """What makes an error of the prediction one of the noise, at each timestep; 0 where there is no error."""
+        """Noise factor: converts an error of the prediction to one of the noise at each timestep; 0 where there is no
+        error.
+        """
         return torch.where(self.error > 0, self.noise_error / self.error, 0.0)
 
     def of_noise(self) -> "LossCurve":
-        """The curve with errors of the noise in the place of those of the prediction."""
+        """Curve with errors of the noise instead of those of the prediction."""
         optimum = None if self.optimum is None else self.optimum * self.noise_factor
         return replace(self, error=self.noise_error, stderr=self.noise_stderr, optimum=optimum)
 
@@ -82,11 +84,11 @@ def curve_of(
     errors: Tensor, objective: Objective, nodes: TimestepNodes, weights: str, step: int,
     optimal_noise: Tensor | None = None,
 ) -> LossCurve:  # fmt: skip
-    """The curve of a model's errors.
+    """Loss curve from a model's errors.
 
     Args:
         errors: squared errors of the objective's prediction, of every image at every node, [K, N].
-        objective: whose they are.
+        objective: of the errors.
         nodes: N timesteps.
         weights: "none" or an EMA track.
         step: of the checkpoint.
@@ -94,7 +96,7 @@ def curve_of(
     """
     errors = errors.to(torch.float64)
     error, stderr = errors.mean(0), errors.std(0) / math.sqrt(len(errors))
-    noise = in_currency(torch.ones_like(error), objective, nodes, "noise")
+    noise = in_parametrisation(torch.ones_like(error), objective, nodes, "noise")
     index = nodes.index
     if index is None and has_indices(objective.path):
         index = objective.path.log_sigma_to_index(nodes.log_sigma)
@@ -151,7 +153,7 @@ def write_errors(path: Path, errors: dict[tuple[str, int], Tensor]) -> None:
 
 
 def read_errors(path: Path, weights: str, step: int) -> Tensor | None:
-    """Errors of every image behind a curve, float64 [K, N]; None where there is no such file or curve in it.
+    """Read the errors of every image behind a curve, float64 [K, N]; None if there is no such file or curve in it.
 
     Raises:
         StudyError: the file is damaged.
@@ -171,7 +173,7 @@ def _as_text(value: float | int | str | None) -> str:
 
 
 def _values(path: Path, number: int, row: dict[str, str | None]) -> dict[str, float]:
-    """Numbers of a row; empty ones are nan where a curve may lack them."""
+    """Values of a row as numbers; empty ones are nan where a curve may lack them."""
     values = {}
     for name in COLUMNS[2:]:
         text = row[name] or ""

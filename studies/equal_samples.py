@@ -1,4 +1,4 @@
-"""Runs that see the same number of samples whatever their batch size: steps, learning rate, warm-up, averages."""
+"""Runs with the same number of samples at any batch size: steps, learning rate, warm-up, averages."""
 
 import dataclasses
 import math
@@ -15,13 +15,13 @@ from torchtitan.training.config import EMAConfig, EMATrackConfig
 LR_RULES: dict[str, Callable[[float], float]] = {"const": lambda factor: 1.0, "sqrt": math.sqrt, "linear": float}
 _FORMER_RULES = {"none": "const"}  # as command lines and saved settings may still have them
 
-# Half-life of an average in the place of one with a warm-up, as a share of the images seen, at most.
+# Maximum half-life, as a share of the images seen, of an average that replaces one with a warm-up.
 _RAMPUP_RATIO = 0.05
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one batch size is trained.
+    """Training plan of one batch size.
 
     Attributes:
         factor: times the run's global batch size.
@@ -44,10 +44,10 @@ def rule_name(text: str) -> str:
 
 
 def whole_samples(samples: int, batches: Sequence[int], checkpoints: int) -> int:
-    """The number of samples nearest to what is asked for at which every batch size has a checkpoint.
+    """Number of samples, nearest to the requested one, at which every batch size has a checkpoint.
 
     Args:
-        samples: asked for.
+        samples: requested.
         batches: global batch sizes.
         checkpoints: of every run, equally spaced, the last at its end.
 
@@ -55,7 +55,7 @@ def whole_samples(samples: int, batches: Sequence[int], checkpoints: int) -> int
         a multiple of checkpoints x the least common multiple of the batch sizes, never 0.
 
     Raises:
-        StudyError: a number is not positive, or even one checkpoint's worth is over twice what is asked for.
+        StudyError: a number is not positive, or even one checkpoint's worth is over twice the request.
     """
     if min([samples, checkpoints, *batches]) < 1:
         raise StudyError("--samples, --checkpoints and batch sizes must be at least 1")
@@ -69,7 +69,7 @@ def whole_samples(samples: int, batches: Sequence[int], checkpoints: int) -> int
 
 
 def study_base(config: JobConfig) -> JobConfig:
-    """A configuration for runs of a study: nothing is evaluated or drawn meanwhile, all checkpoints are kept.
+    """Base configuration for runs of a study: no evaluation or pictures, all checkpoints kept.
 
     An average with a decay per step becomes one with the same half-life in images, at any batch size; its warm-up
     becomes a half-life of at most 5 % of the images seen.
@@ -91,12 +91,12 @@ def study_base(config: JobConfig) -> JobConfig:
 def batch_overrides(
     config: JobConfig, batch: int, samples: int, checkpoints: int, lr_rule: str, processes: int
 ) -> dict[str, Any]:
-    """Keys by which a run at another batch size differs.
+    """Overrides of a run at another batch size.
 
     Warm-up is the same share of the training, so that it is of as many samples at every batch size.
 
     Args:
-        config: whose batch size, learning rate and warm-up are the reference.
+        config: reference of batch size, learning rate and warm-up.
         batch: global batch size.
         samples: as `whole_samples` returns it.
         checkpoints: of every run.

@@ -1,4 +1,4 @@
-"""What training on one slot of timesteps does to the others: fine-tuned errors over those before, gradient cosines."""
+"""Forgetting: effect of training on one slot of timesteps on the others, as error ratios and gradient cosines."""
 
 import argparse
 import dataclasses
@@ -64,15 +64,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--finetune-steps", type=int, default=100, metavar="N", help="optimizer steps of each training (default: 100)")
     add("--batch", type=int, default=64, help="samples of a step (default: 64)")
     add("--lr", type=float, help="learning rate, constant (default: the run's peak)")
-    add("--seeds", type=int, default=3, metavar="R", help="trainings of each, with draws of their own (default: 3)")
-    add("--images", type=int, default=64, metavar="K", help="images that errors are measured on (default: 64)")
-    add("--nodes", type=int, default=8, metavar="N", help="timesteps that stand for a slot, at most (default: 8)")
+    add("--seeds", type=int, default=3, metavar="R", help="trainings of each, with separate draws (default: 3)")
+    add("--images", type=int, default=64, metavar="K", help="images for measuring errors (default: 64)")
+    add("--nodes", type=int, default=8, metavar="N", help="maximum of timesteps that represent a slot (default: 8)")
     add("--split", choices=("validation", "train"), default="validation", help="of these images (default: validation)")
     add("--gradient-samples", type=int, default=512, metavar="N",
         help="samples per slot for the cosines of gradients, which hold two gradients per slot in memory; 0: no "
         "cosines (default: 512)")  # fmt: skip
     add("--gradient-repeats", type=int, default=8, metavar="R",
-        help="independent parts that these are divided into, for intervals (default: 8)")  # fmt: skip
+        help="independent parts of these, for intervals (default: 8)")  # fmt: skip
     add("--seed", type=int, default=0, help="of every draw (default: 0)")
 
 
@@ -108,12 +108,12 @@ def cells(run: StudyRun) -> list[Cell]:
 
 
 def cost(cell: Cell) -> int:
-    """Forwards of single images, a training step's counting three; all of it in a training's first row."""
+    """Cost in forwards of single images, a training step's counting three; all of it in a training's first row."""
     return cell["work"]
 
 
 def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
-    """One number of a training or of a repetition of products, which are made where it is not the last one made."""
+    """Measure one number of a training, or of a repetition of products; repeated unless it was the last one made."""
     grid: Grid = run.kept["grid"]
     made = (cell["kind"], cell["trained"] if cell["kind"] != PRODUCT else "", cell["draw"])
     if run.kept.get("made") != made:
@@ -202,7 +202,7 @@ def _slots(run: StudyRun) -> list[Slot]:
 
 
 def _equal_loss_edges(run: StudyRun, objective: Objective) -> list[int]:
-    """Edges by a quick curve of the same weights; kept beside the results, where a study goes on with them."""
+    """Edges of equal loss by a quick curve of the same weights; kept with the results, for a study that resumes."""
     options = run.options
     step = run.steps[0]
     folder = options.output or run.folder / "studies" / "forgetting"
@@ -287,7 +287,7 @@ def _gradients(run: StudyRun) -> Gradients:
 
 
 def _stream(*names: object) -> int:
-    """A stream of samples of its own, whatever else the study holds."""
+    """Stream of samples, separate whatever else the study holds."""
     return zlib.crc32("|".join(map(str, names)).encode()) & 0xFFFFFF
 
 

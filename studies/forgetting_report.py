@@ -1,4 +1,4 @@
-"""The matrix of errors after a training over those before, in words and pictures."""
+"""Report of the matrix of errors after a training over those before, in words and pictures."""
 
 import csv
 import math
@@ -31,7 +31,7 @@ Matrix = dict[tuple[str, str], Interval]
 
 @dataclass(frozen=True)
 class Grid:
-    """What is trained and measured.
+    """Grid of trainings and measurements.
 
     Attributes:
         slots: in order.
@@ -47,32 +47,32 @@ class Grid:
 
     @property
     def trained(self) -> list[str]:
-        """Slots and groups, as the column `trained` has them."""
+        """Trained slots and groups, as in the column `trained`."""
         together = ["+".join(self.slots[number - 1].range for number in group) for group in self.groups]
         return [slot.range for slot in self.slots] + together
 
     def trainings(self) -> Iterator[tuple[str, str, int | None]]:
-        """(kind, trained, draw), first the checkpoint as it is, then the control."""
+        """Trainings (kind, trained, draw), first the untrained checkpoint, then the control."""
         yield BEFORE, NOTHING, None
         for trained in (ALL, *self.trained):
             for draw in range(self.draws):
                 yield AFTER, trained, draw
 
     def pairs(self) -> list[tuple[Slot, Slot]]:
-        """Every two slots, and every slot with itself."""
+        """Pairs of slots, each with itself included."""
         return [(one, other) for place, one in enumerate(self.slots) for other in self.slots[place:]]
 
     def slots_of(self, trained: str) -> list[Slot]:
-        """The slots of a training; none for all timesteps."""
+        """Slots of a training; none for all timesteps."""
         ranges = trained.split("+")
         return [slot for slot in self.slots if slot.range in ranges]
 
     def place(self, range: str) -> int:
-        """Of a slot among all, from 0."""
+        """Place of a slot among all, from 0."""
         return next(place for place, slot in enumerate(self.slots) if slot.range == range)
 
     def label(self, trained: str) -> str:
-        """A training in words."""
+        """Label of a training in words."""
         numbers = [slot.number for slot in self.slots_of(trained)]
         if not numbers:
             return "all timesteps"
@@ -80,7 +80,7 @@ class Grid:
 
 
 def report(run: StudyRun, grid: Grid, rows: list[Row], folder: Path) -> str:
-    """Write matrix.csv and the pictures; returns the text of summary.md."""
+    """Write matrix.csv and the pictures; return the text of summary.md."""
     errors = _errors(grid, rows)
     before = errors.get((NOTHING, 0))
     text = _description(run, grid)
@@ -99,7 +99,7 @@ def report(run: StudyRun, grid: Grid, rows: list[Row], folder: Path) -> str:
 
 
 def _errors(grid: Grid, rows: list[Row]) -> dict[tuple[str, int], Tensor]:
-    """(trained, draw) -> errors [S, K], of those whose rows are all there."""
+    """Errors [S, K] by (trained, draw), of trainings with all rows."""
     found: dict[tuple[str, int], dict[str, Tensor]] = {}
     for row in rows:
         if row["kind"] != PRODUCT and row["status"] == "ok":
@@ -109,7 +109,7 @@ def _errors(grid: Grid, rows: list[Row]) -> dict[tuple[str, int], Tensor]:
 
 
 def _matrix(grid: Grid, errors: dict[tuple[str, int], Tensor], against) -> Matrix:
-    """(trained, measured) -> ln of the errors after a training over those of `against(draw)`, [S, K] or None."""
+    """Matrix (trained, measured) -> ln of the errors after a training over those of `against(draw)`, [S, K] or None."""
     matrix = {}
     for trained in (ALL, *grid.trained):
         pairs = [
@@ -125,7 +125,7 @@ def _matrix(grid: Grid, errors: dict[tuple[str, int], Tensor], against) -> Matri
 
 
 def _product_tensor(grid: Grid, rows: list[Row]) -> Tensor:
-    """[R, S, S], of the repetitions whose rows are all there."""
+    """Tensor [R, S, S] of products, of the repetitions with all rows."""
     size = len(grid.slots)
     found = torch.full((grid.repeats, size, size), math.nan, dtype=torch.float64)
     for row in rows:
@@ -142,7 +142,7 @@ def _description(run: StudyRun, grid: Grid) -> str:
     options = run.options
     lr = run.config.optimizer.lr if options.lr is None else options.lr
     trainings = "1 training" if grid.draws == 1 else f"{grid.draws} trainings"
-    over = "over images alone (one training says nothing of others)" if grid.draws == 1 else "over trainings and images"
+    over = "over images alone (no variation between trainings)" if grid.draws == 1 else "over trainings and images"
     return (
         f"{trainings} of {options.finetune_steps} steps x {options.batch} samples on each slot alone, from the "
         f"checkpoint, with a fresh optimizer ({run.config.optimizer.name}) at a constant learning rate of {lr:g}; the "
@@ -257,7 +257,7 @@ def _cosines(run: StudyRun, grid: Grid, products: Tensor, folder: Path) -> str:
         f"independent parts): of {len(known)} pairs of slots {positive} are above 0 with an interval that excludes 0, "
         f"{negative} below, {len(known) - positive - negative} undecided"
     )
-    text += f"; {missing} pairs have no answer, as a gradient cannot be told from noise.\n\n" if missing else ".\n\n"
+    text += f"; {missing} pairs have no answer, as a gradient is lost in noise.\n\n" if missing else ".\n\n"
     return text + _draw_cosines(run, grid, found, folder / "cosines.png")
 
 
@@ -308,7 +308,7 @@ def _draw_cosines(run: StudyRun, grid: Grid, found: dict[tuple[int, int], Interv
     axes[0, 0].set_yticks(size, [_row_label(grid, slot.range) for slot in grid.slots], fontsize=8)
     _slot_ticks(axes[0, 0], grid)
     figure.colorbar(picture, ax=axes[0, 0], label="cosine", shrink=0.9)
-    marks = "freed of sampling noise; *: 95 % interval excludes 0\n?: a gradient cannot be told from noise"
+    marks = "freed of sampling noise; *: 95 % interval excludes 0\n?: a gradient is not distinguished from noise"
     note(figure, marks)
     return gns_plots.save(figure, path)
 

@@ -31,7 +31,7 @@ from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
 
 @dataclass
 class StudyRun:
-    """The run that a study is of, and how it was asked for.
+    """Run of a study, and the study's options.
 
     Attributes:
         folder: the run's folder.
@@ -56,29 +56,29 @@ class StudyRun:
 
     @property
     def tracks(self) -> list[str]:
-        """The weights to look at: "none" and names of EMA tracks."""
+        """Tracks to measure: "none" and names of EMA tracks."""
         return ["none", *(track.name for track in self.config.ema.tracks)] if self.track == "both" else [self.track]
 
     @property
     def weights(self) -> str:
-        """What is measured, in words for tables and pictures."""
+        """Measured weights, in words for tables and pictures."""
         if self.track == "both":
             return " and ".join(["live weights", *(f"EMA weights ({track})" for track in self.tracks[1:])])
         return "live weights" if self.track == "none" else f"EMA weights ({self.track})"
 
     @property
     def results(self) -> Path:
-        """The folder that all studies of the run lie in."""
+        """Folder of all studies of the run."""
         return self.folder / "studies"
 
     @property
     def description(self) -> str:
-        """What is studied, for the first line of the summary."""
+        """Description of the study, for the first line of the summary."""
         name, steps = inline(self.folder.resolve().name), ", ".join(map(str, self.steps))
         return f"Run {name}, {inline(self.weights)}, checkpoints at steps {steps}."
 
     def model(self, step: int, track: str | None = None) -> TrainedModel:
-        """The model of a checkpoint, of the run's track or another; kept until the next one. Raises CheckpointError."""
+        """Model of a checkpoint, of the run's track or another; kept until the next one. Raises CheckpointError."""
         wanted = (step, track or self.track)
         if self._opened is None or self._opened[0] != wanted:
             self._opened = None  # frees the memory first
@@ -86,13 +86,13 @@ class StudyRun:
         return self._opened[1]
 
     def dataset(self, split: Split) -> Dataset:
-        """One split of the run's dataset. Raises DatasetError."""
+        """Split of the run's dataset. Raises DatasetError."""
         if split not in self._datasets:
             self._datasets[split] = DATASETS[self.config.data.name](self.config.data, split)
         return self._datasets[split]
 
     def samples(self, split: Split, count: int, seed: int) -> FixedSamples:
-        """`fixed_samples` of one split; kept until others are asked for. Raises DatasetError."""
+        """Samples of one split by `fixed_samples`; kept until others are requested. Raises DatasetError."""
         wanted = (split, count, seed)
         if self._samples is None or self._samples[0] != wanted:
             self._samples = (wanted, fixed_samples(self.dataset(split), count, seed))
@@ -100,7 +100,7 @@ class StudyRun:
 
 
 class Study(Protocol):
-    """A module that is a study, of a run or of anything else with the `options`, `results` and `description` of one.
+    """Study module, of a run or of anything else with `options`, `results` and `description`.
 
     Attributes:
         COLUMNS: of results.csv, `status`, `reason`, `date` and `runtime` among them.
@@ -113,20 +113,20 @@ class Study(Protocol):
     UNIT: str
 
     def cells(self, run: Any) -> list[Cell]:
-        """Everything to be measured, in order; each with the columns of KEY. Raises StudyError for bad options."""
+        """Cells to measure, in order; each with the columns of KEY. Raises StudyError for bad options."""
 
     def cost(self, cell: Cell) -> int:
-        """How much work a cell is, in UNIT."""
+        """Cost of a cell, in UNIT."""
 
     def measure(self, run: Any, cell: Cell, advance: Advance) -> dict[str, Any]:
-        """Measure one cell: further columns of its row. Raises one of CELL_FAILURES where there is no answer."""
+        """Measure one cell: further columns of its row. Raises one of CELL_FAILURES if there is no answer."""
 
     def report(self, run: Any, rows: list[Row], folder: Path) -> str:
-        """Write the pictures of the rows of this grid, in its order; returns the text of summary.md."""
+        """Write the pictures of the rows of this grid, in its order; return the text of summary.md."""
 
 
 def number(row: Row, name: str) -> float:
-    """A column's value; nan where it is empty."""
+    """Number in a column; nan where it is empty."""
     return float(row[name]) if row[name] else float("nan")
 
 
@@ -134,7 +134,7 @@ def number(row: Row, name: str) -> float:
 
 
 def add_run_options(parser: argparse.ArgumentParser, several_weights: bool = False) -> None:
-    """Options of every study of a run; several_weights: the study takes `--weights both`, its default."""
+    """Add the options of every study of a run; several_weights: the study takes `--weights both`, its default."""
     add = parser.add_argument
     add("run", metavar="RUN_FOLDER", type=Path, help="a run's folder, as outputs/digits")
     if several_weights:
@@ -149,7 +149,7 @@ def add_run_options(parser: argparse.ArgumentParser, several_weights: bool = Fal
 
 
 def open_run(arguments: argparse.Namespace, several_weights: bool = False) -> StudyRun:
-    """The run that the options name; several_weights as in add_run_options.
+    """Open the run of the options; several_weights as in add_run_options.
 
     Raises:
         StudyError, ConfigError, CheckpointError: no such run, EMA track or checkpoint.
@@ -173,7 +173,7 @@ def open_run(arguments: argparse.Namespace, several_weights: bool = False) -> St
 
 
 def run_study(name: str, study: Study, run: Any) -> Path:
-    """Measure what is not measured yet, then write pictures and summary.
+    """Measure the missing cells, then write pictures and summary.
 
     Returns:
         summary.md.
@@ -203,19 +203,19 @@ def run_study(name: str, study: Study, run: Any) -> Path:
 
 
 def results_folder(name: str, run: StudyRun) -> Path:
-    """Where a study of this run leaves everything."""
+    """Folder of a study's results on this run."""
     return run.options.output or run.results / name
 
 
 def require_at_least(options: argparse.Namespace, least: dict[str, int]) -> None:
-    """Refuse options below the least that makes sense of each. Raises StudyError."""
+    """Refuse options below their lower bounds. Raises StudyError."""
     for name, low in least.items():
         if getattr(options, name) < low:
             raise StudyError(f"--{name.replace('_', '-')}: must be at least {low}, is {getattr(options, name)}")
 
 
 def require_images(run: StudyRun) -> None:
-    """Refuse `--split` and `--images` that the data cannot serve. Raises StudyError."""
+    """Refuse `--split` and `--images` beyond the data. Raises StudyError."""
     options = run.options
     try:
         images = len(run.dataset(options.split))
@@ -226,17 +226,17 @@ def require_images(run: StudyRun) -> None:
 
 
 def checkpoint_name(run: StudyRun, step: int) -> str:
-    """Name of a checkpoint's folder, as the tables have it."""
+    """Name of a checkpoint's folder in tables."""
     return checkpoint_path(run.folder, step).name
 
 
 def step_of(row: Row) -> int:
-    """Training steps of the checkpoint of a row."""
+    """Training steps of a row's checkpoint."""
     return int(row["model"].removeprefix("step-"))
 
 
 def run_seconds(row: Row) -> float:
-    """Run time of a row, written h:mm:ss.µs (a long one: `1 day, 0:00:00`)."""
+    """Format a row's run time as h:mm:ss.µs (a long one: `1 day, 0:00:00`)."""
     days, _, clock = row["runtime"].rpartition(", ")
     hours, minutes, seconds = clock.split(":")
     return 86400 * int(days.split()[0] if days else 0) + 3600 * int(hours) + 60 * int(minutes) + float(seconds)
@@ -251,7 +251,7 @@ def _header(name: str, run: StudyRun, rows: list[Row]) -> str:
 
 
 def _failures(rows: list[Row], key: Sequence[str]) -> str:
-    """The failed cells by what tells the study's cells apart."""
+    """Failed cells by the columns that distinguish the study's cells."""
     failed = [row for row in rows if row["status"] != "ok"]
     if not failed:
         return ""

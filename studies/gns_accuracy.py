@@ -1,4 +1,4 @@
-"""The estimate against the share of the data that the reference gradient is computed from.
+"""Accuracy of the estimate against the share of the data behind the reference gradient.
 
 The right estimator uses the share itself: its estimates agree and their intervals narrow. The published one draws its
 batches (b, B) whatever the share is; only the logged norm of the reference gradient changes, by the bias S / n of

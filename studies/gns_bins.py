@@ -1,4 +1,4 @@
-"""The noise scale of every timestep bin over the checkpoints of a training."""
+"""Noise scale of every timestep bin over the checkpoints of a training."""
 
 import argparse
 from itertools import pairwise
@@ -46,7 +46,7 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
 
 
 def by_bin(rows: list[Row]) -> dict[str, list[Row]]:
-    """The rows of each bin, by its label, in the order of training."""
+    """Rows of each bin, by its label, in the order of training."""
     grid: dict[str, list[Row]] = {}
     for row in rows:
         grid.setdefault(bin_label(row), []).append(row)
@@ -54,7 +54,7 @@ def by_bin(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def lines_over_training(run: StudyRun, grid: dict[str, list[Row]], rows: list[Row], path: Path) -> str:
-    """A line per bin over the training steps, linear and logarithmic."""
+    """Plot a line per bin over the training steps, linear and logarithmic."""
     title = f"Gradient noise scale by timestep bin, {run.weights}"
     figure, axes = new_figure(title, columns=2, size=(13.5, 5.2))
     colors = ordered_colours(len(grid))
@@ -70,7 +70,7 @@ def lines_over_training(run: StudyRun, grid: dict[str, list[Row]], rows: list[Ro
 
 
 def bars_per_checkpoint(run: StudyRun, rows: list[Row], path: Path) -> str:
-    """A panel of horizontal bars per checkpoint, on one logarithmic scale."""
+    """Plot a panel of horizontal bars per checkpoint, on one logarithmic scale."""
     steps = sorted({step_of(row) for row in rows})
     shown = evenly(steps, MOST_PANELS)
     columns = min(len(shown), 3)
@@ -96,7 +96,7 @@ def bars_per_checkpoint(run: StudyRun, rows: list[Row], path: Path) -> str:
 
 
 def deltas_over_training(run: StudyRun, grid: dict[str, list[Row]], path: Path) -> str:
-    """Change of each bin's value against its value at the checkpoint before."""
+    """Plot the change of each bin's value against its value at the previous checkpoint."""
     title = f"Change of the noise scale since the checkpoint before, {run.weights}"
     figure, axes = new_figure(title, size=(9.5, 5))
     for color, (label, rows) in zip(ordered_colours(len(grid)), grid.items(), strict=True):
@@ -114,7 +114,7 @@ def deltas_over_training(run: StudyRun, grid: dict[str, list[Row]], path: Path) 
 
 
 def deltas(rows: list[Row]) -> list[tuple[int, float]]:
-    """(step, value - the value at the row before) wherever both are bounded estimates."""
+    """Deltas (step, value - the value at the previous row) where both are bounded estimates."""
     changes = []
     for before, row in pairwise(rows):
         if all(one["status"] == "ok" and not gns_cells.is_unbounded(one) for one in (before, row)):
@@ -123,7 +123,7 @@ def deltas(rows: list[Row]) -> list[tuple[int, float]]:
 
 
 def evenly(values: list[int], most: int) -> list[int]:
-    """At most `most` of the values, evenly spaced, the first and the last among them."""
+    """Choose at most `most` of the values, evenly spaced, the first and the last among them."""
     if len(values) <= most:
         return values
     return [values[round(place * (len(values) - 1) / (most - 1))] for place in range(most)]

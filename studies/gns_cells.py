@@ -1,4 +1,4 @@
-"""One cell of every study of the gradient noise scale: one estimate of one checkpoint, bin and setting."""
+"""Cell of every study of the gradient noise scale: one estimate of one checkpoint, bin and setting."""
 
 import argparse
 import math
@@ -45,7 +45,7 @@ WHOLE_BIN: Bin = (None, None, "")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of every study of the noise scale."""
+    """Add the options of every study of the noise scale."""
     add = parser.add_argument
     add("--estimator", choices=("correct", "published"), default="correct",
         help="published: with its two errors, for comparison only (default: correct)")  # fmt: skip
@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_setting(parser: argparse.ArgumentParser) -> None:
-    """Options of the studies that measure every cell with one setting (b, B, reps)."""
+    """Add the options of the studies that measure every cell with one setting (b, B, reps)."""
     add = parser.add_argument
     add("--small", type=int, metavar="b", help="samples in a group (correct, 32) or small batch (published, 50)")
     add("--large", type=int, metavar="B",
@@ -67,7 +67,7 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
 
 
 def add_bins(parser: argparse.ArgumentParser) -> None:
-    """Options of the studies that look at timestep bins."""
+    """Add the options of the studies by timestep bins."""
     add = parser.add_argument
     add("--bins", type=int, default=10, metavar="K", help="bins that training visits equally often (default: 10)")
     add("--edges", type=float, nargs="+", metavar="EDGE", help="edges of the bins instead, rising")
@@ -75,7 +75,7 @@ def add_bins(parser: argparse.ArgumentParser) -> None:
 
 
 def setting(options: argparse.Namespace) -> tuple[int, int, int]:
-    """(b, B, reps) of the options. Raises StudyError."""
+    """Setting (b, B, reps) of the options. Raises StudyError."""
     given = (options.small, options.large, options.reps)
     b, big_b, reps = (
         default if value is None else value for value, default in zip(given, DEFAULTS[options.estimator], strict=True)
@@ -86,13 +86,13 @@ def setting(options: argparse.Namespace) -> tuple[int, int, int]:
 
 
 def check_portion(options: argparse.Namespace) -> None:
-    """Raises StudyError for a share of the data that is none."""
+    """Check a share of the data. Raises StudyError."""
     if not 0 < options.true_portion < math.inf:
         raise StudyError(f"--true-portion: {options.true_portion:g} is not positive")
 
 
 def check_setting(options: argparse.Namespace, b: int, big_b: int, reps: int) -> None:
-    """Raises StudyError for a setting that cannot be measured."""
+    """Check that a setting can be measured. Raises StudyError."""
     if not 1 <= b < big_b:
         raise StudyError(f"b = {b}, B = {big_b}: b must be at least 1 and less than B")
     least = 2 if options.estimator == "correct" else 1
@@ -105,7 +105,7 @@ def check_setting(options: argparse.Namespace, b: int, big_b: int, reps: int) ->
 
 
 def bins(run: StudyRun) -> list[Bin]:
-    """The timestep bins of the options, in order. Raises StudyError."""
+    """Timestep bins of the options, in order. Raises StudyError."""
     objective = Objective(run.config.objective, run.config.debug.seed)
     edges, unit = run.options.edges, run.options.unit
     if edges is None:
@@ -125,7 +125,7 @@ def bins(run: StudyRun) -> list[Bin]:
 
 
 def description(options: argparse.Namespace) -> str:
-    """What was measured and how, for a summary."""
+    """Describe the measurement, for a summary."""
     if options.estimator == "published":
         how = "Published estimator, with its two errors: for comparison only. It has no intervals"
     else:
@@ -136,7 +136,7 @@ def description(options: argparse.Namespace) -> str:
 def make_cell(
     run: StudyRun, step: int, where: Bin, b: int, big_b: int, reps: int, portion: float | None = None, repeat: int = 0
 ) -> Cell:
-    """A cell of the grid.
+    """Make a cell of the grid.
 
     Args:
         run: the study's.
@@ -144,8 +144,8 @@ def make_cell(
         where: the bin.
         b, big_b, reps: the setting.
         portion: share of the data for the logged gradient norm (published); the correct estimator has none of its own,
-            and its column says how much was used.
-        repeat: number of the repetition, each with draws of its own.
+            and its column gives the share used.
+        repeat: number of the repetition, each with separate draws.
     """
     options = run.options
     images = len(run.dataset(options.split))
@@ -163,7 +163,7 @@ def make_cell(
 
 
 def cost(cell: Cell) -> int:
-    """Gradients of single samples that a cell takes."""
+    """Cost of a cell: gradients of single samples."""
     if cell["estimator"] == "correct":
         return cell["reps"] * cell["B"]
     return (cell["reps"] + 1) * (cell["b"] + cell["B"]) + cell["b_true"]
@@ -187,7 +187,7 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
         dtype=cell["dtype"],
         batch_size=run.options.batch_size,
     )
-    # A stream of samples of its own for every cell, whatever else the grid holds.
+    # A separate stream of samples for every cell, whatever else the grid holds.
     stream = zlib.crc32("|".join(as_text(cell[name]) for name in KEY).encode()) & 0xFFFFFF
     estimate = _measure_correct if cell["estimator"] == "correct" else _measure_published
     return {
@@ -232,17 +232,18 @@ def _measure_published(gradients: Gradients, where, cell: Cell, stream: int, adv
 
 
 def is_unbounded(row: Row) -> bool:
-    """Whether the row's noise scale has no upper end."""
+    """Check whether the row's noise scale has no upper end."""
     return row["unbounded"] == "True"
 
 
 def good(rows: Sequence[Row]) -> list[Row]:
-    """The rows with an estimate."""
+    """Rows with an estimate."""
     return [row for row in rows if row["status"] == "ok"]
 
 
 def interval_text(row: Row) -> str:
-    """A noise scale for tables: `12.3 [10.1, 15.2]`, `> 40` where it is unbounded, `12.3` without an interval."""
+    """Format a noise scale for tables: `12.3 [10.1, 15.2]`, `> 40` where it is unbounded, `12.3` without an interval.
+    """
     if row["status"] != "ok":
         return "failed"
     if is_unbounded(row):
@@ -252,7 +253,7 @@ def interval_text(row: Row) -> str:
 
 
 def bin_label(row: Row) -> str:
-    """A bin for legends and tables."""
+    """Label a bin for legends and tables."""
     if not row["t_min"]:
         return "all timesteps"
     name = {"t": "t", "sigma": "σ", "index": "k"}[row["bin_unit"]]

@@ -1,8 +1,8 @@
-"""The noise scale as an estimate of the critical batch size, per bin and whole, and samples allocated to bins by it.
+"""Noise scale as an estimate of the critical batch size, per bin and whole, and samples allocated to bins by it.
 
 S / |G|^2 is a proxy of the critical batch size; only branches of a training at several batch sizes measure that. The
-published allocations ("p1", "softmax") divide a batch in proportion to noise scales or to their softmax. What minimises
-the variance of the gradient is Neyman's: shares in proportion to mass x sqrt(S) of each bin.
+published allocations ("p1", "softmax") divide a batch in proportion to noise scales or to their softmax. Neyman's
+allocation minimises the variance of the gradient: shares in proportion to mass x sqrt(S) of each bin.
 """
 
 from pathlib import Path
@@ -78,7 +78,7 @@ def _variance_text(entry: tuple[list[float], float] | None) -> str:
 
 
 def _allocations(binned: list[Row], step: int) -> dict[str, tuple[list[float], float]]:
-    """(shares, relative variance) by the name of the allocation; empty where a bin has no estimate."""
+    """Allocations (shares, relative variance) by name; empty where a bin has no estimate."""
     rows = [row for row in binned if step_of(row) == step]
     if not rows or any(row["status"] != "ok" for row in rows):
         return {}

@@ -1,4 +1,4 @@
-"""Pictures of noise scales: intervals as bands or bars, unbounded ones as arrows from their lower end."""
+"""Plots of noise scales: intervals as bands or bars, unbounded ones as arrows from their lower end."""
 
 import math
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ ARROW = "arrow: interval without an upper end, from its lower end"
 
 
 def save(figure: Figure, path: Path) -> str:
-    """Write the picture; returns a line of Markdown that shows it."""
+    """Save the picture; return a line of Markdown that shows it."""
     style.save(figure, path)
     return f"![{path.stem}]({path.name})\n\n"
 
 
 def draw_line(axes: Axes, xs: Sequence[float], rows: Sequence[Row], color, label: str, shift: float = 0.0) -> None:
-    """Estimates over x: a line with markers, a band from lower to upper, arrows where there is no upper end.
+    """Draw estimates over x: a line with markers, a band from lower to upper, arrows where there is no upper end.
 
     Arrows and single intervals stand `shift` points to the right: those of several lines must not hide each other.
     """
@@ -51,7 +51,7 @@ def draw_line(axes: Axes, xs: Sequence[float], rows: Sequence[Row], color, label
 
 
 def draw_bars(axes: Axes, rows: Sequence[Row], colors: Sequence) -> None:
-    """One bar per row from the left, its interval across its end."""
+    """Draw one bar per row from the left, its interval across its end."""
     axes.barh(
         range(len(rows)), [0 if is_unbounded(row) or row["status"] != "ok" else number(row, "gns_est") for row in rows],
         color=list(colors), height=0.72,
@@ -68,13 +68,13 @@ def draw_bars(axes: Axes, rows: Sequence[Row], colors: Sequence) -> None:
 
 
 def shifts(count: int) -> list[float]:
-    """Places of several lines' arrows beside each other, in points."""
+    """Offsets of several lines' arrows from each other, in points."""
     step = min(6.0, 40.0 / max(count, 1))
     return [step * (place - 0.5 * (count - 1)) for place in range(count)]
 
 
 def draw_arrow(axes: Axes, x: float, y: float, color, sideways: bool = False, shift: float = 0.0) -> None:
-    """An arrow up (or to the right) from the lower end, or from the axis where that is not positive."""
+    """Draw an arrow up (or to the right) from the lower end, or from the axis where that is not positive."""
     place, coordinates = (x, y), axes.transData
     along = x if sideways else y
     if not (along > 0 and math.isfinite(along)):
@@ -86,7 +86,7 @@ def draw_arrow(axes: Axes, x: float, y: float, color, sideways: bool = False, sh
 
 
 def set_scale(axes: Axes, rows: Sequence[Row], scale: str, along: str = "y") -> None:
-    """Linear from 0, or logarithmic, with all estimates and finite ends of intervals within."""
+    """Set the scale: linear from 0, or logarithmic, with all estimates and finite ends of intervals within."""
     bounded = [row for row in good(rows) if not is_unbounded(row)]
     estimates = [value for row in bounded if (value := number(row, "gns_est")) > 0]
     starts = [value for row in good(rows) if (value := number(row, "lower")) > 0]
@@ -110,18 +110,18 @@ def set_scale(axes: Axes, rows: Sequence[Row], scale: str, along: str = "y") -> 
 
 
 def _alone(values: Sequence[float], place: int) -> bool:
-    """Whether a point has no neighbour to draw a band to."""
+    """Check whether a point has no neighbour to draw a band to."""
     neighbours = [values[other] for other in (place - 1, place + 1) if 0 <= other < len(values)]
     return all(math.isnan(value) for value in neighbours)
 
 
 def blues(count: int) -> list:
-    """Shades from dark to light."""
+    """Blue shades from dark to light."""
     return [colormaps["Blues"](0.9 - 0.6 * place / max(count - 1, 1)) for place in range(count)]
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """What the intervals are, and which marks mean that there is none."""
+    """Caption: kind of the intervals, and the marks of missing ones."""
     parts = []
     if any(row["estimator"] == "published" for row in rows):
         parts.append("published estimator with its two errors: for comparison only, no intervals")

@@ -1,4 +1,4 @@
-"""Published result tables of the noise scale: as reported, and with the estimator's two errors undone."""
+"""Published result tables of the noise scale: as reported, and with the estimator's two errors corrected."""
 
 import argparse
 import math
@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_alone(arguments: argparse.Namespace) -> Path:
-    """Read the tables, write pictures and summary.md; returns the latter. Raises StudyError."""
+    """Read the tables, write pictures and summary.md; return the latter. Raises StudyError."""
     folder = arguments.output
     ResultsFolder(folder, {"summary.md": _HEADING.encode()}).refuse_foreign()
     try:
@@ -130,7 +130,7 @@ def _bins(table: dict[Cell, float]) -> list[int]:
 
 
 def _short(value: float | None) -> str:
-    """Three digits, or four where they stand before the point."""
+    """Format three digits, or four before the point."""
     if value is None:
         return "–"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -19,7 +19,7 @@ _WIDTH_OF_A_BIN = 0.7  # that the arms' bars share
 
 
 def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], path: Path) -> str:
-    """The loss in every bin, and its change against the reference with 95 % intervals over seeds."""
+    """Draw the loss in every bin, and its change against the reference with 95 % intervals over seeds."""
     arms = results.labels(group)
     figure, axes = new_figure(f"Held-out loss by timestep, {group}", rows=2, size=(10.5, 7.5), sharex=True)
     absolute, relative = axes[:, 0]
@@ -31,7 +31,7 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
             _draw_changes(relative, results, group, arm, len(bins), (number - 1, len(arms) - 1), style)
     absolute.set_yscale("log")
     label_log_axis(absolute)
-    absolute.set_ylabel(f"squared error of {results.currency}")
+    absolute.set_ylabel(f"squared error of {results.parametrisation}")
     legend_outside(absolute, results.arm_column)
     relative.set_yscale("log")
     relative.axhline(1.0, color="black", linewidth=1)
@@ -49,7 +49,7 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
 
 
 def draw_curves(results: GridResults, scores: Mapping[str, Callable], path: Path) -> str:
-    """Loss over the samples seen: a column per group, a row per way to sum up."""
+    """Draw the loss over the samples seen: a column per group, a row per average."""
     groups = results.groups
     size = (4.2 * len(groups) + 3.2, 3.4 * len(scores) + 0.8)
     figure, axes = new_figure("Held-out loss over the samples seen", len(scores), len(groups), size)
@@ -67,7 +67,7 @@ def draw_curves(results: GridResults, scores: Mapping[str, Callable], path: Path
             ax.set_title(f"{group}: {name}", fontsize=10)
             ax.set_xlabel("samples seen")
             if column == 0:
-                ax.set_ylabel(f"squared error of {results.currency}")
+                ax.set_ylabel(f"squared error of {results.parametrisation}")
             if row == 0 and (column == len(groups) - 1 or len(results.labels(group)) > len(results.labels(groups[-1]))):
                 legend_outside(ax, results.arm_column)
     note(figure, f"bands: 95 % intervals over {len(results.seeds)} seeds; {_HOLLOW}")
@@ -101,7 +101,7 @@ def _draw_curve(axes, results: GridResults, group: str, arm: str, score: Callabl
 
 
 def _draw_line(axes, places: Sequence[float], found: Sequence[Interval], *, label: str, **style) -> None:
-    """Means of ln loss, as losses: a band where the interval is bounded, else hollow markers."""
+    """Draw means of ln loss, as losses: a band where the interval is bounded, else hollow markers."""
     means = [math.exp(mean.value) for mean in found]
     known = [place for place, mean in enumerate(found) if mean.bounded]
     unknown = [place for place in range(len(found)) if place not in known]
@@ -115,7 +115,7 @@ def _draw_line(axes, places: Sequence[float], found: Sequence[Interval], *, labe
 
 
 def _limit_ratios(axes) -> None:
-    """One wide interval must not flatten all others: its ends may leave the picture, estimates may not."""
+    """Limit the axis of ratios: ends of wide intervals may leave the picture, estimates may not."""
     estimates = [abs(math.log(y)) for line in axes.get_lines() for y in line.get_ydata()]
     low, high = axes.get_ylim()
     if estimates:

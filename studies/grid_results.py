@@ -12,13 +12,13 @@ Score = Callable[[Sequence[float], Sequence[float]], float]
 
 @dataclass
 class GridResults:
-    """The rows of a grid, by group, arm and seed.
+    """Results of a grid, by group, arm and seed.
 
     Attributes:
-        rows: as the table has them.
+        rows: of the table.
         arms: (group, label) in order; the first of a group is its reference.
-        arm_column: what differs between arms.
-        weights: that are compared.
+        arm_column: column that differs between arms.
+        weights: to compare.
     """
 
     rows: list[Row]
@@ -40,11 +40,11 @@ class GridResults:
         self.seeds = sorted({int(row["seed"]) for row in self.rows})
         self.samples = sorted({int(row["samples"]) for row in asked})
         self.images = max((int(row["images"]) for row in asked), default=0)
-        self.currency = self.rows[0]["currency"] if self.rows else ""
+        self.parametrisation = self.rows[0]["currency"] if self.rows else ""
 
     @property
     def measured(self) -> bool:
-        """Whether there is anything to report."""
+        """True if there is anything to report."""
         return bool(self._errors)
 
     @property
@@ -52,16 +52,16 @@ class GridResults:
         return list(dict.fromkeys(group for group, _ in self.arms))
 
     def labels(self, group: str) -> list[str]:
-        """Arms of a group, its reference first."""
+        """Labels of a group's arms, its reference first."""
         return [label for of_group, label in self.arms if of_group == group]
 
     def legend(self, group: str, arm: str) -> str:
-        """The arm's label, with the number of its seeds where it lost some."""
+        """Legend: the arm's label, with the number of its seeds if it lost some."""
         there = sum(bool(self.errors(group, arm, seed, self.samples[-1])) for seed in self.seeds)
         return arm if there == len(self.seeds) else f"{arm} ({there} of {len(self.seeds)} seeds)"
 
     def errors(self, group: str, arm: str, seed: int, samples: int, weights: str | None = None) -> list[float]:
-        """Errors in every bin, or nothing where they are not all there."""
+        """Errors in every bin, or nothing if some are missing."""
         found = self._errors.get((group, arm, seed, weights or self.weights, samples), {})
         complete = len(found) == len(self.shares)
         return [found[place] for place in sorted(found)] if complete else []
@@ -69,7 +69,7 @@ class GridResults:
     def scores(
         self, group: str, arm: str, score: Score, samples: int | None = None, weights: str | None = None
     ) -> dict[int, float]:
-        """Seed -> ln loss at a number of samples, the last by default."""
+        """Scores: seed -> ln loss at a number of samples, the last by default."""
         found = {}
         for seed in self.seeds:
             if errors := self.errors(group, arm, seed, samples or self.samples[-1], weights):
@@ -77,6 +77,6 @@ class GridResults:
         return found
 
     def of_bin(self, group: str, arm: str, place: int) -> dict[int, float]:
-        """Seed -> ln loss of one bin at the end."""
+        """Losses of one bin at the end: seed -> ln loss."""
         found = {seed: self.errors(group, arm, seed, self.samples[-1]) for seed in self.seeds}
         return {seed: math.log(errors[place]) for seed, errors in found.items() if errors}

@@ -1,4 +1,4 @@
-"""Comparison of trained arms over seeds: paired differences, what may be told apart, samples to a target loss."""
+"""Statistics of trained arms over seeds: paired differences, their significance, samples to a target loss."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,18 +6,18 @@ from statistics import fmean
 
 from torchtitan.statistics.interval import Interval, mean_interval, paired_difference
 
-NOT_TOLD_APART = "cannot be told apart"
+NOT_TOLD_APART = "no significant difference"
 
 
 def direction(difference: Interval) -> str:
-    """lower, higher or cannot be told apart."""
+    """Direction: lower, higher or no significant difference."""
     if not difference.bounded or not difference.excludes(0.0):
         return NOT_TOLD_APART
     return "lower" if difference.value < 0 else "higher"
 
 
 def shared_seeds(losses: Mapping[str, Mapping[int, float]]) -> list[int]:
-    """Seeds that all arms have, apart from arms that have none."""
+    """Seeds shared by all arms, except arms without any."""
     present = [set(of_arm) for of_arm in losses.values() if of_arm]
     return sorted(set.intersection(*present)) if present else []
 
@@ -29,7 +29,7 @@ def ranking(losses: Mapping[str, Mapping[int, float]]) -> list[tuple[str, list[s
         losses: arm -> seed -> ln loss.
 
     Returns:
-        each arm with the others from which its paired differences cannot tell it apart, in the same order.
+        each arm with the others from which it does not differ significantly, in the same order.
     """
     present = {arm: of_arm for arm, of_arm in losses.items() if of_arm}
     shared, order = shared_seeds(present), list(present)
@@ -44,11 +44,11 @@ def ranking(losses: Mapping[str, Mapping[int, float]]) -> list[tuple[str, list[s
 
 
 def verdict(losses: Mapping[int, float], reference: Mapping[int, float], seeds: int) -> str:
-    """The verdict of a difference, or how many seeds there are of an arm that lost some: those left are a selection.
+    """Verdict of a difference, or the number of seeds of an arm that lost some: the remaining ones are a selection.
 
     Args:
         losses, reference: seed -> ln loss.
-        seeds: that both arms were to have.
+        seeds: planned for both arms.
     """
     for whose, present in (("", len(losses)), ("reference: ", len(reference))):
         if present < seeds:
@@ -82,10 +82,10 @@ def samples_to_target(samples: Sequence[float], log_losses: Sequence[float], tar
 
 
 def counts_text(counts: Sequence[float | None], first: int, last: int) -> str:
-    """Samples to a target of every seed: their mean with its 95 % interval if all are known, else one by one.
+    """Format samples to a target of every seed: their mean with its 95 % interval if all are known, else one by one.
 
     Args:
-        counts: as `samples_to_target` returns them; None for a seed that failed.
+        counts: of `samples_to_target`; None for a failed seed.
         first, last: samples at the first and the last checkpoint.
     """
     known = [count for count in counts if count is not None and 0 < count < math.inf]
@@ -98,17 +98,17 @@ def counts_text(counts: Sequence[float | None], first: int, last: int) -> str:
 
 
 def uniform_log_loss(errors: Sequence[float], shares: Sequence[float]) -> float:
-    """ln of the mean error under the reference density: bins' errors weighted by their shares of it."""
+    """Log of the mean error under the reference density: bins' errors weighted by their shares of it."""
     return math.log(sum(error * share for error, share in zip(errors, shares, strict=True)) / sum(shares))
 
 
 def mean_log_loss(errors: Sequence[float]) -> float:
-    """Mean over the bins of the ln of their errors: every bin counts the same, whatever the size of its errors."""
+    """Mean log over the bins' errors: every bin counts the same, whatever the size of its errors."""
     return sum(map(math.log, errors)) / len(errors)
 
 
 def percent(found: Interval) -> str:
-    """A difference of ln loss as a change in per cent with its interval."""
+    """Format a difference of ln loss as a change in per cent with its interval."""
     if not math.isfinite(found.value):
         return "-"
     change, low, high = (100 * math.expm1(end) for end in (found.value, found.lower, found.upper))

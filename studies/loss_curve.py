@@ -1,4 +1,4 @@
-"""The error at every timestep, of trained and of EMA weights: the same images, each with the same noise everywhere."""
+"""Loss curve: the error at every timestep, of trained and EMA weights, on the same images with the same noise."""
 
 import argparse
 import math
@@ -39,9 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--nodes", type=int, metavar="N",
         help="timesteps, 2 at least (default: every index of a discrete path, else 128)")  # fmt: skip
-    add("--images", type=int, default=64, metavar="K", help="images, each with noise of its own (default: 64)")
+    add("--images", type=int, default=64, metavar="K", help="images, each with its own noise (default: 64)")
     add("--split", choices=("train", "validation"), default="validation", help="images (default: validation)")
-    add("--seed", type=int, default=0, help="which images and noise (default: 0)")
+    add("--seed", type=int, default=0, help="seed of images and noise (default: 0)")
     add("--batch-size", type=int, default=256, help="images at a time (default: 256)")
 
 
@@ -119,7 +119,7 @@ def _cell_file(run: StudyRun, cell: Cell | Row) -> Path:
 
 
 def _errors(run: StudyRun, rows: list[Row]) -> dict[tuple[str, int], Tensor]:
-    """Errors [K, N] of every (weights, step), of the cells that have an answer."""
+    """Errors [K, N] of every (weights, step), of the cells with an answer."""
     parts: dict[tuple[str, int], list[Tensor]] = {}
     for row in rows:
         if row["status"] != "ok":
@@ -147,7 +147,7 @@ def _description(run: StudyRun, objective: Objective, nodes: TimestepNodes) -> s
         f"{run.options.split} split in the order of seed {run.options.seed}, each with noise of its own, the same at "
         "every timestep and for every model. Weights of the loss do not count. Intervals are of 95 %, over images: "
         f"2.5 to 97.5 % of resampled images for spans (given {LEAST_RESAMPLED} at least), by Student's t elsewhere; "
-        "the interval at the largest ratio does not know that it was picked as the largest.\n\n"
+        "the interval at the largest ratio does not account for its selection as the largest.\n\n"
         "curve.csv has the curves, errors.safetensors the error of every image.\n\n"
     )
 
@@ -185,7 +185,7 @@ def _ratios(curves: list[LossCurve]) -> str:
 
 
 def _pairs(curves: list[LossCurve], errors: dict[tuple[str, int], Tensor]) -> str:
-    """Every EMA track against the trained weights of the same checkpoint, on the same images and noise."""
+    """Pairs of every EMA track and the trained weights of the same checkpoint, on the same images and noise."""
     lines = []
     for curve in curves:
         trained, averaged = errors.get(("none", curve.step)), errors[curve.weights, curve.step]
@@ -218,7 +218,7 @@ def _where(curve: LossCurve, place: int) -> str:
 
 
 def _span(errors: Tensor) -> str:
-    """Largest over smallest mean error, with the interval over images resampled where these are enough."""
+    """Span: largest over smallest mean error, with the interval over images resampled where these are enough."""
     mean = errors.mean(0)
     span = f"{mean.max() / mean.min():.4g}"
     if len(errors) < LEAST_RESAMPLED:

@@ -1,4 +1,6 @@
-"""Sampling with the true image in the place of some predictions, without it there, and with errors put in."""
+"""Oracle replacement: sampling with the true image instead of some predictions, without it there, and with added
+errors.
+"""
 
 import argparse
 import math
@@ -87,7 +89,7 @@ def cells(run: StudyRun) -> list[Cell]:
 
 
 def cost(cell: Cell) -> int:
-    """Estimates of x0 of single images by the model."""
+    """Cost in estimates of x0 of single images by the model."""
     return cell["work"]
 
 
@@ -161,7 +163,7 @@ def _ranges(options: argparse.Namespace, indices: list[int]) -> list[tuple[int, 
 
 
 def _chain(run: StudyRun, cell: Cell, batch: FixedSamples, advance: Advance, error: Tensor | None = None) -> Tensor:
-    """The final images [B, C, H, W] of one chain."""
+    """Final images [B, C, H, W] of one chain."""
     trained, indices = run.model(run.steps[0]), _indices(run)
     path, variant = indexed(trained.objective.path), cell["variant"]
     inside = {index for index in indices if variant != NONE and cell["low"] <= index <= cell["high"]}
@@ -186,7 +188,7 @@ def _chain(run: StudyRun, cell: Cell, batch: FixedSamples, advance: Advance, err
 
 
 def _untouched(run: StudyRun, cell: Cell) -> Tensor:
-    """The final images without any change; made again where the study went on after them."""
+    """Final images without any change; recomputed where the study resumed after them."""
     first, final = run.kept.get("untouched", (None, None))
     if first != cell["first_image"]:
         plain = cell | {"variant": NONE}
@@ -203,6 +205,6 @@ def _batch(run: StudyRun, cell: Cell) -> FixedSamples:
 
 
 def _noise(run: StudyRun, cell: Cell, purpose: int) -> Tensor:
-    """Standard normal noise of a batch's images [B, C, H, W], the same in every chain."""
+    """Noise of a batch's images [B, C, H, W], standard normal, the same in every chain."""
     numbers = torch.arange(cell["first_image"], cell["first_image"] + cell["images"], device=run.device) + purpose
     return philox.normal(run.options.seed, "evaluation", numbers, _batch(run, cell).images.shape[1:])

@@ -1,4 +1,4 @@
-"""Errors at the end of chains that the truth, or an error, was put into: in words and a picture."""
+"""Report of errors at the end of chains with inserted truths or errors: in words and a picture."""
 
 import csv
 from pathlib import Path
@@ -32,7 +32,7 @@ Key = tuple[str, str, str]
 
 
 def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
-    """Write ranges.csv and the picture; returns the text of summary.md."""
+    """Write ranges.csv and the picture; return the text of summary.md."""
     errors = _errors(rows)
     replaced = {_key(row): int(row["replaced"]) for row in rows}
     found = {key: root_mean(values) for key, values in errors.items()}
@@ -54,7 +54,7 @@ def _key(row: Row) -> Key:
 
 
 def _errors(rows: list[Row]) -> dict[Key, Tensor]:
-    """Squared errors [K] of all batches, of the chains whose batches are all there."""
+    """Squared errors [K] of all batches, of the chains with all batches."""
     parts: dict[Key, list[Tensor]] = {}
     failed = {_key(row) for row in rows if row["status"] != "ok"}
     for row in rows:
@@ -71,7 +71,7 @@ def _description(run: StudyRun) -> str:
         "noised to the last index, with the true labels, without guidance or clipping; all chains have the same noise. "
         "Ranges are of indices from 0, both ends included; errors are root mean squares over images and "
         f"{_VALUES.get(run.config.data.name, 'pixels, scaled to [-1, 1]')}, with 95 % intervals over images.\n\n"
-        "The last step returns its estimate as it is: the truth in a range that holds index 0 gives the truth, "
+        "The last step returns its estimate unchanged: the truth in a range that holds index 0 gives the truth, "
         "whatever the model, and the truth everywhere but in a range without index 0 gives it too. So the first kind "
         "says something of the model for ranges without index 0, the second for ranges with it; the change by an "
         "error put in does for all.\n\n"
@@ -97,7 +97,7 @@ def _table(variant: str, found: dict[Key, Interval], replaced: dict[Key, int]) -
 
 
 def _findings(errors: dict[Key, Tensor]) -> str:
-    """Paired comparisons with nothing replaced, range by range."""
+    """Findings: paired comparisons with nothing replaced, range by range."""
     plain = errors.get((NONE, "", ""))
     if plain is None:
         return ""
@@ -105,7 +105,7 @@ def _findings(errors: dict[Key, Tensor]) -> str:
     for (variant, low, high), values in errors.items():
         if variant == REPLACE and low != "0":
             found = mean_interval((values - plain).tolist())
-            word = "lowers" if found.upper < 0 else "raises" if found.lower > 0 else "does not measurably change"
+            word = "lowers" if found.upper < 0 else "raises" if found.lower > 0 else "does not significantly change"
             verdicts.append(
                 f"- the truth in {low}-{high} {word} the mean squared error (by {found.value:+.3g} "
                 f"[{found.lower:+.3g}, {found.upper:+.3g}])"

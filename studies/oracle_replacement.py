@@ -1,8 +1,8 @@
-"""Ancestral sampling in which the truth stands for the model's estimate of x0 at some indices, or an error is added.
+"""Ancestral sampling with the truth instead of the model's estimate of x0 at some indices, or with an added error.
 
-The last step of the chain returns its estimate of x0 as it is. So whatever the model, the truth at the last index gives
-the truth at the end: replacing a range that holds it says nothing of the range, nor does replacing everywhere except a
-range that does not hold it. The error at the end per unit of error put in says something of every range.
+The last step of the chain returns its estimate of x0 unchanged. So for any model, the truth at the last index gives the
+truth at the end: replacing a range that holds it says nothing about the range, nor does replacing everywhere except a
+range that does not hold it. The error at the end per unit of added error is meaningful for every range.
 """
 
 import itertools
@@ -30,7 +30,8 @@ def ancestral_chain(
     error: Tensor | None = None,
     error_at: Collection[int] = (),
 ) -> Tensor:
-    """Sample from the last index to data: x' = c_x0 x0_hat + c_x x + deviation noise, with the posterior's variance.
+    """Ancestral chain from the last index to data: x' = c_x0 x0_hat + c_x x + deviation noise, with the posterior's
+    variance.
 
     Args:
         path: with indices.
@@ -38,7 +39,7 @@ def ancestral_chain(
         x0: the truth, [B, ...].
         start: x at the last index, of x0's shape and dtype.
         draw_noise: standard normal noise of the step that leaves an index, of x0's shape. The last step has none.
-        indices: that are visited, rising; the last step is from the first of them to data.
+        indices: visited ones, rising; the last step is from the first of them to data.
         truth_at: indices at which x0 itself is the estimate.
         error: added to the estimate at the indices of `error_at`, broadcastable to x0.
         error_at: see `error`.
@@ -70,7 +71,8 @@ def ancestral_chain(
 
 
 def posterior(path: IndexedPath, index: int, then: int | None) -> tuple[float, float, float]:
-    """Coefficients of x0 and of x_index in the mean of q(x_then | x_index, x0), and its variance.
+    """Posterior: coefficients of x0 and of x_index in the mean of q(x_then
+    x_index, x0), and its variance.
 
     Args:
         path: with indices.
@@ -89,7 +91,7 @@ def posterior(path: IndexedPath, index: int, then: int | None) -> tuple[float, f
 
 
 def visited_indices(num_indices: int, num_steps: int) -> list[int]:
-    """Indices of a chain of `num_steps` steps: all, or quadratically spaced, every one near data.
+    """Visited indices of a chain of `num_steps` steps: all, or quadratically spaced, every one near data.
 
     Args:
         num_indices: T of the path.
@@ -110,7 +112,7 @@ def visited_indices(num_indices: int, num_steps: int) -> list[int]:
 
 
 def unit_errors(kind: str, noise: Tensor) -> Tensor:
-    """Errors of root mean square 1 over each image.
+    """Unit errors of root mean square 1 over each image.
 
     Args:
         kind: "colour": each channel a little lighter or darker as a whole; "white": no two pixels alike.

@@ -1,4 +1,4 @@
-"""Runs that exist, compared in one currency on the same images with the same noise; intervals are over images."""
+"""Paired comparison of existing runs in one parametrisation on the same images and noise; intervals are over images."""
 
 import argparse
 import math
@@ -41,10 +41,10 @@ _FIXED_DATA = ("cifar10", "cifar100", "digits")
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One of the runs.
+    """Run in the comparison.
 
     Attributes:
-        name: of its folder, which tables call it by.
+        name: of its folder, used in tables.
         folder, config: the run's.
         step: its newest checkpoint.
         weights: EMA track, or "none".
@@ -59,12 +59,12 @@ class ComparedRun:
 
 @dataclass
 class ComparedRuns:
-    """What the frame of studies takes in the place of a run; the first is the reference.
+    """Runs to compare, in the frame of studies instead of a run; the first is the reference.
 
     Attributes:
         runs: of different names.
-        digests: name of a run -> `checkpoint_digest` of what is measured of it.
-        seen: name of a run -> images that it has seen.
+        digests: name of a run -> `checkpoint_digest` of its measured checkpoint.
+        seen: name of a run -> images seen.
         bins: of timesteps.
         samples: held-out images with noise.
         options: the study's.
@@ -81,42 +81,42 @@ class ComparedRuns:
 
     @property
     def results(self) -> Path:
-        """The reference's folder of studies."""
+        """Folder of the reference's studies."""
         return self.runs[0].folder / "studies"
 
     @property
     def description(self) -> str:
-        """What is compared, for the first line of the summary."""
+        """Description of the comparison, for the first line of the summary."""
         described = ", ".join(
             f"{inline(run.name)} ({run.config.objective.prediction}, step {run.step}, {self.seen[run.name]} images seen, "
             f"{_averaging(run)})" for run in self.runs
         )  # fmt: skip
         unequal = ""
         if len(set(self.seen.values())) > 1:
-            unequal += " The runs have not seen the same number of images, so changes are of that, too."
+            unequal += " The runs have not seen the same number of images, which also contributes to changes."
         if len({_averaging(run) for run in self.runs}) > 1:
-            unequal += " Their weights are not averaged alike, so changes are of that, too."
+            unequal += " Their weights are not averaged alike, which also contributes to changes."
         return f"{described} on {self.runs[0].config.data.name}, {self.runs[0].config.objective.path}.{unequal}"
 
     def errors(self, name: str, place: int, advance: Advance) -> Tensor:
-        """Mean error of each image in a bin, in the currency asked for, float64 [K]. Raises CheckpointError."""
+        """Mean error of each image in a bin, in the chosen parametrisation, float64 [K]. Raises CheckpointError."""
         if (name, place) not in self._errors:
             run = next(run for run in self.runs if run.name == name)
             if name not in self._models:
                 self._models[name] = load_run(run.folder, run.weights, run.step, compute_device())
             self._errors[name, place] = bin_errors(
-                self._models[name], self.samples, self.bins[place], self.options.currency, advance
+                self._models[name], self.samples, self.bins[place], self.options.parametrisation, advance
             )
         return self._errors[name, place]
 
 
 def open_runs(folders: list[Path], options: argparse.Namespace) -> tuple["PairedStudy", ComparedRuns]:
-    """Check that the runs can be compared.
+    """Open the runs and check that they can be compared.
 
     Raises:
         StudyError, ConfigError, CheckpointError: a folder is no run, has no checkpoint, or is of other data or of
-            another path than the first; averages would be compared with trained weights; or the held-out images
-            cannot be had.
+            another path than the first; averages would be compared with trained weights; or the held-out images cannot
+            be read.
     """
     if len(folders) < 2:
         raise StudyError(f"{folders[0]}: one run alone is no comparison (give 2 at least, or a CONFIG.toml)")
@@ -147,7 +147,7 @@ def _open(folder: Path, weights: str | None) -> ComparedRun:
 
 
 def _averaging(run: ComparedRun) -> str:
-    """The weights that are measured, in words."""
+    """Averaging of the measured weights, in words."""
     if run.weights == "none":
         return "trained weights"
     track: EMATrackConfig = next(track for track in run.config.ema.tracks if track.name == run.weights)
@@ -180,7 +180,7 @@ def _refuse_unlike(first: ComparedRun, run: ComparedRun) -> None:
 
 
 class PairedStudy:
-    """A study, as the frame takes it, of runs that exist."""
+    """Study of existing runs, for the frame of studies."""
 
     UNIT = "error"
     COLUMNS = (
@@ -202,7 +202,7 @@ class PairedStudy:
                 "model": one.name, "checkpoint": run.digests[one.name], "step": one.step,
                 "prediction": one.config.objective.prediction, "samples": run.seen[one.name], "weights": one.weights,
                 "bin": place, "unit": where.unit, "low": where.low, "high": where.high,
-                "share": where.share, "nodes": len(where.nodes.t), "currency": options.currency,
+                "share": where.share, "nodes": len(where.nodes.t), "currency": options.parametrisation,
             }
             for one in run.runs for place, where in enumerate(run.bins)
         ]  # fmt: skip
@@ -224,7 +224,7 @@ class PairedStudy:
     def report(self, run: ComparedRuns, rows: list[Row], folder: Path) -> str:
         good = [row for row in rows if row["status"] == "ok"]
         text = (
-            f"Held-out squared error of {run.options.currency}, {run.options.images} images with fixed noise, "
+            f"Held-out squared error of {run.options.parametrisation}, {run.options.images} images with fixed noise, "
             f"{len(run.bins)} bins of timesteps. Changes are against {inline(run.runs[0].name)}, paired by image; brackets "
             "hold 95 % intervals by Student's t over images. They are about these trained weights: another seed of the "
             "same training may differ by more.\n\n"
@@ -254,7 +254,7 @@ def _change(row: Row | None) -> str:
 
 
 def _draw(run: ComparedRuns, rows: dict[tuple[str, int], Row], path: Path) -> str:
-    figure, axes = new_figure("Held-out error by timestep, in one currency", rows=2, size=(10.5, 7.5), sharex=True)
+    figure, axes = new_figure("Held-out error by timestep, one parametrisation", rows=2, size=(10.5, 7.5), sharex=True)
     absolute, relative = axes[:, 0]
     quantile = student_quantile(0.975, run.options.images - 1.0)
     for place, one in enumerate(run.runs):
@@ -271,7 +271,7 @@ def _draw(run: ComparedRuns, rows: dict[tuple[str, int], Row], path: Path) -> st
             relative.errorbar(there, middle, ends.numpy(), color=color, marker="o", markersize=4, linewidth=1.3)
     absolute.set_yscale("log")
     label_log_axis(absolute)
-    absolute.set_ylabel(f"squared error of {run.options.currency}")
+    absolute.set_ylabel(f"squared error of {run.options.parametrisation}")
     legend_outside(absolute, "run (prediction)")
     relative.set_yscale("log")
     label_log_axis(relative)

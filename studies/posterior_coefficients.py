@@ -1,4 +1,4 @@
-"""What the estimate of the image and the noisy image weigh in the reverse step of a DDPM path, index by index."""
+"""Weights of the estimated image and the noisy image in the reverse step of a DDPM path, index by index."""
 
 import argparse
 import csv
@@ -20,15 +20,15 @@ _SHOWN = (0, 1, 2, 5, 10, 15, 50, 100, 200, 500, 999)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("run", metavar="RUN_FOLDER", type=Path, nargs="?", help="a run's folder: its objective.path is meant")
-    add("--path", choices=("ddpm_linear", "ddpm_cosine"), help="a path, in the place of a run")
+    add("run", metavar="RUN_FOLDER", type=Path, nargs="?", help="a run's folder, for its objective.path")
+    add("--path", choices=("ddpm_linear", "ddpm_cosine"), help="a path, instead of a run")
     add("--output", type=Path,
         help="folder of the results (default: RUN_FOLDER/studies/posterior_coefficients, or "
         "outputs/studies/posterior_coefficients-PATH)")  # fmt: skip
 
 
 def run_alone(arguments: argparse.Namespace) -> Path:
-    """Write coefficients.csv, coefficients.png and summary.md; returns the latter. Raises StudyError, ConfigError."""
+    """Write coefficients.csv, coefficients.png and summary.md; return the latter. Raises StudyError, ConfigError."""
     name, folder = _path_and_folder(arguments)
     ResultsFolder(folder, {"coefficients.csv": ",".join(COLUMNS).encode()}).refuse_foreign()
     path = indexed(PATHS[name]())
@@ -48,7 +48,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
 
 
 def landmarks(path: IndexedPath) -> dict[str, int]:
-    """First index at which each of these holds, by its name."""
+    """Landmarks: first index at which each of these conditions holds, by name."""
     snr = path.alphas_cumprod / (1.0 - path.alphas_cumprod)
     return {
         "x0 weighs less than x_t": _first(path.posterior_x0 < path.posterior_x_t),
@@ -71,7 +71,7 @@ def _path_and_folder(arguments: argparse.Namespace) -> tuple[str, Path]:
 
 
 def _columns(path: IndexedPath) -> list[Tensor]:
-    """Columns behind the index, each [T]."""
+    """Columns of the table, each [T]."""
     index = torch.arange(path.num_indices)
     snr = path.alphas_cumprod / (1.0 - path.alphas_cumprod)
     return [

@@ -1,4 +1,5 @@
-"""Prediction types compared in one currency, timestep by timestep: of runs that exist, or of runs that it trains."""
+"""Prediction types compared in one parametrisation, timestep by timestep: of existing runs, or of runs that it trains.
+"""
 
 import argparse
 from pathlib import Path
@@ -21,16 +22,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("sources", metavar="RUN_FOLDER|CONFIG.toml", type=Path, nargs="+", help="trained runs of the same data and "
         "path, the reference first; or one configuration, of which --predictions are trained")
-    add("--predictions", metavar="LIST", help=f"to be trained, commas between, the reference first "
+    add("--predictions", metavar="LIST", help=f"predictions to train, commas between, the reference first "
         f"({', '.join(PREDICTIONS)})")
-    add("--currency", choices=PREDICTIONS, default="v", help="what the errors are of, whatever the model predicts "
-        "(default: v)")
+    add("--parametrisation", "--currency", choices=PREDICTIONS, default="v",
+        help="parametrisation of the errors, whatever the model predicts (default: v)")
     grid_options.add_grid_options(parser, NAME, seeds=_SEEDS, positional=False)
     grid_study.add_measure_options(parser)
 
 
 def run_alone(arguments: argparse.Namespace) -> Path:
-    """Train and measure what is missing; returns summary.md. Raises StudyError, ConfigError, CheckpointError."""
+    """Train and measure the missing runs; return summary.md. Raises StudyError, ConfigError, CheckpointError."""
     configuration = arguments.sources[0].suffix == ".toml"
     if configuration != bool(arguments.predictions):
         raise StudyError("--predictions: goes with a CONFIG.toml, which is trained; runs have theirs already")
@@ -56,14 +57,15 @@ def run_alone(arguments: argparse.Namespace) -> Path:
 
 
 def plan_runs(arguments: argparse.Namespace, base: JobConfig, batch: int, samples: int) -> list[PlannedRun]:
-    """Every prediction with every seed."""
+    """Plan every prediction with every seed."""
     shared = batch_overrides(base, batch, samples, arguments.checkpoints, "const", arguments.processes)
     predictions = list(dict.fromkeys(arguments.predictions.split(",")))
     found = []
     for seed in range(arguments.seeds):
         for prediction in predictions:
             if prediction not in PREDICTIONS:
-                raise StudyError(f"--predictions: {prediction!r} is none (there are: {', '.join(PREDICTIONS)})")
+                known = ", ".join(PREDICTIONS)
+                raise StudyError(f"--predictions: {prediction!r} is no prediction (there are: {known})")
             overrides = shared | {"objective.prediction": prediction, "debug.seed": base.debug.seed + seed}
             arm = Arm(f"batch size {batch}", prediction)
             found.append(PlannedRun(GridRun(f"{prediction}_s{seed}", overrides), arm, seed))

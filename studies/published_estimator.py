@@ -1,10 +1,10 @@
-"""The published estimator of the gradient noise scale with its two errors, for comparison only, and what undoes them.
+"""Published estimator of the gradient noise scale with its two errors, for comparison only, and their correction.
 
 With g_b and g_B mean gradients of two independent batches of b and B samples, S = tr(Sigma) and |G|^2 are estimated as
 
     S = (|g_b|^2 - |g_B|^2) / (1/b - 1/B),      |G|^2 = (B |g_B|^2 - b |g_b|) / (B - b),      noise scale = S / |G|^2
 
-The right |G|^2 has b |g_b|^2: the square was lost. And a batch is computed in sub-batches of 32 whose means are
+The correct |G|^2 has b |g_b|^2: the square is missing. And a batch is computed in sub-batches of 32 whose means are
 averaged with equal weight although the last one is short, so that it counts as `effective_size` samples, not as b or B.
 S is of one pair of batches, |G|^2 a mean over several pairs of which the negative draws are left out.
 
@@ -30,11 +30,13 @@ _NEEDED = ("model", "B", "b", "reps", "t_min", "t_max", "gns_est", "g_norm", "b_
 
 
 class TableError(Exception):
-    """A result table that cannot be read; the message is one line."""
+    """Result table that cannot be read; the message is one line."""
 
 
 def effective_size(batch: int, sub_batch: int = SUB_BATCH) -> float:
-    """Samples that an equally weighted mean of the sub-batches' means is worth: m^2 / sum of 1 / n_j over m of them."""
+    """Effective size of an equally weighted mean of the sub-batches' means, in samples: m^2 / sum of 1 / n_j over m of
+    them.
+    """
     sizes = sub_batch_sizes(batch, sub_batch)
     return len(sizes) ** 2 / sum(1 / size for size in sizes)
 
@@ -42,7 +44,7 @@ def effective_size(batch: int, sub_batch: int = SUB_BATCH) -> float:
 def published_estimate(
     b: int, big_b: int, noise_pair: tuple[float, float], signal_pairs: Iterable[tuple[float, float]]
 ) -> tuple[float, float]:
-    """The published estimate, errors included: for comparison only.
+    """Compute the published estimate, errors included: for comparison only.
 
     Args:
         b, big_b: samples in a small and in a large batch, b < big_b.
@@ -68,11 +70,11 @@ def published_estimate(
 def corrected(
     gns: float, grad_norm: float, b: int, big_b: int, true_size: int, sub_batch: int = SUB_BATCH
 ) -> tuple[float, float]:
-    """Solve for |G|^2 and S, given a published estimate and the logged gradient norm.
+    """Correct a published estimate: solve for |G|^2 and S, given the logged gradient norm.
 
     Every square norm is set to its expectation |G|^2 + S / n with n the effective size of its batch, both in the
-    estimate and in the norm. With u = |g_b| that leaves one quadratic equation. What the draws left out did to the
-    estimate is not undone.
+    estimate and in the norm. With u = |g_b| that leaves one quadratic equation. The effect of the omitted draws on the
+    estimate is not corrected.
 
     Args:
         gns: the published estimate.
@@ -107,13 +109,15 @@ SOFTMAX_TEMPERATURES = (1, 2, 5, 10)
 
 
 def p1_shares(noise_scales: Sequence[float]) -> list[float]:
-    """The published "p1" allocation: shares of a batch in proportion to the bins' noise scales."""
+    """Shares of the published "p1" allocation, in proportion to the bins' noise scales."""
     total = sum(noise_scales)
     return [scale / total for scale in noise_scales]
 
 
 def softmax_shares(noise_scales: Sequence[float], temperature: float) -> list[float]:
-    """The published "softmax T" allocation, which saturates: a noise scale has no bound, and 10 T more is all."""
+    """Shares of the published "softmax T" allocation, which saturates: a noise scale has no bound, and 10 T more is
+    all.
+    """
     largest = max(noise_scales)
     weights = [math.exp((scale - largest) / temperature) for scale in noise_scales]
     return [weight / sum(weights) for weight in weights]
@@ -124,14 +128,14 @@ def softmax_shares(noise_scales: Sequence[float], temperature: float) -> list[fl
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One row of a result table.
+    """Row of a result table.
 
     Attributes:
         step: training steps of the checkpoint.
         b, big_b, reps: batch sizes and pairs.
         t_min, t_max: DDPM indices [t_min, t_max) of the bin; None for all.
         gns: the estimate.
-        grad_norm, true_size: norm of the mean gradient of so many samples.
+        grad_norm, true_size: norm of the mean gradient, and its number of samples.
         true_portion: those samples as a share of the data, None where it is not given.
         seconds: run time, None where it is not given.
     """
@@ -162,12 +166,12 @@ def read_tables(folder: Path) -> dict[str, list[PublishedRow]]:
 
 
 def reported_table(rows: Iterable[PublishedRow]) -> dict[tuple[int, int | None], float]:
-    """The noise scales as published: the mean over the rows of each (step, t_min)."""
+    """Table of the noise scales as published: the mean over the rows of each (step, t_min)."""
     return {cell: fmean(row.gns for row in same) for cell, same in _cells(rows).items()}
 
 
 def corrected_table(rows: Iterable[PublishedRow]) -> dict[tuple[int, int | None], tuple[float, float, float]]:
-    """(noise scale, |G|^2, S) of each (step, t_min) with both errors undone: each the median over the rows."""
+    """Table (noise scale, |G|^2, S) of each (step, t_min) with both errors corrected: each the median over the rows."""
     table = {}
     for cell, same in _cells(rows).items():
         pairs = [corrected(row.gns, row.grad_norm, row.b, row.big_b, row.true_size) for row in same]

@@ -1,4 +1,5 @@
-"""Timestep samplers as a command line names them: `name[+spread][:key=value,...]`, several with commas between."""
+"""Specifications of timestep samplers on a command line: `name[+spread][:key=value,...]`, several with commas between.
+"""
 
 import dataclasses
 import re
@@ -21,10 +22,10 @@ _SHARED = ("shift", "t_min", "t_max")
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """A sampler with its own keys.
+    """Sampler with its own keys.
 
     Attributes:
-        label: what tables and pictures call it.
+        label: in tables and pictures.
         overrides: dotted key -> text, over a base without any sampler's keys.
     """
 
@@ -33,12 +34,12 @@ class SamplerSpec:
 
     @property
     def slug(self) -> str:
-        """The label as a part of a folder's name."""
+        """Slug of the label, as a part of a folder's name."""
         return re.sub(r"[^A-Za-z0-9_.+=-]+", "_", self.label).strip("_")
 
 
 def parse_samplers(text: str) -> list[SamplerSpec]:
-    """Read the samplers of a command line, the first of which is the reference.
+    """Parse the samplers of a command line, the first of which is the reference.
 
     Args:
         text: such as `uniform,uniform+stratified,logit_normal:mean=0,std=1,slots:edges_path=FILE`.
@@ -52,18 +53,18 @@ def parse_samplers(text: str) -> list[SamplerSpec]:
     meant = [_meant(spec) for spec in specs]
     for place, spec in enumerate(specs):
         if meant[place] in meant[:place]:
-            raise StudyError(f"--samplers: {spec.label} is there twice")
+            raise StudyError(f"--samplers: {spec.label} is given twice")
     return _told_apart(entries, specs)
 
 
 def without_sampler(config: JobConfig) -> JobConfig:
-    """The configuration with uniform timesteps, drawn independently."""
+    """Base configuration with uniform timesteps, drawn independently."""
     uniform = dataclasses.replace(config.objective, timesteps=chosen(TIMESTEPS, "uniform"), spread="none")
     return dataclasses.replace(config, objective=uniform)
 
 
 def _keys_of(name: str) -> dict[str, str]:
-    """Key of a sampler on the command line -> its dotted key."""
+    """Keys of a sampler on the command line -> dotted keys."""
     timesteps = TIMESTEPS[name]()
     found = {key.name: f"objective.timesteps.{key.name}" for key in keys(timesteps) if key.name != "name"}
     for inner, options in choices(timesteps).items():  # of any base, which its own name chooses
@@ -73,7 +74,7 @@ def _keys_of(name: str) -> dict[str, str]:
 
 
 def _entries(text: str) -> list[str]:
-    """Cut at commas outside of brackets; a piece `key=value` belongs to the sampler before it."""
+    """Split at commas outside of brackets; a piece `key=value` belongs to the sampler before it."""
     entries: list[str] = []
     for piece in re.split(r",(?![^\[]*\])", text):
         name, equals, _ = piece.partition("=")
@@ -85,14 +86,14 @@ def _entries(text: str) -> list[str]:
 
 
 def _meant(spec: SamplerSpec) -> dict[str, str]:
-    """The overrides with one spelling for each file."""
+    """Normalise the overrides to one spelling for each file."""
     return {
         key: str(Path(value).resolve()) if key.endswith("_path") else value for key, value in spec.overrides.items()
     }
 
 
 def _told_apart(entries: list[str], specs: list[SamplerSpec]) -> list[SamplerSpec]:
-    """Files of one name are called by as much of their folders' names as it takes. Raises StudyError."""
+    """Distinguish files of one name by as much of their folders' names as necessary. Raises StudyError."""
     paths = [Path(path) for spec in specs for key, path in _meant(spec).items() if key.endswith("_path")]
     for parts in range(2, max((len(path.parts) for path in paths), default=0) + 1):
         names = Counter(spec.slug for spec in specs)
@@ -103,13 +104,13 @@ def _told_apart(entries: list[str], specs: list[SamplerSpec]) -> list[SamplerSpe
     for spec in specs:
         if names[spec.slug] > 1:
             raise StudyError(
-                f"--samplers: two that differ would both be called {spec.label} (write edges to files of other names)"
+                f"--samplers: two that differ would both be named {spec.label} (write edges to files of other names)"
             )
     return specs
 
 
 def _parse(entry: str, path_parts: int = 1) -> SamplerSpec:
-    """A file is called in the label by the last parts of its path."""
+    """Parse one sampler; a file appears in the label by the last parts of its path."""
     head, _, text = entry.strip().partition(":")
     name, plus, spread = head.partition("+")
     if name not in TIMESTEPS:
@@ -125,7 +126,7 @@ def _parse(entry: str, path_parts: int = 1) -> SamplerSpec:
         if not equals or key not in known:
             raise StudyError(f"--samplers: {head}: {pair!r} is no key=value of a sampler")
         if known[key] in overrides:
-            raise StudyError(f"--samplers: {head}: {key} is there twice")
+            raise StudyError(f"--samplers: {head}: {key} is given twice")
         overrides[known[key]] = value
         if key == "importance":
             shown += ["weighted"] if value == "true" else []

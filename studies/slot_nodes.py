@@ -1,4 +1,4 @@
-"""Bins of timesteps in which trained models are compared, and the timesteps that stand for each."""
+"""Bins of timesteps for comparing trained models, and their representative timesteps."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ PUBLISHED_EDGES = (0, 5, 13, 23, 37, 56, 82, 120, 177, 277, 1000)
 
 @dataclass(frozen=True)
 class TimestepBin:
-    """One bin.
+    """Bin of timesteps.
 
     Attributes:
         low, high: its edges, high excluded; indices on a DDPM path, else t.
@@ -36,7 +36,7 @@ class TimestepBin:
 
     @property
     def label(self) -> str:
-        """Its timesteps; whole indices with the last one included."""
+        """Label: its timesteps; whole indices with the last one included."""
         return f"{self.low:g}-{self.high - 1:g}" if self.unit == "index" else f"{self.low:.3g}-{self.high:.3g}"
 
 
@@ -44,9 +44,9 @@ def timestep_bins(objective: Objective, nodes_per_bin: int, edges_file: Path | N
     """Cut an objective's path into bins, rising from data to noise.
 
     Args:
-        objective: whose path is meant.
+        objective: of the path.
         nodes_per_bin: timesteps in each; fewer where a bin has fewer indices.
-        edges_file: as `objective.timesteps.edges_path` names one; default: the published slots on a DDPM path of 1000
+        edges_file: as for `objective.timesteps.edges_path`; default: the published slots on a DDPM path of 1000
             indices, else ten bins of equal width in index or t.
 
     Raises:

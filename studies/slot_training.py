@@ -1,4 +1,4 @@
-"""A trained model fine-tuned on some slots of timesteps alone, and the gradients that slots have at its weights."""
+"""Training of a model on some slots of timesteps alone, and the slots' gradients at its weights."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from torchtitan.training.optimizer import OptimizerSet
 
 @dataclass(frozen=True)
 class Slot:
-    """One slot of timesteps.
+    """Slot of timesteps.
 
     Attributes:
         number: its place, from 1.
@@ -45,14 +45,14 @@ class Slot:
 
     @property
     def range(self) -> str:
-        """Its timesteps, as "5-12" (indices, both ends included) or "0.1-0.25" (t)."""
+        """Range of its timesteps, as "5-12" (indices, both ends included) or "0.1-0.25" (t)."""
         if self.unit == "index" and float(self.low).is_integer() and float(self.high).is_integer():
             return f"{self.low:.0f}-{self.high - 1:.0f}"
         return f"{self.low:.6g}-{self.high:.6g}"
 
 
 def make_slots(objective: Objective, edges: Sequence[float], unit: str) -> list[Slot]:
-    """The slots between edges. Raises ValueError: one is empty, or training never visits it."""
+    """Make the slots between edges. Raises ValueError: one is empty, or training never visits it."""
     return [
         Slot(number, low, high, unit, timestep_bin(objective, low, high, unit))
         for number, (low, high) in enumerate(pairwise(edges), 1)
@@ -60,7 +60,7 @@ def make_slots(objective: Objective, edges: Sequence[float], unit: str) -> list[
 
 
 def slot_nodes(objective: Objective, where: TimestepBin, count: int) -> TimestepNodes:
-    """Timesteps that stand for a slot: middles of `count` equal shares of its training samples, no index twice."""
+    """Nodes of a slot: middles of `count` equal shares of its training samples, no index twice."""
     shares = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     t = objective.timestep_sampler.density.quantile(where.quantile_low + where.mass * shares)
     if not objective.path.discrete:
@@ -71,14 +71,14 @@ def slot_nodes(objective: Objective, where: TimestepBin, count: int) -> Timestep
 
 
 def curve_nodes(path: IndexedPath, count: int) -> TimestepNodes:
-    """At most `count` indices, equally spaced in ln(1 + index), the first and the last among them."""
+    """Nodes of a curve: at most `count` indices, equally spaced in ln(1 + index), the first and the last among them."""
     ends = torch.linspace(0.0, math.log(path.num_indices), count, dtype=torch.float64)
     index = (ends.exp() - 1.0).round().long().clamp(0, path.num_indices - 1).unique()
     return TimestepNodes(path.index_to_t(index), index)
 
 
 def edges_of_curve(objective: Objective, nodes: TimestepNodes, errors: Tensor, num_slots: int) -> list[int]:
-    """Equal-loss edges of a curve known at some indices, by `interpolate_loss` between them.
+    """Edges of equal loss of a curve known at some indices, by `interpolate_loss` between them.
 
     Args:
         objective: on a discrete path. Indices that it does not train count as without loss.
@@ -103,7 +103,7 @@ def edges_of_curve(objective: Objective, nodes: TimestepNodes, errors: Tensor, n
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Afterwards the weights are what they were, in eval mode without gradients."""
+    """Restore the weights afterwards, in eval mode without gradients."""
     kept = [parameter.detach().clone() for parameter in model.parameters()]
     try:
         yield
@@ -126,12 +126,12 @@ def finetune(
     clip_value: float = 0.0,
     advance: Advance | None = None,
 ) -> None:
-    """Train on the timesteps of some slots alone; the slots take turns within a batch.
+    """Fine-tune on the timesteps of some slots alone; the slots take turns within a batch.
 
     Sample n of a stream has the same image, noise and place within its slot whatever the slots are.
 
     Args:
-        gradients: of the model that is trained.
+        gradients: of the model in training.
         optimizer: of its parameters.
         slots: one or more.
         steps: optimizer steps, 0 or more.
@@ -164,14 +164,14 @@ def finetune(
 def gradient_products(
     gradients: Gradients, slots: Sequence[tuple[TimestepBin, int]], numbers: Tensor, advance: Advance | None = None
 ) -> Tensor:
-    """Unbiased products <G_i, G_j> of the slots' expected gradients G, squared norms on the diagonal.
+    """Products <G_i, G_j> of the slots' expected gradients G, unbiased, squared norms on the diagonal.
 
-    Each slot's mean gradient is found from two independent halves. A product of different slots takes all of both, a
+    Each slot's mean gradient is computed from two independent halves. A product of different slots takes all of both, a
     squared norm is the product of the two halves: noise that is independent adds nothing to either in expectation.
 
     Args:
         gradients: of the model.
-        slots: K times a slot and the stream of its samples, all streams different.
+        slots: K pairs of a slot and its stream of samples, all streams different.
         numbers: of the samples of each stream, [N]; N is even.
         advance: called with the number of samples after some are done.
 
@@ -194,5 +194,5 @@ def gradient_products(
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
-    """Inner product in float64, a few million values at a time."""
+    """Dot product in float64, a few million values at a time."""
     return sum((x.double() @ y.double()).item() for x, y in zip(a.split(1 << 22), b.split(1 << 22), strict=True))

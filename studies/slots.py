@@ -1,4 +1,4 @@
-"""Timesteps cut into slots whose summed losses are equal, from a measured curve, with intervals over images."""
+"""Slots of timesteps with equal summed losses, cut from a measured curve, with intervals over images."""
 
 import argparse
 import csv
@@ -41,17 +41,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("source", metavar="RUN_FOLDER|CURVE.csv", type=Path,
         help="a run's folder with studies/loss_curve, or the curve.csv of a loss_curve")  # fmt: skip
     add("--slots", type=int, default=10, metavar="K", help="number of slots (default: 10)")
-    add("--error", choices=tuple(_ERRORS), default="prediction", help="what the loss is the squared error of: the "
-        "run's own prediction, or the noise that follows from it (default: prediction)")  # fmt: skip
-    add("--weights", metavar="none|TRACK", help="whose curve (default: none, the trained weights, where there are)")
-    add("--step", type=int, help="of which checkpoint (default: the last)")
-    add("--compare-paper", action="store_true", help="put the paper's ten slots of 1000 indices beside")
+    add("--error", choices=tuple(_ERRORS), default="prediction",
+        help="squared error that is the loss: of the run's own prediction, or of the resulting noise "
+        "(default: prediction)")  # fmt: skip
+    add("--weights", metavar="none|TRACK",
+        help="weights of the curve (default: none, the trained weights, if there are any)")
+    add("--step", type=int, help="step of the checkpoint (default: the last)")
+    add("--compare-paper", action="store_true", help="compare with the paper's ten slots of 1000 indices")
     add("--output", type=Path,
-        help="folder of the results (default: RUN_FOLDER/studies/slots, or slots beside CURVE.csv)")  # fmt: skip
+        help="folder of the results (default: RUN_FOLDER/studies/slots, or slots in the curve's folder)")  # fmt: skip
 
 
 def run_alone(arguments: argparse.Namespace) -> Path:
-    """Cut the slots; writes slots.json, slots.csv, slots.png and summary.md, and returns the latter.
+    """Cut the slots; write slots.json, slots.csv, slots.png and summary.md, and return the latter.
 
     Raises:
         StudyError: no curve, a bad one, or bad options; one line.
@@ -94,7 +96,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
 
 
 def slot_edges(curve: LossCurve, error: Tensor, num_slots: int) -> list[float]:
-    """Edges between which the curve's loss is equal.
+    """Edges of slots with equal loss of a curve.
 
     Every timestep counts alike, as those within a slot do for the sampler that the edges are for, however the run was
     trained. On integer indices the losses are summed, `interpolate_loss` between nodes. Elsewhere the loss is
@@ -124,11 +126,11 @@ def slot_edges(curve: LossCurve, error: Tensor, num_slots: int) -> list[float]:
 
 
 def edge_intervals(curve: LossCurve, errors: Tensor, num_slots: int) -> Tensor:
-    """95 % interval of each edge: 2.5 and 97.5 % of those of images drawn anew with replacement, [2, K + 1].
+    """Intervals (95 %) of each edge: 2.5 and 97.5 % of those of images resampled with replacement, [2, K + 1].
 
     Args:
         curve: the timesteps.
-        errors: errors of every image at every one, [images, N].
+        errors: of every image at every timestep, [images, N].
         num_slots: K.
     """
     means = resampled_shares(len(errors), _RESAMPLES) @ errors
@@ -137,7 +139,7 @@ def edge_intervals(curve: LossCurve, errors: Tensor, num_slots: int) -> Tensor:
 
 
 def paper_edges() -> list[int]:
-    """The paper's slots as edges over 1000 indices: its last slot ends at index 1000, which is cut to 999."""
+    """Edges of the paper's slots over 1000 indices: its last slot ends at index 1000, which is cut to 999."""
     return [first for first, _ in PAPER_SLOTS] + [min(PAPER_SLOTS[-1][1], NUM_INDICES - 1) + 1]
 
 
@@ -145,7 +147,7 @@ def paper_edges() -> list[int]:
 
 
 def _places(arguments: argparse.Namespace) -> tuple[Path, Path]:
-    """The curve, and the folder of the results."""
+    """Places of the curve, and of the results."""
     source = arguments.source
     if not source.is_dir():
         return source, arguments.output or source.parent / "slots"
@@ -182,7 +184,9 @@ def _of_indices(curve: LossCurve, error: Tensor) -> Tensor:
 
 
 def _running_integral(curve: LossCurve, error: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Ends of the range with the nodes between them, in t or index, and the loss's integral up to each, [N + 2]."""
+    """Running integral: ends of the range with the nodes between them, in t or index, and the integral up to each, [N +
+    2].
+    """
     nodes, end = (curve.t, 1.0) if curve.index is None else (curve.index, NUM_INDICES - 1.0)
     if nodes[-1] > end:
         raise ValueError(f"{_unit(curve)} {nodes[-1]:g} is above {end:g}")
@@ -192,7 +196,7 @@ def _running_integral(curve: LossCurve, error: Tensor) -> tuple[np.ndarray, np.n
 
 
 def _shares(curve: LossCurve, edges: Sequence[float]) -> list[float]:
-    """Share of the whole loss between edges."""
+    """Shares of the whole loss between edges."""
     if curve.discrete:
         losses = _of_indices(curve, curve.error)
         return [(losses[int(low) : int(high)].sum() / losses.sum()).item() for low, high in pairwise(edges)]
@@ -265,7 +269,7 @@ def _cells(row: dict) -> list[str]:
 def _beside_paper(rows: list[dict], edges: Sequence[float]) -> str:
     outside = [row["end"] for row, edge in zip(rows[:-1], paper_edges()[1:-1], strict=True)
                if "end_lower" in row and not row["end_lower"] <= edge <= row["end_upper"]]  # fmt: skip
-    text = "Beside the paper's table (its last slot ends at 1000, which is cut to the last index, 999):\n\n"
+    text = "Compared with the paper's table (its last slot ends at 1000, which is cut to the last index, 999):\n\n"
     text += markdown_table(
         ["slot", "this run", "the paper", "width", "paper's width", "share of this run's loss in the paper's slot"],
         ([

@@ -1,4 +1,4 @@
-"""Gradients whose noise scale is known: what estimators are held to."""
+"""Synthetic gradients of known noise scale, for testing estimators."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from studies.published_estimator import SUB_BATCH, effective_size, published_est
 
 @dataclass(frozen=True)
 class SyntheticGradients:
-    """Gradients of single samples, N(G, (S / d) I) in d dimensions, so that the noise scale is S / |G|^2.
+    """Synthetic gradients of single samples, N(G, (S / d) I) in d dimensions, so that the noise scale is S / |G|^2.
 
     The defaults are fitted to the published tables' checkpoint at 40,000 steps, whole range of timesteps: the noise
     scale is 10.5. The published formula, with sub-batches of 32 and two pairs of batches for |G|^2, has medians near
@@ -28,7 +28,7 @@ class SyntheticGradients:
 
     @property
     def noise_scale(self) -> float:
-        """S / |G|^2."""
+        """Noise scale S / |G|^2."""
         return self.noise / self.signal
 
     def means(self, sizes: Tensor, generator: torch.Generator) -> Tensor:
@@ -39,7 +39,7 @@ class SyntheticGradients:
         return means
 
     def published(self, b: int, big_b: int, reps: int, generator: torch.Generator) -> tuple[float, float]:
-        """One published estimate (|G|^2, S) of these gradients. Raises EstimateFailed as it does."""
+        """Published estimate (|G|^2, S) of these gradients. Raises EstimateFailed as it does."""
         sizes = torch.tensor([effective_size(size, SUB_BATCH) for size in (b, big_b)]).repeat(reps + 1)
         squares = self.means(sizes, generator).square().sum(1).view(-1, 2).tolist()
         pairs = [(small, large) for small, large in squares]

@@ -1,4 +1,4 @@
-"""What tells one trained checkpoint from another, and how many images it has seen."""
+"""Identity of a trained checkpoint, and the number of images it has seen."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.errors import DamagedFile
 
-_DIGITS = 12  # of SHA-256: two checkpoints of one table are told apart, and the table stays readable
+_DIGITS = 12  # of SHA-256: enough to distinguish checkpoints of one table, and still readable
 
 
 def checkpoint_digest(run: Path, step: int) -> str:
@@ -31,7 +31,7 @@ def checkpoint_digest(run: Path, step: int) -> str:
 
 
 def samples_seen(run: Path, step: int) -> int:
-    """Images that a checkpoint was trained on, with repetitions. Raises CheckpointError."""
+    """Samples seen by a checkpoint, with repetitions. Raises CheckpointError."""
     checkpoint = checkpoint_path(run_checkpoints(run), step)
     try:
         return int(read_state(checkpoint)["data"]["next_sample"])

@@ -1,4 +1,4 @@
-"""What is measured of a grid of trained runs: the held-out loss of every checkpoint in every bin of timesteps."""
+"""Measurement of a grid of trained runs: the held-out loss of every checkpoint in every bin of timesteps."""
 
 import argparse
 import math
@@ -24,13 +24,14 @@ from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.predictions import PREDICTIONS
 from torchtitan.distributed.mesh import compute_device
-from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples, in_currency, timestep_errors
+from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples, timestep_errors
 from torchtitan.experiments.cells import Cell, Row
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.runs.trained_model import TrainedModel, load_run
 
+# "currency" is the parametrisation of the errors, under its name in earlier tables
 _MEASURED = (
     "checkpoint", "step", "samples", "weights", "bin", "unit", "low", "high", "share", "nodes", "images", "currency",
     "error", "error_se", "status", "reason", "date", "runtime",
@@ -39,7 +40,7 @@ _MEASURED = (
 
 @dataclass(frozen=True)
 class Arm:
-    """What a run of the grid is one repetition of.
+    """Arm: a run of the grid is one repetition of it.
 
     Attributes:
         group: runs are compared within it, as "batch size 16".
@@ -52,7 +53,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run of the grid with its arm, and the number of its seed, by which arms are paired."""
+    """Planned run of the grid with its arm, and the number of its seed, by which arms are paired."""
 
     run: GridRun
     arm: Arm
@@ -61,16 +62,16 @@ class PlannedRun:
 
 @dataclass
 class TrainedGrid:
-    """What the frame of studies takes in the place of a run.
+    """Trained grid, in the frame of studies instead of a run.
 
     Attributes:
         grid: trained.
         runs: in the order of training.
-        failures: name of a run -> why it failed.
+        failures: name of a run -> reason.
         options: the study's.
         results: folder that holds the study's folder.
-        description: what was trained, for the summary.
-        weights: EMA track that is compared, or "none".
+        description: of the training, for the summary.
+        weights: EMA track to compare, or "none".
     """
 
     grid: TrainingGrid
@@ -88,14 +89,14 @@ class TrainedGrid:
         return self.grid.configs[name]
 
     def bins(self) -> list[TimestepBin]:
-        """Bins of the path that all runs share. Raises StudyError."""
+        """Bins of the path, shared by all runs. Raises StudyError."""
         if self._bins is None:
             config = next(iter(self.grid.configs.values()))
             self._bins = read_bins(Objective(config.objective, 0), self.options)
         return self._bins
 
     def samples(self) -> FixedSamples:
-        """The held-out images with noise; the same for every run. Raises DatasetError."""
+        """Held-out images with noise; the same for every run. Raises DatasetError."""
         if self._samples is None:
             config = next(iter(self.grid.configs.values()))
             dataset: Dataset = DATASETS[config.data.name](config.data, "validation")
@@ -103,7 +104,7 @@ class TrainedGrid:
         return self._samples
 
     def model(self, name: str, track: str, step: int) -> TrainedModel:
-        """A checkpoint's model; kept until another is asked for. Raises CheckpointError."""
+        """Model of a checkpoint; kept until another is requested. Raises CheckpointError."""
         asked = (name, track, step)
         if self._opened is None or self._opened[0] != asked:
             self._opened = None
@@ -112,17 +113,17 @@ class TrainedGrid:
 
 
 def add_measure_options(parser: argparse.ArgumentParser) -> None:
-    """Options of what is measured of a trained model."""
+    """Add the options of measuring a trained model."""
     add = parser.add_argument
-    add("--images", type=at_least(2), default=64, metavar="K", help="held-out images, each with noise of its own, the "
-        "same for every model (default: 64)")
+    add("--images", type=at_least(2), default=64, metavar="K",
+        help="held-out images, each with its own noise, the same for every model (default: 64)")
     add("--nodes", type=at_least(1), default=4, metavar="N", help="timesteps in each bin (default: 4)")
     add("--edges", type=Path, metavar="FILE", help="file of bin edges, as objective.timesteps.edges_path (default: the "
         "published slots on a DDPM path, else ten bins of equal width)")
 
 
 def read_bins(objective: Objective, options: argparse.Namespace) -> list[TimestepBin]:
-    """The bins that the options ask for. Raises StudyError."""
+    """Read the bins of the options. Raises StudyError."""
     try:
         return timestep_bins(objective, options.nodes, options.edges)
     except ValueError as error:
@@ -130,7 +131,7 @@ def read_bins(objective: Objective, options: argparse.Namespace) -> list[Timeste
 
 
 def choose_weights(base: JobConfig, asked: str | None) -> str:
-    """The EMA track to compare: the one asked for, else the first, else "none". Raises StudyError."""
+    """Choose the EMA track to compare: the given one, else the first, else "none". Raises StudyError."""
     tracks = [track.name for track in base.ema.tracks]
     if asked is not None and asked not in ("none", *tracks):
         raise StudyError(f"--weights: {asked!r} is no EMA track (there are: {', '.join(['none', *tracks])})")
@@ -138,26 +139,27 @@ def choose_weights(base: JobConfig, asked: str | None) -> str:
 
 
 def bin_errors(
-    trained: TrainedModel, samples: FixedSamples, where: TimestepBin, currency: str, advance: Advance
+    trained: TrainedModel, samples: FixedSamples, where: TimestepBin, parametrisation: str, advance: Advance
 ) -> torch.Tensor:
-    """Mean squared error of each image over a bin's timesteps, in a currency; float64 [K]."""
+    """Bin errors: mean squared error of each image over a bin's timesteps, in a parametrisation; float64 [K]."""
     errors = timestep_errors(
         trained.model, trained.objective, samples, where.nodes, device=compute_device(), advance=advance,
         param_dtype=trained.config.training.mixed_precision_param,
     )  # fmt: skip
-    return in_currency(errors, trained.objective, where.nodes, currency).mean(1)
+    return in_parametrisation(errors, trained.objective, where.nodes, parametrisation).mean(1)
 
 
 class GridStudy:
-    """A study, as the frame takes it, of a grid of trained runs."""
+    """Study of a grid of trained runs, for the frame of studies."""
 
     UNIT = "error"
 
-    def __init__(self, arm_column: str, currency: str, target: str | None = None) -> None:
-        """`arm_column` names what differs between arms; errors are of `currency`, a key of PREDICTIONS."""
-        if currency not in PREDICTIONS:
-            raise StudyError(f"--currency: {currency!r} is none (there are: {', '.join(PREDICTIONS)})")
-        self._arm_column, self._currency, self._target = arm_column, currency, target
+    def __init__(self, arm_column: str, parametrisation: str, target: str | None = None) -> None:
+        """`arm_column` names what differs between arms; errors are of `parametrisation`, a key of PREDICTIONS."""
+        if parametrisation not in PREDICTIONS:
+            known = ", ".join(PREDICTIONS)
+            raise StudyError(f"--parametrisation: {parametrisation!r} is no prediction (there are: {known})")
+        self._arm_column, self._parametrisation, self._target = arm_column, parametrisation, target
         self.COLUMNS = ("model", "group", arm_column, "batch", "lr", "seed", *_MEASURED)
         # Reports place a row by the number of its bin, and a run may have been trained anew under its old name.
         self.KEY = ("model", "checkpoint", "step", "weights", "bin", "low", "high", "nodes", "images", "currency")
@@ -172,7 +174,7 @@ class GridStudy:
         if cell["model"] in run.failures:
             raise TrainingFailed(run.failures[cell["model"]])
         trained = run.model(cell["model"], cell["weights"], cell["step"])
-        errors = bin_errors(trained, run.samples(), run.bins()[cell["bin"]], self._currency, advance)
+        errors = bin_errors(trained, run.samples(), run.bins()[cell["bin"]], self._parametrisation, advance)
         if not errors.isfinite().all():
             raise TrainingFailed("the error is not finite")
         return {"error": errors.mean().item(), "error_se": errors.std().item() / math.sqrt(len(errors))}
@@ -189,7 +191,7 @@ class GridStudy:
         of_run = {
             "model": name, "group": planned.arm.group, self._arm_column: planned.arm.label,
             "batch": config.training.global_batch_size, "lr": config.optimizer.lr, "seed": planned.seed,
-            "images": run.options.images, "currency": self._currency,
+            "images": run.options.images, "currency": self._parametrisation,
         }  # fmt: skip
         if name in run.failures:
             return [of_run | {"nodes": 0}]
@@ -206,7 +208,7 @@ class GridStudy:
 
 
 def _digest(run: TrainedGrid, name: str, last: int) -> str:
-    """Of the last checkpoint, by which a run is known; nothing where it is damaged, which measuring it will say."""
+    """Digest of the last checkpoint, which identifies a run; empty for a damaged one, reported by its measurement."""
     try:
         return checkpoint_digest(run.grid.run_folder(name), last)
     except CheckpointError:
@@ -223,15 +225,16 @@ def _of_bin(number: int, where: TimestepBin) -> Cell:
 def train_and_measure(
     name: str, base: JobConfig, runs: Sequence[PlannedRun], options: argparse.Namespace, arm_column: str, what: str
 ) -> Path:
-    """Train a grid and measure it, as far as that is not done yet.
+    """Train a grid and measure it, as far as that is missing.
 
     Args:
         name: of the study.
         base: configuration that the runs share but for their overrides.
         runs: in the order of training.
-        options: those of `grid_options` and `add_measure_options`; `currency` and `target` where the study has them.
-        arm_column: what differs between arms.
-        what: a sentence on how they were trained, for the summary.
+        options: those of `grid_options` and `add_measure_options`; `parametrisation` and `target` if the study has
+            them.
+        arm_column: column that differs between arms.
+        what: a sentence on their training, for the summary.
 
     Returns:
         summary.md.
@@ -242,8 +245,8 @@ def train_and_measure(
     folder = grid_options.study_folder(options, base, name)
     weights = choose_weights(base, options.weights)
     grid = plan_grid(base, [planned.run for planned in runs], folder, options.processes)
-    currency = getattr(options, "currency", base.objective.prediction)
-    study = GridStudy(arm_column, currency, getattr(options, "target", None))
+    parametrisation = getattr(options, "parametrisation", base.objective.prediction)
+    study = GridStudy(arm_column, parametrisation, getattr(options, "target", None))
     trained = TrainedGrid(grid, list(runs), {}, options, grid_options.results_folder(base), "", weights)
     trained.bins()  # before hours of training
     try:

@@ -1,4 +1,4 @@
-"""Pictures and tables of a grid of trained runs: loss by bin, learning curves, ranking, samples to a target loss."""
+"""Report of a grid of trained runs: loss by bin, learning curves, ranking, samples to a target loss."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ SCORES: dict[str, Score] = {
 
 
 def write(results: GridResults, target: str | None, bins: Sequence[TimestepBin], folder: Path) -> str:
-    """Draw the pictures into the folder; returns the text of the summary.
+    """Draw the pictures into the folder; return the text of the summary.
 
     Args:
         results: of the grid.
@@ -55,9 +55,9 @@ def _explained(results: GridResults, bins: Sequence[TimestepBin]) -> str:
     weights = "trained weights" if results.weights == "none" else f"EMA weights ({results.weights})"
     density = "DDPM indices" if bins[0].unit == "index" else "t"
     return (
-        f"Held-out squared error of {results.currency} ({weights}, {results.images} images with fixed noise, "
-        f"{len(bins)} bins of timesteps), {len(results.seeds)} seeds. Two ways to sum up: the mean under uniform "
-        f"{density} (uniform mean), which bins of large errors decide, and the mean of ln error over bins (geometric "
+        f"Held-out squared error of {results.parametrisation} ({weights}, {results.images} images with fixed noise, "
+        f"{len(bins)} bins of timesteps), {len(results.seeds)} seeds. Two averages: the mean under uniform "
+        f"{density} (uniform mean), dominated by bins of large errors, and the mean of ln error over bins (geometric "
         "mean over bins), in which every bin counts the same. Differences are paired by seed: runs of one seed have "
         "the same initial weights, order of data and noise. Brackets hold 95 % intervals by Student's t over seeds, "
         f"for these {results.images} images, which are the same for all runs; each is for one comparison, not adjusted "
@@ -69,7 +69,7 @@ def _explained(results: GridResults, bins: Sequence[TimestepBin]) -> str:
 def _score_table(results: GridResults, group: str, name: str, score: Score, target: str | None) -> str:
     arms = results.labels(group)
     losses = {arm: results.scores(group, arm, score) for arm in arms}
-    header = ["rank", results.arm_column, "seeds", "loss", f"against {arms[0]}", "verdict", "cannot be told apart from"]
+    header = ["rank", results.arm_column, "seeds", "loss", f"against {arms[0]}", "verdict", "no difference from"]
     reached = _samples_to_target(results, group, score, target) if target else {}
     shared, count, rows = shared_seeds(losses), len(results.seeds), []
     whole = {arm for arm in arms if len(losses[arm]) == count}

@@ -1,8 +1,8 @@
-"""A grid of runs, trained one after the other in processes of their own: what is finished is not trained again.
+"""Grid of runs, trained one after the other in separate processes; finished runs are not trained again.
 
     <study folder>/training.csv          a row per run that has ended, failed ones too; of two rows, the later counts
-                   runs/<name>.toml      what a run is asked to train
-                   runs/<name>.log       what its processes said
+                   runs/<name>.toml      configuration of a run
+                   runs/<name>.log       output of its processes
                    runs/<name>/          its folder, with every checkpoint
 """
 
@@ -30,7 +30,7 @@ COLUMNS = ("run", "status", "reason", "samples", "date", "runtime")
 
 @dataclass(frozen=True)
 class GridRun:
-    """One run of a grid.
+    """Run of a grid.
 
     Attributes:
         name: of the run and of its folder.
@@ -43,7 +43,7 @@ class GridRun:
 
 @dataclass(frozen=True)
 class TrainingGrid:
-    """Runs that differ from one base.
+    """Grid of runs that differ from one base.
 
     Attributes:
         folder: of the study.
@@ -60,7 +60,7 @@ class TrainingGrid:
 
 
 def plan_grid(base: JobConfig, runs: Sequence[GridRun], folder: Path, processes: int) -> TrainingGrid:
-    """Check every run; nothing is written.
+    """Plan a grid: check every run; nothing is written.
 
     Args:
         base: configuration that all runs share but for their overrides.
@@ -82,13 +82,13 @@ def plan_grid(base: JobConfig, runs: Sequence[GridRun], folder: Path, processes:
 
 
 def configure(base: JobConfig, overrides: dict[str, Any], processes: int, name: str) -> JobConfig:
-    """The base with some keys of other values, checked as any configuration is.
+    """Configure the base with other values of some keys, checked as any configuration.
 
     Args:
         base: resolved.
         overrides: dotted key -> value, or its text as a command line has it.
-        processes: that it is for.
-        name: said before the reason where it is refused.
+        processes: of the run.
+        name: prefix of the reason if it is refused.
 
     Raises:
         StudyError: with the first reason.
@@ -105,22 +105,22 @@ def configure(base: JobConfig, overrides: dict[str, Any], processes: int, name: 
 
 
 def train_grid(grid: TrainingGrid, retry_failed: bool = False) -> dict[str, str]:
-    """Train what is not trained yet, each run from its newest checkpoint.
+    """Train the missing runs, each from its newest checkpoint.
 
-    A run is trained when its last checkpoint is in its folder; one that failed counts as that as long as the same is
-    asked of it.
+    A run is trained when its last checkpoint is in its folder; a failed one counts as trained while its configuration
+    is unchanged.
 
     Args:
         grid: as `plan_grid` returns it.
-        retry_failed: train again what failed.
+        retry_failed: train failed runs again.
 
     Returns:
-        name of a run -> why it failed, of those that did.
+        name of a run -> reason, of the failed ones.
 
     Raises:
         Busy: another process is at work in the folder.
         StudyError: it cannot be written.
-        KeyboardInterrupt: asked to stop; the run that was training goes on from its newest checkpoint.
+        KeyboardInterrupt: a request to stop; the interrupted run resumes from its newest checkpoint.
     """
     with ResultsFolder(grid.folder, STUDY_MARKS).held():
         make_folder(grid.folder / "runs")
@@ -143,7 +143,7 @@ def train_grid(grid: TrainingGrid, retry_failed: bool = False) -> dict[str, str]
 
 
 def samples_of(config: JobConfig) -> int:
-    """Images that a run sees."""
+    """Number of images that a run sees."""
     return config.training.steps * config.training.global_batch_size
 
 

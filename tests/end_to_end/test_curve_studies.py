@@ -18,7 +18,7 @@ from tests.forked import run_script
 from tests.unit.test_timestep_errors import BestDenoiser
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges
-from torchtitan.evaluation.timestep_errors import fixed_samples, in_currency, timestep_errors, timestep_nodes
+from torchtitan.evaluation.timestep_errors import fixed_samples, in_parametrisation, timestep_errors, timestep_nodes
 from torchtitan.runs.trained_model import read_config
 
 # One patch is the whole image: little more than a filter has to be learned. The variance puts the first inner edge
@@ -93,9 +93,9 @@ def test_a_trained_network_comes_near_the_least_error_and_its_slots_near_the_clo
         errors = read_errors(measured / "errors.safetensors", curve.weights, curve.step)
         excess = errors - least  # of the same images and noise
         assert (excess.mean(0) > -3.5 * excess.std(0) / 96**0.5).all()
-        ratio = errors.mean(0) / least.mean(0)  # in any currency
+        ratio = errors.mean(0) / least.mean(0)  # in any parametrisation
         assert (ratio >= 1).all() and (ratio < 1.1).all()
-        of_noise = (in_currency(each, objective, nodes, "noise").mean() for each in (errors, least))
+        of_noise = (in_parametrisation(each, objective, nodes, "noise").mean() for each in (errors, least))
         assert next(of_noise) / next(of_noise) < 1.03
     summary = (measured / "summary.md").read_text()
     assert "Ratio to the smallest possible error" in summary and "EMA against trained weights" in summary

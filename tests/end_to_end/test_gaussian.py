@@ -1,6 +1,6 @@
 """On Gaussian images the best loss of any model is known at every timestep: a trained one comes close, never below.
 
-Every path and prediction is measured in one currency, the squared error of the rectified flow's velocity.
+Every path and prediction is measured in one parametrisation, the squared error of the rectified flow's velocity.
 """
 
 import json
@@ -51,7 +51,7 @@ enable = false
 enable = false
 """
 
-# Half of the noise levels on either side of sigma = 1, few so far out that the currency turns small errors into large.
+# Half of the noise levels on either side of sigma = 1, few so far out that it turns small errors into large.
 CENTRED = {"timesteps.name": "logit_normal"}
 LEVELS = {"timesteps.name": "lognormal_sigma", "timesteps.p_mean": 0.0, "timesteps.p_std": 1.2}
 # name -> path, what goes with it, and the predictions it can be sampled from
@@ -71,7 +71,7 @@ OBJECTIVES = {
 OBJECTIVES["flow, velocity, uniform"] = {"timesteps.name": "uniform"}
 for prediction in ("x0", "edm"):  # EDM's own input scaling, and its weighting
     OBJECTIVES[f"EDM, {prediction}"] |= {"preconditioning": "edm", "weighting.name": "edm"}
-# Noise in images that no scaling tames: an error of the noise counts sigma^2 in the common currency.
+# Noise in images that no scaling tames: an error of the noise counts sigma^2 in the common parametrisation.
 OBJECTIVES["EDM, noise"] |= {"timesteps.p_std": 0.7}
 
 

@@ -194,7 +194,7 @@ def test_batch_sizes_at_equal_samples_and_prediction_types_of_their_runs(
 
     runs = [folder / "runs" / name for name in ("b4_s0", "b16_linear_s0", "b4_s1")]
     words = ["prediction_types", *runs, "--images", "4", "--nodes", "1", "--output", compared]
-    code, _, error = study(*words, "--currency", "x0")
+    code, _, error = study(*words, "--parametrisation", "x0")
     assert code == 0, error
     rows = table(compared / "results.csv")
     assert len(rows) == 30 and {row["log_ratio"] for row in rows[:10]} == {"0"}
@@ -282,7 +282,7 @@ def test_trained_prediction_types_killed_leave_no_process_and_go_on(
         (["batch_size", "{config}", "--batches", "4,64"], "too few for"),
         (["batch_size", "{config}", "--batches", "4,8", "--rules", "cubic"], "is no rule"),
         (["prediction_types", "{config}"], "--predictions"),
-        (["prediction_types", "{config}", "--predictions", "v,y"], "'y' is none"),
+        (["prediction_types", "{config}", "--predictions", "v,y"], "'y' is no prediction"),
         (["prediction_types", "{config}", "--predictions", "v", "--currency", "w"], "invalid choice"),
     ],
 )

@@ -46,7 +46,7 @@ def test_margin_of_two_seeds_is_the_closed_form_of_their_paired_difference():
     deviation = abs(0.3 - 0.1) / math.sqrt(2)
     assert (found.value, found.count) == (pytest.approx(0.2), 2)
     assert found.half_width == pytest.approx(T1 * deviation / math.sqrt(2), rel=1e-6)
-    assert direction(found) == "cannot be told apart"
+    assert direction(found) == "no significant difference"
 
 
 def test_margin_of_three_seeds_is_the_closed_form():
@@ -64,8 +64,8 @@ def test_pairing_by_seed_takes_away_what_a_seed_does_to_all():
 
 def test_a_single_seed_tells_nothing_apart():
     found = paired_difference({0: 0.0}, {0: 9.0})
-    assert found.half_width == math.inf and direction(found) == "cannot be told apart"
-    assert direction(paired_difference({0: 0.0}, {1: 9.0})) == "cannot be told apart"
+    assert found.half_width == math.inf and direction(found) == "no significant difference"
+    assert direction(paired_difference({0: 0.0}, {1: 9.0})) == "no significant difference"
 
 
 def test_ranking_names_what_intervals_do_not_separate():
@@ -159,13 +159,13 @@ def test_samplers_by_name_have_their_own_keys_only(base):
     [
         ("uniforn", "is no sampler"),
         ("uniform+even", "is no spread"),
-        ("uniform,uniform", "is there twice"),
+        ("uniform,uniform", "is given twice"),
         ("beta:path=edm", "no key=value of a sampler"),
         ("beta:a", "no key=value of a sampler"),
-        ("logit_normal:mean=0,mean=1", "mean is there twice"),
-        ("uniform+stratified:spread=none", "spread is there twice"),
-        ("slots:edges_path=a/e.json,slots:edges_path=./a/e.json", "is there twice"),
-        ("slots:edges=[0,10,1000],slots:edges=[0,20,1000]", "would both be called slots"),
+        ("logit_normal:mean=0,mean=1", "mean is given twice"),
+        ("uniform+stratified:spread=none", "spread is given twice"),
+        ("slots:edges_path=a/e.json,slots:edges_path=./a/e.json", "is given twice"),
+        ("slots:edges=[0,10,1000],slots:edges=[0,20,1000]", "would both be named slots"),
     ],
 )
 def test_samplers_that_are_none_are_refused(text, message):

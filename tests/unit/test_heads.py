@@ -51,7 +51,7 @@ def test_the_raw_minimum_of_equally_good_heads_goes_by_the_signal_to_noise_ratio
     found = objective.heads.errors(outputs(objective, x0, draw, error), x0, draw.noise, draw.t)
     _, share = objective.heads.rule.loss(found, torch.logit(draw.t))
     assert share.argmax(1).tolist() == [0] * 259 + [1] * 741 and (share.sum(1) == 1).all()
-    # In one currency they are equal.
+    # In one parametrisation they are equal.
     torch.testing.assert_close(found.common, found.common[:, :1].expand(-1, 3), rtol=1e-9, atol=0)
 
 
@@ -100,7 +100,7 @@ def test_the_soft_minimum_lies_between_the_minimum_and_the_mean():
     torch.testing.assert_close(cold[0], least)
     torch.testing.assert_close(cold[1], chosen)
     torch.testing.assert_close(hot[1], torch.full_like(chosen, 1 / 3), rtol=1e-4, atol=0)
-    # Squared errors 4 : 1 : 1.44 in one currency.
+    # Squared errors 4 : 1 : 1.44 in one parametrisation.
     wanted = torch.tensor([math.exp(-3 / 0.5), 1.0, math.exp(-0.44 / 0.5)], dtype=torch.float64)
     torch.testing.assert_close(middle[1], (wanted / wanted.sum()).expand(2, -1))
 

@@ -173,7 +173,7 @@ def test_weights_have_their_golden_values_on_the_linear_schedule():
     assert weights("ddpm_linear", "noise", "p2", sigma)[4].item() == pytest.approx(0.9222, abs=5e-5)
 
 
-def test_weights_have_their_closed_forms_in_every_currency():
+def test_weights_have_their_closed_forms_in_every_parametrisation():
     sigma = torch.logspace(-2, 2, 41, dtype=torch.float64)
     snr = sigma**-2
     minimum = snr.clamp(max=3.0)

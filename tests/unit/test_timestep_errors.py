@@ -22,7 +22,7 @@ from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges, interpol
 from torchtitan.evaluation.timestep_errors import (
     FixedSamples,
     fixed_samples,
-    in_currency,
+    in_parametrisation,
     timestep_errors,
     timestep_nodes,
 )
@@ -110,8 +110,9 @@ def test_currencies_agree_with_models_that_are_trained_in_them(prediction):
         timestep_errors(BestDenoiser(POWER_LAW, objective), objective, samples, nodes)
         for objective in (as_noise, other)
     )
-    torch.testing.assert_close(in_currency(of_noise, as_noise, nodes, prediction), of_other, rtol=2e-3, atol=1e-7)
-    torch.testing.assert_close(in_currency(of_other, other, nodes, "noise"), of_noise, rtol=2e-3, atol=1e-7)
+    converted = in_parametrisation(of_noise, as_noise, nodes, prediction)
+    torch.testing.assert_close(converted, of_other, rtol=2e-3, atol=1e-7)
+    torch.testing.assert_close(in_parametrisation(of_other, other, nodes, "noise"), of_noise, rtol=2e-3, atol=1e-7)
     curve = curve_of(of_other, other, nodes, "none", 1, optimal_noise_loss(POWER_LAW, nodes.log_sigma))
     torch.testing.assert_close(curve.noise_error, of_noise.mean(0), rtol=2e-3, atol=1e-7)
     torch.testing.assert_close(curve.stderr, of_other.std(0) / 6**0.5)
@@ -180,7 +181,7 @@ def test_a_few_images_have_no_intervals(tmp_path):
 
 @pytest.mark.parametrize("prediction", ["x0", "v"])
 def test_slots_of_the_noise_do_not_depend_on_the_prediction(tmp_path, prediction):
-    """The best denoiser's errors in another currency, with intervals: cut by the noise as if trained in it."""
+    """The best denoiser's errors in another parametrisation, with intervals: cut by the noise as if trained in it."""
     samples = fixed_samples(Synthetic(POWER_LAW, "validation"), 8, seed=1)
     rows = []
     for name in ("noise", prediction):

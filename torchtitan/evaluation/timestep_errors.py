@@ -160,21 +160,21 @@ def timestep_errors(
     return found.view(count, num_nodes)
 
 
-def in_currency(errors: Tensor, objective: Objective, nodes: TimestepNodes, currency: str) -> Tensor:
+def in_parametrisation(errors: Tensor, objective: Objective, nodes: TimestepNodes, parametrisation: str) -> Tensor:
     """Convert errors of the objective's prediction to those of another one.
 
     Args:
         errors: squared errors [..., N] at the nodes.
         objective: of their prediction.
         nodes: N timesteps.
-        currency: a key of `predictions.PREDICTIONS`.
+        parametrisation: a key of `predictions.PREDICTIONS`.
 
     Returns:
-        squared errors of the `currency` that follows from the same estimate of x0, [..., N].
+        squared errors of the `parametrisation` that follows from the same estimate of x0, [..., N].
     """
     sigma = torch.exp(nodes.log_sigma)
     a, _ = objective.path.coefficients(nodes.t)
     wanted, given = (
-        noise_error_weight(name, sigma, a, objective.sigma_data) for name in (currency, objective.prediction)
+        noise_error_weight(name, sigma, a, objective.sigma_data) for name in (parametrisation, objective.prediction)
     )
     return errors * (wanted / given)

@@ -1,1 +1,1 @@
-"""Grids of runs: cells in processes of their own, with their outcomes on record."""
+"""Experiments: grids of runs, with cells in separate processes and their outcomes on record."""

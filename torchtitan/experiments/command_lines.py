@@ -1,4 +1,4 @@
-"""From a cell to the command line of its runs, checked before anything is started."""
+"""Command lines of a cell's runs, checked before anything is started."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def run_name(cell: Cell, repeat: int) -> str:
 
 
 def run_arguments(cell: Cell, repeat: int, folder: Path, base: Path | None) -> list[str]:
-    """The arguments of train.py.
+    """Arguments of train.py.
 
     Args:
         cell: of the grid.
@@ -37,11 +37,10 @@ def check_cells(sweep: Sweep, cells: list[Cell], folder: Path) -> dict[str, str]
     """Check the configuration of every cell.
 
     Returns:
-        id of a cell -> why it is refused, for cells of dtype float8 where float8 cannot be had.
+        id of a cell -> reason of its refusal, for cells of dtype float8 on hardware without float8.
 
     Raises:
-        SweepError: any other cell is refused, or would write elsewhere than into the sweep's folder; with the first
-            reason.
+        SweepError: any other cell is refused, or would write outside of the sweep's folder; with the first reason.
     """
     refused = {}
     for cell in cells:

@@ -1,4 +1,4 @@
-"""The folder that an experiment's results lie in: of one experiment alone, and of one process at a time."""
+"""Folder of an experiment's results: of one experiment alone, and of one process at a time."""
 
 import json
 import os
@@ -24,22 +24,22 @@ T = TypeVar("T")
 
 
 class ExperimentError(Exception):
-    """An experiment that cannot be made as asked; the message is one line."""
+    """Experiment that cannot be run as requested; the message is one line."""
 
 
 class StudyError(ExperimentError):
-    """A study that cannot be made as asked; the message is one line."""
+    """Study that cannot be run as requested; the message is one line."""
 
 
 @dataclass(frozen=True)
 class ResultsFolder:
-    """A folder of results.
+    """Folder of results.
 
     Attributes:
-        path: of the folder, which need not be there.
-        marks: files by which it is known, as `foreign_entry` takes them.
-        error: raised where it cannot be used.
-        owner: whose folder it is, in words.
+        path: of the folder, which need not exist.
+        marks: files that identify it, as for `foreign_entry`.
+        error: raised if it cannot be used.
+        owner: of the folder, in words.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class ResultsFolder:
             raise self.error(foreign_text(self.path, name, self.owner, "give another --output, or move it away"))
 
     def read(self, name: str, parse: Callable[[str], T]) -> T | None:
-        """What a file says that the results are of; None where there is no such file.
+        """Read a file's record of the experiment; None where there is no such file.
 
         Raises:
             ExperimentError: it cannot be read, or is damaged: `parse` raises ValueError, KeyError or TypeError.
@@ -78,11 +78,11 @@ class ResultsFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Make the folder and work in it alone.
+        """Hold the folder: make it and work in it alone.
 
         Raises:
             Busy: another process is at work there.
-            ExperimentError: what is written there cannot be.
+            ExperimentError: it cannot be written.
         """
         lock = RunLock(self.path)
         try:
@@ -99,10 +99,10 @@ class ResultsFolder:
 
 
 def refuse_other_run(folder: ResultsFolder, run: Path, config: JobConfig) -> None:
-    """Compare a run with the one that the folder's results are of; a folder that does not say is taken as it is.
+    """Compare a run with that of the folder's results; a folder without a record is accepted.
 
-    The way from the folder to the run is compared, so that a run may be moved with its studies; and of its
-    configuration what decides how it learns, so that a run trained anew in the same place is another one.
+    Compared are the relative path from the folder to the run, so that a run may be moved with its studies; and the keys
+    of its configuration that determine the training, so that a run trained anew in the same place is another one.
 
     Raises:
         ExperimentError: it is another run, or run.json is damaged or cannot be read.
@@ -114,11 +114,11 @@ def refuse_other_run(folder: ResultsFolder, run: Path, config: JobConfig) -> Non
     if other != _way(folder.path, run):
         folder.refuse(f"results of another run, {os.path.normpath(folder.path.resolve() / other)}")
     if differences := config_differences(config_of_other, config):
-        folder.refuse(f"results of this run as it was configured before, {differences[0]}")
+        folder.refuse(f"results of this run with an earlier configuration, {differences[0]}")
 
 
 def claim(folder: Path, run: Path, config: JobConfig) -> None:
-    """Make the folder, and say in it which run its results will be of, where it does not yet. Raises OSError."""
+    """Claim the folder for a run's results, if it has no record of one. Raises OSError."""
     make_folder(folder)
     path = folder / _RUN_FILE
     if not path.exists():

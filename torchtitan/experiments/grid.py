@@ -1,4 +1,4 @@
-"""A sweep's TOML file, and the cells of its grid."""
+"""Grid of a sweep's TOML file: its cells."""
 
 import dataclasses
 import itertools
@@ -40,27 +40,27 @@ _MEASURED_ALONE = {  # what a sweep switches off unless it says otherwise: a run
 
 
 class SweepError(ExperimentError):
-    """A sweep that cannot be made as asked; the message is one line."""
+    """Sweep that cannot be run as requested; the message is one line."""
 
 
 @dataclass(kw_only=True)
 class SweepSettings:
-    """The keys of a sweep's file beside its tables `fixed`, `axes` and `exclude`."""
+    """Keys of a sweep's file outside of its tables `fixed`, `axes` and `exclude`."""
 
-    name: str = setting("", "names the folder outputs/<name>; default: the file's name")
+    name: str = setting("", "name of the folder outputs/<name>; default: the file's name")
     base: str = setting("", "configuration that all cells start from, relative to this file; default: none")
     processes: int = setting(1, "processes of every cell, unless they are an axis", ge=1, le=65536)
     repeats: int = setting(1, "runs of each cell; repeat r has debug.seed + r", ge=1, le=10_000)
     timeout_s: float = setting(1800.0, "seconds after which a run is ended", gt=0)
     warmup_steps: int = setting(0, "first steps, left out of all medians", ge=0)
-    order: str = setting(BATCH_KEY, "axis of rising memory: beyond a value that is out of memory, cells are skipped")
+    order: str = setting(BATCH_KEY, "axis of rising memory: cells above a value that is out of memory are skipped")
     hsdp_shard: int = setting(2, "shard degree of layout hsdp", ge=2)
     memory_limit_gib: float | None = setting(None, "memory of a process on the CPU, in GiB; Linux only", gt=0)
     autotune: bool = setting(False, "search the batch size of every cell instead of having it as an axis")
     autotune_goal: Literal["largest", "fastest"] = setting(
         "largest", "largest that fits, or fastest", applies={"autotune": (True,)}
     )
-    autotune_multiple_of: int = setting(1, "of which the batch size is a multiple", ge=1, applies={"autotune": (True,)})
+    autotune_multiple_of: int = setting(1, "divisor of the batch size", ge=1, applies={"autotune": (True,)})
     autotune_memory_gib: float | None = setting(
         None, "memory of a process, in GiB; needed on the CPU", gt=0, applies={"autotune": (True,)}
     )
@@ -68,12 +68,12 @@ class SweepSettings:
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of the grid.
+    """Cell: one point of the grid.
 
     Attributes:
         id: `axis=value` joined, for axes of several values; a file name, unique in the sweep.
-        axes: axis -> value, as the sweep's file has them.
-        values: dotted key -> value of everything that the cell sets.
+        axes: axis -> value, as in the sweep's file.
+        values: dotted key -> value of every key that the cell sets.
         processes: of its runs.
     """
 
@@ -83,18 +83,18 @@ class Cell:
     processes: int
 
     def arm(self, order: str) -> str:
-        """What cells share that differ along the axis `order` only."""
+        """Arm: the part shared by cells that differ along the axis `order` only."""
         return json.dumps({axis: value for axis, value in self.axes.items() if axis != order}, sort_keys=True)
 
 
 @dataclass
 class Sweep:
-    """A sweep's file, read and expanded.
+    """Sweep: its file, read and expanded.
 
     Attributes:
         path: of the file.
         text: of the file.
-        table: its content, dotted keys as TOML nests them made flat.
+        table: its content, flattened to dotted keys.
         settings: its plain keys.
         base: configuration of all cells, None if there is none.
         cells: of the grid, the batch rising fastest.
@@ -112,7 +112,7 @@ def read_sweep(path: Path) -> Sweep:
     """Read a sweep's file and expand its grid; the cells' configurations are not checked here.
 
     Raises:
-        SweepError: with the first thing that is wrong.
+        SweepError: with the first problem.
     """
     document, unreadable = read_toml(str(path))
     if unreadable:
@@ -122,7 +122,7 @@ def read_sweep(path: Path) -> Sweep:
 
     def advise(key: str) -> str:
         guess = nearest(key.removeprefix("sweep."), [*known, *_TABLES])
-        advice = f"keys of runs stand in [fixed] and [axes]; here: {', '.join(known)}"
+        advice = f"keys of runs belong in [fixed] and [axes]; here: {', '.join(known)}"
         return f"did you mean {guess}?" if guess else advice
 
     settings, problems = validate_section("sweep", SweepSettings(), plain, advise)
@@ -212,7 +212,7 @@ def _cell(sweep: Sweep, point: dict[str, Any]) -> Cell:
 
 
 def _meaning(sweep: Sweep, axis: str, value: Any, processes: int) -> dict[str, Any]:
-    """The configuration's keys that a value of an axis stands for."""
+    """Configuration keys set by a value of an axis."""
     if axis == "processes":
         return {}
     if axis == "dtype":
@@ -303,5 +303,5 @@ def _error(path: Path, text: str) -> SweepError:
 
 
 def saved_table(text: str) -> dict[str, Any]:
-    """The content of a sweep's file, flat: dotted key -> value. Raises tomllib.TOMLDecodeError."""
+    """Saved content of a sweep's file, flat: dotted key -> value. Raises tomllib.TOMLDecodeError."""
     return dict(_flatten(tomllib.loads(text)))

@@ -1,11 +1,11 @@
-"""Run a command so that nothing of it outlives the process that asked for it.
+"""Guard: run a command of which no process outlives the caller.
 
     python guard.py MEMORY_LIMIT_BYTES COMMAND...     (limit 0: none)
 
 Standard input is a lifeline: at its end, because it was closed or because the other side was killed, the command and
-all its descendants are killed, those in sessions of their own too, as torchrun's workers are. Whatever the command
-leaves behind when it ends is killed as well. SIGTERM is passed on to the command. Exit code: the command's, 128 +
-signal if a signal ended it.
+all its descendants are killed, also those in other sessions, as torchrun's workers are. Processes that remain after the
+command's end are killed as well. SIGTERM is passed on to the command. Exit code: the command's, 128 + signal if a
+signal ended it.
 
 This file imports the standard library only: it is started for every run.
 """
@@ -47,7 +47,7 @@ def main(words: list[str]) -> int:
 
 
 def kill_descendants(root: int) -> None:
-    """Kill all processes below `root`, again and again until none is left that is not dead."""
+    """Kill all processes below `root`, repeatedly until none of them is alive."""
     while found := _descendants(root):
         for pid in found:
             try:
@@ -58,7 +58,7 @@ def kill_descendants(root: int) -> None:
 
 
 def _bury() -> None:
-    """Take note of dead children, so that they vanish from the table of processes."""
+    """Reap dead children, so that they vanish from the table of processes."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -67,7 +67,7 @@ def _bury() -> None:
 
 
 def _adopt_orphans() -> None:
-    """On Linux, become the parent of descendants whose parent dies, so that they can be found."""
+    """Adopt orphans: on Linux, become the parent of descendants whose parent dies, so that they can be found."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -89,7 +89,7 @@ def _descendants(root: int) -> list[int]:
 
 
 def _processes() -> list[tuple[int, int, bool]]:
-    """(pid, pid of the parent, whether it is alive) of every process; the dead ones whose end nobody has noted yet."""
+    """Processes: (pid, pid of the parent, whether it is alive) of each; unreaped dead ones included."""
     if sys.platform != "linux":
         table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True).stdout
         entries = [line.split() for line in table.splitlines()]

@@ -1,4 +1,4 @@
-"""One run in fresh processes, and how it ended: done, out of memory, failed, too slow, or refused."""
+"""Processes of one run, and its outcome: done, out of memory, failed, too slow, or refused."""
 
 import os
 import re
@@ -33,12 +33,12 @@ _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Timeout)\b")
 
 
 class Stopped(Exception):
-    """The run was ended because `stop` was set; it says nothing about the run."""
+    """Run ended because `stop` was set; no result on the run."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """Outcome of a run.
 
     Attributes:
         status: ok; oom (device or host memory, of any rank); failed; timeout; refused (nothing was trained: bad
@@ -68,20 +68,20 @@ def run_processes(
     stop_grace_s: float = 0.0,
     poll: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Run train.py in processes of its own until all of them have ended.
+    """Run train.py in separate processes until all of them have ended.
 
-    However this ends, none of the processes is left, not even if this process is killed.
+    None of the processes remains at the end, not even if this process is killed.
 
     Args:
         arguments: of train.py, `--section.key value`; relative paths in them are relative to the present folder.
-        processes: how many; torchrun starts more than one, on a port of its own.
+        processes: number of them; torchrun starts more than one, on a separate port.
         timeout_s: seconds after which everything is killed.
         log: file for the output of all processes, written anew.
         environment: variables to set besides the present ones.
         memory_limit_gib: of each process's data (RLIMIT_DATA), so that allocating more on the CPU fails; Linux.
         devices: numbers of the CUDA devices to use, among those that this process sees.
         stop: set from another thread, ends the run.
-        oom_grace_s: seconds that the other ranks have to end by themselves once one is out of memory.
+        oom_grace_s: seconds for the other ranks to end by themselves once one is out of memory.
         stop_grace_s: seconds that a run which is stopped has to save a checkpoint.
         poll: called again and again while the run lasts.
 
@@ -126,15 +126,15 @@ def run_processes(
 
 
 def classify(exit_code: int, log: str, summary: dict) -> tuple[Status, str]:
-    """Tell how a run ended.
+    """Classify the end of a run.
 
-    A rank that runs out of memory may take others with it, which see a closed connection and say so in the summary:
-    the allocators' own words, from whatever rank, count more than that.
+    A rank that runs out of memory may end others, which report a closed connection in the summary: the allocators' own
+    messages, from any rank, take precedence.
 
     Args:
         exit_code: of the launcher.
         log: output of all ranks, and of torchrun.
-        summary: the run's summary.json as far as this run wrote it.
+        summary: the run's summary.json, if this run wrote it.
 
     Returns:
         status and reason.
@@ -196,7 +196,7 @@ def _wait(
 
 
 class _OutOfMemoryWatch:
-    """How long the log has said that memory has run out; reads only what is new."""
+    """Watch for memory errors in the log, and their age; reads only new text."""
 
     def __init__(self, log: Path) -> None:
         self._log, self._read, self._last = log, 0, b""
@@ -216,14 +216,14 @@ class _OutOfMemoryWatch:
 
 
 def _exit_codes(log: str) -> list[int]:
-    """Of the ranks, from torchrun's report, root cause first; without those that it had to kill itself."""
+    """Exit codes of the ranks, from torchrun's report, root cause first; without those that torchrun killed."""
     reported = re.findall(r"exitcode\s*:\s*(-?\d+)\)? (?:local_rank: \d+ )?\(pid: (\d+)\)", log)
     killed = set(re.findall(r"Unable to shutdown process (\d+)", log))
     return [int(code) for code, pid in reported if pid not in killed]
 
 
 def _before_launcher(log: str) -> list[str]:
-    """The lines of the ranks, without torchrun's report, the program's log lines and the names of ranks."""
+    """Lines of the ranks, without torchrun's report, the program's log lines and the names of ranks."""
     lines = []
     for line in filter(str.strip, log.splitlines()):
         if re.match(r"[EF]\d{4} .*torch/distributed/elastic/", line):
@@ -249,7 +249,7 @@ def _read_summary(path: Path) -> dict:
 
 
 def _ends_of(log: Path) -> str:
-    """What a log begins and ends with, of a run that may have printed without end."""
+    """Begin and end of a log, of a run that may have printed endlessly."""
     with open(log, "rb") as file:
         content = file.read(_MOST_OF_A_LOG)
         middle = file.tell()
@@ -259,7 +259,7 @@ def _ends_of(log: Path) -> str:
 
 
 def _unfinished(summary: Path) -> str:
-    """Why a run that ended well left nothing to measure; a run that had been finished before does not write anew."""
+    """Reason why a run that ended well left nothing to measure; a previously finished run does not write anew."""
     if not summary.exists():
         return f"{summary} was not written"
     status = _read_summary(summary).get("status")

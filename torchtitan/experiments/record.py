@@ -1,4 +1,4 @@
-"""The records of experiments: a row per finished cell, whole and on the disk as soon as it is added.
+"""Records of experiments: a row per finished cell, whole and on the disk as soon as it is added.
 
     results.csv, training.csv    of studies
 
@@ -25,7 +25,7 @@ from torchtitan.files.regular import read_regular, read_text
 from torchtitan.settings.schema import quoted
 
 STATE_FILE, SWEEP_FILE, BASE_FILE = "sweep.jsonl", "sweep.toml", "base.toml"
-# What may be changed to go on with a sweep: it says how long and how often, not what.
+# Keys that may change when a sweep resumes: limits of time and repeats, not the cells.
 _MAY_CHANGE = ("repeats", "timeout_s")
 _LARGEST_TABLE = 1 << 28  # bytes
 
@@ -33,10 +33,10 @@ Row = dict[str, Any]
 
 
 class ResultTable:
-    """results.csv: rows by key, appended one at a time; of two rows with one key, the later counts."""
+    """Table results.csv: rows by key, appended one at a time; of two rows with one key, the later counts."""
 
     def __init__(self, path: Path, columns: Sequence[str], key: Sequence[str]) -> None:
-        """Read what is there. Raises StudyError where it is not such a table."""
+        """Read the file, if it exists. Raises StudyError: it is no such table."""
         self.path = path
         self._columns = list(columns)
         self._key = list(key)
@@ -46,7 +46,7 @@ class ResultTable:
             self._read()
 
     def find(self, cell: Row) -> dict[str, str] | None:
-        """The row of a cell, if it has one."""
+        """Find the row of a cell, if it has one."""
         return self._rows.get(self._key_of(cell))
 
     def add(self, cell: Row) -> dict[str, str]:
@@ -60,7 +60,9 @@ class ResultTable:
         return row
 
     def begin(self) -> None:
-        """Write the header where there is none yet: the folder is then known as the study's. Raises OSError."""
+        """Begin the table: write the header if there is none yet, which marks the folder as the study's. Raises
+        OSError.
+        """
         if not self._begun:
             replace_file(self.path, self._header)
             self._begun = True
@@ -89,17 +91,17 @@ class ResultTable:
 
 
 class SweepFolder:
-    """`outputs/<sweep>`, opened for one sweep."""
+    """Folder `outputs/<sweep>`, opened for one sweep."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._folder = ResultsFolder(path, {SWEEP_FILE: b"", STATE_FILE: b"{"}, SweepError, "a sweep's")
 
     def check(self, sweep: Sweep) -> None:
-        """Make sure that the folder, if it is there, is of this sweep.
+        """Check that an existing folder belongs to this sweep.
 
         Raises:
-            SweepError: it is of another one, with the first difference; or it is no sweep's folder at all.
+            SweepError: it belongs to another one, with the first difference; or it is no sweep's folder.
         """
         self._folder.refuse_foreign()
         for name, text in self._files(sweep).items():
@@ -114,11 +116,11 @@ class SweepFolder:
 
     @contextmanager
     def held(self, sweep: Sweep) -> Iterator[None]:
-        """Work in the folder, alone; writes the copies of the sweep's file and of its base.
+        """Hold the folder and write the copies of the sweep's file and of its base.
 
         Raises:
             Busy: another process is at work there.
-            SweepError: what is written there cannot be.
+            SweepError: it cannot be written.
         """
         with self._folder.held():
             for name, text in self._files(sweep).items():
@@ -133,7 +135,7 @@ class SweepFolder:
         return path if path.exists() else None
 
     def rows(self) -> dict[tuple[str, int], Row]:
-        """The latest row of every cell and repeat.
+        """Rows: the latest of every cell and repeat.
 
         Raises:
             SweepError: a line is damaged; the last one may be torn by a kill, and does not count.
@@ -145,7 +147,7 @@ class SweepFolder:
                 row = json.loads(line)
                 rows[row["cell"], row["repeat"]] = {**row, "status": row["status"]}
             except (ValueError, KeyError, TypeError, RecursionError):
-                text = f"line {number} is damaged (remove the line; its run is made again)"
+                text = f"line {number} is damaged (remove the line; its run is repeated)"
                 raise SweepError(f"{self.path / STATE_FILE}: {text}") from None
         return rows
 
@@ -161,14 +163,14 @@ class SweepFolder:
 
 
 def as_text(value: Any) -> str:
-    """A value as it stands in the table; the same text for the same value, so that rows are found again."""
+    """Format a value for the table; the same text for the same value, so that rows are found again."""
     if value is None:
         return ""
     return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
 def _drop_torn_line(path: Path, content: bytes) -> None:
-    """Cut off a last line that a kill has left without its end."""
+    """Drop a torn last line, left by a kill."""
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
         with open(path, "r+b") as file:

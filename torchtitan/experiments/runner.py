@@ -1,4 +1,4 @@
-"""Run the cells of a sweep that are missing, several side by side where asked for, each in fresh processes."""
+"""Runner of a sweep's missing cells, several at the same time if requested, each in fresh processes."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ RETRIED = ("failed", "timeout", "refused")
 
 @dataclass(frozen=True)
 class Task:
-    """One run of a cell."""
+    """Task: one run of a cell."""
 
     cell: Cell
     repeat: int
@@ -34,12 +34,12 @@ class Task:
 
 @dataclass
 class SweepPlan:
-    """What of a sweep is to be done.
+    """Plan of a sweep's remaining work.
 
     Attributes:
-        tasks: every run that was asked for: all cells once, then all again with the next seed.
-        refused: id of a cell -> why it cannot run.
-        rows: of the runs that are finished.
+        tasks: every requested run: all cells once, then all again with the next seed.
+        refused: id of a cell -> reason.
+        rows: of the finished runs.
     """
 
     tasks: list[Task]
@@ -59,16 +59,16 @@ class SweepPlan:
 def plan_sweep(
     sweep: Sweep, folder: SweepFolder, *, only: dict[str, list[str]] | None = None, retry_failed: bool = False
 ) -> SweepPlan:
-    """Check everything that can be checked before anything is written or started.
+    """Plan a sweep: check everything possible before anything is written or started.
 
     Args:
         sweep: read from its file.
         folder: of its results.
-        only: axis -> the values to run, as text; the other cells are left alone.
-        retry_failed: run again what failed, took too long or was refused.
+        only: axis -> the values to run, as text; other cells are left out.
+        retry_failed: repeat runs that failed, timed out or were refused.
 
     Raises:
-        SweepError: a cell is refused, the folder is of another sweep, or `only` names what is not there.
+        SweepError: a cell is refused, the folder belongs to another sweep, or `only` names unknown values.
     """
     folder.check(sweep)
     cells = _select(sweep, only or {})
@@ -93,20 +93,20 @@ def _select(sweep: Sweep, only: dict[str, list[str]]) -> list[Cell]:
 
 
 def value_text(value: Any) -> str:
-    """A value as it is written on a command line."""
+    """Format a value as on a command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def run_sweep(sweep: Sweep, folder: SweepFolder, plan: SweepPlan, jobs: int = 1) -> None:
-    """Run what is missing; every finished run is a row of the folder's record.
+    """Run the missing cells; every finished run is a row of the folder's record.
 
     Args:
         sweep, folder, plan: as `plan_sweep` takes and returns them.
-        jobs: runs side by side; on CUDA each has devices of its own.
+        jobs: concurrent runs; on CUDA each has separate devices.
 
     Raises:
         SweepError: the folder is in use or cannot be written, or there are too few devices.
-        KeyboardInterrupt: asked to stop; what was running is ended and left out of the record.
+        KeyboardInterrupt: a request to stop; running cells are ended and left out of the record.
     """
     with folder.held(sweep):
         _Workers(sweep, folder, plan, jobs).run()
@@ -153,7 +153,7 @@ class _Workers:
             tqdm.write(f"{status:<8}{seconds:7.1f} s  {name}  {reason}".rstrip(), file=sys.stderr)
 
     def _run(self, task: Task, devices: list[int] | None) -> tuple[Outcome, dict[str, Any]]:
-        """How a run ended, and the axes that were chosen for it."""
+        """Run a task; return its outcome, and the chosen axes."""
         settings, processes = self._sweep.settings, task.cell.processes
         arguments = run_arguments(task.cell, task.repeat, self._folder.path, self._folder.base)
         tuned: dict[str, Any] = {}
@@ -178,7 +178,7 @@ class _Workers:
         return {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // (processes * self._jobs), 1))}
 
     def _out_of_memory_below(self, cell: Cell) -> str:
-        """Why a cell need not be tried, if a smaller batch of its arm has run out of memory."""
+        """Reason to skip a cell, if a smaller batch of its arm has run out of memory."""
         order = self._sweep.settings.order
         if order not in cell.axes:
             return ""

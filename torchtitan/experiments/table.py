@@ -1,4 +1,4 @@
-"""The plain table that closes a sweep; intervals and plots are optimization_analysis.py's."""
+"""Table at the end of a sweep; intervals and plots are optimization_analysis.py's."""
 
 import statistics
 from pathlib import Path
@@ -12,12 +12,12 @@ _MEMORY = ("memory/max_reserved(GiB)", "memory/max_resident(GiB)")
 
 
 def sweep_table(rows: list[Row], folder: Path, warmup_steps: int) -> str:
-    """One line per run: status, median images/s and peak memory after the warm-up, reason.
+    """Format one line per run: status, median images/s and peak memory after the warm-up, reason.
 
     Args:
         rows: of the sweep's record.
         folder: of the sweep.
-        warmup_steps: a point counts if none of the steps that it is a mean of is among them.
+        warmup_steps: a point counts if its window holds none of them.
     """
     width = max((len(row["name"]) for row in rows), default=4)
     lines = [f"{'run':<{width}}  status        img/s      GiB  reason"]

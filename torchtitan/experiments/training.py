@@ -72,7 +72,7 @@ def train(
 
 
 def begin_branch(start: Path, branch: Path) -> None:
-    """Put the start into a branch's folder, unless it has checkpoints already; links where the disk can."""
+    """Begin a branch: put the start into its folder, unless it has checkpoints already; links where the disk can."""
     checkpoints = branch / "checkpoint"
     if checkpoint_steps(checkpoints):
         return

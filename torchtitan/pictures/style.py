@@ -83,12 +83,12 @@ def legend_outside(panel: Panel, title: str | None = None, entries_of: Panel | N
 
 
 def note(figure: Figure, text: str) -> None:
-    """A line under the picture."""
+    """Add a line under the picture."""
     figure.supxlabel(text, fontsize=8, color=SOFT)
 
 
 def label_log_axis(panel: Panel) -> None:
-    """Enough labels on a logarithmic y axis, even where it spans less than a power of ten, and no two the same."""
+    """Label a logarithmic y axis sufficiently, even where it spans less than a power of ten, without equal labels."""
     low, high = panel.get_ylim()
     wide = LogLocator(subs=(1, 2, 5)) if high < 1e4 * low else LogLocator(numticks=8)  # parts of many decades: no label
     panel.yaxis.set_major_locator(MaxNLocator(6) if high < 10 * low else wide)

@@ -1,4 +1,4 @@
-"""The batch sizes that a configuration may run with: multiples, or divisors where the global batch size is given."""
+"""Candidate batch sizes of a configuration: multiples, or divisors of a given global batch size."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,13 +10,13 @@ _GLOBAL = "training.global_batch_size"
 
 
 class AutotuneRefused(Exception):
-    """A search that cannot begin, by what was asked for; the message is one line."""
+    """Search that cannot begin with the given options; the message is one line."""
 
 
 def given_global_batch_size(arguments: list[str]) -> int | None:
-    """The global batch size that the command line or else the file sets; None where it follows from the local one.
+    """Global batch size given by the command line or else the file; None where it follows from the local one.
 
-    What is no number is left for load_config to refuse.
+    A value that is no number is left for load_config to refuse.
     """
     flags, _ = read_command_line(arguments)
     document, _ = read_toml(flags["job.config_file"]) if "job.config_file" in flags else ({}, [])

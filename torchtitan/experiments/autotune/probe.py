@@ -1,4 +1,4 @@
-"""One try of a batch size: a few steps of train.py in processes of their own, and what they needed."""
+"""Probe of a batch size: a few steps of train.py in separate processes, with their memory and speed."""
 
 import json
 import tempfile
@@ -20,13 +20,13 @@ _RUN_NAME = "probe"
 
 @dataclass(frozen=True)
 class Probe:
-    """A batch size that was tried.
+    """Probe of one batch size.
 
     Attributes:
         batch_size: images per rank in one forward.
         repeat: 0 for its first try.
-        status: ok, or oom if memory ran out on any rank; other ends of a probe are no answer and not kept.
-        memory_gib: peak of the rank that needed most, reserved on CUDA and resident on the CPU; None after oom.
+        status: ok, or oom if memory ran out on any rank; other ends of a probe give no answer and are not kept.
+        memory_gib: peak of the fullest rank, reserved on CUDA and resident on the CPU; None after oom.
         num_alloc_retries: times that a CUDA allocator had to free its cache, of the rank with most; None after oom.
         images_per_second: median over the second half of the points, of all ranks together; None after oom.
         seconds: wall time, start-up included.
@@ -41,17 +41,17 @@ class Probe:
     seconds: float
 
     def fits(self, limit_gib: float) -> bool:
-        """Whether it stayed within the limit without the allocator having to struggle."""
+        """Check whether it stayed within the limit without retries of the allocator."""
         within = self.memory_gib is not None and self.memory_gib <= limit_gib
         return self.status == "ok" and within and self.num_alloc_retries == 0
 
 
 @dataclass(frozen=True)
 class ProbeProcesses:
-    """How the processes of a probe are started.
+    """Processes of a probe and their limits.
 
     Attributes:
-        processes: how many.
+        processes: their number.
         timeout_s: seconds after which a probe has failed.
         log: file for the output of the latest probe.
         memory_limit_gib: of each process's data, None for none.
@@ -68,7 +68,7 @@ class ProbeProcesses:
 
 
 class ProbeFailed(Exception):
-    """A probe that ended otherwise than by running or by running out of memory; it says nothing of the batch size."""
+    """Probe that ended otherwise than by running or by running out of memory; no answer on the batch size."""
 
     def __init__(self, batch_size: int, outcome: Outcome, log: Path) -> None:
         advice = "a longer timeout gives it time; " if outcome.status == "timeout" else ""
@@ -77,19 +77,19 @@ class ProbeFailed(Exception):
 
 
 def probe_config(config: JobConfig, goal: Goal, processes: int, folder: Path) -> tuple[JobConfig, list[str]]:
-    """Make the short run that stands for a configuration.
+    """Derive the short run that probes a configuration.
 
-    It takes the same steps, without checkpoints, samples, validation, traces and event files. Where memory alone is asked
-    for, two microbatches a step stand for any number of them: the second finds the accumulated gradients in place.
+    It takes the same steps, without checkpoints, samples, validation, traces and event files. For memory alone, two
+    microbatches per step represent any number of them: the second one has the accumulated gradients in memory.
 
     Args:
         config: with the batch size to try, resolved.
-        goal: what the probe has to tell.
+        goal: of the probe.
         processes: of the run.
-        folder: where the run shall write; its configuration is written there.
+        folder: of the run; its configuration is written there.
 
     Returns:
-        the configuration of the short run, and the command line that gives it.
+        the configuration of the short run, and its command line.
     """
     file = folder / f"{_RUN_NAME}.toml"
     file.write_text(dump_config(config), encoding="utf-8")
@@ -120,7 +120,7 @@ def probe_config(config: JobConfig, goal: Goal, processes: int, folder: Path) ->
 
 
 def run_probe(config: JobConfig, goal: Goal, repeat: int, how: ProbeProcesses) -> Probe:
-    """Try the batch size of a configuration.
+    """Probe the batch size of a configuration.
 
     Raises:
         ProbeFailed: it failed for another reason than memory.

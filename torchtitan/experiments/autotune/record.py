@@ -1,4 +1,4 @@
-"""The tries of a search on disk, so that no batch size is tried twice on the same device."""
+"""Record of a search on disk, so that no batch size is tried twice on the same device."""
 
 import dataclasses
 import hashlib
@@ -15,20 +15,20 @@ from torchtitan.files.run_lock import RunLock
 
 
 class RecordError(Exception):
-    """A record that cannot be read or written; the message is one line."""
+    """Record that cannot be read or written; the message is one line."""
 
 
 class SearchRecord:
-    """`<folder>/<hash>.json`: what was asked, the first guess, every probe and, at the end, the batch size found.
+    """Record `<folder>/<hash>.json`: the question, the first guess, every probe and, at the end, the batch size found.
 
-    A search is a function of its probes, so a search that is begun again runs through those on record, and goes on
-    where the record ends; a finished one tries nothing.
+    A search is a function of its probes, so a repeated search replays those on record, and resumes where the record
+    ends; a finished one tries nothing.
 
     Attributes:
         path: the file.
         guess: batch size that the search begins with; None before it was estimated.
         probes: in the order in which they were made.
-        batch_size: the answer; None as long as there is none.
+        batch_size: the answer; None while there is none.
     """
 
     def __init__(self, folder: Path, question: dict[str, Any]) -> None:
@@ -42,12 +42,12 @@ class SearchRecord:
 
     @property
     def log(self) -> Path:
-        """Where the output of the latest probe goes."""
+        """Path of the latest probe's output."""
         return self.path.with_suffix(".log")
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other processes that ask the same question waiting, so that they find the answer.
+        """Hold the record: other processes with the same question wait for the answer.
 
         Raises:
             RecordError: the folder cannot be written.
@@ -64,7 +64,7 @@ class SearchRecord:
             lock.release()
 
     def read(self) -> None:
-        """Take over what an earlier search of the same question has left. Raises RecordError."""
+        """Read the record of an earlier search of the same question. Raises RecordError."""
         try:
             content = json.loads(read_regular(self.path))
             self.guess = content["guess"]
@@ -76,12 +76,12 @@ class SearchRecord:
             raise RecordError(f"{self.path}: damaged (--fresh replaces it)") from error
 
     def find(self, batch_size: int, repeat: int) -> Probe | None:
-        """The probe of a batch size, if it was made."""
+        """Find the probe of a batch size, if it was made."""
         matching = (probe for probe in self.probes if (probe.batch_size, probe.repeat) == (batch_size, repeat))
         return next(matching, None)
 
     def write(self) -> None:
-        """Replace the file in one go. Raises RecordError."""
+        """Replace the file atomically. Raises RecordError."""
         content = {
             "batch_size": self.batch_size,
             "guess": self.guess,

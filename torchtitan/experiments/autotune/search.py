@@ -1,4 +1,4 @@
-"""Searches over rising batch sizes, apart from how a batch size is tried: pure functions of their callbacks."""
+"""Searches over rising batch sizes, as pure functions of their callbacks."""
 
 import statistics
 from bisect import bisect_left, bisect_right
@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 
 def largest_fitting(candidates: Sequence[int], guess: int, fits: Callable[[int], bool]) -> int | None:
-    """Find the largest batch size that fits, supposing that all below one that fits do so too.
+    """Find the largest batch size that fits, assuming that all below one that fits do so too.
 
     From the guess it doubles while it fits, or halves until it does, and then bisects between the two: about
     2 log2(answer / guess) tries from a guess that is too low, and log2 of the gap from one within a factor of 2.
 
     Args:
         candidates: rising batch sizes, one or more.
-        guess: where to begin; the largest candidate up to it is tried first.
+        guess: start; the largest candidate up to it is tried first.
         fits: tries a batch size; called at most once for each.
 
     Returns:
@@ -36,7 +36,7 @@ def largest_fitting(candidates: Sequence[int], guess: int, fits: Callable[[int],
 
 
 def doublings(candidates: Sequence[int]) -> list[int]:
-    """The smallest candidate, and each time the first that is at least twice as large."""
+    """Doublings: the smallest candidate, and each time the first that is at least twice as large."""
     ladder, place = [], 0
     while place < len(candidates):
         ladder.append(candidates[place])
@@ -50,8 +50,7 @@ def fastest(
     """Find the knee of the throughput: the smallest batch size that is nearly as fast as the fastest.
 
     The ladder is climbed until a batch size does not fit. Those whose median rate is within twice the tolerance of
-    the best are then measured again, for chance might decide between them, until each has as many measurements as
-    asked for.
+    the best are then measured again, since chance might decide between them, until each has `repeats` measurements.
 
     Args:
         ladder: rising batch sizes, one or more.

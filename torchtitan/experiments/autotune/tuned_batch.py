@@ -1,4 +1,4 @@
-"""The batch size of a cell, where a sweep searches it."""
+"""Tuned batch size of a cell, in a sweep that searches it."""
 
 import threading
 import time
@@ -18,18 +18,18 @@ def tuned_batch_size(
     arguments: list[str], processes: int, settings: SweepSettings, *, cache: Path, devices: list[int] | None,
     stop: threading.Event,
 ) -> int | Outcome:  # fmt: skip
-    """Search training.local_batch_size as a sweep's autotune keys say.
+    """Search training.local_batch_size with a sweep's autotune keys.
 
     Args:
         arguments: of train.py, without a batch size.
         processes: of the run.
         settings: of the sweep.
-        cache: folder of the searches' records; an interrupted one goes on.
+        cache: folder of the searches' records; an interrupted one resumes.
         devices: numbers of the CUDA devices to use.
         stop: ends the search.
 
     Returns:
-        the batch size, or how the cell ends where there is none: oom if not even the smallest fits.
+        the batch size, or the cell's outcome if there is none: oom if not even the smallest fits.
 
     Raises:
         Stopped: `stop` was set.

@@ -1,4 +1,4 @@
-"""The batch size of a configuration on this device, found by trying: the largest that fits, or the fastest."""
+"""Tuning of a configuration's batch size on this device by trying: the largest that fits, or the fastest."""
 
 import math
 import tempfile
@@ -25,24 +25,24 @@ GOALS: tuple[Goal, ...] = ("largest", "fastest")
 MAX_BATCH_SIZE = 65536
 
 _GIB = 2**30
-# Keys by which neither memory nor speed is decided, and the batch sizes, which have places of their own in a record.
+# Keys without influence on memory and speed, and the batch sizes, which are separate in a record.
 _WITHOUT_EFFECT = {"debug.seed", "optimizer.lr", "training.local_batch_size", "training.global_batch_size"}
 _SECTIONS_WITHOUT_EFFECT = {"job", "comm", "metrics", "lr_scheduler"}
 
 
 class NothingFits(Exception):
-    """Not even the smallest batch size fits; the message is one line and says what would help."""
+    """Not even the smallest batch size fits; the message is one line with suggestions."""
 
 
 @dataclass(frozen=True)
 class AutotuneResult:
-    """The answer of a search.
+    """Result of a search.
 
     Attributes:
         batch_size: for training.local_batch_size.
         goal: largest or fastest.
         probes: every try, in order.
-        tried: how many of them were made now; 0: the answer was on record.
+        tried: number of probes made now; 0: the answer was on record.
         record: file that holds all of it.
     """
 
@@ -72,30 +72,30 @@ def autotune(
     """Find training.local_batch_size for a configuration on this device.
 
     Every batch size is tried in fresh processes, by a few steps of train.py. It fits if every rank ends well, its peak
-    of memory is at most (1 - headroom) of what there is, and no CUDA allocator had to free its cache to go on. Where
+    of memory is at most (1 - headroom) of the available memory, and no CUDA allocator had to free its cache. Where
     training.global_batch_size is given, only batch sizes that accumulate to it are tried.
 
     Args:
         arguments: of train.py, `--section.key value`; a local batch size among them is overridden.
         processes: of the run.
         goal: largest: the largest that fits, found by doubling and bisection from an estimate; fastest: the smallest
-            whose images per second come within 3 % of the best, over doublings of the smallest up to what fits.
+            whose images/s are within 3 % of the best, over doublings of the smallest that fit.
         memory_gib: memory of each process, > 0; on CUDA the device's, if that is less or it is not given; on the CPU it
             must be given.
         cache: folder of the records, by default <job.dump_folder>/autotune; a question on record is answered from it,
-            an interrupted search goes on.
-        multiple_of: only multiples of it are tried, 1 or more.
+            an interrupted search resumes.
+            multiple_of: only multiples of it are tried, 1 or more.
         max_batch_size: largest to try.
         headroom: share of the memory to leave free, 0 <= headroom < 1.
         fresh: forget the record.
         timeout_s: seconds for one try.
         devices: numbers of the CUDA devices to use.
         stop: set from another thread, ends the search.
-        report: is given one line per try.
+        report: called with one line per try.
 
     Raises:
         ConfigError: the configuration cannot run.
-        AutotuneRefused: what was asked for makes no sense.
+        AutotuneRefused: the options make no sense.
         NothingFits: not even the smallest batch size fits.
         ProbeFailed: a try failed for another reason than memory.
         RecordError: the record cannot be read or written.
@@ -140,7 +140,7 @@ def autotune(
 
 
 class _Search:
-    """Tries batch sizes for the searches, from the record where they are on it."""
+    """Search that tries batch sizes, or takes them from the record."""
 
     def __init__(
         self, record: SearchRecord, config_with: Callable[[int], JobConfig], goal: Goal, how: ProbeProcesses,
@@ -203,17 +203,17 @@ def _memory_of(device: torch.device, given_gib: float | None) -> float:
         there = torch.cuda.get_device_properties(device).total_memory / _GIB
         return min(there, given_gib or there)
     if given_gib is None:
-        raise AutotuneRefused("memory: the CPU's is shared, so say how much each process may use (--memory GiB)")
+        raise AutotuneRefused("memory: the CPU's is shared, so give the limit of each process (--memory GiB)")
     return given_gib
 
 
 def _data_limit(device: torch.device, memory_gib: float) -> float | None:
-    """Bound what a hopeless try on the CPU takes from the machine; address space that is not touched counts too."""
+    """Limit of a process's data in a hopeless try on the CPU; address space that is not touched counts too."""
     return 2 * memory_gib + 2 if device.type == "cpu" else None
 
 
 def _what_decides(config: JobConfig, goal: Goal, processes: int) -> dict[str, Any]:
-    """The keys of the short runs that memory and speed may depend on."""
+    """Keys of the short runs that memory and speed may depend on."""
     with tempfile.TemporaryDirectory() as folder:
         probed, _ = probe_config(config, goal, processes, Path(folder))
     tables = {name: table for name, table in effective(probed).items() if name not in _SECTIONS_WITHOUT_EFFECT}
@@ -227,7 +227,7 @@ def _guess(
     config_with: Callable[[int], JobConfig], candidates: Sequence[int], processes: int, limit_gib: float,
     device: torch.device,
 ) -> int:  # fmt: skip
-    """The largest batch size that should fit, by an estimate at two of them: memory is linear in the batch size."""
+    """Guess the largest batch size that fits, by an estimate at two of them: memory is linear in the batch size."""
     if device.type == "cpu":
         limit_gib -= peak_resident_gib()  # a process that has imported all this, and has no model yet
     low, high = candidates[0], candidates[min(7, len(candidates) - 1)]
@@ -254,5 +254,5 @@ def _nothing_fits(config: JobConfig, probes: list[Probe], memory_gib: float, lim
         help_.append("a smaller multiple-of")
     return (
         f"nothing fits: {need} at batch size {batch_size}, the smallest, where {limit_gib:.3g} of {memory_gib:.3g} GiB"
-        f" may be used; what would help: {', '.join(help_)}"
+        f" may be used; possible remedies: {', '.join(help_)}"
     )
