@@ -72,8 +72,13 @@ MOVED = {
 }
 # Section -> its name where a file of an earlier version gives none.
 _DEFAULT_NAMES = {
-    _TIMESTEPS: "logit_normal", _BASE: "uniform", _WEIGHTING: "none", _COMBINE: "inverse_variance", _SOLVER: "euler", _SCHEDULE: "uniform",
-}  # fmt: skip
+    _TIMESTEPS: "logit_normal",
+    _BASE: "uniform",
+    _WEIGHTING: "none",
+    _COMBINE: "inverse_variance",
+    _SOLVER: "euler",
+    _SCHEDULE: "uniform",
+}
 
 
 def in_present_keys(
