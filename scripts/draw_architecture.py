@@ -196,12 +196,20 @@ def _settle(boxes: dict[str, _Box], arrows: set[tuple[str, str]]) -> float:
 def _arrow_cost(boxes: dict[str, _Box], arrow: tuple[str, str]) -> float:
     """The length of an arrow along the floors, and how far it would have to move aside for boxes on its way."""
     upper, lower = boxes[arrow[0]], boxes[arrow[1]]
+    (start, top), (end, bottom) = _ends(upper, lower)
     cost = abs(upper.x - lower.x) / _WIDTH
     for box in boxes.values():
         if lower.y < box.y < upper.y:
-            x = lower.x + (upper.x - lower.x) * (box.y - lower.y) / (upper.y - lower.y)
+            x = end + (start - end) * (box.y - bottom) / (top - bottom)
             cost += max(0.0, box.width / 2 + _GAP - abs(x - box.x)) * _BEHIND_A_BOX
     return cost
+
+
+def _ends(importer: _Box, imported: _Box) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Where an arrow begins and ends, on the sides of the boxes that face one another."""
+    lean = min(max((imported.x - importer.x) / _WIDTH, -0.45), 0.45)
+    start = importer.x + lean * importer.width, importer.y - _HEIGHT / 2
+    return start, (imported.x - lean * imported.width, imported.y + _HEIGHT / 2)
 
 
 def draw(floors: Sequence[Floor], lines: Counter[str], arrows: set[tuple[str, str]]) -> None:
@@ -239,9 +247,7 @@ def _draw_room(panel: Axes, room: str, box: _Box, lines: int, tint: str) -> None
 
 
 def _draw_arrow(panel: Axes, importer: _Box, imported: _Box, direct: bool) -> None:
-    lean = min(max((imported.x - importer.x) / _WIDTH, -0.45), 0.45)
-    start = importer.x + lean * importer.width, importer.y - _HEIGHT / 2
-    end = imported.x - lean * imported.width, imported.y + _HEIGHT / 2
+    start, end = _ends(importer, imported)
     panel.add_patch(FancyArrowPatch(
         start, end, arrowstyle="-|>" if direct else "-", mutation_scale=6, shrinkA=0, shrinkB=0,
         color=SOFT if direct else LINE, linewidth=0.9 if direct else 0.6, zorder=2 if direct else 1,
