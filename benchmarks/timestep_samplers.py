@@ -22,8 +22,8 @@ import torch
 from tqdm import trange
 
 from benchmarks.trainer_overhead import median_interval
-from torchtitan.diffusion.objective import ObjectiveConfig
-from torchtitan.diffusion.objective_checks import objective_problems
+from torchtitan.diffusion.denoising import DenoisingConfig
+from torchtitan.diffusion.objectives import objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS, build_sampler
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
@@ -75,14 +75,14 @@ def main() -> None:
     print(f"wrote {path.relative_to(ROOT)}")
 
 
-def configurations() -> dict[tuple[str, str, str], ObjectiveConfig]:
+def configurations() -> dict[tuple[str, str, str], DenoisingConfig]:
     """Configurations of every sampler on its paths, by (name, path, spread)."""
     found = {}
     for name in TIMESTEPS:
         for path in PATH_NAMES:
             for spread in SPREADS:
                 keys = {"edges": SLOTS[path], "importance": True} if name == "slots" else {}
-                config = ObjectiveConfig(path=path, timesteps=chosen(TIMESTEPS, name, **keys), spread=spread)
+                config = DenoisingConfig(path=path, timesteps=chosen(TIMESTEPS, name, **keys), spread=spread)
                 if not any(objective_problems(config)):
                     found[name, path, spread] = config
     return found

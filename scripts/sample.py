@@ -185,7 +185,7 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
         chosen_names = ", ".join(f"--{name} {getattr(sampling, name).name}" for name in choices(sampling))
         problems.append((key, f"has no effect with {chosen_names} (leave it out)"))
     problems += sampling_problems(
-        sampling, config.objective.path, config.model.learned_variance, bool(config.objective.heads)
+        sampling, config.objective.path, config.model.learned_variance, bool(config.objective.heads_of_network())
     )
     if problems:
         raise WeightsError("\n".join(f"{option(option_of(key))}: {text}" for key, text in problems))

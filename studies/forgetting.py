@@ -28,6 +28,7 @@ from studies.slot_training import (
     slot_nodes,
 )
 from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.paths import indexed
 from torchtitan.diffusion.timesteps.densities import uniform_density
 from torchtitan.diffusion.timesteps.slot_edges import read_slot_edges, slot_positions, slot_unit, write_slot_edges
@@ -178,7 +179,7 @@ def _groups(options: argparse.Namespace) -> list[tuple[int, ...]]:
 
 def _slots(run: StudyRun) -> list[Slot]:
     options = run.options
-    objective = Objective(run.config.objective, run.config.debug.seed)
+    objective = build_objective(run.config.objective, run.config.debug.seed)
     path = objective.path
     origin = "--slots"
     try:

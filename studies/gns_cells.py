@@ -10,7 +10,7 @@ from typing import Any
 from studies.frame import StudyRun, checkpoint_name, number
 from studies.published_estimator import COLUMNS as PUBLISHED_COLUMNS
 from studies.published_estimator import published_estimate
-from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.evaluation.offline_gradients import (
     WHOLE,
     GradientError,
@@ -106,7 +106,7 @@ def check_setting(options: argparse.Namespace, b: int, big_b: int, reps: int) ->
 
 def bins(run: StudyRun) -> list[Bin]:
     """Timestep bins of the options, in order. Raises StudyError."""
-    objective = Objective(run.config.objective, run.config.debug.seed)
+    objective = build_objective(run.config.objective, run.config.debug.seed)
     edges, unit = run.options.edges, run.options.unit
     if edges is None:
         if run.options.bins < 1:

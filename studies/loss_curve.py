@@ -17,6 +17,7 @@ from studies.by_image import LEAST_RESAMPLED, log_ratio, resampled_shares
 from studies.curve_table import ERRORS, LossCurve, curve_of, write_curves, write_errors
 from studies.frame import StudyRun, checkpoint_name, results_folder, step_of
 from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.evaluation.offline_gradients import GradientError
 from torchtitan.evaluation.timestep_errors import TimestepNodes, timestep_errors, timestep_nodes
 from torchtitan.experiments.cells import Cell, Row
@@ -93,7 +94,7 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
     errors = _errors(run, rows)
     if not errors:
         return "No cell has an answer.\n\n"
-    objective, nodes = Objective(run.config.objective, run.config.debug.seed), _nodes(run)
+    objective, nodes = build_objective(run.config.objective, run.config.debug.seed), _nodes(run)
     optimal = _optimal_noise(run, nodes)
     curves = [curve_of(values, objective, nodes, *key, optimal) for key, values in errors.items()]
     write_errors(folder / ERRORS, errors)
@@ -110,7 +111,7 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
 
 
 def _nodes(run: StudyRun) -> TimestepNodes:
-    return timestep_nodes(Objective(run.config.objective, run.config.debug.seed), run.options.nodes)
+    return timestep_nodes(build_objective(run.config.objective, run.config.debug.seed), run.options.nodes)
 
 
 def _cell_file(run: StudyRun, cell: Cell | Row) -> Path:

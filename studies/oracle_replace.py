@@ -17,7 +17,7 @@ from studies.oracle_replace_report import EXCEPT, INJECT, INJECT_TRUE, NONE, REP
 from studies.oracle_replacement import ancestral_chain, unit_errors, visited_indices
 from torchtitan import philox
 from torchtitan.conditions import each_tensor
-from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.paths import indexed
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.timestep_errors import FixedSamples
@@ -119,7 +119,7 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
 
 def _check(run: StudyRun) -> None:
     options = run.options
-    path = Objective(run.config.objective, run.config.debug.seed).path
+    path = build_objective(run.config.objective, run.config.debug.seed).path
     if not path.num_indices:
         raise StudyError(f"objective.path = {run.config.objective.path!r} has no indices; the study needs a DDPM path")
     if options.steps is None:
@@ -133,7 +133,7 @@ def _check(run: StudyRun) -> None:
 
 
 def _indices(run: StudyRun) -> list[int]:
-    path = Objective(run.config.objective, run.config.debug.seed).path
+    path = build_objective(run.config.objective, run.config.debug.seed).path
     try:
         return visited_indices(path.num_indices, run.options.num_steps or path.num_indices)
     except ValueError as error:

@@ -20,7 +20,7 @@ from studies.trained_grid import bin_errors, choose_weights, read_bins
 from torchtitan.checkpoint.checkpointer import checkpoint_steps
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.config.job import JobConfig
-from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples
 from torchtitan.experiments.cells import Cell, Row
@@ -125,7 +125,7 @@ def open_runs(folders: list[Path], options: argparse.Namespace) -> tuple["Paired
         if [other.name for other in runs].count(run.name) > 1:
             raise StudyError(f"{run.folder}: two runs are called {run.name} (rename a folder)")
         _refuse_unlike(runs[0], run)
-    bins = read_bins(Objective(runs[0].config.objective, 0), options)
+    bins = read_bins(build_objective(runs[0].config.objective, 0), options)
     digests = {run.name: checkpoint_digest(run.folder, run.step) for run in runs}
     seen = {run.name: samples_seen(run.folder, run.step) for run in runs}
     data = runs[0].config.data

@@ -47,7 +47,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     grid_options.require_seeds(arguments)
     arguments.config = arguments.sources[0]
     base = grid_options.read_base(arguments)
-    if base.objective.heads:
+    if base.objective.heads_of_network():
         raise StudyError("objective.heads: --predictions trains one prediction at a time (leave them out; compare RUN RUN)")
     batch = base.training.global_batch_size
     samples = grid_options.equal_samples(arguments, [batch])

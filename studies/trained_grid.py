@@ -22,6 +22,7 @@ from studies.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.predictions import PREDICTIONS
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples, timestep_errors
@@ -92,7 +93,7 @@ class TrainedGrid:
         """Bins of the path, shared by all runs. Raises StudyError."""
         if self._bins is None:
             config = next(iter(self.grid.configs.values()))
-            self._bins = read_bins(Objective(config.objective, 0), self.options)
+            self._bins = read_bins(build_objective(config.objective, 0), self.options)
         return self._bins
 
     def samples(self) -> FixedSamples:

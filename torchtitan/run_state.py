@@ -17,7 +17,8 @@ from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, ch
 from torchtitan.conditions import Condition
 from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.guidance import drop_conditions
-from torchtitan.diffusion.objective import LossTerms, Objective
+from torchtitan.diffusion.objective import LossTerms
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps
 from torchtitan.diffusion.timesteps.registry import SamplerOf
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
@@ -89,7 +90,7 @@ class RunState:
         if config.gns.enable:
             edges = bin_edges(config.gns, config.objective)
             sampler_of = self._sampler_of_bins(edges)
-        self.objective = Objective(config.objective, config.debug.seed, sampler_of).to(layout.device)
+        self.objective = build_objective(config.objective, config.debug.seed, sampler_of).to(layout.device)
         self.checkpointer = Checkpointer(self.folder.checkpoints, config.checkpoint, layout.rank)
         resumed_step = self.checkpointer.find() if config.checkpoint.enable else None
         self.model = self._build_model(new=resumed_step is None)
@@ -109,7 +110,7 @@ class RunState:
         beside = self.objective.parameters()
         self.optimizer = build_optimizer(
             self.parameters | beside, config.optimizer, self.model.blocks(),
-            lr_scales=dict.fromkeys(beside, config.objective.uncertainty_lr_scale),
+            lr_scales=self.objective.lr_scales(),
         )  # fmt: skip
         self.ema = EMABank(self.parameters, config.ema, config.training.global_batch_size)
         self.corrupt_images = CorruptImages(self.folder.path)
@@ -130,7 +131,7 @@ class RunState:
         param_dtype = config.training.mixed_precision_param
         self._compute_context = partial(compute_context, param_dtype, layout.device, layout.sharded)
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
-        self.window = LossWindow(self.bin_edges, config.objective.heads)
+        self.window = LossWindow(self.bin_edges, self.objective.share_names)
         self.guard = NumericalGuard(
             config.training.max_skipped_steps, config.training.spike_threshold, layout.device, self.data.image_of
         )

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tests.distributed.cases import make_trainer, remove, shared_folder
 from tests.launcher import run_on_ranks
 from tests.objectives import LEARNING, timesteps
-from torchtitan.diffusion.objective import ObjectiveConfig
+from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timesteps.registry import build_sampler
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
@@ -23,7 +23,7 @@ def learned(name: str, local_batch: int) -> dict:
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     keys = {} if name == "loss_second_moment" else {"half_life": 3000}
-    config = ObjectiveConfig(path="ddpm_linear", timesteps=timesteps(name, **keys), spread="stratified")
+    config = DenoisingConfig(path="ddpm_linear", timesteps=timesteps(name, **keys), spread="stratified")
     sampler = build_sampler(config, PATHS["ddpm_linear"](), seed=5)
     for number in range(8):
         first = number * GLOBAL_BATCH

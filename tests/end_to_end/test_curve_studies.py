@@ -16,7 +16,7 @@ from tests.end_to_end.tools import rows_of, rows_of_killed
 from tests.faults.forked import ForkedRun
 from tests.forked import run_script
 from tests.unit.test_timestep_errors import BestDenoiser
-from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges
 from torchtitan.evaluation.timestep_errors import fixed_samples, in_parametrisation, timestep_errors, timestep_nodes
 from torchtitan.runs.trained_model import read_config
@@ -83,7 +83,7 @@ def measured(run) -> Path:
 
 def test_a_trained_network_comes_near_the_least_error_and_its_slots_near_the_closed_form(run, measured, study):
     config = read_config(run / "config.toml")
-    objective = Objective(config.objective, config.debug.seed)
+    objective = build_objective(config.objective, config.debug.seed)
     nodes = timestep_nodes(objective, 120)
     best = optimal_noise_loss(config.data, nodes.log_sigma)
     samples = fixed_samples(Synthetic(config.data, "validation"), 96, 0)

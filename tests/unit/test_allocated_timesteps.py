@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from tests.objectives import timesteps
-from torchtitan.diffusion.objective import ObjectiveConfig
+from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timesteps.densities import LogitNormal, Uniform
 from torchtitan.diffusion.timesteps.registry import build_density
@@ -17,7 +17,7 @@ from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps, bin_masses
 PATH_NAMES = ("rectified_flow", "ddpm_linear", "ddpm_cosine", "ddpm_linear_continuous", "ddpm_cosine_continuous")
 SAMPLERS = ("uniform", "logit_normal", "mode", "cosmap")
 DENSITIES = {
-    f"{name} x{shift:g} on {path}": build_density(ObjectiveConfig(timesteps=timesteps(name), shift=shift), PATHS[path]())
+    f"{name} x{shift:g} on {path}": build_density(DenoisingConfig(timesteps=timesteps(name), shift=shift), PATHS[path]())
     for name in SAMPLERS
     for path in PATH_NAMES
     for shift in (1.0, 2.5)
@@ -54,7 +54,7 @@ def test_masses_are_the_distribution_s():
 @pytest.mark.parametrize("path", ["ddpm_linear", "ddpm_cosine"])
 def test_an_index_on_an_edge_belongs_to_one_bin_whole(path, sampler):
     path = PATHS[path]()
-    density = build_density(ObjectiveConfig(timesteps=timesteps(sampler)), path)
+    density = build_density(DenoisingConfig(timesteps=timesteps(sampler)), path)
     edges = path.index_to_t(torch.tensor([9, 499, 500])).float()
     masses = bin_masses(density, edges)
     last_of_bin = torch.tensor([9, 499, 500])

@@ -5,7 +5,7 @@ import torch
 
 from tests.objectives import timesteps
 from torchtitan import philox
-from torchtitan.diffusion.objective import ObjectiveConfig
+from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timesteps.densities import CosMap, LogitNormal, Mode, Uniform, UniformIndex
 from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps
@@ -15,7 +15,7 @@ from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 
 
 def on_path(path: str, sampler: str, **settings):
-    return build_density(ObjectiveConfig(path=path, timesteps=timesteps(sampler), **settings), PATHS[path]())
+    return build_density(DenoisingConfig(path=path, timesteps=timesteps(sampler), **settings), PATHS[path]())
 
 
 EDGES = [0.1, 0.3, 0.35, 0.8]

@@ -17,7 +17,7 @@ from torchtitan.config.job import (
     json_schema,
     load_config,
 )
-from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.solvers import SOLVERS, SolverConfig
 from torchtitan.diffusion.timesteps.densities import LogitNormal
 from torchtitan.diffusion.timesteps.density_registry import DENSITIES
@@ -139,7 +139,7 @@ def test_a_density_is_added_by_one_class_and_one_line(monkeypatch):
 
     monkeypatch.setitem(DENSITIES, "narrow", NarrowConfig)
     config = load("[objective.timesteps]\nname = 'narrow'\ncentre = 0.3")
-    t, _ = Objective(config.objective, 0).timestep_sampler.sample(GlobalBatch(0, 100), torch.arange(100))
+    t, _ = build_objective(config.objective, 0).timestep_sampler.sample(GlobalBatch(0, 100), torch.arange(100))
     assert (t - 0.3).abs().max() < 0.02
     assert load(dump_config(config)) == config
     assert problems("[objective.timesteps]\ncentre = 0.3") == [

@@ -9,7 +9,9 @@ from scipy import integrate, special, stats
 
 from tests.objectives import timesteps
 from torchtitan import philox
-from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
+from torchtitan.diffusion.denoising import DenoisingConfig
+from torchtitan.diffusion.objective import Draw
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.predictions import PREDICTIONS, noise_error_weight, target, to_x0_and_noise
 from torchtitan.diffusion.timesteps.densities import LogitNormal, Uniform
@@ -234,7 +236,7 @@ def microbatch(size: int = 5):
 @pytest.mark.parametrize("conditional", [True, False])
 def test_loss_and_its_gradient_equal_the_written_formula(conditional):
     x0, classes, draw = microbatch()
-    model, objective = Affine(), Objective(ObjectiveConfig(), seed=0)
+    model, objective = Affine(), build_objective(DenoisingConfig(), seed=0)
     terms = objective.loss(model, x0, classes if conditional else None, draw)
     terms.loss.mean().backward()
 
@@ -256,7 +258,7 @@ def test_loss_and_its_gradient_equal_the_written_formula(conditional):
 def test_weighting_multiplies_the_error_as_a_function_of_sigma():
     x0, classes, draw = microbatch()
     draw = Draw(torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]), draw.noise, draw.importance)
-    objective, seen = Objective(ObjectiveConfig(), seed=0), []
+    objective, seen = build_objective(DenoisingConfig(), seed=0), []
 
     def weighting(sigma):
         seen.append(sigma)
@@ -272,16 +274,16 @@ def test_weighting_multiplies_the_error_as_a_function_of_sigma():
 def test_half_precision_output_is_compared_in_float32():
     x0, _, draw = microbatch()
     model = lambda x, t, c: torch.zeros_like(x, dtype=torch.bfloat16)  # noqa: E731
-    terms = Objective(ObjectiveConfig(), 0).loss(model, x0, None, draw)
+    terms = build_objective(DenoisingConfig(), 0).loss(model, x0, None, draw)
     wanted = (draw.noise - x0).double().square().mean((1, 2, 3))
     assert terms.loss.dtype == torch.float32
     torch.testing.assert_close(terms.error.double(), wanted, rtol=1e-6, atol=0)
 
 
 def test_draw_takes_timesteps_and_noise_of_their_own_streams():
-    config = ObjectiveConfig(timesteps=timesteps("uniform"))
+    config = DenoisingConfig(timesteps=timesteps("uniform"))
     batch, indices = GlobalBatch(100, 16, attempt=1), torch.arange(104, 112)
-    draw = Objective(config, seed=7).draw((2, 3, 5), batch, indices)
+    draw = build_objective(config, seed=7).draw((2, 3, 5), batch, indices)
     assert torch.equal(draw.t, philox.uniform(7, "timestep", indices, 1).float())
     assert torch.equal(draw.noise, philox.normal(7, "noise", indices, (2, 3, 5), 1))
     assert torch.equal(draw.importance, torch.ones(8))
@@ -292,7 +294,7 @@ def test_predict_inverts_a_perfect_network(t):
     x0, _, draw = microbatch()
     time = torch.full((5,), t)
     x_t = (1 - t) * x0 + t * draw.noise
-    found = Objective(ObjectiveConfig(), 0).predict(lambda *_: draw.noise - x0, x_t, time, None)
+    found = build_objective(DenoisingConfig(), 0).predict(lambda *_: draw.noise - x0, x_t, time, None)
     for estimate, wanted in zip(found, (x0, draw.noise), strict=True):
         torch.testing.assert_close(estimate, wanted, rtol=1e-5, atol=1e-6)
 
@@ -303,7 +305,7 @@ def test_the_best_linear_denoiser_reaches_the_closed_form_loss():
     k = (t - (1 - t) * s**2) / (((1 - t) * s) ** 2 + t**2)
     x0 = s * philox.normal(0, "synthetic_data", torch.arange(count), (1, 2, 2))
     draw = Draw(torch.full((count,), t), philox.normal(0, "noise", torch.arange(count), (1, 2, 2)), torch.ones(count))
-    terms = Objective(ObjectiveConfig(), 0).loss(lambda x, *_: k * x, x0, None, draw)
+    terms = build_objective(DenoisingConfig(), 0).loss(lambda x, *_: k * x, x0, None, draw)
     wanted = s**2 / (((1 - t) * s) ** 2 + t**2)
     assert terms.loss.double().mean().item() == pytest.approx(wanted, rel=4 * math.sqrt(2 / (4 * count)))
 
@@ -314,7 +316,7 @@ def test_the_best_linear_denoiser_reaches_the_closed_form_loss():
     ("logit_normal", lambda sigma: stats.norm(0.4, 1.3).pdf(np.log(sigma)) * (1 + sigma) ** 2),
 ])
 def test_effective_weight_has_its_closed_form(sampler, closed_form):
-    config = ObjectiveConfig(timesteps=timesteps(sampler, **({"mean": 0.4, "std": 1.3} if sampler == "logit_normal" else {})))
+    config = DenoisingConfig(timesteps=timesteps(sampler, **({"mean": 0.4, "std": 1.3} if sampler == "logit_normal" else {})))
     log_sigma = torch.linspace(-6, 6, 121, dtype=torch.float64)
-    found = Objective(config, 0).effective_weight(log_sigma).numpy()
+    found = build_objective(config, 0).effective_weight(log_sigma).numpy()
     np.testing.assert_allclose(found, closed_form(np.exp(log_sigma.numpy())), rtol=1e-10)

@@ -16,7 +16,7 @@ from data import DATASETS, DataConfig, Dataset, DatasetError, DatasetInfo, Unrea
 from torchtitan import philox
 from torchtitan.conditions import Classes, Condition, ConditionKind, Embeddings
 from torchtitan.config.job import ConfigError, load_config
-from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.evaluation.offline_gradients import WHOLE, Gradients
 from torchtitan.extraction.image_source import ImageSource
 from torchtitan.models import MODELS
@@ -211,7 +211,7 @@ def test_offline_gradients_drop_embeddings():
     model = Reader(config.model, SHAPE, Captions.info(config.data).condition_kind)
     model.init_weights()
     gradients = Gradients(
-        model, Objective(config.objective, 0), Captions(config.data, "train"), label_dropout=0.5, horizontal_flip=False,
+        model, build_objective(config.objective, 0), Captions(config.data, "train"), label_dropout=0.5, horizontal_flip=False,
         seed=0, device=torch.device("cpu"),
     )  # fmt: skip
     _, condition, _ = gradients._samples(WHOLE, 0, torch.arange(2000))

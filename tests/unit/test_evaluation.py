@@ -8,7 +8,9 @@ from torch import nn
 from tests.objectives import schedule, solver, timesteps
 from torchtitan import philox
 from torchtitan.conditions import Classes, ConditionKind, Unconditional
-from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
+from torchtitan.diffusion.denoising import DenoisingConfig
+from torchtitan.diffusion.objective import Draw, Objective
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.solvers import uniform_times
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices, grid_choices
 from torchtitan.evaluation.validation import held_out_draw, validation_loss
@@ -16,8 +18,8 @@ from torchtitan.evaluation.validation import held_out_draw, validation_loss
 SHAPE = (2, 3, 4)
 CPU = torch.device("cpu")
 OBJECTIVES = {
-    "uniform": ObjectiveConfig(timesteps=timesteps("uniform")),
-    "logit-normal": ObjectiveConfig(timesteps=timesteps("logit_normal", mean=-0.5, std=1.2)),
+    "uniform": DenoisingConfig(timesteps=timesteps("uniform")),
+    "logit-normal": DenoisingConfig(timesteps=timesteps("logit_normal", mean=-0.5, std=1.2)),
 }
 
 THREE_CLASSES = Classes(3)
@@ -59,7 +61,7 @@ def undisturbed(request):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_held_out_timesteps_are_the_quantiles_one_per_image(name):
-    objective, count = Objective(OBJECTIVES[name], seed=1), 101
+    objective, count = build_objective(OBJECTIVES[name], seed=1), 101
     draw = held_out_draw(objective, 1, torch.arange(count), count, SHAPE)
     middles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     wanted = objective.timestep_sampler.density.quantile(middles).float()
@@ -70,7 +72,7 @@ def test_held_out_timesteps_are_the_quantiles_one_per_image(name):
 
 
 def test_held_out_draws_are_fixed_and_independent_of_the_batch():
-    objective, indices = Objective(ObjectiveConfig(), seed=1), torch.arange(30)
+    objective, indices = build_objective(DenoisingConfig(), seed=1), torch.arange(30)
     whole = held_out_draw(objective, 1, indices, 30, SHAPE)
     for part in (indices, *indices.split(7), indices.flip(0), indices[3:4]):
         found = held_out_draw(objective, 1, part, 30, SHAPE)
@@ -100,7 +102,7 @@ def validate(model: Toy, objective: Objective, count: int, batch_size: int, edge
 @pytest.mark.parametrize("kind", [Classes(3), Unconditional()], ids=["classes", "none"])
 @pytest.mark.parametrize("batch_size", [1, 8, 23, 40])
 def test_validation_loss_equals_a_direct_mean(undisturbed, batch_size, kind):
-    model, objective, count = undisturbed, Objective(ObjectiveConfig(), seed=0), 23
+    model, objective, count = undisturbed, build_objective(DenoisingConfig(), seed=0), 23
     model.condition_kind = kind
     objective.weighting = lambda sigma: 2 + 0 * sigma
     edges = torch.tensor([0.3, 0.5, 0.7])
@@ -122,7 +124,7 @@ def test_validation_loss_equals_a_direct_mean(undisturbed, batch_size, kind):
 
 
 def test_a_bin_of_one_image_has_no_standard_error_and_an_empty_bin_nothing():
-    model, objective = Toy(), Objective(ObjectiveConfig(), seed=0)
+    model, objective = Toy(), build_objective(DenoisingConfig(), seed=0)
     times = held_out_draw(objective, 4, torch.arange(6), 6, SHAPE).t.sort().values
     edges = torch.tensor([0.0, (times[0] + times[1]).item() / 2])
     found = validate(model, objective, 6, 4, edges)
@@ -130,7 +132,7 @@ def test_a_bin_of_one_image_has_no_standard_error_and_an_empty_bin_nothing():
 
 
 def test_two_validations_of_the_same_weights_are_equal():
-    model, objective, edges = Toy(), Objective(ObjectiveConfig(), seed=0), torch.tensor([0.5])
+    model, objective, edges = Toy(), build_objective(DenoisingConfig(), seed=0), torch.tensor([0.5])
     assert validate(model, objective, 20, 6, edges) == validate(model, objective, 20, 6, edges)
 
 
@@ -139,7 +141,7 @@ def test_two_validations_of_the_same_weights_are_equal():
 
 def draw(model: Toy, labels: torch.Tensor, **options) -> torch.Tensor:
     method = dict(solver=solver("euler"), schedule=schedule("uniform"), num_steps=4, guidance_scale=1.5, batch_size=64)
-    return ImageSampler(model, Objective(ObjectiveConfig(), seed=0), "float32", CPU).draw(labels, 11, **method | options)
+    return ImageSampler(model, build_objective(DenoisingConfig(), seed=0), "float32", CPU).draw(labels, 11, **method | options)
 
 
 @pytest.mark.parametrize("solver", [solver("euler"), solver("heun")], ids=["euler", "heun"])

@@ -12,7 +12,9 @@ from torch import nn
 from data.base import Dataset, Draws, UnreadableImage
 from tests.objectives import timesteps
 from torchtitan.conditions import Classes
-from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.diffusion.denoising import DenoisingConfig
+from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.evaluation.offline_gradients import (
     WHOLE,
     GradientError,
@@ -65,7 +67,7 @@ class Network(nn.Module):
 
 
 def objective(**keys) -> Objective:
-    return Objective(ObjectiveConfig(**keys), seed=11)
+    return build_objective(DenoisingConfig(**keys), seed=11)
 
 
 def gradients(model=None, data=None, label_dropout=0.2, horizontal_flip=True, batch_size=5, **keys) -> Gradients:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.objectives import timesteps
-from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.diffusion.denoising import DenoisingConfig
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.gns.capture import PARTS, StepSums
 from torchtitan.gns.composite import Composite
 from torchtitan.gns.config import GNSConfig, inner_edges
@@ -286,7 +287,7 @@ def test_raw_sums_after_a_step_are_cut_and_written_anew(tmp_path, last, names):
 
 
 def edges_of(objective: dict | None = None, **config) -> list[float]:
-    built = Objective(ObjectiveConfig(**(objective or {})), seed=0)
+    built = build_objective(DenoisingConfig(**(objective or {})), seed=0)
     return inner_edges(GNSConfig(**config), built.timestep_sampler.density, built.path).tolist()
 
 
@@ -307,7 +308,7 @@ def test_edges_in_t_and_in_sigma():
 def test_edges_in_index_are_the_first_index_of_their_bin(path):
     objective = {"path": path, "prediction": "noise", "timesteps": timesteps("uniform")}
     edges = torch.tensor(edges_of(objective, bin_edges=[0, 100, 500, 1000], bin_unit="index"), dtype=torch.float64)
-    ddpm = Objective(ObjectiveConfig(**objective), seed=0).path
+    ddpm = build_objective(DenoisingConfig(**objective), seed=0).path
     indices = torch.tensor([0, 99, 100, 101, 499, 500, 999] if ddpm.discrete else [0, 99.9, 100.1, 499.9, 500.1, 998.9])
     bins = torch.bucketize(ddpm.index_to_t(indices).to(torch.float32), edges.to(torch.float32))
     assert bins.tolist() == [sum(index >= edge for edge in (100, 500)) for index in indices.tolist()]

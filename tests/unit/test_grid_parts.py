@@ -20,7 +20,8 @@ from studies.slot_nodes import PUBLISHED_EDGES, timestep_bins
 from studies.training_grid import configure
 from tests.objectives import timesteps
 from torchtitan.config.job import load_config
-from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.diffusion.denoising import DenoisingConfig
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
 from torchtitan.experiments.folder import StudyError
 from torchtitan.statistics.interval import paired_difference
@@ -179,7 +180,7 @@ def test_files_of_one_name_are_told_apart_by_their_folders():
 
 
 def test_published_slots_are_the_bins_of_a_ddpm_path():
-    bins = timestep_bins(Objective(ObjectiveConfig(path="ddpm_linear", prediction="noise"), 0), 7)
+    bins = timestep_bins(build_objective(DenoisingConfig(path="ddpm_linear", prediction="noise"), 0), 7)
     assert [where.low for where in bins] == list(PUBLISHED_EDGES[:-1]) and bins[-1].high == 1000
     assert [where.label for where in bins][:2] == ["0-4", "5-12"]
     assert sum(where.share for where in bins) == pytest.approx(1.0) and bins[0].share == 0.005
@@ -189,11 +190,11 @@ def test_published_slots_are_the_bins_of_a_ddpm_path():
 
 
 def test_bins_of_other_paths_are_ten_parts_of_t(tmp_path):
-    objective = Objective(ObjectiveConfig(), 0)
+    objective = build_objective(DenoisingConfig(), 0)
     bins = timestep_bins(objective, 2)
     assert len(bins) == 10 and bins[3].nodes.t.tolist() == pytest.approx([0.325, 0.375])
     assert {round(where.share, 12) for where in bins} == {0.1}
     write_slot_edges(tmp_path / "edges.json", [0.0, 0.25, 1.0], "t")
     assert [where.share for where in timestep_bins(objective, 2, tmp_path / "edges.json")] == [0.25, 0.75]
     with pytest.raises(ValueError, match="needs 'index'"):
-        timestep_bins(Objective(ObjectiveConfig(path="ddpm_linear"), 0), 2, tmp_path / "edges.json")
+        timestep_bins(build_objective(DenoisingConfig(path="ddpm_linear"), 0), 2, tmp_path / "edges.json")

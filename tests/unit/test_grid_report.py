@@ -8,11 +8,12 @@ from studies import grid_plots
 from studies.grid_results import GridResults
 from studies.slot_nodes import timestep_bins
 from studies.trained_grid_report import write
-from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.diffusion.denoising import DenoisingConfig
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.pictures.style import label_log_axis, new_figure
 from torchtitan.statistics.interval import Interval
 
-BINS = timestep_bins(Objective(ObjectiveConfig(), 0), 1)[:2]
+BINS = timestep_bins(build_objective(DenoisingConfig(), 0), 1)[:2]
 # ln loss by seed; None: the run failed. Without its hard seed, "lost" has the lowest mean of all.
 RUNS = {
     "reference": (1.0, 2.0, 9.0), "better": (0.9, 1.9, 8.901), "lost": (0.95, 1.95, None), "none": (None, None, None),

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.objectives import combine, timesteps, weighting
+from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.heads import HEADS, RunningErrors
-from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
-from torchtitan.diffusion.objective_checks import objective_problems
+from torchtitan.diffusion.objective import Draw, Objective
+from torchtitan.diffusion.objectives import build_objective, objective_problems
 from torchtitan.diffusion.paths import per_image
 from torchtitan.diffusion.predictions import target
 
@@ -18,9 +19,9 @@ THREE = ["x0", "noise", "v"]
 
 
 def objective_of(name: str, heads: list[str] = THREE, of_rule: dict | None = None, **keys) -> Objective:
-    config = ObjectiveConfig(**(DDPM | keys), heads=heads, combine=combine(name, **of_rule or {}))
+    config = DenoisingConfig(**(DDPM | keys), heads=heads, combine=combine(name, **of_rule or {}))
     assert not list(objective_problems(config))
-    return Objective(config, seed=0)
+    return build_objective(config, seed=0)
 
 
 def drawn(objective: Objective, index: Tensor, seed: int = 0) -> tuple[Tensor, Draw]:
@@ -217,7 +218,7 @@ def test_the_loss_weighs_the_common_error_whatever_head_it_is_of():
     """min_snr on heads is min_snr on the one prediction that they agree in."""
     x0 = torch.randn(6, 2, 4, 4, generator=torch.Generator().manual_seed(2))
     keys = dict(weighting=weighting("min_snr"))
-    several, single = objective_of("minimum", **keys), Objective(ObjectiveConfig(**DDPM, **keys), 0)
+    several, single = objective_of("minimum", **keys), build_objective(DenoisingConfig(**DDPM, **keys), 0)
     draw = Draw(
         single.path.index_to_t(torch.tensor([20, 100, 259, 400, 700, 900])).float(), torch.randn_like(x0), torch.ones(6)
     )
@@ -256,9 +257,9 @@ def test_the_error_reported_is_that_of_the_mix(name):
 def test_a_head_whose_error_grows_without_bounds_is_refused():
     keys = dict(path="rectified_flow", prediction="velocity", timesteps=timesteps("uniform"))
     keys["combine"] = combine("snr_handover", snr=[1.0])
-    found = list(objective_problems(ObjectiveConfig(**keys, heads=["velocity", "x0"])))
+    found = list(objective_problems(DenoisingConfig(**keys, heads=["velocity", "x0"])))
     assert found and "infinite mean loss" in found[0][1]
-    assert not list(objective_problems(ObjectiveConfig(**keys, heads=["x0", "velocity"])))
+    assert not list(objective_problems(DenoisingConfig(**keys, heads=["x0", "velocity"])))
 
 
 @pytest.mark.parametrize(
@@ -283,5 +284,5 @@ def test_a_head_whose_error_grows_without_bounds_is_refused():
     ],
 )  # fmt: skip
 def test_heads_that_do_not_go_together_are_refused(keys, problem):
-    found = [f"{key}: {text}" for key, text in objective_problems(ObjectiveConfig(**(DDPM | keys)))]
+    found = [f"{key}: {text}" for key, text in objective_problems(DenoisingConfig(**(DDPM | keys)))]
     assert any(line.startswith(problem) for line in found), found

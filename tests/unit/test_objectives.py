@@ -17,9 +17,10 @@ from tests.objectives import timesteps, weighting
 from torchtitan import philox
 from torchtitan.conditions import Classes
 from torchtitan.config.job import load_config
+from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.learned_variance import log_variance, posterior_mean, variational_bound
-from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
-from torchtitan.diffusion.objective_checks import objective_problems
+from torchtitan.diffusion.objective import Draw
+from torchtitan.diffusion.objectives import build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
 from torchtitan.diffusion.predictions import PREDICTIONS, target
@@ -33,7 +34,7 @@ DDPM_PATHS = [name for name in PATHS if name.startswith("ddpm")]
 DISCRETE = ["ddpm_linear", "ddpm_cosine"]
 
 
-def with_slots(config: ObjectiveConfig) -> ObjectiveConfig:
+def with_slots(config: DenoisingConfig) -> DenoisingConfig:
     """The only sampler that cannot do without a key of its own gets it."""
     if config.timesteps.name != "slots":
         return config
@@ -43,7 +44,7 @@ def with_slots(config: ObjectiveConfig) -> ObjectiveConfig:
 
 def choices(key: str) -> list[str]:
     by_name = {"timesteps": TIMESTEPS, "weighting": WEIGHTINGS}
-    return list(by_name.get(key, typing.get_args(typing.get_type_hints(ObjectiveConfig)[key])))
+    return list(by_name.get(key, typing.get_args(typing.get_type_hints(DenoisingConfig)[key])))
 
 
 def test_every_registered_name_is_a_choice():
@@ -160,7 +161,7 @@ def test_sampling_starts_where_each_path_ends():
 
 
 def weights(path: str, prediction: str, name: str, sigma: torch.Tensor, **keys) -> torch.Tensor:
-    config = ObjectiveConfig(path=path, prediction=prediction, weighting=weighting(name, **keys))
+    config = DenoisingConfig(path=path, prediction=prediction, weighting=weighting(name, **keys))
     return prediction_weight(config, PATHS[path](), sigma)
 
 
@@ -233,7 +234,7 @@ def test_network_of_sit_is_read_in_its_own_convention():
         tau = tau[:, None, None, None]
         return (tau * deviation**2 - (1 - tau)) / (tau**2 * deviation**2 + (1 - tau) ** 2) * x
 
-    objective = Objective(ObjectiveConfig(preconditioning="sit"), seed=0)
+    objective = build_objective(DenoisingConfig(preconditioning="sit"), seed=0)
     x_t, t = torch.randn(5, 1, 2, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0.0, 0.2, 0.5, 0.9, 1.0])
     x0, noise = objective.predict(network, x_t, t, None)
     time = t[:, None, None, None]
@@ -259,7 +260,7 @@ def test_index_preconditioning_gives_whole_numbers_and_the_real_index():
 @pytest.mark.parametrize("sampler", choices("timesteps"))
 @pytest.mark.parametrize("path", DISCRETE)
 def test_every_draw_on_a_discrete_path_is_one_of_its_indices(path, sampler):
-    objective = Objective(with_slots(ObjectiveConfig(path=path, timesteps=timesteps(sampler))), seed=3)
+    objective = build_objective(with_slots(DenoisingConfig(path=path, timesteps=timesteps(sampler))), seed=3)
     draw = objective.draw((1, 1, 1), GlobalBatch(0, 4000), torch.arange(4000))
     assert draw.index.dtype == torch.int64 and draw.index.min() >= 0 and draw.index.max() <= 999
     assert torch.equal(draw.t, objective.path.index_to_t(draw.index).float())
@@ -267,7 +268,7 @@ def test_every_draw_on_a_discrete_path_is_one_of_its_indices(path, sampler):
 
 @pytest.mark.parametrize("path", [*DDPM_PATHS, "rectified_flow", "edm"])
 def test_continuous_paths_carry_no_index(path):
-    draw = Objective(ObjectiveConfig(path=path), 0).draw((1, 1, 1), GlobalBatch(0, 8), torch.arange(8))
+    draw = build_objective(DenoisingConfig(path=path), 0).draw((1, 1, 1), GlobalBatch(0, 8), torch.arange(8))
     assert (draw.index is not None) == (path in DISCRETE)
 
 
@@ -278,7 +279,7 @@ def test_equal_effective_weights_are_seen_to_be_equal():
     log_sigma = torch.linspace(-5, 5, 201, dtype=torch.float64)
 
     def weight(**keys) -> torch.Tensor:
-        return Objective(ObjectiveConfig(**keys), 0).effective_weight(log_sigma)
+        return build_objective(DenoisingConfig(**keys), 0).effective_weight(log_sigma)
 
     for path in DISCRETE:
         v = weight(path=path, prediction="v", timesteps=timesteps("uniform"))
@@ -327,7 +328,7 @@ def test_gradient_does_not_depend_on_the_prediction_type(path, name, small_dit):
     images = philox.normal(1, "synthetic_data", torch.arange(8), (1, 8, 8))
     gradients = {}
     for prediction in PREDICTIONS:
-        objective = Objective(ObjectiveConfig(path=path, prediction=prediction, weighting=weighting(name)), seed=5)
+        objective = build_objective(DenoisingConfig(path=path, prediction=prediction, weighting=weighting(name)), seed=5)
         draw = objective.draw((1, 8, 8), GlobalBatch(0, 8), torch.arange(8))
         small_dit.zero_grad()
         model = InAnyCurrency(small_dit, path, prediction)
@@ -340,10 +341,10 @@ def test_gradient_does_not_depend_on_the_prediction_type(path, name, small_dit):
 
 
 def test_edm_loss_is_the_paper_s_written_out(small_dit):
-    config = ObjectiveConfig(
+    config = DenoisingConfig(
         path="edm", prediction="x0", preconditioning="edm", weighting=weighting("edm"), timesteps=timesteps("lognormal_sigma")
     )
-    objective = Objective(config, seed=2)
+    objective = build_objective(config, seed=2)
     images, classes = philox.normal(1, "synthetic_data", torch.arange(8), (1, 8, 8)), torch.arange(8)
     draw = objective.draw((1, 8, 8), GlobalBatch(0, 8), torch.arange(8))
     found = objective.loss(small_dit, images, classes, draw).loss
@@ -359,7 +360,7 @@ def test_edm_loss_is_the_paper_s_written_out(small_dit):
 @pytest.mark.parametrize("path", PATHS)
 def test_predict_inverts_a_perfect_network(path, prediction):
     x0, noise = torch.randn(2, 6, 1, 2, 2, generator=torch.Generator().manual_seed(0))
-    objective = Objective(ObjectiveConfig(path=path, prediction=prediction), 0)
+    objective = build_objective(DenoisingConfig(path=path, prediction=prediction), 0)
     t = torch.linspace(0.05, 0.95, 6)
     a, b = (c.reshape(-1, 1, 1, 1) for c in objective.path.coefficients(t))
     y = target(prediction, x0, noise, a, b)
@@ -378,12 +379,12 @@ def test_every_accepted_combination_has_a_finite_loss_and_effective_weight():
     for values in dict.fromkeys((*itertools.product(*few), *itertools.product(*every))):
         *others, factor, sampler = values
         chosen = {"weighting": weighting(factor), "timesteps": timesteps(sampler)}
-        config = with_slots(ObjectiveConfig(**dict(zip(keys, others, strict=True)), **chosen))
+        config = with_slots(DenoisingConfig(**dict(zip(keys, others, strict=True)), **chosen))
         if list(objective_problems(config)):
             continue
         accepted += 1
         of_samplers[sampler] += 1
-        objective = Objective(config, 0)
+        objective = build_objective(config, 0)
         t, importance = objective.timestep_sampler.sample(GlobalBatch(0, 64), torch.arange(64))
         assert torch.isfinite(objective.loss(model, images, None, Draw(t, noise, importance)).loss).all(), config
         weight = objective.effective_weight(log_sigma.double())
@@ -406,7 +407,7 @@ class TwoOutputs(torch.nn.Module):
 
 
 def variance_batch(path: str, prediction: str = "noise"):
-    objective = Objective(ObjectiveConfig(path=path, prediction=prediction, preconditioning="index"), 0)
+    objective = build_objective(DenoisingConfig(path=path, prediction=prediction, preconditioning="index"), 0)
     index = torch.tensor([0, 0, 1, 2, 30, 500, 998])
     x0 = (philox.normal(0, "synthetic_data", torch.arange(7), (2, 3, 3)) * 0.6).clamp(-1, 1)
     noise = philox.normal(0, "noise", torch.arange(7), (2, 3, 3))
@@ -496,4 +497,4 @@ def test_twice_the_channels_without_integer_steps_are_refused():
     _, _, x0, draw = variance_batch("ddpm_linear")
     for path in ("rectified_flow", "ddpm_linear_continuous"):
         with pytest.raises(ValueError, match="the model's output"):
-            Objective(ObjectiveConfig(path=path), 0).loss(TwoOutputs(), x0, None, draw)
+            build_objective(DenoisingConfig(path=path), 0).loss(TwoOutputs(), x0, None, draw)

@@ -15,8 +15,9 @@ from tests.objectives import schedule, solver, timesteps
 from torchtitan import philox
 from torchtitan.conditions import Classes
 from torchtitan.config.job import ConfigError, JobConfig, load_config
+from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.guidance import Guidance, guided_network, predictor
-from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
 from torchtitan.evaluation.sampling import ImageSampler
@@ -24,10 +25,10 @@ from torchtitan.settings.record import dump_config
 from torchtitan.settings.sections import keys
 
 KIND, SHAPE = Classes(3), (4, 2, 2)
-DDPM = ObjectiveConfig(path="ddpm_linear", prediction="noise", preconditioning="index", timesteps=timesteps("uniform"))
+DDPM = DenoisingConfig(path="ddpm_linear", prediction="noise", preconditioning="index", timesteps=timesteps("uniform"))
 OBJECTIVES = {
-    "rectified_flow": ObjectiveConfig(),
-    "edm": ObjectiveConfig(path="edm", prediction="edm", preconditioning="edm", timesteps=timesteps("lognormal_sigma")),
+    "rectified_flow": DenoisingConfig(),
+    "edm": DenoisingConfig(path="edm", prediction="edm", preconditioning="edm", timesteps=timesteps("lognormal_sigma")),
     "ddpm_linear": DDPM,
 }
 
@@ -67,7 +68,7 @@ def test_channels_without_guidance_are_the_conditional_ones(channels, guided_cha
 @pytest.mark.parametrize(("t", "guided"), [(0.1, False), (0.25, True), (0.5, True), (0.75, True), (0.9, False)])
 def test_outside_the_interval_is_one_plain_call(t, guided):
     x, classes = inputs()
-    time, objective = torch.full((3,), t), Objective(ObjectiveConfig(), seed=0)
+    time, objective = torch.full((3,), t), build_objective(DenoisingConfig(), seed=0)
     model = Toy()
     found = predictor(objective, model, KIND, classes, Guidance(3.0, (0.25, 0.75)))(x, time)
     assert model.batches == [6 if guided else 3]
@@ -77,7 +78,7 @@ def test_outside_the_interval_is_one_plain_call(t, guided):
 
 def test_learned_variance_reaches_the_solver_as_a_fraction_of_the_conditional_output():
     x, classes = inputs()
-    objective, model = Objective(DDPM, seed=0), Toy(8)
+    objective, model = build_objective(DDPM, seed=0), Toy(8)
     t = objective.path.index_to_t(torch.tensor([400, 400, 400])).float()
     *_, fraction = predictor(objective, model, KIND, classes, Guidance(3.0))(x, t)
     output = model(x, torch.full((3,), 400.0), classes)[:, 4:]
@@ -101,7 +102,7 @@ METHODS = [
 
 
 def draw(path_name: str, config: SamplingConfig, labels: Tensor, batch_size: int = 64, **options) -> Tensor:
-    sampler = ImageSampler(Toy(8 if path_name == "ddpm_linear" else 4), Objective(OBJECTIVES[path_name], 0), "float32",
+    sampler = ImageSampler(Toy(8 if path_name == "ddpm_linear" else 4), build_objective(OBJECTIVES[path_name], 0), "float32",
                            torch.device("cpu"))
     return sampler.draw(labels, 5, **config.method() | {"num_steps": 6, "batch_size": batch_size} | options)
 
@@ -170,7 +171,7 @@ def test_sampling_starts_at_the_path_s_last_noise_level():
             seen.append(x)
             return super().forward(x, time, condition)
 
-    objective = Objective(ObjectiveConfig(path="edm", prediction="x0", timesteps=timesteps("lognormal_sigma")), 0)
+    objective = build_objective(DenoisingConfig(path="edm", prediction="x0", timesteps=timesteps("lognormal_sigma")), 0)
     method = SamplingConfig(schedule=schedule("edm"), guidance_scale=1.0).method()
     ImageSampler(Recorder(), objective, "float32", torch.device("cpu")).draw(
         torch.tensor([0, 1]), 5, **method, batch_size=2

@@ -19,7 +19,8 @@ from studies.slot_training import (
 )
 from tests.objectives import timesteps
 from torchtitan.conditions import Unconditional
-from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.diffusion.denoising import DenoisingConfig
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges
 from torchtitan.evaluation.offline_gradients import GradientError, Gradients
 from torchtitan.evaluation.timestep_errors import fixed_samples, timestep_errors
@@ -29,8 +30,8 @@ from torchtitan.training.optimizer import build_optimizer
 VARIANCE = 0.25
 DEVICE = torch.device("cpu")
 DATA = SyntheticConfig(shape=[1, 4, 4], num_classes=0, num_images=10_000, spectrum_alpha=0.0, pixel_variance=VARIANCE)
-OBJECTIVE = Objective(
-    ObjectiveConfig(path="ddpm_linear", prediction="noise", timesteps=timesteps("uniform"), preconditioning="identity"), 0
+OBJECTIVE = build_objective(
+    DenoisingConfig(path="ddpm_linear", prediction="noise", timesteps=timesteps("uniform"), preconditioning="identity"), 0
 )
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from torchtitan import philox
 from torchtitan.conditions import Classes, Unconditional
+from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.guidance import Guidance, drop_conditions, guided_network, predictor
-from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.paths import RectifiedFlow
 from torchtitan.diffusion.solvers import SOLVERS, uniform_times
 
@@ -138,7 +139,7 @@ def test_scale_one_is_one_plain_call():
 def test_predictor_reads_the_guided_network_by_the_objective():
     x, _, classes = guidance_inputs()
     t = torch.tensor([0.2, 0.5, 0.8])
-    objective = Objective(ObjectiveConfig(), seed=0)
+    objective = build_objective(DenoisingConfig(), seed=0)
     x0, noise, _ = predictor(objective, RecordingNetwork(), KIND, classes, Guidance(2.0))(x, t)
     velocity = guided_network(RecordingNetwork(), KIND, 2.0)(x, 1000 * t, classes)
     b = t.reshape(-1, 1, 1, 1)
@@ -154,7 +155,7 @@ def test_predictor_of_an_unconditional_network_never_guides():
         return x
 
     x, t, _ = guidance_inputs()
-    predictor(Objective(ObjectiveConfig(), seed=0), network, Unconditional(), None, Guidance(3.0))(x, t)
+    predictor(build_objective(DenoisingConfig(), seed=0), network, Unconditional(), None, Guidance(3.0))(x, t)
     assert calls == [(3, None)]
 
 

@@ -8,7 +8,7 @@ import torch
 from scipy import integrate, stats
 
 from tests.objectives import timesteps
-from torchtitan.diffusion.objective import ObjectiveConfig
+from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timesteps.densities import (
     CosMap,
@@ -109,13 +109,13 @@ def test_logit_normal_time_is_lognormal_sigma_and_a_shift_moves_its_mean():
 @pytest.mark.parametrize("path", ["ddpm_linear", "ddpm_cosine"])
 def test_uniform_on_a_discrete_path_gives_every_index_the_same_mass(path):
     path = PATHS[path]()
-    density = build_density(ObjectiveConfig(timesteps=timesteps("uniform")), path)
+    density = build_density(DenoisingConfig(timesteps=timesteps("uniform")), path)
     index = path.t_to_index(density.quantile(middles(7000)))
     assert torch.equal(index, torch.arange(1000).repeat_interleave(7))
 
 
 def test_uniform_on_a_continuous_path_is_uniform_over_real_indices():
-    density = build_density(ObjectiveConfig(timesteps=timesteps("uniform")), CONTINUOUS)
+    density = build_density(DenoisingConfig(timesteps=timesteps("uniform")), CONTINUOUS)
     index = CONTINUOUS.t_to_index(density.quantile(middles(5000)))
     torch.testing.assert_close(index, 999 * middles(5000), rtol=0, atol=1e-7)
 
@@ -138,7 +138,7 @@ def test_masses_of_a_discrete_path_are_the_density_s_between_middles():
 @pytest.mark.parametrize("sampler", ["uniform", "logit_normal", "mode", "cosmap"])
 def test_densities_on_indices_integrate_to_one_and_are_zero_outside(path, sampler):
     path = PATHS[path]()
-    density = build_density(ObjectiveConfig(timesteps=timesteps(sampler), shift=1.5), path)
+    density = build_density(DenoisingConfig(timesteps=timesteps(sampler), shift=1.5), path)
     low, high = path.index_to_log_sigma(torch.tensor([-0.5, path.num_indices - 0.5])).tolist()
     points = torch.linspace(low - 0.5, high + 0.5, 200_001, dtype=torch.float64)
     found = density.log_sigma_density(points)

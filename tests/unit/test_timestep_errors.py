@@ -15,7 +15,9 @@ from studies.curve_table import LossCurve, curve_of, write_curves, write_errors
 from tests.objectives import timesteps
 from tests.unit.test_timestep_samplers import power_law_curve, scalar_curve
 from torchtitan.conditions import Unconditional
-from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.diffusion.denoising import DenoisingConfig
+from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.predictions import PREDICTIONS
 from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges, interpolate_loss
@@ -52,7 +54,7 @@ class BestDenoiser(nn.Module):
 def objective_of(prediction="noise", path="ddpm_linear", **more) -> Objective:
     scaling = "index" if path.startswith("ddpm") else "identity"
     keys = {"path": path, "prediction": prediction, "preconditioning": scaling, "timesteps": timesteps("uniform")}
-    return Objective(ObjectiveConfig(**keys | more), 0)
+    return build_objective(DenoisingConfig(**keys | more), 0)
 
 
 def white_design(data: SyntheticConfig) -> FixedSamples:

@@ -11,8 +11,8 @@ from scipy import stats
 
 from tests.objectives import timesteps
 from torchtitan.config.job import load_config
-from torchtitan.diffusion.objective import Objective, ObjectiveConfig
-from torchtitan.diffusion.objective_checks import objective_problems
+from torchtitan.diffusion.denoising import DenoisingConfig
+from torchtitan.diffusion.objectives import build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timesteps.densities import Laplace, Uniform
 from torchtitan.diffusion.timesteps.registry import build_density, build_sampler
@@ -46,7 +46,7 @@ def draw(sampler: TimestepSampler, size: int, first: int = 0) -> tuple[torch.Ten
 
 
 def density_of(path: str, **keys):
-    return build_density(ObjectiveConfig(path=path, **keys), PATHS[path]())
+    return build_density(DenoisingConfig(path=path, **keys), PATHS[path]())
 
 
 def index_masses(density, path) -> torch.Tensor:
@@ -224,7 +224,7 @@ def test_slots_of_the_paper_are_as_likely_as_each_other():
 @pytest.mark.parametrize("path", ["ddpm_linear", "ddpm_cosine_continuous", "rectified_flow"])
 def test_a_spread_batch_goes_round_all_slots_equally(path, importance, spread):
     edges = [0.0, 0.1, 0.15, 0.6, 1.0] if path == "rectified_flow" else PAPER_EDGES
-    config = ObjectiveConfig(
+    config = DenoisingConfig(
         path=path, timesteps=timesteps("slots", edges=edges, importance=importance), spread=spread
     )
     the_path = PATHS[path]()
@@ -238,7 +238,7 @@ def test_a_spread_batch_goes_round_all_slots_equally(path, importance, spread):
 
 @pytest.mark.parametrize("path", ["ddpm_linear", "ddpm_cosine"])
 def test_weighted_slots_are_unbiased_at_every_index(path):
-    config = ObjectiveConfig(path=path, timesteps=timesteps("slots", edges=PAPER_EDGES, importance=True))
+    config = DenoisingConfig(path=path, timesteps=timesteps("slots", edges=PAPER_EDGES, importance=True))
     the_path = PATHS[path]()
     sampler = build_sampler(config, the_path, seed=4)
     drawn = density_of(path, **ON_INDICES["slots"]).cumulative.diff()
@@ -247,14 +247,14 @@ def test_weighted_slots_are_unbiased_at_every_index(path):
     # p_t x importance_t = 1 / T at each index: the mean of any loss is its plain mean over the indices.
     torch.testing.assert_close(drawn[index] * importance, torch.full((60_000,), 1e-3).double(), rtol=2e-7, atol=0)
     assert len(index.unique()) > 990
-    plain = Objective(ObjectiveConfig(path=path, timesteps=timesteps("uniform")), 0)
+    plain = build_objective(DenoisingConfig(path=path, timesteps=timesteps("uniform")), 0)
     log_sigma = torch.linspace(-4, 4, 81, dtype=torch.float64)
-    torch.testing.assert_close(Objective(config, 0).effective_weight(log_sigma), plain.effective_weight(log_sigma))
+    torch.testing.assert_close(build_objective(config, 0).effective_weight(log_sigma), plain.effective_weight(log_sigma))
 
 
 def test_weighted_slots_compose_with_shift_and_range():
     keys = dict(timesteps=timesteps("slots", edges=[0.0, 0.05, 0.4, 1.0], importance=True), shift=2.0, t_min=0.3, t_max=0.9)
-    config = ObjectiveConfig(**keys, spread="stratified")
+    config = DenoisingConfig(**keys, spread="stratified")
     sampler = build_sampler(config, PATHS["rectified_flow"](), seed=5)
     t, importance = draw(sampler, 20_000)
     ordinary, _ = draw(TimestepSampler(build_density(config, PATHS["rectified_flow"]()), 5, "stratified"), 20_000)
@@ -333,7 +333,7 @@ def test_wrong_files_of_slots_are_refused_in_a_line(content, reason, tmp_path):
     file = tmp_path / "edges.json"
     if content is not None:
         file.write_text(content)
-    config = ObjectiveConfig(path="ddpm_linear", timesteps=timesteps("slots", edges_path=str(file)))
+    config = DenoisingConfig(path="ddpm_linear", timesteps=timesteps("slots", edges_path=str(file)))
     ((key, text),) = objective_problems(config)
     assert key == "objective.timesteps.edges_path" and reason in text and "\n" not in text
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from tests.objectives import timesteps, weighting
-from torchtitan.diffusion.objective import Draw, Objective, ObjectiveConfig
+from torchtitan.diffusion.denoising import DenoisingConfig
+from torchtitan.diffusion.objective import Draw
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.paths import per_image
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.uncertainty import LogUncertainty
@@ -14,8 +16,8 @@ EDM = dict(path="edm", prediction="x0", preconditioning="edm", weighting=weighti
 
 def test_the_loss_is_the_weighted_error_at_first_and_1_on_data_of_sigma_data():
     """EDM's weighting makes a network that says 0 have loss 1 at every level, for data of deviation sigma_data."""
-    objective = Objective(ObjectiveConfig(**EDM, sigma_data=0.5, learned_uncertainty=True), 0)
-    plain = Objective(ObjectiveConfig(**EDM, sigma_data=0.5), 0)
+    objective = build_objective(DenoisingConfig(**EDM, sigma_data=0.5, learned_uncertainty=True), 0)
+    plain = build_objective(DenoisingConfig(**EDM, sigma_data=0.5), 0)
     x0 = 0.5 * torch.randn(4000, 1, 10, 10, generator=torch.Generator().manual_seed(0))
     draw = objective.draw((1, 10, 10), GlobalBatch(0, 4000), torch.arange(4000))
 
@@ -34,7 +36,7 @@ def test_u_converges_to_the_log_of_the_loss_on_gaussian_data():
     """With the best denoiser of N(0, s) the noise error is s snr / (1 + s snr), over four orders of magnitude."""
     variance = 0.25
     keys = dict(path="ddpm_linear", prediction="noise", preconditioning="index", timesteps=timesteps("uniform"))
-    objective = Objective(ObjectiveConfig(**keys, spread="stratified", learned_uncertainty=True), 0)
+    objective = build_objective(DenoisingConfig(**keys, spread="stratified", learned_uncertainty=True), 0)
 
     def best(x_t, time, _):
         a, b = (per_image(c, x_t) for c in objective.path.coefficients(objective.path.index_to_t(time)))
@@ -80,7 +82,7 @@ def test_waves_are_the_same_in_every_process_and_of_unit_norm():
 
 def test_u_stays_beyond_the_levels_that_train_it():
     """Where waves would say anything: 1 in 1,000 timesteps lies beyond each end."""
-    objective = Objective(ObjectiveConfig(learned_uncertainty=True), 0)
+    objective = build_objective(DenoisingConfig(learned_uncertainty=True), 0)
     ends = torch.logit(objective.timestep_sampler.density.quantile(torch.tensor([1e-3, 1 - 1e-3], dtype=torch.float64)))
     with torch.no_grad():
         objective.uncertainty.weight.normal_(generator=torch.Generator().manual_seed(0))
@@ -93,7 +95,8 @@ def test_validation_and_the_guard_see_the_loss_without_u():
     """The loss itself may be negative; held-out losses of runs with and without u are one and the same quantity."""
     keys = dict(path="ddpm_linear", prediction="v", preconditioning="index", timesteps=timesteps("uniform"))
     keys["weighting"] = weighting("min_snr")
-    learned, plain = Objective(ObjectiveConfig(**keys, learned_uncertainty=True), 0), Objective(ObjectiveConfig(**keys), 0)
+    learned = build_objective(DenoisingConfig(**keys, learned_uncertainty=True), 0)
+    plain = build_objective(DenoisingConfig(**keys), 0)
     with torch.no_grad():
         learned.uncertainty.weight.normal_(generator=torch.Generator().manual_seed(0))
     x0 = torch.randn(64, 1, 2, 2, generator=torch.Generator().manual_seed(1))
@@ -105,7 +108,7 @@ def test_validation_and_the_guard_see_the_loss_without_u():
 
 
 def test_t_of_1_has_a_finite_u():
-    objective = Objective(ObjectiveConfig(learned_uncertainty=True), 0)
+    objective = build_objective(DenoisingConfig(learned_uncertainty=True), 0)
     t = torch.tensor([0.0, 0.5, 1.0])
     draw = Draw(t, torch.randn(3, 1, 2, 2), torch.ones(3))
     terms = objective.loss(lambda x, *_: torch.zeros_like(x), torch.randn(3, 1, 2, 2), None, draw)

@@ -19,8 +19,7 @@ from data.base import DatasetError
 from torchtitan.checkpoint.location import folder_problem
 from torchtitan.conditions import Unconditional
 from torchtitan.config.view import ConfigView, RefusedValue
-from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.objective_checks import objective_problems
+from torchtitan.diffusion.objectives import build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.solvers import SCHEDULES
 from torchtitan.diffusion.solvers.contract import ScheduleConfig
@@ -68,8 +67,8 @@ def resolve(checked: ConfigView, config: Any) -> None:
         training.local_batch_size = training.global_batch_size // checked.world_size
     if training.global_batch_size == -1:
         training.global_batch_size = checked.world_size * training.local_batch_size
-    if config.objective.heads:
-        config.model.num_predictions = len(config.objective.heads)
+    if heads := config.objective.heads_of_network():
+        config.model.num_predictions = len(heads)
     if _unconditional(checked) and has_key(config.model, "label_dropout"):
         config.model.label_dropout = 0.0
     if _cannot_guide(checked):
@@ -208,7 +207,7 @@ def _learned_variance(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _heads(checked: ConfigView) -> Iterator[Problem]:
-    model, heads = checked.whole("model"), checked.objective.heads
+    model, heads = checked.whole("model"), checked.whole("objective").heads_of_network()
     if heads and not has_key(model, "num_predictions"):
         yield Problem("objective.heads", f"model.name = {model.name} makes one prediction (leave them out)")
         return
@@ -241,7 +240,7 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
     local, batch = training.local_batch_size, training.global_batch_size
     local, batch = (batch // ranks if local == -1 else local), (ranks * local if batch == -1 else batch)
     found = gns_problems(
-        checked.whole("gns"), Objective(objective, seed=0), checked.given,
+        checked.whole("gns"), build_objective(objective, seed=0), checked.given,
         global_batch_size=batch, microbatches=batch // (ranks * local), ranks=ranks,
     )  # fmt: skip
     for key, text in found:
@@ -279,7 +278,8 @@ def _sampling_method(checked: ConfigView) -> Iterator[Problem]:
         text = f"has no effect on the schedule of objective.path = {path_name}, {sampling.schedule.name} (remove it)"
         yield Problem("sampling.schedule.shift", text)
     learned_variance = checked.whole("model").learned_variance
-    for key, text in sampling_problems(sampling, path_name, learned_variance, bool(checked.objective.heads)):
+    heads = checked.whole("objective").heads_of_network()
+    for key, text in sampling_problems(sampling, path_name, learned_variance, bool(heads)):
         yield Problem(f"sampling.{key}", text)
 
 

@@ -18,6 +18,7 @@ from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.checks import find_problems, resolve
 from torchtitan.config.view import ConfigView
 from torchtitan.diffusion.objective import ObjectiveConfig
+from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.distributed.config import ActivationCheckpointConfig, CommConfig, CompileConfig, ParallelismConfig
 from torchtitan.evaluation.config import AutoencoderConfig, SamplingConfig, ValidationConfig
 from torchtitan.files.durable import replace_file
@@ -49,6 +50,7 @@ __all__ = [
 
 _MODEL = Choice(MODELS, "dit", make=lambda family: family.config_class(), flavors=lambda family: family.flavors)
 _DATA = Choice(DATASETS, "digits", make=lambda dataset: dataset.Config())
+_OBJECTIVE = Choice(OBJECTIVES, "denoising", make=lambda objective: objective.Config())
 
 
 @dataclass(kw_only=True)
@@ -111,15 +113,15 @@ class DebugConfig:
 class JobConfig:
     """Configuration of a whole run, a section per field.
 
-    `model` is the section of the family that `model.name` selects from MODELS, and `data` that of the dataset that
-    `data.name` selects from DATASETS.
+    `model` is the section of the family that `model.name` selects from MODELS, `data` that of the dataset that
+    `data.name` selects from DATASETS, and `objective` that of OBJECTIVES.
     """
 
     job: JobSection = section_of(JobSection, "name of the run, its folder, its TOML file")
     model: Any = choice(_MODEL, "family of networks")
     data: Any = choice(_DATA, "dataset")
     autoencoder: AutoencoderConfig = section_of(AutoencoderConfig, "decoder of latents, for grids of images")
-    objective: ObjectiveConfig = section_of(ObjectiveConfig, "path, prediction, weighting, timesteps of the loss")
+    objective: ObjectiveConfig = choice(_OBJECTIVE, "path, prediction, weighting, timesteps of the loss")
     optimizer: OptimizerConfig = section_of(OptimizerConfig, "update rule, learning rate, decay, parameter groups")
     lr_scheduler: LRSchedulerConfig = section_of(LRSchedulerConfig, "warm-up and decay of the learning rate")
     training: TrainingConfig = section_of(TrainingConfig, "steps, batch sizes, precision, clipping, skipped steps")

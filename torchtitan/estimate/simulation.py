@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from data import DATASETS
 from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.objective import Draw, Objective
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import accumulate_locally, local, parallelize
@@ -62,7 +63,7 @@ def simulate_step(config: JobConfig, world_size: int, num_layers: int | None = N
     """
     model_config = config.model if num_layers is None else dataclasses.replace(config.model, num_layers=num_layers)
     info = DATASETS[config.data.name].info(config.data)
-    objective = Objective(config.objective, config.debug.seed)
+    objective = build_objective(config.objective, config.debug.seed)
     with _fake_process_group(world_size):
         layout = Layout(config.parallelism, torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live:

@@ -35,6 +35,11 @@ def gns_problems(
         )
         return
     yield from _rank_problems(config, objective, microbatches, ranks)
+    if config.single_pass and not objective.one_forward:
+        yield "single_pass", (
+            f"objective.name = {objective.config.name} calls the network more than once for each sample (set it to false,"
+            " and gns.rank_gradients to true)"
+        )
     if not config.single_pass and not config.rank_gradients:
         yield "single_pass", "without it and without gns.rank_gradients nothing is measured (set gns.enable to false)"
     if config.allocate_timesteps and config.bin_pure_microbatches:

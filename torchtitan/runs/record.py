@@ -180,14 +180,16 @@ class RunRecord:
         """Edges in t of the timestep bins, [K + 1] from 0 to 1; None where the configuration does not give them."""
         import torch
 
-        from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+        from torchtitan.diffusion.objectives import OBJECTIVES, build_objective
 
         try:
             bins = self.config["metrics"]["loss_bins"]
             if not 1 <= bins <= 1000:
                 return None
             quantiles = torch.arange(1, bins, dtype=torch.float64) / bins
-            objective = Objective(filled_in(ObjectiveConfig(), self.config["objective"]), seed=0)
+            table = self.config["objective"]
+            kind = OBJECTIVES[table.get("name", "denoising")]
+            objective = build_objective(filled_in(kind.Config(), table), seed=0)
             return [0.0, *objective.timestep_sampler.density.quantile(quantiles).tolist(), 1.0]
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
             return None  # of another version of the program

@@ -18,6 +18,7 @@ from torchtitan.checkpoint.checkpointer import (
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.files.regular import read_toml
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import WeightsError, fill
@@ -72,7 +73,7 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
         checkpoint_path(checkpoints, step),
         {prefix + name: parameter.detach() for name, parameter in model.named_parameters()},
     )
-    objective = Objective(config.objective, config.debug.seed).to(device)
+    objective = build_objective(config.objective, config.debug.seed).to(device)
     learned = {f"objective.{name}": tensor for name, tensor in objective.tensors().items()}
     if learned:
         read_tensors(checkpoint_path(checkpoints, step), learned)
@@ -90,7 +91,7 @@ def load_weights(path: Path, config_file: Path, device: torch.device) -> Trained
     """
     config = read_config(config_file)
     info = DATASETS[config.data.name].info(config.data)
-    objective = Objective(config.objective, config.debug.seed).to(device)
+    objective = build_objective(config.objective, config.debug.seed).to(device)
     if objective.mixes_by_state:
         raise WeightsError(
             f"{path}: holds weights alone, but objective.combine.name = {config.objective.combine.name} combines "

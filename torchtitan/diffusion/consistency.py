@@ -1,0 +1,61 @@
+"""Consistency training: the estimate of x0 at a time equals that at a smaller time, on the same line of noise.
+
+    loss = importance x d(f(x_t, t), stop_gradient f(x_s, s)) / (1 - s / t),   s = step_ratio x t,
+
+with f the estimate of x0, which is x_t itself at t = 0, and d the pseudo-Huber distance. One evaluation of f then
+draws a sample. Source: Song and Dhariwal, "Improved techniques for training consistency models", arXiv 2310.14189,
+eqs. 5 and 8; the constant ratio of times as in Geng et al., "Consistency models made easy", arXiv 2406.14548.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchtitan.conditions import Condition
+from torchtitan.diffusion.objective import Draw, LossTerms, Network, Objective, ObjectiveConfig
+from torchtitan.diffusion.paths import PATHS, per_image
+from torchtitan.settings import setting
+
+
+@dataclass(kw_only=True)
+class ConsistencyConfig(ObjectiveConfig):
+    """`[objective]` with name = "consistency"."""
+
+    name: Literal["consistency"] = setting("consistency", "objective")
+    step_ratio: float = setting(0.9, "smaller of the two times that are compared, over the larger", gt=0, lt=1)
+    huber_c: float = setting(
+        0.03, "root mean square difference at which the distance turns from quadratic to linear", gt=0
+    )
+
+
+class Consistency(Objective):
+    """Trains a network whose estimate of x0 is the same at all times of a trajectory."""
+
+    Config = ConsistencyConfig
+    one_forward = False
+
+    def loss(self, model: Network, x0: Tensor, condition: Condition, draw: Draw) -> LossTerms:
+        earlier = self.config.step_ratio * draw.t
+        with torch.no_grad():  # the same weights, held still
+            wanted, _ = self.predict(model, self._noisy(x0, draw.noise, earlier), earlier, condition)
+        found, _ = self.predict(model, self._noisy(x0, draw.noise, draw.t), draw.t, condition)
+        error = (found - wanted).square().flatten(1).mean(1)  # [B]
+        distance = (error + self.config.huber_c**2).sqrt() - self.config.huber_c
+        loss = draw.importance * distance / (1.0 - self.config.step_ratio)
+        return LossTerms(loss, error.detach(), draw.t, loss.detach())
+
+    def _noisy(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        a, b = (per_image(c, x0) for c in self.path.coefficients(t))
+        return a * x0 + b * noise
+
+    @classmethod
+    def problems(cls, config: ConsistencyConfig) -> Iterator[tuple[str, str]]:
+        """Refuse paths in steps, and predictions whose estimate at t = 0 is not the image itself."""
+        if PATHS[config.path]().discrete:
+            text = f"{config.path} has no time between its indices (use rectified_flow, edm or a continuous path)"
+            yield "objective.path", text
+        if config.prediction == "x0" and config.preconditioning != "edm":
+            yield "objective.prediction", "x0 is not the image itself at t = 0 (use velocity, v, noise or edm)"

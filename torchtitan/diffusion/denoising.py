@@ -1,0 +1,240 @@
+"""Denoising: path + prediction + preconditioning + weighting + timestep sampler.
+
+    x_t = a x0 + b noise,   loss = importance x weight(sigma) x mean over pixels of (output - target)^2
+
+With `heads` the network makes several predictions, and `torchtitan.diffusion.heads` combines their errors.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.conditions import Condition
+from torchtitan.diffusion.heads import (
+    COMBINATIONS,
+    CombineConfig,
+    HeadErrors,
+    InverseVariance,
+    PredictionHeads,
+    head_problems,
+)
+from torchtitan.diffusion.learned_variance import BOUND_WEIGHT, variational_bound
+from torchtitan.diffusion.objective import Draw, LossTerms, Network, Objective, ObjectiveConfig
+from torchtitan.diffusion.paths import PATHS, indexed, per_image
+from torchtitan.diffusion.predictions import noise_error_weight, target, to_x0_and_noise
+from torchtitan.diffusion.timesteps.registry import SamplerOf
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
+from torchtitan.diffusion.uncertainty import LogUncertainty
+from torchtitan.diffusion.weightings import WEIGHTINGS, WeightingConfig, prediction_weight
+from torchtitan.settings import Choice, choice, setting
+
+_EDM_IN_USE = {"prediction or preconditioning or objective.weighting.name": ("edm",)}
+_UNCERTAINTY_IN_USE = {"learned_uncertainty or objective.combine.name": (True, "inverse_variance")}
+# Beyond these quantiles of the training density hardly any level is met.
+_TAIL = 1e-3
+# ln sigma far outside of what any density has in its middle.
+_FAR = (12.0, 14.0)
+
+
+@dataclass(kw_only=True)
+class DenoisingConfig(ObjectiveConfig):
+    """`[objective]` with name = "denoising": a weighted squared error of the prediction."""
+
+    name: Literal["denoising"] = setting("denoising", "objective")
+    sigma_data: float = setting(0.5, "standard deviation of the data, for EDM", gt=0, applies=_EDM_IN_USE)
+    weighting: WeightingConfig = choice(Choice(WEIGHTINGS, "none"), "factor on the squared error by noise level")
+    learned_uncertainty: bool = setting(
+        False, "learn u, the ln of the loss at each noise level, and train on loss / e^u + u: EDM2's weighting"
+    )
+    uncertainty_features: int = setting(
+        128, "number of random waves in ln(sigma) that form u", ge=1, le=65536, applies=_UNCERTAINTY_IN_USE
+    )
+    uncertainty_lr_scale: float = setting(
+        100.0, "learning rate of u, as a multiple of the network's", ge=0, applies=_UNCERTAINTY_IN_USE
+    )
+    heads: list[str] = setting(
+        [], "predictions of several heads of the network, as x0, noise and v; the error of `prediction` is then "
+        "weighted and reported",
+    )
+    combine: CombineConfig = choice(
+        Choice(COMBINATIONS, "inverse_variance"), "rule that combines the heads", applies={"heads": "set"}
+    )
+
+    def heads_of_network(self) -> list[str]:
+        return self.heads
+
+
+@dataclass(frozen=True)
+class DenoisingTerms(LossTerms):
+    """Loss terms, with the bound of a learned variance in `loss` and `weighted`.
+
+    Of heads, `error` and `weighted` are those of their combination, and `shares` are as `CombinationRule.loss` has them. Without
+    a learned uncertainty `weighted` is the loss itself.
+
+    Attributes:
+        head_errors: for the memory of the heads' rule; None without heads.
+    """
+
+    head_errors: HeadErrors | None = None
+
+
+class Denoising(Objective):
+    """Trains a network to predict noise, clean images or a mix of them.
+
+    Attributes:
+        weighting: factor on the squared error of the prediction as a function of sigma.
+        uncertainty: the learned ln of the loss, where `learned_uncertainty` is set, else None.
+    """
+
+    Config = DenoisingConfig
+
+    def __init__(self, config: DenoisingConfig, seed: int, sampler_of: SamplerOf | None = None) -> None:
+        super().__init__(config, seed, sampler_of)
+        self.weighting = partial(prediction_weight, config, self.path)
+        ends = torch.tensor([_TAIL, 1.0 - _TAIL], dtype=torch.float64)
+        trained = tuple(torch.logit(self.timestep_sampler.density.quantile(ends)).tolist())
+        self.heads = PredictionHeads(config, self.path, trained) if config.heads else None
+        self.uncertainty = None
+        if config.learned_uncertainty:
+            self.uncertainty = LogUncertainty(1, config.uncertainty_features, trained)
+        named = {"heads": self.heads, "uncertainty": self.uncertainty}
+        self.learned = nn.ModuleDict({name: module for name, module in named.items() if module is not None})
+        self.share_names = tuple(config.heads)
+        by_variance = self.heads is not None and isinstance(self.heads.rule, InverseVariance)
+        self.learns_weights = self.uncertainty is not None or by_variance
+        self.mixes_by_state = self.heads is not None and bool(self.tensors())
+
+    def loss(self, model: Network, x0: Tensor, condition: Condition, draw: Draw) -> DenoisingTerms:
+        a, b = (per_image(c, x0) for c in self.path.coefficients(draw.t))
+        x_t = a * x0 + b * draw.noise
+        output, interpolation = self._output(model, x_t, draw.t, condition)
+        wanted = target(self.prediction, x0, draw.noise, a, b, self.sigma_data)
+        shares = head_errors = None
+        if self.heads is None:
+            trained = (output - wanted).square().flatten(1).mean(1)  # [B]
+            error = trained.detach()
+        else:
+            head_errors = self.heads.errors(output, x0, draw.noise, draw.t)
+            trained, shares = self.heads.rule.loss(head_errors, torch.logit(draw.t))
+            error = self.heads.mixed_error(output.detach(), x0, draw.noise, draw.t)
+        sigma = draw.t / (1.0 - draw.t).clamp_min(torch.finfo(torch.float32).tiny)
+        weight = self.weighting(sigma)
+        loss = weight * trained
+        held_out = weight * error
+        if self.uncertainty is not None:
+            u = self.uncertainty(torch.logit(draw.t))[0]
+            loss = loss * torch.exp(-u) + u
+        if interpolation is not None:
+            # The mean is trained by the weighted error alone.
+            x0_estimate, _ = to_x0_and_noise(self.prediction, output.detach(), x_t, a, b, self.sigma_data)
+            path = indexed(self.path)
+            index = path.t_to_index(draw.t)
+            bound = variational_bound(path, x0, x_t, x0_estimate, interpolation, index)
+            bound = BOUND_WEIGHT * self.path.num_indices * bound
+            loss, held_out = loss + bound, held_out + bound.detach()
+        importance = draw.importance
+        return DenoisingTerms(importance * loss, error, draw.t, importance * held_out, shares, head_errors)
+
+    @torch.no_grad()
+    def learned_weighting(self, sigma: Tensor) -> Tensor:
+        """Learned weight on the squared error of the prediction at noise levels [N]; of sigma's dtype."""
+        weight = self.weighting(sigma)
+        if self.uncertainty is not None:
+            weight = weight * torch.exp(-self.uncertainty(torch.log(sigma))[0]).to(weight.dtype)
+        return weight
+
+    def effective_weight(self, log_sigma: Tensor) -> Tensor | None:
+        """Effective weight p(ln sigma) x weight, in the parametrisation of the noise's squared error.
+
+        Two configurations with proportional effective weights are the same objective in expectation. For time warping
+        and a learned uncertainty it is the initial one.
+
+        Args:
+            log_sigma: values of ln sigma [N].
+
+        Returns:
+            density of the training noise levels x weight of the noise error at each, [N]; None where each head is
+            trained by its own error.
+        """
+        if self.heads is not None and not self.heads.rule.of_one_error:
+            return None
+        sigma = torch.exp(log_sigma)
+        a, _ = self.path.coefficients(torch.sigmoid(log_sigma))
+        density = self.timestep_sampler.density.log_sigma_density(log_sigma)
+        return density * self.learned_weighting(sigma) * noise_error_weight(self.prediction, sigma, a, self.sigma_data)
+
+    def observe(self, batch: GlobalBatch, indices: Tensor, terms: LossTerms) -> None:
+        super().observe(batch, indices, terms)
+        if self.heads is not None and isinstance(terms, DenoisingTerms) and terms.head_errors is not None:
+            self.heads.observe(terms.head_errors, terms.t)
+
+    def update(self, skip: Tensor) -> None:
+        super().update(skip)
+        if self.heads is not None:
+            self.heads.update(skip)
+
+    @torch.no_grad()
+    def log_uncertainties(self, log_sigma: Tensor) -> dict[str, float]:
+        """Log uncertainties: learned u at ln sigma [N], as `log_uncertainty/<n>`, or by head
+        `log_uncertainty/<head>/<n>`.
+        """
+        found = {}
+        if self.uncertainty is not None:
+            found["log_uncertainty"] = self.uncertainty(log_sigma)[0]
+        elif self.heads is not None and isinstance(self.heads.rule, InverseVariance):
+            u = self.heads.rule.uncertainty(log_sigma)
+            found = {f"log_uncertainty/{name}": of_head for name, of_head in zip(self.heads.names, u, strict=True)}
+        return {f"{tag}/{n}": value for tag, values in found.items() for n, value in enumerate(values.tolist())}
+
+    def lr_scales(self) -> dict[str, float]:
+        return dict.fromkeys(self.parameters(), self.config.uncertainty_lr_scale)
+
+    @classmethod
+    def problems(cls, config: DenoisingConfig) -> Iterator[tuple[str, str]]:
+        """Find heads that cannot be trained together, and samplers that would learn from losses made alike."""
+        yield from head_problems(config, PATHS[config.path]())
+        if not config.timesteps.learns:
+            return
+        text = f"{config.timesteps.name} learns from losses, which %s makes alike at all timesteps (use a density, or %s)"
+        if config.learned_uncertainty:
+            yield "objective.timesteps.name", text % ("objective.learned_uncertainty", "set that to false")
+        elif config.heads and config.combine.name == "inverse_variance":
+            yield "objective.timesteps.name", text % ("objective.combine.name = inverse_variance", "another name")
+
+    def problems_of_parts(self) -> Iterator[tuple[str, str]]:
+        """Find a density whose tail makes the mean loss infinite."""
+        config, density = self.config, self.config.timesteps.of_density()
+        # Others' tails fall as powers of sigma.
+        if density.light_tailed or self.path.num_indices:
+            return
+        if end := self._end_without_mean():
+            yield "objective.timesteps.name", (
+                f"{density.name} draws so many timesteps near {end} that objective.weighting.name ="
+                f" {config.weighting.name} on objective.prediction = {config.prediction} has an infinite mean loss"
+                " (use logit_normal or another weighting)"
+            )
+
+    def _end_without_mean(self) -> str:
+        """End of the path at which density x weight x squared error does not fall, or "".
+
+        The error is the larger of the unavoidable one, 1 / (1 + sigma^2) in the noise of unit Gaussian data, and an error
+        of 1 in the network's own output; of several heads, in that of the one with the least weight.
+        """
+        for end, sign in (("clean data", -1.0), ("noise", 1.0)):
+            log_sigma = sign * torch.tensor(_FAR, dtype=torch.float64)
+            sigma, t = torch.exp(log_sigma), torch.sigmoid(log_sigma)
+            a, _ = self.path.coefficients(t)
+            unavoidable = noise_error_weight(self.prediction, sigma, a, self.sigma_data) / (1.0 + sigma**2)
+            own = self.preconditioning.scaling(t).c_out ** 2
+            if self.heads is not None:
+                own = self.heads.least_conversion(log_sigma)
+            error = torch.maximum(unavoidable, own)
+            density = self.timestep_sampler.density.log_sigma_density(log_sigma)
+            middle, far = (density * self.weighting(sigma) * error).tolist()
+            if far > 0.999 * middle:
+                return end
+        return ""

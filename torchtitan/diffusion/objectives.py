@@ -1,0 +1,63 @@
+"""Objectives by name, and combinations of their parts that cannot be trained or sampled from."""
+
+from collections.abc import Iterator
+
+from torchtitan.diffusion.consistency import Consistency
+from torchtitan.diffusion.denoising import Denoising
+from torchtitan.diffusion.objective import Objective, ObjectiveConfig
+from torchtitan.diffusion.paths import PATHS, Path
+from torchtitan.diffusion.timesteps.registry import SamplerOf
+
+# To add an objective: its file after the contract of Objective, and a line here.
+OBJECTIVES: dict[str, type[Objective]] = {"denoising": Denoising, "consistency": Consistency}
+
+
+def build_objective(config: ObjectiveConfig, seed: int, sampler_of: SamplerOf | None = None) -> Objective:
+    """Build the objective of a section; arguments and errors as of `Objective`."""
+    return OBJECTIVES[config.name](config, seed, sampler_of)
+
+
+def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
+    """Find objectives that cannot be trained, or not sampled from.
+
+    Returns:
+        pairs of a dotted key and the reason.
+    """
+    path = PATHS[config.path]()
+    if config.prediction == "noise" and path.t_max == 1.0:
+        yield "objective.prediction", (
+            f"the noise does not determine x0 at t = 1, where objective.path = {config.path} starts to sample"
+            " (use velocity, v, x0 or edm)"
+        )
+    if config.preconditioning == "index" and not path.num_indices:
+        yield "objective.preconditioning", f"objective.path = {config.path} has no DDPM indices (use identity or edm)"
+        return
+    if config.preconditioning == "sit" and (config.path, config.prediction) != ("rectified_flow", "velocity"):
+        yield "objective.preconditioning", (
+            f"sit is for the velocity of the rectified flow, not objective.prediction = {config.prediction} on"
+            f" objective.path = {config.path} (use identity)"
+        )
+    if config.preconditioning == "edm" and config.prediction not in ("x0", "edm"):
+        yield "objective.preconditioning", (
+            f"edm makes x0 of the network's output, not objective.prediction = {config.prediction} (use x0 or edm)"
+        )
+    found = [*_timesteps_problems(config, path), *OBJECTIVES[config.name].problems(config)]
+    yield from found
+    if found:
+        return
+    try:
+        objective = build_objective(config, seed=0)
+    except ValueError as problem:
+        text = f"{problem}: {config.timesteps.name} lies beside objective.path = {config.path}"
+        yield "objective.timesteps.name", text
+        return
+    for key, text in config.timesteps.sampler_problems(objective.timestep_sampler):
+        yield f"objective.timesteps.{key}", text
+    yield from objective.problems_of_parts()
+
+
+def _timesteps_problems(config: ObjectiveConfig, path: Path) -> Iterator[tuple[str, str]]:
+    if config.t_min >= config.t_max:
+        yield "objective.t_min", f"{config.t_min:g} is not below objective.t_max = {config.t_max:g} (no time is left)"
+    for key, text in config.timesteps.problems(path, config.path):
+        yield f"objective.timesteps.{key}", text
