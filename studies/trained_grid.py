@@ -25,7 +25,7 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.predictions import PREDICTIONS
 from torchtitan.distributed.mesh import compute_device
-from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples, timestep_errors
+from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples, in_parametrisation, timestep_errors
 from torchtitan.experiments.cells import Cell, Row
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
