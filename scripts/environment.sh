@@ -28,17 +28,19 @@ make_environment() {
     echo "setting up $venv with $("$base" --version)"
     [ -x "$venv/bin/python" ] || "$base" -m venv "$venv"
     share_torch "$base"
-    if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
-        "$venv/bin/python" -m pip install --quiet torch==2.13.0
-    fi
-    # Requirements only: the program runs in place. The constraint keeps torch as it is.
+    # Requirements only: the program runs in place. A torch that is there stays as it is.
     "$venv/bin/python" - "$root/pyproject.toml" "$@" > "$venv/requirements.txt" <<'PYTHON'
-import sys, tomllib
+import importlib.util, sys, tomllib
 project = tomllib.load(open(sys.argv[1], "rb"))["project"]
 print(*project["dependencies"], *(line for extra in sys.argv[2:] for line in project["optional-dependencies"][extra]), sep="\n")
+if importlib.util.find_spec("torch"):
+    import torch
+    print("torch==" + torch.__version__.split("+")[0])
+else:
+    print("torch==2.13.0")
 PYTHON
-    "$venv/bin/python" -c 'import torch; print("torch==" + torch.__version__.split("+")[0])' > "$venv/constraints.txt"
-    "$venv/bin/python" -m pip install --quiet -r "$venv/requirements.txt" -c "$venv/constraints.txt"
+    # Only what is imported is worth compiling to bytecode, which importing it does.
+    "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check -r "$venv/requirements.txt"
     touch "$stamp"
 }
 
