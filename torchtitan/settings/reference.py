@@ -70,14 +70,16 @@ def _texts(sections: dict[str, _Section]) -> dict[str, str]:
             flavors = declared.flavors(declared.registry[name]) if name else {}
             note = f"{section}.flavor is one of {', '.join(flavors)}" if flavors else ""
             described = {field.name: _describe_key(section, instance, field) for field in keys(instance)}
-            lines = (*_wrapped(note, 2), *described.values())
-            parts[f"{section}.{name}"] = "\n".join((_title(section, [name]), *lines))
+            if name:
+                del described["name"]  # which is the section's, not this alternative's
+            parts[f"{section}.{name}"] = "\n".join((_title(section, [name]), *_wrapped(note, 2), *described.values()))
             for key, text in described.items():
                 with_key.setdefault(key, {}).setdefault(text, []).append(name)
         inner = [name for name in sections if name.startswith(f"{section}.")]
         more = [f"  more keys: --help {' '.join(inner)}"] if inner else []
-        texts[section] = "\n\n".join((*parts.values(), *more))
-        texts |= parts if isinstance(declared, Choice) else {}
+        first = [f"[{section}]\n{_describe_name(section, declared)}"] if isinstance(declared, Choice) else []
+        texts[section] = "\n\n".join((*first, *(part for part in parts.values() if "\n" in part), *more))
+        texts |= parts | {f"{section}.name": first[0]} if first else {}
         for key, variants in with_key.items():
             titled = (f"{_title(section, names)}\n{text}" for text, names in variants.items())
             texts[f"{section}.{key}"] = "\n\n".join(titled)
@@ -174,6 +176,13 @@ def _describe_key(section: str, defaults: Any, field: dataclasses.Field) -> str:
             lines.append(f"      {inner.name}  {_kind(inner, hints[inner.name], inner.default)}")
             lines.extend(_meaning(inner, "", 10))
     return "\n".join(lines)
+
+
+def _describe_name(section: str, options: Choice) -> str:
+    """Describe the key that chooses the others of a section."""
+    field = options.section(options.default).__dataclass_fields__["name"]
+    kind = f"--{section}.name  one of {', '.join(options.registry)} (default {options.default})"
+    return "\n".join((*textwrap.wrap(kind, 110, initial_indent="  ", subsequent_indent="      "), *_meaning(field, section, 6)))
 
 
 def _kind(field: dataclasses.Field, annotation: Any, default: Any) -> str:
