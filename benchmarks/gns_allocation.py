@@ -162,7 +162,7 @@ def look(trainer: Trainer, steps: int, groups: int, group_size: int) -> list[dic
     fine_edges = inner_edges(trainer.config.gns, ordinary.density, trainer.state.objective.path)
     edges, fine_mass = fine_edges[PARTS_OF_BIN - 1 :: PARTS_OF_BIN], bin_masses(ordinary.density, fine_edges)
     mass = bin_masses(ordinary.density, edges)
-    multiplier = bin_means(ordinary.density, edges, lambda t: trainer.state.objective.weighting(t / (1.0 - t)))
+    multiplier = bin_means(ordinary.density, edges, lambda t: trainer.state.objective.learned_weighting(t / (1.0 - t)))
     others = {FROM_WEIGHT: weight_shares(mass, multiplier)} if multiplier.max() > 1.01 * multiplier.min() else {}
     draws, samplers, predictions = FrozenDraws(trainer), {}, {}
     for spread in ("none", "stratified"):

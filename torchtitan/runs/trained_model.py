@@ -94,7 +94,7 @@ def load_weights(path: Path, config_file: Path, device: torch.device) -> Trained
     objective = build_objective(config.objective, config.debug.seed).to(device)
     if objective.mixes_by_state:
         raise WeightsError(
-            f"{path}: holds weights alone, but objective.combine.name = {config.objective.combine.name} combines "
+            f"{path}: holds weights alone, but objective.combine.name = {objective.config.combine.name} combines "
             "the heads by shares learned in training (give the run's folder, or use snr_handover)"
         )
     model = _empty_model(config, info, device)
