@@ -197,6 +197,8 @@ def test_every_entry_travels_and_is_replaced_with_its_image(num_workers):
     )  # fmt: skip
     batches = [data.next_batch() for _ in range(20)]
     data.close()
+    for batch, repeated in zip(batches[4:6], data.again(first_sample=16, attempt=0, microbatches=2), strict=True):
+        assert batch.keys() == repeated.keys() and all(torch.equal(batch[name], repeated[name]) for name in batch)
     met = torch.cat([batch["number"] for batch in batches])
     assert 5 not in met and met.bincount(minlength=40)[6] == 4  # image 6 stands for image 5 in both epochs
     for batch in batches:
