@@ -37,6 +37,7 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
     relative.axhline(1.0, color="black", linewidth=1)
     _limit_ratios(relative)
     label_log_axis(relative)
+    relative.grid(axis="x", visible=False)  # lines between the bins instead
     for place in range(1, len(bins)):
         relative.axvline(place - 0.5, color="0.9", linewidth=0.8)
     relative.set_ylabel(f"ratio to the loss\nof {arms[0]}")
