@@ -106,7 +106,11 @@ class Denoising(Objective):
         self.share_names = tuple(config.heads)
         by_variance = self.heads is not None and isinstance(self.heads.rule, InverseVariance)
         self.learns_weights = self.uncertainty is not None or by_variance
-        self.mixes_by_state = self.heads is not None and bool(self.tensors())
+        if self.heads is not None and self.tensors():
+            self.reads_by_state = (
+                f"objective.combine.name = {config.combine.name} combines the heads by shares learned in training (give"
+                " the run's folder, or use snr_handover)"
+            )
 
     def loss(self, model: Network, x0: Tensor, condition: Condition, draw: Draw) -> DenoisingTerms:
         a, b = (per_image(c, x0) for c in self.path.coefficients(draw.t))

@@ -108,7 +108,7 @@ class Objective(ABC):
         heads: of a network with several predictions, else None.
         learns_weights: whether losses are divided by what has been learned of them, which makes them alike at all
             timesteps.
-        mixes_by_state: whether `predict` depends on what was learned in training.
+        reads_by_state: why `predict` depends on state learned in training, and what to do without it; "" if it does not.
         one_forward: whether the loss calls the network once, so that per-sample gradients can be taken of that call.
     """
 
@@ -117,7 +117,7 @@ class Objective(ABC):
     share_names: tuple[str, ...] = ()
     heads: Any = None
     learns_weights: bool = False
-    mixes_by_state: bool = False
+    reads_by_state: str = ""
 
     def __init__(self, config: Any, seed: int, sampler_of: SamplerOf | None = None) -> None:
         """

@@ -92,11 +92,8 @@ def load_weights(path: Path, config_file: Path, device: torch.device) -> Trained
     config = read_config(config_file)
     info = DATASETS[config.data.name].info(config.data)
     objective = build_objective(config.objective, config.debug.seed).to(device)
-    if objective.mixes_by_state:
-        raise WeightsError(
-            f"{path}: holds weights alone, but objective.combine.name = {objective.config.combine.name} combines "
-            "the heads by shares learned in training (give the run's folder, or use snr_handover)"
-        )
+    if objective.reads_by_state:
+        raise WeightsError(f"{path}: holds weights alone, but {objective.reads_by_state}")
     model = _empty_model(config, info, device)
     fill(model, path)
     return TrainedModel(config, info, model, objective, path.stem)
