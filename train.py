@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _decoder_problem(config: JobConfig) -> Exception | None:
-    """Why the autoencoder of a configuration cannot be opened; None where it can, or where there is none."""
+    """Problem of opening a configuration's autoencoder; None if there is none."""
     if config.autoencoder.name == "none":
         return None
     from data import DatasetError

@@ -209,7 +209,7 @@ def allocated(present: TimestepSampler, edges: Tensor, shares: Tensor) -> Alloca
 
 
 def taps_of(trainer: Trainer) -> GradientTaps:
-    """The taps on a trainer's model, which measures with some."""
+    """Taps on a trainer's model, which measures with some."""
     return cast(GradientTaps, cast(GNSMonitor, trainer.state.gns)._taps)
 
 

@@ -180,7 +180,7 @@ class Dataset:
         raise NotImplementedError
 
     def fetch_drawn(self, indices: np.ndarray, draws: Draws) -> Batch:
-        """As `fetch`, for training: of images that are themselves drawn at random, the same for the same draws."""
+        """Fetch for training: images that are themselves drawn at random, the same for the same draws."""
         return self.fetch(indices)
 
     def listing_digest(self) -> str:

@@ -182,7 +182,7 @@ def on_record(piece: Piece, revision: str) -> tuple[str, list[HubFile]]:
 def fetch_file(piece: Piece, file: HubFile, folder: Path, commit: str) -> None:
     """Fetch one file to its place; an existing file with the same content stays."""
     target = folder / file.name
-    # Named after its content: what is left of another commit's file is not gone on with.
+    # Named after its content: a partial file of another commit is not resumed.
     partial = folder / UNFINISHED / f"{file.name}.{(file.sha256 or file.git_sha1 or '')[:16]}"
     if target.exists():
         if differs(target, file):

@@ -50,7 +50,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Floor:
-    """A row of the page's table: rooms that import from lower floors only, and the part of the house they are in."""
+    """Row of the page's table: rooms that import from lower floors only, and their part of the house."""
 
     rooms: tuple[str, ...]
     part: str
@@ -75,13 +75,13 @@ def read_imports(modules: dict[str, Path], root: Path = ROOT) -> list[Import]:
 
 
 def room_of(module: str) -> str:
-    """The room that a module is in."""
+    """Room of a module."""
     first, *rest = module.split(".")
     return rest[0] if first == PACKAGE and rest else first
 
 
 def read_floors(page: Path = PAGE) -> list[Floor]:
-    """The floors of the page's table, from the ground up."""
+    """Floors of the page's table, from the ground up."""
     rows = re.findall(r"^\| *(\d+) *\|([^|]*)\|([^|]*)\|$", page.read_text(encoding="utf-8"), re.MULTILINE)
     if [int(number) for number, _, _ in rows] != list(range(1, len(rows) + 1)):
         raise ValueError(f"{page}: its floors are not numbered 1, 2, 3, ...")
@@ -127,7 +127,7 @@ def _imported(
 
 
 def _directly_needed(arrows: set[tuple[str, str]], floors: Sequence[Floor]) -> set[tuple[str, str]]:
-    """The arrows that no path of others says already (transitive reduction)."""
+    """Arrows that no path of others implies (transitive reduction)."""
     reached: dict[str, set[str]] = {}  # room -> all that it imports, itself or through others
     direct = set()
     for room in (room for floor in floors for room in floor.rooms):
@@ -140,7 +140,7 @@ def _directly_needed(arrows: set[tuple[str, str]], floors: Sequence[Floor]) -> s
 
 @dataclass
 class _Box:
-    """A room in the picture: its centre, its floor, and its width."""
+    """Room in the picture: its centre, its floor, and its width."""
 
     x: float
     y: int
@@ -194,7 +194,7 @@ def _settle(boxes: dict[str, _Box], arrows: set[tuple[str, str]]) -> float:
 
 
 def _arrow_cost(boxes: dict[str, _Box], arrow: tuple[str, str]) -> float:
-    """The length of an arrow along the floors, and how far it would have to move aside for boxes on its way."""
+    """Length of an arrow along the floors, and the distance it would have to move aside for boxes on its way."""
     upper, lower = boxes[arrow[0]], boxes[arrow[1]]
     (start, top), (end, bottom) = _ends(upper, lower)
     cost = abs(upper.x - lower.x) / _WIDTH

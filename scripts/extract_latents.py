@@ -176,7 +176,7 @@ def warn_of_training_keys(path: str | None) -> None:
     found = {key: instead for key, instead in OF_TRAINING.items() if key in given}
     if found and speaks():
         listed = ", ".join(f"{key} ({instead})" for key, instead in found.items())
-        print(f"{path}: keys of [data] for training, which have options of their own here: {listed}", file=sys.stderr)
+        print(f"{path}: keys of [data] for training, which have other options here: {listed}", file=sys.stderr)
 
 
 def options_of(arguments: argparse.Namespace, config: DataConfig) -> ExtractionOptions:

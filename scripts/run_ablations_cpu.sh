@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The ablation grid at a size for two laptop cores, and its report: scripts/run_ablations_cpu.sh [FOLDER]
-# FOLDER: of the results, outputs/ablations_cpu by default. Started again, it goes on where it was.
+# FOLDER: of the results, outputs/ablations_cpu by default. Started again, it resumes.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 folder=${1:-$root/outputs/ablations_cpu}

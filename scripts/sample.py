@@ -81,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--autoencoder", choices=("none", *AUTOENCODERS),
         help="autoencoder that decodes latents to images (default: the run's)")
     add("--autoencoder-path", metavar="PATH", help="its folder or hub name, if not the run's")
-    add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, or beside the weights)")
+    add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, or the weights' folder)")
     add("--files", action="store_true", help="one PNG per image besides the grid")
     add("--latents", action="store_true", help="also a file of the drawn latents, for cosmos_latent_decoder.py")
     return parser.parse_args()
@@ -93,7 +93,7 @@ def option(key: str) -> str:
 
 
 def option_of(key: str) -> str:
-    """The key that an option is named by, of one within `[sampling]`: `solver` of `solver.name`, `churn` of `solver.churn`."""
+    """Key that names an option, for one within `[sampling]`: `solver` of `solver.name`, `churn` of `solver.churn`."""
     section, _, last = key.rpartition(".")
     return section if last == "name" else last
 
@@ -107,12 +107,12 @@ def method_keys() -> list[tuple[type, str]]:
 
 
 def described(section: Any, key: str) -> str:
-    """What a key is for."""
+    """Description of a key."""
     return section.__dataclass_fields__[key].metadata["description"]
 
 
 def reader(section: type, key: str) -> dict:
-    """How argparse reads a value of a key."""
+    """Reader of a key's values for argparse."""
     hint = typing.get_type_hints(section)[key]
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}

@@ -6,7 +6,7 @@
 #   --setup-only                  stop after setting up .venv
 # Other paths than CONFIG's are relative to the repository.
 # Exit codes: 0 completed, 1 failed, 2 refused, 75 interrupted by a signal and saved, or another run writes into
-# the folder (the same command, later, goes on).
+# the folder (the same command, later, resumes).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 source "$root/scripts/status.sh"

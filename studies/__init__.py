@@ -7,7 +7,7 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class StudyEntry:
-    """Where a study is, and what it takes.
+    """Entry of a study: its module, its description and its arguments.
 
     Attributes:
         module: in this folder.
@@ -60,5 +60,7 @@ STUDIES: dict[str, StudyEntry] = {
 
 
 def load_study(name: str) -> ModuleType:
-    """The study of this name, a key of STUDIES: a `studies.frame.Study` with `add_options`, or one with `run_alone`."""
+    """Load the study of this name, a key of STUDIES: a `studies.frame.Study` with `add_options`, or one with
+    `run_alone`.
+    """
     return importlib.import_module(f"studies.{STUDIES[name].module}")

@@ -52,7 +52,7 @@ START = "start"  # instead of a seed: the checkpoint itself, before any branch
 
 @dataclass
 class Measurement:
-    """A critical-batch measurement as it was asked for, checked.
+    """Checked settings of a critical-batch measurement.
 
     Attributes:
         run: the run's folder.
@@ -163,7 +163,7 @@ def open_measurement(options: argparse.Namespace) -> Measurement:
 
 
 def _default_folder(run: Path, checkpoint: str) -> Path:
-    """The folder of the results; where there is one of the name that it had before, that one is continued."""
+    """Folder of the results; an existing one of the former name is continued."""
     folder, former = run / "critical_batch" / checkpoint, run / "branch_test" / checkpoint
     return former if former.exists() and not folder.exists() else folder
 

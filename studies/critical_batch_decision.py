@@ -44,7 +44,7 @@ class Excess:
 
 @dataclass(frozen=True)
 class CriticalBatch:
-    """What a critical-batch measurement says of the critical batch size, all in samples.
+    """Critical batch size by a measurement, all in samples.
 
     Attributes:
         relation: "equal": `value` is within the tolerance and the next batch is not; "at least": nothing above

@@ -1,4 +1,4 @@
-"""The result of a critical-batch measurement: the size, whole and per timestep bin, as tables and a picture."""
+"""Report of a critical-batch measurement: the size, whole and per timestep bin, as tables and a picture."""
 
 import csv
 import math
@@ -104,7 +104,7 @@ def critical_text(finding: Finding) -> str:
     """Critical batch size in words."""
     critical = finding.critical
     if critical.relation == "unknown":
-        return "unknown: no branch of the smallest batch, or none beside it"
+        return "unknown: no branch of the smallest batch, or no other branch"
     if critical.relation == "unresolved":
         return f"no answer: branches learned {100 * finding.learned:.2g} %, no more than the tolerance"
     return str(critical.value) if critical.relation == "equal" else f"{critical.relation} {critical.value}"

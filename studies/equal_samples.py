@@ -39,7 +39,7 @@ class BatchPlan:
 
 
 def rule_name(text: str) -> str:
-    """The key of LR_RULES that a text means; another text as it is."""
+    """Resolve a text to a key of LR_RULES; other texts are returned unchanged."""
     return _FORMER_RULES.get(text, text)
 
 

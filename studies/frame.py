@@ -1,4 +1,4 @@
-"""What studies of a run share: checkpoints, samples, the command line, a table that survives a kill, a summary.
+"""Frame of the studies of a run: checkpoints, samples, the command line, a table that survives a kill, a summary.
 
 A study is a grid of cells. Every finished cell is a row appended to results.csv, a failed one too (status and reason),
 so that a study that is started again resumes.
@@ -40,7 +40,7 @@ class StudyRun:
         track: EMA track, "none" for the trained (live) weights, "both" for these and every track.
         options: the study's own.
         device: where models are put.
-        kept: what a study holds from one cell to the next, by names of its own.
+        kept: a study's objects kept between cells, by name.
     """
 
     folder: Path

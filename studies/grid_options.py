@@ -91,7 +91,8 @@ def read_base(arguments: argparse.Namespace) -> JobConfig:
     given = {pair.partition("=")[0] for pair in arguments.set}
     for key, _, field in written_places(config):
         if key in given and field.metadata["writes"] == "run":
-            raise StudyError(f"--set: {key}: every run has a folder of its own in the study's (--output FOLDER places that)")
+            raise StudyError(f"--set: {key}: every run has a separate folder in the study's (--output FOLDER "
+            "places that)")
     return study_base(config)
 
 

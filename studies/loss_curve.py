@@ -145,7 +145,7 @@ def _description(run: StudyRun, objective: Objective, nodes: TimestepNodes) -> s
     return (
         f"Squared error of the prediction {objective.prediction!r} (mean over values) at {len(nodes.t)} timesteps, "
         f"t from {nodes.t[0]:.4g} to {nodes.t[-1]:.4g}{indexed}; the first {run.options.images} images of the "
-        f"{run.options.split} split in the order of seed {run.options.seed}, each with noise of its own, the same at "
+        f"{run.options.split} split in the order of seed {run.options.seed}, each with its own noise, the same at "
         "every timestep and for every model. Weights of the loss do not count. Intervals are of 95 %, over images: "
         f"2.5 to 97.5 % of resampled images for spans (given {LEAST_RESAMPLED} at least), by Student's t elsewhere; "
         "the interval at the largest ratio does not account for its selection as the largest.\n\n"

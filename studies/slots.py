@@ -249,7 +249,7 @@ def _summary(
         "[first, end). "
     )
     if errors is None:
-        text += "No intervals: the errors of every image (errors.safetensors beside the curve) are not there.\n\n"
+        text += "No intervals: the errors of every image (errors.safetensors in the curve's folder) are missing.\n\n"
     elif "end_lower" not in rows[0]:
         text += f"No intervals: resampling needs {LEAST_RESAMPLED} images at least.\n\n"
     else:

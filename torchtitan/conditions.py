@@ -1,4 +1,4 @@
-"""What a network is conditioned on: nothing, a class, or embeddings.
+"""Conditions of a network: none, a class, or embeddings.
 
 A dataset declares the kind with what it holds, a family of networks declares the kinds that it takes. Everything between
 them, from the loader to the solvers, passes conditions on unopened and works on them through their kind.
@@ -17,7 +17,7 @@ Condition = Tensor | dict[str, Tensor] | None
 
 
 class ConditionKind:
-    """Which entries of a batch condition a network, and all that is done with them.
+    """Kind of condition: the entries of a batch that condition a network, and the operations on them.
 
     Attributes:
         name: for messages and configuration.
@@ -35,7 +35,7 @@ class ConditionKind:
         raise NotImplementedError
 
     def null(self, entry: str, like: Tensor) -> Tensor:
-        """The value that stands for no condition, in the place of every image's."""
+        """Null condition: the value that replaces every image's where there is no condition."""
         raise NotImplementedError
 
     @property
@@ -53,15 +53,15 @@ class ConditionKind:
         raise NotImplementedError
 
     def problem(self, batch: Mapping[str, Tensor]) -> str | None:
-        """What is wrong with the values of a batch whose shapes and dtypes are right; None: nothing."""
+        """Problem of the values of a batch with the right shapes and dtypes; None if there is none."""
         return None
 
     def of(self, batch: Mapping[str, Tensor]) -> Condition:
-        """The conditions in a batch."""
+        """Conditions in a batch."""
         return _packed({name: batch[name] for name in self.entries})
 
     def drop(self, condition: Condition, dropped: Tensor) -> Condition:
-        """Put the null condition in the place of the images where `dropped` [B] is true."""
+        """Replace the condition by the null condition where `dropped` [B] is true."""
         return self._each(
             condition, lambda value, null: torch.where(dropped.view(-1, *[1] * (value.ndim - 1)), null, value)
         )
@@ -185,7 +185,7 @@ class Embeddings(ConditionKind):
 
 
 def class_kind(num_classes: int, names: Sequence[str] = ()) -> ConditionKind:
-    """The kind of data with classes, or without where there are 0."""
+    """Kind of data with classes, or without if there are 0."""
     return Classes(num_classes, tuple(names)) if num_classes else Unconditional()
 
 

@@ -55,5 +55,5 @@ def one_line(error: Exception) -> str:
 
 
 def unwrapped(text: object) -> str:
-    """A text, or that of an exception, in one line: every run of white space is a blank."""
+    """Unwrap a text, or that of an exception, to one line: every run of white space is a blank."""
     return " ".join(str(text).split())

@@ -91,7 +91,7 @@ def uniform(seed: int, purpose: str, indices: Tensor, attempt: int = 0) -> Tenso
 
 
 def uniform_bits(seed: int, draws: Sequence[tuple[str, Tensor]], attempt: int = 0) -> tuple[Tensor, ...]:
-    """The interval of 2^52 in whose middle `uniform` is, for draws of several purposes in one pass.
+    """Draw the interval of 2^52 whose middle `uniform` returns, for draws of several purposes in one pass.
 
     Args:
         seed, attempt: as in `random_words`.
@@ -128,7 +128,7 @@ def _stream(purpose: str, attempt: int) -> int:
 
 
 def _halves(number: _Number) -> tuple[_Number, _Number]:
-    """The lower and the upper 32 bits of 0 <= number < 2^64."""
+    """Split 0 <= number < 2^64 into its lower and upper 32 bits."""
     return number & _MASK, number >> 32
 
 

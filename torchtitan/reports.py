@@ -43,7 +43,7 @@ _STEPS_TO_COMPILE = 3
 
 
 class Reports:
-    """The reporting side of a run. Collective methods say so; the first rank alone writes.
+    """Reports of a run. Collective methods say so; the first rank alone writes.
 
     A failing disk loses a picture, never the run; points of metrics wait for it.
     """
@@ -65,7 +65,7 @@ class Reports:
             objective=state.objective, ema=state.ema, layout=state.layout, decoder=state.decoder,
             bin_edges=state.bin_edges, on_unreadable=state.corrupt_images.record,
         )  # fmt: skip
-        # Steps that measure the gradients of single samples have graphs of their own.
+        # Steps that measure the gradients of single samples have separate graphs.
         expected = max(_STEPS_TO_COMPILE, config.gns.interval if config.gns.enable and config.gns.single_pass else 0)
         self._compilations = CompileCounter(expected)
         self._results: dict[str, Any] = dict(state.reported.get("results", {}))
@@ -284,7 +284,7 @@ class Reports:
         replace_file(path, as_png(picture))
 
     def _animate(self) -> None:
-        with self._outputs.attempt("the animation", self._animation, consequence="the grids are beside it"):
+        with self._outputs.attempt("the animation", self._animation, consequence="the grids are in the same folder"):
             if len(frames := grids(self._state.folder.samples)) > 1:
                 save_animation(frames, self._animation)
 

@@ -307,7 +307,7 @@ class RunState:
         )  # fmt: skip
 
     def _sampler_of_bins(self, edges: Tensor) -> SamplerOf | None:
-        """What draws timesteps by the bins of `[gns]`, where it draws them otherwise than the objective says."""
+        """Timestep sampler by the bins of `[gns]`, if it differs from the objective's."""
         config, training = self.config.gns, self.config.training
         if config.bin_pure_microbatches:
             parts = microbatches_per_step(

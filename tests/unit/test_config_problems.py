@@ -177,7 +177,7 @@ BAD_FILES = [
     (
         "[objective]\npath = 'ddpm_linear'\ntimesteps.name = 'logit_normal'\ntimesteps.mean = 30.0",
         "objective.timesteps.name: the density has a mass of 0 from t = 0.00990148 to 0.993687: logit_normal lies"
-        " beside objective.path = ddpm_linear",
+        " outside objective.path = ddpm_linear",
     ),
     (
         "[objective]\nt_min = 0.6\nt_max = 0.4",
@@ -186,7 +186,7 @@ BAD_FILES = [
     ("[objective]\nt_max = 0.0", "objective.t_max: must be above 0 and at most 1, is 0.0"),
     (
         "[objective]\npath = 'ddpm_linear'\ntimesteps.name = 'uniform'\nt_min = 0.5000001\nt_max = 0.5000002",
-        "objective.timesteps.name: no index of the path has a time from 0.5000001 to 0.5000002: uniform lies beside"
+        "objective.timesteps.name: no index of the path has a time from 0.5000001 to 0.5000002: uniform lies outside"
         " objective.path = ddpm_linear",
     ),
     (

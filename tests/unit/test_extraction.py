@@ -296,7 +296,7 @@ def test_section_of_a_file_is_taken_and_its_other_sections_are_left_alone(inputs
     more = ["--config", str(config), "--data.validation_fraction", "0", "--num-workers", "0"]  # nor do they matter
     assert main(["--output", str(tmp_path / "store"), *own, *more]) == 0
     assert content(tmp_path / "store") == content(whole)
-    assert f"{config}: keys of [data] for training, which have options of their own here: num_workers (--num" in (
+    assert f"{config}: keys of [data] for training, which have other options here: num_workers (--num" in (
         capsys.readouterr().err
     )
 

@@ -44,7 +44,7 @@ REFUSED = {
     ),
     "unit of no edges": ("", 'bin_unit = "sigma"', 1, "gns.bin_unit: has no effect without gns.bin_edges"),
     "two numbers of bins": (
-        "", "num_bins = 2\nbin_edges = [0.0, 0.5, 1.0]", 1, "gns.num_bins: has no effect beside gns.bin_edges"
+        "", "num_bins = 2\nbin_edges = [0.0, 0.5, 1.0]", 1, "gns.num_bins: has no effect with gns.bin_edges"
     ),
     "one edge": ("", "bin_edges = [0.5]", 1, "gns.bin_edges: must rise"),
     "equal edges": ("", "bin_edges = [0.0, 0.5, 0.5, 1.0]", 1, "gns.bin_edges: must rise"),
@@ -57,7 +57,7 @@ REFUSED = {
     ),
     "empty bin": (NARROW, "bin_edges = [0.0, 0.01, 0.5, 1.0]", 1, "gns.bin_edges: no training timestep falls into bin 0 of 3"),
     "more bins than images allow": (
-        "", "num_bins = 9", 1, "gns.num_bins: 9 bins share 16 images a step: a bin needs 2 or more"
+        "", "num_bins = 9", 1, "gns.num_bins: 9 bins share 16 images per step: a bin needs 2 or more"
     ),
     "more edges than images allow": (
         "", "bin_edges = [0.0, 0.2, 0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 1.0]", 1, "gns.bin_edges: 9 bins share 16 images"

@@ -55,9 +55,9 @@ def test_the_keys_that_name_written_places_are_declared_so():
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ({"fixed": 'job.dump_folder = "/elsewhere"'}, "fixed.job.dump_folder: every run writes into a folder of its own"),
-        ({"fixed": 'job.name = "one"'}, "fixed.job.name: every run writes into a folder of its own"),
-        ({"axes": 'job.name = ["one", "two"]'}, "axes.job.name: every run writes into a folder of its own"),
+        ({"fixed": 'job.dump_folder = "/elsewhere"'}, "fixed.job.dump_folder: every run writes into a separate folder"),
+        ({"fixed": 'job.name = "one"'}, "fixed.job.name: every run writes into a separate folder"),
+        ({"axes": 'job.name = ["one", "two"]'}, "axes.job.name: every run writes into a separate folder"),
         ({"fixed": 'checkpoint.enable = true\ncheckpoint.folder = "/elsewhere"'}, "fixed.checkpoint.folder: every run"),
         ({"axes": 'checkpoint.enable = [true]\ncheckpoint.folder = ["memory://a", "memory://b"]'}, "axes.checkpoint.folder"),
         ({"fixed": "checkpoint.enable = true", "base": '[checkpoint]\nfolder = "/elsewhere"\n'}, "base: {}/base.toml: check"),
@@ -99,14 +99,14 @@ def test_a_study_refuses_places_of_its_runs(tmp_path, pair):
     config = tmp_path / "base.toml"
     config.write_text('[model]\nflavor = "debug"\n')
     arguments = type("Arguments", (), {"config": config, "set": [pair], "processes": 1})
-    with pytest.raises(StudyError, match=f"--set: {pair.partition('=')[0]}: every run has a folder of its own"):
+    with pytest.raises(StudyError, match=f"--set: {pair.partition('=')[0]}: every run has a separate folder"):
         read_base(arguments)
 
 
 def test_no_run_of_a_grid_writes_outside_of_the_study(tmp_path):
     base = study_base(load_config(["--training.steps=4", "--checkpoint.interval=4"], 1))
     elsewhere = GridRun("run", {"checkpoint.folder": str(tmp_path)})
-    with pytest.raises(StudyError, match="run: checkpoint.folder: every run writes into a folder of its own"):
+    with pytest.raises(StudyError, match="run: checkpoint.folder: every run writes into a separate folder"):
         plan_grid(base, [elsewhere], tmp_path / "study", 1)
 
 

@@ -1,4 +1,4 @@
-"""Which rank writes which piece of a tensor into a checkpoint."""
+"""Pieces of tensors in a checkpoint, assigned to the ranks that write them."""
 
 import math
 

@@ -284,7 +284,7 @@ def _sampling_method(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _schedule(checked: ConfigView, sampling: SamplingConfig) -> ScheduleConfig:
-    """The schedule that is given, or that of the objective's path."""
+    """Schedule that is given, or that of the objective's path."""
     default = default_schedule(checked.objective.path)
     if "sampling.schedule.name" in checked.given or default == sampling.schedule.name:
         return sampling.schedule

@@ -261,11 +261,11 @@ class CombineConfig:
     of_own_errors = False
 
     def rule(self, count: int, uncertainty: Callable[[], CombinationRule]) -> CombinationRule:
-        """The rule of `count` heads; uncertainty: makes the one that learns the expected errors."""
+        """Rule of `count` heads; uncertainty: makes the one that learns the expected errors."""
         raise NotImplementedError
 
     def problems(self, heads: list[str]) -> Iterator[tuple[str, str]]:
-        """Why the heads cannot be combined: pairs of a key of this section and the reason."""
+        """Problems of combining the heads: pairs of a key of this section and the reason."""
         yield from ()
 
 

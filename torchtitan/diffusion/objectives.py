@@ -48,7 +48,7 @@ def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
     try:
         objective = build_objective(config, seed=0)
     except ValueError as problem:
-        text = f"{problem}: {config.timesteps.name} lies beside objective.path = {config.path}"
+        text = f"{problem}: {config.timesteps.name} lies outside objective.path = {config.path}"
         yield "objective.timesteps.name", text
         return
     for key, text in config.timesteps.sampler_problems(objective.timestep_sampler):

@@ -66,12 +66,12 @@ class IndexedPath(Path, Protocol):
 
 
 def has_indices(path: Path) -> TypeGuard[IndexedPath]:
-    """Whether the times of a path have indices."""
+    """Check whether the times of a path have indices."""
     return path.num_indices > 0
 
 
 def indexed(path: Path) -> IndexedPath:
-    """The same path, known to have indices. Raises ValueError: it has none."""
+    """Require a path with indices. Raises ValueError: it has none."""
     if not has_indices(path):
         raise ValueError(f"{type(path).__name__} has no indices")
     return path
@@ -160,7 +160,7 @@ class DDPM(_CommonTime):
         return torch.lerp(table[below], table[below + 1], index - below)
 
     def log_sigma_to_index(self, log_sigma: Tensor) -> Tensor:
-        """The inverse of index_to_log_sigma: a real index, float64."""
+        """Invert index_to_log_sigma: a real index, float64."""
         table, log_sigma = self._table(log_sigma.device), log_sigma.to(torch.float64)
         below = (torch.searchsorted(table, log_sigma, right=True) - 1).clamp(0, self.num_indices - 2)
         return below + (log_sigma - table[below]) / (table[below + 1] - table[below])

@@ -1,4 +1,4 @@
-"""The Fréchet distance between two sets of feature vectors, each taken as a Gaussian."""
+"""Fréchet distance between two sets of feature vectors, each taken as a Gaussian."""
 
 import numpy as np
 

@@ -145,7 +145,7 @@ class GroupNorms:
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """An estimate of S / |G|^2 with its confidence interval.
+    """Noise scale: an estimate of S / |G|^2 with its confidence interval.
 
     Attributes:
         signal: |G|^2; may be negative.

@@ -84,7 +84,7 @@ class FixedSamples:
         return self.batch["images"]
 
     def __getitem__(self, chosen: slice | Tensor) -> "FixedSamples":
-        """Those of some of the samples."""
+        """Select some of the samples."""
         return FixedSamples({name: value[chosen] for name, value in self.batch.items()}, self.noise[chosen])
 
 

@@ -27,7 +27,7 @@ CELL_FAILURES = (
 
 
 def missing_cells(table: ResultTable, cells: list[Cell], retry_failed: bool) -> list[Cell]:
-    """The cells without a row; and those that failed, where asked for."""
+    """Missing cells: those without a row, and on request those that failed."""
     rows = [(cell, table.find(cell)) for cell in cells]
     return [cell for cell, row in rows if row is None or (retry_failed and row["status"] != "ok")]
 

@@ -1,4 +1,4 @@
-"""The engine of all experiments: cells that are missing are settled in order, one by one or several side by side."""
+"""Engine of all experiments: missing cells are settled in order, one by one or several at the same time."""
 
 import sys
 import threading
@@ -31,7 +31,7 @@ def settle_cells(
         cells: all that were asked for.
         missing: those of them that are not on record.
         settle: brings a cell to its end and on record; may tell how much of its cost is done meanwhile. Of one job it
-            is called in this thread, of several in threads of their own.
+            is called in this thread, of several in separate threads.
         cost: of a cell, in units.
         unit: of costs, in the singular.
         name: of a cell, for the progress bar.

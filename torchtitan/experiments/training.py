@@ -1,4 +1,4 @@
-"""One run that an experiment asks for, trained to its end in processes of its own; another start resumes it."""
+"""Training of one run of an experiment to its end in separate processes; another start resumes it."""
 
 import json
 import math
@@ -20,11 +20,11 @@ _SAVING_SECONDS = 60.0  # for the checkpoint of a run that is stopped
 
 
 class TrainingFailed(Exception):
-    """A run that an experiment wanted to measure did not finish; the message is one line."""
+    """Run of an experiment that did not finish; the message is one line."""
 
 
 class Diverged(TrainingFailed):
-    """A run whose gradients became infinite or no numbers."""
+    """Run whose gradients became infinite or NaN."""
 
 
 def train(

@@ -1,4 +1,4 @@
-"""Which folders and files are the program's own: known by a name together with what the content begins with."""
+"""Ownership of folders and files by the program: known by a name together with the first bytes."""
 
 import errno
 import os
@@ -41,7 +41,7 @@ def foreign_entry(
 
 
 def foreign_text(folder: AnyPath, name: str, owner: str, advice: str) -> str:
-    """The refusal of a folder that holds something foreign.
+    """Refusal of a folder that holds something foreign.
 
     Args:
         folder, name: as `foreign_entry` was given and has found.
@@ -62,7 +62,7 @@ def refuse_foreign_file(path: Path, start: bytes) -> None:
 
 
 def begins_with(path: Path, start: bytes) -> bool:
-    """Whether something is a plain file, and no link, that begins so. Raises OSError."""
+    """Check whether an entry is a plain file, and no link, that begins so. Raises OSError."""
     if not stat.S_ISREG(path.lstat().st_mode):
         return False
     with open(path, "rb") as file:

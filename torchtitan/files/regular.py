@@ -20,7 +20,7 @@ _KINDS = {
 
 
 def user_path(path: str | Path) -> Path:
-    """A path as a user gives it, with `~` and `~name` replaced; that of an unknown user stays as it is."""
+    """Expand `~` and `~name` in a path given by a user; that of an unknown user stays unchanged."""
     return Path(os.path.expanduser(path))
 
 

@@ -36,7 +36,7 @@ class Busy(Exception):
 
 
 class RunLock:
-    """A lock on a folder that ends with this process, however it ends.
+    """Lock on a folder that ends with this process, however it ends.
 
     It belongs to the process (POSIX record lock, which network file systems know as well): a data worker that outlives
     a killed run does not keep it, and the file that is left behind blocks nobody. A second lock of the same process would

@@ -89,7 +89,7 @@ class StepSums:
         return self.sketched + self.corrections
 
     def rescaled(self, factor: Tensor) -> "StepSums":
-        """The sums if the losses of bin b were multiplied by factor[b], [K]."""
+        """Rescale the losses of bin b by factor[b], [K]."""
         matrix = torch.outer(factor, factor)
 
         return StepSums(
@@ -342,7 +342,7 @@ def _inner_products(sums: Tensor) -> Tensor:
 
 
 def _take(probe: Tensor) -> Tensor:
-    """What a probe received, once; zeros where no layer measured into it."""
+    """Measurement received by a probe, once; zeros where no layer measured into it."""
     found, probe.grad = probe.grad, None
     return torch.zeros_like(probe) if found is None else found
 

@@ -53,7 +53,7 @@ def gns_problems(
     if "gns.bin_unit" in given and config.bin_unit != GNSConfig.bin_unit and not config.bin_edges:
         yield "bin_unit", "has no effect without gns.bin_edges (remove it)"
     if "gns.num_bins" in given and config.num_bins != GNSConfig.num_bins and config.bin_edges:
-        yield "num_bins", "has no effect beside gns.bin_edges (remove one of them)"
+        yield "num_bins", "has no effect with gns.bin_edges (remove one of them)"
     density = objective.timestep_sampler.density
     try:
         edges = inner_edges(config, density, objective.path)
@@ -68,7 +68,7 @@ def gns_problems(
         yield key, f"no training timestep falls into bin {empty[0]} of {len(counts)} (use fewer or wider bins)"
     if config.single_pass and global_batch_size < _LEAST_PER_BIN * len(counts):
         yield ("bin_edges" if config.bin_edges else "num_bins"), (
-            f"{len(counts)} bins share {global_batch_size} images a step: a bin needs {_LEAST_PER_BIN} or more, for"
+            f"{len(counts)} bins share {global_batch_size} images per step: a bin needs {_LEAST_PER_BIN} or more, for"
             f" only pairs tell signal from noise (use {max(global_batch_size // _LEAST_PER_BIN, 1)} bins or fewer)"
         )
 

@@ -1,4 +1,4 @@
-"""The whole model's noise scale from few steps with sketches and many without: a regression estimate.
+"""Composite estimate of the whole model's noise scale from few steps with sketches and many without, by regression.
 
 On every step the free parts of the model are measured, and the modulation part times a slope learned on measured steps
 stands in for the token part: a proxy F of the whole model W. On measured steps W itself is known. With bars for pooled

@@ -148,5 +148,5 @@ class ModelFamily:
     conditions: tuple[type[ConditionKind], ...] = (Unconditional,)
 
     def takes(self, kind: ConditionKind) -> bool:
-        """Whether its networks can be trained on data with conditions of a kind."""
+        """Check whether the family's networks can be trained on data with conditions of a kind."""
         return isinstance(kind, self.conditions) or self.conditions == (Unconditional,)

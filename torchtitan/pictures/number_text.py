@@ -4,7 +4,7 @@ import math
 
 
 def short(value: float) -> str:
-    """A number on an axis: 20k, 1.5M, 0.02, 1e-4."""
+    """Format a number on an axis: 20k, 1.5M, 0.02, 1e-4."""
     size = abs(value)
     for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= factor * (10 if letter == "k" else 1):
@@ -15,7 +15,7 @@ def short(value: float) -> str:
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """A number with so many significant digits, whole ones with thousands separated."""
+    """Format a number with so many significant digits, whole ones with thousands separated."""
     if value == 0:
         return "0"
     size = math.floor(math.log10(abs(value)))

@@ -36,7 +36,7 @@ _NAMES |= {value: f"var(--c{n})" for n, value in enumerate(COLOURS)}
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart.
+    """Line of a chart.
 
     Attributes:
         points: (x, y), x rising.
@@ -57,7 +57,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Step:
-    """The value of a timestep bin from `start` to `end`, with the ends of its whisker."""
+    """Value of a timestep bin from `start` to `end`, with the ends of its whisker."""
 
     start: float
     end: float
@@ -68,7 +68,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar with a whisker over the spread of what it stands for; `value` None is shown as missing."""
+    """Bar with a whisker over its spread; `value` None is shown as missing."""
 
     name: str
     group: int
@@ -78,7 +78,7 @@ class Bar:
 
 
 class _Chart:
-    """A panel within margins (left, top, right, bottom), all in pixels."""
+    """Panel within margins (left, top, right, bottom), all in pixels."""
 
     def __init__(self, width: float, height: float, margins: tuple[float, float, float, float]) -> None:
         left, top, right, bottom = margins
@@ -106,7 +106,7 @@ class _Chart:
             self.panel.yaxis.set_major_formatter(ScalarFormatter(useOffset=False))
 
     def inside(self, y: float) -> float:
-        """A value, or the edge of the axis that it is beyond: nothing is clipped."""
+        """Clamp a value to the axis: nothing is clipped."""
         bottom, top = self.panel.get_ylim()
         return min(max(y, bottom), top)
 
@@ -216,7 +216,7 @@ def bar_chart(bars: Sequence[Bar], *, unit: str) -> Markup:
 
 
 def spans_much(values: Iterable[float]) -> bool:
-    """Whether positive values are better seen on a logarithmic axis: the highest is five times the lowest."""
+    """Check whether positive values need a logarithmic axis: the highest is five times the lowest."""
     found = list(values)
     return bool(found) and min(found) > 0 and max(found) >= 5 * min(found)
 

@@ -33,7 +33,7 @@ STYLE: dict[Any, Any] = {
 def new_figure(
     title: str, rows: int = 1, columns: int = 1, size: tuple[float, float] = (9, 5.5), **options: Any
 ) -> tuple[Figure, np.ndarray]:
-    """A figure and its panels [rows, columns]; no window is opened and no global state touched."""
+    """New figure and its panels [rows, columns]; no window is opened and no global state changed."""
     with rc_context(STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
         figure = Figure(figsize=size, layout=layout, facecolor="white")
@@ -50,7 +50,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def as_image(figure: Figure) -> Image.Image:
-    """The figure as an RGB picture."""
+    """Render the figure as an RGB picture."""
     show_text_as_it_is(figure)
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=80)
@@ -75,7 +75,7 @@ def ordered_colours(count: int) -> list:
 
 
 def legend_outside(panel: Panel, title: str | None = None, entries_of: Panel | None = None) -> None:
-    """The legend, of this panel or of another, to the right of the panel."""
+    """Place the legend, of this panel or of another, to the right of the panel."""
     panel.legend(
         *(entries_of or panel).get_legend_handles_labels(), loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8,
         title=title, title_fontsize=8, frameon=False,

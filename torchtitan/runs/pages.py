@@ -1,4 +1,4 @@
-"""HTML pages from the templates beside this file: every text is escaped, control characters are shown."""
+"""HTML pages from the templates in this folder: every text is escaped, control characters are shown."""
 
 import base64
 from pathlib import Path
@@ -12,7 +12,7 @@ from torchtitan.terminal import printable
 
 
 def render_page(template: str, **values: Any) -> str:
-    """A whole page, which needs nothing from elsewhere.
+    """Self-contained page.
 
     Args:
         template: file in templates/.
@@ -26,7 +26,7 @@ def render_page(template: str, **values: Any) -> str:
 
 
 def png_source(content: bytes) -> str:
-    """A PNG as the source of an image."""
+    """Encode a PNG as the source of an image."""
     return "data:image/png;base64," + base64.b64encode(content).decode()
 
 

@@ -102,7 +102,7 @@ def _has_effect(config: Any, section: str, field: dataclasses.Field) -> bool:
 
 
 def _of_trajectory(config: Any, section: str) -> bool:
-    """Whether the keys of a section inside another one may change what a run learns; every other section's may."""
+    """Check whether the keys of a section inside another one may change the training; every other section's may."""
     outer, _, inner = section.rpartition(".")
     return not outer or section_at(config, outer).__dataclass_fields__[inner].metadata["trajectory"]
 

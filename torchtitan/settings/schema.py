@@ -52,7 +52,7 @@ def validate_section(
         suggest: unknown dotted key -> advice, printed in parentheses with the first MOST_SHOWN problems.
 
     Returns:
-        a new instance, with the defaults in place of refused values, and the problems.
+        a new instance, with the defaults instead of refused values, and the problems.
     """
     declared: Any = type(defaults)
     problems, refused = [], set()

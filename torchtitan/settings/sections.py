@@ -31,7 +31,7 @@ def section_at(config: Any, name: str) -> Any:
 
 
 def put_section(config: Any, name: str, section: Any) -> None:
-    """Put a section in the place of a dotted name."""
+    """Replace the section of a dotted name."""
     outer, _, last = name.rpartition(".")
     setattr(section_at(config, outer) if outer else config, last, section)
 

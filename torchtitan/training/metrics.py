@@ -1,4 +1,4 @@
-"""What a run reports: losses gathered on the device, rates, and the sinks they are written to."""
+"""Metrics of a run: losses gathered on the device, rates, and their sinks."""
 
 import json
 import os
@@ -121,9 +121,9 @@ class Stopwatch:
 
 
 class MetricsLog:
-    """The sinks of the first rank: metrics.jsonl always, TensorBoard and Weights & Biases by configuration.
+    """Sinks of the first rank: metrics.jsonl always, TensorBoard and Weights & Biases by configuration.
 
-    No method raises but `open`: a point that cannot be written waits, and sinks beside it are passed over while they fail.
+    No method raises but `open`: a point that cannot be written waits, and other sinks are skipped while they fail.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ def tail_medians(path: Path, tags: tuple[str, ...]) -> dict[str, float]:
 
 
 def checked_lines(lines: Any, last_step: int) -> list[str]:
-    """The unsaved lines of a checkpoint's state. Raises ValueError: they are no points up to its step."""
+    """Check the unsaved lines of a checkpoint's state. Raises ValueError: they are no points up to its step."""
     if not isinstance(lines, list) or not all(isinstance(line, str) and "\n" not in line for line in lines):
         raise ValueError("the unsaved metrics are no lines")
     if not all((point := parse_point(line.encode())) and point["step"] <= last_step for line in lines):

@@ -68,7 +68,7 @@ def build_optimizer(
         parameters: name -> parameter, plain or sharded.
         config: update rule and groups.
         blocks: modules whose matrices Muon takes.
-        lr_scales: parameters in a group of their own, not decayed, with these multiples of the learning rate unless
+        lr_scales: parameters in separate groups, not decayed, with these multiples of the learning rate unless
             `param_groups` says otherwise.
 
     Raises:

@@ -60,7 +60,7 @@ class SampleOrder:
         return self._permutations[epoch]
 
     def _windows(self, words: np.ndarray) -> np.ndarray:
-        """The window of each image, int64 [N], when blocks are sorted by their random words [K]."""
+        """Window of each image, int64 [N], when blocks are sorted by their random words [K]."""
         if self._blocks is None:
             return np.zeros(self._num_images, np.int64)
         windows = np.empty_like(self._blocks)

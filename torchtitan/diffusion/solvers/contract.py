@@ -42,7 +42,7 @@ def _no_solver(*arguments: Any, **options: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a solver is checked against.
+    """Properties of a run that a solver is checked against.
 
     Attributes:
         path_name: of the path that the model was trained on, a key of PATHS.
@@ -66,7 +66,7 @@ class ScheduleConfig:
         raise NotImplementedError
 
     def problems(self, trained: Trained, num_steps: int) -> Iterator[tuple[str, str]]:
-        """Why a model cannot be sampled at these times: pairs of a key of `[sampling]` and the reason."""
+        """Problems of sampling at these times: pairs of a key of `[sampling]` and the reason."""
         if trained.path.discrete:
             text = f"objective.path = {trained.path_name} is trained at integer indices only (use ddpm)"
             yield "schedule.name", text
@@ -74,7 +74,7 @@ class ScheduleConfig:
 
 @dataclass(kw_only=True)
 class SolverConfig:
-    """`[sampling.solver]`: base of the keys of every solver. Those beside `name` are the options of `solve`.
+    """`[sampling.solver]`: base of the keys of every solver. Keys other than `name` are the options of `solve`.
 
     Attributes:
         solve: the solver.
@@ -89,7 +89,7 @@ class SolverConfig:
         return {key.name: getattr(self, key.name) for key in keys(self) if key.name != "name"}
 
     def problems(self, trained: Trained, schedule: ScheduleConfig) -> Iterator[tuple[str, str]]:
-        """Why a model cannot be sampled in this way: pairs of a key of this section and the reason."""
+        """Problems of sampling with this solver: pairs of a key of this section and the reason."""
         yield from ()
 
 

@@ -29,7 +29,7 @@ class Placement:
         return Shifted(density, self.shift) if self.shift != 1.0 else density
 
     def on_path(self, density: SmoothDensity) -> Density:
-        """The shifted density within the range, in steps on a discrete path.
+        """Place a density on the path: shifted, within the range, in steps on a discrete path.
 
         Raises:
             ValueError: it has no mass there.

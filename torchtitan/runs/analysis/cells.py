@@ -66,7 +66,7 @@ class Cell:
         return self.measures[metric].value if metric in self.measures else None
 
     def known(self, metric: str) -> float:
-        """The value of a metric that was measured."""
+        """Value of a measured metric."""
         return self.measures[metric].value
 
 

@@ -31,7 +31,7 @@ HOW_PAIRED = (
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts under a heading, with a line of explanation."""
+    """Table of texts under a heading, with a line of explanation."""
 
     heading: str
     note: str

@@ -1,4 +1,4 @@
-"""The report as one static HTML file: pictures inside, no script, light and dark."""
+"""Report as one static HTML file: pictures inside, no script, light and dark."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -118,7 +118,7 @@ class _Charts:
         return Panel(title, note, charts)
 
     def bins(self) -> dict[str, Any] | None:
-        """The loss by timestep at the end and over training; None where it was not logged."""
+        """Loss by timestep at the end and over training; None where it was not logged."""
         numbers = sorted({number for run in self.runs for number in run.bin_tags()})
         if not numbers:
             return None
@@ -192,7 +192,7 @@ def _costs(names: Sequence[Name], runs: Sequence[RunRecord]) -> list[tuple[str, 
 
 @dataclass(frozen=True)
 class Samples:
-    """The grids of chosen steps, that of `first` shown at the start."""
+    """Grids of chosen steps, that of `first` shown at the start."""
 
     names: Sequence[Name]
     runs: Sequence[RunRecord]
@@ -201,7 +201,7 @@ class Samples:
     note: str
 
     def grids(self, step: int) -> Iterator[tuple[Name, str, str]]:
-        """Of every run its name and the source of its grid, or why there is none."""
+        """Sources: each run's name and the source of its grid, or the reason why there is none."""
         for name, run in zip(self.names, self.runs, strict=True):
             try:
                 yield (name, _grid_source(run.samples[step]), "") if step in run.samples else (

@@ -31,7 +31,7 @@ COSTS = {
 
 
 class Name(str):
-    """A name of a run or group, shown with the colour of its group's number."""
+    """Name of a run or group, shown with the colour of its group's number."""
 
     group: int
 
@@ -42,7 +42,7 @@ class Name(str):
 
 
 def notes(runs: Sequence[RunRecord]) -> list[str]:
-    """What was left out, failed, or cannot be compared."""
+    """Notes on data that were left out, failed, or cannot be compared."""
     found = []
     for run in runs:
         if run.damaged_lines:
