@@ -62,7 +62,7 @@ class LabelledSource(ImageSource, Protocol):
     """Images whose labels are read with them."""
 
     def label(self, position: int) -> int:
-        """The class of an image. Raises DatasetError."""
+        """Class of an image. Raises DatasetError."""
 
 
 @dataclass(frozen=True)

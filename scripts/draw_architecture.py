@@ -206,7 +206,7 @@ def _arrow_cost(boxes: dict[str, _Box], arrow: tuple[str, str]) -> float:
 
 
 def _ends(importer: _Box, imported: _Box) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Where an arrow begins and ends, on the sides of the boxes that face one another."""
+    """Ends of an arrow, on the sides of the boxes that face one another."""
     lean = min(max((imported.x - importer.x) / _WIDTH, -0.45), 0.45)
     start = importer.x + lean * importer.width, importer.y - _HEIGHT / 2
     return start, (imported.x - lean * imported.width, imported.y + _HEIGHT / 2)

@@ -114,7 +114,7 @@ class HeldOut:
 
     @classmethod
     def of(cls, asked: Measurement) -> "HeldOut":
-        """The images of the run's validation split, as often as it takes."""
+        """Images of the run's validation split, as often as necessary."""
         dataset = DATASETS[asked.config.data.name](asked.config.data, "validation")
         images = min(asked.options.held_out, len(dataset))
         return cls(dataset, images, -(-asked.options.held_out // images))

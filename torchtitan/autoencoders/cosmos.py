@@ -20,7 +20,7 @@ PROBE_SIDE = 64
 
 
 class CosmosTokenizer(Autoencoder):
-    """A pair of TorchScript files; latents are deterministic and have no published normalization.
+    """Cosmos tokenizer: a pair of TorchScript files; latents are deterministic and have no published normalization.
 
     The dtype is part of a trace: the files compute in their own dtype, whatever training uses. Channels
     and downscale are found by encoding one small black image. The `cosmos-tokenizer` package calls the files where it

@@ -8,7 +8,7 @@ from torchtitan.settings.sections import choices
 
 
 class RefusedValue(Exception):
-    """A check read a value that was itself refused, so it has no result."""
+    """Refused value read by a check, which then has no result."""
 
 
 class ConfigView:

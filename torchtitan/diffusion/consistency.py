@@ -32,7 +32,7 @@ class ConsistencyConfig(ObjectiveConfig):
 
 
 class Consistency(Objective):
-    """Trains a network whose estimate of x0 is the same at all times of a trajectory."""
+    """Consistency objective: a network with the same estimate of x0 at all times of a trajectory."""
 
     Config = ConsistencyConfig
     one_forward = False

@@ -83,7 +83,7 @@ class DenoisingTerms(LossTerms):
 
 
 class Denoising(Objective):
-    """Trains a network to predict noise, clean images or a mix of them.
+    """Denoising objective: a network predicts noise, clean images or a mix of them.
 
     Attributes:
         weighting: factor on the squared error of the prediction as a function of sigma.

@@ -1,4 +1,4 @@
-"""Training objectives: what every one of them has, whatever its loss.
+"""Training objectives: the contract of every one, whatever its loss.
 
 An objective draws timesteps and noise for a batch, makes a loss of a network's outputs, and reads clean images and
 noise off the trained network. `torchtitan.diffusion.objectives` has them by name; to add one, write its file after the
@@ -75,7 +75,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The outcome of one microbatch, each float32 [B].
+    """Loss terms of one microbatch, each float32 [B].
 
     Attributes:
         loss: minimised loss; its mean over the global batch is the training loss.
@@ -93,11 +93,11 @@ class LossTerms:
 
 
 class Objective(ABC):
-    """A training objective and the reading of the trained network.
+    """Objective of a training, and estimates from the trained network.
 
     A subclass gives `Config` and `loss`. Its loss may call the network several times, at other times than those drawn,
     under `torch.no_grad` or a Jacobian-vector product, and may draw more than `draw` does by overriding it. What it
-    trains beside the network, as a projection of features, are modules in `learned`: they are in the optimizer, in the
+    trains besides the network, as a projection of features, are modules in `learned`: they are in the optimizer, in the
     averages over ranks and in the checkpoint. Sampling, validation and studies read the network through `predict`.
 
     Attributes:
@@ -194,7 +194,7 @@ class Objective(ABC):
         return x0, noise, None if interpolation is None else 0.5 * (interpolation + 1.0)
 
     def learned_weighting(self, sigma: Tensor) -> Tensor:
-        """Factor on the squared error of the prediction at noise levels [N], as learned so far; of sigma's dtype."""
+        """Learned weight on the squared error of the prediction at noise levels [N]; of sigma's dtype."""
         return torch.ones_like(sigma)
 
     def effective_weight(self, log_sigma: Tensor) -> Tensor | None:
@@ -202,11 +202,11 @@ class Objective(ABC):
         return None
 
     def observe(self, batch: GlobalBatch, indices: Tensor, terms: LossTerms) -> None:
-        """Take note of a microbatch's losses, for what learns from them; indices [B] as given to `draw`."""
+        """Observe a microbatch's losses, for samplers and heads that learn; indices [B] as given to `draw`."""
         self.timestep_sampler.observe(batch, indices, terms.t, terms.loss)
 
     def update(self, skip: Tensor) -> None:
-        """After the backward of a whole global batch: learn from what was observed, unless `skip`; collective."""
+        """Update after the backward of a whole global batch: learn from observed losses, unless `skip`; collective."""
         self.timestep_sampler.update(skip)
 
     def log_uncertainties(self, log_sigma: Tensor) -> dict[str, float]:

@@ -138,6 +138,6 @@ class ImageSource:
 
 
 def _images_and_labels(batch: Batch) -> tuple[Tensor, Tensor]:
-    """As a latent store keeps them: labels int64 [B], all 0 without classes."""
+    """Labels as a latent store keeps them: int64 [B], all 0 without classes."""
     images = batch["images"]
     return images, batch.get("class", torch.zeros(len(images), dtype=torch.int64))

@@ -248,7 +248,7 @@ def _log_label(chart: _Chart, label: str) -> str:
 
 
 def _for_a_page(found: re.Match) -> str:
-    """A tag of matplotlib's to a tenth of a pixel, in named colours, without fonts and what nothing refers to."""
+    """Clean a tag of matplotlib's: a tenth of a pixel, named colours, no fonts and no unreferenced names."""
     tag = re.sub(r' id="[a-z0-9.]+_\d+"| clip-path="[^"]*"| font-family: [^;"]*;?', "", found[0])
     tag = re.sub(r'(?<=[ "])-?\d+\.\d{3,}', lambda number: f"{float(number[0]):.1f}", tag)
     return re.sub("(?<=fill: |roke: )#[0-9a-f]{6}", lambda hexadecimal: _NAMES.get(hexadecimal[0], hexadecimal[0]), tag)
