@@ -7,7 +7,6 @@ from studies import grid_options
 from studies import trained_grid as grid_study
 from studies.equal_samples import LR_RULES, batch_overrides, rule_name
 from studies.trained_grid import Arm, PlannedRun
-from studies.training_grid import GridRun
 from torchtitan.config.job import JobConfig
 from torchtitan.experiments.folder import StudyError
 
@@ -60,7 +59,7 @@ def plan_runs(arguments: argparse.Namespace, base: JobConfig, samples: int) -> l
                 overrides = batch_overrides(base, batch, samples, arguments.checkpoints, rule, arguments.processes)
                 overrides["debug.seed"] = base.debug.seed + seed
                 label, name = (f"{batch}", f"b{batch}") if batch == own else (f"{batch}, {rule}", f"b{batch}_{rule}")
-                found.append(PlannedRun(GridRun(f"{name}_s{seed}", overrides), Arm("batch size, rule", label), seed))
+                found.append(PlannedRun(f"{name}_s{seed}", overrides, Arm("batch size, rule", label), seed))
     return found
 
 

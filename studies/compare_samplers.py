@@ -8,7 +8,6 @@ from studies import trained_grid as grid_study
 from studies.equal_samples import LR_RULES, batch_overrides, rule_name
 from studies.sampler_specs import parse_samplers, without_sampler
 from studies.trained_grid import Arm, PlannedRun
-from studies.training_grid import GridRun
 from torchtitan.config.job import JobConfig
 
 NAME = "compare_samplers"
@@ -51,6 +50,6 @@ def _planned(arguments: argparse.Namespace, base: JobConfig, batches: list[int],
             of_batch = batch_overrides(base, batch, samples, checkpoints, rule, processes)
             for spec in specs:
                 overrides = of_batch | spec.overrides | {"debug.seed": base.debug.seed + seed}
-                run = GridRun(f"b{batch}_{spec.slug}_s{seed}", overrides)
-                found.append(PlannedRun(run, Arm(f"batch size {batch}", spec.label), seed))
+                arm = Arm(f"batch size {batch}", spec.label)
+                found.append(PlannedRun(f"b{batch}_{spec.slug}_s{seed}", overrides, arm, seed))
     return found

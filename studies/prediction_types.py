@@ -9,7 +9,6 @@ from studies import trained_grid as grid_study
 from studies.equal_samples import batch_overrides
 from studies.frame import run_study
 from studies.trained_grid import Arm, PlannedRun
-from studies.training_grid import GridRun
 from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.predictions import PREDICTIONS
 from torchtitan.experiments.folder import StudyError
@@ -68,5 +67,5 @@ def plan_runs(arguments: argparse.Namespace, base: JobConfig, batch: int, sample
                 raise StudyError(f"--predictions: {prediction!r} is no prediction (there are: {known})")
             overrides = shared | {"objective.prediction": prediction, "debug.seed": base.debug.seed + seed}
             arm = Arm(f"batch size {batch}", prediction)
-            found.append(PlannedRun(GridRun(f"{prediction}_s{seed}", overrides), arm, seed))
+            found.append(PlannedRun(f"{prediction}_s{seed}", overrides, arm, seed))
     return found

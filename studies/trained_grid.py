@@ -53,10 +53,9 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class PlannedRun:
+class PlannedRun(GridRun):
     """Planned run of the grid with its arm, and the number of its seed, by which arms are paired."""
 
-    run: GridRun
     arm: Arm
     seed: int
 
@@ -187,7 +186,7 @@ class GridStudy:
         )
 
     def _of_run(self, run: TrainedGrid, planned: PlannedRun) -> list[Cell]:
-        name = planned.run.name
+        name = planned.name
         config = run.config(name)
         of_run = {
             "model": name, "group": planned.arm.group, self._arm_column: planned.arm.label,
@@ -245,7 +244,7 @@ def train_and_measure(
     """
     folder = grid_options.study_folder(options, base, name)
     weights = choose_weights(base, options.weights)
-    grid = plan_grid(base, [planned.run for planned in runs], folder, options.processes)
+    grid = plan_grid(base, runs, folder, options.processes)
     parametrisation = getattr(options, "parametrisation", base.objective.prediction)
     study = GridStudy(arm_column, parametrisation, getattr(options, "target", None))
     trained = TrainedGrid(grid, list(runs), {}, options, grid_options.results_folder(base), "", weights)
