@@ -37,9 +37,7 @@ class SamplingConfig:
         "all", "channels with guidance; the plain conditional model's beyond",
         trajectory=False,
     )
-    classes: list[int] = setting(
-        [], "numbers of the classes (of text data, prompts) of the grid, a row each; empty: the first ten", trajectory=False
-    )
+    classes: list[int] = setting([], "classes or prompts of the grid, a row each; empty: the first ten", trajectory=False)
     images_per_class: int = setting(8, "columns of the grid", ge=1, le=10_000, trajectory=False)
     ema_track: str = setting(
         "ema", "weights to sample with: a name of ema.tracks, or 'none' for the trained weights",
