@@ -11,6 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from torchtitan import philox
+
 # Conditions of a batch, images first in each tensor: None without a condition, the tensor itself where a kind has one
 # entry, and a mapping where it has several.
 Condition = Tensor | dict[str, Tensor] | None
@@ -65,6 +67,14 @@ class ConditionKind:
         return self._each(
             condition, lambda value, null: torch.where(dropped.view(-1, *[1] * (value.ndim - 1)), null, value)
         )
+
+    def drop_some(
+        self, condition: Condition, probability: float, seed: int, samples: Tensor, attempt: int = 0
+    ) -> Condition:
+        """Drop conditions with the given probability, as a function of the sample numbers [B]."""
+        if condition is None:
+            return None
+        return self.drop(condition, philox.uniform(seed, "label_drop", samples, attempt) < probability)
 
     def with_null(self, condition: Condition) -> Condition:
         """Conditions of twice the batch: those given, then as many null conditions."""

@@ -16,7 +16,6 @@ from data.base import Batch
 from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, checkpoint_steps, read_state, read_tensors
 from torchtitan.conditions import Condition
 from torchtitan.config.job import JobConfig
-from torchtitan.diffusion.guidance import drop_conditions
 from torchtitan.diffusion.objective import LossTerms
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps
@@ -129,7 +128,7 @@ class RunState:
         )
         self.gns = None if edges is None else self._build_gns(edges, taps)
         param_dtype = config.training.mixed_precision_param
-        self._compute_context = partial(compute_context, param_dtype, layout.device, layout.sharded)
+        self._precision = compute_context(param_dtype, layout.device, layout.sharded)
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
         self.window = LossWindow(self.bin_edges, self.objective.share_names)
         self.guard = NumericalGuard(
@@ -173,13 +172,13 @@ class RunState:
         condition = self.condition(batch, samples.attempt)
         if measure and self.gns:
             self.gns.begin_microbatch(draw.t)
-        with self._compute_context():
+        with self._precision:
             return self.objective.loss(self.train_module, images, condition, draw)
 
     def condition(self, batch: Batch, attempt: int) -> Condition:
         """Conditions of a microbatch with dropout, as the network is trained on them."""
         kind, dropout = self.model.condition_kind, self.config.model.label_dropout
-        return drop_conditions(kind, kind.of(batch), dropout, self.config.debug.seed, batch["samples"], attempt)
+        return kind.drop_some(kind.of(batch), dropout, self.config.debug.seed, batch["samples"], attempt)
 
     # ------------------------------------------------------------------ saving and resuming
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchtitan import philox
 from torchtitan.conditions import Classes, Unconditional
 from torchtitan.diffusion.denoising import DenoisingConfig
-from torchtitan.diffusion.guidance import Guidance, drop_conditions, guided_network, predictor
+from torchtitan.diffusion.guidance import Guidance, guided_network, predictor
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.paths import RectifiedFlow
 from torchtitan.diffusion.solvers import SOLVERS, uniform_times
@@ -162,7 +162,7 @@ def test_predictor_of_an_unconditional_network_never_guides():
 def test_labels_are_dropped_at_the_rate_asked_for():
     labels, count = torch.arange(50_000) % KIND.count, 50_000
     for probability in (0.0, 0.1, 0.5, 1.0):
-        dropped = drop_conditions(KIND, labels, probability, 0, torch.arange(count))
+        dropped = KIND.drop_some(labels, probability, 0, torch.arange(count))
         assert dropped.dtype == torch.int64
         gone = dropped == KIND.count
         assert torch.equal(dropped[~gone], labels[~gone])
@@ -172,9 +172,9 @@ def test_labels_are_dropped_at_the_rate_asked_for():
 
 def test_label_drops_depend_on_the_sample_number_only():
     labels, indices = torch.arange(60) % KIND.count, torch.arange(60) + 2**33
-    whole = drop_conditions(KIND, labels, 0.5, 3, indices, 1)
+    whole = KIND.drop_some(labels, 0.5, 3, indices, 1)
     for start, end in ((0, 60), (0, 1), (17, 40), (59, 60)):
         part = slice(start, end)
-        assert torch.equal(drop_conditions(KIND, labels[part], 0.5, 3, indices[part], 1), whole[part])
+        assert torch.equal(KIND.drop_some(labels[part], 0.5, 3, indices[part], 1), whole[part])
     for seed, attempt in ((3, 0), (4, 1)):
-        assert not torch.equal(drop_conditions(KIND, labels, 0.5, seed, indices, attempt), whole)
+        assert not torch.equal(KIND.drop_some(labels, 0.5, seed, indices, attempt), whole)

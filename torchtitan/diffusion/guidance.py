@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan import philox
 from torchtitan.conditions import Condition, ConditionKind
 from torchtitan.diffusion.objective import Network, Objective
 from torchtitan.diffusion.solvers.contract import Predict
@@ -29,15 +28,6 @@ class Guidance:
     scale: float = 1.0
     interval: tuple[float, float] = (0.0, 1.0)
     channels: str = "all"
-
-
-def drop_conditions(
-    kind: ConditionKind, condition: Condition, probability: float, seed: int, indices: Tensor, attempt: int = 0
-) -> Condition:
-    """Replace conditions by the null one with the given probability, as a function of the sample numbers [B]."""
-    if condition is None:
-        return None
-    return kind.drop(condition, philox.uniform(seed, "label_drop", indices, attempt) < probability)
 
 
 def guided_network(model: Network, kind: ConditionKind, scale: float, channels: str = "all") -> Network:
