@@ -171,6 +171,19 @@ def test_what_cannot_be_meant_is_one_line(tables, arguments, line):
     assert caught.value.problems == [line]
 
 
+def test_an_earlier_key_hides_no_value_in_the_place_of_its_table():
+    with pytest.raises(ConfigError) as caught:
+        load({"objective": {"timesteps": "mode", "logit_mean": 0.5, "base_density": "mode"}})
+    assert sorted(problem.split(": ")[1:3] for problem in caught.value.problems) == [
+        ["objective.base_density", "unknown key (it is now objective.timesteps.base.name)"],
+        [
+            "objective.logit_mean",
+            "unknown key (it is now objective.timesteps.mean with objective.timesteps.name = logit_normal)",
+        ],
+        ["objective.timesteps", "must be a table, is 'mode' (write [objective.timesteps] and its keys)"],
+    ]
+
+
 def test_either_form_overrules_the_other_from_the_command_line():
     old = {"objective": {"timestep_sampler": "laplace", "laplace_scale": 2.0}}
     new = {"objective": {"timesteps": {"name": "laplace", "scale": 2.0}}}

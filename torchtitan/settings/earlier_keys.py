@@ -128,10 +128,16 @@ def _moves(given: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> dict[str, 
         move = MOVED[key]
         for names in ({**_DEFAULT_NAMES, **elsewhere, **here}, {**_DEFAULT_NAMES, **here}):
             sections = [section for section in move.sections if not move.names or names[section] in move.names]
-            if sections:
+            if sections and not _is_taken(given, sections[0]):
                 found[key] = f"{sections[0]}.{move.key}"
                 break
     return found
+
+
+def _is_taken(given: Mapping[str, Any], section: str) -> bool:
+    """Check whether the place of a section, or of an outer one, has a value that is no table and no earlier key."""
+    places = [section.rsplit(".", inner)[0] for inner in range(section.count("."))]
+    return any(place in given and place not in MOVED and not isinstance(given[place], dict) for place in places)
 
 
 def _names(given: Mapping[str, Any]) -> dict[str, Any]:
