@@ -159,6 +159,8 @@ def test_command_line_overrules_a_section_of_the_file():
         load("[sampling]\nenable = false\nnum_steps = 7\n")
     with pytest.raises(ConfigError, match="has no effect"):  # the command line does
         load(None, ["--sampling.enable", "false", "--sampling.num_steps", "7"])
+    with pytest.raises(ConfigError, match="command line: --sampling.solver.eta: has no effect"):  # whatever the file says
+        load('[sampling.solver]\nname = "ddim"\n', ["--sampling.enable", "false", "--sampling.solver.eta", "0.3"])
 
 
 def test_command_line_replaces_the_dataset_of_the_file():

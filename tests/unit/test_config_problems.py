@@ -253,6 +253,10 @@ BAD_FILES = [
         "[objective]\nweighting.gamma = 5.0\nweighting.name = 'snr_plus_one'",
         "objective.weighting.gamma: unknown key (it is a key of objective.weighting.name = min_snr or soft_min_snr or p2)",
     ),
+    (
+        "[objective]\nname = 'consistency'\nweighting.name = 'p2'",
+        "objective.weighting: unknown key (it is a key of objective.name = denoising)",
+    ),
     ("[objective]\ntimesteps.scale = 1.0\ntimesteps.name = 'mode'\nshift = 0.0", "objective.shift: must be at least 0.01"
      " and at most 100, is 0.0"),
     (

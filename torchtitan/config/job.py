@@ -432,7 +432,8 @@ def _drop_overruled(
         if section in chosen and key == "name":  # its keys with it
             put_section(config, section, chosen[section].section(chosen[section].default))
             for each in [name for name in origins if name.startswith(f"{section}.")]:
-                del origins[each]
+                if origins[each] == "file":
+                    del origins[each]
         else:
             setattr(section_at(config, section), key, getattr(defaults[section], key))
             del origins[dotted]
@@ -440,8 +441,6 @@ def _drop_overruled(
 
 def _advice(dotted: str, config: JobConfig, known: dict[str, dataclasses.Field], prefix: str = "") -> str:
     """Advice on an unknown key: it may be one under another name of its section, or one that has moved."""
-    if moved := where_now(dotted):
-        return moved
     for section, options in _choices(config):
         if dotted == section:
             return f"it is a section; {prefix}{section}.name chooses its keys"
@@ -449,7 +448,7 @@ def _advice(dotted: str, config: JobConfig, known: dict[str, dataclasses.Field],
         owners = [name for name in options.registry if has_key(options.section(name), key)]
         if dotted.startswith(f"{section}.{key}") and owners and not has_key(section_at(config, section), key):
             return f"it is a key of {section}.name = {' or '.join(owners)}"
-    return suggestion(dotted, known, prefix)
+    return where_now(dotted) or suggestion(dotted, known, prefix)
 
 
 def _unknown_in_file(section: str, value: Any, known: dict[str, dataclasses.Field]) -> str:

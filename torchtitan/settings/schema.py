@@ -154,9 +154,7 @@ def parse_text(text: str, annotation: Any) -> Any:
 
 
 def without_none(annotation: Any) -> tuple[Any, bool]:
-    """Split a type into (X, True) for `X
-    None`, and (X, False) for any other X.
-    """
+    """Split a type into (X, True) for `X | None`, and (X, False) for any other X."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         inner = [member for member in typing.get_args(annotation) if member is not types.NoneType]
         if len(inner) != 1:
