@@ -258,6 +258,7 @@ def test_a_latent_store_does_not_keep_embeddings():
     (lambda batch: batch | {"mask": batch["mask"].float()}, r"mask: torch.float32 \[1, 3\], not torch.bool \[1, 3\]"),
     (lambda batch: batch | {"number": batch["number"][1:]}, "number: 0 rows for 1 images"),
     (lambda batch: batch | {"samples": batch["number"]}, "a batch has samples, which the loader adds"),
+    (lambda batch: batch | {"number": ["a"]}, "number: is a list, not a tensor of 1 rows"),
     (lambda batch: (batch["images"], batch["number"]), "fetch gives a tuple, not a mapping"),
 ])  # fmt: skip
 def test_a_batch_that_breaks_its_declaration_is_named(monkeypatch, broken, message):

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, UnreadableImage
 from torchtitan import philox
@@ -428,6 +429,8 @@ def _check(batch: Batch, count: int, info: DatasetInfo) -> None:
         if found.shape != (count, *shape) or found.dtype != dtype:
             raise DatasetError(f"{name}: {found.dtype} {list(found.shape)}, not {dtype} {[count, *shape]}")
     for name in batch.keys() - wanted.keys():
+        if not isinstance(batch[name], Tensor):
+            raise DatasetError(f"{name}: is a {type(batch[name]).__name__}, not a tensor of {count} rows")
         if len(batch[name]) != count:
             raise DatasetError(f"{name}: {len(batch[name])} rows for {count} images")
     if problem := info.condition_kind.problem(batch):
