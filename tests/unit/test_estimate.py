@@ -63,6 +63,14 @@ def test_two_shallow_models_give_the_peak_of_a_deep_one_exactly():
         assert found.all_gradients == whole.held[GRADIENTS]
 
 
+def test_a_forward_without_gradients_keeps_nothing_in_the_blocks():
+    found = {}
+    for name in ("denoising", "consistency"):
+        found[name] = estimate_memory(config_of("--objective.name", name, "--model.num_layers", "4"), 1)
+    assert found["consistency"].all_gradients == found["denoising"].all_gradients
+    assert found["consistency"].activations == pytest.approx(found["denoising"].activations, rel=0.05)
+
+
 @pytest.mark.parametrize("ranks", [1, 3, 64])
 def test_shards_are_rows_rounded_up(ranks):
     config = config_of(ranks=ranks)

@@ -142,7 +142,8 @@ class _Step:
             self.live.open_window((self.microbatch, phase, block))
 
         def mark_backward(block: int, output: Tensor) -> None:
-            output.register_hook(lambda _: mark("backward", block))
+            if output.requires_grad:  # not of a call that an objective makes without gradients
+                output.register_hook(lambda _: mark("backward", block))
 
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(lambda *_, number=number: mark("forward", number))
