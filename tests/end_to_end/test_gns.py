@@ -193,7 +193,7 @@ def test_picture_is_drawn_and_the_advice_is_printed_at_the_end(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--gns.num_bins", "9"], "gns.num_bins: 9 bins share 16 images a step"),
+        (["--gns.num_bins", "9"], "gns.num_bins: 9 bins share 16 images per step"),
         (["--gns.bin_edges", "[0.0, 0.6, 0.5, 1.0]"], "gns.bin_edges: must rise"),
     ],
 )
