@@ -2,6 +2,7 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import torchtitan.experiments.autotune.tuned_batch as tuned_batch
 import torchtitan.experiments.runner as runner
 from torchtitan.experiments.autotune.tuning import NothingFits
+from torchtitan.experiments.engine import settle_cells
 from torchtitan.experiments.grid import SweepError, read_sweep
 from torchtitan.experiments.process import Outcome, Stopped
 from torchtitan.experiments.record import SweepFolder
@@ -129,6 +131,23 @@ def test_jobs_run_side_by_side_and_an_interrupt_reaches_all(sweep, tmp_path, mon
     with pytest.raises(KeyboardInterrupt):
         run(sweep, tmp_path, jobs=3, only={"training.local_batch_size": ["1", "2"]})
     assert not (tmp_path / "results" / "sweep.jsonl").exists()
+
+
+def test_an_interrupt_between_two_starts_ends_the_run_that_has_begun(monkeypatch):
+    stop, ended, submit = threading.Event(), [], ThreadPoolExecutor.submit
+
+    def settle(cell, advance):
+        ended.append(stop.wait(5))
+
+    def interrupted(pool, function, position, cell):
+        if cell == 1:
+            raise KeyboardInterrupt
+        return submit(pool, function, position, cell)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        settle_cells([0, 1], [0, 1], settle, cost=lambda cell: 1, unit="run", jobs=2, stop=stop)
+    assert ended == [True]
 
 
 def test_devices_are_handed_out_and_taken_back(sweep, tmp_path, monkeypatch):

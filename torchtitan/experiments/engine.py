@@ -70,8 +70,10 @@ def settle_cells(
                 settle_one(position, cell)
             return
         with ThreadPoolExecutor(jobs) as pool:
-            futures = [pool.submit(settle_one, *each) for each in numbered]
+            futures = []
             try:
+                for each in numbered:
+                    futures.append(pool.submit(settle_one, *each))
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 stop.set()
