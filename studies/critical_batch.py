@@ -132,10 +132,10 @@ class HeldOut:
 
 
 def open_measurement(options: argparse.Namespace) -> Measurement:
-    """Open a test: check its options; nothing is written.
+    """Open a measurement: check its options; nothing is written.
 
     Raises:
-        StudyError, ConfigError: it cannot be tested.
+        StudyError, ConfigError: it cannot be made.
     """
     run = options.run
     if not (run / "config.toml").is_file():
@@ -194,7 +194,7 @@ def _config(asked: Measurement, plan: BatchPlan, seed: int) -> JobConfig:
 
 
 def run_measurement(asked: Measurement) -> list[Row]:
-    """Run a test: train and measure the missing branches.
+    """Run a measurement: train and measure the missing branches.
 
     Returns:
         the rows of this measurement: the start, then by batch size and seed.

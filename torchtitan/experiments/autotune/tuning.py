@@ -84,7 +84,7 @@ def autotune(
             must be given.
         cache: folder of the records, by default <job.dump_folder>/autotune; a question on record is answered from it,
             an interrupted search resumes.
-            multiple_of: only multiples of it are tried, 1 or more.
+        multiple_of: only multiples of it are tried, 1 or more.
         max_batch_size: largest to try.
         headroom: share of the memory to leave free, 0 <= headroom < 1.
         fresh: forget the record.
