@@ -4,6 +4,7 @@ Writes docs/images/architecture.png. A room is a folder or a file directly below
 top of the repository. tests/unit/test_architecture.py holds the rule itself, on the same graph.
 """
 
+import argparse
 import ast
 import math
 import random
@@ -21,7 +22,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from PIL import Image
 
 from torchtitan.pictures.style import COLOURS, LINE, SOFT, new_figure, save
-from torchtitan.processes.command_line import run_program
+from torchtitan.processes.command_line import OneLineParser, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
@@ -254,7 +255,10 @@ def _draw_arrow(panel: Axes, importer: _Box, imported: _Box, direct: bool) -> No
     ))  # fmt: skip
 
 
-def main() -> int:
+def main(words: list[str] | None = None) -> int:
+    OneLineParser(
+        prog="draw_architecture.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(words)
     modules = read_modules()
     lines = lines_of_rooms(modules)
     draw(read_floors(), lines, set(arrows_between_rooms(read_imports(modules))))

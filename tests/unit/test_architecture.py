@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import draw_architecture
 from scripts.draw_architecture import (
     PACKAGE,
     PAGE,
@@ -124,3 +125,12 @@ def test_files_named_on_the_page_exist():
     files = {str(file.relative_to(ROOT)) for file in modules().values()} | {f"tests/unit/{Path(__file__).name}"}
     assert len(named) > 10
     assert not [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)]
+
+
+@pytest.mark.parametrize("word, code", [("--help", 0), ("other.png", 2)])
+def test_the_picture_is_not_drawn_by_a_question_or_a_slip_of_the_pen(monkeypatch, word, code):
+    drawn = []
+    monkeypatch.setattr(draw_architecture, "draw", lambda *_: drawn.append(1))
+    with pytest.raises(SystemExit) as ended:
+        draw_architecture.main([word])
+    assert (ended.value.code, drawn) == (code, [])
