@@ -74,13 +74,12 @@ def differences_after_resume(cases: dict[str, dict]) -> dict[str, list[str]]:
                     trainer.state.checkpointer.save(
                         3, trainer.state.tensors(), trainer.state.state_dict(trainer.reports.state_dict())
                     )
+            trainer.close()
             trainers.append(trainer)
         straight, resumed = (trainer.state.tensors() for trainer in trainers)
         assert straight.keys() == resumed.keys()
         found[name] = [key for key in straight if not torch.equal(whole(straight[key]), whole(resumed[key]))]
         found[name] += [] if any(ENDINGS[name] in key for key in straight) else [f"no {ENDINGS[name]}"]
-        for trainer in trainers:
-            trainer.close()
     remove(folder)
     return found
 
