@@ -101,9 +101,10 @@ def option_of(key: str) -> str:
 def method_keys() -> list[tuple[type, str]]:
     """Section and key of every option that says how an image is drawn, but for the names of inner sections."""
     inner = [type(each.section(name)) for each in choices(SamplingConfig()).values() for name in each.registry]
-    return [(SamplingConfig, key) for key in METHOD_KEYS] + [
-        (section, key.name) for section in inner for key in keys(section) if key.name != "name"
-    ]
+    found: dict[str, type] = dict.fromkeys(METHOD_KEYS, SamplingConfig)
+    for section in inner:  # a key that several have is one option, for the one that is chosen
+        found = {key.name: section for key in keys(section) if key.name != "name"} | found
+    return [(section, key) for key, section in found.items()]
 
 
 def described(section: Any, key: str) -> str:
@@ -116,7 +117,16 @@ def reader(section: type, key: str) -> dict:
     hint = typing.get_type_hints(section)[key]
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}
+    if hint is bool:
+        return {"type": true_or_false, "metavar": "{true,false}"}
     return {"type": float, "nargs": "+"} if hint == list[float] else {"type": hint}
+
+
+def true_or_false(text: str) -> bool:
+    """Read a truth value. Raises ValueError."""
+    if text not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text == "true"
 
 
 def open_model(arguments: argparse.Namespace) -> TrainedModel:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.launcher import run_on_ranks
-from torchtitan.config.job import load_config
+from torchtitan.config.job import ConfigError, load_config
 from torchtitan.diffusion.consistency import ConsistencyConfig
-from torchtitan.diffusion.objective import Draw
+from torchtitan.diffusion.objective import Draw, LossTerms
 from torchtitan.diffusion.objectives import build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
 
@@ -97,3 +97,15 @@ def train_and_draw(arguments: list[str]) -> float:
         x0, _ = state.objective.predict(state.model, noise, torch.ones(256), None)
     assert math.isfinite(x0.std())
     return x0.std().item()
+
+
+def test_a_variance_that_the_objective_does_not_train_is_refused():
+    words = ["--objective.name", "consistency", "--model.learned_variance", "true"]
+    with pytest.raises(ConfigError, match="model.learned_variance: objective.name = consistency does not train it"):
+        load_config(words, 1)
+
+
+def test_terms_that_are_not_one_per_image_are_refused():
+    value, t = torch.zeros(()), torch.zeros(4)
+    with pytest.raises(ValueError, match=r"loss of the objective is \[\], one per image is \[4\]"):
+        LossTerms(value, t, t, t)

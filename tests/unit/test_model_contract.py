@@ -98,9 +98,8 @@ def test_a_family_of_classes_need_not_drop_labels():
     ("label_dropout", "0.1"), ("patch_size", "2"), ("num_predictions", "3"), ("learned_variance", "true"),
 ])  # fmt: skip
 def test_a_key_of_another_family_is_said_to_be_one(key, value):
-    assert problems_of(f"--model.{key}", value) == [
-        f"command line: --model.{key}: unknown key (it is a key of model.name = dit)"
-    ]
+    (problem,) = problems_of(f"--model.{key}", value)
+    assert problem.startswith(f"command line: --model.{key}: unknown key (it is a key of model.name = ") and "dit" in problem
 
 
 def test_a_key_of_other_datasets_is_said_to_be_one(tmp_path):

@@ -19,7 +19,7 @@ from data.base import DatasetError
 from torchtitan.checkpoint.location import folder_problem
 from torchtitan.conditions import Unconditional
 from torchtitan.config.view import ConfigView, RefusedValue
-from torchtitan.diffusion.objectives import build_objective, objective_problems
+from torchtitan.diffusion.objectives import OBJECTIVES, build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.solvers import SCHEDULES
 from torchtitan.diffusion.solvers.contract import ScheduleConfig
@@ -200,8 +200,12 @@ def _condition(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _learned_variance(checked: ConfigView) -> Iterator[Problem]:
-    path = checked.objective.path
-    if checked.whole("model").learned_variance and not PATHS[path]().discrete:
+    path, objective = checked.objective.path, checked.objective.name
+    if not checked.whole("model").learned_variance:
+        return
+    if not OBJECTIVES[objective].learns_variance:
+        yield Problem("model.learned_variance", f"objective.name = {objective} does not train it (set it to false)")
+    elif not PATHS[path]().discrete:
         text = f"objective.path = {path} has no integer steps, whose variance it would be (set it to false)"
         yield Problem("model.learned_variance", text)
 

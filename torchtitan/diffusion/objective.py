@@ -91,6 +91,12 @@ class LossTerms:
     weighted: Tensor
     shares: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ValueError: a term is not one value per image, and would broadcast."""
+        for name, term in (("loss", self.loss), ("error", self.error), ("weighted", self.weighted)):
+            if term.shape != self.t.shape:
+                raise ValueError(f"{name} of the objective is {list(term.shape)}, one per image is {list(self.t.shape)}")
+
 
 class Objective(ABC):
     """Objective of a training, and estimates from the trained network.
@@ -109,10 +115,12 @@ class Objective(ABC):
         learns_weights: whether losses are divided by what has been learned of them, which makes them alike at all
             timesteps.
         reads_by_state: why `predict` depends on state learned in training, and what to do without it; "" if it does not.
+        learns_variance: whether the loss trains the variance of `model.learned_variance`.
         one_forward: whether the loss calls the network once, so that per-sample gradients can be taken of that call.
     """
 
     Config: ClassVar[type[ObjectiveConfig]]
+    learns_variance: ClassVar[bool] = False
     one_forward: ClassVar[bool] = True
     share_names: tuple[str, ...] = ()
     heads: Any = None
