@@ -14,7 +14,7 @@ from data.synthetic import Synthetic
 from data.tinyimagenet import TinyImageNet
 from data.webdataset import WebDataset
 
-# Each keeps the contract of Dataset, with a Config of its own.
+# Each follows the contract of Dataset, and has its own Config.
 DATASETS: dict[str, type[Any]] = {
     "digits": Digits,
     "cifar10": Cifar10,

@@ -1,6 +1,7 @@
 """Base of datasets: a configuration section, the dataset's properties, and images by index."""
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -129,13 +130,14 @@ class Draws:
         return philox.normal(self.seed, purpose, self.samples, shape, self.attempt)
 
 
-class Dataset:
+class Dataset(ABC):
     """Dataset: a finite collection of images in a fixed order, read by index; base of every dataset.
 
-    The object must survive pickling, because loader workers may be started by spawning.
+    It opens one split, as `Dataset(config, "train")`, and raises DatasetError where that cannot be. The object must survive
+    pickling, because loader workers may be started by spawning.
 
     Attributes:
-        Config: the dataset's `[data]` section, a subclass of DataConfig whose `name` is its Literal.
+        Config: the dataset's `[data]` section, a subclass of DataConfig; its `name` is a Literal.
         holds_latents: whether the images are latents of a store, which `store` opens.
         blocks: lengths of the runs of neighbours that are read as one, in order, int64 [K]; training then draws its
             images from `blocks_at_a_time` of them at a time (SampleOrder). None: any image costs as much as any other.
@@ -150,19 +152,17 @@ class Dataset:
     def info(config: Any) -> DatasetInfo:
         """Describe the dataset without reading its images. Raises DatasetError, so that a missing, empty or
         damaged dataset is refused before any process group or model exists."""
-        raise NotImplementedError
+        raise DatasetError(f"data.name = {config.name}: its class has no `info`")
 
     @staticmethod
     def store(config: Any) -> "LatentStore":
-        """Open the latent store that is trained on, of a dataset that holds latents. Raises DatasetError."""
-        raise NotImplementedError
+        """Open the latent store that is trained on. Raises DatasetError: as where the dataset holds no latents."""
+        raise DatasetError(f"data.name = {config.name} holds no latents")
 
-    def __init__(self, config: Any, split: Split) -> None:
-        """Open one split. Raises DatasetError."""
+    @abstractmethod
+    def __len__(self) -> int: ...
 
-    def __len__(self) -> int:
-        raise NotImplementedError
-
+    @abstractmethod
     def fetch(self, indices: np.ndarray) -> Batch:
         """Read images and what comes with them.
 
@@ -177,7 +177,6 @@ class Dataset:
             UnreadableImage: one of them cannot be decoded, and another may take its place.
             DatasetError: anything else, which ends the run.
         """
-        raise NotImplementedError
 
     def fetch_drawn(self, indices: np.ndarray, draws: Draws) -> Batch:
         """Fetch for training: images that are themselves drawn at random, the same for the same draws."""

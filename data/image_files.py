@@ -59,7 +59,7 @@ class ImageSource(Protocol):
 
 
 class LabelledSource(ImageSource, Protocol):
-    """Images whose labels are read with them."""
+    """Images that are read together with their labels."""
 
     def label(self, position: int) -> int:
         """Class of an image. Raises DatasetError."""

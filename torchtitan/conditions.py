@@ -4,6 +4,7 @@ A dataset declares the kind with what it holds, a family of networks declares th
 them, from the loader to the solvers, passes conditions on unopened and works on them through their kind.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -18,7 +19,7 @@ from torchtitan import philox
 Condition = Tensor | dict[str, Tensor] | None
 
 
-class ConditionKind:
+class ConditionKind(ABC):
     """Kind of condition: the entries of a batch that condition a network, and the operations on them.
 
     Attributes:
@@ -32,13 +33,13 @@ class ConditionKind:
     choices_noun: ClassVar[str] = "classes"
 
     @property
+    @abstractmethod
     def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape of one image's value, and its dtype, of each entry of a batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def null(self, entry: str, like: Tensor) -> Tensor:
         """Null condition: the value that replaces every image's where there is no condition."""
-        raise NotImplementedError
 
     @property
     def choices(self) -> int:
@@ -50,9 +51,9 @@ class ConditionKind:
         """One name per choice, or none."""
         return ()
 
+    @abstractmethod
     def choose(self, numbers: Tensor) -> Condition:
         """Conditions of the choices `numbers` [B]."""
-        raise NotImplementedError
 
     def problem(self, batch: Mapping[str, Tensor]) -> str | None:
         """Problem of the values of a batch with the right shapes and dtypes; None if there is none."""
@@ -109,6 +110,9 @@ class Unconditional(ConditionKind):
     @property
     def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {}
+
+    def null(self, entry: str, like: Tensor) -> Tensor:
+        return like  # there is no entry to replace
 
     def choose(self, numbers: Tensor) -> Condition:
         return None

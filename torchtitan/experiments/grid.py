@@ -6,7 +6,6 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import date, time
 from pathlib import Path
@@ -16,6 +15,7 @@ from torchtitan.experiments.folder import ExperimentError
 from torchtitan.files.regular import read_text
 from torchtitan.settings import setting
 from torchtitan.settings.schema import nearest, quoted, validate_section
+from torchtitan.settings.sections import flattened
 from torchtitan.settings.sources import read_toml, shown_file
 
 BATCH_KEY = "training.local_batch_size"
@@ -236,7 +236,7 @@ def _excludes(path: Path, tables: Any, axes: dict[str, Any]) -> list[dict[str, l
         raise _error(path, "exclude: must be tables (write [[exclude]] and axis = value lines)")
     found = []
     for table in tables:
-        flat = {axis: value if isinstance(value, list) else [value] for axis, value in _flatten(table)}
+        flat = {axis: value if isinstance(value, list) else [value] for axis, value in flattened(table)}
         if not flat:
             raise _error(path, "exclude: an empty table excludes everything (name an axis, or remove it)")
         for axis, values in flat.items():
@@ -256,7 +256,7 @@ def _matches(point: dict[str, Any], exclude: dict[str, list]) -> bool:
 def _flat_table(path: Path, name: str, table: Any) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise _error(path, f"{name}: must be a table, is {quoted(table)} (write [{name}] and its keys)")
-    flat = dict(_flatten(table))
+    flat = dict(flattened(table))
     for key, value in flat.items():
         if not _fits_in_64_bits(value):  # Python would not even print the longest
             raise _error(path, f"{name}.{key}: a whole number must fit in 64 bits")
@@ -275,14 +275,6 @@ def _holds_a_date(value: Any) -> bool:
     if isinstance(value, list | dict):
         return any(map(_holds_a_date, value.values() if isinstance(value, dict) else value))
     return isinstance(value, date | time)
-
-
-def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _are_numbers(values: list) -> bool:
@@ -304,4 +296,4 @@ def _error(path: Path, text: str) -> SweepError:
 
 def saved_table(text: str) -> dict[str, Any]:
     """Saved content of a sweep's file, flat: dotted key -> value. Raises tomllib.TOMLDecodeError."""
-    return dict(_flatten(tomllib.loads(text)))
+    return dict(flattened(tomllib.loads(text)))

@@ -15,7 +15,7 @@ from typing import Any
 from torchtitan.errors import unwrapped
 from torchtitan.files.regular import read_regular, read_toml
 from torchtitan.settings.earlier_keys import with_present_keys
-from torchtitan.settings.sections import filled_in
+from torchtitan.settings.sections import filled_in, flattened
 from torchtitan.statistics.interval import Interval, mean_interval
 from torchtitan.training.metric_points import LATEST_STEP, read_points
 
@@ -312,15 +312,6 @@ def align(series: Sequence[Series]) -> list[tuple[int, Interval]]:
     first, last = max(one.steps[0] for one in present), min(one.steps[-1] for one in present)
     steps = sorted({step for one in present for step in one.steps if first <= step <= last})
     return [(step, mean_interval([one.at(step) for one in present])) for step in steps]
-
-
-def flattened(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Flatten tables of tables to dotted keys and values."""
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> tuple[list[str], list[str]]:

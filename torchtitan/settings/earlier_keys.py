@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torchtitan.settings.sections import table_at
+from torchtitan.settings.sections import flattened, table_at
 from torchtitan.settings.sources import shown_file
 
 
@@ -94,8 +94,8 @@ def in_present_keys(
     Returns:
         both with present keys, and a line for either that holds earlier and present keys of one section.
     """
-    in_file = _moves(_keys_within(document), _names(flags))
-    in_flags = _moves(flags, _names(_keys_within(_moved(document, in_file))))
+    in_file = _moves(dict(flattened(document)), _names(flags))
+    in_flags = _moves(flags, _names(dict(flattened(_moved(document, in_file)))))
     twice = [
         *_given_twice(f"{shown_file(path or '')}: ", in_file, lambda name: bool(table_at(document, name))),
         *_given_twice("command line: --", in_flags, lambda name: any(key.startswith(f"{name}.") for key in flags)),
@@ -108,7 +108,7 @@ def in_present_keys(
 
 def with_present_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Move the earlier keys of a recorded configuration's tables to their present places."""
-    return _moved(tables, _moves(_keys_within(tables), {}))
+    return _moved(tables, _moves(dict(flattened(tables)), {}))
 
 
 def where_now(key: str) -> str:
@@ -121,7 +121,7 @@ def where_now(key: str) -> str:
 
 def _moves(given: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> dict[str, str]:
     """Moves (earlier key -> present key) of sections under the names chosen here, elsewhere or by default."""
-    earlier = {key: value for key, value in given.items() if key in MOVED and not isinstance(value, dict)}
+    earlier = {key: value for key, value in given.items() if key in MOVED}
     here = _names(given)
     found = {}
     for key in earlier:
@@ -137,24 +137,14 @@ def _moves(given: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> dict[str, 
 def _is_taken(given: Mapping[str, Any], section: str) -> bool:
     """Check whether the place of a section, or of an outer one, has a value that is no table and no earlier key."""
     places = [section.rsplit(".", inner)[0] for inner in range(section.count("."))]
-    return any(place in given and place not in MOVED and not isinstance(given[place], dict) for place in places)
+    return any(place in given and place not in MOVED for place in places)
 
 
 def _names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Names: section -> the name that one of the given keys chooses for it."""
     present = {key: f"{move.sections[0]}.name" for key, move in MOVED.items() if move.key == "name"}
-    chosen = {present.get(key, key): value for key, value in given.items() if not isinstance(value, dict)}
+    chosen = {present.get(key, key): value for key, value in given.items()}
     return {section: chosen[f"{section}.name"] for section in _DEFAULT_NAMES if f"{section}.name" in chosen}
-
-
-def _keys_within(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Keys within tables: dotted key -> value, inner tables included."""
-    found = {}
-    for name, value in tables.items():
-        found[prefix + name] = value
-        if isinstance(value, dict):
-            found |= _keys_within(value, f"{prefix}{name}.")
-    return found
 
 
 def _moved(tables: Mapping[str, Any], moves: Mapping[str, str]) -> dict[str, Any]:

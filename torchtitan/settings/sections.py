@@ -44,6 +44,15 @@ def table_at(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def flattened(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Flatten tables of tables to dotted keys and values."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
 def filled_in(section: Any, table: Mapping[str, Any]) -> Any:
     """Fill a section with a table's values, inner sections by their chosen names; unchecked.
 
