@@ -31,7 +31,7 @@ def main(words: list[str] | None = None) -> int:
     model, memory = model_on_meta(config), estimate_memory(config, arguments.world_size)
     time = estimate_step_time(config, model, memory, arguments.device, efficiency)
     if arguments.json:
-        print(json.dumps(as_record(model, memory, time, arguments.device, efficiency), indent=1))
+        print(json.dumps(as_record(config, model, memory, time, arguments.device, efficiency), indent=1))
     else:
         print(as_text(config, model, memory, time, arguments.device, efficiency))
     return 0

@@ -55,7 +55,7 @@ class Reports:
         self._first = state.layout.rank == 0
         self._device = state.layout.device
         self._rates = Rates(
-            state.data, flops_per_image=state.model.flops_per_image(state.info.image_shape),
+            state.data, flops_per_image=state.flops_per_image,
             tokens_per_image=state.model.tokens_per_image(state.info.image_shape), world_size=state.layout.world_size,
             peak_tflops=config.metrics.peak_tflops or peak_tflops(self._device),
         )  # fmt: skip

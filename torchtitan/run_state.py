@@ -30,7 +30,7 @@ from torchtitan.errors import CheckpointError
 from torchtitan.evaluation.decoding import run_decoder
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import check_finite, check_fits, fill
-from torchtitan.gns.capture import GradientTaps
+from torchtitan.gns.capture import GradientTaps, check_measurable
 from torchtitan.gns.config import bin_edges
 from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.rank_monitor import RankMonitor
@@ -68,8 +68,8 @@ class RunState:
         Raises:
             AutoencoderError: before there is a process group.
             Busy: another process writes into the run's folder; on every rank.
-            RunFolderError, MiscountedModel, CheckpointError, DatasetError, OptimizerError, Float8Error: on every rank,
-                before anything is overwritten.
+            RunFolderError, MiscountedModel, CannotMeasure, CheckpointError, DatasetError, OptimizerError, Float8Error: on
+                every rank, before anything is overwritten.
         """
         self.config = config
         self.decoder = run_decoder(config.autoencoder, config.data, config.draws_pictures)
@@ -80,6 +80,8 @@ class RunState:
         self._check_initial_weights()
         if config.float8.enable:
             check_convertible(_model_on_meta(config), config.float8, config.training.local_batch_size)
+        if config.gns.enable and config.gns.single_pass:
+            check_measurable(_model_on_meta(config))
         from_first_rank(self._open_folder)
         torch.use_deterministic_algorithms(config.debug.deterministic)
 
@@ -158,6 +160,11 @@ class RunState:
     def num_parameters(self) -> int:
         """Number of the network's parameters."""
         return sum(parameter.numel() for parameter in self.parameters.values())
+
+    @property
+    def flops_per_image(self) -> int:
+        """Floating-point operations of training on one image."""
+        return self.model.flops_per_image(self.info.image_shape, self.objective.untrained_forwards)
 
     # ------------------------------------------------------------------ the loss of a microbatch
 

@@ -85,7 +85,7 @@ class RunSummary:
             "layout": state.layout.describe(),
             "device": device_name(state.layout.device),
             "num_parameters": state.num_parameters,
-            "flops_per_image": state.model.flops_per_image(state.info.image_shape),
+            "flops_per_image": state.flops_per_image,
             "tail_medians": self._tail_medians(),
             **({"compile": self._compilations.counts()} if config.compile.enable else {}),
             **results,

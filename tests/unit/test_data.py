@@ -192,6 +192,15 @@ def test_loading_leaves_the_global_generator_alone():
 # --- loader processes
 
 
+def test_a_fault_in_the_code_of_a_dataset_is_named_with_its_line():
+    class Faulty(Numbered):
+        def fetch(self, indices):
+            return {"images": self.missing}
+
+    with pytest.raises(DatasetError, match=r"AttributeError: .* has no attribute 'missing' \(test_data.py:\d+\)"):
+        read_all(training_data(Faulty(30)), steps=1)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_failing_read_names_dataset_image_and_cause(num_workers):
     known = set(multiprocessing.active_children())

@@ -15,7 +15,13 @@ from torchtitan.estimate.devices import Device
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.report import as_text, fits
-from torchtitan.estimate.roofline import Efficiency, communication_bytes, estimate_step_time, recomputed_share
+from torchtitan.estimate.roofline import (
+    Efficiency,
+    communication_bytes,
+    estimate_step_time,
+    recomputed_share,
+    training_flops_per_image,
+)
 from torchtitan.estimate.simulation import simulate_step
 from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors
 
@@ -116,6 +122,12 @@ def test_flops_are_those_of_the_counter():
         out = model(torch.empty(batch, *model.image_shape, device="meta"), torch.empty(batch, device="meta"), condition)
         out.sum().backward()
     assert batch * model.flops_per_image(model.image_shape) == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_a_forward_without_backward_is_a_third_of_a_training_s_operations():
+    flops = {name: config_of("--objective.name", name) for name in ("denoising", "consistency")}
+    flops = {name: training_flops_per_image(config, model_on_meta(config)) for name, config in flops.items()}
+    assert 3 * flops["consistency"] == 4 * flops["denoising"]
 
 
 def test_checkpointing_keeps_less():

@@ -41,6 +41,9 @@ class Toy(DiffusionModel):
             c = c + self.label_embed(condition)
         return self.last(torch.relu(self.first(x) + c[:, :, None, None]))
 
+    def blocks(self) -> list[nn.Module]:
+        return []
+
     def linear_roles(self) -> dict[str, str]:
         return {"time_embed": "vector"}
 
@@ -119,4 +122,15 @@ def test_training_a_network_whose_products_are_miscounted_is_refused_before_its_
     arguments = ["--model.name", "toy", "--data.name", "synthetic", "--job.dump_folder", str(tmp_path), "--job.name", "one"]
     assert run(load_config(arguments, 1)) == 2
     assert "model.name = toy: forward_macs_per_image says 8 multiply-accumulates" in capsys.readouterr().err
+    assert not (tmp_path / "one").exists()
+
+
+def test_single_gradients_of_convolutions_are_refused_before_a_folder_is_made(tmp_path, capsys, monkeypatch):
+    family = ModelFamily(
+        ToyConfig, {"small": ToyConfig()}, CountedToy, problems=lambda config, image_shape: [], conditions=(Classes,)
+    )
+    monkeypatch.setitem(MODELS, "toy", family)
+    arguments = ["--model.name", "toy", "--data.name", "synthetic", "--job.dump_folder", str(tmp_path), "--job.name", "one"]
+    assert run(load_config([*arguments, "--gns.enable", "true"], 1)) == 2
+    assert "gns.single_pass: first.weight belongs to a Conv2d; single gradients are measured at" in capsys.readouterr().err
     assert not (tmp_path / "one").exists()

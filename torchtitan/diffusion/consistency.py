@@ -35,7 +35,7 @@ class Consistency(Objective):
     """Consistency objective: a network with the same estimate of x0 at all times of a trajectory."""
 
     Config = ConsistencyConfig
-    one_forward = False
+    untrained_forwards = 1
 
     def loss(self, model: Network, x0: Tensor, condition: Condition, draw: Draw) -> LossTerms:
         earlier = self.config.step_ratio * draw.t

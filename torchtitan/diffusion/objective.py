@@ -116,12 +116,12 @@ class Objective(ABC):
             timesteps.
         reads_by_state: why `predict` depends on state learned in training, and what to do without it; "" if it does not.
         learns_variance: whether the loss trains the variance of `model.learned_variance`.
-        one_forward: whether the loss calls the network once, so that per-sample gradients can be taken of that call.
+        untrained_forwards: calls of the network for each sample that no gradient runs through, beside the trained one.
     """
 
     Config: ClassVar[type[ObjectiveConfig]]
     learns_variance: ClassVar[bool] = False
-    one_forward: ClassVar[bool] = True
+    untrained_forwards: ClassVar[int] = 0
     share_names: tuple[str, ...] = ()
     heads: Any = None
     learns_weights: bool = False

@@ -7,7 +7,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.distributed.config import ActivationCheckpointConfig
 from torchtitan.estimate.devices import Device
 from torchtitan.estimate.memory import PARTS, MemoryEstimate
-from torchtitan.estimate.roofline import Efficiency, StepTime
+from torchtitan.estimate.roofline import Efficiency, StepTime, training_flops_per_image
 from torchtitan.models.base import DiffusionModel
 
 # Left for the CUDA context, libraries' workspaces and buffers, and gaps between tensors.
@@ -15,12 +15,13 @@ _USABLE = 0.9
 
 
 def as_record(
-    model: DiffusionModel, memory: MemoryEstimate, time: StepTime, device: Device, efficiency: Efficiency
+    config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, time: StepTime, device: Device,
+    efficiency: Efficiency,
 ) -> dict[str, Any]:
     """Record of all estimates, for machines: bytes, seconds, FLOPs."""
     return {
         "num_parameters": model.num_parameters(),
-        "flops_per_image": model.flops_per_image(model.image_shape),
+        "flops_per_image": training_flops_per_image(config, model),
         "memory": dataclasses.asdict(memory) | {"total": memory.total, "needed": memory.needed},
         "fits": fits(memory, device),
         "time": dataclasses.asdict(time),
@@ -54,7 +55,7 @@ def as_text(
         f"{layout.data_parallel_shard_degree} shards, {config.training.local_batch_size} images per rank and forward, "
         f"{config.training.global_batch_size} per step, {config.training.mixed_precision_param}",
         f"parameters            {model.num_parameters():,}",
-        f"FLOPs per image       {model.flops_per_image(model.image_shape):.4g} (training)",
+        f"FLOPs per image       {training_flops_per_image(config, model):.4g} (training)",
         f"memory per rank, at the peak of a step ({memory.phase}):",
         *(f"  {part:20}{_gib(getattr(memory, part))}{notes.get(part, '')}" for part in PARTS),
         f"  {'total':20}{_gib(memory.total)}",

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from torchtitan.config.job import JobConfig
+from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.estimate.devices import Device
 from torchtitan.estimate.memory import MemoryEstimate
 from torchtitan.models.base import DiffusionModel
@@ -54,6 +55,11 @@ class StepTime:
     device_hours: float
 
 
+def training_flops_per_image(config: JobConfig, model: DiffusionModel) -> int:
+    """Floating-point operations of training the model on one image, by the run's objective."""
+    return model.flops_per_image(model.image_shape, OBJECTIVES[config.objective.name].untrained_forwards)
+
+
 def estimate_step_time(
     config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, device: Device, efficiency: Efficiency
 ) -> StepTime:
@@ -70,7 +76,7 @@ def estimate_step_time(
     world_size = layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree
     peak = 1e12 * (device.tflops_bf16 if training.mixed_precision_param == "bfloat16" else device.tflops_float32)
     images = training.global_batch_size / world_size  # of each rank
-    flops = images * model.flops_per_image(model.image_shape)
+    flops = images * training_flops_per_image(config, model)
     compute = (1 + recomputed_share(config, model)) * flops / (peak * efficiency.compute)
     communication = _communication_seconds(config, model.num_parameters(), device) / efficiency.link
     # Gradients are read; everything else is read and written.

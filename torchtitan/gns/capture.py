@@ -135,8 +135,8 @@ class GradientTaps:
         self._sketch_shape = (_ROWS_PER_COLUMN * sketch_size, sketch_size)
         self._dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         self._switch = TapSwitch(OFF, torch.zeros(local_batch_size, self.num_bins, device=device, dtype=self._dtype))
+        check_measurable(model)
         kinds = _tapped_layers(model)
-        _check_complete(model, kinds)
         self._layers: dict[str, Any] = convert(
             model, lambda name, module: kinds[name][1](module, self._switch) if name in kinds else None
         )
@@ -347,6 +347,18 @@ def _take(probe: Tensor) -> Tensor:
     return torch.zeros_like(probe) if found is None else found
 
 
+def check_measurable(model: DiffusionModel) -> None:
+    """Check that a layer that can be tapped holds each parameter: linears, embeddings, norms. Raises CannotMeasure."""
+    covered = {id(p) for name in _tapped_layers(model) for p in model.get_submodule(name).parameters(recurse=False)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in covered:
+            holder = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise CannotMeasure(
+                f"gns.single_pass: {name} belongs to a {holder}; single gradients are measured at linears, embeddings and"
+                " norms (set it to false and gns.rank_gradients to true, or gns.enable to false)"
+            )
+
+
 def _tapped_layers(model: DiffusionModel) -> dict[str, tuple[str, type[nn.Module]]]:
     """Name of every layer with parameters -> part of the model and kind of tap."""
     in_blocks = {module for block in model.blocks() for module in block.modules()}
@@ -363,10 +375,3 @@ def _tapped_layers(model: DiffusionModel) -> dict[str, tuple[str, type[nn.Module
         elif isinstance(module, nn.LayerNorm | RMSNorm) and module.weight is not None:
             found[name] = ("token", taps.TappedNorm)
     return found
-
-
-def _check_complete(model: nn.Module, layers: dict[str, tuple]) -> None:
-    covered = {id(p) for name in layers for p in model.get_submodule(name).parameters(recurse=False)}
-    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in covered]
-    if missing:
-        raise CannotMeasure(f"gns.enable: no layer type that can be measured holds {missing[0]} (set it to false)")

@@ -35,7 +35,7 @@ def gns_problems(
         )
         return
     yield from _rank_problems(config, objective, microbatches, ranks)
-    if config.single_pass and not objective.one_forward:
+    if config.single_pass and objective.untrained_forwards:
         yield "single_pass", (
             f"objective.name = {objective.config.name} calls the network more than once for each sample (set it to false,"
             " and gns.rank_gradients to true)"

@@ -89,13 +89,17 @@ class DiffusionModel(nn.Module):
             macs += linear.in_features * linear.out_features * (1 if role == "vector" else num_tokens)
         return macs
 
-    def flops_per_image(self, image_shape: tuple[int, int, int]) -> int:
+    def flops_per_image(self, image_shape: tuple[int, int, int], untrained_forwards: int = 0) -> int:
         """Floating-point operations of training on one image: MFU divides them by time.
 
         2 per multiply-accumulate, and the backward has two products for each one of the forward. Recomputation
         in checkpointing or in attention kernels is not counted.
+
+        Args:
+            image_shape: (C, H, W).
+            untrained_forwards: forwards without backward, as `Objective.untrained_forwards` of the run.
         """
-        return 3 * 2 * self.forward_macs_per_image(image_shape)
+        return (3 + untrained_forwards) * 2 * self.forward_macs_per_image(image_shape)
 
     def num_parameters(self) -> int:
         """Number of trainable parameters."""

@@ -10,7 +10,9 @@ the image's index alone, so that all of the above holds for damaged data too.
 
 import logging
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -397,9 +399,15 @@ def read_checked(dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws
         index, cause = _first_failure(dataset, info, indices) or (None, error)
         place = f"images {indices[0]}, ..." if index is None else f"image {index}"
         text = unwrapped(cause)
-        text = text if isinstance(cause, DatasetError) else f"{type(cause).__name__}: {text}"
+        text = text if isinstance(cause, DatasetError) else f"{type(cause).__name__}: {text}{_raised_at(cause)}"
         raise DatasetError(f"dataset {_name(dataset)}: {place} cannot be read: {text}") from error
     return dict(batch)
+
+
+def _raised_at(error: BaseException) -> str:
+    """File and line of an error in a dataset's code; "" for one of the system."""
+    frames = [] if isinstance(error, OSError) else traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
