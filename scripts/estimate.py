@@ -1,5 +1,4 @@
-"""Estimate memory, speed and hours of a run: scripts/estimate.py CONFIG --world-size N --device NAME [--section.key
-value ...]
+"""Estimate the cost of a run: scripts/estimate.py CONFIG --world-size N --device NAME [--section.key value ...]
 
 Parameters, FLOPs, memory of each rank by part, step time, images per second and hours, without a GPU and without
 running anything: a training step on tensors that have no memory. See docs/estimating.md.
@@ -56,7 +55,7 @@ def parse_arguments(words: list[str] | None) -> tuple[argparse.Namespace, list[s
     add("--bandwidth", type=_share, default=known.memory, help=f"share of the memory's (default: {known.memory})")
     add("--link", type=_share, default=known.link, help=f"share of the links' (default: {known.link})")
     add("--overlap", type=_share, default=known.overlap,
-        help="share of communication hidden behind compute (default: {known.overlap})")
+        help=f"share of communication hidden behind compute (default: {known.overlap})")
     add("--json", action="store_true", help="a JSON object: bytes, seconds, FLOPs")
     arguments, overrides = parser.parse_known_args(words)
     arguments.device = _device(parser, arguments)

@@ -29,7 +29,7 @@ def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, 
     add("--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="keys of the configuration to "
         "override, as model.flavor=debug")
     add("--seeds", type=at_least(1), default=seeds if positional else None, metavar="N",
-        help="runs of each kind, with the configuration's seed and the following ones (default: {seeds})")
+        help=f"runs of each kind, with the configuration's seed and the following ones (default: {seeds})")
     add("--samples", type=at_least(1), required=positional, metavar="N", help="images that every run sees; the "
         "nearest number that is whole steps of every batch size is taken")
     add("--checkpoints", type=at_least(1), default=checkpoints if positional else None, metavar="N", help="of every "
@@ -91,8 +91,7 @@ def read_base(arguments: argparse.Namespace) -> JobConfig:
     given = {pair.partition("=")[0] for pair in arguments.set}
     for key, _, field in written_places(config):
         if key in given and field.metadata["writes"] == "run":
-            raise StudyError(f"--set: {key}: every run has a separate folder in the study's (--output FOLDER "
-            "places that)")
+            raise StudyError(f"--set: {key}: every run has a separate folder in the study's (--output FOLDER sets that)")
     return study_base(config)
 
 

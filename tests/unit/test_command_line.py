@@ -1,5 +1,7 @@
 """The border of every command: readers that go away, full disks, closed outputs, folders in use."""
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,3 +76,17 @@ def test_the_parsers_end_and_other_broken_pipes_are_as_ever():
     assert (done.returncode, done.stderr) == (2, "x: unrecognized arguments: --bad\n")
     done = program("socket", '"$0" "$@"')
     assert done.returncode == 1 and "BrokenPipeError: [Errno 32] of something else" in done.stderr
+
+
+@pytest.mark.parametrize("folder", ["scripts", "studies", "benchmarks", "."])
+def test_no_help_text_shows_the_name_of_a_value_instead_of_the_value(folder):
+    """A help text that lost its `f` would show `{seeds}`."""
+    helps = [
+        text.value
+        for file in (ROOT / folder).glob("*.py")
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(call, ast.Call)
+        for keyword in call.keywords if keyword.arg == "help"
+        for text in ast.walk(keyword.value) if isinstance(text, ast.Constant)
+    ]  # fmt: skip
+    assert len(helps) > 5
+    assert [text for text in helps if isinstance(text, str) and re.search(r"\{[a-z_.]+\}", text)] == []
