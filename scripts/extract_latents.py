@@ -39,7 +39,7 @@ from torchtitan.distributed.collectives import of_all_ranks
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.mesh import compute_device, init_process_group
-from torchtitan.errors import LatentStoreError, first_line
+from torchtitan.errors import LatentStoreError, first_line, unwrapped
 from torchtitan.extraction.describe import describe_store
 from torchtitan.extraction.extraction import begin_store, check_alike, extract, finish_store
 from torchtitan.extraction.extraction_plan import ExtractionOptions, estimated_size, plan_extraction
@@ -255,7 +255,7 @@ def one_line(error: Exception) -> str:
     text = str(error)
     if isinstance(error, OSError) and (file := error.filename2 or error.filename):
         text = f"{file}: {error.strerror}"
-    return " ".join(text.split())
+    return unwrapped(text)
 
 
 def speaks() -> bool:
