@@ -1,4 +1,4 @@
-# Sourced by train.sh and test.sh: `set_up EXTRA...` makes .venv with what the project and those extras need.
+# Sourced by the other scripts: `set_up EXTRA...` makes .venv with what the project and those extras need.
 # A torch >= 2.11 that the Python found already has is kept. PYTHON names another Python.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -103,5 +103,5 @@ def to_text(errors: Tensor) -> str:
 
 
 def from_text(text: str) -> Tensor:
-    """Parse the inverse: float64 [K]."""
+    """Parse the values that `to_text` formats: float64 [K]."""
     return torch.tensor([float(word) for word in text.split()], dtype=torch.float64)

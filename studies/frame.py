@@ -236,7 +236,7 @@ def step_of(row: Row) -> int:
 
 
 def run_seconds(row: Row) -> float:
-    """Format a row's run time as h:mm:ss.µs (a long one: `1 day, 0:00:00`)."""
+    """Seconds of a row's run time, written h:mm:ss.µs (a long one: `1 day, 0:00:00`)."""
     days, _, clock = row["runtime"].rpartition(", ")
     hours, minutes, seconds = clock.split(":")
     return 86400 * int(days.split()[0] if days else 0) + 3600 * int(hours) + 60 * int(minutes) + float(seconds)

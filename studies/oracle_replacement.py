@@ -71,8 +71,7 @@ def ancestral_chain(
 
 
 def posterior(path: IndexedPath, index: int, then: int | None) -> tuple[float, float, float]:
-    """Posterior: coefficients of x0 and of x_index in the mean of q(x_then
-    x_index, x0), and its variance.
+    """Posterior q(x_then | x_index, x0): coefficients of x0 and of x_index in its mean, and its variance.
 
     Args:
         path: with indices.

@@ -184,9 +184,7 @@ def _of_indices(curve: LossCurve, error: Tensor) -> Tensor:
 
 
 def _running_integral(curve: LossCurve, error: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Running integral: ends of the range with the nodes between them, in t or index, and the integral up to each, [N +
-    2].
-    """
+    """Ends of the range with the nodes between them, in t or index, and the loss's integral up to each, [N + 2]."""
     nodes, end = (curve.t, 1.0) if curve.index is None else (curve.index, NUM_INDICES - 1.0)
     if nodes[-1] > end:
         raise ValueError(f"{_unit(curve)} {nodes[-1]:g} is above {end:g}")

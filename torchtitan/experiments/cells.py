@@ -19,7 +19,7 @@ from torchtitan.runs.trained_model import WeightsError
 Row = dict[str, str]
 Cell = dict[str, Any]
 
-# What ends a cell with a row that says so, not the experiment.
+# Errors that end a cell with a failed row, not the experiment.
 CELL_FAILURES = (
     GradientError, EstimateFailed, DatasetError, CheckpointError, WeightsError, TrainingFailed,
     torch.OutOfMemoryError,

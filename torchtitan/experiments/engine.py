@@ -25,18 +25,18 @@ def settle_cells(
     jobs: int = 1,
     stop: threading.Event | None = None,
 ) -> None:
-    """Settle the missing cells, and show how far that is.
+    """Settle the missing cells, and show the progress.
 
     Args:
-        cells: all that were asked for.
+        cells: all requested ones.
         missing: those of them that are not on record.
-        settle: brings a cell to its end and on record; may tell how much of its cost is done meanwhile. Of one job it
-            is called in this thread, of several in separate threads.
+        settle: brings a cell to its end and on record; may report the share of its cost done meanwhile. With one job it
+            is called in this thread, with several in separate threads.
         cost: of a cell, in units.
         unit: of costs, in the singular.
         name: of a cell, for the progress bar.
-        jobs: cells that are settled side by side.
-        stop: set when the other threads must end; they raise Stopped.
+        jobs: number of cells settled at the same time.
+        stop: set when the other threads must end, where `settle` raises Stopped.
 
     Raises:
         KeyboardInterrupt: asked to stop, after all threads have ended.

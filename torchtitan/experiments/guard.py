@@ -73,7 +73,7 @@ def _adopt_orphans() -> None:
 
 
 def _descendants(root: int) -> list[int]:
-    # A dead one may have been alive when what it started was looked at, which had it for a parent still.
+    # Dead ones are followed too: a process may have died after its child was listed with it as the parent.
     children: dict[int, list[int]] = {}
     dead = set()
     for pid, parent, alive in _processes():

@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 class ResultTable:
-    """Table results.csv: rows by key, appended one at a time; of two rows with one key, the later counts."""
+    """Table of a study: rows by key, appended one at a time; of two rows with one key, the later counts."""
 
     def __init__(self, path: Path, columns: Sequence[str], key: Sequence[str]) -> None:
         """Read the file, if it exists. Raises StudyError: it is no such table."""
@@ -60,9 +60,7 @@ class ResultTable:
         return row
 
     def begin(self) -> None:
-        """Begin the table: write the header if there is none yet, which marks the folder as the study's. Raises
-        OSError.
-        """
+        """Write the header if there is none yet, which marks the folder as the study's. Raises OSError."""
         if not self._begun:
             replace_file(self.path, self._header)
             self._begun = True

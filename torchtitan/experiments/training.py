@@ -72,7 +72,7 @@ def train(
 
 
 def begin_branch(start: Path, branch: Path) -> None:
-    """Begin a branch: put the start into its folder, unless it has checkpoints already; links where the disk can."""
+    """Begin a branch: put the start into its folder, unless it has checkpoints; as hard links if possible."""
     checkpoints = branch / "checkpoint"
     if checkpoint_steps(checkpoints):
         return

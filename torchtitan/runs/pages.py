@@ -12,11 +12,11 @@ from torchtitan.terminal import printable
 
 
 def render_page(template: str, **values: Any) -> str:
-    """Self-contained page.
+    """Render a self-contained page.
 
     Args:
         template: file in templates/.
-        values: what it names; texts that are not Markup are escaped.
+        values: its variables; texts that are not Markup are escaped.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,

@@ -174,7 +174,7 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def _search(folders: Iterable[Path]) -> tuple[dict[Path, Path], list[Sweep]]:
-    """Search for run folders -> the folder above which each was found; and sweeps. A run's own folder is not searched.
+    """Search for run folders -> the folder below which each was found; and sweeps. A run's own folder is not searched.
     """
     found: dict[Path, Path] = {}
     sweeps: dict[Path, Sweep] = {}

@@ -195,7 +195,7 @@ def _interaction_line(one: Interaction) -> str:
     ratio = one.ratios[IMAGES.name]
     (_, before, after), (_, from_, to) = one.first, one.second
     return (
-        f"What {change_label(one.first[0], before, after)} brings in images/s is multiplied by {_factor_text(ratio)} "
+        f"The effect of {change_label(one.first[0], before, after)} on images/s is multiplied by {_factor_text(ratio)} "
         f"with {value_label(one.second[0], to)} instead of {value_label(one.second[0], from_)} ({ratio.count} fours)."
     )
 

@@ -32,7 +32,7 @@ MOST_GRIDS = 40  # steps of sample grids on the page, per run
 WIDEST_GRID = 800  # pixels; larger ones are made smaller
 _LARGEST_GRID = 1 << 26  # bytes of a file
 
-# What every page begins with, by which one that was written before is known.
+# Beginning of every page, which identifies an earlier one.
 PAGE_START = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Comparison of '
 
 
