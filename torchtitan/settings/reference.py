@@ -27,7 +27,7 @@ class UnknownTopic(Exception):
 
 
 class _Section(typing.NamedTuple):
-    description: str
+    field: dataclasses.Field  # of the configuration or section that it is in
     declared: Any  # the section with its defaults, or a Choice
 
 
@@ -45,7 +45,7 @@ def describe(config: Any, topics: Sequence[str] = ()) -> str:
     if not topics:
         width = max(map(len, sections)) + 2
         return _INTRODUCTION + "".join(
-            f"  {name:{width}}{section.description}{_count_of_names(section.declared)}\n"
+            f"  {name:{width}}{section.field.metadata['description']}{_count_of_names(section.declared)}\n"
             for name, section in sections.items()
         )
     texts = _texts(sections)
@@ -63,7 +63,7 @@ def _count_of_names(declared: Any) -> str:
 def _texts(sections: dict[str, _Section]) -> dict[str, str]:
     """Texts: topic -> its description, of every section, name of one, and key."""
     texts = {}
-    for section, (_, declared) in sections.items():
+    for section, (of_section, declared) in sections.items():
         parts: dict[str, str] = {}
         with_key: dict[str, dict[str, list[str]]] = {}  # key -> description -> the names that bring it
         for name, instance in _alternatives(declared).items():
@@ -71,13 +71,13 @@ def _texts(sections: dict[str, _Section]) -> dict[str, str]:
             note = f"{section}.flavor is one of {', '.join(flavors)}" if flavors else ""
             described = {field.name: _describe_key(section, instance, field) for field in keys(instance)}
             if name:
-                del described["name"]  # which is the section's, not this alternative's
+                del described["name"]  # described once, with the section
             parts[f"{section}.{name}"] = "\n".join((_title(section, [name]), *_wrapped(note, 2), *described.values()))
             for key, text in described.items():
                 with_key.setdefault(key, {}).setdefault(text, []).append(name)
         inner = [name for name in sections if name.startswith(f"{section}.")]
         more = [f"  more keys: --help {' '.join(inner)}"] if inner else []
-        first = [f"[{section}]\n{_describe_name(section, declared)}"] if isinstance(declared, Choice) else []
+        first = [f"[{section}]\n{_describe_name(section, of_section, declared)}"] if isinstance(declared, Choice) else []
         texts[section] = "\n\n".join((*first, *(part for part in parts.values() if "\n" in part), *more))
         texts |= parts | {f"{section}.name": first[0]} if first else {}
         for key, variants in with_key.items():
@@ -138,7 +138,7 @@ def _with_inner(config: Any, prefix: str = "") -> dict[str, _Section]:
         declared = choices(config).get(field.name, getattr(config, field.name))
         if not (isinstance(declared, Choice) or dataclasses.is_dataclass(declared)):
             continue
-        found[prefix + field.name] = _Section(field.metadata["description"], declared)
+        found[prefix + field.name] = _Section(field, declared)
         for instance in _alternatives(declared).values():
             found |= _with_inner(instance, f"{prefix}{field.name}.")
     return found
@@ -178,11 +178,13 @@ def _describe_key(section: str, defaults: Any, field: dataclasses.Field) -> str:
     return "\n".join(lines)
 
 
-def _describe_name(section: str, options: Choice) -> str:
-    """Describe the key that chooses the others of a section."""
+def _describe_name(section: str, of_section: dataclasses.Field, options: Choice) -> str:
+    """Describe the key that chooses the others of a section, with the conditions on the section."""
     field = options.section(options.default).__dataclass_fields__["name"]
     kind = f"--{section}.name  one of {', '.join(options.registry)} (default {options.default})"
-    return "\n".join((*textwrap.wrap(kind, 110, initial_indent="  ", subsequent_indent="      "), *_meaning(field, section, 6)))
+    lines = textwrap.wrap(kind, 110, initial_indent="  ", subsequent_indent="      ")
+    text = field.metadata["description"] + _conditions(of_section, section.rpartition(".")[0])
+    return "\n".join((*lines, *_wrapped(text, 6)))
 
 
 def _kind(field: dataclasses.Field, annotation: Any, default: Any) -> str:
@@ -204,6 +206,10 @@ def _default_text(default: Any) -> str:
 
 
 def _meaning(field: dataclasses.Field, section: str, indent: int) -> list[str]:
+    return _wrapped(field.metadata.get("description", "") + _conditions(field, section), indent)
+
+
+def _conditions(field: dataclasses.Field, section: str) -> str:
     conditions = []
     for key, accepted in field.metadata.get("applies", {}).items():
         alternatives = key.split(" or ")
@@ -211,8 +217,7 @@ def _meaning(field: dataclasses.Field, section: str, indent: int) -> list[str]:
         named = {">0": "above 0", "set": "is set"}
         values = named[accepted] if isinstance(accepted, str) else "= " + " or ".join(map(_default_text, accepted))
         conditions.append(f"{name} {values}")
-    text = field.metadata.get("description", "") + (f"; only with {' and '.join(conditions)}" if conditions else "")
-    return _wrapped(text, indent)
+    return f"; only with {' and '.join(conditions)}" if conditions else ""
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
