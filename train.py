@@ -6,6 +6,7 @@
                       or one key (optimizer.lr)
 """
 
+import itertools
 import logging
 import os
 import sys
@@ -27,8 +28,9 @@ def main(arguments: list[str]) -> int:
     Returns:
         its exit code: see `torchtitan.run.run`; 2 also for a refused configuration.
     """
-    if {"--help", "-h"} & set(arguments):
-        return _help([word for word in arguments if not word.startswith("-")])
+    for place, argument in enumerate(arguments, start=1):
+        if argument in ("--help", "-h"):
+            return _help([*itertools.takewhile(lambda word: not word.startswith("-"), arguments[place:])])
     check_only = "--check-only" in arguments
     arguments = [argument for argument in arguments if argument != "--check-only"]
     rank, world_size = launch_number("RANK", 0), launch_number("WORLD_SIZE", 1)
