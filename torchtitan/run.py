@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 from data.base import DatasetError
 from torchtitan.autoencoders.base import AutoencoderError
-from torchtitan.checkpoint.checkpointer import CheckpointError, StoreError
 from torchtitan.config.job import JobConfig
 from torchtitan.distributed.collectives import requests_ignored_at_the_end
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.mesh import process_group
-from torchtitan.errors import RunFolderError, TrainingError, first_line, unwrapped
+from torchtitan.errors import CheckpointError, RunFolderError, StoreError, TrainingError, first_line, unwrapped
 from torchtitan.files.run_lock import Busy
 from torchtitan.gns.capture import CannotMeasure
 from torchtitan.models.float8 import Float8Error

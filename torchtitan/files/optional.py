@@ -39,11 +39,10 @@ class OptionalOutputs:
             errors: other exceptions that may be raised, besides OSError.
             consequence: the end of the line that is logged.
         """
+        expected: tuple[type[Exception], ...] = (OSError, *errors)
         try:
             yield
-        except Exception as error:
-            if not isinstance(error, (OSError, *errors)):
-                raise
+        except expected as error:
             self.failed(output, path, error, consequence)
         else:
             self.worked(output, path)

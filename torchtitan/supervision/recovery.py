@@ -99,6 +99,7 @@ def go_back(state: RunState, fault: Fault) -> None:
     release_unsharded(state.model)
     guard.rolled_back(step)
 
+
 def locate(state: RunState, samples: StepSamples) -> str:
     """Locate a fault: repeat a step with every module watched; the finding on each rank, in words; collective."""
     found, image = _repeat(state, samples)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,10 +34,6 @@ DrawNoise = Callable[[int], Tensor]
 
 # (predict, path, x at times[0], times, draw_noise, **options) -> x at times[-1]
 Solver = Callable[..., Tensor]
-
-
-def _no_solver(*arguments: Any, **options: Any) -> Tensor:
-    raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ class SolverConfig:
 
     name: str = setting("", "integrator from noise to image")
 
-    solve = staticmethod(_no_solver)
+    solve: ClassVar[Solver]
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `solve`."""
