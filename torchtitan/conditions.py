@@ -1,7 +1,7 @@
 """Conditions of a network: none, a class, or embeddings.
 
-A dataset declares the kind with what it holds, a family of networks declares the kinds that it takes. Everything between
-them, from the loader to the solvers, passes conditions on unopened and works on them through their kind.
+A dataset declares its kind, a family of networks the kinds that it takes. All code between them, from the loader to the
+solvers, passes conditions on unchanged and operates on them through their kind.
 """
 
 from abc import ABC, abstractmethod
@@ -24,8 +24,8 @@ class ConditionKind(ABC):
 
     Attributes:
         name: for messages and configuration.
-        wanted: what a dataset of the kind gives, in words.
-        choices_noun: what sampling chooses from by number, in words.
+        wanted: condition that a dataset of the kind gives, in words.
+        choices_noun: plural noun of the choices of sampling.
     """
 
     name: ClassVar[str]

@@ -1,4 +1,4 @@
-"""Console lines of a run at its begin and its end."""
+"""Console lines of a run at its start and its end."""
 
 import logging
 import os

@@ -125,8 +125,7 @@ def newest_good(folder: AnyPath) -> tuple[int | None, list[str]]:
 
 
 def write_manifest(folder: AnyPath, files: dict[str, dict]) -> None:
-    """Write the manifest, which completes a folder: name -> {"size", "sha256"} of each file; read back. Raises OSError
-    """
+    """Write and read back the manifest, which completes a folder: file name -> {"size", "sha256"}. Raises OSError."""
     text = json.dumps({"files": files, "digest": _digest_of(files)}, indent=1)
     entry = write_synced(folder / MANIFEST, text.encode())
     if isinstance(folder, Path):

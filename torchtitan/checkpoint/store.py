@@ -182,7 +182,7 @@ def _is_own(folder: Path) -> bool:
 def foreign_content(folder: AnyPath) -> str | None:
     """Name of a foreign entry in a folder of checkpoints; None if there is none."""
     own = (is_checkpoint_folder, _SET_ASIDE.fullmatch, _HIDDEN.fullmatch, {OWNER_FILE}.__contains__)
-    if isinstance(folder, Path) and not folder.exists():  # nor can it be made, if a file is above it
+    if isinstance(folder, Path) and not folder.exists():  # listing it raises NotADirectoryError below a file
         return None
     return foreign_entry(folder, is_own=lambda path: any(is_own(path.name) for is_own in own))
 

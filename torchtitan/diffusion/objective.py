@@ -132,7 +132,7 @@ class Objective(ABC):
         Args:
             config: section of the objective, a `Config`.
             seed: of the run.
-            sampler_of: draws timesteps from the configured density, instead of what the configuration says.
+            sampler_of: makes a sampler of the configured density, used instead of the configured sampler.
         """
         self.config = config
         self.path = PATHS[config.path]()

@@ -75,7 +75,7 @@ def read_regular(path: str | bytes | Path, limit: int = LARGEST_RECORD) -> bytes
 
 
 def read_text(path: str | bytes | Path, limit: int = LARGEST_RECORD) -> str:
-    """Read a regular file of UTF-8 text, with or without a byte order mark; lines end in `\n`.
+    """Read a regular file of UTF-8 text, with or without a byte order mark; lines end in `\\n`.
 
     Raises:
         UnsuitableFile: it is no regular file, or larger.

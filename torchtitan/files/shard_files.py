@@ -37,7 +37,7 @@ class Piece:
     Attributes:
         name: of the whole tensor.
         local: the values, on any device.
-        offsets: begin of the piece in the whole tensor, one number per dimension.
+        offsets: start of the piece in the whole tensor, one number per dimension.
     """
 
     name: str

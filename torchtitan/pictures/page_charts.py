@@ -141,7 +141,7 @@ def line_chart(
 
     Args:
         lines: in any order; faint ones are drawn first.
-        x_values, y_values: what the axes span.
+        x_values, y_values: values within the axes.
         small: without labels of the axes.
     """
     chart = _Chart(270, 170, (44, 8, 8, 26)) if small else _Chart(560, 300, (68, 10, 14, 42))

@@ -70,7 +70,7 @@ def dashes(number: int) -> Literal["-", "--", ":", "-."]:
 
 
 def ordered_colours(count: int) -> list:
-    """One colour each for what has an order, as timestep bins: from dark to bright."""
+    """Colours of an ordered series, as timestep bins: from dark to bright."""
     return [colormaps["viridis"](0.92 * place / max(count - 1, 1)) for place in range(count)]
 
 

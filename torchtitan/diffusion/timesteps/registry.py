@@ -21,7 +21,7 @@ SAMPLERS: dict[str, type[TimestepsConfig]] = {
 }
 TIMESTEPS: Mapping[str, type[TimestepsConfig]] = ChainMap(SAMPLERS, DENSITIES)
 
-# (density, seed, spread) -> what draws from the density in another way than TimestepSampler
+# (density, seed, spread) -> sampler of that density
 SamplerOf = Callable[[Density, int, str], TimestepSampler]
 
 
@@ -35,7 +35,7 @@ def build_sampler(config: Any, path: Path, seed: int, sampler_of: SamplerOf | No
         config: the section.
         path: of the objective.
         seed: of the draws.
-        sampler_of: draws from the section's density, instead of what the section says.
+        sampler_of: makes a sampler of the section's density, used instead of the section's own.
 
     Raises:
         ValueError: the sampler is not possible on this path, or its density lies outside the times allowed.
