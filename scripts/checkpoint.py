@@ -232,9 +232,7 @@ def export(arguments: argparse.Namespace) -> int:
     with written_whole(arguments.output, arguments.overwrite) as path:
         if arguments.format == "diffusers":
             path.mkdir()
-            (path / "config.json").write_text(
-                json.dumps(diffusers_config(of_family(model, config)), indent=2) + "\n", encoding="utf-8"
-            )
+            (path / "config.json").write_text(json.dumps(diffusers_config(dit), indent=2) + "\n", encoding="utf-8")
             path /= DIFFUSERS_FILES[0]
         save_file(weights, path, metadata)
     print(f"{arguments.output}: {trained.label}, {len(weights)} tensors, {arguments.format} layout")
