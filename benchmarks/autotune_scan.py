@@ -5,6 +5,7 @@ Three configurations on the CPU, alone, under DDP and sharded with recomputation
 Writes benchmarks/results/autotune_scan.json.
 """
 
+import argparse
 import json
 import math
 import os
@@ -45,6 +46,7 @@ LARGEST_THAT_FIT = {"one process": 48, "DDP x 2": 96, "FSDP x 2, recomputation":
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     # Freed buffers are given back at once: where they are kept, the peak differs by up to 0.1 GiB between runs.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
     rows = {}

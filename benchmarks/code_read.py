@@ -6,6 +6,7 @@ A reader who follows one training step meets exactly this code. The run is a rec
 images, one process, eager, nothing measured; its third step is computed under a line tracer.
 """
 
+import argparse
 import contextlib
 import sys
 import tempfile
@@ -61,6 +62,7 @@ class Executed:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     from torchtitan.config.job import load_config
     from torchtitan.diffusion.timesteps.sampler import GlobalBatch
     from torchtitan.distributed.mesh import process_group

@@ -209,7 +209,7 @@ def allocated(present: TimestepSampler, edges: Tensor, shares: Tensor) -> Alloca
 
 
 def taps_of(trainer: Trainer) -> GradientTaps:
-    """Taps on a trainer's model, which measures with some."""
+    """Taps of a trainer that measures with them."""
     return cast(GradientTaps, cast(GNSMonitor, trainer.state.gns)._taps)
 
 

@@ -8,7 +8,7 @@ errors of ln B_simple over the timestep bins, as root mean squares, of
     composite   4 N steps, every fourth one measured, free parts on all: against the exact value of all of them
     adaLN       the modulation part alone on the first N steps: its error, and its bias, the geometric mean of the ratio
     other       the exact value of the first N steps against that of all later ones: the error of sampling alone; and
-    the number of bins in which the sketch agrees with the later ones within the 95 % intervals of both
+                the number of bins in which the sketch agrees with the later ones within the 95 % intervals of both
 
 in the plain geometry and in Adam's (row and column factors of the second moment, on both sides); `v factored` is the
 error of exact values with these factors against those with Adam's second moment element by element. Writes

@@ -77,10 +77,10 @@ class DatasetInfo:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Keys of `[data]` that every dataset has, and what the program asks of the rest.
+    """Keys of `[data]` that every dataset has, and the optional abilities of a dataset.
 
-    What stands below without a type is no key: a dataset that can do it declares a setting of that name, and every other
-    one keeps the value here.
+    A name below without a type is no key: a dataset with that ability declares a setting of that name, and every other
+    dataset keeps the constant value here.
 
     Attributes:
         path: where the data are.
@@ -179,7 +179,7 @@ class Dataset(ABC):
         """
 
     def fetch_drawn(self, indices: np.ndarray, draws: Draws) -> Batch:
-        """Fetch for training: images that are themselves drawn at random, the same for the same draws."""
+        """Fetch for training: as `fetch`, unless images are themselves drawn at random, by these draws alone."""
         return self.fetch(indices)
 
     def listing_digest(self) -> str:

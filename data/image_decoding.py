@@ -171,7 +171,7 @@ def _webp_size(content: bytes) -> tuple[int, int]:
 
 
 def _check_jpeg(content: bytes) -> None:
-    """Check the segments of a JPEG before the pixels, within the limits of the decoder's slow loop."""
+    """Bound the scans, EXIF data and segments of a JPEG before the decoder loops over them. Raises ValueError."""
     scans = content.count(b"\xff\xda")
     if scans > MAX_SCANS:
         raise ValueError(f"a JPEG of {scans} scans, more than {MAX_SCANS}")

@@ -63,7 +63,7 @@ def read_members(path: Path, advance: Advance = lambda count: None, nested: bool
 
 
 def _checked(path: Path, entries: Iterator[Entry]) -> Iterator[Member]:
-    """Check that members are regular files. Raises DatasetError."""
+    """Give the regular files among the entries. Raises DatasetError: damage, or a file that cannot be read in place."""
     try:
         for entry in entries:
             if entry.kind in SPECIAL:

@@ -69,7 +69,20 @@ def test_loss_and_grad_norm_equal_single_process(ranks, cases, reference):
     assert max(differences.values()) <= 1e-5, differences
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(1, COMPILED), (2, CHECKPOINTED_ON_TWO)])
+def by_inductor(cases: dict[str, dict]) -> dict[str, dict]:
+    """Cases that are compiled without code, with inductor's."""
+    return {name: case | {"backend": "inductor"} for name, case in cases.items() if case["backend"] == WITHOUT_CODE}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (1, COMPILED),
+        (2, CHECKPOINTED_ON_TWO),
+        pytest.param(1, by_inductor(COMPILED), marks=pytest.mark.long),
+        pytest.param(2, by_inductor(CHECKPOINTED_ON_TWO), marks=pytest.mark.long),
+    ],
+)
 def test_compile_and_checkpointing_change_nothing(ranks, cases, reference):
     curves = run_on_ranks("tests.distributed.cases:train_all", ranks, {"cases": cases})[0]
     differences = {name: largest_difference(curve, reference) for name, curve in curves.items()}

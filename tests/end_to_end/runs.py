@@ -92,7 +92,8 @@ class Run:
         """Return once metrics.jsonl has a point at `step` or later."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            if self.points() and self.points()[-1]["step"] >= step:
+            points = self.points()  # none for a moment where a resumed run writes its checkpoint's lines again
+            if points and points[-1]["step"] >= step:
                 return
             assert all(process.poll() is None for process in self.processes), self.wait()
             time.sleep(0.02)

@@ -11,6 +11,8 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import CompilationMetrics, counters, get_compilation_metrics
 
+from torchtitan.errors import unwrapped
+
 logger = logging.getLogger(__name__)
 
 
@@ -111,6 +113,6 @@ def _totals() -> tuple[int, int]:
 
 
 def _describe(compilation: CompilationMetrics) -> str:
-    reason = " ".join((compilation.recompile_reason or "").split())
+    reason = unwrapped(compilation.recompile_reason or "")
     place = f"{Path(str(compilation.co_filename)).name}:{compilation.co_firstlineno}"
     return f"{compilation.co_name} ({place}): {reason if len(reason) <= 300 else reason[:297] + '...'}"

@@ -171,7 +171,7 @@ class _Step:
         return sum(_state_bytes(p, self.config.optimizer, p in of_blocks) for p in self.parameters)
 
     def _orthogonalise_largest(self) -> None:
-        """Orthogonalise the largest matrix: the one optimizer step that takes more than a few rows besides its state"""
+        """Orthogonalise the largest matrix: the one optimizer step that takes more than a few rows besides its state."""
         matrices = [p for block in self.model.blocks() for p in block.parameters() if p.ndim == 2]
         largest = max(matrices, key=lambda p: p.numel())
         ahead = local(largest.detach()).clone()

@@ -150,11 +150,6 @@ class MirroredShards(LatentSource):
         return pack_views([(latents, None), (mirrored, None)]), labels.to(torch.int64)
 
 
-SOURCES: dict[str, type[LatentSource]] = {
-    "int8_file": Int8File, "npy_folders": NpyFolders, "mirrored_shards": MirroredShards,
-}  # fmt: skip
-
-
 def open_source(path: Path) -> LatentSource:
     """Open published latents; their files determine the format. Raises LatentStoreError."""
     if path.is_file():

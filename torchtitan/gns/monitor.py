@@ -299,7 +299,7 @@ class GNSMonitor:
         return self._pooled.whole(geometry, estimator, None if as_drawn else self._mass, self._stratified)
 
     def _headline(self) -> BinEstimates:
-        """Headline geometry: Adam's, in which updates are made, where it is measured."""
+        """Estimates by bin of the headline geometry: Adam's, in which updates are made, where it is measured."""
         return self._pooled.by_bin(self._pooled.geometries[-1], "sketch")
 
 

@@ -1,4 +1,4 @@
-"""Latent stores: encoded images on disk, their reader and writer, and public formats to convert from."""
+"""Latent stores: encoded images on disk, with their reader and writer."""
 
 from torchtitan.latents.index import (
     Normalization,

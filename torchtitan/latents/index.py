@@ -16,7 +16,7 @@ import numpy as np
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from torchtitan.errors import LatentStoreError
+from torchtitan.errors import LatentStoreError, unwrapped
 from torchtitan.files.durable import replace_file
 from torchtitan.files.regular import read_regular
 
@@ -236,7 +236,7 @@ def first_problem(failure: pydantic.ValidationError) -> str:
     """First reason for the refusal of a record, in one line."""
     error = failure.errors(include_url=False, include_context=False)[0]
     place = ".".join(map(str, error["loc"]))
-    text = " ".join(error["msg"].removeprefix("Value error, ").split())
+    text = unwrapped(error["msg"].removeprefix("Value error, "))
     return f"{place}: {text}" if place else text
 
 

@@ -88,10 +88,9 @@ class StoreWriter:
         return (self.folder / INDEX_FILE).exists()
 
     def _foreign_entry(self) -> str | None:
-        """Anything but what a writer leaves that was killed before its plan was in place."""
-        own = {PLAN_FILE, *(path.name for path in self._partial.glob(f".{PLAN_FILE}.*"))}
-        name = foreign_entry(self.folder, is_own=self._partial.__eq__)
-        return name or foreign_entry(self._partial, is_own=lambda path: path.name in own)
+        """Name of an entry that was not left by a writer killed before its plan was in place; None if there is none."""
+        name = foreign_entry(self.folder, is_own=lambda path: path.name == PARTIAL_FOLDER)
+        return name or foreign_entry(self._partial, is_own=lambda path: path.name == PLAN_FILE)
 
     def pending(self) -> list[int]:
         """Numbers of the shards that are not written yet."""

@@ -28,7 +28,7 @@ class DiffusionModel(nn.Module):
     Attributes:
         image_shape: (C, H, W) of the input.
         out_channels: C_out of the output.
-        condition_kind: what the network is conditioned on; by itself nothing.
+        condition_kind: kind of the network's conditions; by default none.
     """
 
     image_shape: tuple[int, int, int]
@@ -141,8 +141,8 @@ class ModelFamily:
         flavors: named configurations.
         build: (config, image_shape (C, H, W), condition kind, one of `conditions`) -> model without values.
         problems: (config, image_shape) -> one line per impossible combination, none if it can be built.
-        conditions: kinds of condition that its networks take. One of `Unconditional` alone trains on any data, and
-            leaves their conditions aside.
+        conditions: kinds of condition that its networks take. A family with `Unconditional` alone trains on any data,
+            and ignores their conditions.
     """
 
     config_class: type[ModelConfig]

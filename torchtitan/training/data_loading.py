@@ -256,7 +256,7 @@ def validation_batches(
             their places.
 
     Yields:
-        what the dataset's `fetch` gives with {"indices": int64 [b], "weights": float32 [b], 1 or 0}.
+        batches of the dataset's `fetch`, with {"indices": int64 [b], "weights": float32 [b], 1 or 0}.
 
     Raises:
         DatasetError: an image could not be read.
