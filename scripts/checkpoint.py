@@ -24,7 +24,7 @@ from torchtitan.checkpoint.manifest import MANIFEST
 from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath, RemotePath
-from torchtitan.files.weight_files import WeightsError, read_state_dict, refuse_existing, written_whole
+from torchtitan.files.weight_files import WeightsError, named_weights, read_state_dict, refuse_existing, written_whole
 from torchtitan.models import build_model
 from torchtitan.models.dit.conversion import (
     LAYOUTS,
@@ -212,7 +212,7 @@ def export(arguments: argparse.Namespace) -> int:
     for warning in trained.warnings:
         print(warning, file=sys.stderr)
     model, config = trained.model, trained.config
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = named_weights(model)
     if arguments.format != OWN:
         dit = of_family(model, config)
         check_frequencies(arguments, config)

@@ -24,12 +24,12 @@ from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.distributed.mesh import Layout, init_process_group
-from torchtitan.distributed.parallelize import named_parameters, parallelize
+from torchtitan.distributed.parallelize import local, named_parameters, parallelize, release_unsharded
 from torchtitan.distributed.precision import compute_context
 from torchtitan.errors import CheckpointError
 from torchtitan.evaluation.decoding import run_decoder
 from torchtitan.files.remote_path import AnyPath
-from torchtitan.files.weight_files import check_finite, check_fits, fill
+from torchtitan.files.weight_files import check_finite, check_fits, fill, saved_buffers
 from torchtitan.gns.capture import GradientTaps, check_measurable
 from torchtitan.gns.config import bin_edges
 from torchtitan.gns.monitor import GNSMonitor
@@ -38,6 +38,7 @@ from torchtitan.models import build_model
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.float8 import check_convertible, convert_to_float8
 from torchtitan.models.flops import check_macs
+from torchtitan.models.magnitude import normalize_rows, normalized_weights
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.status import remove_status
 from torchtitan.settings.record import effective
@@ -108,6 +109,7 @@ class RunState:
             reduce_dtype=config.training.mixed_precision_reduce,
         )
         self.parameters = named_parameters(self.model)
+        self._normalized = normalized_weights(self.model)
         beside = self.objective.parameters()
         self.optimizer = build_optimizer(
             self.parameters | beside, config.optimizer, self.model.blocks(),
@@ -187,12 +189,18 @@ class RunState:
         kind, dropout = self.model.condition_kind, self.config.model.label_dropout
         return kind.drop_some(kind.of(batch), dropout, self.config.debug.seed, batch["samples"], attempt)
 
+    def normalize_weights(self) -> None:
+        """Normalise the raw weights of a magnitude-preserving network in place, as at the start of each step."""
+        if self._normalized:
+            normalize_rows([local(weight.detach()) for weight in self._normalized])
+            release_unsharded(self.model)
+
     # ------------------------------------------------------------------ saving and resuming
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors of the run's state by name; the tensors themselves."""
         parts = {
-            "model": {name: parameter.detach() for name, parameter in self.parameters.items()},
+            "model": {name: parameter.detach() for name, parameter in self.parameters.items()} | saved_buffers(self.model),
             "objective": self.objective.tensors(),
             "optimizer": optimizer_tensors(self.optimizer, self.parameters | self.objective.parameters()),
             "ema": self.ema.tensors(),

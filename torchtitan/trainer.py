@@ -126,6 +126,7 @@ class Trainer:
         state.batch_size = factor * config.training.global_batch_size
         samples = GlobalBatch(state.data.next_sample, state.batch_size, state.data.attempt)
         microbatches = factor * state.data.microbatches_per_step
+        state.normalize_weights()
         if state.gns:
             state.gns.begin_step(state.step, state.optimizer.state, config.optimizer.beta2)
         for number in range(microbatches):

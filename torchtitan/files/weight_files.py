@@ -27,7 +27,7 @@ class WeightsError(CheckpointError):
 
 
 def check_fits(path: Path, model: nn.Module) -> None:
-    """Read the header of a safetensors file and compare it with a model's parameters; the model may be on meta.
+    """Read the header of a safetensors file and compare it with a model's weights; the model may be on meta.
 
     Raises:
         WeightsError: not a safetensors file, or tensors are missing, superfluous or of another shape.
@@ -37,7 +37,7 @@ def check_fits(path: Path, model: nn.Module) -> None:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (a file is no mapping)
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from error
-    problems = mismatches({name: tuple(p.shape) for name, p in model.named_parameters()}, found)
+    problems = mismatches({name: tuple(tensor.shape) for name, tensor in named_weights(model).items()}, found)
     if problems:
         raise WeightsError("\n".join(f"{path}: {problem}" for problem in problems))
 
@@ -55,14 +55,29 @@ def check_finite(path: Path) -> None:
         raise WeightsError(f"{path}: {len(bad)} tensors hold values that are not finite: {_some(bad)}")
 
 
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Weights of a model by name, as files hold them: parameters and saved buffers; the tensors themselves."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()} | saved_buffers(model)
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers of a model that are saved with its parameters, neither trained nor averaged; the tensors themselves."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
 @torch.no_grad()
 def fill(model: nn.Module, path: Path) -> None:
-    """Fill a model with the weights of a safetensors file, named as its parameters. Raises WeightsError."""
+    """Fill a model with the weights of a safetensors file, under the names of `named_weights`. Raises WeightsError."""
     check_fits(path, model)
-    parameters = dict(model.named_parameters())
+    weights = named_weights(model)
     try:
         for name, tensor in load_file(path).items():
-            parameters[name].copy_(tensor)
+            weights[name].copy_(tensor)
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from error
 

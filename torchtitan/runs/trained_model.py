@@ -21,7 +21,7 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.files.regular import read_toml
 from torchtitan.files.remote_path import AnyPath
-from torchtitan.files.weight_files import WeightsError, fill
+from torchtitan.files.weight_files import WeightsError, fill, saved_buffers
 from torchtitan.models import build_model
 from torchtitan.models.base import DiffusionModel
 
@@ -69,10 +69,9 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
     info = DATASETS[config.data.name].info(config.data)
     model = _empty_model(config, info, device)
     prefix = "model." if track == "none" else f"ema.{track}."
-    read_tensors(
-        checkpoint_path(checkpoints, step),
-        {prefix + name: parameter.detach() for name, parameter in model.named_parameters()},
-    )
+    wanted = {prefix + name: parameter.detach() for name, parameter in model.named_parameters()}
+    wanted |= {f"model.{name}": buffer for name, buffer in saved_buffers(model).items()}
+    read_tensors(checkpoint_path(checkpoints, step), wanted)
     objective = build_objective(config.objective, config.debug.seed).to(device)
     learned = {f"objective.{name}": tensor for name, tensor in objective.tensors().items()}
     if learned:
@@ -82,7 +81,7 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
 
 
 def load_weights(path: Path, config_file: Path, device: torch.device) -> TrainedModel:
-    """Load a safetensors file of weights, named as the model's parameters, for a configuration.
+    """Load a safetensors file of weights for a configuration, under the names of the model.
 
     Raises:
         WeightsError: not a safetensors file, tensors are missing, superfluous or of another shape, or the heads' shares
