@@ -34,7 +34,9 @@ _SAVES = 4  # checkpoints of a branch, to resume from after a stop
 
 def run_lr(config: JobConfig, progress: int) -> float:
     """Learning rate of a run at its first batch size, after so many steps of that size."""
-    return config.optimizer.lr * lr_factor(config.lr_scheduler, max(progress, 1), config.training.steps)
+    training = config.training
+    factor = lr_factor(config.lr_scheduler, max(progress, 1), training.steps, training.global_batch_size)
+    return config.optimizer.lr * factor
 
 
 def branch_config(

@@ -112,18 +112,20 @@ def batch_overrides(
     if batch % processes:
         raise StudyError(f"--batches: {batch} images cannot be divided among {processes} processes")
     steps = samples // batch
-    schedule, of_run = config.lr_scheduler, config.training.steps
+    schedule, of_run, unit = config.lr_scheduler, config.training.steps, config.lr_scheduler.unit
+    done, whole = (steps, of_run) if unit == "steps" else (samples, of_run * config.training.global_batch_size)
+    warmup, reference = (getattr(schedule, f"{key}_{unit}") for key in ("warmup", "reference"))
     overrides: dict[str, Any] = {
         "training.steps": steps,
         "training.global_batch_size": batch,
         "training.local_batch_size": largest_divisor(batch // processes, config.training.local_batch_size),
         "optimizer.lr": config.optimizer.lr * LR_RULES[lr_rule](batch / config.training.global_batch_size),
-        "lr_scheduler.warmup_steps": round(schedule.warmup_steps * steps / of_run),
+        f"lr_scheduler.warmup_{unit}": round(warmup * done / whole),
         "checkpoint.interval": steps // checkpoints,
         "metrics.log_freq": max(steps // 128, 1),
     }
     if schedule.decay_type == "inverse_sqrt":
-        overrides["lr_scheduler.reference_steps"] = max(round(schedule.reference_steps * steps / of_run), 1)
+        overrides[f"lr_scheduler.reference_{unit}"] = max(round(reference * done / whole), 1)
     degrees = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
     if degrees != processes:
         overrides |= {

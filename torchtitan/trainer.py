@@ -135,8 +135,9 @@ class Trainer:
             self._forward_backward(batch, samples, number, microbatches)
         with self.phases("gradients"):
             norms = self._treat_gradients(microbatches)
-        lr = config.optimizer.lr * lr_factor(config.lr_scheduler, state.progress + 1, config.training.steps)
-        lr *= lr_multiple(factor)
+        training = config.training
+        of_step = lr_factor(config.lr_scheduler, state.progress + 1, training.steps, training.global_batch_size)
+        lr = config.optimizer.lr * of_step * lr_multiple(factor)
         set_lr(state.optimizer, lr)
         skip = state.guard.judge(StepSamples(state.step, samples, microbatches), *norms)
         state.objective.update(skip)

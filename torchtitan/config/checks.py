@@ -144,6 +144,12 @@ def _batch_sizes(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("training.global_batch_size", text)
 
 
+def _global_batch_size(checked: ConfigView) -> int:
+    """Global batch size that follows from sizes without problems."""
+    wanted, local = checked.training.global_batch_size, checked.training.local_batch_size
+    return checked.world_size * local if wanted == -1 else wanted
+
+
 def _sizes(checked: ConfigView) -> Iterator[Problem]:
     growth = checked.gns.growth_limit if checked.gns.enable and checked.gns.grow_batch else 1
     training, shape = checked.training, checked.dataset().image_shape
@@ -168,9 +174,13 @@ def _loader_processes(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _warmup(checked: ConfigView) -> Iterator[Problem]:
-    warmup, steps = checked.lr_scheduler.warmup_steps, checked.training.steps
-    if warmup > steps:
-        yield Problem("lr_scheduler.warmup_steps", f"{warmup} is more than training.steps = {steps}")
+    schedule, steps = checked.lr_scheduler, checked.training.steps
+    if schedule.unit == "steps":
+        if schedule.warmup_steps > steps:
+            yield Problem("lr_scheduler.warmup_steps", f"{schedule.warmup_steps} is more than training.steps = {steps}")
+    elif not any(_batch_sizes(checked)) and schedule.warmup_images > (seen := steps * _global_batch_size(checked)):
+        text = f"{schedule.warmup_images} is more than {seen}, the images of training.steps = {steps}"
+        yield Problem("lr_scheduler.warmup_images", text)
 
 
 def _dataset_is_usable(checked: ConfigView) -> Iterator[Problem]:
@@ -241,8 +251,8 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
     objective, training, ranks = checked.whole("objective"), checked.training, checked.world_size
     if any(objective_problems(objective)) or any(_batch_sizes(checked)):
         return  # they cannot be built
-    local, batch = training.local_batch_size, training.global_batch_size
-    local, batch = (batch // ranks if local == -1 else local), (ranks * local if batch == -1 else batch)
+    local, batch = training.local_batch_size, _global_batch_size(checked)
+    local = batch // ranks if local == -1 else local
     found = gns_problems(
         checked.whole("gns"), build_objective(objective, seed=0), checked.given,
         global_batch_size=batch, microbatches=batch // (ranks * local), ranks=ranks,

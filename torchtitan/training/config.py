@@ -37,7 +37,9 @@ class OptimizerConfig:
 class LRSchedulerConfig:
     """`[lr_scheduler]`"""
 
-    warmup_steps: int = setting(0, "steps of linear warm-up from 0 to the peak", ge=0)
+    unit: Literal["steps", "images"] = setting("steps", "what warm-up and reference are counted in")
+    warmup_steps: int = setting(0, "steps of linear warm-up from 0 to the peak", ge=0, applies={"unit": ("steps",)})
+    warmup_images: int = setting(0, "images of linear warm-up from 0 to the peak", ge=0, applies={"unit": ("images",)})
     decay_type: Literal["constant", "linear", "cosine", "inverse_sqrt"] = setting("constant", "shape after warm-up")
     min_lr_factor: float = setting(
         0.0, "learning rate at the end, as a fraction of the peak", ge=0, le=1,
@@ -45,7 +47,15 @@ class LRSchedulerConfig:
     )
     reference_steps: int = setting(
         10000, "steps at the peak, warm-up included, before it falls with the root of the steps done", ge=1,
-        applies={"decay_type": ("inverse_sqrt",)},
+        applies={"decay_type": ("inverse_sqrt",), "unit": ("steps",)},
+    )
+    reference_images: int = setting(
+        10_000_000, "images at the peak, warm-up included, before it falls with the root of the images seen", ge=1,
+        applies={"decay_type": ("inverse_sqrt",), "unit": ("images",)},
+    )
+    epoch_images: int = setting(
+        0, "images of an epoch, in which the rate is constant; 0: it changes with every step", ge=0,
+        applies={"unit": ("images",)},
     )
 
 

@@ -1,32 +1,59 @@
 """Learning-rate schedule, a pure function of the step."""
 
 import math
+from typing import NamedTuple
 
 from torchtitan.training.config import LRSchedulerConfig
 
 
-def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int) -> float:
+def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int, images_per_step: int = 1) -> float:
     """Learning rate of a step as a fraction of the peak.
 
     Args:
-        config: warm-up and shape.
-        step: 1 for the first optimizer step, total_steps for the last.
+        config: warm-up and shape, and the unit that they are counted in.
+        step: 1 for the first optimizer step, total_steps for the last, in steps of the first batch size.
         total_steps: steps of the run, 1 or more.
+        images_per_step: first global batch size; without effect on a schedule in steps.
 
     Returns:
-        step / warmup_steps during warm-up; then 1, or a line or half cosine that would reach min_lr_factor
-        one step after the last. inverse_sqrt multiplies the warm-up by 1 / sqrt(max((step - 1) / reference_steps, 1))
-        and doesn't know the length of the run.
+        a linear rise during warm-up: step / warmup_steps, or the images before the step / warmup_images; then 1, or a
+        line or half cosine that would reach min_lr_factor one step after the last. inverse_sqrt multiplies the rise by
+        1 / sqrt(max(n / reference, 1)), n being what is done before the step, and doesn't know the length of the run.
 
-    Source of inverse_sqrt: Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models".
+        With epoch_images the factor is constant within an epoch: n and the images of inverse_sqrt are those before it,
+        epoch e of a warm-up over W epochs has (e + 1) / W, and nothing decays before the warm-up has ended.
+
+    Sources of inverse_sqrt: Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models", per
+    image; its public multi-GPU port, per epoch.
     """
-    if config.decay_type == "inverse_sqrt":
-        warmup = min(step / config.warmup_steps, 1.0) if config.warmup_steps else 1.0
-        return warmup / math.sqrt(max((step - 1) / config.reference_steps, 1.0))
-    if step <= config.warmup_steps:
-        return step / config.warmup_steps
-    if config.decay_type == "constant":
-        return 1.0
-    progress = (step - 1 - config.warmup_steps) / (total_steps - config.warmup_steps)
+    at = _place(config, step, total_steps, images_per_step)
+    warming = at.done < at.warmup
+    rise = min(at.counted / at.warmup, 1.0) if warming else 1.0
+    if config.decay_type == "inverse_sqrt" and not (warming and at.by_epoch):
+        return rise / math.sqrt(max(at.done / at.reference, 1.0))
+    if warming or config.decay_type in ("constant", "inverse_sqrt"):
+        return rise
+    progress = (at.done - at.warmup) / (at.total - at.warmup)
     shape = 1.0 - progress if config.decay_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.min_lr_factor + (1.0 - config.min_lr_factor) * shape
+
+
+class _Place(NamedTuple):
+    """Place of a step in its run, all in the schedule's unit; `counted` is what the warm-up has counted of it."""
+
+    done: int
+    counted: int
+    warmup: int
+    reference: int
+    total: int
+    by_epoch: bool = False
+
+
+def _place(config: LRSchedulerConfig, step: int, total_steps: int, images_per_step: int) -> _Place:
+    if config.unit == "steps":
+        return _Place(step - 1, step, config.warmup_steps, config.reference_steps, total_steps)
+    images, epoch = (step - 1) * images_per_step, config.epoch_images
+    if epoch:
+        images -= images % epoch
+    total = total_steps * images_per_step
+    return _Place(images, images + epoch, config.warmup_images, config.reference_images, total, epoch > 0)

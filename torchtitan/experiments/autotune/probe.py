@@ -105,6 +105,7 @@ def probe_config(config: JobConfig, goal: Goal, processes: int, folder: Path) ->
         "job.name": _RUN_NAME,
         "training.global_batch_size": batch,
         "training.steps": point * (1 if goal == "largest" else _POINTS_OF_A_RATE),
+        "lr_scheduler.unit": "steps",
         "lr_scheduler.warmup_steps": 0,
         "checkpoint.enable": "false",
         "sampling.enable": "false",

@@ -1,0 +1,168 @@
+"""Schedules counted in images: rates that were published, per epoch and per image, in runs whose batch grows too."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from studies.branch_training import run_lr
+from studies.equal_samples import batch_overrides
+from tests.distributed.cases import make_trainer
+from torchtitan.config.job import ConfigError, load_config
+from torchtitan.experiments.autotune.probe import probe_config
+from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig
+from torchtitan.training.lr_scheduler import lr_factor
+from torchtitan.training.optimizer import build_optimizer
+
+# Warm-up over 200 epochs of CIFAR, decay from epoch 400 on.
+PER_EPOCH = LRSchedulerConfig(
+    unit="images", decay_type="inverse_sqrt", warmup_images=10_000_000, reference_images=20_000_000, epoch_images=50_000
+)
+# 512 x 512 latents: warm-up over 10 M images, decay from 70,000 batches of 2048 on.
+PER_IMAGE = LRSchedulerConfig(
+    unit="images", decay_type="inverse_sqrt", warmup_images=10_000_000, reference_images=70_000 * 2048
+)
+STEPS = 195_313  # 2,000 epochs in batches of 512
+
+
+def test_per_epoch_rates_are_the_published_ones_and_constant_within_an_epoch():
+    wanted = {0: 1e-4, 99: 0.01, 199: 0.02, 400: 0.02, 800: 0.0141421, 1600: 0.01, 1999: 0.00894651}
+    for epoch, rate in wanted.items():
+        first, last = -(-epoch * 50_000 // 512) + 1, -(-(epoch + 1) * 50_000 // 512)
+        found = {0.02 * lr_factor(PER_EPOCH, step, STEPS, 512) for step in (first, (first + last) // 2, last)}
+        assert len(found) == 1 and found.pop() == pytest.approx(rate, rel=5e-6), epoch
+        before = lr_factor(PER_EPOCH, max(first - 1, 1), STEPS, 512)
+        assert (before != lr_factor(PER_EPOCH, first, STEPS, 512)) == (epoch not in (0, 400))
+    assert lr_factor(PER_EPOCH, 100_000, 10**9, 512) == lr_factor(PER_EPOCH, 100_000, STEPS, 512)
+
+
+@pytest.mark.parametrize(("warmup", "reference"), [(200, 400), (10, 4), (0, 3), (7, 7)])
+def test_per_epoch_rates_have_their_closed_form_also_where_the_decay_begins_within_the_warmup(warmup, reference):
+    config = LRSchedulerConfig(
+        unit="images", decay_type="inverse_sqrt", warmup_images=100 * warmup, reference_images=100 * reference,
+        epoch_images=100,
+    )  # fmt: skip
+    for step in range(1, 4000, 7):
+        epoch = (step - 1) * 32 // 100
+        rate = (epoch + 1) / warmup if epoch < warmup else 1 / math.sqrt(max(epoch / reference, 1))
+        assert lr_factor(config, step, 4000, 32) == pytest.approx(rate, rel=1e-14)
+
+
+def test_per_image_rates_are_those_of_edm2():
+    assert lr_factor(PER_IMAGE, 1, 10**6, 2048) == 0.0
+    for batches in (1, 2441, 4882, 4883, 70_000, 70_001, 140_000, 2**20):
+        images = 2048 * batches
+        rate = 0.012 / math.sqrt(max(images / (70_000 * 2048), 1)) * min(images / 10e6, 1)
+        assert 0.012 * lr_factor(PER_IMAGE, batches + 1, 10**6, 2048) == pytest.approx(rate, rel=1e-14)
+    assert lr_factor(PER_IMAGE, 140_001, 10**6, 2048) == pytest.approx(0.5**0.5, rel=1e-14)
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "inverse_sqrt"])
+def test_a_schedule_in_images_without_warmup_is_that_in_steps(shape):
+    in_steps = LRSchedulerConfig(decay_type=shape, reference_steps=30)
+    in_images = LRSchedulerConfig(unit="images", decay_type=shape, reference_images=30 * 48)
+    for step in range(1, 101):
+        assert lr_factor(in_images, step, 100, 48) == lr_factor(in_steps, step, 100, 48)
+
+
+def test_a_line_and_a_half_cosine_come_down_in_images():
+    config = LRSchedulerConfig(unit="images", decay_type="linear", warmup_images=500, min_lr_factor=0.1)
+    assert lr_factor(config, 26, 100, 10) == 0.5  # 250 of 500 images
+    assert lr_factor(config, 76, 100, 10) == pytest.approx(0.55)  # the middle of the other 500
+    cosine = LRSchedulerConfig(unit="images", decay_type="cosine", epoch_images=100)
+    assert lr_factor(cosine, 56, 100, 10) == pytest.approx(0.5) == lr_factor(cosine, 60, 100, 10)
+
+
+def test_the_rate_of_a_grown_batch_follows_the_images(tmp_path):
+    trainer = make_trainer(
+        str(tmp_path), "run", steps=40, replicas=1, shards=1, accumulation=1,
+        overrides=(
+            "--gns.enable=true", "--gns.num_bins=2", "--gns.sketch_size=2", "--gns.interval=2", "--gns.grow_batch=true",
+            "--gns.growth_warmup=0", "--gns.growth_limit=4", "--lr_scheduler.unit=images",
+            "--lr_scheduler.warmup_images=100", "--lr_scheduler.decay_type=inverse_sqrt",
+            "--lr_scheduler.reference_images=128",
+        ),
+    )  # fmt: skip
+    state = trainer.state
+    for factor in (1, 3, 2, 4):
+        state.step += 1
+        state.gns._batch.factor = factor
+        images = state.data.next_sample
+        _, lr = trainer.train_step()
+        rate = 3e-3 * min(images / 100, 1) / math.sqrt(max(images / 128, 1)) * math.sqrt(factor)
+        assert lr == pytest.approx(rate, rel=1e-12)
+        assert state.optimizer.param_groups[0]["lr"] == lr
+    assert state.data.next_sample == 16 * 10
+    trainer.close()
+
+
+# --- keys
+
+
+@pytest.mark.parametrize(("arguments", "line"), [
+    (["--lr_scheduler.warmup_images=100"],
+     "--lr_scheduler.warmup_images: has no effect when lr_scheduler.unit = steps; remove it or set "
+     "lr_scheduler.unit = images"),
+    (["--lr_scheduler.unit=images", "--lr_scheduler.warmup_steps=5"],
+     "--lr_scheduler.warmup_steps: has no effect when lr_scheduler.unit = images; remove it or set "
+     "lr_scheduler.unit = steps"),
+    (["--lr_scheduler.unit=images", "--lr_scheduler.decay_type=inverse_sqrt", "--lr_scheduler.reference_steps=5"],
+     "--lr_scheduler.reference_steps: has no effect when lr_scheduler.unit = images; remove it or set "
+     "lr_scheduler.unit = steps"),
+    (["--lr_scheduler.unit=images", "--lr_scheduler.reference_images=5"],
+     "--lr_scheduler.reference_images: has no effect when lr_scheduler.decay_type = constant; remove it or set "
+     "lr_scheduler.decay_type = inverse_sqrt"),
+    (["--lr_scheduler.epoch_images=100"],
+     "--lr_scheduler.epoch_images: has no effect when lr_scheduler.unit = steps; remove it or set "
+     "lr_scheduler.unit = images"),
+    (["--lr_scheduler.unit=epochs"], "--lr_scheduler.unit: must be one of steps, images, is 'epochs'"),
+    (["--lr_scheduler.unit=images", "--lr_scheduler.warmup_images=2001", "--training.steps=100",
+      "--training.local_batch_size=20"],
+     "--lr_scheduler.warmup_images: 2001 is more than 2000, the images of training.steps = 100"),
+    (["--lr_scheduler.unit=images", "--lr_scheduler.decay_type=inverse_sqrt", "--lr_scheduler.reference_images=0"],
+     "--lr_scheduler.reference_images: must be at least 1, is 0"),
+])  # fmt: skip
+def test_mixtures_and_impossible_schedules_are_refused_in_one_line(arguments, line):
+    with pytest.raises(ConfigError) as refused:
+        load_config(arguments, 1)
+    assert refused.value.problems == [f"command line: {line}"]
+
+
+WORDS = [
+    "--data.name=synthetic", "--model.flavor=debug", "--lr_scheduler.unit=images", "--lr_scheduler.warmup_images=1000",
+    "--lr_scheduler.decay_type=inverse_sqrt", "--lr_scheduler.reference_images=4000", "--training.steps=500",
+    "--training.global_batch_size=16", "--training.local_batch_size=8", "--optimizer.lr=0.01",
+]  # fmt: skip
+
+
+def test_short_runs_studies_and_branches_take_a_schedule_in_images(tmp_path: Path):
+    config = load_config(WORDS, 1)
+    overrides = batch_overrides(config, 32, 16_000, 4, "const", 1)
+    assert (overrides["lr_scheduler.warmup_images"], overrides["lr_scheduler.reference_images"]) == (2000, 8000)
+    assert not {"lr_scheduler.warmup_steps", "lr_scheduler.reference_steps"} & overrides.keys()
+    assert run_lr(config, 51) == pytest.approx(0.01 * 800 / 1000)
+    assert run_lr(config, 401) == pytest.approx(0.01 / math.sqrt(6400 / 4000))
+    probed, _ = probe_config(config, "fastest", 1, tmp_path)
+    assert probed.training.steps * 16 < 1000  # the warm-up would not fit
+    assert (probed.lr_scheduler.unit, probed.lr_scheduler.warmup_steps) == ("steps", 0)
+
+
+# --- Adam's constants
+
+
+@pytest.mark.parametrize("beta2", [0.999, 0.99])
+def test_without_decay_the_optimizer_is_adam_with_epsilon_outside_the_root(beta2):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(6, 5, generator=generator))
+    optimizer = build_optimizer({"weight": weight}, OptimizerConfig(lr=0.02, beta2=beta2))
+    wanted, first, second = weight.detach().double(), 0.0, 0.0
+    for step in range(1, 6):
+        # So small that the epsilon counts: 1e-8 added to a root of about 1e-8.
+        weight.grad = 1e-8 * torch.randn(6, 5, generator=generator)
+        gradient = weight.grad.double()
+        first, second = 0.9 * first + 0.1 * gradient, beta2 * second + (1 - beta2) * gradient**2
+        root = (second / (1 - beta2**step)).sqrt()
+        wanted = wanted - 0.02 * first / (1 - 0.9**step) / (root + 1e-8)
+        optimizer.step()
+    torch.testing.assert_close(weight.detach().double(), wanted, rtol=0, atol=1e-6)
