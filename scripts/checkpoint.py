@@ -273,7 +273,8 @@ def import_(arguments: argparse.Namespace) -> int:
 
 def of_family(model: nn.Module, config: JobConfig) -> DiT:
     if not isinstance(model, DiT):
-        raise WeightsError(f"model.name = {config.model.name}: only models of the dit family have a published layout")
+        reason = "only models of the dit family that are not magnitude-preserving have a published layout"
+        raise WeightsError(f"model.name = {config.model.name}: {reason}")
     return model
 
 

@@ -433,6 +433,17 @@ def _float8(checked: ConfigView) -> Iterator[Problem]:
         yield Problem(key, text)
 
 
+def _normalized_weights(checked: ConfigView) -> Iterator[Problem]:
+    if not checked.whole("model").normalizes_weights:
+        return
+    if checked.optimizer.weight_decay > 0:
+        text = "has no effect on weights that are normalised before each step, as the model's are (set it to 0)"
+        yield Problem("optimizer.weight_decay", text)
+    if checked.gns.enable and checked.gns.single_pass:
+        way_out = "set it to false and gns.rank_gradients to true, or gns.enable to false"
+        yield Problem("gns.single_pass", f"single gradients of normalised weights are not measured ({way_out})")
+
+
 def _profiling(checked: ConfigView) -> Iterator[Problem]:
     for key, text in profiling_problems(checked.whole("profiling"), checked.training.steps):
         yield Problem(f"profiling.{key}", text)
@@ -482,5 +493,6 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _compiler,
     _activation_checkpoint,
     _float8,
+    _normalized_weights,
     _profiling,
 ]

@@ -65,7 +65,7 @@ class DiffusionModel(nn.Module):
         raise NotImplementedError
 
     def linear_roles(self) -> dict[str, LinearRole]:
-        """Roles of the nn.Linear modules, by qualified name."""
+        """Roles of the linears, modules with `in_features` and `out_features`, by qualified name."""
         raise NotImplementedError
 
     def tokens_per_image(self, image_shape: tuple[int, int, int]) -> int:
@@ -130,6 +130,11 @@ class ModelConfig:
     def num_blocks(self) -> int | None:
         """Number of units in `blocks`; None if the configuration does not determine it."""
         return None
+
+    @property
+    def normalizes_weights(self) -> bool:
+        """Whether raw weights are normalised before each step (see models/magnitude.py), which leaves decay no effect."""
+        return False
 
 
 @dataclass(frozen=True)

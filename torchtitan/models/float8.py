@@ -7,7 +7,7 @@ few rows to gain speed, and the projections into and out of the token stream are
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +123,9 @@ def convert_to_float8(model: DiffusionModel, config: Float8Config) -> list[str]:
 
 def _names(model: DiffusionModel, config: Float8Config) -> set[str]:
     def fits(name: str) -> bool:
-        linear = cast(nn.Linear, model.get_submodule(name))
+        linear = model.get_submodule(name)
+        if not isinstance(linear, nn.Linear):
+            return False
         sizes = (linear.in_features, linear.out_features)
         return min(sizes) >= config.min_features and all(size % _MULTIPLE == 0 for size in sizes)
 

@@ -6,6 +6,8 @@ from typing import Literal
 from torchtitan.models.base import ModelConfig
 from torchtitan.settings import setting
 
+_PLAIN = {"magnitude_preserving": (False,)}
+
 
 @dataclass(kw_only=True)
 class DiTConfig(ModelConfig):
@@ -19,11 +21,16 @@ class DiTConfig(ModelConfig):
     patch_size: int = setting(2, "side of the square patch that becomes one token, in pixels or latents", ge=1, le=1024)
     mlp: Literal["gelu", "swiglu"] = setting("gelu", "feed-forward layer of a block")
     mlp_hidden_dim: int = setting(1536, "hidden width of the feed-forward layer", ge=1, le=524288)
-    norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "normalisation before attention and feed-forward")
-    norm_affine: bool = setting(False, "whether the block's norms carry a learned gain")
-    norm_eps: float = setting(1e-6, "added to the variance in every norm", gt=0, le=1)
-    qk_norm: bool = setting(False, "RMS-normalise queries and keys per head, with a learned gain")
-    attention_bias: bool = setting(True, "biases in the attention projections")
+    magnitude_preserving: bool = setting(
+        False, "normalise weights before each step and keep activations at unit mean square, as EDM2 does; no biases or norms"
+    )
+    norm: Literal["layernorm", "rmsnorm"] = setting(
+        "layernorm", "normalisation before attention and feed-forward", applies=_PLAIN
+    )
+    norm_affine: bool = setting(False, "whether the block's norms carry a learned gain", applies=_PLAIN)
+    norm_eps: float = setting(1e-6, "added to the variance in every norm", gt=0, le=1, applies=_PLAIN)
+    qk_norm: bool = setting(False, "RMS-normalise queries and keys per head, with a learned gain", applies=_PLAIN)
+    attention_bias: bool = setting(True, "biases in the attention projections", applies=_PLAIN)
     position: Literal["sincos", "rotary"] = setting(
         "sincos", "fixed 2-D sine-cosine table added to the tokens, or 2-D rotary embedding of queries and keys"
     )
@@ -31,7 +38,7 @@ class DiTConfig(ModelConfig):
     timestep_frequencies: Literal["dit", "diffusers"] = setting(
         "dit", "frequencies of the timestep's sinusoid: 10000^(-i / 128) for i = 0..127, or diffusers' 10000^(-i / 127)"
     )
-    final_modulation: bool = setting(True, "adaLN shift and scale before the output layer")
+    final_modulation: bool = setting(True, "adaLN shift and scale before the output layer", applies=_PLAIN)
     label_dropout: float = setting(
         0.1, "probability of replacing the class by the null class in training, for guidance", ge=0, lt=1
     )
@@ -43,6 +50,10 @@ class DiTConfig(ModelConfig):
     @property
     def num_blocks(self) -> int:
         return self.num_layers
+
+    @property
+    def normalizes_weights(self) -> bool:
+        return self.magnitude_preserving
 
 
 def _peebles_xie(size: str, dim: int, num_layers: int, num_heads: int) -> dict[str, DiTConfig]:

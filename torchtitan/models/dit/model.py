@@ -20,24 +20,31 @@ from torchtitan.models.dit.layers import (
     unpatchify,
 )
 from torchtitan.models.layers import RMSNorm
+from torchtitan.models.magnitude import MPLinear
 
 # What no machine holds, and products of which fit in 64 bits.
 MOST_TOKENS, MOST_PARAMETERS = 2**24, 10**13
 
 
-class DiT(DiffusionModel):
-    """Diffusion transformer with adaLN-Zero blocks, for images of one fixed shape, square or not.
+class PatchTransformer(DiffusionModel):
+    """Transformer over the patches of images of one fixed shape, square or not: what DiT and its variants share.
 
     Args:
         config: a row of FLAVORS, or any other choice of its fields.
         image_shape: (C, H, W) of the input.
-        condition_kind: K classes or nothing. The class table has one row more, the null class: whoever calls the
-            model passes it where a label is dropped.
+        condition_kind: K classes or nothing; the class K is the null class: whoever calls the model passes it where a
+            label is dropped.
 
     Raises:
         ValueError: the config's fields do not fit together or do not fit the image.
+
+    Attributes:
+        layers: the blocks.
+        position: table added to the tokens [T, D], or None.
+        rotary: table of rotations [2, T, D / N / 2], or None.
     """
 
+    layers: nn.ModuleList
     position: Tensor | None
     rotary: Tensor | None
 
@@ -50,15 +57,6 @@ class DiT(DiffusionModel):
         channels, height, width = self.image_shape = (image_shape[0], image_shape[1], image_shape[2])
         self.grid = (height // config.patch_size, width // config.patch_size)
         self.out_channels = (2 if config.learned_variance else config.num_predictions) * channels
-
-        self.patch_embed = nn.Linear(channels * config.patch_size**2, config.dim)
-        self.time_embed = TimestepEmbedding(config)
-        self.label_embed = None
-        if isinstance(condition_kind, Classes):
-            self.label_embed = nn.Embedding(condition_kind.count + 1, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.output = OutputLayer(config, self.out_channels * config.patch_size**2)
-
         # Functions of the shape alone: filled by init_buffers, in no checkpoint, float32 whatever the weights are.
         num_tokens = self.grid[0] * self.grid[1]
         position, rotary = None, None
@@ -72,20 +70,74 @@ class DiT(DiffusionModel):
     def forward(self, x: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
         self._check_inputs(x, condition)
         x = patchify(x, self.config.patch_size)  # [B, T, C p p]
-        x = self.patch_embed(x.to(self.patch_embed.weight.dtype))  # [B, T, D]
+        x = self.transform(x, t, condition)  # [B, T, C_out p p]
+        x = unpatchify(x, self.grid, self.config.patch_size)  # [B, C_out, H, W]
+        return x.to(torch.promote_types(x.dtype, torch.float32))
+
+    def transform(self, patches: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """Apply the network to patches [B, T, C p p] of images, [B, T, C_out p p]; t and condition as of `forward`."""
+        raise NotImplementedError
+
+    def init_buffers(self) -> None:
+        if self.position is not None:
+            self.position.copy_(sincos_table(self.config.dim, self.grid))
+        if self.rotary is not None:
+            head_dim = self.config.dim // self.config.num_heads
+            self.rotary.copy_(rotary_table(head_dim, self.grid, self.config.rope_theta))
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def linear_roles(self) -> dict[str, LinearRole]:
+        def role(name: str) -> LinearRole:
+            if name.startswith(("time_embed", "label_embed")) or name.endswith("modulation"):
+                return "vector"
+            return "small" if name in ("patch_embed", "output.linear") else "token"
+
+        return {name: role(name) for name, module in self.named_modules() if isinstance(module, nn.Linear | MPLinear)}
+
+    def tokens_per_image(self, image_shape: tuple[int, int, int]) -> int:
+        _, height, width = image_shape
+        return (height // self.config.patch_size) * (width // self.config.patch_size)
+
+    def attention_macs(self, num_tokens: int) -> int:
+        # Not causal: every token meets every other one, in the scores and again in the weighted sum of the values.
+        return self.config.num_layers * 2 * num_tokens**2 * self.config.dim
+
+    def _check_inputs(self, x: Tensor, condition: Condition) -> None:
+        if x.ndim != 4 or x.shape[1:] != self.image_shape:
+            raise ValueError(f"x is {tuple(x.shape)}; this model takes B images of (C, H, W) = {self.image_shape}")
+        kind = self.condition_kind
+        if (condition is None) == isinstance(kind, Classes):
+            wanted = f"classes, or {kind.count} for no class" if isinstance(kind, Classes) else "no condition"
+            raise ValueError(f"condition is {'missing' if condition is None else 'given'}: this model takes {wanted}")
+
+
+class DiT(PatchTransformer):
+    """Diffusion transformer with adaLN-Zero blocks; the class table has a row for each class and one for the null class.
+    """
+
+    def __init__(self, config: DiTConfig, image_shape: tuple[int, int, int], condition_kind: ConditionKind) -> None:
+        super().__init__(config, image_shape, condition_kind)
+        self.patch_embed = nn.Linear(image_shape[0] * config.patch_size**2, config.dim)
+        self.time_embed = TimestepEmbedding(config)
+        self.label_embed = None
+        if isinstance(condition_kind, Classes):
+            self.label_embed = nn.Embedding(condition_kind.count + 1, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.output = OutputLayer(config, self.out_channels * config.patch_size**2)
+
+    def transform(self, patches: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))  # [B, T, D]
         if self.position is not None:
             x = x + self.position.to(x.dtype)
-
         c = self.time_embed(t)  # [B, D]
         if self.label_embed is not None:
             c = c + self.label_embed(condition)
         c = F.silu(c)
-
         for block in self.layers:
             x = block(x, c, self.rotary)  # [B, T, D]
-        x = self.output(x, c)  # [B, T, C_out p p]
-        x = unpatchify(x, self.grid, self.config.patch_size)  # [B, C_out, H, W]
-        return x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.output(x, c)
 
     def init_weights(self) -> None:
         """Initialise as in the paper, for every flavor: also TorchDiTan's, which were published with another scheme.
@@ -112,40 +164,6 @@ class DiT(DiffusionModel):
                 nn.init.zeros_(module.weight)
         # The first prediction is exactly zero.
         nn.init.zeros_(self.output.linear.weight)
-
-    def init_buffers(self) -> None:
-        if self.position is not None:
-            self.position.copy_(sincos_table(self.config.dim, self.grid))
-        if self.rotary is not None:
-            head_dim = self.config.dim // self.config.num_heads
-            self.rotary.copy_(rotary_table(head_dim, self.grid, self.config.rope_theta))
-
-    def blocks(self) -> list[nn.Module]:
-        return list(self.layers)
-
-    def linear_roles(self) -> dict[str, LinearRole]:
-        def role(name: str) -> LinearRole:
-            if name.startswith("time_embed.") or name.endswith("modulation"):
-                return "vector"
-            return "small" if name in ("patch_embed", "output.linear") else "token"
-
-        return {name: role(name) for name, module in self.named_modules() if isinstance(module, nn.Linear)}
-
-    def tokens_per_image(self, image_shape: tuple[int, int, int]) -> int:
-        _, height, width = image_shape
-        return (height // self.config.patch_size) * (width // self.config.patch_size)
-
-    def attention_macs(self, num_tokens: int) -> int:
-        # Not causal: every token meets every other one, in the scores and again in the weighted sum of the values.
-        return self.config.num_layers * 2 * num_tokens**2 * self.config.dim
-
-    def _check_inputs(self, x: Tensor, condition: Condition) -> None:
-        if x.ndim != 4 or x.shape[1:] != self.image_shape:
-            raise ValueError(f"x is {tuple(x.shape)}; this model takes B images of (C, H, W) = {self.image_shape}")
-        if (condition is None) != (self.label_embed is None):
-            kind = self.condition_kind
-            wanted = f"classes, or {kind.count} for no class" if isinstance(kind, Classes) else "no condition"
-            raise ValueError(f"condition is {'missing' if condition is None else 'given'}: this model takes {wanted}")
 
 
 def problems(config: DiTConfig, image_shape: tuple[int, int, int]) -> list[str]:
