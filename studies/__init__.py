@@ -44,6 +44,7 @@ STUDIES: dict[str, StudyEntry] = {
     "batch_size": StudyEntry(
         "batch sizes and learning rates at equal samples; trains runs of a config", of_a_run=False
     ),
+    "compare_settings": StudyEntry("settings of a config at equal samples; trains runs of it", of_a_run=False),
     "prediction_types": StudyEntry(
         "prediction types compared in one parametrisation: of runs, or trained", of_a_run=False
     ),
