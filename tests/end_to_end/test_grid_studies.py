@@ -286,7 +286,7 @@ def test_trained_prediction_types_killed_leave_no_process_and_go_on(
         (["compare_settings", "{config}", "--arm", "a", "--arm", "a"], "--arm: 'a' is given twice"),
         (["compare_settings", "{config}", "--arm", "a", "--arm", "../b", "model.dim=8"], "--arm: '../b' names runs"),
         (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "debug.seed=8"], "is the same for all arms"),
-        (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "model.dims=8"], "b_s0: model.dims: unknown key"),
+        (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "model.dims=8"], "b_s0: command line: --model.dims: unknown key"),
         (["prediction_types", "{config}"], "--predictions"),
         (["prediction_types", "{config}", "--predictions", "v,y"], "'y' is no prediction"),
         (["prediction_types", "{config}", "--predictions", "v", "--currency", "w"], "invalid choice"),
