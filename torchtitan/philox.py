@@ -31,6 +31,7 @@ PURPOSES = {
     "gns_projection": 11,
     "posterior": 12,
     "waves": 13,
+    "dropout": 14,
 }
 
 _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

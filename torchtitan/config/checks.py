@@ -419,8 +419,8 @@ def _shards(checked: ConfigView) -> int:
 
 
 def _activation_checkpoint(checked: ConfigView) -> Iterator[Problem]:
-    num_blocks = checked.whole("model").num_blocks
-    for key, text in checkpoint_problems(checked.whole("activation_checkpoint"), checked.compile.enable, num_blocks):
+    depth = checked.whole("model").depth
+    for key, text in checkpoint_problems(checked.whole("activation_checkpoint"), checked.compile.enable, depth):
         yield Problem(f"activation_checkpoint.{key}", text)
 
 

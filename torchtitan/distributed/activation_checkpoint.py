@@ -16,6 +16,7 @@ _OPERATIONS = {
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
         torch.ops.aten._scaled_mm.default,
+        torch.ops.aten.convolution.default,
     ],
     # Each also returns the log-sum-exp of the scores, without which its backward would need the scores anew.
     "attention": [
@@ -54,6 +55,6 @@ def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module], config: Activat
     names = {id(module): name for name, module in model.named_modules()}
     for block in blocks[:: config.every]:
         parent, _, child = names[id(block)].rpartition(".")
-        # A block draws no random numbers, so there is no generator state to restore.
+        # A block draws no random numbers of a generator, so there is no state to restore.
         wrapped = checkpoint_wrapper(block, preserve_rng_state=False, **options)
         model.get_submodule(parent).register_module(child, wrapped)

@@ -72,8 +72,9 @@ def estimate_memory(config: JobConfig, world_size: int) -> MemoryEstimate:
     """Estimate the memory of each rank.
 
     The real model, sharding, activation checkpointing and objective make one step on fake tensors of the real batch,
-    and every storage is counted at every operation. Blocks are alike, so the peak of the step around a given block,
-    counted from the first or from the last, is linear in their number: two shallow models give that of a deep one.
+    and every storage is counted at every operation. Where blocks are alike (`ModelConfig.of_depth`), the peak of the step
+    around a given block, counted from the first or from the last, is linear in their number: two shallow models give
+    that of a deep one. A model of different blocks is simulated whole.
     Measurement of the gradient noise scale, sampling and validation are not part of the step.
 
     Args:
@@ -127,13 +128,16 @@ def _of_full_depth(config: JobConfig, world_size: int) -> SimulatedStep:
     Blocks repeat with period n where every n-th recomputes. The shallow models end at the same place of the period as
     the deep one, and both their ends have windows for a whole period beyond the edge.
     """
-    depth, period = config.model.num_blocks or 0, config.activation_checkpoint.every
+    depth, period = config.model.depth or 0, config.activation_checkpoint.every
     end = _EDGE + period
     shallow_depth = 2 * end + (depth - 2 * end) % period
     deeper_depth = shallow_depth + period
-    if depth <= deeper_depth:
+    if depth <= deeper_depth or config.model.of_depth(depth) is None:
         return simulate_step(config, world_size)
-    shallow, deeper = (simulate_step(config, world_size, blocks) for blocks in (shallow_depth, deeper_depth))
+    shallow, deeper = (
+        simulate_step(dataclasses.replace(config, model=config.model.of_depth(blocks)), world_size)
+        for blocks in (shallow_depth, deeper_depth)
+    )
     periods = (depth - shallow_depth) // period
 
     def farther(window: Window) -> Window:

@@ -1,6 +1,5 @@
 """Simulation of one training step without memory: the real model, sharding and objective on fake tensors."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,31 +42,29 @@ class SimulatedStep:
         held: "parameters" (with the model's tables), "gradients", "optimizer" and "ema", each when complete.
         windows: (microbatch, phase, block) -> category -> bytes at the window's peak, optimizer and EMA not counted.
             Phases are "forward" (block -1: before the first), "backward" (from the gradient of that block's output on;
-            block num_layers: from the loss) and "optimizer".
+            block `depth`: from the loss) and "optimizer".
     """
 
     held: Counter
     windows: dict[Window, Counter]
 
 
-def simulate_step(config: JobConfig, world_size: int, num_layers: int | None = None) -> SimulatedStep:
+def simulate_step(config: JobConfig, world_size: int) -> SimulatedStep:
     """Simulate one eager step as rank 0 of `world_size` processes on fake tensors; seconds for a few blocks.
 
     Args:
         config: a resolved configuration of that many processes.
         world_size: number of processes of the run.
-        num_layers: blocks of the model instead of the configured number; None: as configured.
 
     Raises:
         RuntimeError: this process belongs to a process group already.
     """
-    model_config = config.model if num_layers is None else dataclasses.replace(config.model, num_layers=num_layers)
     info = DATASETS[config.data.name].info(config.data)
     objective = build_objective(config.objective, config.debug.seed)
     with _fake_process_group(world_size):
         layout = Layout(config.parallelism, torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live:
-            model = build_model(model_config, info.image_shape, info.condition_kind).train()
+            model = build_model(config.model, info.image_shape, info.condition_kind).train()
             return _Step(model, layout, config, objective, live).simulate()
 
 
@@ -154,6 +151,7 @@ class _Step:
         self.last = last
         config, live = self.config, self.live
         live.open_window((self.microbatch, "forward", -1))
+        self.model.draw_dropout(config.debug.seed, torch.arange(config.training.local_batch_size))
         batch, shape = config.training.local_batch_size, self.model.image_shape
         images, noise = torch.empty(batch, *shape), torch.empty(batch, *shape)
         t, importance = torch.empty(batch), torch.empty(batch)

@@ -295,6 +295,7 @@ class Gradients:
         """
         for samples in numbers.split(self.batch_size):
             images, condition, draw = self._samples(where, stream, samples)
+            self.model.draw_dropout(self.seed, samples.to(self.device), stream)
             with compute_context(self.dtype, self.device, sharded=False):
                 terms = self.objective.loss(self.model, images, condition, draw)
             (weight * terms.loss.sum()).backward()

@@ -60,6 +60,15 @@ class DiffusionModel(nn.Module):
         """Initialise the buffers that no checkpoint holds; for a model with loaded instead of drawn parameters."""
         raise NotImplementedError
 
+    def draw_dropout(self, seed: int, samples: Tensor, attempt: int = 0) -> None:
+        """Draw what the following forwards in training drop; nothing is dropped by a model without dropout.
+
+        Args:
+            seed: of the run.
+            samples: sample numbers of the images of these forwards [B], int64, on the model's device.
+            attempt: changes after a rollback.
+        """
+
     def blocks(self) -> list[nn.Module]:
         """List the units of checkpointing, compilation and sharding, in the order of the forward."""
         raise NotImplementedError
@@ -127,8 +136,12 @@ class ModelConfig:
     num_predictions = 1
 
     @property
-    def num_blocks(self) -> int | None:
+    def depth(self) -> int | None:
         """Number of units in `blocks`; None if the configuration does not determine it."""
+        return None
+
+    def of_depth(self, depth: int) -> "ModelConfig | None":
+        """Same model with another number of blocks, if all blocks are alike; None if they are not."""
         return None
 
     @property

@@ -68,11 +68,11 @@ class MPConv2d(NormalizedWeight):
 
 
 class MPFourier(nn.Module):
-    """Random waves of a number, of unit mean square: sqrt(2) cos(2 pi (frequency x + phase)).
+    """Random waves of a number, of unit mean square: sqrt(2) cos(frequency x + phase), as the published weights have them.
 
     Attributes:
-        freqs: N(0, 1) [channels]; saved with the weights, neither trained nor averaged.
-        phases: uniform in [0, 1), alike.
+        freqs: 2 pi N(0, 1) [channels]; saved with the weights, neither trained nor averaged.
+        phases: 2 pi times uniform in [0, 1), alike.
     """
 
     freqs: Tensor
@@ -85,13 +85,13 @@ class MPFourier(nn.Module):
 
     def init_weights(self) -> None:
         """Draw frequencies and phases."""
-        nn.init.normal_(self.freqs)
-        nn.init.uniform_(self.phases)
+        nn.init.normal_(self.freqs).mul_(2.0 * math.pi)
+        nn.init.uniform_(self.phases).mul_(2.0 * math.pi)
 
     def forward(self, x: Tensor) -> Tensor:
         """Waves [B, channels] of x [B], float32 or x's dtype, whichever is finer."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        angle = 2.0 * math.pi * (x[:, None] * self.freqs.to(x.dtype) + self.phases.to(x.dtype))
+        angle = x[:, None] * self.freqs.to(x.dtype) + self.phases.to(x.dtype)
         return math.sqrt(2.0) * angle.cos()
 
 

@@ -48,8 +48,11 @@ class DiTConfig(ModelConfig):
     )
 
     @property
-    def num_blocks(self) -> int:
+    def depth(self) -> int:
         return self.num_layers
+
+    def of_depth(self, depth: int) -> "DiTConfig":
+        return replace(self, num_layers=depth)
 
     @property
     def normalizes_weights(self) -> bool:
