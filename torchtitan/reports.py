@@ -155,8 +155,7 @@ class Reports:
         metrics |= {"n_images_seen": state.data.next_sample, "global_batch_size": state.batch_size}
         if num_corrupt := state.corrupt_images.count():
             metrics["data/corrupt_images"] = num_corrupt
-        if state.guard.skipped:
-            metrics["skipped_steps"] = state.guard.skipped
+        metrics |= state.guard.counts()
         reset_peak_memory(self._device)
         if self._log:
             self._log.write(state.step, metrics)

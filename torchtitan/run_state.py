@@ -136,8 +136,9 @@ class RunState:
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
         self.window = LossWindow(self.bin_edges, self.objective.share_names)
         self.guard = NumericalGuard(
-            config.training.max_skipped_steps, config.training.spike_threshold, layout.device, self.data.image_of
-        )
+            config.training.max_skipped_steps, config.training.spike_threshold, layout.device, self.data.image_of,
+            zeroes=config.training.non_finite_gradients == "zero",
+        )  # fmt: skip
         self.step = 0
         self.progress = 0
         self.batch_size = config.training.global_batch_size

@@ -80,7 +80,7 @@ class RunSummary:
             "step": state.step,
             **({"progress": state.progress} if config.gns.grow_batch else {}),
             "n_images_seen": state.data.next_sample,
-            **({"skipped_steps": state.guard.skipped} if state.guard.skipped else {}),
+            **state.guard.counts(),
             **({"rollbacks": state.guard.rollbacks} if state.guard.rollbacks else {}),
             "layout": state.layout.describe(),
             "device": device_name(state.layout.device),

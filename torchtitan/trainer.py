@@ -18,6 +18,7 @@ from torchtitan.distributed.parallelize import (
     clip_gradients,
     gradient_norm,
     whole_gradient_norm,
+    zero_non_finite,
 )
 from torchtitan.gns.batch_schedule import lr_multiple
 from torchtitan.profiling.profiler import Profiler
@@ -134,15 +135,15 @@ class Trainer:
                 batch = state.to_device(state.data.next_batch())
             self._forward_backward(batch, samples, number, microbatches)
         with self.phases("gradients"):
-            norms = self._treat_gradients(microbatches)
+            norms, zeroed = self._treat_gradients(microbatches)
         training = config.training
         of_step = lr_factor(config.lr_scheduler, state.progress + 1, training.steps, training.global_batch_size)
         lr = config.optimizer.lr * of_step * lr_multiple(factor)
         set_lr(state.optimizer, lr)
-        skip = state.guard.judge(StepSamples(state.step, samples, microbatches), *norms)
+        skip = state.guard.judge(StepSamples(state.step, samples, microbatches), *norms, zeroed=zeroed)
         state.objective.update(skip)
         if state.gns:
-            state.gns.conclude(skip)
+            state.gns.conclude(skip if zeroed is None else skip | zeroed.any())
         with self.phases("optimizer"):
             state.optimizer.step(skip)
             state.optimizer.zero_grad(set_to_none=True)
@@ -171,29 +172,37 @@ class Trainer:
                 )
             state.window.add(terms)
             state.objective.observe(samples, batch["samples"], terms)
+            state.guard.watch_loss(terms.loss)
             state.guard.add_loss(terms.weighted, microbatches)
             state.guard.add_images(batch["images"], batch["samples"])
 
-    def _treat_gradients(self, microbatches: int) -> list[Tensor]:
-        """Measure the step's gradients, then clip them; return the norm of the network's before clipping.
+    def _treat_gradients(self, microbatches: int) -> tuple[list[Tensor], Tensor | None]:
+        """Zero the non-finite elements of the step's gradients if the run does, measure the gradients, then clip them.
 
         The objective's own parameters have a separate norm, the second if there are any, and are clipped by it: in one
         norm, u would scale the network's updates down, and grad_norm would not compare between runs with and without u.
+
+        Returns:
+            norms before clipping, the network's first; the number of elements set to zero in either, or None where none
+            is looked for.
         """
         state, training = self.state, self.config.training
         parameters = list(state.parameters.values())
         if state.gns:
             state.gns.end_step(parameters, state.batch_size // state.layout.world_size, microbatches)
-        clipped = [(parameters, gradient_norm(parameters, state.layout))]
+        groups, zeroed = [parameters], None
         if beside := list(state.objective.parameters().values()):
             average_gradients(beside, state.layout)
-            clipped.append((beside, whole_gradient_norm(beside)))
-        for group, norm in clipped:
+            groups.append(beside)
+        if training.non_finite_gradients == "zero":
+            zeroed = torch.stack([zero_non_finite(group, state.layout) for group in groups])
+        norms = [gradient_norm(parameters, state.layout), *map(whole_gradient_norm, groups[1:])]
+        for group, norm in zip(groups, norms, strict=True):
             if training.max_norm > 0:
                 clip_gradients(group, norm, training.max_norm)
             if training.clip_value > 0:
                 clamp_gradients(group, training.clip_value)
-        return [norm for _, norm in clipped]
+        return norms, zeroed
 
     def _settle_gradient_buckets(self) -> None:
         """Run one backward and discard it.

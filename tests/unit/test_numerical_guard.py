@@ -93,6 +93,45 @@ def test_a_spike_stands_out_of_the_running_mean_and_variance_of_ln_loss():
     assert again.state_dict() == guard.state_dict() and again.skipped == 5
 
 
+def test_zeroed_elements_are_counted_and_told_of_at_powers_of_two(caplog):
+    guard = NumericalGuard(1, 0.0, CPU, zeroes=True)
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 8):
+            zeroed = torch.tensor([1000.0 * (step != 2), 1.0], dtype=torch.float64)
+            assert not guard.judge(StepSamples(step, GlobalBatch(0, 16), 1), torch.tensor(2.0), torch.tensor(1.0), zeroed=zeroed)
+        guard.settle()
+    of = "elements of the gradient are not finite and count as 0"
+    assert caplog.messages == [
+        f"step {step}: {count} {of} (in {step} steps so far; training.non_finite_gradients = zero)"
+        for step, count in ((1, "1,001"), (2, "1"), (4, "1,001"))
+    ]
+    assert guard.counts() == {"zeroed_steps": 7, "zeroed_gradient_elements": 6007}
+    assert guard.last_healthy is None and not guard.in_doubt
+    again = NumericalGuard(1, 0.0, CPU, zeroes=True)
+    again.load_state_dict(guard.state_dict())
+    assert again.counts() == guard.counts() and again.state_dict() == guard.state_dict()
+
+
+@pytest.mark.parametrize("loss, norms, zeroed, skipped", [
+    ([1.0, 2.0], (1.0, 1.0), (5.0, 0.0), False),
+    ([1.0, 2.0], (0.0, 1.0), (0.0, 0.0), False),  # the network has converged
+    ([1.0, 2.0], (0.0, 1.0), (5.0, 0.0), True),
+    ([1.0, 2.0], (1.0, 0.0), (0.0, 2.0), True),
+    ([math.inf, 2.0], (1.0, 1.0), (5.0, 0.0), True),
+    ([math.nan, 2.0], (1.0, 1.0), (0.0, 0.0), True),
+    ([1.0, 2.0], (1e20, 1.0), (5.0, 0.0), True),
+])  # fmt: skip
+def test_a_lost_loss_or_a_gradient_of_which_nothing_is_left_skips_the_step(loss, norms, zeroed, skipped):
+    guard = NumericalGuard(1, 0.0, CPU, zeroes=True)
+    guard.watch_loss(torch.tensor(loss))
+    samples = StepSamples(1, GlobalBatch(0, 16), 1)
+    found = guard.judge(samples, *map(torch.tensor, norms), zeroed=torch.tensor(zeroed, dtype=torch.float64))
+    assert found.item() == skipped
+    guard.settle()
+    assert (guard.skipped, guard.zeroed_steps) == (int(skipped), int(not skipped and any(zeroed)))
+    assert not guard.judge(StepSamples(2, GlobalBatch(16, 16), 1), torch.tensor(1.0), zeroed=torch.zeros(1))  # anew
+
+
 @pytest.mark.parametrize("norms, reason", [
     ((LARGEST_NORM, 1.0), "the gradient norm is 1.84467e+19"),
     ((1.0, 1e25), "the gradient norm of the objective's parameters is 1e+25"),

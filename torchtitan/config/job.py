@@ -83,6 +83,9 @@ class TrainingConfig:
     clip_value: float = setting(
         0.0, "magnitude above which an element of the gradient is clipped, after max_norm; 0: no clipping", ge=0
     )
+    non_finite_gradients: Literal["skip", "zero"] = setting(
+        "skip", "a gradient with non-finite elements skips the step, or has zeros instead of them; zeroed ones are counted"
+    )
     max_skipped_steps: int = setting(
         10, "skipped steps (loss or gradient not finite, or a spike) tolerated between checkpoints; above it, "
         "the run is rolled back to the checkpoint, and stops if it was rolled back to it before", ge=0,

@@ -164,6 +164,23 @@ def average_gradients(parameters: Iterable[nn.Parameter], layout: Layout) -> Non
 
 
 @torch.no_grad()
+def zero_non_finite(parameters: Iterable[nn.Parameter], layout: Layout) -> Tensor:
+    """Zero the elements of the reduced gradients that are not finite, in place.
+
+    Returns:
+        their number over the whole parameters, float64 scalar, the same on every rank; collective if they are sharded.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    count = torch.zeros((), dtype=torch.float64, device=layout.device)
+    for gradient in map(local, gradients):
+        count += gradient.isfinite().logical_not().sum()
+        gradient.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    if any(isinstance(gradient, DTensor) for gradient in gradients):
+        torch.distributed.all_reduce(count, group=layout.shard_group)
+    return count
+
+
+@torch.no_grad()
 def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Clip gradients in place to a norm of at most max_norm; `norm` is the value of gradient_norm."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
