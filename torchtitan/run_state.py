@@ -45,6 +45,7 @@ from torchtitan.settings.record import effective
 from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData, microbatches_per_step
 from torchtitan.training.ema import EMABank
+from torchtitan.training.ema_snapshots import EMASnapshots
 from torchtitan.training.metrics import LossWindow, checked_lines
 from torchtitan.training.non_finite import not_finite
 from torchtitan.training.numerical_guard import NumericalGuard
@@ -116,6 +117,7 @@ class RunState:
             lr_scales=self.objective.lr_scales(),
         )  # fmt: skip
         self.ema = EMABank(self.parameters, config.ema, config.training.global_batch_size)
+        self.snapshots = EMASnapshots(self.folder.path, config, self.ema, self.parameters)
         self.corrupt_images = CorruptImages(self.folder.path)
         self.data = TrainingData(
             dataset,
@@ -143,7 +145,9 @@ class RunState:
         self.progress = 0
         self.batch_size = config.training.global_batch_size
         self.reported: dict = {}
-        if resumed_step is not None:
+        if resumed_step is None:
+            self.snapshots.load_state_dict([], 0)
+        else:
             self.resume(resumed_step)
 
     # ------------------------------------------------------------------ where the run stands
@@ -225,9 +229,20 @@ class RunState:
             "timestep_sampler": self.objective.timestep_sampler.state_dict(),
             "loss_window": self.window.state_dict(),
             "guard": self.guard.state_dict(),
+            "ema_snapshots": self.snapshots.state_dict(),
             "reports": reports,
             "gns": self.gns.state_dict() if self.gns else {},
         }
+
+    @property
+    def snapshot_due(self) -> bool:
+        """True where the averages belong into a snapshot after the last step."""
+        due = self.snapshots.due(self.progress, self.batch_size)
+        return due or (self.snapshots.enabled and self.last_step)
+
+    def save_snapshot(self) -> None:
+        """Save a snapshot of the averages; collective."""
+        self.snapshots.save(self.step, self.progress, saved_buffers(self.model), self.objective.tensors())
 
     def fault(self) -> str:
         """Name the weights, averages and optimizer states that are not finite; "" if all are; collective."""
@@ -263,6 +278,7 @@ class RunState:
             gns_state.pop("schedule", None)
         self.window.load_state_dict(state["loss_window"])
         self.guard.load_state_dict(state.get("guard", {}))
+        self.snapshots.load_state_dict(state.get("ema_snapshots", []), self.step)
         self.reported = _checked_reports(state.get("reports", {}), self.step)
         if self.gns:
             self.gns.load_state_dict(gns_state, self.step)

@@ -92,6 +92,9 @@ class Trainer:
             if self._gone_back(saving=save_due):
                 save_due = False
                 continue
+            if state.snapshot_due:  # before the checkpoint, which names it
+                with self.phases("checkpoint"), self.reports.excluded():
+                    state.save_snapshot()
             if self.config.validation.enable and self._due(self.config.validation.interval):
                 with self.phases("validation"):
                     self.reports.validate()

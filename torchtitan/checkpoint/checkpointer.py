@@ -12,12 +12,15 @@ rank copies only its own share to host memory, and the ranks only exchange the o
 group, while training continues.
 """
 
+import dataclasses
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from types import MappingProxyType
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -101,7 +104,12 @@ class Checkpointer:
         return from_first_rank(lambda: newest_good(self.folder)[0])
 
     def save(
-        self, step: int, tensors: dict[str, Tensor], state: dict, before: Callable[[], None] = lambda: None
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        state: dict,
+        before: Callable[[], None] = lambda: None,
+        stored_as: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
         """Save a checkpoint of the present values, then delete those beyond keep_latest_k.
 
@@ -114,12 +122,16 @@ class Checkpointer:
             state: JSON-serialisable; the first rank's is written.
             before: called on every rank before the checkpoint counts, perhaps in another thread: brings the run's other
                 files to the disk, for a run that resumes from it. Raises nothing.
+            stored_as: dtype in the files of the tensors with these names; others keep their own.
         """
         self.wait()
         if self._world_size > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
         frozen = json.dumps(state, indent=1).encode()
-        pieces = pieces_of(tensors, self._rank, self._world_size)
+        pieces = [
+            dataclasses.replace(piece, stored_as=stored_as.get(piece.name))
+            for piece in pieces_of(tensors, self._rank, self._world_size)
+        ]
         if self._thread is None or self._copies is None:
             self._save(step, pieces, frozen, before)
         else:

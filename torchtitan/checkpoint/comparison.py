@@ -67,14 +67,7 @@ def open_checkpoint(checkpoint: AnyPath) -> TensorSource:
     """Open the tensors of a checkpoint's folder, which is verified first. Raises CheckpointError."""
     if problem := verify(checkpoint):
         raise CheckpointError(f"{checkpoint}: {problem}")
-    shapes, read_into = tensor_shapes(checkpoint), reader(checkpoint)
-
-    def read(names: list[str]) -> dict[str, Tensor]:
-        tensors = {name: torch.empty(shapes[name][0], dtype=shapes[name][1]) for name in names}
-        read_into(tensors)
-        return tensors
-
-    return TensorSource(shapes, read, read_state(checkpoint))
+    return TensorSource(tensor_shapes(checkpoint), reader(checkpoint), read_state(checkpoint))
 
 
 def open_weights(path: Path) -> TensorSource:

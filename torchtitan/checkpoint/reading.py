@@ -8,7 +8,7 @@ import sys
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -53,18 +53,23 @@ def tensor_shapes(checkpoint: AnyPath) -> dict[str, tuple[tuple[int, ...], torch
     return whole_tensors(sorted(checkpoint.glob("*.safetensors"), key=str))
 
 
-def reader(checkpoint: AnyPath) -> Callable[[dict[str, Tensor]], None]:
-    """Reader of one checkpoint by `read_tensors`, for one process and many calls: a remote one's copy is kept between.
+def reader(checkpoint: AnyPath) -> Callable[[Iterable[str]], dict[str, Tensor]]:
+    """Reader of one verified checkpoint: names -> tensors; for one process and many calls: a remote one's copy is kept
+    between.
     """
     kept: list[Path] = []
+    shapes = tensor_shapes(checkpoint)
 
-    def read(tensors: dict[str, Tensor]) -> None:
+    def read(names: Iterable[str]) -> dict[str, Tensor]:
         if isinstance(checkpoint, RemotePath) and not kept:
             folder = Path(tempfile.mkdtemp(prefix=f"{checkpoint.name}-"))
             weakref.finalize(read, shutil.rmtree, folder, ignore_errors=True)
             fetch(checkpoint, folder)
             kept.append(folder)
-        read_tensors(kept[0] if kept else checkpoint, tensors)
+        tensors = {name: torch.empty(shapes[name][0], dtype=shapes[name][1]) for name in names}
+        if tensors:
+            read_tensors(kept[0] if kept else checkpoint, tensors)
+        return tensors
 
     return read
 

@@ -351,6 +351,12 @@ def _ema_names(checked: ConfigView) -> Iterator[Problem]:
             yield Problem("ema.tracks", f"{quoted(name)} is the name of an earlier track", place)
 
 
+def _ema_snapshots(checked: ConfigView) -> Iterator[Problem]:
+    if checked.ema.snapshot_interval > 0 and all(track.kind != "power" for track in checked.ema.tracks):
+        text = "there is no track of kind power to take snapshots of (add two to ema.tracks, as of sigma_rel 0.05 and 0.1)"
+        yield Problem("ema.snapshot_interval", text)
+
+
 def _sampled_track(checked: ConfigView) -> Iterator[Problem]:
     if checked.sampling.enable:
         track = checked.sampling.ema_track
@@ -479,6 +485,7 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _batch_sizes,
     _degrees,
     _ema_names,
+    _ema_snapshots,
     _packages,
     _pinned_memory,
     _checkpoint_folder,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
@@ -34,6 +36,10 @@ class DigitsJudge:
     Raises:
         ValueError: shapes that do not fit, values that are not finite, or a class without two images.
     """
+
+    BETTER: ClassVar[Mapping[str, Literal["lower", "higher"]]] = MappingProxyType(
+        {"accuracy": "higher", "frechet_distance": "lower", "variety": "higher", "variety_lowest": "higher", "copies": "lower"}
+    )
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ A file's header gives, with each piece, its place in the whole tensor; torch.dis
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,11 +38,22 @@ class Piece:
         name: of the whole tensor.
         local: the values, on any device.
         offsets: start of the piece in the whole tensor, one number per dimension.
+        stored_as: dtype in the file; None: that of the values.
     """
 
     name: str
     local: Tensor
     offsets: tuple[int, ...]
+    stored_as: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype in the file."""
+        return self.stored_as or self.local.dtype
+
+    def values(self) -> Tensor:
+        """Values as they are written."""
+        return self.local.to(self.dtype)
 
 
 def write_shard(path: AnyPath, pieces: Iterable[Piece]) -> dict:
@@ -55,14 +66,44 @@ def write_shard(path: AnyPath, pieces: Iterable[Piece]) -> dict:
         OSError: it could not be written.
     """
     # Values of eight bytes first, so that each begins where its type wants it.
-    pieces = sorted(pieces, key=lambda piece: (-piece.local.dtype.itemsize, piece.name))
-    header = _header(pieces)
-    digest, size = hashlib.sha256(), 8 + len(header) + sum(piece.local.nbytes for piece in pieces)
+    pieces = sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.name))
+    places = {piece.name: {_OFFSETS: list(piece.offsets)} for piece in pieces}
+    return write_tensors(
+        path,
+        {piece.name: (tuple(piece.local.shape), piece.dtype) for piece in pieces},
+        (piece.values() for piece in pieces),
+        {"DCP_VERSION": "1.0", _PLACES: json.dumps(places)},
+    )
+
+
+def write_tensors(
+    path: AnyPath,
+    entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    values: Iterable[Tensor],
+    metadata: Mapping[str, str],
+) -> dict:
+    """Write a new safetensors file tensor by tensor, of which one at a time need be in memory.
+
+    Args:
+        path: of the file.
+        entries: name -> shape and dtype, those of more bytes first.
+        values: of each entry, in that order.
+        metadata: of the header, besides the format.
+
+    Returns:
+        {"size": bytes, "sha256": of the bytes to be written}.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    header = _header(entries, metadata)
+    digest, size = hashlib.sha256(), 8 + len(header) + sum(math.prod(s) * d.itemsize for s, d in entries.values())
     with new_file(path) as file:
         _put(file, digest, len(header).to_bytes(8, "little") + header)
-        for piece in pieces:
-            values = piece.local.cpu().contiguous().reshape(-1).view(torch.uint8)
-            view = values.numpy().data
+        for (shape, dtype), tensor in zip(entries.values(), values, strict=True):
+            if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+                raise ValueError(f"a tensor is {tensor.dtype} {list(tensor.shape)}, announced was {dtype} {list(shape)}")
+            view = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             for start in range(0, len(view), _CHUNK):
                 _put(file, digest, view[start : start + _CHUNK])
     return {"size": size, "sha256": digest.hexdigest()}
@@ -73,14 +114,12 @@ def _put(file, digest, data) -> None:
     file.write(data)
 
 
-def _header(pieces: list[Piece]) -> bytes:
-    places = {piece.name: {_OFFSETS: list(piece.offsets)} for piece in pieces}
-    header: dict = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0", _PLACES: json.dumps(places)}}
+def _header(entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: Mapping[str, str]) -> bytes:
+    header: dict = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
-    for piece in pieces:
-        begin, end = end, end + piece.local.nbytes
-        shape = list(piece.local.shape)
-        header[piece.name] = {"dtype": _DTYPES[piece.local.dtype], "shape": shape, "data_offsets": [begin, end]}
+    for name, (shape, dtype) in entries.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     return text + b" " * (-len(text) % 8)
 

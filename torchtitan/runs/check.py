@@ -16,6 +16,7 @@ from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.training.metric_points import parse_point
 from torchtitan.training.metrics import METRICS_FILE
+from torchtitan.training.snapshot_series import check_snapshots
 
 STATUSES = ("completed", "oom", "failed", "interrupted")
 _MAX_LINE_BYTES = 16 << 20
@@ -44,6 +45,7 @@ def check_run(run: AnyPath) -> Iterator[Finding]:
     yield from _summary(run / "summary.json")
     for path in sorted((run / GNS_FOLDER).glob("*.parquet")):
         yield from _parquet(path)
+    yield from _snapshots(run)
     yield from _checkpoints(run_checkpoints(run))
 
 
@@ -111,6 +113,12 @@ def _parquet(path: Path) -> Iterator[Finding]:
         said = unwrapped(error)[:120]
         advice = "remove it: pooling anew then does without its steps; training does not need it"
         yield Finding(path, f"is damaged: {said}", advice)
+
+
+def _snapshots(run: Path) -> Iterator[Finding]:
+    for path, problem in check_snapshots(run):
+        advice = "put a copy back: without it scripts/ema.py needs --ignore-gaps; training does not need it"
+        yield Finding(path, problem, advice if problem else "")
 
 
 def _checkpoints(folder: AnyPath) -> Iterator[Finding]:

@@ -21,9 +21,13 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.files.regular import read_toml
 from torchtitan.files.remote_path import AnyPath
-from torchtitan.files.weight_files import WeightsError, fill, saved_buffers
+from torchtitan.files.weight_files import WeightsError, fill, mismatches, named_weights, saved_buffers
 from torchtitan.models import build_model
 from torchtitan.models.base import DiffusionModel
+from torchtitan.runs.post_hoc_ema import Reconstruction, reconstruct, stored_averages
+from torchtitan.training.snapshot_series import SnapshotError
+
+RECONSTRUCTED = "std="  # what a track's name begins with that is reconstructed from snapshots
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,9 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
 
     Args:
         folder: the run's folder.
-        track: name of an EMA track, "none" for the trained weights, None for the run's own choice.
-        step: of the checkpoint; None for the newest good one.
+        track: name of an EMA track, "none" for the trained weights, `std=0.15` for an average of that length from the
+            run's snapshots, None for the run's own choice.
+        step: of the checkpoint, or of the snapshot; None for the newest good one.
         device: of the model.
 
     Raises:
@@ -62,8 +67,11 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
     config = read_config(folder / "config.toml")
     track = track or config.sampling.ema_track
     tracks = [entry.name for entry in config.ema.tracks]
+    if track.startswith(RECONSTRUCTED) and track not in tracks:
+        return _reconstructed(folder, config, track, step, device)
     if track not in ("none", *tracks):
-        raise WeightsError(f"{folder}: has no EMA track {track!r} (there are: {', '.join(['none', *tracks])})")
+        there = ", ".join(["none", *tracks, *([f"{RECONSTRUCTED}LENGTH"] if config.ema.snapshot_interval else [])])
+        raise WeightsError(f"{folder}: has no EMA track {track!r} (there are: {there})")
     checkpoints = run_checkpoints(folder)
     step, warnings = _choose_step(checkpoints, step)
     info = DATASETS[config.data.name].info(config.data)
@@ -96,6 +104,46 @@ def load_weights(path: Path, config_file: Path, device: torch.device) -> Trained
     model = _empty_model(config, info, device)
     fill(model, path)
     return TrainedModel(config, info, model, objective, path.stem)
+
+
+def empty_trained_model(folder: Path, device: torch.device) -> TrainedModel:
+    """Model and objective of a run's folder without values, for `fill_reconstructed`. Raises ConfigError."""
+    config = read_config(folder / "config.toml")
+    info = DATASETS[config.data.name].info(config.data)
+    objective = build_objective(config.objective, config.debug.seed).to(device)
+    return TrainedModel(config, info, _empty_model(config, info, device), objective, "")
+
+
+@torch.no_grad()
+def fill_reconstructed(trained: TrainedModel, found: Reconstruction) -> None:
+    """Fill model and objective from a run's snapshots. Raises SnapshotError, WeightsError."""
+    weights = named_weights(trained.model)
+    wanted = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    learned = trained.objective.tensors()
+    wanted_beside = {name: tuple(tensor.shape) for name, tensor in learned.items()}
+    beside = found.beside()
+    problems = mismatches(wanted, {name: shape for name, (shape, _) in found.shapes.items()})
+    problems += mismatches(wanted_beside, {name: tuple(tensor.shape) for name, tensor in beside.items()})
+    if problems:
+        raise WeightsError(f"{found.stored.last.path}: is not of config.toml's model: {problems[0]}")
+    for name, tensor in found.tensors():
+        weights[name].copy_(tensor)
+    for name, tensor in beside.items():
+        learned[name].copy_(tensor)
+
+
+def _reconstructed(
+    folder: Path, config: JobConfig, track: str, step: int | None, device: torch.device
+) -> TrainedModel:
+    try:
+        std = float(track.removeprefix(RECONSTRUCTED))
+    except ValueError as error:
+        raise SnapshotError(f"{track}: names no length (as {RECONSTRUCTED}0.15)") from error
+    found = reconstruct(stored_averages(folder, step), std)
+    trained = empty_trained_model(folder, device)
+    fill_reconstructed(trained, found)
+    label = f"step {found.stored.last.step}, {RECONSTRUCTED}{std:g}"
+    return TrainedModel(config, trained.info, trained.model, trained.objective, label)
 
 
 def read_config(path: Path) -> JobConfig:

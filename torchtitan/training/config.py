@@ -90,6 +90,14 @@ class EMAConfig:
     """`[ema]`"""
 
     tracks: list[EMATrackConfig] = setting([EMATrackConfig()], "averages to keep, each sharded like the weights")
+    snapshot_interval: int = setting(
+        0, "images between snapshots of the power tracks, for scripts/ema.py; the last step has one too; 0: none", ge=0,
+        trajectory=False,
+    )
+    snapshot_dtype: Literal["float32", "float16", "bfloat16"] = setting(
+        "float32", "dtype of snapshots; float16 serves for lengths from 0.05 up", applies={"snapshot_interval": ">0"},
+        trajectory=False,
+    )
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,314 @@
+"""Averages of the weights that were chosen after training: reconstructed from a run's snapshots, a few tensors at a time.
+
+docs/post_hoc_ema.md has the method and its accuracy.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint.reading import reader, tensor_shapes
+from torchtitan.files.shard_files import write_tensors
+from torchtitan.files.weight_files import written_whole
+from torchtitan.training.ema_snapshots import AVERAGED, BESIDE, FROZEN
+from torchtitan.training.power_profiles import WIDEST_STD, Combination, Profile, combinations, combine
+from torchtitan.training.snapshot_series import Snapshot, SnapshotError, read_series
+
+MAX_ERROR = 0.1
+# Below it, coefficients are so large that the rounding of half precision grows to whole per cents.
+SHORTEST_OF_HALF_PRECISION = 0.05
+_READ_AT_ONCE = 64 << 20  # bytes of stored tensors
+_BFLOAT16_ROUNDING = 2.0**-9
+
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class StoredAverages:
+    """Stored averages of a run up to a step.
+
+    Attributes:
+        snapshots: oldest first.
+        tracks: names of the averages to use.
+        notes: lines about what was left out.
+    """
+
+    snapshots: tuple[Snapshot, ...]
+    tracks: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def last(self) -> Snapshot:
+        return self.snapshots[-1]
+
+    @cached_property
+    def places(self) -> list[tuple[Snapshot, str]]:
+        """Snapshot and track of every stored average."""
+        return [(snapshot, track) for snapshot in self.snapshots for track in self.tracks if track in snapshot.tracks]
+
+    @cached_property
+    def profiles(self) -> list[Profile]:
+        return [Profile(snapshot.progress, snapshot.tracks[track]) for snapshot, track in self.places]
+
+    def wanted(self, std: float) -> Profile:
+        """Profile of a length at the last snapshot."""
+        return Profile(self.last.progress, std)
+
+    def reach(self, max_error: float) -> str:
+        """Lengths with a profile error of at most `max_error`, in words, to 0.001."""
+        stds = sorted({*(np.arange(2, int(1000 * WIDEST_STD) + 1) / 1000).tolist(), *self.last.tracks.values()})
+        errors = [each.error for each in combinations(self.profiles, [self.wanted(std) for std in stds])]
+        within = [error <= max_error for error in errors]
+        starts = [std for n, std in enumerate(stds) if within[n] and not (n and within[n - 1])]
+        ends = [std for n, std in enumerate(stds) if within[n] and not (n + 1 < len(stds) and within[n + 1])]
+        return " and ".join(f"{low:g} to {high:g}" for low, high in zip(starts, ends, strict=True)) or "no length"
+
+    def evenly(self, count: int) -> "StoredAverages":
+        """Use `count` of the snapshots: the last, and others whose times are nearest to being evenly spaced."""
+        times, last = [snapshot.progress for snapshot in self.snapshots], self.last.progress
+        chosen = {min(range(len(times)), key=lambda n: abs(times[n] - last * k / count)) for k in range(1, count + 1)}
+        return dataclasses.replace(self, snapshots=tuple(self.snapshots[n] for n in sorted(chosen)))
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """Average of one length, as a combination of stored ones.
+
+    Attributes:
+        std: standard deviation of its profile relative to the time trained.
+        stored: the averages that it is put together from.
+        combination: their coefficients.
+    """
+
+    std: float
+    stored: StoredAverages
+    combination: Combination
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Shape and dtype of every weight, those of more bytes first."""
+        stored = tensor_shapes(self.stored.last.path)
+        prefix = f"{AVERAGED}{self.stored.places[-1][1]}."
+        shapes = {n.removeprefix(prefix): (s, torch.float32) for n, (s, _) in stored.items() if n.startswith(prefix)}
+        shapes |= {n.removeprefix(FROZEN): entry for n, entry in stored.items() if n.startswith(FROZEN)}
+        return dict(sorted(shapes.items(), key=lambda entry: (-entry[1][1].itemsize, entry[0])))
+
+    @property
+    def warnings(self) -> list[str]:
+        """Lines about a reconstruction that is less accurate than its profile error tells."""
+        coarse = [snapshot for snapshot in self.stored.snapshots if snapshot.dtype == "bfloat16"]
+        if not coarse:
+            return []
+        share = self.combination.magnitude * _BFLOAT16_ROUNDING
+        return [
+            f"{len(coarse)} snapshots are bfloat16: their rounding moves a weight by up to {100 * share:.2g} % of its size "
+            "(ema.snapshot_dtype = \"float16\" takes as much room, and is 8 times finer)"
+        ]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights in the order of `shapes`; a few are in memory at a time. Raises SnapshotError."""
+        terms: dict[Path, list[tuple[str, float]]] = {}
+        for (snapshot, track), coefficient in zip(self.stored.places, self.combination.coefficients, strict=True):
+            if coefficient:
+                terms.setdefault(snapshot.path, []).append((track, coefficient))
+        readers = {path: reader(path) for path in terms}
+        last, frozen = reader(self.stored.last.path), self.frozen
+        for names in _portions(self.shapes):
+            sums = {name: torch.zeros(self.shapes[name][0], dtype=torch.float64) for name in names if name not in frozen}
+            for path, tracks in terms.items():
+                read = readers[path](f"{AVERAGED}{track}.{name}" for track, _ in tracks for name in sums)
+                for track, coefficient in tracks:
+                    for name, total in sums.items():
+                        total.add_(read[f"{AVERAGED}{track}.{name}"].to(torch.float64), alpha=coefficient)
+            copied = last(FROZEN + name for name in names if name in frozen)
+            for name in names:
+                yield name, copied[FROZEN + name] if name in frozen else self._finite(name, sums[name])
+
+    def beside(self) -> dict[str, Tensor]:
+        """Tensors of the objective at that step, by name."""
+        path = self.stored.last.path
+        tensors = reader(path)(name for name in tensor_shapes(path) if name.startswith(BESIDE))
+        return {name.removeprefix(BESIDE): tensor for name, tensor in tensors.items()}
+
+    @cached_property
+    def frozen(self) -> set[str]:
+        """Names of buffers, and of parameters that are not trained: they are copied."""
+        stored = tensor_shapes(self.stored.last.path)
+        return {name.removeprefix(FROZEN) for name in stored if name.startswith(FROZEN)}
+
+    def _finite(self, name: str, value: Tensor) -> Tensor:
+        if not value.isfinite().all():
+            advice = "a snapshot holds values that are not (--step chooses an earlier one)"
+            raise SnapshotError(f"std {self.std:g}: {name} is not finite: {advice}")
+        return value.to(torch.float32)
+
+    def describe(self) -> str:
+        """Describe the reconstruction and its accuracy in one line."""
+        last, count = self.stored.last, len(self.stored.snapshots)
+        return (
+            f"std {self.std:g} at step {last.step} ({last.images} images): {count} snapshot{'s' if count > 1 else ''} of "
+            f"{', '.join(self.stored.tracks)}; profile error {self.combination.error:.3g}, "
+            f"sum of |coefficients| {self.combination.magnitude:.3g}"
+        )
+
+
+def stored_averages(
+    run: Path, step: int | None = None, without: Sequence[str] = (), ignore_gaps: bool = False
+) -> StoredAverages:
+    """Stored averages of a run up to a step, verified.
+
+    Args:
+        run: the run's folder.
+        step: of the last snapshot; None for the newest.
+        without: tracks that are not to be used.
+        ignore_gaps: do without missing or damaged snapshots.
+
+    Raises:
+        SnapshotError.
+    """
+    snapshots, gaps = read_series(run, step, ignore_gaps)
+    last = snapshots[-1]
+    if unknown := [name for name in without if name not in last.tracks]:
+        raise SnapshotError(f"--without: {last.path} has no track {unknown[0]!r} (there are: {', '.join(last.tracks)})")
+    of_std = {std: name for name, std in reversed(last.tracks.items()) if name not in without}  # one of each length
+    tracks = tuple(name for name in last.tracks if of_std.get(last.tracks[name]) == name)
+    if not tracks:
+        raise SnapshotError(f"{last.path}: no track is left to reconstruct from (there are: {', '.join(last.tracks)})")
+    _check_alike(snapshots, tracks)
+    return StoredAverages(tuple(snapshots), tracks, tuple(f"{gap.problem}; left out" for gap in gaps))
+
+
+def reconstruct(stored: StoredAverages, std: float, max_error: float = MAX_ERROR) -> Reconstruction:
+    """Reconstruct the average of a length at the last snapshot.
+
+    Args:
+        stored: the run's stored averages.
+        std: standard deviation of its profile relative to the time trained, in (0, 12^-1/2).
+        max_error: largest profile error that is accepted.
+
+    Raises:
+        SnapshotError: there is no such length, or the snapshots cannot represent it.
+    """
+    check_std(std)
+    halves = {snapshot.dtype for snapshot in stored.snapshots} - {"float32"}
+    if halves and std < SHORTEST_OF_HALF_PRECISION:
+        raise SnapshotError(
+            f"std {std:g}: snapshots are {min(halves)}, whose rounding is too coarse for lengths below "
+            f"{SHORTEST_OF_HALF_PRECISION:g} (give a longer one, or train with ema.snapshot_dtype = \"float32\")"
+        )
+    found = Reconstruction(std, stored, combine(stored.profiles, stored.wanted(std)))
+    if not found.combination.error <= max_error:
+        raise SnapshotError(
+            f"std {std:g}: the snapshots represent it with a profile error of {found.combination.error:.3g}, above "
+            f"{max_error:g}; they reach {stored.reach(max_error)} (give another length, or --max-error)"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Tracked average, reconstructed from the other tracks.
+
+    Attributes:
+        track: its name.
+        found: the reconstruction.
+        error: L2 norm of the weights' difference over that of the tracked weights, over all averaged parameters.
+    """
+
+    track: str
+    found: Reconstruction
+    error: float
+
+
+def left_out_tracks(
+    run: Path, step: int | None = None, counts: Sequence[int] | None = None, ignore_gaps: bool = False
+) -> Iterator[LeftOut]:
+    """Reconstruct every tracked average from the other tracks, and compare.
+
+    Args:
+        run: the run's folder.
+        step: of the last snapshot; None for the newest.
+        counts: numbers of evenly spaced snapshots to use; None: all.
+        ignore_gaps: do without missing or damaged snapshots.
+
+    Raises:
+        SnapshotError: fewer than two tracks, or as by `stored_averages`.
+    """
+    every = stored_averages(run, step, ignore_gaps=ignore_gaps)
+    if len(every.tracks) < 2:
+        raise SnapshotError(f"{every.last.path}: has one track of its length, and nothing to compare (train with two or more)")
+    if wrong := [count for count in counts or () if not 1 <= count <= len(every.snapshots)]:
+        raise SnapshotError(f"--snapshots: {wrong[0]} is not in 1..{len(every.snapshots)}, the number of snapshots")
+    for track in every.tracks:
+        others = dataclasses.replace(every, tracks=tuple(name for name in every.tracks if name != track))
+        for count in counts or [len(every.snapshots)]:
+            std = every.last.tracks[track]
+            found = reconstruct(others.evenly(count), std, math.inf)
+            tracked = reconstruct(dataclasses.replace(every, snapshots=(every.last,), tracks=(track,)), std)
+            yield LeftOut(track, found, _relative_distance(found, tracked))
+
+
+def _relative_distance(a: Reconstruction, b: Reconstruction) -> float:
+    squares = torch.zeros(2, dtype=torch.float64)
+    for (name, value), (_, reference) in zip(a.tensors(), b.tensors(), strict=True):
+        if name in a.frozen:
+            continue
+        value, reference = value.to(torch.float64), reference.to(torch.float64)
+        squares += torch.stack([(value - reference).square().sum(), reference.square().sum()])
+    return float((squares[0] / squares[1]).sqrt())
+
+
+def check_std(std: float) -> None:
+    """Check that profiles of a standard deviation exist. Raises SnapshotError."""
+    if not (math.isfinite(std) and 0 < std < WIDEST_STD):
+        raise SnapshotError(f"std {std:g}: must be above 0 and below {WIDEST_STD:.4f}, the width of the flat profile")
+
+
+def write_weights(found: Reconstruction, output: Path, run: Path, overwrite: bool = False) -> None:
+    """Write a reconstruction to a safetensors file of the model's weights. Raises SnapshotError, WeightsError."""
+    last = found.stored.last
+    metadata = {
+        "layout": "safetensors",
+        "run": run.resolve().name,
+        "weights": f"{run.resolve().name}, step {last.step}, {found.std:g}",
+        "step": str(last.step),
+        "images": str(last.images),
+        "std": repr(found.std),
+        "tracks": ", ".join(found.stored.tracks),
+        "snapshots": str(len(found.stored.snapshots)),
+        "profile_error": repr(found.combination.error),
+        "sum_of_coefficient_magnitudes": repr(found.combination.magnitude),
+    }
+    with written_whole(output, overwrite) as path:
+        write_tensors(path, found.shapes, (tensor for _, tensor in found.tensors()), metadata)
+
+
+def _check_alike(snapshots: Sequence[Snapshot], tracks: Sequence[str]) -> None:
+    """Check that the snapshots hold the same parameters and lengths. Raises SnapshotError."""
+    last = snapshots[-1]
+    wanted = {name: shape for name, (shape, _) in tensor_shapes(last.path).items() if name.startswith((AVERAGED, FROZEN))}
+    for snapshot in snapshots:
+        if {name: snapshot.tracks.get(name) for name in tracks} != {name: last.tracks[name] for name in tracks}:
+            raise SnapshotError(f"{snapshot.path}: has other averages than {last.path.name} (move one of them away)")
+        found = {name: shape for name, (shape, _) in tensor_shapes(snapshot.path).items() if name.startswith((AVERAGED, FROZEN))}
+        if found != wanted:
+            raise SnapshotError(f"{snapshot.path}: has other parameters than {last.path.name} (move one of them away)")
+
+
+def _portions(shapes: Shapes) -> Iterator[list[str]]:
+    portion, size = [], 0
+    for name, (shape, dtype) in shapes.items():
+        portion.append(name)
+        size += math.prod(shape) * dtype.itemsize
+        if size >= _READ_AT_ONCE:
+            yield portion
+            portion, size = [], 0
+    if portion:
+        yield portion
