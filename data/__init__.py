@@ -1,5 +1,6 @@
 """Datasets by name. To add one: write data/<name>.py after the contract in data/base.py, and one line here."""
 
+import dataclasses
 from typing import Any
 
 from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split, UnreadableImage
@@ -13,6 +14,7 @@ from data.latents import Latents
 from data.synthetic import Synthetic
 from data.tinyimagenet import TinyImageNet
 from data.webdataset import WebDataset
+from torchtitan.conditions import Unconditional
 
 # Each follows the contract of Dataset, and has its own Config.
 DATASETS: dict[str, type[Any]] = {
@@ -28,4 +30,16 @@ DATASETS: dict[str, type[Any]] = {
     "webdataset": WebDataset,
 }
 
-__all__ = ["DATASETS", "DataConfig", "Dataset", "DatasetError", "DatasetInfo", "Draws", "Split", "UnreadableImage"]
+def dataset_info(config: DataConfig) -> DatasetInfo:
+    """Describe the dataset of a section without reading its images, without labels if the section leaves them aside.
+
+    Raises:
+        DatasetError: it is missing, empty or damaged.
+    """
+    info = DATASETS[config.name].info(config)
+    return info if config.labels else dataclasses.replace(info, condition_kind=Unconditional())
+
+
+__all__ = [
+    "DATASETS", "DataConfig", "Dataset", "DatasetError", "DatasetInfo", "Draws", "Split", "UnreadableImage", "dataset_info",
+]  # fmt: skip

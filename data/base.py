@@ -95,6 +95,7 @@ class DataConfig:
     max_corrupt_share = 0.2
 
     name: str = setting("digits", "dataset")
+    labels: bool = setting(True, "whether what comes with an image, as its class, conditions the network")
     num_workers: int = setting(
         0, "processes per rank that load ahead of training; 0 loads in the training process", ge=0, trajectory=False
     )

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from data import DATASETS
+from data import dataset_info
 from data.base import DatasetError
 from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_path, checkpoint_steps, newest_good, verify
 from torchtitan.checkpoint.comparison import TensorSource, compare, ema_tracks, open_checkpoint, open_weights
@@ -244,7 +244,7 @@ def import_(arguments: argparse.Namespace) -> int:
     if arguments.output.suffix != ".safetensors":
         raise WeightsError(f"{arguments.output}: must end in .safetensors, the format of the output")
     config = read_config(arguments.config)
-    info = DATASETS[config.data.name].info(config.data)
+    info = dataset_info(config.data)
     with torch.device("meta"):
         built = build_model(config.model, info.image_shape, info.condition_kind)
     model = of_family(built, config)

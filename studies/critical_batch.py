@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data import DATASETS
+from data import DATASETS, dataset_info
 from data.base import Dataset
 from studies.branch_training import BRANCH_MARKS, TRACK, branch_config, run_lr, write_config, write_start
 from studies.equal_samples import BatchPlan, plan_batches, rule_name
@@ -125,7 +125,7 @@ class HeldOut:
 
     def batches(self, config: JobConfig, batch_size: int = 256) -> Iterator[dict[str, Tensor]]:
         """Batches of triples for `validation_loss`."""
-        info = DATASETS[config.data.name].info(config.data)
+        info = dataset_info(config.data)
         for number in range(self.rounds):
             for batch in validation_batches(self.dataset, info, self.images, batch_size, 0, 1):
                 yield batch | {"indices": batch["indices"] + number * self.images}

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data import DATASETS
+from data import DATASETS, dataset_info
 from data.base import Batch
 from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, checkpoint_steps, read_state, read_tensors
 from torchtitan.conditions import Condition
@@ -88,7 +88,7 @@ class RunState:
         torch.use_deterministic_algorithms(config.debug.deterministic)
 
         dataset = DATASETS[config.data.name](config.data, "train")
-        self.info = DATASETS[config.data.name].info(config.data)
+        self.info = dataset_info(config.data)
         edges = sampler_of = taps = None
         if config.gns.enable:
             edges = bin_edges(config.gns, config.objective)
@@ -355,7 +355,7 @@ class RunState:
 
 
 def _model_on_meta(config: JobConfig) -> DiffusionModel:
-    info = DATASETS[config.data.name].info(config.data)
+    info = dataset_info(config.data)
     with torch.device("meta"):
         return build_model(config.model, info.image_shape, info.condition_kind)
 

@@ -268,6 +268,14 @@ BAD_FILES = [
         "sampling.guidance_scale: data.name = synthetic has no classes to guide away from (remove it or set it to 1)",
     ),
     (
+        "[data]\nlabels = false\n[model]\nlabel_dropout = 0.2",
+        "model.label_dropout: data.name = digits with data.labels = false has no classes to drop (remove it or set it to 0)",
+    ),
+    (
+        "[data]\nlabels = false\n[sampling]\njudge_images = 10",
+        "sampling.judge_images: data.name = digits with data.labels = false has no judge (set it to 0)",
+    ),
+    (
         "[model]\nlabel_dropout = 0.0\n[sampling]\nguidance_scale = 2",
         "sampling.guidance_scale: model.label_dropout = 0 trains no unconditional prediction to guide away from"
         " (remove it or set it to 1)",

@@ -1,5 +1,6 @@
 """Datasets and the order in which training and validation read them."""
 
+import dataclasses
 import io
 import multiprocessing
 import os
@@ -19,12 +20,16 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
-from data import DATASETS, DataConfig, Dataset, DatasetError, DatasetInfo
+from data import DATASETS, DataConfig, Dataset, DatasetError, DatasetInfo, dataset_info
 from data.digits import Digits, DigitsConfig
+from data.image_folder import ImageFolderConfig
+from tests.distributed.cases import make_trainer
 from tests.encoded_images import image_bytes, write_tar
 from tests.latent_stores import plan_of, write_store
 from torchtitan import philox
-from torchtitan.conditions import Classes
+from torchtitan.conditions import Classes, Unconditional
+from torchtitan.extraction.image_source import ImageSource
+from torchtitan.runs.trained_model import load_run
 from torchtitan.settings import has_key, setting
 from torchtitan.training.data_loading import TrainingData, validation_batches
 from torchtitan.training.sample_order import SampleOrder
@@ -396,3 +401,40 @@ def test_the_documented_dataset_trains():
     config = names["StripesConfig"]()
     batch = read_all(training_data(names["Stripes"](config, "train"), config=config), steps=10)
     assert batch["images"].shape == (120, 1, 16, 16) and batch["class"].unique().tolist() == [0, 1]
+
+
+# --- labels left aside
+
+
+def test_a_run_without_labels_trains_an_unconditional_network(tmp_path):
+    arguments = {"steps": 2, "replicas": 1, "shards": 1, "accumulation": 1}
+    kept = (
+        "--sampling.enable=true", "--checkpoint.enable=true", "--sampling.num_steps=2", "--sampling.images_per_class=2",
+        "--validation.enable=true", "--lr_scheduler.warmup_steps=0",
+    )  # fmt: skip
+    with_labels = make_trainer(str(tmp_path), "with", **arguments, overrides=kept)
+    without = make_trainer(str(tmp_path), "without", **arguments, overrides=("--data.labels=false", *kept))
+    assert isinstance(without.state.model.condition_kind, Unconditional)
+    classes = {"label_embed.weight": 11 * with_labels.state.model.label_embed.weight.shape[1]}
+    sizes = [{name: p.numel() for name, p in each.state.parameters.items()} for each in (with_labels, without)]
+    assert sizes[0] == sizes[1] | classes
+    # The images are the same ones, in the same order.
+    assert torch.equal(*(each.state.data.next_batch()["images"] for each in (with_labels, without)))
+    for each in (with_labels, without):
+        each.state.data.load_state_dict({"next_sample": 0, "attempt": 0})
+    assert without.train() == 0
+    assert load_run(tmp_path / "without", None, None, torch.device("cpu")).info.num_classes == 0
+    with_labels.close()
+    without.close()
+
+
+def test_images_are_encoded_without_labels_if_they_are_left_aside(tmp_path):
+    for number, name in enumerate(("a", "a", "b", "b")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / f"{number}.png").write_bytes(image_bytes(number))
+    config = ImageFolderConfig(path=str(tmp_path), image_size=8, validation_fraction=0.0)
+    bare = dataclasses.replace(config, labels=False)
+    sources = [ImageSource(each, dataset_info(each), "train") for each in (config, bare)]
+    labels = [source.read(range(len(source)))[1] for source in sources]
+    assert labels[0].unique().tolist() == [0, 1] and labels[1].unique().tolist() == [0]
+    assert "labels" not in sources[0].origin()["data"] and sources[1].origin()["data"]["labels"] is False

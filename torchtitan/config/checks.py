@@ -43,6 +43,7 @@ from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, no_effect, quoted, shown_name
 from torchtitan.settings.sizes import size_problems
 from torchtitan.training.loader_processes import loader_problem, prefetch_problem
+from torchtitan.training.lr_scheduler import warmup_problems
 
 
 def find_problems(checked: ConfigView, fields: dict[str, Any]) -> list[Problem]:
@@ -174,13 +175,9 @@ def _loader_processes(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _warmup(checked: ConfigView) -> Iterator[Problem]:
-    schedule, steps = checked.lr_scheduler, checked.training.steps
-    if schedule.unit == "steps":
-        if schedule.warmup_steps > steps:
-            yield Problem("lr_scheduler.warmup_steps", f"{schedule.warmup_steps} is more than training.steps = {steps}")
-    elif not any(_batch_sizes(checked)) and schedule.warmup_images > (seen := steps * _global_batch_size(checked)):
-        text = f"{schedule.warmup_images} is more than {seen}, the images of training.steps = {steps}"
-        yield Problem("lr_scheduler.warmup_images", text)
+    batch = None if any(_batch_sizes(checked)) else _global_batch_size(checked)
+    for key, text in warmup_problems(checked.whole("lr_scheduler"), checked.training.steps, batch):
+        yield Problem(f"lr_scheduler.{key}", text)
 
 
 def _dataset_is_usable(checked: ConfigView) -> Iterator[Problem]:
@@ -267,7 +264,7 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
 def _label_dropout(checked: ConfigView) -> Iterator[Problem]:
     explicit = "model.label_dropout" in checked.given and checked.model.label_dropout > 0
     if explicit and _unconditional(checked):
-        text = f"data.name = {checked.data.name} has no classes to drop (remove it or set it to 0)"
+        text = f"{_data(checked)} has no classes to drop (remove it or set it to 0)"
         yield Problem("model.label_dropout", text)
 
 
@@ -275,7 +272,7 @@ def _guidance(checked: ConfigView) -> Iterator[Problem]:
     explicit = "sampling.guidance_scale" in checked.given and checked.sampling.guidance_scale != 1
     if explicit and checked.sampling.enable and _cannot_guide(checked):
         if _unconditional(checked):
-            reason = f"data.name = {checked.data.name} has no classes"
+            reason = f"{_data(checked)} has no classes"
         elif has_key(checked.whole("model"), "label_dropout"):
             reason = "model.label_dropout = 0 trains no unconditional prediction"
         else:
@@ -313,6 +310,10 @@ def _unconditional(checked: ConfigView) -> bool:
     return isinstance(checked.dataset().condition_kind, Unconditional)
 
 
+def _data(checked: ConfigView) -> str:
+    return f"data.name = {checked.data.name}" + ("" if checked.data.labels else " with data.labels = false")
+
+
 def _sampled_classes(checked: ConfigView) -> Iterator[Problem]:
     if not checked.sampling.enable or not checked.sampling.classes:
         return
@@ -322,13 +323,14 @@ def _sampled_classes(checked: ConfigView) -> Iterator[Problem]:
     if wrong:
         known = f"the {kind.choices_noun} 0 to {count - 1}" if count else f"no {kind.choices_noun}"
         yield Problem(
-            "sampling.classes", f"{quoted(wrong)} is not in data.name = {checked.data.name}, which has {known}"
+            "sampling.classes", f"{quoted(wrong)} is not in {_data(checked)}, which has {known}"
         )
 
 
 def _judge(checked: ConfigView) -> Iterator[Problem]:
-    if checked.sampling.enable and checked.sampling.judge_images and checked.data.name not in JUDGES:
-        yield Problem("sampling.judge_images", f"data.name = {checked.data.name} has no judge (set it to 0)")
+    judged = checked.sampling.enable and checked.sampling.judge_images
+    if judged and not (checked.data.name in JUDGES and checked.data.labels):
+        yield Problem("sampling.judge_images", f"{_data(checked)} has no judge (set it to 0)")
 
 
 def _held_out_images(checked: ConfigView) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from data import DATASETS
+from data import dataset_info
 from data.base import DatasetError, DatasetInfo
 from torchtitan.settings.sections import choices
 
@@ -40,7 +40,7 @@ class ConfigView:
         if self._dataset is None:
             section = self.whole("data")
             try:
-                self._dataset = DATASETS[section.name].info(section)
+                self._dataset = dataset_info(section)
             except DatasetError as error:
                 self._dataset = error
             except OSError as error:  # a path too long, a folder that may not be read

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from data import DATASETS
+from data import dataset_info
 from torchtitan.config.job import JobConfig
 from torchtitan.distributed.config import ActivationCheckpointConfig, CheckpointMode
 from torchtitan.estimate.live_storages import ACTIVATIONS, COMMUNICATION, GRADIENTS, PARAMETERS
@@ -117,7 +117,7 @@ def _estimate(config: JobConfig, world_size: int) -> MemoryEstimate:
 
 def model_on_meta(config: JobConfig) -> DiffusionModel:
     """Configured model, whole and without values."""
-    info = DATASETS[config.data.name].info(config.data)
+    info = dataset_info(config.data)
     with torch.device("meta"):
         return build_model(config.model, info.image_shape, info.condition_kind)
 

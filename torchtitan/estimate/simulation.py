@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from data import DATASETS
+from data import dataset_info
 from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.diffusion.objectives import build_objective
@@ -59,7 +59,7 @@ def simulate_step(config: JobConfig, world_size: int) -> SimulatedStep:
     Raises:
         RuntimeError: this process belongs to a process group already.
     """
-    info = DATASETS[config.data.name].info(config.data)
+    info = dataset_info(config.data)
     objective = build_objective(config.objective, config.debug.seed)
     with _fake_process_group(world_size):
         layout = Layout(config.parallelism, torch.device("cpu"))

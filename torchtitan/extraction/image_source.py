@@ -83,14 +83,14 @@ class ImageSource:
 
     def _read_part(self, part: Dataset, start: int, indices: np.ndarray) -> tuple[Tensor, Tensor, list[SkippedImage]]:
         try:
-            return *_images_and_labels(read_checked(part, self.info, indices)), []
+            return *self._images_and_labels(read_checked(part, self.info, indices)), []
         except UnreadableImage:
             pass  # find out which, one by one
         images, labels = [torch.empty(0, *self.info.image_shape)], [torch.empty(0, dtype=torch.int64)]
         skipped = []
         for index in indices.tolist():
             try:
-                image, label = _images_and_labels(read_checked(part, self.info, np.array([index])))
+                image, label = self._images_and_labels(read_checked(part, self.info, np.array([index])))
                 images.append(image)
                 labels.append(label)
             except UnreadableImage as error:
@@ -100,6 +100,11 @@ class ImageSource:
                 skipped.append(SkippedImage(image=start + index, path=path, reason=error.reason))
         return torch.cat(images), torch.cat(labels), skipped
 
+    def _images_and_labels(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Labels as a latent store keeps them: int64 [B], all 0 without classes."""
+        images = batch["images"]
+        return images, batch["class"] if self.info.num_classes else torch.zeros(len(images), dtype=torch.int64)
+
     def origin(self) -> dict[str, Any]:
         """Origin of the images, wherever they lie: the dataset's keys, their number, a hash of some."""
         keys = {
@@ -108,6 +113,7 @@ class ImageSource:
             if self._config.__dataclass_fields__[name].metadata.get("trajectory", True)
             and not name.endswith(("path", "_file"))
             and name != "horizontal_flip"  # of training
+            and not (name == "labels" and value)
         }
         return {
             "data": keys, "split": self.split, "num_images": len(self), "listing": self._listing_digest(),
@@ -135,9 +141,3 @@ class ImageSource:
                 if path.startswith(f"{folder}/"):
                     return path[len(str(folder)) + 1 :]
         return path
-
-
-def _images_and_labels(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Labels as a latent store keeps them: int64 [B], all 0 without classes."""
-    images = batch["images"]
-    return images, batch.get("class", torch.zeros(len(images), dtype=torch.int64))

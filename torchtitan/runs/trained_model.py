@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from data import DATASETS
+from data import dataset_info
 from data.base import DatasetInfo
 from torchtitan.checkpoint.checkpointer import (
     CheckpointError,
@@ -74,7 +74,7 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
         raise WeightsError(f"{folder}: has no EMA track {track!r} (there are: {there})")
     checkpoints = run_checkpoints(folder)
     step, warnings = _choose_step(checkpoints, step)
-    info = DATASETS[config.data.name].info(config.data)
+    info = dataset_info(config.data)
     model = _empty_model(config, info, device)
     prefix = "model." if track == "none" else f"ema.{track}."
     wanted = {prefix + name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -97,7 +97,7 @@ def load_weights(path: Path, config_file: Path, device: torch.device) -> Trained
         ConfigError: the configuration is refused.
     """
     config = read_config(config_file)
-    info = DATASETS[config.data.name].info(config.data)
+    info = dataset_info(config.data)
     objective = build_objective(config.objective, config.debug.seed).to(device)
     if objective.reads_by_state:
         raise WeightsError(f"{path}: holds weights alone, but {objective.reads_by_state}")
@@ -109,7 +109,7 @@ def load_weights(path: Path, config_file: Path, device: torch.device) -> Trained
 def empty_trained_model(folder: Path, device: torch.device) -> TrainedModel:
     """Model and objective of a run's folder without values, for `fill_reconstructed`. Raises ConfigError."""
     config = read_config(folder / "config.toml")
-    info = DATASETS[config.data.name].info(config.data)
+    info = dataset_info(config.data)
     objective = build_objective(config.objective, config.debug.seed).to(device)
     return TrainedModel(config, info, _empty_model(config, info, device), objective, "")
 

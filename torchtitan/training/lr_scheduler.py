@@ -1,6 +1,7 @@
 """Learning-rate schedule, a pure function of the step."""
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchtitan.training.config import LRSchedulerConfig
@@ -36,6 +37,18 @@ def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int, images_per
     progress = (at.done - at.warmup) / (at.total - at.warmup)
     shape = 1.0 - progress if config.decay_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.min_lr_factor + (1.0 - config.min_lr_factor) * shape
+
+
+def warmup_problems(config: LRSchedulerConfig, steps: int, images_per_step: int | None) -> Iterator[tuple[str, str]]:
+    """Find a warm-up that is longer than the run; images_per_step is None where it is not known.
+
+    Returns:
+        pairs of a key of the section and the reason.
+    """
+    if config.unit == "steps" and config.warmup_steps > steps:
+        yield "warmup_steps", f"{config.warmup_steps} is more than training.steps = {steps}"
+    elif config.unit == "images" and images_per_step and config.warmup_images > (seen := steps * images_per_step):
+        yield "warmup_images", f"{config.warmup_images} is more than {seen}, the images of training.steps = {steps}"
 
 
 class _Place(NamedTuple):
