@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
@@ -19,7 +20,8 @@ logger = logging.getLogger(__name__)
 def compile_blocks(blocks: list[nn.Module], memory_budget: float = 1.0, backend: str = "inductor") -> None:
     """Compile each block in place; parameters keep their names.
 
-    All blocks share one code object, so the graph is compiled once. fullgraph: a graph break is an error.
+    Blocks share one code object: where all are alike, the graph is compiled once. Otherwise each kind of block has a
+    graph of fixed sizes. fullgraph: a graph break is an error.
 
     Args:
         blocks: modules.
@@ -27,8 +29,11 @@ def compile_blocks(blocks: list[nn.Module], memory_budget: float = 1.0, backend:
             recomputation, in [0, 1]; the cheapest results to recompute are not kept.
         backend: name of torch's compiler backend.
     """
+    alike = len({_shapes(block) for block in blocks}) <= 1
+    if not alike:  # torch's limit of graphs of one function is meant for one that is compiled again and again
+        dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 2 * len(blocks))
     for block in blocks:
-        block.compile(fullgraph=True, backend=_compiler(backend, memory_budget))
+        block.compile(fullgraph=True, dynamic=None if alike else False, backend=_compiler(backend, memory_budget))
 
 
 def compile_model(model: nn.Module, memory_budget: float = 1.0, backend: str = "inductor") -> None:
@@ -37,6 +42,10 @@ def compile_model(model: nn.Module, memory_budget: float = 1.0, backend: str = "
     The forward alone: hooks of the model run outside of the graph and may contain code that cannot be compiled.
     """
     model.forward = torch.compile(model.forward, fullgraph=True, backend=_compiler(backend, memory_budget))
+
+
+def _shapes(block: nn.Module) -> tuple:
+    return tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
 
 
 def _compiler(backend: str, memory_budget: float) -> "str | _WithinBudget":
