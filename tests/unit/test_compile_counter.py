@@ -18,6 +18,15 @@ def nothing_compiled():
     torch.compiler.reset()
 
 
+class Doubling(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.linear(x)
+
+
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
 
@@ -51,6 +60,19 @@ def test_the_function_is_named_when_it_is_compiled_again_after_the_first_steps(c
     (message,) = [record.getMessage() for record in caplog.records if record.name == compile_module.__name__]
     assert message.startswith("step 13: recompiled") and "doubled (test_compile_counter.py:" in message
     assert "size mismatch at index 0" in message and "\n" not in message
+
+
+def test_blocks_that_differ_have_a_graph_each_beyond_torchs_limit_and_alike_ones_share_one(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 4)
+    for widths, graphs in (([6] * 6, 1), ([4, 5, 6, 7, 8, 9], 6)):
+        torch.compiler.reset()
+        counter = CompileCounter(expected_steps=0)
+        blocks = [Doubling(width) for width in widths]
+        compile_blocks(blocks, backend="eager")
+        for _ in range(2):
+            for block in blocks:
+                block(torch.ones(2, block.linear.in_features))
+        assert counter.counts()["graphs"] == graphs
 
 
 def test_a_run_reports_what_was_compiled(tmp_path, monkeypatch, caplog):

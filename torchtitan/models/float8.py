@@ -83,6 +83,11 @@ def check_convertible(model: DiffusionModel, config: Float8Config, local_batch_s
         config: the section, enabled.
         local_batch_size: images in one forward.
     """
+    if not any(isinstance(model.get_submodule(name), nn.Linear) for name in _over_tokens(model)):
+        raise Float8Error(
+            f"float8.enable: no product of the model ({type(model).__name__}) is of a plain linear over tokens, the kind"
+            " that float8 computes (set it to false)"
+        )
     if not _names(model, config):
         raise Float8Error(
             "float8.enable: no linear over tokens is left to convert: features must be multiples of 16, at least"
@@ -129,8 +134,11 @@ def _names(model: DiffusionModel, config: Float8Config) -> set[str]:
         sizes = (linear.in_features, linear.out_features)
         return min(sizes) >= config.min_features and all(size % _MULTIPLE == 0 for size in sizes)
 
-    tokens = (name for name, role in model.linear_roles().items() if role == "token")
-    return {name for name in tokens if fits(name) and not any(part in name for part in config.filter_fqns)}
+    return {name for name in _over_tokens(model) if fits(name) and not any(part in name for part in config.filter_fqns)}
+
+
+def _over_tokens(model: DiffusionModel) -> list[str]:
+    return [name for name, role in model.linear_roles().items() if role == "token"]
 
 
 def _cast_as_autocast_would(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
