@@ -12,8 +12,8 @@ from torchtitan.models import MODELS
 from torchtitan.models.dropout import dropout, dropout_keys
 from torchtitan.models.edm2.config import FLAVORS, EDM2Config
 from torchtitan.models.edm2.model import EDM2UNet
-from torchtitan.models.flops import check_macs
 from torchtitan.models.float8 import Float8Config, Float8Error, check_convertible
+from torchtitan.models.flops import check_macs
 
 SMALL = EDM2Config(channels=32, channel_mults=[1, 2], num_blocks=1, attention_resolutions=[4], dropout=0.0)
 # Of NVlabs' S on pixels, without labels: the port's U-Nets at that size.
@@ -27,9 +27,9 @@ def on_meta(config: EDM2Config, image_shape: tuple[int, int, int], kind: Conditi
         return MODELS["edm2"].build(config, image_shape, kind)
 
 
-def initialised(config: EDM2Config, kind: ConditionKind = Classes(10), seed: int = 0, garbage: float = 0.0) -> EDM2UNet:
+def initialised(config: EDM2Config, seed: int = 0, garbage: float = 0.0) -> EDM2UNet:
     """Model with random gains, and an output that is not zero."""
-    model = MODELS["edm2"].build(config, (1, 8, 8), kind)
+    model = MODELS["edm2"].build(config, (1, 8, 8), Classes(10))
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.fill_(garbage)
