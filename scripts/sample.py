@@ -42,7 +42,9 @@ from torchtitan.settings.sections import choices, keys, put_section, section_at
 
 FIRST = os.environ.get("RANK", "0") == "0"
 # Keys of `[sampling]` that say how an image is drawn; each is an option here too, as are those of the inner sections.
-METHOD_KEYS = ["num_steps", "guidance_scale", "guidance_interval", "guidance_channels"]
+METHOD_KEYS = [
+    "num_steps", "guidance_scale", "guidance_interval", "guidance_interval_unit", "guidance_channels", "clip_x0", "state_dtype",
+]
 
 
 def main() -> int:

@@ -281,6 +281,23 @@ BAD_FILES = [
         " (remove it or set it to 1)",
     ),
     (
+        "[sampling]\nguide_track = 'long'\nema_track = 'ema'",
+        "sampling.guide_track: 'long' is not a name in ema.tracks (set it to one of ema, none)",
+    ),
+    (
+        "[sampling]\nguide_track = 'ema'",
+        "sampling.guide_track: 'ema' is sampling.ema_track itself (give another, or remove it)",
+    ),
+    (
+        "[sampling]\nguide_track = 'none'\nguidance_scale = 1",
+        "sampling.guide_track: has no effect when sampling.guidance_scale = 1 (remove it)",
+    ),
+    (
+        "[sampling]\nguidance_interval_unit = 'sigma'",
+        "sampling.guidance_interval_unit: [0, 1] is the default in t (give sampling.guidance_interval in sigma, as"
+        " [0.3, 3.0])",
+    ),
+    (
         "[sampling]\nclasses = [0, 10, -1]",
         "sampling.classes: [10, -1] is not in data.name = digits, which has the classes 0 to 9",
     ),

@@ -9,6 +9,7 @@ from tests.objectives import schedule, solver, timesteps
 from torchtitan import philox
 from torchtitan.conditions import Classes, ConditionKind, Unconditional
 from torchtitan.diffusion.denoising import DenoisingConfig
+from torchtitan.diffusion.guidance import Guidance
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.solvers import uniform_times
@@ -140,7 +141,8 @@ def test_two_validations_of_the_same_weights_are_equal():
 
 
 def draw(model: Toy, labels: torch.Tensor, **options) -> torch.Tensor:
-    method = dict(solver=solver("euler"), schedule=schedule("uniform"), num_steps=4, guidance_scale=1.5, batch_size=64)
+    method = dict(solver=solver("euler"), schedule=schedule("uniform"), num_steps=4, batch_size=64)
+    method["guidance"] = Guidance(options.pop("guidance_scale", 1.5))
     return ImageSampler(model, build_objective(DenoisingConfig(), seed=0), "float32", CPU).draw(labels, 11, **method | options)
 
 

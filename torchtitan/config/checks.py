@@ -283,6 +283,9 @@ def _guidance(checked: ConfigView) -> Iterator[Problem]:
 def _sampling_method(checked: ConfigView) -> Iterator[Problem]:
     if not checked.sampling.enable:
         return
+    if checked.sampling.guidance_interval_unit != "t" and "sampling.guidance_interval" not in checked.given:
+        text = "[0, 1] is the default in t (give sampling.guidance_interval in sigma, as [0.3, 3.0])"
+        yield Problem("sampling.guidance_interval_unit", text)
     sampling, path_name = checked.whole("sampling"), checked.objective.path
     sampling = dataclasses.replace(sampling, schedule=_schedule(checked, sampling))
     if not has_key(sampling.schedule, "shift") and "sampling.schedule.shift" in checked.given:
@@ -303,6 +306,8 @@ def _schedule(checked: ConfigView, sampling: SamplingConfig) -> ScheduleConfig:
 
 
 def _cannot_guide(checked: ConfigView) -> bool:
+    if checked.sampling.guide_track:
+        return False
     return _unconditional(checked) or not checked.whole("model").label_dropout
 
 
@@ -359,16 +364,22 @@ def _ema_snapshots(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("ema.snapshot_interval", text)
 
 
-def _sampled_track(checked: ConfigView) -> Iterator[Problem]:
-    if checked.sampling.enable:
-        track = checked.sampling.ema_track
-        known = list(dict.fromkeys(track.name for track in checked.ema.tracks)) + ["none"]
+def _sampled_tracks(checked: ConfigView) -> Iterator[Problem]:
+    if not checked.sampling.enable:
+        return
+    drawn, guide = checked.sampling.ema_track, checked.sampling.guide_track
+    known = list(dict.fromkeys(track.name for track in checked.ema.tracks)) + ["none"]
+    for key, track in ({"ema_track": drawn} | ({"guide_track": guide} if guide else {})).items():
         if track not in known:
             guess = nearest(track, known)
             more = f", ... ({len(known):,} in all)" if len(known) > MOST_SHOWN else ""
             choices = ", ".join(map(shown_name, known[:MOST_SHOWN])) + more
             advice = f"did you mean {guess}?" if guess not in ("", "none") else f"set it to one of {choices}"
-            yield Problem("sampling.ema_track", f"{quoted(track)} is not a name in ema.tracks ({advice})")
+            yield Problem(f"sampling.{key}", f"{quoted(track)} is not a name in ema.tracks ({advice})")
+    if guide and checked.sampling.guidance_scale == 1:
+        yield Problem("sampling.guide_track", "has no effect when sampling.guidance_scale = 1 (remove it)")
+    if drawn == guide:
+        yield Problem("sampling.guide_track", f"{quoted(guide)} is sampling.ema_track itself (give another, or remove it)")
 
 
 def _packages(checked: ConfigView) -> Iterator[Problem]:
@@ -492,7 +503,7 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _pinned_memory,
     _checkpoint_folder,
     _sampled_classes,
-    _sampled_track,
+    _sampled_tracks,
     _judge,
     _held_out_images,
     _guidance,

@@ -1,8 +1,11 @@
-"""Classifier-free guidance: conditions dropped in training, two predictions combined in sampling.
+"""Guidance: estimates of clean images and noise moved away from a reference, D = D_ref + scale (D - D_ref).
 
-Source: Ho and Salimans, "Classifier-free diffusion guidance", arXiv 2207.12598.
+The reference is the network itself with the null condition, on which some of its training was (classifier-free guidance: Ho
+and Salimans, arXiv 2207.12598), or a `Guide`: a weaker version of the network with the same condition (autoguidance:
+Karras et al., "Guiding a diffusion model with a bad version of itself", arXiv 2406.02507), or a network without conditions.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +13,10 @@ from torch import Tensor
 
 from torchtitan.conditions import Condition, ConditionKind
 from torchtitan.diffusion.objective import Network, Objective
-from torchtitan.diffusion.solvers.contract import Predict
+from torchtitan.diffusion.paths import per_image
+from torchtitan.diffusion.solvers.contract import Predict, Prediction
+
+_Estimates = Callable[[Tensor, Tensor], Prediction]
 
 
 @dataclass(frozen=True)
@@ -18,11 +24,11 @@ class Guidance:
     """Guidance of samples: scale, interval and channels.
 
     Attributes:
-        scale: 1 is the plain conditional network, 0 the unconditional one.
-        interval: times (low, high), both within, of guidance; outside it the network is the plain conditional one.
-            Source: Kynkäänniemi et al., arXiv 2404.07724 (there in sigma = t / (1 - t)).
+        scale: 1 is the plain network, 0 the reference.
+        interval: times (low, high), both within, of guidance; outside it the network is the plain one. Noise levels
+            sigma are the times sigma / (1 + sigma). Source: Kynkäänniemi et al., arXiv 2404.07724.
         channels: "all" of the image, or the "first_three" as in the published samples of DiT (Peebles and Xie, arXiv
-            2212.09748); the other channels, and always a learned variance, are the conditional network's.
+            2212.09748); the other channels, and always a learned variance, are the guided network's own.
     """
 
     scale: float = 1.0
@@ -30,11 +36,29 @@ class Guidance:
     channels: str = "all"
 
 
-def guided_network(model: Network, kind: ConditionKind, scale: float, channels: str = "all") -> Network:
+@dataclass(frozen=True)
+class Guide:
+    """Reference of guidance other than the network itself.
+
+    Attributes:
+        network: on the guided network's device.
+        objective: of the guide's training, on the path of the guided network's; prediction and preconditioning may differ.
+        conditional: whether it takes the condition of the guided network; else it takes none.
+    """
+
+    network: Network
+    objective: Objective
+    conditional: bool
+
+
+def guided_network(
+    model: Network, kind: ConditionKind, scale: float, channels: str = "all", num_predictions: int = 1
+) -> Network:
     """Guide a network: its output becomes u + scale (c - u), with c of the given and u of the null condition.
 
     Both come from one forward of twice the batch. scale = 1 is the plain conditional network (and one forward of the
-    batch itself), 0 the unconditional one. Channels that are not guided (see `Guidance`) are c's.
+    batch itself), 0 the unconditional one. Channels that are not guided (see `Guidance`) are c's; of a network with several
+    predictions all of these are guided.
     """
     if scale == 1.0:
         return model
@@ -42,34 +66,78 @@ def guided_network(model: Network, kind: ConditionKind, scale: float, channels: 
     def guided(x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         both = kind.with_null(condition)
         conditional, unconditional = model(torch.cat((x, x)), torch.cat((time, time)), both).float().chunk(2)
-        count = min(x.shape[1], 3) if channels == "first_three" else x.shape[1]
-        c, u = conditional[:, :count], unconditional[:, :count]
-        return torch.cat((u + scale * (c - u), conditional[:, count:]), dim=1)
+        return _away(unconditional[:, : num_predictions * x.shape[1]], conditional, scale, channels)
 
     return guided
 
 
 def predictor(
-    objective: Objective, model: Network, kind: ConditionKind, condition: Condition, guidance: Guidance
-) -> Predict:
+    objective: Objective, model: Network, kind: ConditionKind, condition: Condition, guidance: Guidance,
+    guide: Guide | None = None, clip_x0: bool = False,
+) -> Predict:  # fmt: skip
     """Predictor for a solver: the (guided) network's estimates for fixed conditions, as read by the objective.
+
+    Networks compute in float32 whatever the dtype of the solver's state; what is computed from their outputs is of that
+    dtype.
 
     Args:
         objective: of the network's training.
         model: the network.
         kind: of its conditions.
-        condition: of each image, or None for an unconditional network, which is never guided.
+        condition: of each image, or None for an unconditional network, which only a guide can guide.
         guidance: all times of one call must be equal, for they are within the interval together.
+        guide: reference; None for the network itself with the null condition.
+        clip_x0: whether estimates of clean images are clipped to [-1, 1], and those of the noise follow.
     """
-    if condition is None:
-        return lambda x_t, t: objective.predict_with_variance(model, x_t, t, None)
-    guided = guided_network(model, kind, guidance.scale, guidance.channels)
+    model = _in_float32(model)
+    plain = guided = _estimates(objective, model, condition)
+    if guidance.scale != 1.0 and guide is not None:
+        guided = _guided_by(guide, plain, condition, guidance)
+    elif guidance.scale != 1.0 and condition is not None:
+        count = 1 if objective.heads is None else len(objective.heads.names)
+        network = guided_network(model, kind, guidance.scale, guidance.channels, count)
+        guided = _estimates(objective, network, condition)
     low, high = guidance.interval
-    if guided is model or (low <= 0.0 and high >= 1.0):
-        return lambda x_t, t: objective.predict_with_variance(guided, x_t, t, condition)
+    always = guided is plain or (low <= 0.0 and high >= 1.0)
 
-    def predict(x_t: Tensor, t: Tensor):
-        network = guided if low <= t[0].item() <= high else model
-        return objective.predict_with_variance(network, x_t, t, condition)
+    def predict(x_t: Tensor, t: Tensor) -> Prediction:
+        found = (guided if always or low <= t[0].item() <= high else plain)(x_t, t)
+        return _clipped(objective, found, x_t, t) if clip_x0 else found
 
     return predict
+
+
+def _estimates(objective: Objective, network: Network, condition: Condition) -> _Estimates:
+    return lambda x_t, t: Prediction(*objective.predict_with_variance(network, x_t, t, condition))
+
+
+def _guided_by(guide: Guide, own: _Estimates, condition: Condition, guidance: Guidance) -> _Estimates:
+    # Networks of other predictions are alike in their estimates, which are linear in one another for one x_t.
+    reference = _estimates(guide.objective, _in_float32(guide.network), condition if guide.conditional else None)
+
+    def predict(x_t: Tensor, t: Tensor) -> Prediction:
+        weak, strong = reference(x_t, t), own(x_t, t)
+        return Prediction(
+            _away(weak.x0, strong.x0, guidance.scale, guidance.channels),
+            _away(weak.noise, strong.noise, guidance.scale, guidance.channels),
+            strong.variance_fraction,
+        )
+
+    return predict
+
+
+def _away(reference: Tensor, values: Tensor, scale: float, channels: str) -> Tensor:
+    """Move the guided channels of `values` [B, C or more, ...] away from a reference [B, C, ...]."""
+    count = min(reference.shape[1], 3) if channels == "first_three" else reference.shape[1]
+    reference, guided = reference[:, :count], values[:, :count]
+    return torch.cat((reference + scale * (guided - reference), values[:, count:]), dim=1)
+
+
+def _clipped(objective: Objective, found: Prediction, x_t: Tensor, t: Tensor) -> Prediction:
+    a, b = (per_image(c, x_t) for c in objective.path.coefficients(t))
+    x0 = found.x0.clamp(-1.0, 1.0)
+    return Prediction(x0, (x_t - a * x0) / b, found.variance_fraction)
+
+
+def _in_float32(network: Network) -> Network:
+    return lambda x, time, condition: network(x.float(), time.float(), condition)

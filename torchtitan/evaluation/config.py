@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from data import DATASETS
 from torchtitan.autoencoders import AUTOENCODERS
+from torchtitan.diffusion.guidance import Guidance
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, ScheduleConfig, SolverConfig
 from torchtitan.diffusion.solvers.contract import Trained
@@ -13,6 +14,7 @@ from torchtitan.settings import Choice, OneOf, choice, only_with, setting
 DECODERS = ("none", *AUTOENCODERS)
 WITH_WEIGHTS = tuple(name for name in AUTOENCODERS if name != "identity")
 LATENT_DATASETS = tuple(name for name, dataset in DATASETS.items() if dataset.holds_latents)
+OF_PIXELS = tuple(name for name in DATASETS if name not in LATENT_DATASETS)
 OF_LATENTS = {"data.name": LATENT_DATASETS}
 
 
@@ -28,14 +30,29 @@ class SamplingConfig:
     schedule: ScheduleConfig = choice(
         Choice(SCHEDULES, "uniform"), "times of the steps; default: those of the trained path", trajectory=False
     )
-    guidance_scale: float = setting(2.0, "classifier-free guidance: 1 is none", ge=0, trajectory=False)
+    guidance_scale: float = setting(
+        2.0, "guidance away from the null condition, or from guide_track: 1 is none", ge=0, trajectory=False
+    )
     guidance_interval: list[float] = setting(
-        [0.0, 1.0], "lowest and highest t with guidance; the plain conditional model outside",
-        trajectory=False,
+        [0.0, 1.0], "lowest and highest t, or sigma, with guidance; the plain model outside", trajectory=False
+    )
+    guidance_interval_unit: Literal["t", "sigma"] = setting(
+        "t", "unit of guidance_interval: the time t = sigma / (1 + sigma), or the noise level sigma", trajectory=False
     )
     guidance_channels: Literal["all", "first_three"] = setting(
         "all", "channels with guidance; the plain conditional model's beyond",
         trajectory=False,
+    )
+    guide_track: str = setting(
+        "", "weights of the same step to guide away from: a name of ema.tracks, 'none' for the trained weights; empty: the "
+        "null condition (classifier-free guidance)", trajectory=False,
+    )  # fmt: skip
+    clip_x0: bool = setting(
+        False, "clip each estimate of the clean image to [-1, 1]", applies={"data.name": OF_PIXELS},
+        because="latents have no such limits", trajectory=False,
+    )  # fmt: skip
+    state_dtype: Literal["float32", "float64"] = setting(
+        "float32", "dtype of the solver's state; networks compute in training.mixed_precision_param", trajectory=False
     )
     classes: list[int] = setting([], "classes or prompts of the grid, a row each; empty: the first ten", trajectory=False)
     images_per_class: int = setting(8, "columns of the grid", ge=1, le=10_000, trajectory=False)
@@ -54,11 +71,19 @@ class SamplingConfig:
         return {
             "solver": self.solver,
             "num_steps": self.num_steps,
-            "guidance_scale": self.guidance_scale,
-            "guidance_interval": tuple(self.guidance_interval),
-            "guidance_channels": self.guidance_channels,
             "schedule": self.schedule,
+            "guidance": self.guidance,
+            "clip_x0": self.clip_x0,
+            "state_dtype": self.state_dtype,
         }
+
+    @property
+    def guidance(self) -> Guidance:
+        """Guidance by these keys."""
+        low, high = self.guidance_interval
+        if self.guidance_interval_unit == "sigma":
+            low, high = low / (1.0 + low), high / (1.0 + high)
+        return Guidance(self.guidance_scale, (low, high), self.guidance_channels)
 
 
 @only_with("enable")
@@ -121,18 +146,29 @@ def sampling_problems(
         (key of `[sampling]`, cause and remedy) of each problem.
     """
     found = []
-    if len(config.guidance_interval) != 2:
-        found.append(("guidance_interval", f"takes two times, has {len(config.guidance_interval)} (as [0.0, 1.0])"))
-    elif not 0.0 <= config.guidance_interval[0] <= config.guidance_interval[1] <= 1.0:
-        low, high = config.guidance_interval
-        reason = "runs backwards" if low > high else "leaves 0..1"
-        found.append(("guidance_interval", f"[{low:g}, {high:g}] {reason} (give the lower t first, both in 0..1)"))
+    if problem := _interval_problem(config):
+        found.append(("guidance_interval", problem))
     trained = Trained(path_name, PATHS[path_name](), learned_variance)
     found += config.schedule.problems(trained, config.num_steps)
     found += [(f"solver.{key}", text) for key, text in config.solver.problems(trained, config.schedule)]
     if heads and config.guidance_channels != "all":
         found.append(("guidance_channels", "first_three is for a network of one prediction (use all)"))
     return found
+
+
+def _interval_problem(config: SamplingConfig) -> str:
+    interval, in_t = config.guidance_interval, config.guidance_interval_unit == "t"
+    if len(interval) != 2:
+        quantity = "times" if in_t else "noise levels"
+        return f"takes two {quantity}, has {len(interval)} (as {'[0.0, 1.0]' if in_t else '[0.3, 3.0]'})"
+    low, high = interval
+    if 0.0 <= low <= high and (high <= 1.0 or not in_t):
+        return ""
+    if in_t:
+        reason = "runs backwards" if low > high else "leaves 0..1"
+        return f"[{low:g}, {high:g}] {reason} (give the lower t first, both in 0..1)"
+    reason = "runs backwards" if low > high else "has a negative sigma"
+    return f"[{low:g}, {high:g}] {reason} (give the lower sigma first, both at least 0)"
 
 
 def default_schedule(path_name: str) -> str:

@@ -1,5 +1,6 @@
 """Evaluation of a model while it trains: held-out loss, grids of samples, judged samples, decoded held-out latents."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,8 @@ from PIL import Image
 from torch import Tensor
 
 from data import DATASETS, DataConfig, DatasetInfo
+from torchtitan.conditions import Condition
+from torchtitan.diffusion.guidance import Guide
 from torchtitan.diffusion.objective import Objective
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.distributed.mesh import Layout
@@ -112,11 +115,24 @@ class Evaluation:
 
     def _draw(self, choices: Tensor, guidance_scale: float, purpose: str) -> Tensor:
         config = self._sampling
+        guidance = dataclasses.replace(config.guidance, scale=guidance_scale)
         with self._ema.weights(config.ema_track, self._model):
             return self._sampler.draw(
-                choices, self._seed, **config.method() | {"guidance_scale": guidance_scale},
+                choices, self._seed, **config.method() | {"guidance": guidance, "guide": self._guide()},
                 batch_size=config.batch_size, sharded=self._layout.sharded, purpose=purpose,
             )
+
+    def _guide(self) -> Guide | None:
+        """Guide by another track: the same model, with that track's weights in it during each of the guide's forwards."""
+        track = self._sampling.guide_track
+        if not track:
+            return None
+
+        def network(x: Tensor, time: Tensor, condition: Condition) -> Tensor:
+            with self._ema.weights(track, self._model):
+                return self._model(x, time, condition)
+
+        return Guide(network, self._objective, conditional=True)
 
     @torch.no_grad()
     def log_uncertainties(self, bins: int) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,12 +13,16 @@ from tqdm import tqdm
 
 from torchtitan import philox
 from torchtitan.conditions import each_tensor
-from torchtitan.diffusion.guidance import Guidance, predictor
+from torchtitan.diffusion.guidance import Guidance, Guide, predictor
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.solvers import ScheduleConfig, SolverConfig
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.eval_mode import evaluating
 from torchtitan.models.base import DiffusionModel
+
+# (numbers of the conditions [B], numbers of the images [B]) -> images [B, C, H, W]
+DrawBatch = Callable[[Tensor, Tensor], Tensor]
+STATE_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def grid_choices(rows: Sequence[int], count: int, images_per_row: int) -> Tensor:
@@ -31,7 +37,7 @@ def balanced_choices(num_images: int, count: int) -> Tensor:
 
 
 class ImageSampler:
-    """Image sampler for a model, sharded over the ranks, with its own random numbers.
+    """Image sampler for a model, with its own random numbers.
 
     The image for a number and a condition is the same on any number of ranks, and drawing it changes no random state of
     training.
@@ -50,34 +56,25 @@ class ImageSampler:
         choices: Tensor,
         seed: int,
         *,
-        solver: SolverConfig,
-        num_steps: int,
-        schedule: ScheduleConfig,
-        guidance_scale: float,
         batch_size: int,
-        guidance_interval: tuple[float, float] = (0.0, 1.0),
-        guidance_channels: str = "all",
         first_number: int = 0,
-        sharded: bool = False,
         purpose: str = "sampling",
+        sharded: bool = False,
         progress: bool = False,
+        **method: Any,
     ) -> Tensor:
-        """Draw one image per choice; called by all ranks together.
+        """Draw one image per choice; called by all ranks together, each draws its share.
 
         Args:
             choices: numbers [N], int64, of the conditions among those that the model's kind knows, as classes; ignored
                 by an unconditional model.
             seed: of the images' noise.
-            solver: section of the solver, with its options.
-            num_steps: solver steps.
-            schedule: section of the steps' times.
-            guidance_scale: 1 for none.
             batch_size: images at a time on each rank.
-            guidance_interval, guidance_channels: as in `Guidance`.
             first_number: number of the first image; image i starts from noise of number first_number + i.
-            sharded: whether the model's parameters are sharded.
             purpose: random stream of the starting noise.
+            sharded: whether the model's parameters are sharded.
             progress: show a bar over the batches.
+            method: as in `drawing`.
 
         Returns:
             float32 images [N, C, H, W] on the CPU, on every rank.
@@ -86,13 +83,9 @@ class ImageSampler:
         share = math.ceil(len(choices) / ranks)
         # Every rank makes the same number of forwards, or a sharded model would wait for ever.
         mine = (torch.arange(share) + rank * share).clamp(max=len(choices) - 1)
-        path = self._objective.path
-        times = schedule.times(path, num_steps)
-        solve = functools.partial(solver.solve, path=path, times=times, **solver.options())
-        guidance = Guidance(guidance_scale, guidance_interval, guidance_channels)
-        with evaluating(self._model), compute_context(self._param_dtype, self._device, sharded):
+        with self.drawing(seed, purpose=purpose, sharded=sharded, **method) as draw_batch:
             parts = [
-                self._draw_batch(choices[chunk], chunk + first_number, seed, purpose, solve, times[0], guidance)
+                draw_batch(choices[chunk], chunk + first_number)
                 for chunk in tqdm(mine.split(batch_size), unit="batch", disable=not progress)
             ]
         images = torch.cat(parts)
@@ -102,17 +95,51 @@ class ImageSampler:
             images = torch.cat(gathered)
         return images[: len(choices)].cpu()
 
-    def _draw_batch(
-        self, choices: Tensor, numbers: Tensor, seed: int, purpose: str, solve: Callable[..., Tensor], start: Tensor,
+    @contextmanager
+    def drawing(
+        self,
+        seed: int,
+        *,
+        solver: SolverConfig,
+        num_steps: int,
+        schedule: ScheduleConfig,
         guidance: Guidance,
-    ) -> Tensor:
-        numbers = numbers.to(self._device)
-        shape = self._model.image_shape
-        noise = philox.normal(seed, purpose, numbers, shape)
-        kind = self._model.condition_kind
-        condition = each_tensor(kind.choose(choices), lambda value: value.to(self._device))
-        predict = predictor(self._objective, self._model, kind, condition, guidance)
-        # Step s of image n adds noise of a separate number, different from the starting noise of any other image.
-        draw_noise = lambda step: philox.normal(seed, purpose, numbers + ((step + 1) << 40), shape)  # noqa: E731
-        _, b = self._objective.path.coefficients(start)
-        return solve(predict=predict, x=b * noise, draw_noise=draw_noise)
+        guide: Guide | None = None,
+        clip_x0: bool = False,
+        state_dtype: str = "float32",
+        purpose: str = "sampling",
+        sharded: bool = False,
+    ) -> Iterator[DrawBatch]:
+        """Draw batches on this rank by one method, inside the context, in eval mode and the dtype of compute.
+
+        Args:
+            seed, purpose, sharded: as in `draw`.
+            solver: section of the solver, with its options.
+            num_steps: solver steps.
+            schedule: section of the steps' times.
+            guidance: scale, interval and channels.
+            guide: reference of guidance; None for the null condition.
+            clip_x0: whether estimates of clean images are clipped to [-1, 1].
+            state_dtype: of the solver's state, a key of STATE_DTYPES.
+
+        Yields:
+            function (choices [B], numbers [B]) -> float32 images [B, C, H, W] on the device.
+        """
+        path = self._objective.path
+        times = schedule.times(path, num_steps)
+        solve = functools.partial(solver.solve, path=path, times=times, **solver.options())
+        _, start = path.coefficients(times[0])
+        shape, kind, dtype = self._model.image_shape, self._model.condition_kind, STATE_DTYPES[state_dtype]
+
+        @torch.no_grad()
+        def draw_batch(choices: Tensor, numbers: Tensor) -> Tensor:
+            numbers = numbers.to(self._device)
+            noise = philox.normal(seed, purpose, numbers, shape).to(dtype)
+            condition = each_tensor(kind.choose(choices), lambda value: value.to(self._device))
+            predict = predictor(self._objective, self._model, kind, condition, guidance, guide, clip_x0)
+            # Step s of image n adds noise of a separate number, different from the starting noise of any other image.
+            draw_noise = lambda step: philox.normal(seed, purpose, numbers + ((step + 1) << 40), shape)  # noqa: E731
+            return solve(predict=predict, x=start * noise, draw_noise=draw_noise).float()
+
+        with evaluating(self._model), compute_context(self._param_dtype, self._device, sharded):
+            yield draw_batch

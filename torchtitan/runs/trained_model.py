@@ -40,6 +40,8 @@ class TrainedModel:
         model: in eval mode, float32, whole, on the given device.
         objective: of its training.
         label: origin of the weights, such as `step 1000, ema`.
+        step: of the checkpoint; None for a file of weights.
+        track: EMA track, "none" for the trained weights; "" for a file of weights.
         warnings: damaged checkpoints that were skipped.
     """
 
@@ -49,6 +51,8 @@ class TrainedModel:
     objective: Objective
     label: str
     warnings: tuple[str, ...] = ()
+    step: int | None = None
+    track: str = ""
 
 
 def load_run(folder: Path, track: str | None, step: int | None, device: torch.device) -> TrainedModel:
@@ -85,7 +89,7 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
     if learned:
         read_tensors(checkpoint_path(checkpoints, step), learned)
     label = f"step {step}, {'trained weights' if track == 'none' else track}"
-    return TrainedModel(config, info, model, objective, label, tuple(warnings))
+    return TrainedModel(config, info, model, objective, label, tuple(warnings), step, track)
 
 
 def load_weights(path: Path, config_file: Path, device: torch.device) -> TrainedModel:

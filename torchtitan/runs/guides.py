@@ -1,0 +1,142 @@
+"""Guides of sampling: other weights of the sampled run, another run, or a file of weights."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data import DATASETS
+from torchtitan.conditions import ConditionKind, Unconditional
+from torchtitan.diffusion.guidance import Guide
+from torchtitan.evaluation.config import LATENT_DATASETS
+from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, load_weights
+
+_REFERENCE = re.compile(r"(?P<run>.*?)(@(?P<step>\d+))?(:(?P<track>[A-Za-z0-9][A-Za-z0-9._-]*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class GuideReference:
+    """Reference to a guide, `RUN[@step][:track]`.
+
+    Attributes:
+        source: run's folder, or a file of weights; None for the sampled run itself.
+        step: of the checkpoint; None if not given.
+        track: EMA track, or "none" for the trained weights; None if not given.
+    """
+
+    source: Path | None
+    step: int | None
+    track: str | None
+
+
+@dataclass(frozen=True)
+class LoadedGuide:
+    """Loaded guide.
+
+    Attributes:
+        guide: for the predictor.
+        model: that it was loaded as.
+    """
+
+    guide: Guide
+    model: TrainedModel
+
+
+def read_reference(text: str) -> GuideReference:
+    """Read `RUN[@step][:track]`; without RUN it is the sampled run, and an existing path is taken as it is.
+
+    Raises:
+        WeightsError: it names nothing.
+    """
+    if text and Path(text).exists():
+        return GuideReference(Path(text), None, None)
+    match = _REFERENCE.fullmatch(text)
+    if match is None or not text:
+        raise WeightsError(f"--guide: {text!r} names no weights (give RUN, RUN@step, RUN:track, @step or :track)")
+    run, step, track = match["run"], match["step"], match["track"]
+    return GuideReference(Path(run) if run else None, None if step is None else int(step), track)
+
+
+def load_guide(
+    reference: GuideReference, source: Path, config_file: Path | None, sampled: TrainedModel, device: torch.device
+) -> LoadedGuide:
+    """Load a guide for a sampled model.
+
+    Of the sampled run itself, a step or track that is not given is that of the sampled weights; of another run, the
+    newest good checkpoint and the run's own choice. A file of weights is of the sampled model's configuration.
+
+    Args:
+        reference: to the guide.
+        source: run's folder or file of weights of the sampled model.
+        config_file: configuration of the sampled file of weights; None for a run.
+        sampled: the model to guide.
+        device: of both.
+
+    Raises:
+        WeightsError: there are no such weights, they are the sampled ones, or they cannot guide them.
+        ConfigError, CheckpointError.
+    """
+    place = reference.source or source
+    if not place.exists():
+        raise WeightsError(f"--guide: {place}: no such run folder or weights file")
+    if not place.is_dir():
+        if reference.step is not None or reference.track is not None:
+            raise WeightsError(f"--guide: {place}: a file of weights has no steps and tracks (leave them out)")
+        guide = load_weights(place, config_file or source / "config.toml", device)
+    else:
+        step, track = reference.step, reference.track
+        if source.is_dir() and place.samefile(source):
+            step, track = step if step is not None else sampled.step, track or sampled.track
+            if (step, track) == (sampled.step, sampled.track):
+                raise WeightsError(
+                    f"--guide: {sampled.label} are the sampled weights themselves (give an earlier @step, or another :track)"
+                )
+        guide = load_run(place, track, step, device)
+    if problem := guide_problem(sampled, guide):
+        raise WeightsError(f"--guide: {place}: {problem}")
+    conditional = not isinstance(guide.model.condition_kind, Unconditional)
+    return LoadedGuide(Guide(guide.model, guide.objective, conditional), guide)
+
+
+def guide_problem(sampled: TrainedModel, guide: TrainedModel) -> str:
+    """Find the reason why a model cannot guide another one; "" if there is none."""
+    wanted, found = sampled.model.image_shape, guide.model.image_shape
+    if tuple(wanted) != tuple(found):
+        return f"is trained on images {list(found)}, the sampled model on {list(wanted)} (give a guide of the same shape)"
+    paths = [model.config.objective.path for model in (sampled, guide)]
+    if paths[0] != paths[1]:
+        return f"is trained on objective.path = {paths[1]}, the sampled model on {paths[0]} (give a guide of the same path)"
+    if problem := _condition_problem(sampled.model.condition_kind, guide.model.condition_kind):
+        return problem
+    scales = [_latent_scale(model) for model in (sampled, guide)]
+    if scales[0] != scales[1]:
+        return "is trained on latents of another normalization, or one of both on images (give a guide of the same data)"
+    return ""
+
+
+def _condition_problem(sampled: ConditionKind, guide: ConditionKind) -> str:
+    if isinstance(guide, Unconditional):
+        return ""
+    if sampled.name != guide.name or sampled.entries != guide.entries:
+        return f"takes {guide.wanted}, the sampled model {sampled.wanted} (give a guide of the same conditions, or of none)"
+    if sampled.choices != guide.choices:
+        noun = sampled.choices_noun
+        return f"has {guide.choices} {noun}, the sampled model {sampled.choices} (give a guide of the same {noun}, or of none)"
+    names = sampled.choice_names, guide.choice_names
+    if all(names) and names[0] != names[1]:
+        place = next(n for n, (one, other) in enumerate(zip(*names, strict=True)) if one != other)
+        return (
+            f"names {names[1][place]!r} what the sampled model names {names[0][place]!r} (give a guide of the same"
+            f" {sampled.choices_noun})"
+        )
+    return ""
+
+
+def _latent_scale(model: TrainedModel) -> tuple[list[float], list[float]] | None:
+    """Shift and scale of the latents that a model is trained on; None for images."""
+    data = model.config.data
+    if data.name not in LATENT_DATASETS:
+        return None
+    normalization = DATASETS[data.name].store(data).index.normalization
+    return normalization.shift, normalization.scale
