@@ -1,6 +1,7 @@
 """Draw images from a trained model: scripts/sample.py RUN_FOLDER (or WEIGHTS.safetensors --config FILE).
 
-Under torchrun the images are divided among the ranks; they are the same on any number of them.
+Without --count and --seeds a grid is drawn; with one of them a set of images, which resumes after a kill. Under torchrun
+the images are divided among the ranks; they are the same on any number of them.
 """
 
 import argparse
@@ -8,7 +9,7 @@ import dataclasses
 import logging
 import os
 import sys
-import typing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchtitan.processes.parent_death import end_with_launcher
 if __name__ == "__main__":
     end_with_launcher()  # before the seconds that importing torch takes
 
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from data import DATASETS
@@ -29,39 +31,49 @@ from torchtitan.conditions import Unconditional
 from torchtitan.config.job import ConfigError
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import compute_device, init_process_group
-from torchtitan.evaluation.config import LATENT_DATASETS, AutoencoderConfig, SamplingConfig, sampling_problems
+from torchtitan.evaluation.config import LATENT_DATASETS, AutoencoderConfig, SamplingConfig
 from torchtitan.evaluation.decoding import LatentDecoder, open_decoder
+from torchtitan.evaluation.judges import JUDGES
+from torchtitan.evaluation.sample_files import SET_FORMATS
+from torchtitan.evaluation.sample_plans import SampleSetError, SetPlan, choices_of, read_seeds
+from torchtitan.evaluation.sample_sets import SampleSet, draw_set
 from torchtitan.evaluation.sampling import ImageSampler, grid_choices
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
 from torchtitan.processes.command_line import OneLineParser, exit_code
+from torchtitan.runs.guides import LoadedGuide, load_guide, read_reference
+from torchtitan.runs.sample_settings import set_settings
+from torchtitan.runs.sampling_options import add_method_options, option, sampling_method
 from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, load_weights
-from torchtitan.settings import has_key
-from torchtitan.settings.record import unmet_condition
-from torchtitan.settings.schema import validate_section
-from torchtitan.settings.sections import choices, keys, put_section, section_at
 
 FIRST = os.environ.get("RANK", "0") == "0"
-# Keys of `[sampling]` that say how an image is drawn; each is an option here too, as are those of the inner sections.
-METHOD_KEYS = [
-    "num_steps", "guidance_scale", "guidance_interval", "guidance_interval_unit", "guidance_channels", "clip_x0", "state_dtype",
-]
+# Options of the grid, and their defaults; none has an effect on a set.
+GRID_OPTIONS = {"images_per_class": 8, "seed": 0, "files": False, "latents": False}
+SET_OPTIONS = ("format", "judge")
+LONGEST = timedelta(days=365)  # that one rank may wait for another
 
 
 def main() -> int:
     arguments = parse_arguments()
     try:
+        refuse_unused(arguments)
         trained = open_model(arguments)
         sampling = check(arguments, trained)
+        guide = open_guide(arguments, trained, sampling)
         decoder = open_autoencoder(arguments, trained)
-    except (AutoencoderError, ConfigError, CheckpointError, WeightsError) as error:
+        samples = plan_set(arguments, trained, sampling, guide, decoder) if arguments.set else None
+    except (AutoencoderError, ConfigError, CheckpointError, SampleSetError, WeightsError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # processes are not joined yet: one of each machine says it
             print(error, file=sys.stderr)
         return 2
-    for warning in trained.warnings if FIRST else ():
+    for warning in (*trained.warnings, *(guide.model.warnings if guide else ())) if FIRST else ():
         print(warning, file=sys.stderr)
     init_process_group(CommConfig())
-    draw(arguments, trained, sampling, decoder)
-    return 0
+    sampler = ImageSampler(trained.model, trained.objective, arguments.dtype, compute_device())
+    method = sampling.method() | {"guide": guide.guide if guide else None}
+    if samples is None:
+        draw_grid(arguments, trained, sampler, method, decoder)
+        return 0
+    return draw(arguments, trained, sampler, method, decoder, samples)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -71,64 +83,42 @@ def parse_arguments() -> argparse.Namespace:
     add("--config", type=Path, help="the weights' configuration (for a safetensors file)")
     add("--step", type=int, help="checkpoint of this step (default: the newest good one)")
     add("--ema", metavar="TRACK", help="EMA track, or 'none' for the trained weights (default: sampling.ema_track)")
-    add("--classes", type=int, nargs="+", help="classes, one row of the grid each (default: the run's)")
-    add("--images-per-class", type=int, default=8)
-    add("--seed", type=int, default=0, help="of the images' noise")
-    for name, options in choices(SamplingConfig()).items():
-        add(option(name), choices=list(options.registry), help=f"{described(SamplingConfig, name)} (default: the run's)")
-    for section, key in method_keys():
-        add(option(key), help=f"{described(section, key)} (default: the run's)", **reader(section, key))
+    add("--guide", metavar="RUN[@STEP][:TRACK]", help="weights to guide away from instead of the null condition: of "
+        "this run (@STEP, :TRACK), another run, or a safetensors file; none: the null condition (default: "
+        "sampling.guide_track)")
+    add("--classes", type=int, nargs="+", help="classes: one row of the grid each (default: the run's), or those of a "
+        "set, by turns (default: drawn for each seed)")
+    add("--images-per-class", type=int, help="columns of the grid (default: 8)")
+    add("--seed", type=int, help="of the grid's noise (default: 0)")
+    add("--count", type=int, help="draw a set of this many images")
+    add("--seeds", metavar="SEEDS", help="draw a set of these seeds, as 0-49999 or 1,5,10-19 (default: 0 to count - 1)")
+    add("--format", choices=list(SET_FORMATS), help="files of a set (default: png)")
+    add("--judge", action="store_true", help="judge the set against real images, as at the end of a run")
+    add_method_options(parser)
     add("--batch-size", type=int, default=256, help="images at a time on each rank")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of compute")
     add("--autoencoder", choices=("none", *AUTOENCODERS),
         help="autoencoder that decodes latents to images (default: the run's)")
     add("--autoencoder-path", metavar="PATH", help="its folder or hub name, if not the run's")
-    add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, or the weights' folder)")
+    add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, for a set RUN/samples/set, or the "
+        "weights' folder)")
     add("--files", action="store_true", help="one PNG per image besides the grid")
     add("--latents", action="store_true", help="also a file of the drawn latents, for cosmos_latent_decoder.py")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.set = arguments.count is not None or arguments.seeds is not None
+    return arguments
 
 
-def option(key: str) -> str:
-    """Command-line option of a key of `[sampling]`."""
-    return "--" + key.replace("_", "-")
-
-
-def option_of(key: str) -> str:
-    """Key that names an option, for one within `[sampling]`: `solver` of `solver.name`, `churn` of `solver.churn`."""
-    section, _, last = key.rpartition(".")
-    return section if last == "name" else last
-
-
-def method_keys() -> list[tuple[type, str]]:
-    """Section and key of every option that says how an image is drawn, but for the names of inner sections."""
-    inner = [type(each.section(name)) for each in choices(SamplingConfig()).values() for name in each.registry]
-    found: dict[str, type] = dict.fromkeys(METHOD_KEYS, SamplingConfig)
-    for section in inner:  # a key that several have is one option, for the one that is chosen
-        found = {key.name: section for key in keys(section) if key.name != "name"} | found
-    return [(section, key) for key, section in found.items()]
-
-
-def described(section: Any, key: str) -> str:
-    """Description of a key."""
-    return section.__dataclass_fields__[key].metadata["description"]
-
-
-def reader(section: type, key: str) -> dict:
-    """Reader of a key's values for argparse."""
-    hint = typing.get_type_hints(section)[key]
-    if typing.get_origin(hint) is typing.Literal:
-        return {"choices": typing.get_args(hint)}
-    if hint is bool:
-        return {"type": true_or_false, "metavar": "{true,false}"}
-    return {"type": float, "nargs": "+"} if hint == list[float] else {"type": hint}
-
-
-def true_or_false(text: str) -> bool:
-    """Read a truth value. Raises ValueError."""
-    if text not in ("true", "false"):
-        raise ValueError(f"{text!r} is neither true nor false")
-    return text == "true"
+def refuse_unused(arguments: argparse.Namespace) -> None:
+    """Refuse options of a grid for a set, and of a set for a grid, then fill in the defaults. Raises WeightsError."""
+    unused = GRID_OPTIONS if arguments.set else SET_OPTIONS
+    for name in unused:
+        if getattr(arguments, name) is not None and getattr(arguments, name) is not False:
+            reason = "a set (--count, --seeds; leave it out)" if arguments.set else "a grid (give --count or --seeds too)"
+            raise WeightsError(f"{option(name)}: has no effect on {reason}")
+    for name, default in GRID_OPTIONS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
 
 
 def open_model(arguments: argparse.Namespace) -> TrainedModel:
@@ -147,7 +137,7 @@ def check(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfi
     """Check the run's sampling method with the given options. Raises WeightsError: it cannot be used."""
     kind = trained.info.condition_kind
     if arguments.classes is None:
-        arguments.classes = trained.config.sampling.classes
+        arguments.classes = [] if arguments.set else trained.config.sampling.classes
     for name in ("images_per_class", "batch_size"):
         if getattr(arguments, name) < 1:
             raise WeightsError(f"{option(name)}: must be at least 1, is {getattr(arguments, name)}")
@@ -156,12 +146,50 @@ def check(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfi
     outside = [number for number in arguments.classes if not 0 <= number < max(kind.choices, 1)]
     if outside:
         raise WeightsError(f"--classes: {outside[0]} is not in 0..{max(kind.choices, 1) - 1}")
-    if arguments.output:
+    if arguments.output and not arguments.set:
         refuse_earlier_pictures(arguments.output, arguments)
-    sampling = sampling_method(arguments, trained)
-    if sampling.guidance_scale != 1 and (isinstance(kind, Unconditional) or trained.config.model.label_dropout == 0):
-        raise WeightsError("--guidance-scale: the model was trained without a null class (leave it at 1)")
-    return sampling
+    if arguments.judge and trained.config.data.name not in JUDGES:
+        raise WeightsError(f"--judge: data.name = {trained.config.data.name} has no judge (leave it out)")
+    return sampling_method(arguments, trained)
+
+
+def open_guide(arguments: argparse.Namespace, trained: TrainedModel, sampling: SamplingConfig) -> LoadedGuide | None:
+    """Open the guide; None for guidance by the null condition. Raises WeightsError, ConfigError, CheckpointError."""
+    text = arguments.guide
+    if text is None and sampling.guide_track and arguments.source.is_dir() and sampling.guidance_scale != 1:
+        text = f":{sampling.guide_track}"
+    if text not in (None, "none"):
+        if sampling.guidance_scale == 1:
+            raise WeightsError("--guide: has no effect at a guidance scale of 1 (give --guidance-scale, as 2)")
+        return load_guide(read_reference(text), arguments.source, arguments.config, trained, compute_device())
+    unconditional = isinstance(trained.model.condition_kind, Unconditional)
+    if sampling.guidance_scale != 1 and (unconditional or trained.config.model.label_dropout == 0):
+        raise WeightsError("--guidance-scale: the model was trained without a null class (leave it at 1, or give --guide)")
+    return None
+
+
+def plan_set(
+    arguments: argparse.Namespace, trained: TrainedModel, sampling: SamplingConfig, guide: LoadedGuide | None,
+    decoder: LatentDecoder | None,
+) -> SampleSet:  # fmt: skip
+    """Plan the set of the options. Raises SampleSetError: there can be none."""
+    channels = trained.model.image_shape[0]
+    if decoder is None and (trained.config.data.name in LATENT_DATASETS or channels not in (1, 3)):
+        raise SampleSetError(
+            f"{arguments.source}: draws latents or images of {channels} channels, a set is of pictures (for latents give"
+            " --autoencoder NAME --autoencoder-path PATH)"
+        )
+    seeds = read_seeds(arguments.seeds, arguments.count)
+    settings = set_settings(trained, sampling, guide, decoder, arguments.dtype)
+    kind = trained.model.condition_kind
+    plan = SetPlan(seeds, choices_of(seeds, kind.choices, arguments.classes), arguments.batch_size, settings)
+    folder = arguments.output or beside(arguments.source, "set")
+    return SampleSet(folder, plan, arguments.format or "png")
+
+
+def beside(source: Path, name: str) -> Path:
+    """Folder for what is drawn from a run, or from a file of weights."""
+    return source / "samples" / name if source.is_dir() else source.with_suffix("")
 
 
 def refuse_earlier_pictures(folder: Path, arguments: argparse.Namespace) -> None:
@@ -171,37 +199,6 @@ def refuse_earlier_pictures(folder: Path, arguments: argparse.Namespace) -> None
     names += [f"class-*-image-*-seed-{arguments.seed}.png"] if arguments.files else []
     if there := [path for name in names for path in folder.glob(name)]:
         raise WeightsError(f"{min(there)}: exists already (give another --output or --seed)")
-
-
-def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfig:
-    """Sampling method: `[sampling]` of the run, with the options given here. Raises WeightsError."""
-    given = {key: getattr(arguments, key) for _, key in method_keys() if getattr(arguments, key) is not None}
-    sampling = dataclasses.replace(trained.config.sampling, enable=True)
-    problems = []
-    for name, options in choices(sampling).items():
-        if chosen := getattr(arguments, name):
-            section = getattr(sampling, name)
-            setattr(sampling, name, section if section.name == chosen else options.section(chosen))
-    config = dataclasses.replace(trained.config, sampling=sampling)
-    for name in ("sampling", *(f"sampling.{inner}" for inner in choices(sampling))):
-        section = section_at(config, name)
-        own = {key: given.pop(key) for key in list(given) if has_key(section, key)}
-        filled, refused = validate_section(name, section, own, lambda key: "")
-        put_section(config, name, filled)
-        problems += [(problem.key.rpartition(".")[2], problem.text) for problem in refused]
-        for field in keys(filled):
-            if field.name in own and (unmet := unmet_condition(config, name, field)):
-                problems.append((field.name, f"has no effect when {unmet[0]} = {unmet[1]} (leave it out)"))
-    sampling = config.sampling
-    for key in given:
-        chosen_names = ", ".join(f"--{name} {getattr(sampling, name).name}" for name in choices(sampling))
-        problems.append((key, f"has no effect with {chosen_names} (leave it out)"))
-    problems += sampling_problems(
-        sampling, config.objective.path, config.model.learned_variance, bool(config.objective.heads_of_network())
-    )
-    if problems:
-        raise WeightsError("\n".join(f"{option(option_of(key))}: {text}" for key, text in problems))
-    return sampling
 
 
 def open_autoencoder(arguments: argparse.Namespace, trained: TrainedModel) -> LatentDecoder | None:
@@ -231,19 +228,43 @@ def open_autoencoder(arguments: argparse.Namespace, trained: TrainedModel) -> La
 
 
 def draw(
-    arguments: argparse.Namespace, trained: TrainedModel, sampling: SamplingConfig, decoder: LatentDecoder | None
-) -> None:
+    arguments: argparse.Namespace, trained: TrainedModel, sampler: ImageSampler, method: dict[str, Any],
+    decoder: LatentDecoder | None, samples: SampleSet,
+) -> int:  # fmt: skip
+    """Draw a set, or the rest of it, and judge it if asked to."""
+    group = dist.new_group(backend="gloo", timeout=LONGEST) if dist.is_initialized() else None
+    try:
+        found = draw_set(samples, sampler, method, decoder, group, progress=True)
+        if FIRST:
+            print(f"{found}: {len(samples.plan.seeds)} images")
+        if FIRST and arguments.judge:
+            for name, score in samples.judge(trained.config.data).items():
+                print(f"{name:28} {score:.4f}")
+    except SampleSetError as error:
+        if FIRST:
+            print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{samples.folder}: cannot be written: {error.strerror} (the same command resumes)", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        if FIRST:
+            print("stopped; the same command resumes", file=sys.stderr)
+        return 130
+    return 0
+
+
+def draw_grid(
+    arguments: argparse.Namespace, trained: TrainedModel, sampler: ImageSampler, method: dict[str, Any],
+    decoder: LatentDecoder | None,
+) -> None:  # fmt: skip
     kind = trained.info.condition_kind
     choices = grid_choices(arguments.classes, kind.choices, arguments.images_per_class)
-    sampler = ImageSampler(trained.model, trained.objective, arguments.dtype, compute_device())
-    drawn = sampler.draw(
-        choices, arguments.seed, **sampling.method(), batch_size=arguments.batch_size, progress=FIRST
-    )
+    drawn = sampler.draw(choices, arguments.seed, **method, batch_size=arguments.batch_size, progress=FIRST)
     images = decoder.decode(drawn) if decoder else drawn
     if not FIRST:
         return
-    beside = arguments.source / "samples" / "drawn" if arguments.source.is_dir() else arguments.source.with_suffix("")
-    folder = arguments.output or beside
+    folder = arguments.output or beside(arguments.source, "drawn")
     folder.mkdir(parents=True, exist_ok=True)
     rows = choices[:: arguments.images_per_class].tolist()
     names = class_labels(rows, kind.choice_names)

@@ -32,6 +32,7 @@ PURPOSES = {
     "posterior": 12,
     "waves": 13,
     "dropout": 14,
+    "sampled_class": 15,
 }
 
 _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -1,9 +1,7 @@
 """Runs on latents whose grids are decoded images: what they show, and that training does not know of it."""
 
 import json
-import os
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -12,10 +10,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.decoding import CLASS_NAMES, decoded_by_hand, write_encoded_store
+from tests.end_to_end.drawing import sample
 from tests.end_to_end.runs import checkpoint_tensors
 from tests.faults.forked import ForkedRun
-from tests.forked import ForkedProcess
-from tests.launcher import free_port
 from tests.unit.autoencoder_files import write_taef2
 from torchtitan.pictures.grids import class_labels, image_grid
 
@@ -63,24 +60,6 @@ def runs(encoded):
         "plain": ForkedRun(folder / "latents.toml", "plain", ranks=2, replicas=2),
     }
     return {name: (run, run.finish()[0]) for name, run in found.items()}
-
-
-def sample(folder, run, *options: str, ranks: int = 1) -> list[tuple[int, str]]:
-    """Exit code and output of every rank of scripts/sample.py."""
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment |= {"WORLD_SIZE": str(ranks)} if ranks > 1 else {}
-    processes = [
-        ForkedProcess(_sample, ([str(run), "--output", str(folder), *options],), environment | {"RANK": str(rank)})
-        for rank in range(ranks)
-    ]
-    return [(process.wait(120), process.said()) for process in processes]
-
-
-def _sample(words: list[str]) -> int:
-    sys.argv = ["sample.py", *words]
-    from scripts import sample  # reads RANK when it is imported
-
-    return sample.main()
 
 
 def differences(one, other) -> np.ndarray:
@@ -156,6 +135,20 @@ def test_two_ranks_draw_the_same_grid_and_weights_may_have_moved(runs, encoded):
         assert code == 0 and "--autoencoder NAME" not in output
     finally:
         away.rename(tokenizer)
+
+
+def test_a_set_of_latents_is_decoded_by_the_rank_that_drew_it(runs, encoded):
+    folder, run = encoded[0], runs["decoded"][0].folder
+    options = ("--count", "5", "--batch-size", "2", "--format", "npz")
+    for ranks in (1, 2):
+        results = sample(folder / f"set-{ranks}", run, *options, ranks=ranks)
+        assert [code for code, _ in results] == [0] * ranks, results
+    one, two = (np.load(folder / f"set-{ranks}" / "samples.npz") for ranks in (1, 2))
+    assert one["arr_0"].shape == (5, 32, 32, 3) and all(np.array_equal(one[name], two[name]) for name in one)
+    assert len(np.unique(one["arr_0"][0])) > 10
+    (code, said), = sample(folder / "refused", runs["plain"][0].folder, *options)
+    assert code == 2 and "draws latents or images of 16 channels, a set is of pictures" in said
+    assert not (folder / "refused").exists()
 
 
 def test_weights_that_do_not_fit_end_a_run_before_it_starts_in_one_line(encoded):

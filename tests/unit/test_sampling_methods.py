@@ -22,6 +22,7 @@ from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, SolverConfig
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
 from torchtitan.evaluation.sampling import ImageSampler
+from torchtitan.runs.sampling_options import method_keys
 from torchtitan.settings import setting
 from torchtitan.settings.record import dump_config
 from torchtitan.settings.sections import keys
@@ -239,18 +240,22 @@ def test_commands_of_the_documentation_are_ways_to_sample(script, monkeypatch):
     text = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
     commands = [shlex.split(line) for line in re.findall(r"^    python scripts/sample.py (.*)$", text, re.MULTILINE)]
     methods = [method_of(script, monkeypatch, command) for command in commands]
-    assert [method.solver.name for method in methods] == ["heun", "euler_maruyama", "edm_heun", *["euler"] * 3]
+    assert [method.solver.name for method in methods] == [
+        "heun", "euler_maruyama", "edm_heun", "euler", *["edm_heun"] * 2, *["euler"] * 5
+    ]  # fmt: skip
     assert methods[2].solver.churn == 40 and methods[2].schedule.name == "edm"
     assert (methods[3].guidance_scale, methods[3].guidance_interval) == (3.0, [0.2, 0.8])
+    assert (methods[5].state_dtype, methods[5].clip_x0, methods[5].solver.churn_noise) == ("float64", True, 1.007)
+    assert methods[-1].guidance.interval == pytest.approx((0.3 / 1.3, 0.75))
     for section, key in re.findall(r"`(sampling)\.([a-z_]+)", text):
         assert hasattr(SamplingConfig(), key), f"{section}.{key}"
 
 
-def test_every_key_of_the_method_is_an_option(script):
-    others = {"enable", "interval", "classes", "images_per_class", "ema_track", "judge_images", "batch_size"}
+def test_every_key_of_the_method_is_an_option():
+    others = {"enable", "interval", "classes", "images_per_class", "ema_track", "guide_track", "judge_images", "batch_size"}
     inner = {key.name for each in (*SOLVERS.values(), *SCHEDULES.values()) for key in keys(each) if key.name != "name"}
-    options = {key for _, key in script.method_keys()}
-    assert options == {key.name for key in keys(SamplingConfig)} - others | inner and len(options) == len(script.method_keys())
+    options = {key for _, key in method_keys()}
+    assert options == {key.name for key in keys(SamplingConfig)} - others | inner and len(options) == len(method_keys())
 
 
 @pytest.mark.parametrize(

@@ -57,18 +57,23 @@ class LatentDecoder:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         share = math.ceil(len(latents) / ranks)
         images = torch.empty(0)
-        with self._on_device():
+        with self.on_device():
             for places in torch.arange(share).split(self._batch_size):  # as many on every rank
-                mine = latents[(places + rank * share).clamp(max=len(latents) - 1)].to(self._device)
-                part = self._autoencoder.decode(denormalize(mine, self._normalization))
+                part = self._decoded(latents[(places + rank * share).clamp(max=len(latents) - 1)])
                 if not len(images):
                     images = torch.empty(ranks * share, *part.shape[1:])
                 for other, decoded in enumerate(_of_all_ranks(part, ranks)):
                     images[places + other * share] = decoded.cpu()
         return images[: len(latents)]
 
+    @torch.no_grad()
+    def decode_alone(self, latents: Tensor) -> Tensor:
+        """Decode this rank's own latents [N, C, h, w], inside `on_device`: images [N, 3, H, W] float32 on the CPU."""
+        return torch.cat([self._decoded(part).cpu() for part in latents.split(self._batch_size)])
+
     @contextmanager
-    def _on_device(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
+        """Keep the autoencoder on the device for the block."""
         self._autoencoder.move(self._device)
         try:
             yield
@@ -76,6 +81,13 @@ class LatentDecoder:
             self._autoencoder.move(torch.device("cpu"))
             if self._device.type == "cuda":  # what decoding needed is training's again
                 torch.cuda.empty_cache()
+
+    def identity(self) -> dict:
+        """Identity of the autoencoder, as a latent store records it."""
+        return self._autoencoder.identity()
+
+    def _decoded(self, latents: Tensor) -> Tensor:
+        return self._autoencoder.decode(denormalize(latents.to(self._device), self._normalization))
 
 
 def open_decoder(config: AutoencoderConfig, store: LatentStore, device: torch.device) -> LatentDecoder:

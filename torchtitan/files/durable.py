@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -54,7 +54,7 @@ def replacing(path: Path) -> Iterator[Path]:
         OSError: it cannot be brought to the disk, or is a pipe, a device or a folder; `path` is unchanged.
     """
     refuse_special(path)
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
+    unfinished = _unfinished(path)
     try:
         yield unfinished
         sync(unfinished)
@@ -70,6 +70,29 @@ def replace_file(path: Path, content: bytes | str) -> None:
     """Replace a file's content by this (text as UTF-8), or create the file. Raises OSError."""
     with replacing(path) as unfinished, open(unfinished, "xb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Replace or create files of a folder, by their names, whose list is brought to the disk once.
+
+    Raises:
+        OSError: one cannot be brought to the disk, or is a pipe, a device or a folder; some may be replaced then, each whole.
+    """
+    unfinished = {}
+    try:
+        for name, content in contents.items():
+            refuse_special(folder / name)
+            hidden = _unfinished(folder / name)
+            unfinished[hidden] = folder / name
+            write_synced(hidden, content)
+        for hidden, path in unfinished.items():
+            hidden.replace(path)
+    except BaseException:
+        for hidden in unfinished:
+            with suppress(OSError):
+                hidden.unlink(missing_ok=True)
+        raise
+    sync(folder)
 
 
 def append_synced(path: Path, content: bytes) -> None:
@@ -126,3 +149,8 @@ def remove_unfinished(folder: Path) -> None:
     for path in folder.glob(".*.unfinished"):
         if is_unfinished(path.name) and path.is_file() and not path.is_symlink():
             path.unlink(missing_ok=True)
+
+
+def _unfinished(path: Path) -> Path:
+    """Hidden name, of no other file, beside a path."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")

@@ -68,7 +68,7 @@ def image_grid(
         raise ValueError(f"image_grid: {len(row_labels)} row labels for {rows} rows")
     if captions is not None and len(captions) != len(images):
         raise ValueError(f"image_grid: {len(captions)} captions for {len(images)} images")
-    pixels = _enlarge(_to_rgb(images.detach().float().cpu().numpy()))  # [N, H * factor, W * factor, 3]
+    pixels = _enlarge(to_rgb(images.detach().float().cpu().numpy()))  # [N, H * factor, W * factor, 3]
     height, width = pixels.shape[1:3]
 
     label_font = _font(_between(14, height // 3, 36))
@@ -116,9 +116,21 @@ def class_labels(labels: Sequence[int], class_names: Sequence[str]) -> list[str]
     return [name.split(",")[0].replace("_", " ").strip() for name in names]
 
 
+def to_rgb(images: np.ndarray) -> np.ndarray:
+    """Pixels uint8 [N, H, W, 3] of images [N, C, H, W], as `image_grid` shows them."""
+    finite = np.isfinite(images).all(axis=1)  # [N, H, W]
+    images = np.where(np.isfinite(images), images, 0)
+    channels = images.shape[1]
+    if channels not in (1, 3):
+        images = _stretch(images[:, : 3 if channels > 3 else 1])
+    pixels = np.rint((images.clip(-1, 1) + 1) * 127.5).astype(np.uint8)
+    pixels = np.broadcast_to(pixels, (len(pixels), 3, *pixels.shape[2:])).transpose(0, 2, 3, 1)  # [N, H, W, 3]
+    return np.where(finite[..., None], pixels, np.array(NOT_FINITE, dtype=np.uint8))
+
+
 def save_image(image: Tensor, path: Path) -> None:
     """Write one image [C, H, W] as PNG in its own size; values and channels are shown as in image_grid."""
-    Image.fromarray(_to_rgb(image[None].detach().float().cpu().numpy())[0]).save(path, "PNG")
+    Image.fromarray(to_rgb(image[None].detach().float().cpu().numpy())[0]).save(path, "PNG")
 
 
 def save_animation(frames: Sequence[tuple[int, str | os.PathLike]], path: str | os.PathLike) -> int:
@@ -163,17 +175,6 @@ def _evenly(items: list, most: int) -> list:
     if len(items) <= most:
         return items
     return [items[round(place)] for place in np.linspace(0, len(items) - 1, most)]
-
-
-def _to_rgb(images: np.ndarray) -> np.ndarray:
-    finite = np.isfinite(images).all(axis=1)  # [N, H, W]
-    images = np.where(np.isfinite(images), images, 0)
-    channels = images.shape[1]
-    if channels not in (1, 3):
-        images = _stretch(images[:, : 3 if channels > 3 else 1])
-    pixels = np.rint((images.clip(-1, 1) + 1) * 127.5).astype(np.uint8)
-    pixels = np.broadcast_to(pixels, (len(pixels), 3, *pixels.shape[2:])).transpose(0, 2, 3, 1)  # [N, H, W, 3]
-    return np.where(finite[..., None], pixels, np.array(NOT_FINITE, dtype=np.uint8))
 
 
 def _stretch(images: np.ndarray) -> np.ndarray:

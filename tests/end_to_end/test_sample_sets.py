@@ -1,0 +1,178 @@
+"""Sets of samples by the command: the same on any number of processes and after a kill, guided by the run's own past."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.end_to_end.drawing import sample, start_sampling
+from tests.faults.forked import ForkedRun
+
+CONFIG = """
+[model]
+flavor = "debug"
+[data]
+name = "digits"
+[optimizer]
+lr = 1e-2
+[lr_scheduler]
+warmup_steps = 2
+[training]
+steps = 20
+local_batch_size = 8
+global_batch_size = 16
+[[ema.tracks]]
+name = "ema"
+decay = 0.8
+[[ema.tracks]]
+name = "long"
+decay = 0.95
+[metrics]
+enable_tensorboard = false
+[checkpoint]
+interval = 10
+[sampling]
+interval = 20
+num_steps = 3
+images_per_class = 2
+guide_track = "long"
+"""
+SET = ("--seeds", "0-40,1000", "--batch-size", "4")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """Run of two shards whose grid is guided by its longer average."""
+    folder = tmp_path_factory.mktemp("sets")
+    (folder / "small.toml").write_text(CONFIG)
+    run = ForkedRun(folder / "small.toml", "guided", ranks=2, shards=2)
+    run.finish()
+    return run.folder
+
+
+@pytest.fixture(scope="module")
+def straight(run, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("straight")
+    for file_format in ("png", "npz"):
+        succeeded(sample(folder / file_format, run, *SET, "--format", file_format))
+    return folder
+
+
+def succeeded(results: list[tuple[int, str]]) -> list[str]:
+    assert [code for code, _ in results] == [0] * len(results), results
+    return [said for _, said in results]
+
+
+def refusal(results: list[tuple[int, str]]) -> str:
+    (code, said), = results
+    assert code == 2 and said.count("\n") == 1, said
+    return said.strip()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+
+
+def pictures(path: Path) -> np.ndarray:
+    """Images of a grid with their labels at the left, without the title above, which may be wider."""
+    rows, columns = 10 * 68 - 4 + 12, 2 * 68 - 4 + 24
+    return np.asarray(Image.open(path)).astype(int)[-rows:, :columns]
+
+
+def test_a_grid_of_sharded_training_is_guided_as_by_two_networks(run, tmp_path):
+    trained = pictures(run / "samples" / "step-00000020.png")
+    succeeded(sample(tmp_path, run, "--images-per-class", "2"))
+    assert np.abs(pictures(tmp_path / "grid-seed-0.png") - trained).max() <= 1
+    succeeded(sample(tmp_path / "null", run, "--images-per-class", "2", "--guide", "none"))
+    assert np.abs(pictures(tmp_path / "null" / "grid-seed-0.png") - trained).max() > 20
+
+
+def test_three_processes_write_the_files_of_one(run, straight, tmp_path):
+    succeeded(sample(tmp_path / "png", run, *SET, ranks=3))
+    succeeded(sample(tmp_path / "npz", run, *SET, "--format", "npz", ranks=2))
+    for file_format in ("png", "npz"):
+        assert contents(tmp_path / file_format) == contents(straight / file_format)
+    names = sorted(path.name for path in (straight / "png").glob("*.png"))
+    assert names == [f"{seed:06d}.png" for seed in (*range(41), 1000)]
+    images = np.stack([np.asarray(Image.open(straight / "png" / name)) for name in names])
+    with np.load(straight / "npz" / "samples.npz") as whole:
+        assert np.array_equal(whole["arr_0"], images) and whole["arr_0"].dtype == np.uint8
+        assert whole["seeds"].tolist() == [*range(41), 1000]
+        lines = (straight / "png" / "labels.csv").read_text().splitlines()[1:]
+        assert [int(line.split(",")[1]) for line in lines] == whole["arr_1"].tolist()
+        assert len(set(whole["arr_1"].tolist())) > 5
+    assert len({image.tobytes() for image in images}) == len(images)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_set_resumes_to_the_same_set(run, straight, tmp_path, ranks):
+    file_format = "npz" if ranks == 1 else "png"
+    folder = tmp_path / "set"
+    processes = start_sampling(folder, run, *SET, "--format", file_format, ranks=ranks)
+    deadline = time.monotonic() + 60
+    while len([*folder.glob("parts/*.npy"), *folder.glob("*.png")]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    assert -signal.SIGKILL in [process.wait(10) for process in processes]
+    (folder / f".000040.png.{'0' * 32}.unfinished").write_bytes(b"what a kill leaves")
+    succeeded(sample(folder, run, *SET, "--format", file_format, ranks=3 - ranks))
+    assert contents(folder) == contents(straight / file_format)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.suffix in (".png", ".npz")}
+    said, = succeeded(sample(folder, run, *SET, "--format", file_format))
+    assert before == {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name in before}
+    assert "42 images" in said
+
+
+def test_an_image_is_that_of_its_seed_in_any_set(run, straight, tmp_path):
+    succeeded(sample(tmp_path / "some", run, "--seeds", "7,1000,3", "--batch-size", "2"))
+    for seed in (3, 7, 1000):
+        images = [Image.open(folder / f"{seed:06d}.png") for folder in (tmp_path / "some", straight / "png")]
+        one, other = (np.asarray(image).astype(int) for image in images)
+        assert np.abs(one - other).max() <= 1
+
+
+def test_other_continuations_and_other_folders_are_refused(run, straight, tmp_path):
+    before = contents(straight / "png")
+    for options, reason in {
+        ("--num-steps", "4"): "num_steps 3, not 4",
+        ("--guide", "@10"): 'guide.label "step 20, long", not "step 10, ema"',
+        ("--guidance-scale", "3"): "guidance_scale 2.0, not 3.0",
+        ("--classes", "3"): "choices ",
+        ("--format", "npz"): 'format "png", not "npz"',
+        ("--seeds", "0-4"): "images 42, not 5",
+        ("--batch-size", "5"): "batch_size 4, not 5",
+    }.items():
+        said = refusal(sample(straight / "png", run, *SET, *options))
+        assert said.startswith(f"{straight / 'png'}: was begun with {reason}") and said.endswith("another --output)")
+    assert contents(straight / "png") == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "000000.png").write_bytes(b"mine")
+    assert "holds 000000.png, which is not a set of samples'" in refusal(sample(tmp_path / "mine", run, "--count", "2"))
+    assert contents(tmp_path / "mine") == {"000000.png": b"mine"}
+    for options, reason in {
+        ("--guide", ":ema"): "--guide: step 20, ema are the sampled weights themselves",
+        ("--guide", "@10", "--guidance-scale", "1"): "--guide: has no effect at a guidance scale of 1",
+        ("--guide", str(tmp_path / "nowhere")): f"--guide: {tmp_path / 'nowhere'}: no such run folder",
+        ("--count", "0"): "--count: must be in 1..10000000, is 0",
+        ("--count", "5", "--files"): "--files: has no effect on a set",
+        ("--judge",): "--judge: has no effect on a grid",
+        ("--guidance-interval-unit", "sigma"): "--guidance-interval-unit: the run's guidance_interval is [0, 1] in t",
+    }.items():
+        assert refusal(sample(tmp_path / "none", run, *options)).startswith(reason)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_set_is_judged_and_keeps_its_scores(run, tmp_path):
+    options = ("--count", "60", "--classes", "0", "1", "2", "--judge", "--guide", "@10", "--format", "parquet")
+    said, = succeeded(sample(tmp_path / "set", run, *options))
+    scores = json.loads((tmp_path / "set" / "judge.json").read_text())
+    assert 0 <= scores["accuracy"] <= 1 and f"{scores['variety']:.4f}" in said
+    from pyarrow import parquet
+
+    table = parquet.read_table(tmp_path / "set" / "samples.parquet")
+    assert table.column("label").to_pylist() == [0, 1, 2] * 20 and table.column("seed").to_pylist() == [*range(60)]

@@ -1,0 +1,156 @@
+"""Plans of sets of samples, and their files: whole or missing, of no other set."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from torchtitan.evaluation.sample_files import SET_FORMATS
+from torchtitan.evaluation.sample_plans import SampleSetError, SetPlan, choices_of, read_seeds, seeds_text
+from torchtitan.evaluation.sample_sets import SampleSet
+from torchtitan.files.durable import replace_files
+from torchtitan.files.run_lock import Busy
+
+SETTINGS = {"image_shape": [1, 4, 4], "num_steps": 3, "solver": {"name": "heun"}}
+
+
+def plan(count: int = 5, **changes) -> SetPlan:
+    seeds = torch.arange(count)
+    return SetPlan(seeds, seeds % 3, 2, SETTINGS | changes)
+
+
+def images(seeds: torch.Tensor) -> torch.Tensor:
+    return (seeds.reshape(-1, 1, 1, 1) / 10 + torch.linspace(-1, 0, 16).reshape(1, 1, 4, 4)).float()
+
+
+def fill(samples: SampleSet, batches: list[int]) -> None:
+    for batch in batches:
+        samples.write(batch, images(samples.plan.batch(batch)[0]))
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "seeds"),
+    [
+        ("0-4", None, [0, 1, 2, 3, 4]), ("7", 1, [7]), ("9,1-3, 5", None, [9, 1, 2, 3, 5]), (None, 3, [0, 1, 2]),
+        (f"{2**40 - 1}", None, [2**40 - 1]),
+    ],
+)  # fmt: skip
+def test_seeds_are_read_and_written(text, count, seeds):
+    found = read_seeds(text, count)
+    assert found.tolist() == seeds and found.dtype == torch.int64
+    assert read_seeds(seeds_text(seeds), None).tolist() == seeds
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "line"),
+    [
+        ("", None, "--seeds: '' is no seed or range of seeds (as 0-49999 or 1,5,10-19)"),
+        ("-3", None, "--seeds: '-3' is no seed or range of seeds (as 0-49999 or 1,5,10-19)"),
+        ("4-2", None, "--seeds: 4-2 runs backwards (give the lower seed first)"),
+        ("1-5,3", None, "--seeds: 3 is given twice (leave it out once)"),
+        ("0-99999999999", None, "--seeds: 100000000000 are more than 10000000 (draw several sets)"),
+        (f"{2**40}", None, "--seeds: 1099511627776 is not in 0..2^40 - 1"),
+        ("0-4", 4, "--count: 4, but --seeds 0-4 are 5 (give one of the two)"),
+        (None, 0, "--count: must be in 1..10000000, is 0"),
+    ],
+)
+def test_seeds_that_are_none_are_refused_in_one_line(text, count, line):
+    with pytest.raises(SampleSetError) as refusal:
+        read_seeds(text, count)
+    assert str(refusal.value) == line
+
+
+def test_choices_are_functions_of_their_seed_and_all_as_likely():
+    seeds = torch.arange(30_000)
+    drawn = choices_of(seeds, 10, [])
+    assert torch.equal(choices_of(torch.tensor([29_999, 5]), 10, []), drawn[[29_999, 5]])
+    counts = drawn.bincount(minlength=10).double()
+    assert len(counts) == 10 and ((counts - 3000) ** 2 / 3000).sum() < 27.9  # chi square of 9 at 0.1 %
+    assert abs(np.corrcoef(drawn[1:], drawn[:-1])[0, 1]) < 0.025
+    assert choices_of(torch.tensor([0, 4, 2]), 10, [7, 1, 3]).tolist() == [7, 1, 3]
+    assert choices_of(seeds, 0, []) is None
+
+
+@pytest.mark.parametrize("file_format", SET_FORMATS)
+def test_a_set_is_resumed_finished_and_read(tmp_path, file_format):
+    samples = SampleSet(tmp_path / "set", plan(), file_format)
+    assert samples.begin() == [0, 1, 2]
+    fill(samples, [1])
+    with pytest.raises(SampleSetError, match="missing"):
+        samples.finish()
+    with pytest.raises(Busy):
+        SampleSet(tmp_path / "set", plan(), file_format).begin()
+    del samples
+    again = SampleSet(tmp_path / "set", plan(), file_format)
+    assert again.begin() == [0, 2]
+    fill(again, [2, 0])
+    again.finish()
+    found = np.concatenate(list(again.files.read()))
+    wanted = np.rint((images(torch.arange(5)).numpy() + 1) * 127.5).astype(np.uint8).repeat(3, 1).transpose(0, 2, 3, 1)
+    assert found.dtype == np.uint8 and np.array_equal(found, wanted)
+    later = SampleSet(tmp_path / "set", plan(), file_format)
+    assert later.begin() == []
+    names = {path.name for path in (tmp_path / "set").iterdir()} - {".lock", "set.json"}
+    assert names == ({*(f"00000{n}.png" for n in range(5)), "labels.csv"} if file_format == "png" else {f"samples.{file_format}"})
+
+
+@pytest.mark.parametrize("file_format", ["npz", "parquet"])
+def test_a_damaged_part_is_named_and_the_other_parts_are_kept(tmp_path, file_format):
+    samples = SampleSet(tmp_path / "set", plan(), file_format)
+    fill(samples, samples.begin())
+    part = sorted((tmp_path / "set" / "parts").iterdir())[1]
+    part.write_bytes(part.read_bytes()[:50])
+    with pytest.raises(SampleSetError) as refusal:
+        samples.finish()
+    assert str(refusal.value) == f"{part}: is damaged (remove it, and the same command draws it again)"
+    assert len(list((tmp_path / "set" / "parts").iterdir())) == 3 and not list((tmp_path / "set").glob("*samples*"))
+
+
+def test_another_plan_a_damaged_record_and_foreign_pictures_are_refused(tmp_path):
+    folder = tmp_path / "set"
+    samples = SampleSet(folder, plan(), "png")
+    fill(samples, samples.begin())
+    samples.finish()
+    lines = {
+        "was begun with solver.name \"heun\", not \"euler\" (give that, or another --output)": plan(solver={"name": "euler"}),
+        "was begun with images 5, not 6 (give that, or another --output)": plan(6),
+        "was begun with guide null, not \"x\" (give that, or another --output)": plan(guide="x"),
+    }
+    for line, other in lines.items():
+        with pytest.raises(SampleSetError) as refusal:
+            SampleSet(folder, other, "png").begin()
+        assert str(refusal.value) == f"{folder}: {line}"
+    (folder / "mine.png").write_bytes(b"mine")
+    with pytest.raises(SampleSetError, match="holds mine.png, which is not of this set"):
+        SampleSet(folder, plan(), "png").begin()
+    (folder / "set.json").write_text("{\n \"sample_set\": 1,")
+    with pytest.raises(SampleSetError, match="is damaged"):
+        SampleSet(folder, plan(), "png").begin()
+    (folder / "set.json").write_text(json.dumps({"mine": 1}))
+    with pytest.raises(SampleSetError, match="which is not a set of samples'; nothing was written"):
+        SampleSet(folder, plan(), "png").begin()
+
+
+def test_values_that_are_not_finite_are_named_by_their_seed(tmp_path):
+    samples = SampleSet(tmp_path / "set", plan(), "png")
+    samples.begin()
+    broken = images(torch.tensor([2, 3]))
+    broken[1, 0, 2, 2] = float("nan")
+    with pytest.raises(SampleSetError, match="the image of seed 3 has values that are not finite"):
+        samples.write(1, broken)
+    assert not list((tmp_path / "set").glob("*.png"))
+
+
+def test_files_are_replaced_together_or_left_out_whole(tmp_path, monkeypatch):
+    replace_files(tmp_path, {"a": b"1", "b": b"2"})
+    os.mkfifo(tmp_path / "c")
+    with pytest.raises(OSError):
+        replace_files(tmp_path, {"a": b"new", "c": b"3"})
+    assert (tmp_path / "a").read_bytes() == b"1" and sorted(os.listdir(tmp_path)) == ["a", "b", "c"]
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    replace_files(tmp_path, {"a": b"new", "d": b"4"})
+    assert (tmp_path / "a").read_bytes() == b"new" and (tmp_path / "d").read_bytes() == b"4"
+    assert [os.path.basename(path)[:3] for path in synced[:2]] == [".a.", ".d."] and synced[2:] == [str(tmp_path)]

@@ -1,0 +1,220 @@
+"""Sets of samples on the disk, drawn by any number of processes, and resumable after a kill.
+
+The unit of work is a batch of the plan. A batch is written whole by the process that drew it, and the set's files are the
+same bytes on any number of processes.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from data import DataConfig
+from torchtitan.distributed.collectives import from_first_rank, of_all_ranks
+from torchtitan.evaluation.decoding import LatentDecoder
+from torchtitan.evaluation.judges import build_judge
+from torchtitan.evaluation.sample_files import SET_FORMATS, SetFiles
+from torchtitan.evaluation.sample_plans import KEY, SampleSetError, SetPlan
+from torchtitan.evaluation.sampling import ImageSampler
+from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
+from torchtitan.files.ownership import foreign_entry, foreign_text
+from torchtitan.files.regular import read_regular
+from torchtitan.files.run_lock import Busy, RunLock
+from torchtitan.pictures.grids import to_rgb
+
+RECORD = "set.json"
+JUDGED = "judge.json"
+_FORMAT = {"sample_set": 1}
+_START = b'{\n "sample_set": 1,'
+_MOST_RECORD_BYTES = 64 << 20
+SECONDS_BETWEEN_LOOKS = 1.0  # at what other ranks have written
+
+
+class SampleSet:
+    """Set of samples in a folder of its own, with a record of its plan beside the images."""
+
+    def __init__(self, folder: Path, plan: SetPlan, file_format: str) -> None:
+        """file_format: a key of SET_FORMATS."""
+        self.folder, self.plan = folder, plan
+        self.files: SetFiles = SET_FORMATS[file_format](folder, plan)
+        self._record = json.loads(json.dumps(_FORMAT | {"format": file_format} | plan.record()))  # as it is read
+        self._lock = RunLock(folder)
+
+    def begin(self) -> list[int]:
+        """Begin or resume the set, in one process, which holds the folder from now on: batches that are not written yet.
+
+        Raises:
+            SampleSetError: the folder holds something else, or a set of another plan; nothing was changed.
+            Busy: another process draws into it.
+            OSError: it cannot be written.
+        """
+        self._refuse_others()
+        make_folder(self.folder)
+        if (owner := self._lock.acquire()) is not None:
+            raise Busy(self.folder, owner, "give another --output")
+        self._refuse_others()  # what came before the lock
+        if not (self.folder / RECORD).exists():
+            replace_file(self.folder / RECORD, json.dumps(self._record, indent=1, ensure_ascii=False) + "\n")
+        remove_unfinished(self.folder)
+        self.files.begin()
+        return [batch for batch, there in enumerate(self.files.written()) if not there]
+
+    def write(self, batch: int, images: Tensor) -> None:
+        """Write a batch of images [B, C, H, W] in [-1, 1] (clipped), C being 1 or 3.
+
+        Raises:
+            SampleSetError: values are not finite.
+            OSError: it cannot be written.
+        """
+        finite = images.isfinite().flatten(1).all(1)
+        if not finite.all():
+            seed = self.plan.batch(batch)[0][~finite][0].item()
+            raise SampleSetError(
+                f"{self.folder}: the image of seed {seed} has values that are not finite (try more steps or less guidance)"
+            )
+        self.files.write(batch, to_rgb(images.numpy()))
+
+    def finish(self) -> Path:
+        """Finish the set, and let go of the folder: what there is to use.
+
+        Raises:
+            SampleSetError: a part is missing or damaged.
+            OSError: it cannot be written.
+        """
+        found = self.files.finish()
+        self._lock.release()
+        return found
+
+    def judge(self, data: DataConfig) -> dict[str, float]:
+        """Judge the finished set by the dataset's judge, one of JUDGES: scores by name, kept beside the set too.
+
+        Raises:
+            SampleSetError: the set has too few images of a class.
+        """
+        judge = build_judge(data)
+        channels = self.plan.settings["image_shape"][0]
+        pixels = torch.cat([torch.from_numpy(part) for part in self.files.read()]).permute(0, 3, 1, 2)[:, :channels]
+        labels = self.plan.seeds * 0 if self.plan.choices is None else self.plan.choices
+        try:
+            scores = judge.judge(pixels.numpy() / 127.5 - 1.0, labels.numpy())
+        except ValueError as error:
+            raise SampleSetError(f"{self.folder}: cannot be judged: {error} (draw more images)") from error
+        replace_file(self.folder / JUDGED, json.dumps(scores, indent=1) + "\n")
+        return scores
+
+    def _refuse_others(self) -> None:
+        advice = "give a new or empty folder"
+        if name := foreign_entry(self.folder, {RECORD: _START}):
+            raise SampleSetError(foreign_text(self.folder, name, "a set of samples'", advice))
+        record = self.folder / RECORD
+        if not record.exists():
+            return
+        try:
+            found = json.loads(read_regular(record, _MOST_RECORD_BYTES))
+        except (OSError, ValueError) as error:
+            raise SampleSetError(f"{record}: is damaged ({advice})") from error
+        if difference := _first_difference(found, self._record):
+            name, begun, wanted = difference
+            raise SampleSetError(
+                f"{self.folder}: was begun with {name} {begun}, not {wanted} (give that, or another --output)"
+            )
+
+
+def draw_set(
+    samples: SampleSet, sampler: ImageSampler, method: Mapping[str, Any], decoder: LatentDecoder | None = None,
+    group: dist.ProcessGroup | None = None, progress: bool = False,
+) -> Path:  # fmt: skip
+    """Draw the missing images of a set; called by every rank, each with its own model and decoder.
+
+    Args:
+        samples: the set, the same on every rank.
+        sampler: of the model, which is whole on every rank.
+        method: as in `ImageSampler.drawing`.
+        decoder: of latents; None for a model of images.
+        group: of all ranks, for CPU tensors, with a timeout above the duration of the work; None: one process.
+        progress: show a bar over the whole set, on the first rank.
+
+    Returns:
+        what there is to use: the folder of PNG files, or the one file.
+
+    Raises:
+        SampleSetError: the folder holds something else, or an image is not finite.
+        Busy, OSError: as in `SampleSet.begin`.
+    """
+    records = of_all_ranks(samples.plan.record(), group)
+    for rank, record in enumerate(records):
+        if difference := _first_difference(record, records[0]):
+            raise SampleSetError(f"rank {rank}: has {difference[0]} {difference[1]}, and rank 0 {difference[2]}")
+    pending = from_first_rank(samples.begin, group=group)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
+    others = [batch for place, batch in enumerate(pending) if place % ranks != rank]
+    with _Progress(samples, pending, others, shown=progress and rank == 0) as bar:
+        with decoder.on_device() if decoder else nullcontext():
+            for batch in pending[rank::ranks]:
+                seeds, choices = samples.plan.batch(batch)
+                with sampler.drawing(KEY, **method) as draw_batch:
+                    images = draw_batch(choices, seeds)
+                samples.write(batch, decoder.decode_alone(images) if decoder else images.cpu())
+                bar.advance(len(seeds))
+        if group:
+            arrival = dist.barrier(group=group, async_op=True)
+            while not arrival.is_completed():
+                bar.look()
+                time.sleep(SECONDS_BETWEEN_LOOKS / 10)
+            arrival.wait()
+        bar.look(now=True)
+    return from_first_rank(samples.finish, group=group)
+
+
+class _Progress:
+    """Progress bar over a whole set: this rank's images as they are written, those of others by looking for them."""
+
+    def __init__(self, samples: SampleSet, pending: list[int], others: list[int], shown: bool) -> None:
+        plan = samples.plan
+        self._samples, self._others = samples, others if shown else []
+        missing = sum(len(plan.batch(batch)[0]) for batch in pending)
+        self._bar = tqdm(
+            total=len(plan.seeds), initial=len(plan.seeds) - missing, unit="img", desc="drawing", disable=not shown
+        )
+        self._looked = time.monotonic()
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._bar.close()
+
+    def advance(self, images: int) -> None:
+        self._bar.update(images)
+        self.look()
+
+    def look(self, now: bool = False) -> None:
+        """Look for batches that others have written since, at most once in SECONDS_BETWEEN_LOOKS."""
+        if not self._others or not (now or time.monotonic() - self._looked > SECONDS_BETWEEN_LOOKS):
+            return
+        self._looked = time.monotonic()
+        done = {batch for batch in self._others if self._samples.files.is_written(batch)}
+        self._others = [batch for batch in self._others if batch not in done]
+        self._bar.update(sum(len(self._samples.plan.batch(batch)[0]) for batch in done))
+
+
+def _first_difference(one: Any, other: Any, name: str = "") -> tuple[str, str, str] | None:
+    """First difference of two records: dotted name, and both values."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in dict.fromkeys((*other, *one)):
+            if found := _first_difference(one.get(key), other.get(key), f"{name}.{key}".lstrip(".")):
+                return found
+        return None
+    return None if one == other else (name, _shown(one), _shown(other))
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,43 @@
+"""Settings of a set of samples: all that its images depend on beside seeds and classes, for its record."""
+
+import dataclasses
+from typing import Any
+
+from torchtitan.autoencoders.weight_hash import weights_sha256
+from torchtitan.evaluation.config import SamplingConfig
+from torchtitan.evaluation.decoding import LatentDecoder
+from torchtitan.runs.guides import LoadedGuide
+from torchtitan.runs.sampling_options import METHOD_KEYS
+from torchtitan.runs.trained_model import TrainedModel
+from torchtitan.settings.sections import choices
+
+
+def set_settings(
+    trained: TrainedModel, sampling: SamplingConfig, guide: LoadedGuide | None, decoder: LatentDecoder | None, dtype: str
+) -> dict[str, Any]:
+    """Settings of a set, for JSON.
+
+    Args:
+        trained: the model.
+        sampling: its sampling method.
+        guide: of its guidance; None for the null condition.
+        decoder: of its latents; None for a model of images.
+        dtype: of compute.
+    """
+    sections = {name: dataclasses.asdict(getattr(sampling, name)) for name in choices(sampling)}
+    return {
+        "weights": _weights(trained),
+        "guide": _weights(guide.model) if guide else None,
+        "image_shape": list(trained.model.image_shape),
+        "autoencoder": decoder.identity() if decoder else None,
+        "dtype": dtype,
+        **sections,
+        **{key: getattr(sampling, key) for key in METHOD_KEYS},
+    }
+
+
+def _weights(trained: TrainedModel) -> dict[str, str]:
+    """Origin and hash of the weights, and of what an objective has learned to read them by."""
+    tensors = dict(trained.model.named_parameters())
+    learned = {f"objective.{name}": tensor for name, tensor in trained.objective.tensors().items()}
+    return {"label": trained.label, "sha256": weights_sha256(tensors | learned)}

@@ -1,0 +1,111 @@
+"""Options of a command line that say how images are drawn: the keys of `[sampling]`, over a run's own."""
+
+import argparse
+import dataclasses
+import typing
+from typing import Any
+
+from torchtitan.evaluation.config import SamplingConfig, sampling_problems
+from torchtitan.runs.trained_model import TrainedModel, WeightsError
+from torchtitan.settings import has_key
+from torchtitan.settings.record import unmet_condition
+from torchtitan.settings.schema import validate_section
+from torchtitan.settings.sections import choices, keys, put_section, section_at
+
+# Keys of `[sampling]` that say how an image is drawn; each is an option, as are those of the inner sections.
+METHOD_KEYS = [
+    "num_steps", "guidance_scale", "guidance_interval", "guidance_interval_unit", "guidance_channels", "clip_x0",
+    "state_dtype",
+]  # fmt: skip
+
+
+def add_method_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for every key of the method."""
+    for name, options in choices(SamplingConfig()).items():
+        text = f"{_described(SamplingConfig, name)} (default: the run's)"
+        parser.add_argument(option(name), choices=list(options.registry), help=text)
+    for section, key in method_keys():
+        text = f"{_described(section, key)} (default: the run's)"
+        parser.add_argument(option(key), help=text, **_reader(section, key))
+
+
+def option(key: str) -> str:
+    """Command-line option of a key of `[sampling]`."""
+    return "--" + key.replace("_", "-")
+
+
+def method_keys() -> list[tuple[type, str]]:
+    """Section and key of every option that says how an image is drawn, but for the names of inner sections."""
+    inner = [type(each.section(name)) for each in choices(SamplingConfig()).values() for name in each.registry]
+    found: dict[str, type] = dict.fromkeys(METHOD_KEYS, SamplingConfig)
+    for section in inner:  # a key that several have is one option, for the one that is chosen
+        found = {key.name: section for key in keys(section) if key.name != "name"} | found
+    return [(section, key) for key, section in found.items()]
+
+
+def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfig:
+    """Sampling method: `[sampling]` of the run, with the options given here. Raises WeightsError."""
+    given = {key: getattr(arguments, key) for _, key in method_keys() if getattr(arguments, key) is not None}
+    sampling = dataclasses.replace(trained.config.sampling, enable=True)
+    problems = _interval_of_another_unit(arguments, sampling)
+    for name, options in choices(sampling).items():
+        if chosen := getattr(arguments, name):
+            section = getattr(sampling, name)
+            setattr(sampling, name, section if section.name == chosen else options.section(chosen))
+    config = dataclasses.replace(trained.config, sampling=sampling)
+    for name in ("sampling", *(f"sampling.{inner}" for inner in choices(sampling))):
+        section = section_at(config, name)
+        own = {key: given.pop(key) for key in list(given) if has_key(section, key)}
+        filled, refused = validate_section(name, section, own, lambda key: "")
+        put_section(config, name, filled)
+        problems += [(problem.key.rpartition(".")[2], problem.text) for problem in refused]
+        for field in keys(filled):
+            if field.name in own and (unmet := unmet_condition(config, name, field)):
+                problems.append((field.name, f"has no effect when {unmet[0]} = {unmet[1]} (leave it out)"))
+    sampling = config.sampling
+    for key in given:
+        chosen_names = ", ".join(f"--{name} {getattr(sampling, name).name}" for name in choices(sampling))
+        problems.append((key, f"has no effect with {chosen_names} (leave it out)"))
+    problems += sampling_problems(
+        sampling, config.objective.path, config.model.learned_variance, bool(config.objective.heads_of_network())
+    )
+    if problems:
+        raise WeightsError("\n".join(f"{option(_option_of(key))}: {text}" for key, text in problems))
+    return sampling
+
+
+def _interval_of_another_unit(arguments: argparse.Namespace, own: SamplingConfig) -> list[tuple[str, str]]:
+    unit = arguments.guidance_interval_unit
+    if unit in (None, own.guidance_interval_unit) or arguments.guidance_interval is not None:
+        return []
+    low, high = own.guidance_interval
+    text = f"the run's guidance_interval is [{low:g}, {high:g}] in {own.guidance_interval_unit} (give --guidance-interval)"
+    return [("guidance_interval_unit", text)]
+
+
+def _option_of(key: str) -> str:
+    """Key that names an option, for one within `[sampling]`: `solver` of `solver.name`, `churn` of `solver.churn`."""
+    section, _, last = key.rpartition(".")
+    return section if last == "name" else last
+
+
+def _described(section: Any, key: str) -> str:
+    """Description of a key."""
+    return section.__dataclass_fields__[key].metadata["description"]
+
+
+def _reader(section: type, key: str) -> dict:
+    """Reader of a key's values for argparse."""
+    hint = typing.get_type_hints(section)[key]
+    if typing.get_origin(hint) is typing.Literal:
+        return {"choices": typing.get_args(hint)}
+    if hint is bool:
+        return {"type": _true_or_false, "metavar": "{true,false}"}
+    return {"type": float, "nargs": "+"} if hint == list[float] else {"type": hint}
+
+
+def _true_or_false(text: str) -> bool:
+    """Read a truth value. Raises ValueError."""
+    if text not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text == "true"
