@@ -4,7 +4,6 @@ A check is a function of the configuration that yields problems; adding one is o
 No model and no process group is built here.
 """
 
-import dataclasses
 import importlib.util
 import os
 import re
@@ -17,30 +16,30 @@ import torch
 
 from data.base import DatasetError
 from torchtitan.checkpoint.location import folder_problem
-from torchtitan.conditions import Unconditional
+from torchtitan.config.sampling_checks import (
+    SAMPLING_CHECKS,
+    cannot_guide,
+    data_text,
+    sampling_schedule,
+    unconditional,
+)
 from torchtitan.config.view import ConfigView, RefusedValue
 from torchtitan.diffusion.objectives import OBJECTIVES, build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.solvers import SCHEDULES
-from torchtitan.diffusion.solvers.contract import ScheduleConfig
 from torchtitan.distributed.config import checkpoint_problems, compile_problems
 from torchtitan.errors import unwrapped
 from torchtitan.evaluation.config import (
     LATENT_DATASETS,
     WITH_WEIGHTS,
-    SamplingConfig,
-    default_schedule,
-    sampling_problems,
 )
-from torchtitan.evaluation.judges import JUDGES
 from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import float8_problems
 from torchtitan.processes.launch import launch_number
 from torchtitan.profiling.config import profiling_problems
-from torchtitan.settings import chosen, has_key
+from torchtitan.settings import has_key
 from torchtitan.settings.record import unmet_condition
-from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, no_effect, quoted, shown_name
+from torchtitan.settings.schema import Problem, no_effect, quoted
 from torchtitan.settings.sizes import size_problems
 from torchtitan.training.loader_processes import loader_problem, prefetch_problem
 from torchtitan.training.lr_scheduler import warmup_problems
@@ -70,11 +69,11 @@ def resolve(checked: ConfigView, config: Any) -> None:
         training.global_batch_size = checked.world_size * training.local_batch_size
     if heads := config.objective.heads_of_network():
         config.model.num_predictions = len(heads)
-    if _unconditional(checked) and has_key(config.model, "label_dropout"):
+    if unconditional(checked) and has_key(config.model, "label_dropout"):
         config.model.label_dropout = 0.0
-    if _cannot_guide(checked):
+    if cannot_guide(checked):
         config.sampling.guidance_scale = 1.0
-    config.sampling.schedule = _schedule(checked, config.sampling)
+    config.sampling.schedule = sampling_schedule(checked, config.sampling)
     config.objective.timesteps = config.objective.timesteps.resolved(PATHS[config.objective.path]())
 
 
@@ -263,79 +262,9 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
 
 def _label_dropout(checked: ConfigView) -> Iterator[Problem]:
     explicit = "model.label_dropout" in checked.given and checked.model.label_dropout > 0
-    if explicit and _unconditional(checked):
-        text = f"{_data(checked)} has no classes to drop (remove it or set it to 0)"
+    if explicit and unconditional(checked):
+        text = f"{data_text(checked)} has no classes to drop (remove it or set it to 0)"
         yield Problem("model.label_dropout", text)
-
-
-def _guidance(checked: ConfigView) -> Iterator[Problem]:
-    explicit = "sampling.guidance_scale" in checked.given and checked.sampling.guidance_scale != 1
-    if explicit and checked.sampling.enable and _cannot_guide(checked):
-        if _unconditional(checked):
-            reason = f"{_data(checked)} has no classes"
-        elif has_key(checked.whole("model"), "label_dropout"):
-            reason = "model.label_dropout = 0 trains no unconditional prediction"
-        else:
-            reason = f"model.name = {checked.model.name} trains no unconditional prediction"
-        yield Problem("sampling.guidance_scale", f"{reason} to guide away from (remove it or set it to 1)")
-
-
-def _sampling_method(checked: ConfigView) -> Iterator[Problem]:
-    if not checked.sampling.enable:
-        return
-    if checked.sampling.guidance_interval_unit != "t" and "sampling.guidance_interval" not in checked.given:
-        text = "[0, 1] is the default in t (give sampling.guidance_interval in sigma, as [0.3, 3.0])"
-        yield Problem("sampling.guidance_interval_unit", text)
-    sampling, path_name = checked.whole("sampling"), checked.objective.path
-    sampling = dataclasses.replace(sampling, schedule=_schedule(checked, sampling))
-    if not has_key(sampling.schedule, "shift") and "sampling.schedule.shift" in checked.given:
-        text = f"has no effect on the schedule of objective.path = {path_name}, {sampling.schedule.name} (remove it)"
-        yield Problem("sampling.schedule.shift", text)
-    learned_variance = checked.whole("model").learned_variance
-    heads = checked.whole("objective").heads_of_network()
-    for key, text in sampling_problems(sampling, path_name, learned_variance, bool(heads)):
-        yield Problem(f"sampling.{key}", text)
-
-
-def _schedule(checked: ConfigView, sampling: SamplingConfig) -> ScheduleConfig:
-    """Schedule that is given, or that of the objective's path."""
-    default = default_schedule(checked.objective.path)
-    if "sampling.schedule.name" in checked.given or default == sampling.schedule.name:
-        return sampling.schedule
-    return chosen(SCHEDULES, default)
-
-
-def _cannot_guide(checked: ConfigView) -> bool:
-    if checked.sampling.guide_track:
-        return False
-    return _unconditional(checked) or not checked.whole("model").label_dropout
-
-
-def _unconditional(checked: ConfigView) -> bool:
-    return isinstance(checked.dataset().condition_kind, Unconditional)
-
-
-def _data(checked: ConfigView) -> str:
-    return f"data.name = {checked.data.name}" + ("" if checked.data.labels else " with data.labels = false")
-
-
-def _sampled_classes(checked: ConfigView) -> Iterator[Problem]:
-    if not checked.sampling.enable or not checked.sampling.classes:
-        return
-    kind = checked.dataset().condition_kind
-    count = kind.choices
-    wrong = [label for label in checked.sampling.classes if not 0 <= label < count]
-    if wrong:
-        known = f"the {kind.choices_noun} 0 to {count - 1}" if count else f"no {kind.choices_noun}"
-        yield Problem(
-            "sampling.classes", f"{quoted(wrong)} is not in {_data(checked)}, which has {known}"
-        )
-
-
-def _judge(checked: ConfigView) -> Iterator[Problem]:
-    judged = checked.sampling.enable and checked.sampling.judge_images
-    if judged and not (checked.data.name in JUDGES and checked.data.labels):
-        yield Problem("sampling.judge_images", f"{_data(checked)} has no judge (set it to 0)")
 
 
 def _held_out_images(checked: ConfigView) -> Iterator[Problem]:
@@ -362,24 +291,6 @@ def _ema_snapshots(checked: ConfigView) -> Iterator[Problem]:
     if checked.ema.snapshot_interval > 0 and all(track.kind != "power" for track in checked.ema.tracks):
         text = "there is no track of kind power to take snapshots of (add two to ema.tracks, as of sigma_rel 0.05 and 0.1)"
         yield Problem("ema.snapshot_interval", text)
-
-
-def _sampled_tracks(checked: ConfigView) -> Iterator[Problem]:
-    if not checked.sampling.enable:
-        return
-    drawn, guide = checked.sampling.ema_track, checked.sampling.guide_track
-    known = list(dict.fromkeys(track.name for track in checked.ema.tracks)) + ["none"]
-    for key, track in ({"ema_track": drawn} | ({"guide_track": guide} if guide else {})).items():
-        if track not in known:
-            guess = nearest(track, known)
-            more = f", ... ({len(known):,} in all)" if len(known) > MOST_SHOWN else ""
-            choices = ", ".join(map(shown_name, known[:MOST_SHOWN])) + more
-            advice = f"did you mean {guess}?" if guess not in ("", "none") else f"set it to one of {choices}"
-            yield Problem(f"sampling.{key}", f"{quoted(track)} is not a name in ema.tracks ({advice})")
-    if guide and checked.sampling.guidance_scale == 1:
-        yield Problem("sampling.guide_track", "has no effect when sampling.guidance_scale = 1 (remove it)")
-    if drawn == guide:
-        yield Problem("sampling.guide_track", f"{quoted(guide)} is sampling.ema_track itself (give another, or remove it)")
 
 
 def _packages(checked: ConfigView) -> Iterator[Problem]:
@@ -502,12 +413,8 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _packages,
     _pinned_memory,
     _checkpoint_folder,
-    _sampled_classes,
-    _sampled_tracks,
-    _judge,
     _held_out_images,
-    _guidance,
-    _sampling_method,
+    *SAMPLING_CHECKS,
     _parameter_groups,
     _low_bit_optimizer,
     _compiler,

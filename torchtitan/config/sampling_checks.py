@@ -1,0 +1,112 @@
+"""Checks of `[sampling]` across sections; see `torchtitan.config.checks`."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from torchtitan.conditions import Unconditional
+from torchtitan.config.view import ConfigView
+from torchtitan.diffusion.solvers import SCHEDULES
+from torchtitan.diffusion.solvers.contract import ScheduleConfig
+from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
+from torchtitan.evaluation.judges import JUDGES
+from torchtitan.settings import chosen, has_key
+from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, quoted, shown_name
+
+
+def unconditional(checked: ConfigView) -> bool:
+    """Check whether the images come without conditions."""
+    return isinstance(checked.dataset().condition_kind, Unconditional)
+
+
+def data_text(checked: ConfigView) -> str:
+    """Name of the data, for messages about their classes."""
+    return f"data.name = {checked.data.name}" + ("" if checked.data.labels else " with data.labels = false")
+
+
+def cannot_guide(checked: ConfigView) -> bool:
+    """Check whether there is neither a null condition nor a track to guide away from."""
+    if checked.sampling.guide_track:
+        return False
+    return unconditional(checked) or not checked.whole("model").label_dropout
+
+
+def sampling_schedule(checked: ConfigView, sampling: SamplingConfig) -> ScheduleConfig:
+    """Schedule that is given, or that of the objective's path."""
+    default = default_schedule(checked.objective.path)
+    if "sampling.schedule.name" in checked.given or default == sampling.schedule.name:
+        return sampling.schedule
+    return chosen(SCHEDULES, default)
+
+
+def _sampled_classes(checked: ConfigView) -> Iterator[Problem]:
+    if not checked.sampling.enable or not checked.sampling.classes:
+        return
+    kind = checked.dataset().condition_kind
+    count = kind.choices
+    wrong = [label for label in checked.sampling.classes if not 0 <= label < count]
+    if wrong:
+        known = f"the {kind.choices_noun} 0 to {count - 1}" if count else f"no {kind.choices_noun}"
+        yield Problem(
+            "sampling.classes", f"{quoted(wrong)} is not in {data_text(checked)}, which has {known}"
+        )
+
+
+def _sampled_tracks(checked: ConfigView) -> Iterator[Problem]:
+    if not checked.sampling.enable:
+        return
+    drawn, guide = checked.sampling.ema_track, checked.sampling.guide_track
+    known = list(dict.fromkeys(track.name for track in checked.ema.tracks)) + ["none"]
+    for key, track in ({"ema_track": drawn} | ({"guide_track": guide} if guide else {})).items():
+        if track not in known:
+            guess = nearest(track, known)
+            more = f", ... ({len(known):,} in all)" if len(known) > MOST_SHOWN else ""
+            choices = ", ".join(map(shown_name, known[:MOST_SHOWN])) + more
+            advice = f"did you mean {guess}?" if guess not in ("", "none") else f"set it to one of {choices}"
+            yield Problem(f"sampling.{key}", f"{quoted(track)} is not a name in ema.tracks ({advice})")
+    if guide and checked.sampling.guidance_scale == 1:
+        yield Problem("sampling.guide_track", "has no effect when sampling.guidance_scale = 1 (remove it)")
+    if drawn == guide:
+        yield Problem("sampling.guide_track", f"{quoted(guide)} is sampling.ema_track itself (give another, or remove it)")
+
+
+def _judge(checked: ConfigView) -> Iterator[Problem]:
+    if checked.sampling.enable and checked.sampling.judge_images and checked.data.name not in JUDGES:
+        yield Problem("sampling.judge_images", f"{data_text(checked)} has no judge (set it to 0)")
+
+
+def _guidance(checked: ConfigView) -> Iterator[Problem]:
+    explicit = "sampling.guidance_scale" in checked.given and checked.sampling.guidance_scale != 1
+    if explicit and checked.sampling.enable and cannot_guide(checked):
+        if unconditional(checked):
+            reason = f"{data_text(checked)} has no classes"
+        elif has_key(checked.whole("model"), "label_dropout"):
+            reason = "model.label_dropout = 0 trains no unconditional prediction"
+        else:
+            reason = f"model.name = {checked.model.name} trains no unconditional prediction"
+        yield Problem("sampling.guidance_scale", f"{reason} to guide away from (remove it or set it to 1)")
+
+
+def _sampling_method(checked: ConfigView) -> Iterator[Problem]:
+    if not checked.sampling.enable:
+        return
+    if checked.sampling.guidance_interval_unit != "t" and "sampling.guidance_interval" not in checked.given:
+        text = "[0, 1] is the default in t (give sampling.guidance_interval in sigma, as [0.3, 3.0])"
+        yield Problem("sampling.guidance_interval_unit", text)
+    sampling, path_name = checked.whole("sampling"), checked.objective.path
+    sampling = dataclasses.replace(sampling, schedule=sampling_schedule(checked, sampling))
+    if not has_key(sampling.schedule, "shift") and "sampling.schedule.shift" in checked.given:
+        text = f"has no effect on the schedule of objective.path = {path_name}, {sampling.schedule.name} (remove it)"
+        yield Problem("sampling.schedule.shift", text)
+    learned_variance = checked.whole("model").learned_variance
+    heads = checked.whole("objective").heads_of_network()
+    for key, text in sampling_problems(sampling, path_name, learned_variance, bool(heads)):
+        yield Problem(f"sampling.{key}", text)
+
+
+SAMPLING_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
+    _sampled_classes,
+    _sampled_tracks,
+    _judge,
+    _guidance,
+    _sampling_method,
+]
