@@ -148,8 +148,10 @@ def check(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfi
         raise WeightsError(f"--classes: {outside[0]} is not in 0..{max(kind.choices, 1) - 1}")
     if arguments.output and not arguments.set:
         refuse_earlier_pictures(arguments.output, arguments)
-    if arguments.judge and trained.config.data.name not in JUDGES:
-        raise WeightsError(f"--judge: data.name = {trained.config.data.name} has no judge (leave it out)")
+    data = trained.config.data
+    if arguments.judge and not (data.name in JUDGES and data.labels):
+        text = f"data.name = {data.name}{'' if data.labels else ' with data.labels = false'} has no judge (leave it out)"
+        raise WeightsError(f"--judge: {text}")
     return sampling_method(arguments, trained)
 
 

@@ -70,7 +70,8 @@ def _sampled_tracks(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _judge(checked: ConfigView) -> Iterator[Problem]:
-    if checked.sampling.enable and checked.sampling.judge_images and checked.data.name not in JUDGES:
+    judged = checked.sampling.enable and checked.sampling.judge_images
+    if judged and not (checked.data.name in JUDGES and checked.data.labels):
         yield Problem("sampling.judge_images", f"{data_text(checked)} has no judge (set it to 0)")
 
 
