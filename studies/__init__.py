@@ -29,6 +29,7 @@ STUDIES: dict[str, StudyEntry] = {
         "noise scale as an estimate of the critical batch size, and allocations to bins by it"
     ),
     "forgetting": StudyEntry("effect of training on one slot of timesteps on the others"),
+    "guidance": StudyEntry("guidance at equal evaluations: none, by the null condition, by other weights"),
     "oracle_replace": StudyEntry("sampling with the true image instead of some predictions"),
     "gns_published": StudyEntry("published tables of the noise scale, as reported and corrected", of_a_run=False),
     "loss_curve": StudyEntry(
