@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from data import dataset_info
 from data.base import DatasetError
@@ -24,29 +24,24 @@ from torchtitan.checkpoint.manifest import MANIFEST
 from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath, RemotePath
-from torchtitan.files.weight_files import WeightsError, named_weights, read_state_dict, refuse_existing, written_whole
-from torchtitan.models import build_model
-from torchtitan.models.dit.conversion import (
-    LAYOUTS,
-    ConversionError,
-    diffusers_config,
-    diffusers_config_problems,
-    export_weights,
-    import_weights,
+from torchtitan.files.weight_files import (
+    NotTensors,
+    WeightsError,
+    named_weights,
+    read_state_dict,
+    refuse_existing,
+    saved_buffers,
+    written_whole,
 )
-from torchtitan.models.dit.model import DiT
+from torchtitan.models import MODELS, build_model
+from torchtitan.models.base import DiffusionModel
+from torchtitan.models.published_layouts import ConversionError, PublishedLayout
 from torchtitan.processes.command_line import OneLineParser, readable_size, run_program
 from torchtitan.runs.check import Finding, check_run
 from torchtitan.runs.trained_model import load_run, read_config
 
 OWN = "safetensors"
-DIFFUSERS_FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
-# What the code that belongs to a layout gives its network as time and reads from it: weights do not show it.
-CONVENTIONS = {
-    "dit": "DiT's code passes its index 0..999 as time and predicts noise",
-    "sit": "SiT's code passes its time in 0..1, 1 being data, and predicts data - noise: objective.preconditioning = sit",
-    "diffusers": "DiTPipeline passes its index 0..999 as time and predicts noise",
-}
+LAYOUTS = tuple(name for family in MODELS.values() for name in family.layouts)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -212,16 +207,19 @@ def export(arguments: argparse.Namespace) -> int:
     for warning in trained.warnings:
         print(warning, file=sys.stderr)
     model, config = trained.model, trained.config
-    weights = named_weights(model)
+    weights, layout, unrounded = named_weights(model), None, frozenset(saved_buffers(model))
     if arguments.format != OWN:
-        dit = of_family(model, config)
-        check_frequencies(arguments, config)
+        layout = layout_of(arguments.format, config)
+        if not arguments.approximate and (problem := layout.approximation(model)):
+            raise WeightsError(f"{arguments.run}: {problem}")
         try:
-            weights = export_weights(weights, dit, arguments.format)
+            weights, notes = layout.export_weights(weights, model)
         except ConversionError as error:
             raise WeightsError(prefixed(arguments.run, error)) from error
-        print(f"note: {trained_for(config)}; {CONVENTIONS[arguments.format]}", file=sys.stderr)
-    weights = converted(weights, arguments.dtype)
+        unrounded = layout.unrounded
+        for note in (*notes, f"{trained_for(config)}; {layout.convention}"):
+            print(f"note: {note}", file=sys.stderr)
+    weights = converted(weights, arguments.dtype, unrounded)
     metadata = {
         "format": "pt",  # what loaders of safetensors look for
         "layout": arguments.format,
@@ -230,10 +228,11 @@ def export(arguments: argparse.Namespace) -> int:
         "trained_for": trained_for(config),
     }
     with written_whole(arguments.output, arguments.overwrite) as path:
-        if arguments.format == "diffusers":
+        if layout and layout.folder_files:
             path.mkdir()
-            (path / "config.json").write_text(json.dumps(diffusers_config(dit), indent=2) + "\n", encoding="utf-8")
-            path /= DIFFUSERS_FILES[0]
+            text = json.dumps(layout.folder_config(model), indent=2) + "\n"
+            (path / "config.json").write_text(text, encoding="utf-8")
+            path /= layout.folder_files[0]
         save_file(weights, path, metadata)
     print(f"{arguments.output}: {trained.label}, {len(weights)} tensors, {arguments.format} layout")
     return 0
@@ -246,66 +245,59 @@ def import_(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.config)
     info = dataset_info(config.data)
     with torch.device("meta"):
-        built = build_model(config.model, info.image_shape, info.condition_kind)
-    model = of_family(built, config)
-    source, problems = published_file(arguments.file, model)
+        model = build_model(config.model, info.image_shape, info.condition_kind)
+    layout = layout_of(arguments.format, config)
+    source, problems = published_file(arguments.file, model, layout)
     if problems:
         raise WeightsError("\n".join(f"{arguments.file}: {problem}" for problem in problems))
-    published, nested = read_state_dict(source)
+    published, nested = read_published(source, layout)
     try:
-        weights, notes = import_weights(published, model, arguments.format)
+        weights, notes = layout.import_weights(published, model)
     except ConversionError as error:
         raise WeightsError(prefixed(source, error)) from error
     notes += [f"taken from {nested!r} of the file"] if nested else []
-    if (arguments.format == "diffusers") != (config.model.timestep_frequencies == "diffusers"):
-        notes.append(
-            f"model.timestep_frequencies = {config.model.timestep_frequencies}: not those of the {arguments.format} "
-            "network (right for weights that were trained as DiT and converted to diffusers)"
-        )
-    notes.append(CONVENTIONS[arguments.format])
-    for note in notes:
+    for note in (*notes, layout.convention):
         print(f"note: {note}", file=sys.stderr)
     with written_whole(arguments.output, arguments.overwrite) as path:
-        save_file(converted(weights, arguments.dtype), path, {"format": "pt", "layout": OWN, "weights": source.name})
+        weights = converted(weights, arguments.dtype, frozenset(saved_buffers(model)))
+        save_file(weights, path, {"format": "pt", "layout": OWN, "weights": source.name})
     print(f"{arguments.output}: {len(weights)} tensors")
     return 0
 
 
-def of_family(model: nn.Module, config: JobConfig) -> DiT:
-    if not isinstance(model, DiT):
-        reason = "only models of the dit family that are not magnitude-preserving have a published layout"
-        raise WeightsError(f"model.name = {config.model.name}: {reason}")
-    return model
+def layout_of(name: str, config: JobConfig) -> PublishedLayout:
+    known = MODELS[config.model.name].layouts
+    if name not in known:
+        has = f"its published layouts are {', '.join(known)}" if known else "it has no published layout"
+        raise WeightsError(f"--format {name}: is not of model.name = {config.model.name} ({has})")
+    return known[name]
 
 
-def check_frequencies(arguments: argparse.Namespace, config: JobConfig) -> None:
-    wanted = "diffusers" if arguments.format == "diffusers" else "dit"
-    given = config.model.timestep_frequencies
-    if given != wanted and not arguments.approximate:
-        raise WeightsError(
-            f"{arguments.run}: model.timestep_frequencies = {given}: the {arguments.format} network computes others, "
-            f"which gives another output (train with {wanted}, or add --approximate)"
-        )
-
-
-def published_file(path: Path, model: DiT) -> tuple[Path, list[str]]:
-    """Published file of weights, and the conflicts of a diffusers folder's config.json with the model."""
-    if not path.is_dir():
+def published_file(path: Path, model: DiffusionModel, layout: PublishedLayout) -> tuple[Path, list[str]]:
+    """Published file of weights, and the conflicts of a folder's config.json with the model."""
+    if not path.is_dir() or not layout.folder_files:
         return path, []
-    source = next((path / name for name in DIFFUSERS_FILES if (path / name).is_file()), None)
+    source = next((path / name for name in layout.folder_files if (path / name).is_file()), None)
     if source is None:
-        return path, [f"holds no {' or '.join(DIFFUSERS_FILES)}"]
+        return path, [f"holds no {' or '.join(layout.folder_files)}"]
     try:
         document = json.loads(read_regular(path / "config.json"))
-        return source, diffusers_config_problems(document, model)
+        return source, layout.folder_config_problems(document, model)
     except (OSError, ValueError, TypeError, RecursionError):
         return source, ["config.json is missing or damaged"]
 
 
-def converted(weights: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Convert weights to another dtype; a position table is no weight and stays as it is."""
+def read_published(path: Path, layout: PublishedLayout) -> tuple[dict[str, Tensor], str | None]:
+    try:
+        return read_state_dict(path)
+    except NotTensors as error:
+        raise WeightsError(f"{error} ({layout.advice})" if layout.advice else str(error)) from error
+
+
+def converted(weights: dict[str, Tensor], dtype: str, unrounded: frozenset[str]) -> dict[str, Tensor]:
+    """Convert weights to another dtype, all but the `unrounded` tables."""
     return {
-        name: tensor.contiguous() if name == "pos_embed" else tensor.to(getattr(torch, dtype)).contiguous()
+        name: tensor.contiguous() if name in unrounded else tensor.to(getattr(torch, dtype)).contiguous()
         for name, tensor in weights.items()
     }
 

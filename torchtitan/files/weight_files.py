@@ -26,6 +26,10 @@ class WeightsError(CheckpointError):
     """Weights that cannot be used; one line per problem."""
 
 
+class NotTensors(WeightsError):
+    """File of weights that holds other objects than tensors, or is damaged."""
+
+
 def check_fits(path: Path, model: nn.Module) -> None:
     """Read the header of a safetensors file and compare it with a model's weights; the model may be on meta.
 
@@ -89,7 +93,7 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
         the tensors, and the key of the file under which they were nested, if any.
 
     Raises:
-        WeightsError: it is neither, or holds other objects than tensors.
+        WeightsError: it is neither; NotTensors: it holds other objects than tensors.
     """
     if not path.is_file():
         raise WeightsError(f"{path}: no such file of weights")
@@ -106,7 +110,7 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = first_line(error).partition(". ")[0]
-        raise WeightsError(f"{path}: holds more than tensors, or is damaged ({reason}); nothing in it was run") from error
+        raise NotTensors(f"{path}: holds more than tensors, or is damaged ({reason}); nothing in it was run") from error
     except Exception as error:  # whatever a damaged archive makes torch.load raise
         raise WeightsError(f"{path}: is not a readable torch checkpoint: {first_line(error)}") from error
     nested = None

@@ -4,13 +4,14 @@ A model file describes mathematics on one device. Sharding, checkpointing, compi
 around it from outside, through the few methods below.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
 from torchtitan.conditions import Condition, ConditionKind, Unconditional
+from torchtitan.models.published_layouts import PublishedLayout
 from torchtitan.settings import setting
 
 # How often a linear is applied to one image: once, to a vector; or to every token, as a narrow projection into or
@@ -161,6 +162,7 @@ class ModelFamily:
         problems: (config, image_shape) -> one line per impossible combination, none if it can be built.
         conditions: kinds of condition that its networks take. A family with `Unconditional` alone trains on any data,
             and ignores their conditions.
+        layouts: published layouts of its weights by name, which no other family has too.
     """
 
     config_class: type[ModelConfig]
@@ -168,6 +170,7 @@ class ModelFamily:
     build: Callable[[Any, tuple[int, int, int], ConditionKind], DiffusionModel]
     problems: Callable[[Any, tuple[int, int, int]], list[str]]
     conditions: tuple[type[ConditionKind], ...] = (Unconditional,)
+    layouts: Mapping[str, PublishedLayout] = field(default_factory=dict)
 
     def takes(self, kind: ConditionKind) -> bool:
         """Check whether the family's networks can be trained on data with conditions of a kind."""

@@ -3,6 +3,7 @@
 from torchtitan.conditions import Classes, ConditionKind, Unconditional
 from torchtitan.models.base import ModelFamily
 from torchtitan.models.dit.config import FLAVORS, DiTConfig
+from torchtitan.models.dit.conversion import LAYOUTS
 from torchtitan.models.dit.magnitude_preserving import MagnitudePreservingDiT
 from torchtitan.models.dit.model import DiT, PatchTransformer, problems
 
@@ -14,5 +15,6 @@ def build(config: DiTConfig, image_shape: tuple[int, int, int], condition_kind: 
 
 
 FAMILY = ModelFamily(
-    config_class=DiTConfig, flavors=FLAVORS, build=build, problems=problems, conditions=(Unconditional, Classes)
-)
+    config_class=DiTConfig, flavors=FLAVORS, build=build, problems=problems, conditions=(Unconditional, Classes),
+    layouts=LAYOUTS,
+)  # fmt: skip

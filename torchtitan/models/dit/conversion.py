@@ -10,14 +10,15 @@ of DiTTransformer2DModel. A conversion copies numbers and computes none, so a ro
     timestep and class embedding   one copy per block in diffusers, all equal when the weights come from a DiT
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from torchtitan.models.dit.config import FLAVORS, DiTConfig
 from torchtitan.models.dit.layers import sincos_table
 from torchtitan.models.dit.model import DiT
-
-LAYOUTS = ("dit", "sit", "diffusers")
+from torchtitan.models.published_layouts import ConversionError, PublishedLayout
 
 _POSITION = {"dit": "pos_embed", "sit": "pos_embed", "diffusers": "pos_embed.pos_embed"}
 # What the published networks are, besides their sizes.
@@ -37,8 +38,69 @@ _FIXED = {
 Places = dict[str, list[list[str]]]
 
 
-class ConversionError(Exception):
-    """Weights that do not fit the other layout; one line per problem."""
+@dataclass(frozen=True)
+class DiTLayout(PublishedLayout):
+    """One of the layouts of a DiT.
+
+    Attributes:
+        name: key of LAYOUTS.
+    """
+
+    name: str
+    convention: str
+
+    unrounded = frozenset({"pos_embed"})  # a table, not a weight
+
+    def export_weights(self, weights: dict[str, Tensor], model: DiT) -> tuple[dict[str, Tensor], list[str]]:
+        return export_weights(weights, model, self.name), []
+
+    def import_weights(self, published: dict[str, Tensor], model: DiT) -> tuple[dict[str, Tensor], list[str]]:
+        weights, notes = import_weights(published, model, self.name)
+        if model.config.timestep_frequencies != self._frequencies:
+            notes.append(
+                f"model.timestep_frequencies = {model.config.timestep_frequencies}: not those of the {self.name} "
+                "network (right for weights that were trained as DiT and converted to diffusers)"
+            )
+        return weights, notes
+
+    def approximation(self, model: DiT) -> str:
+        given = model.config.timestep_frequencies
+        if given == self._frequencies:
+            return ""
+        return (
+            f"model.timestep_frequencies = {given}: the {self.name} network computes others, which gives another output "
+            f"(train with {self._frequencies}, or add --approximate)"
+        )
+
+    @property
+    def _frequencies(self) -> str:
+        return "dit"
+
+
+class DiffusersLayout(DiTLayout):
+    """Folder of diffusers' DiTTransformer2DModel."""
+
+    folder_files = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
+
+    def folder_config(self, model: DiT) -> dict:
+        return diffusers_config(model)
+
+    def folder_config_problems(self, document: dict, model: DiT) -> list[str]:
+        return diffusers_config_problems(document, model)
+
+    @property
+    def _frequencies(self) -> str:
+        return "diffusers"
+
+
+LAYOUTS: dict[str, PublishedLayout] = {
+    "dit": DiTLayout("dit", "DiT's code passes its index 0..999 as time and predicts noise"),
+    "sit": DiTLayout(
+        "sit",
+        "SiT's code passes its time in 0..1, 1 being data, and predicts data - noise: objective.preconditioning = sit",
+    ),
+    "diffusers": DiffusersLayout("diffusers", "DiTPipeline passes its index 0..999 as time and predicts noise"),
+}
 
 
 def export_weights(weights: dict[str, Tensor], model: DiT, layout: str) -> dict[str, Tensor]:
@@ -125,6 +187,8 @@ def import_weights(published: dict[str, Tensor], model: DiT, layout: str) -> tup
 
 def layout_problems(model: DiT, layout: str) -> list[str]:
     """Reasons why a layout cannot represent a model: one line each, empty if it can."""
+    if not isinstance(model, DiT):
+        return [f"model.magnitude_preserving = true: the {layout} layout is of plain transformers"]
     found = [
         f"model.{key} = {_plain(getattr(model.config, key))}: the {layout} layout is of models with {_plain(value)}"
         for key, value in _FIXED.items() if getattr(model.config, key) != value

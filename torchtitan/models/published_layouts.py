@@ -1,0 +1,72 @@
+"""Contract of a published layout: weights of a family under the names, orders and shapes of other code.
+
+A family names its layouts in `ModelFamily.layouts`; `scripts/checkpoint.py` exports and imports through them.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+
+class ConversionError(Exception):
+    """Weights that do not fit the other layout; one line per problem."""
+
+
+class PublishedLayout(ABC):
+    """Published layout of a family's weights.
+
+    Attributes:
+        convention: what the code of the layout gives its network as time and reads from it, which weights do not show.
+        folder_files: names of the weights in a folder, the first for export; none: the layout is a file alone.
+        unrounded: published names of tensors that are no weights, and keep their dtype.
+        advice: what to do with a file of other objects than tensors; "" if nothing is known.
+    """
+
+    convention: str
+    folder_files: ClassVar[tuple[str, ...]] = ()
+    unrounded: ClassVar[frozenset[str]] = frozenset()
+    advice: ClassVar[str] = ""
+
+    @abstractmethod
+    def export_weights(self, weights: dict[str, Tensor], model: Any) -> tuple[dict[str, Tensor], list[str]]:
+        """Export weights.
+
+        Args:
+            weights: every parameter and saved buffer of `model` by name.
+            model: gives the shapes; may be on the meta device.
+
+        Returns:
+            the published state dict, its tensors contiguous and sharing memory with nothing, and a line for each omission.
+
+        Raises:
+            ConversionError: the layout cannot represent this model.
+        """
+
+    @abstractmethod
+    def import_weights(self, published: dict[str, Tensor], model: Any) -> tuple[dict[str, Tensor], list[str]]:
+        """Import weights.
+
+        Args:
+            published: the state dict.
+            model: gives the shapes; may be on the meta device.
+
+        Returns:
+            every parameter and saved buffer of `model` by name, and a line for each omission.
+
+        Raises:
+            ConversionError: tensors are missing, superfluous, of another model, or in conflict with this model's
+                computation.
+        """
+
+    def approximation(self, model: Any) -> str:
+        """Difference between the layout's network and this model that an export has to accept; "" if there is none."""
+        return ""
+
+    def folder_config(self, model: Any) -> dict:
+        """Content of config.json beside the weights, where the layout is a folder."""
+        return {}
+
+    def folder_config_problems(self, document: dict, model: Any) -> list[str]:
+        """Differences between a config.json and this model that weights do not show: one line each."""
+        return []
