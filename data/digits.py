@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -31,22 +32,18 @@ class Digits(Dataset):
 
     @staticmethod
     def info(config: DigitsConfig) -> DatasetInfo:
-        if importlib.util.find_spec("sklearn") is None:
+        if not _file().exists():
             raise DatasetError(_MISSING)
         return DatasetInfo((1, 8, 8), Classes(10, tuple("0123456789")))
 
     def __init__(self, config: DigitsConfig, split: Split) -> None:
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError as error:
-            raise DatasetError(_MISSING) from error
-        stored = load_digits()
+        rows = torch.from_numpy(_stored())
         # The order on file follows the writers; raw Philox words are the same in every version of NumPy.
-        order = np.argsort(np.random.Philox(key=SPLIT_KEY).random_raw(len(stored.target)), kind="stable")
-        chosen = order[:NUM_TRAIN] if split == "train" else order[NUM_TRAIN:]
-        images = torch.from_numpy(stored.images[chosen]).to(torch.float32)  # [N, 8, 8], values 0..16
-        self._images = (images / 8 - 1)[:, None]  # [N, 1, 8, 8]
-        self._labels = torch.from_numpy(stored.target[chosen]).to(torch.int64)
+        order = np.argsort(np.random.Philox(key=SPLIT_KEY).random_raw(len(rows)), kind="stable")
+        chosen = rows[order[:NUM_TRAIN] if split == "train" else order[NUM_TRAIN:]]
+        images = chosen[:, :64].to(torch.float32).view(-1, 1, 8, 8)  # values 0..16
+        self._images = images / 8 - 1
+        self._labels = chosen[:, 64].contiguous()
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -54,6 +51,21 @@ class Digits(Dataset):
     def fetch(self, indices: np.ndarray) -> Batch:
         chosen = torch.from_numpy(indices)
         return {"images": self._images[chosen], "class": self._labels[chosen]}
+
+
+def _file() -> Path:
+    package = importlib.util.find_spec("sklearn")
+    if package is None or not package.submodule_search_locations:
+        raise DatasetError(_MISSING)
+    return Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+
+
+def _stored() -> np.ndarray:
+    """Rows of 64 pixels and a class, [1797, 65]: what sklearn.datasets.load_digits reads, whose import takes longer."""
+    try:
+        return np.loadtxt(_file(), dtype=np.int64, delimiter=",")
+    except FileNotFoundError as error:
+        raise DatasetError(_MISSING) from error
 
 
 _MISSING = "dataset digits needs scikit-learn: pip install .[digits]"
