@@ -21,7 +21,7 @@ CASES = {
         },
         "full": {"replicas": 1, "shards": 1, "overrides": ("--activation_checkpoint.mode", "full")},
         "selective": {"replicas": 1, "shards": 1, "overrides": ("--activation_checkpoint.mode", "selective")},
-        "one bf16": {"replicas": 1, "shards": 1, "overrides": BF16},
+        "one bf16": {"replicas": 1, "shards": 1, "overrides": BF16, "layers": 3},
     },
     2: {
         "ddp": {"replicas": 2, "shards": 1},
@@ -32,7 +32,7 @@ CASES = {
             "replicas": 1, "shards": 2, "overrides": (*COMPILED, "--activation_checkpoint.mode", "full"),
             "backend": WITHOUT_CODE,
         },
-        "fsdp bf16": {"replicas": 1, "shards": 2, "overrides": BF16},
+        "fsdp bf16": {"replicas": 1, "shards": 2, "overrides": BF16, "layers": 3},
     },
     4: {
         "ddp": {"replicas": 4, "shards": 1},
