@@ -92,7 +92,8 @@ def test_a_configuration_of_the_port_becomes_the_same_training(name, tmp_path, c
         assert found == pytest.approx(rate * factor, rel=1e-12), epoch
     (track,) = config.ema.tracks
     assert (track.kind, track.decay, track.warmup_power) == ("constant", 0.9993, 2 / 3)
-    assert (config.sampling.num_steps, config.sampling.images_per_class) == (18, 30)
+    sampling = config.sampling
+    assert (sampling.num_steps, sampling.images_per_class, sampling.clip_x0, sampling.state_dtype) == (18, 30, True, "float64")
     schedule = config.sampling.schedule
     assert (schedule.name, schedule.sigma_min, schedule.sigma_max, schedule.rho) == ("edm", 0.002, 80.0, 7.0)
     assert (config.job.dump_folder, config.job.name) == (".", "output_E10")

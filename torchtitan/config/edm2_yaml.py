@@ -273,7 +273,7 @@ def _schedule(values: Mapping[str, Any], images: int) -> dict[str, Any]:
 
 def _sampling(values: Mapping[str, Any], interval: int) -> dict[str, Any]:
     shape = {key: float(values[f"diffusion.{key}"]) for key in ("sigma_min", "sigma_max", "rho")}
-    found: dict[str, Any] = {"interval": interval, "num_steps": 18}
+    found: dict[str, Any] = {"interval": interval, "num_steps": 18, "clip_x0": True, "state_dtype": "float64"}
     if "n_sample" in values:
         found["images_per_class"] = values["n_sample"]
     return found | {"solver": {"name": "edm_heun"}, "schedule": {"name": "edm"} | shape}
