@@ -6,8 +6,10 @@ import sys
 import tomllib
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,11 +22,10 @@ from torchtitan.config.job import (
     load_config,
     report_and_exit,
 )
-from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.models import MODELS
 from torchtitan.settings import setting
 from torchtitan.settings.record import effective
-from torchtitan.settings.sections import all_sections, keys, section_at
+from torchtitan.settings.sections import choices, keys, section_at
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,6 +54,23 @@ def load(toml: str | None = None, arguments: list[str] | None = None, world_size
 
 def without_file(config: JobConfig) -> JobConfig:
     return dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=""))
+
+
+def every_section() -> Iterator[tuple[str, Any]]:
+    """Every section with its defaults by its dotted name; one with choices once for each of them."""
+
+    def chosen(outer: str, section: Any) -> Iterator[tuple[str, Any]]:
+        for inner, options in choices(section).items():
+            for made in map(options.section, options.registry):
+                yield outer + inner, made
+                yield from chosen(f"{outer}{inner}.", made)
+
+    yield from chosen("", JobConfig())
+    for field in dataclasses.fields(JobConfig):
+        if field.name not in choices(JobConfig()):
+            section = getattr(JobConfig(), field.name)
+            yield field.name, section
+            yield from chosen(f"{field.name}.", section)
 
 
 def test_condition_on_a_key_without_effect_is_not_met():
@@ -218,8 +236,7 @@ def test_dump_holds_what_has_an_effect_and_starts_with_a_comment():
 def test_keys_declare_what_the_record_relies_on():
     """None is not written, so it must be the default; what depends on a key must be able to find it."""
     instances = [family.flavors[flavor] for family in MODELS.values() for flavor in family.flavors]
-    instances += [dataset.Config() for dataset in DATASETS.values()]
-    instances += [section for _, section in all_sections(JobConfig())] + [each() for each in TIMESTEPS.values()]
+    instances += [section for _, section in every_section()]
     for instance in instances:
         hints = typing.get_type_hints(type(instance))
         for field in keys(instance):

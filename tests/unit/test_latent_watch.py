@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import threading
 import time
 
 import numpy as np
@@ -66,10 +67,20 @@ def test_a_changed_first_shard_is_refused_before_training(store):
 
 
 def test_what_is_too_large_to_wait_for_is_hashed_beside_the_reading(store, monkeypatch):
+    read, check = threading.Event(), watch.ShardWatch._check
+
+    def check_after_the_read(self, number, rest):
+        assert read.wait(20)
+        check(self, number, rest)
+
     monkeypatch.setattr(watch, "BYTES_AT_ONCE", 0)
+    monkeypatch.setattr(watch.ShardWatch, "_check", check_after_the_read)
     flip(store)
-    for images in ((8,), (8, 9)):  # the first read may come before the hash or after it
-        assert CHANGED in read_until_refused(LatentStore(store, watched=True), images)
+    reader = LatentStore(store, watched=True)
+    reader.read(np.array([8]))  # does not wait for the hash
+    read.set()
+    for each, images in ((reader, (0,)), (LatentStore(store, watched=True), (8, 9))):
+        assert CHANGED in read_until_refused(each, images)
 
 
 def test_a_change_after_the_first_use_is_noticed_too_and_a_copy_of_the_same_bytes_is_none(store, monkeypatch):
