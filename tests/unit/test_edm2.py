@@ -8,6 +8,9 @@ import torch
 
 from torchtitan.conditions import Classes, ConditionKind, Unconditional
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.estimate.memory import estimate_memory
+from torchtitan.estimate.simulation import simulate_step
+from torchtitan.gns.capture import CannotMeasure, check_measurable
 from torchtitan.models import MODELS
 from torchtitan.models.dropout import dropout, dropout_keys
 from torchtitan.models.edm2.config import FLAVORS, EDM2Config
@@ -167,6 +170,22 @@ def test_dropout_is_that_of_the_sample_in_any_batch_and_off_in_evaluation(name):
         model.train()(x[:2], t[:2], classes[:2])
 
 
+# --- estimates
+
+
+def test_the_estimate_simulates_all_blocks_since_they_differ():
+    words = ["--model.name=edm2", "--model.channels=32", "--model.channel_mults=[1]", "--model.num_blocks=1",
+             "--model.attention_resolutions=[16]", "--model.dropout=0", "--data.name=synthetic", "--data.shape=[3,16,16]",
+             "--training.local_batch_size=8", "--ema.tracks=[]", "--sampling.ema_track=none"]  # fmt: skip
+    config, recomputed = (load_config([*words, *more], 1) for more in ([], ["--activation_checkpoint.mode=full"]))
+    blocks = {block for _, phase, block in simulate_step(config, 1).windows if phase == "backward"}
+    assert blocks == set(range(6)) and config.model.depth == 5
+    whole, less = estimate_memory(config, 1), estimate_memory(recomputed, 1)
+    model = on_meta(config.model, (3, 16, 16), Classes(10))
+    assert whole.parameters == 4 * (model.num_parameters() + 2 * 32)  # with the waves
+    assert less.activations < 0.6 * whole.activations
+
+
 # --- refusals
 
 
@@ -196,6 +215,7 @@ def problems_of(*words: str) -> list[str]:
         (["--data.shape", "[3,32,32]", "--model.learned_variance", "true"], "--model.learned_variance: unknown key"),
         (["--data.shape", "[3,32,32]", "--objective.heads", '["x0", "v"]'], "model.name = edm2 makes one prediction"),
         (["--data.shape", "[3,32,32]", "--optimizer.weight_decay", "0.1"], "optimizer.weight_decay: has no effect on weights"),
+        (["--data.shape", "[3,32,32]", "--gns.enable", "true"], "gns.single_pass: single gradients of normalised"),
         (["--data.shape", "[3,32,32]", "--data.num_classes", "4", "--sampling.guidance_scale", "2"],
          "model.label_dropout = 0 trains no unconditional prediction to guide away from"),
     ],
@@ -205,8 +225,13 @@ def test_what_cannot_be_built_is_one_line(words, problem):
     assert problem in found and "\n" not in found
 
 
+def test_single_gradients_of_c_are_refused_with_the_way_out():
+    model = on_meta(replace(SMALL, config="C"), (1, 8, 8), Unconditional())
+    with pytest.raises(CannotMeasure, match=r"belongs to a Conv2d; .*\(set it to false and gns.rank_gradients to true"):
+        check_measurable(model)
+
+
 def test_float8_has_nothing_to_convert():
-    with torch.device("meta"):
-        model = MODELS["edm2"].build(SMALL, (1, 8, 8), Unconditional())
+    model = on_meta(SMALL, (1, 8, 8), Unconditional())
     with pytest.raises(Float8Error, match=r"float8.enable: no product of the model \(EDM2UNet\) is of a plain linear"):
         check_convertible(model, Float8Config(enable=True, emulate=True), 16)
