@@ -77,6 +77,8 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
         "validation.num_images; 1000 samples)")
     command.add_argument("--batch-size", type=int, default=256, help="images at a time on each rank (default: 256)")
     command.add_argument("--guidance-scale", type=float, help="of judged samples (default: sampling.guidance_scale)")
+    command.add_argument("--guide", metavar="RUN[@STEP][:TRACK]", help="weights that judged samples are guided away from, "
+        "as of scripts/sample.py (default: sampling.guide_track)")
     command.add_argument("--num-steps", type=int, help="solver steps of judged samples (default: sampling.num_steps)")
     command.add_argument("--seed", type=int, help="of noise and timesteps (default: debug.seed)")
     command.add_argument("--output", type=Path, metavar="FILE.json", help="record of the scores, its picture beside "
@@ -130,7 +132,7 @@ def score_lengths(arguments: argparse.Namespace) -> int:
         check_std(std)
     options = SweepOptions(
         tuple(sorted(set(arguments.stds))), arguments.metric, arguments.images, arguments.batch_size, arguments.guidance_scale,
-        arguments.num_steps, arguments.seed, arguments.max_error,
+        arguments.num_steps, arguments.guide, arguments.seed, arguments.max_error,
     )  # fmt: skip
     init_process_group(CommConfig())
     with process_group():

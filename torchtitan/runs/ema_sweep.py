@@ -7,24 +7,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
 from data import DATASETS
 from torchtitan.checkpoint.manifest import MANIFEST, hash_file, read_json
+from torchtitan.conditions import Unconditional
+from torchtitan.diffusion.guidance import Guide
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.errors import DamagedFile, first_line
-from torchtitan.evaluation.judges import JUDGES, build_judge
+from torchtitan.evaluation.judges import JUDGES, Judge, build_judge
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.run_lock import Busy, RunLock
 from torchtitan.files.weight_files import WeightsError
 from torchtitan.runs.ema_sweep_chart import draw_sweep
+from torchtitan.runs.guides import LoadedGuide, load_guide, read_reference
 from torchtitan.runs.post_hoc_ema import MAX_ERROR, Reconstruction, StoredAverages, reconstruct, stored_averages
 from torchtitan.runs.trained_model import TrainedModel, empty_trained_model, fill_reconstructed
 from torchtitan.training.data_loading import validation_batches
@@ -44,6 +46,7 @@ class SweepOptions:
         images: held-out images, or samples to judge.
         batch_size: images at a time on each rank.
         guidance_scale, num_steps: of judged samples.
+        guide: `RUN[@step][:track]` of their guidance, "none" for the null condition.
         seed: of noise and timesteps.
         max_error: largest profile error that is accepted.
     """
@@ -54,6 +57,7 @@ class SweepOptions:
     batch_size: int = 256
     guidance_scale: float | None = None
     num_steps: int | None = None
+    guide: str | None = None
     seed: int | None = None
     max_error: float = MAX_ERROR
 
@@ -84,17 +88,21 @@ def sweep(
     options = _resolved(options, trained)
     stored: StoredAverages = from_first_rank(stored_averages, run, step, (), ignore_gaps)
     found = [reconstruct(stored, std, options.max_error) for std in options.stds]
+    trained = dataclasses.replace(trained, step=stored.last.step)
+    guide = _open_guide(run, options, trained, device)
     output = output or run / EMA_FOLDER / f"sweep-step-{stored.last.step:08d}-{options.metric}.json"
-    record = SweepRecord(output, _settings(run, stored, options, trained))
+    record = SweepRecord(output, _settings(run, stored, options, trained, guide))
     with _locked(output):
         from_first_rank(record.open)
         record.scores = from_first_rank(lambda: record.scores)
         yield from (f"note: {line}" for line in [*stored.notes, *(found[0].warnings if found else [])])
         left = [each for each in found if each.std not in record.scores]
-        hidden = None if not dist.is_initialized() or dist.get_rank() == 0 else True  # None: where stderr is no terminal
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        judge = build_judge(trained.config.data) if left and first and options.metric != LOSS else None
+        hidden = None if first else True  # None: where stderr is no terminal
         for each in tqdm(left, desc=f"{options.metric} by length", unit="length", file=sys.stderr, disable=hidden):
             fill_reconstructed(trained, each)
-            record.add(each, _score(trained, options, device))
+            record.add(each, _score(trained, options, device, guide.guide if guide else None, judge))
         from_first_rank(record.draw)
     yield from record.lines()
     yield str(output)
@@ -207,13 +215,14 @@ def _resolved(options: SweepOptions, trained: TrainedModel) -> SweepOptions:
         raise WeightsError(f"--metric: data.name = {data.name} has no {options.metric!r} (there are: {there})")
     loss = options.metric == LOSS
     held_out = len(DATASETS[data.name](data, "validation")) if loss else 0
-    if loss and (given := [name for name in ("guidance_scale", "num_steps") if getattr(options, name) is not None]):
+    if loss and (given := [name for name in ("guidance_scale", "num_steps", "guide") if getattr(options, name) is not None]):
         raise WeightsError(f"--{given[0].replace('_', '-')}: has no effect on held-out loss (leave it out)")
     resolved = dataclasses.replace(
         options,
         images=min(_given(options.images, validation.num_images), held_out) if loss else _given(options.images, _JUDGED_IMAGES),
         guidance_scale=None if loss else _given(options.guidance_scale, sampling.guidance_scale),
         num_steps=None if loss else _given(options.num_steps, sampling.num_steps),
+        guide=None if loss else _given(options.guide, f":{sampling.guide_track}" if sampling.guide_track else "none"),
         seed=_given(options.seed, trained.config.debug.seed),
     )
     for name in ("images", "batch_size", *(() if loss else ("num_steps",))):
@@ -221,12 +230,23 @@ def _resolved(options: SweepOptions, trained: TrainedModel) -> SweepOptions:
             raise WeightsError(f"--{name.replace('_', '-')}: must be at least 1, is {getattr(resolved, name)}")
     if not 0 <= (resolved.seed or 0) < 2**64:
         raise WeightsError(f"--seed: must be in 0..2^64 - 1, is {resolved.seed}")
-    if not loss and resolved.guidance_scale != 1 and getattr(trained.config.model, "label_dropout", 0) == 0:
-        raise WeightsError("--guidance-scale: the model was trained without a null class (give 1)")
     return resolved
 
 
-def _settings(run: Path, stored: StoredAverages, options: SweepOptions, trained: TrainedModel) -> dict:
+def _open_guide(run: Path, options: SweepOptions, trained: TrainedModel, device: torch.device) -> LoadedGuide | None:
+    """Open the guide of judged samples; None for the null condition. Raises WeightsError, ConfigError, CheckpointError."""
+    if options.metric == LOSS or options.guidance_scale == 1:
+        return None
+    if options.guide not in (None, "none"):
+        return load_guide(read_reference(options.guide or ""), run, None, trained, device)
+    if isinstance(trained.model.condition_kind, Unconditional) or trained.config.model.label_dropout == 0:
+        raise WeightsError("--guidance-scale: the model was trained without a null class (give 1, or --guide)")
+    return None
+
+
+def _settings(
+    run: Path, stored: StoredAverages, options: SweepOptions, trained: TrainedModel, guide: LoadedGuide | None
+) -> dict:
     """Settings of the scores: a record of others is not continued."""
     better: Literal["lower", "higher"] = "lower"
     if options.metric != LOSS:
@@ -235,25 +255,24 @@ def _settings(run: Path, stored: StoredAverages, options: SweepOptions, trained:
     return {
         "run": run.resolve().name, "step": stored.last.step, "images_trained": stored.last.images, "metric": options.metric,
         "better": better, "images": options.images, "seed": options.seed, "guidance_scale": options.guidance_scale,
-        "num_steps": options.num_steps, "tracks": {name: stored.last.tracks[name] for name in stored.tracks},
-        "snapshots": snapshots,
+        "num_steps": options.num_steps, "guide": f"{options.guide}, {guide.model.label}" if guide else None,
+        "tracks": {name: stored.last.tracks[name] for name in stored.tracks}, "snapshots": snapshots,
     }  # fmt: skip
 
 
-def _score(trained: TrainedModel, options: SweepOptions, device: torch.device) -> dict[str, float]:
-    """Scores of the present weights; collective."""
+def _score(
+    trained: TrainedModel, options: SweepOptions, device: torch.device, guide: Guide | None, judge: Judge | None
+) -> dict[str, float]:
+    """Scores of the present weights; collective. The first rank has the judge, where samples are judged."""
     if options.metric == LOSS:
         return _held_out_loss(trained, options, device)
     sampling = trained.config.sampling
     labels = balanced_choices(options.images or 0, trained.info.num_classes)
-    method = sampling.method() | {"guidance_scale": options.guidance_scale, "num_steps": options.num_steps}
+    guidance = dataclasses.replace(sampling.guidance, scale=_given(options.guidance_scale, 1.0))
+    method = sampling.method() | {"guidance": guidance, "num_steps": options.num_steps, "guide": guide}
     sampler = ImageSampler(trained.model, trained.objective, "float32", device)
     images = sampler.draw(labels, options.seed or 0, **method, batch_size=options.batch_size, purpose="evaluation")
-    return from_first_rank(_judged, trained, images, labels)
-
-
-def _judged(trained: TrainedModel, images: Tensor, labels: Tensor) -> dict[str, float]:
-    return build_judge(trained.config.data).judge(images.numpy(), labels.numpy())
+    return from_first_rank(lambda: cast(Judge, judge).judge(images.numpy(), labels.numpy()))
 
 
 def _held_out_loss(trained: TrainedModel, options: SweepOptions, device: torch.device) -> dict[str, float]:

@@ -18,7 +18,7 @@ def draw_sweep(path: Path, settings: dict, scores: dict[float, dict[str, float]]
     from torchtitan.pictures import style  # matplotlib: only a finished sweep waits for it
 
     metric, better = settings["metric"], settings["better"]
-    title = f"{settings['run']}: weight averages of other lengths, at step {settings['step']}"
+    title = f"{settings['run']}: weight averages by length, at step {settings['step']}"
     figure, panels = style.new_figure(title, 2, 1, (8, 5.6), sharex=True, height_ratios=(2.4, 1))
     upper, lower = panels[:, 0]
     stds = list(scores)

@@ -12,7 +12,7 @@ from torchtitan.diffusion.guidance import Guide
 from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, load_weights
 
-_REFERENCE = re.compile(r"(?P<run>.*?)(@(?P<step>\d+))?(:(?P<track>[A-Za-z0-9][A-Za-z0-9._-]*))?", re.DOTALL)
+_REFERENCE = re.compile(r"(?P<run>.*?)(@(?P<step>\d+))?(:(?P<track>[A-Za-z0-9][A-Za-z0-9._=-]*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class GuideReference:
     Attributes:
         source: run's folder, or a file of weights; None for the sampled run itself.
         step: of the checkpoint; None if not given.
-        track: EMA track, or "none" for the trained weights; None if not given.
+        track: EMA track, "none" for the trained weights, or `std=0.15` as of `load_run`; None if not given.
     """
 
     source: Path | None

@@ -1,5 +1,6 @@
 """Trained model, read back for sampling: from a run folder's checkpoint, or from a file of weights."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class TrainedModel:
         model: in eval mode, float32, whole, on the given device.
         objective: of its training.
         label: origin of the weights, such as `step 1000, ema`.
-        step: of the checkpoint; None for a file of weights.
+        step: of the checkpoint or snapshot; None for a file of weights.
         track: EMA track, "none" for the trained weights; "" for a file of weights.
         warnings: damaged checkpoints that were skipped.
     """
@@ -147,7 +148,7 @@ def _reconstructed(
     trained = empty_trained_model(folder, device)
     fill_reconstructed(trained, found)
     label = f"step {found.stored.last.step}, {RECONSTRUCTED}{std:g}"
-    return TrainedModel(config, trained.info, trained.model, trained.objective, label)
+    return dataclasses.replace(trained, config=config, label=label, step=found.stored.last.step, track=track)
 
 
 def read_config(path: Path) -> JobConfig:
