@@ -63,10 +63,10 @@ def test_weights_come_back_from_the_published_layout_bit_for_bit(folder, command
     run, published, back = folder / "straight", tmp_path / "published.safetensors", tmp_path / "back.safetensors"
     code, output, error = command("export", run, "--format", "edm2", "--output", published)
     assert code == 0 and "edm2 layout" in output and "without logvar_fourier.freqs" in error
-    torch.save(load_file(published), tmp_path / "published.pt")
+    torch.save({"EMA": load_file(published), "opt": {"step": 6}}, tmp_path / "published.pt")
     words = ["--format", "edm2", "--config", run / "config.toml", "--output", back]
     code, output, error = command("import", tmp_path / "published.pt", *words)
-    assert code == 0 and "EDM2's code passes ln(sigma) / 4" in error
+    assert code == 0 and "EDM2's code passes ln(sigma) / 4" in error and "taken from 'EMA'" in error
     tensors = checkpoint_tensors(run / "checkpoint" / "step-00000006")
     found = load_file(back)
     for name, tensor in found.items():
@@ -97,4 +97,4 @@ def test_a_pickle_of_classes_is_refused_with_the_way_to_convert_it(folder, comma
     assert "where NVlabs' code is installed, torch.save(pickle.load(open(FILE, 'rb'))['ema'].state_dict()" in error
     assert not Path("executed").exists() and not output.exists()
     code, _, error = command("import", source, "--format", "dit", *words)
-    assert code == 2 and error == "--format dit: is not of model.name = edm2 (its published layouts are edm2)\n"
+    assert code == 2 and error == "--format dit: is not of model.name = edm2 (its published layouts are edm2, edm2_port)\n"

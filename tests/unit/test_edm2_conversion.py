@@ -1,4 +1,4 @@
-"""Weights of EDM2's U-Nets in the layout of NVlabs' code: its names, its function, and back without a changed bit."""
+"""Weights of EDM2's U-Nets in the layouts of NVlabs' code and of the port: their names, their functions, and back."""
 
 import math
 from dataclasses import replace
@@ -19,6 +19,8 @@ LAYOUT = MODELS["edm2"].layouts["edm2"]
 SMALL = replace(
     FLAVORS["XS"], channels=16, channel_mults=[1, 2, 4], num_blocks=1, attention_resolutions=[4], channels_per_head=8
 )
+PORT_LAYOUT = MODELS["edm2"].layouts["edm2_port"]
+PORT = replace(FLAVORS["cifar"], channels=32, channel_mults=[1, 2], num_blocks=2, attention_resolutions=[4])
 IMAGE, CLASSES = (3, 8, 8), 5
 
 
@@ -180,6 +182,100 @@ def test_exported_weights_compute_the_same_in_the_published_network_and_come_bac
     assert again.keys() == published.keys() and all(torch.equal(again[name], published[name]) for name in published)
 
 
+# --- the port's names and function
+
+
+def port_network(w: dict[str, Tensor], x: Tensor, t: Tensor, magnitudes: bool, per_head: int | None) -> Tensor:
+    """Forward of the port's UNetC or UNetG in the terms of its state dict: `down`, two middle blocks, `up`."""
+
+    def weight(name: str) -> Tensor:
+        raw = w[f"{name}.weight"]
+        n = raw[0].numel()
+        norm = raw.flatten(1).norm(dim=1).view(-1, *[1] * (raw.ndim - 1))
+        return raw / (1e-4 + norm / math.sqrt(n)) / math.sqrt(n) if magnitudes else raw
+
+    def conv(name: str, x: Tensor) -> Tensor:
+        return F.conv2d(x, weight(name), padding=w[f"{name}.weight"].shape[-1] // 2)
+
+    def silu(x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x) / (0.596 if magnitudes else 1)
+
+    def unit(x: Tensor, dim: int) -> Tensor:
+        return x / torch.sqrt((x * x).mean(dim, keepdim=True) + 1e-8)
+
+    def joined(a: Tensor, b: Tensor) -> Tensor:
+        return (0.7 * a + 0.3 * b) / math.sqrt(0.58) if magnitudes else a + b
+
+    def attended(name: str, x: Tensor) -> Tensor:
+        d = per_head or x.shape[1]
+        rows = conv(f"{name}.projection", x).flatten(2).transpose(1, 2).unflatten(2, (-1, 3 * d))  # [B, T, N, 3 D]
+        q, k, v = (unit(part, 3) for part in rows.chunk(3, dim=3))
+        shares = torch.softmax(torch.einsum("bihd,bjhd->bijh", q, k) / math.sqrt(d), dim=2)
+        y = torch.einsum("bijh,bjhd->bihd", shares, v).flatten(2).transpose(1, 2).reshape(x.shape)
+        return joined(x, conv(f"{name}.output", y))
+
+    def block(name: str, x: Tensor, encodes: bool, resample=lambda x: x) -> Tensor:
+        def widened(x: Tensor) -> Tensor:
+            return conv(f"{name}.res.shortcut", x) if f"{name}.res.shortcut.weight" in w else x
+
+        scale = emb @ weight(f"{name}.res.linear").T
+        if magnitudes:
+            main = unit(widened(resample(x)), 1) if encodes else resample(x)
+            y = conv(f"{name}.res.conv1", silu(main)) * (1 + w[f"{name}.res.gain.g"] * scale)[:, :, None, None]
+            main = main if encodes else widened(main)
+        else:
+            main = widened(resample(x))
+            y = F.group_norm(conv(f"{name}.res.conv1", resample(silu(F.group_norm(x, 32)))), 32)
+            y = y * (1 + scale)[:, :, None, None]
+        x = joined(main, conv(f"{name}.res.conv2.1", silu(y)))
+        return attended(f"{name}.attn", x) if f"{name}.attn.projection.weight" in w else x
+
+    waves = torch.cos(2 * math.pi * (t[:, None] * w["embedding.fourier.frequencies"] + w["embedding.fourier.phases"]))
+    emb = silu((math.sqrt(2) if magnitudes else 1) * waves @ weight("embedding.linear1").T)
+    emb = emb if magnitudes else silu(emb @ weight("embedding.linear2").T)
+    x = conv("image_proj", torch.cat((x, torch.ones_like(x[:, :1])), dim=1))
+    skips = [x]
+    for number in range(5):  # two levels of two blocks, and the one between that halves
+        x = block(f"down.{number}", x, True, (lambda x: F.avg_pool2d(x, 2)) if number == 2 else lambda x: x)
+        skips.append(x)
+    for name in ("middle1", "middle2"):
+        x = block(name, x, True)
+    for number in range(7):  # two levels of three blocks, and the one between that doubles
+        if number == 3:
+            x = block("up.3", x, False, lambda x: x.repeat_interleave(2, 2).repeat_interleave(2, 3))
+            continue
+        skip = skips.pop()
+        half = math.sqrt((x.shape[1] + skip.shape[1]) / 2)
+        parts = (x * half / math.sqrt(x.shape[1]), skip * half / math.sqrt(skip.shape[1])) if magnitudes else (x, skip)
+        x = block(f"up.{number}", torch.cat(parts, dim=1), False)
+    if magnitudes:
+        return conv("final.0", x) * w["final.1.g"]
+    return conv("final.2", silu(F.group_norm(x, 8)))
+
+
+@pytest.mark.parametrize(("name", "per_head"), [("C", 0), ("G", 0), ("G", 16)])
+def test_weights_of_the_port_compute_the_same_and_come_back(name, per_head):
+    model = build(replace(PORT, config=name, channels_per_head=per_head), classes=0)
+    weights = named_weights(model)
+    published, _ = PORT_LAYOUT.export_weights(weights, model)
+    x, t = torch.randn(3, *IMAGE).double(), torch.randn(3).double()
+    doubled = {key: tensor.double() for key, tensor in published.items()}
+    wanted = port_network(doubled, x, t, name == "G", per_head or None)
+    found = model.double()(x, t)
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()  # turns are rounded
+
+    checkpoint = {f"ema_model.nn_model.{key}": tensor for key, tensor in published.items()}
+    checkpoint |= {"ema_model.reweight_mlp.linear.weight": torch.ones(1, 256), "step": torch.tensor(7)}
+    back, notes = PORT_LAYOUT.import_weights(checkpoint, model)
+    assert notes == [
+        "left out: 2 tensors without the prefix ema_model.nn_model., as of u(sigma), which belongs to the objective"
+    ]
+    assert back.keys() == weights.keys()
+    for key, tensor in weights.items():
+        waves = ".waves." in key
+        assert torch.equal(back[key], tensor) or (waves and torch.allclose(back[key], tensor, rtol=2.0**-22, atol=0))
+
+
 # --- refusals
 
 
@@ -198,6 +294,17 @@ def test_models_that_the_layout_cannot_hold_are_refused(config, image_shape, pro
     with pytest.raises(ConversionError) as caught:
         LAYOUT.export_weights(named_weights(model), model)
     assert str(caught.value).startswith(problem) and "\n" not in str(caught.value)
+
+
+def test_models_that_the_ports_layout_cannot_hold_are_refused():
+    for model, problem in (
+        (build(PORT), "data.labels = true: the edm2_port layout is of models without classes"),
+        (build(replace(PORT, middle_blocks="decoder"), classes=0),
+         "model.middle_blocks = decoder: the edm2_port layout is of models with encoder"),
+    ):  # fmt: skip
+        with pytest.raises(ConversionError) as caught:
+            PORT_LAYOUT.export_weights(named_weights(model), model)
+        assert str(caught.value) == problem
 
 
 def test_weights_of_another_model_are_refused():

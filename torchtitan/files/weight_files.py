@@ -19,7 +19,7 @@ from torchtitan.files.durable import make_folder, sync
 from torchtitan.files.removal import remove_folder
 from torchtitan.files.torch_archives import check_archive
 
-_NESTED = ("ema", "model", "state_dict")  # where training scripts put a state dict, the best weights first
+_NESTED = ("ema", "EMA", "model", "MODEL", "state_dict")  # where training scripts put a state dict, the best weights first
 
 
 class WeightsError(CheckpointError):

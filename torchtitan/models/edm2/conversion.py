@@ -1,35 +1,44 @@
-"""Conversion of weights between EDM2's U-Nets here and in NVlabs' code: the same numbers under other names.
+"""Conversion of weights between EDM2's U-Nets here and in published code: the same function under other names.
 
-The layout `edm2` is the state dict of NVlabs' `Precond`: a U-Net, and two tensors of u(sigma), which belongs to the
-objective here. Gains are scalars there and vectors of one element here, since a scalar cannot be sharded; the order of the
-attention's channels and the waves' factor of 2 pi are the same. A conversion copies numbers, so a round trip is exact.
+The layout `edm2` is the state dict of NVlabs' `Precond`: a U-Net, and three tensors of u(sigma), which belongs to the
+objective here. `edm2_port` is that of the multi-GPU port FutureXiang/edm2, of its U-Net alone or in its checkpoints.
+Differences:
+
+    gains                   scalars there, vectors of one element here, since a scalar cannot be sharded
+    queries, keys, values   (head, channel, query | key | value) here and in `edm2`; (head, query | key | value, channel)
+                            in `edm2_port`
+    waves                   radians here and in `edm2`, turns in `edm2_port`
+
+A conversion copies numbers, so a round trip is exact; but turns are rounded to float32, to one unit in the last place.
 """
 
+import math
 import re
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
 from torchtitan.files.weight_files import mismatches, named_weights
 from torchtitan.models.edm2.config import FLAVORS
+from torchtitan.models.edm2.layers import Attention
 from torchtitan.models.edm2.model import EDM2UNet
 from torchtitan.models.published_layouts import ConversionError, PublishedLayout
 
+_WAVES = ("embedding.waves.freqs", "embedding.waves.phases")
 # Tensors of u(sigma), by which only training weights its loss.
 _UNCERTAINTY = ("logvar_fourier.freqs", "logvar_fourier.phases", "logvar_linear.weight")
-_MARK = "unet.emb_fourier.freqs"
 _INPUT = re.compile(r"unet\.enc\.(\d+)x\1_conv\.weight")
-# Options with which the published network was built.
-_FIXED = {"config": "G", "middle_blocks": "decoder", "pixel_norm_epsilon": "added_to_norm"}
-_TOP = {
-    "embedding.waves.freqs": _MARK,
+
+_NVLABS = {
+    "embedding.waves.freqs": "unet.emb_fourier.freqs",
     "embedding.waves.phases": "unet.emb_fourier.phases",
     "embedding.noise.weight": "unet.emb_noise.weight",
     "embedding.label.weight": "unet.emb_label.weight",
     "output.weight": "unet.out_conv.weight",
     "output_gain": "unet.out_gain",
 }
-_OF_BLOCK = {
+_NVLABS_BLOCK = {
     "embedding_gain": "emb_gain",
     "conv0.weight": "conv_res0.weight",
     "embedding.weight": "emb_linear.weight",
@@ -38,83 +47,224 @@ _OF_BLOCK = {
     "attention.qkv.weight": "attn_qkv.weight",
     "attention.out.weight": "attn_proj.weight",
 }
+_PORT = {
+    "embedding.waves.freqs": "embedding.fourier.frequencies",
+    "embedding.waves.phases": "embedding.fourier.phases",
+    "embedding.noise.weight": "embedding.linear1.weight",
+    "embedding.hidden.weight": "embedding.linear2.weight",
+    "input.weight": "image_proj.weight",
+    "output_gain": "final.1.g",
+}
+_PORT_BLOCK = {
+    "embedding_gain": "res.gain.g",
+    "conv0.weight": "res.conv1.weight",
+    "embedding.weight": "res.linear.weight",
+    "conv1.weight": "res.conv2.1.weight",
+    "skip.weight": "res.shortcut.weight",
+    "attention.qkv.weight": "attn.projection.weight",
+    "attention.out.weight": "attn.output.weight",
+}
+# Where the port's checkpoints have the U-Net, the average first.
+_PORT_PREFIXES = ("ema_model.nn_model.", "module.nn_model.", "nn_model.")
 
 
-class NVlabsLayout(PublishedLayout):
-    """State dict of NVlabs' Precond."""
+class EDM2Layout(PublishedLayout):
+    """Layout of one published code.
 
-    convention = (
-        "EDM2's code passes ln(sigma) / 4 as time and predicts EDM's F: objective.path, prediction and preconditioning = edm"
-    )
-    unrounded = frozenset({_MARK, "unet.emb_fourier.phases"})
-    advice = (
-        "of a published .pkl: where NVlabs' code is installed, torch.save(pickle.load(open(FILE, 'rb'))['ema']"
-        ".state_dict(), 'weights.pt'), and import that"
-    )
+    Attributes:
+        name: key of LAYOUTS.
+        mark: a tensor by which it is recognised.
+    """
+
+    name: str
+    mark: str
 
     def export_weights(self, weights: dict[str, Tensor], model: EDM2UNet) -> tuple[dict[str, Tensor], list[str]]:
-        _check(layout_problems(model))
-        published = {}
-        for name, place in places(model).items():
-            tensor = weights[name].reshape(()) if _is_gain(name) else weights[name]
-            published[place] = tensor.clone(memory_format=torch.contiguous_format)
-        notes = [f"without {', '.join(_UNCERTAINTY)}: u(sigma) is the objective's (load with strict=False)"]
-        if model.config.channels * 4 != (widest := model.config.channels * max(model.config.channel_mults)):
-            multiple = f"{4 * model.config.channels} channels, theirs has {widest} by default (channel_mult_emb = 4)"
-            notes.append(f"the embedding has {multiple}")
-        return published, notes
+        _check(self.problems(model))
+        published = {
+            place: self.exported(name, weights[name], model).clone(memory_format=torch.contiguous_format)
+            for name, place in self.places(model).items()
+        }
+        return published, self.notes(model)
 
     def import_weights(self, published: dict[str, Tensor], model: EDM2UNet) -> tuple[dict[str, Tensor], list[str]]:
-        _check(layout_problems(model) or _layout_mismatch(published) or _size_mismatch(published, model))
-        left_out = [name for name in _UNCERTAINTY if name in published]
-        published = {name: tensor for name, tensor in published.items() if name not in left_out}
-        wanted = {name: () if _is_gain(name) else tuple(t.shape) for name, t in named_weights(model).items()}
-        shapes = {place: wanted[name] for name, place in places(model).items()}
+        published, notes = self.network_of(published)
+        _check(self.problems(model) or self._mismatch(published) or self.size_mismatch(published, model))
+        places, wanted = self.places(model), named_weights(model)
+        shapes = {place: () if _is_gain(name) else tuple(wanted[name].shape) for name, place in places.items()}
         _check(mismatches(shapes, {name: tuple(tensor.shape) for name, tensor in published.items()}))
         _check([
             f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not floating point"
             for name, tensor in published.items() if not tensor.is_floating_point()
         ])  # fmt: skip
-        weights = {}
-        for name, place in places(model).items():
-            tensor = published[place].reshape(1) if _is_gain(name) else published[place]
-            weights[name] = tensor.clone(memory_format=torch.contiguous_format)
+        weights = {
+            name: self.imported(name, published[place], model).clone(memory_format=torch.contiguous_format)
+            for name, place in places.items()
+        }
+        return weights, notes
+
+    def places(self, model: EDM2UNet) -> dict[str, str]:
+        """Published name of every parameter and saved buffer of a model."""
+        return {name: self.place(name, model) for name in named_weights(model)}
+
+    @abstractmethod
+    def place(self, name: str, model: EDM2UNet) -> str:
+        """Published name of a parameter or saved buffer."""
+
+    @abstractmethod
+    def problems(self, model: EDM2UNet) -> list[str]:
+        """Reasons why the layout cannot represent a model: one line each, empty if it can."""
+
+    @abstractmethod
+    def network_of(self, published: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+        """Tensors of the network alone, and a line for each omission."""
+
+    def exported(self, name: str, tensor: Tensor, model: EDM2UNet) -> Tensor:
+        """Published tensor of one of the model."""
+        return tensor.reshape(()) if _is_gain(name) else tensor
+
+    def imported(self, name: str, tensor: Tensor, model: EDM2UNet) -> Tensor:
+        """Tensor of the model from the published one."""
+        return tensor.reshape(1) if _is_gain(name) else tensor
+
+    def notes(self, model: EDM2UNet) -> list[str]:
+        """What an export leaves out or changes: one line each."""
+        return []
+
+    def size_mismatch(self, published: dict[str, Tensor], model: EDM2UNet) -> list[str]:
+        """Describe the model that the weights belong to, if its size is another than this one's."""
+        return []
+
+    def _mismatch(self, published: dict[str, Tensor]) -> list[str]:
+        if self.mark in published:
+            return []
+        if _WAVES[0] in published:
+            return ["is in this program's own layout already"]
+        return [f"is not in the {self.name} layout: {self.mark} is missing"]
+
+    def _fixed(self, model: EDM2UNet, fixed: dict[str, str]) -> list[str]:
+        return [
+            f"model.{key} = {getattr(model.config, key)}: the {self.name} layout is of models with {value}"
+            for key, value in fixed.items() if getattr(model.config, key) != value
+        ]
+
+
+class NVlabsLayout(EDM2Layout):
+    """State dict of NVlabs' Precond."""
+
+    name, mark = "edm2", _NVLABS[_WAVES[0]]
+    convention = (
+        "EDM2's code passes ln(sigma) / 4 as time and predicts EDM's F: objective.path, prediction and preconditioning = edm"
+    )
+    unrounded = frozenset(_NVLABS[name] for name in _WAVES)
+    advice = (
+        "of a published .pkl: where NVlabs' code is installed, torch.save(pickle.load(open(FILE, 'rb'))['ema']"
+        ".state_dict(), 'weights.pt'), and import that"
+    )
+
+    def place(self, name: str, model: EDM2UNet) -> str:
+        side = model.image_shape[1]
+        if name in _NVLABS:
+            return _NVLABS[name]
+        if name == "input.weight":
+            return f"unet.enc.{side}x{side}_conv.weight"
+        part, block, of_block = name.split(".", 2)
+        side >>= model.levels[block]
+        kind = block.replace("middle", "in") if block.startswith("middle") else block.partition("_")[2]
+        return f"unet.{part[:3]}.{side}x{side}_{kind}.{_NVLABS_BLOCK[of_block]}"
+
+    def problems(self, model: EDM2UNet) -> list[str]:
+        found = self._fixed(model, {"config": "G", "middle_blocks": "decoder", "pixel_norm_epsilon": "added_to_norm"})
+        if not model.config.channels_per_head:
+            found.append("model.channels_per_head = 0: the edm2 layout is of heads of one size (64 as published)")
+        if model.image_shape[1] != model.image_shape[2]:
+            height, width = model.image_shape[1:]
+            found.append(f"images of {height} x {width}: the edm2 layout is of square ones")
+        return found
+
+    def network_of(self, published: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+        left_out = [name for name in _UNCERTAINTY if name in published]
         text = "u(sigma) belongs to the objective; sampling does not need it"
-        return weights, [f"left out: {', '.join(left_out)} ({text})"] if left_out else []
+        notes = [f"left out: {', '.join(left_out)} ({text})"] if left_out else []
+        return {name: tensor for name, tensor in published.items() if name not in left_out}, notes
+
+    def notes(self, model: EDM2UNet) -> list[str]:
+        found = [f"without {', '.join(_UNCERTAINTY)}: u(sigma) is the objective's (load with strict=False)"]
+        width, widest = 4 * model.config.channels, model.config.channels * max(model.config.channel_mults)
+        if width != widest:
+            found.append(f"the embedding has {width} channels, theirs {widest} by default (channel_mult_emb = 4)")
+        return found
+
+    def size_mismatch(self, published: dict[str, Tensor], model: EDM2UNet) -> list[str]:
+        found = next((match for name in published if (match := _INPUT.fullmatch(name))), None)
+        if found is None or published[found[0]].ndim != 4:
+            return ["is not in the edm2 layout: unet.enc.SIDExSIDE_conv.weight is missing"]
+        width, inputs, _, _ = published[found[0]].shape
+        theirs = (int(found[1]), inputs - 1, width)
+        ours = (model.image_shape[1], model.image_shape[0], model.config.channels)
+        if theirs == ours:
+            return []
+        return [f"these are weights of {_size_name(*theirs)}; the configuration is {_size_name(*ours)}"]
 
 
-LAYOUTS: dict[str, PublishedLayout] = {"edm2": NVlabsLayout()}
+class PortLayout(EDM2Layout):
+    """State dict of the port's UNetC, UNetE or UNetG."""
+
+    name, mark = "edm2_port", _PORT[_WAVES[0]]
+    convention = (
+        "the port passes ln(sigma) / 4 as time and predicts EDM's F: objective.path, prediction and preconditioning = edm"
+    )
+    unrounded = frozenset(_PORT[name] for name in _WAVES)
+
+    def place(self, name: str, model: EDM2UNet) -> str:
+        if name in _PORT:
+            return _PORT[name]
+        if name == "output.weight":
+            return "final.0.weight" if model.config.config == "G" else "final.2.weight"
+        part, block, of_block = name.split(".", 2)
+        if block.startswith("middle"):
+            return f"middle{int(block[-1]) + 1}.{_PORT_BLOCK[of_block]}"
+        blocks = model.encoder if part == "encoder" else model.decoder
+        numbered = [each for each in blocks if not each.startswith("middle")]
+        return f"{'down' if part == 'encoder' else 'up'}.{numbered.index(block)}.{_PORT_BLOCK[of_block]}"
+
+    def problems(self, model: EDM2UNet) -> list[str]:
+        middle = {"middle_blocks": "encoder"} if model.config.config == "G" else {}
+        found = self._fixed(model, {**middle, "pixel_norm_epsilon": "added_to_square"})
+        if model.embedding.label is not None:
+            found.append("data.labels = true: the edm2_port layout is of models without classes")
+        return found
+
+    def network_of(self, published: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+        for prefix in _PORT_PREFIXES:
+            network = {name.removeprefix(prefix): t for name, t in published.items() if name.startswith(prefix)}
+            if network:
+                others = f"{len(published) - len(network)} tensors without the prefix {prefix}"
+                return network, [f"left out: {others}, as of u(sigma), which belongs to the objective"]
+        return published, []
+
+    def exported(self, name: str, tensor: Tensor, model: EDM2UNet) -> Tensor:
+        if name in _WAVES:
+            return (tensor.to(torch.float64) / (2.0 * math.pi)).to(tensor.dtype)
+        if name.endswith("qkv.weight"):
+            return tensor.unflatten(0, (_heads(name, model), -1, 3)).transpose(1, 2).flatten(0, 2)
+        return super().exported(name, tensor, model)
+
+    def imported(self, name: str, tensor: Tensor, model: EDM2UNet) -> Tensor:
+        if name in _WAVES:
+            return (tensor.to(torch.float64) * (2.0 * math.pi)).to(tensor.dtype)
+        if name.endswith("qkv.weight"):
+            return tensor.unflatten(0, (_heads(name, model), 3, -1)).transpose(1, 2).flatten(0, 2)
+        return super().imported(name, tensor, model)
 
 
-def places(model: EDM2UNet) -> dict[str, str]:
-    """Published name of every parameter and saved buffer of a model."""
-    return {name: _place(name, model) for name in named_weights(model)}
+LAYOUTS: dict[str, PublishedLayout] = {layout.name: layout for layout in (NVlabsLayout(), PortLayout())}
 
 
-def layout_problems(model: EDM2UNet) -> list[str]:
-    """Reasons why the layout cannot represent a model: one line each, empty if it can."""
-    found = [
-        f"model.{key} = {getattr(model.config, key)}: the edm2 layout is of models with {value}"
-        for key, value in _FIXED.items() if getattr(model.config, key) != value
-    ]
-    if not model.config.channels_per_head:
-        found.append("model.channels_per_head = 0: the edm2 layout is of heads of one size (64 as published)")
-    if model.image_shape[1] != model.image_shape[2]:
-        height, width = model.image_shape[1:]
-        found.append(f"images of {height} x {width}: the edm2 layout is of square ones")
-    return found
-
-
-def _place(name: str, model: EDM2UNet) -> str:
-    side = model.image_shape[1]
-    if name in _TOP:
-        return _TOP[name]
-    if name == "input.weight":
-        return f"unet.enc.{side}x{side}_conv.weight"
-    part, block, of_block = name.split(".", 2)
-    side >>= model.levels[block]
-    kind = block.replace("middle", "in") if block.startswith("middle") else block.partition("_")[2]
-    return f"unet.{part[:3]}.{side}x{side}_{kind}.{_OF_BLOCK[of_block]}"
+def _heads(name: str, model: EDM2UNet) -> int:
+    attention = model.get_submodule(name.removesuffix(".qkv.weight"))
+    assert isinstance(attention, Attention)
+    return attention.num_heads
 
 
 def _is_gain(name: str) -> bool:
@@ -124,26 +274,6 @@ def _is_gain(name: str) -> bool:
 def _check(problems: list[str]) -> None:
     if problems:
         raise ConversionError("\n".join(problems))
-
-
-def _layout_mismatch(published: dict[str, Tensor]) -> list[str]:
-    if _MARK in published:
-        return []
-    if "embedding.waves.freqs" in published:
-        return ["is in this program's own layout already"]
-    return [f"is not in the edm2 layout: {_MARK} is missing"]
-
-
-def _size_mismatch(published: dict[str, Tensor], model: EDM2UNet) -> list[str]:
-    """Describe the model that the weights belong to, if width or image differ from this one's."""
-    found = next((match for name in published if (match := _INPUT.fullmatch(name))), None)
-    if found is None or published[found[0]].ndim != 4:
-        return ["is not in the edm2 layout: unet.enc.SIDExSIDE_conv.weight is missing"]
-    width, inputs, _, _ = published[found[0]].shape
-    theirs, ours = (int(found[1]), inputs - 1, width), (model.image_shape[1], model.image_shape[0], model.config.channels)
-    if theirs == ours:
-        return []
-    return [f"these are weights of {_size_name(*theirs)}; the configuration is {_size_name(*ours)}"]
 
 
 def _size_name(side: int, channels: int, width: int) -> str:
