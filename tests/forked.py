@@ -22,13 +22,16 @@ IMPORTED = ["train", "torchtitan.run", "tests.faults.moments", "tests.distribute
 
 
 class ForkedProcess:
-    """What the tests use of a subprocess.Popen, for `sys.exit(function(*arguments))` in the project's folder."""
+    """What the tests use of a subprocess.Popen, for `sys.exit(function(*arguments))`."""
 
-    def __init__(self, function: Callable[..., int], arguments: tuple, environment: dict[str, str]) -> None:
+    def __init__(
+        self, function: Callable[..., int], arguments: tuple, environment: dict[str, str], folder: Path = ROOT
+    ) -> None:
         """
         Args:
             function: of a module, and called with picklable `arguments`; returns the exit code.
             environment: the process's whole environment. OMP_NUM_THREADS is 1 whatever it says.
+            folder: where it works; the project's.
         """
         self._folder = tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name) / "log"
@@ -37,7 +40,7 @@ class ForkedProcess:
         context.set_forkserver_preload(IMPORTED)
         with patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):  # read when torch is imported
             forkserver.ensure_running()
-        self._process = context.Process(target=_call, args=(function, arguments, environment, str(self._log)))
+        self._process = context.Process(target=_call, args=(function, arguments, environment, folder, str(self._log)))
         self._process.start()
         self.pid = self._process.pid
         atexit.register(self.kill)  # a test that failed must not wait for an endless run
@@ -72,12 +75,20 @@ class ForkedProcess:
         return self._log.read_text(errors="replace")
 
 
-def run_script(*words: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess:
+def start_script(*words: str, folder: Path = ROOT, **environment: str) -> ForkedProcess:
+    """Start `python WORDS` as `run_script` does; both outputs are what it said."""
+    return ForkedProcess(_as_main, (words, None), os.environ | environment, folder)
+
+
+def run_script(
+    *words: str, timeout: float = 300, folder: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess:
     """Run `python WORDS`, of a script of the project, without the seconds that importing torch takes.
 
     Args:
-        words: path of the script, from the project's folder, and its arguments.
+        words: path of the script, or -m and a module, and its arguments.
         timeout: seconds for all of it.
+        folder: where it works; the project's.
         environment: variables beside those of this process.
 
     Returns:
@@ -86,9 +97,9 @@ def run_script(*words: str, timeout: float = 120, **environment: str) -> subproc
     Raises:
         subprocess.TimeoutExpired: it took longer.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        errors = Path(folder) / "errors"
-        process = ForkedProcess(_as_main, (words, str(errors)), os.environ | environment)
+    with tempfile.TemporaryDirectory() as outputs:
+        errors = Path(outputs) / "errors"
+        process = ForkedProcess(_as_main, (words, str(errors)), os.environ | environment, folder)
         try:
             code = process.wait(timeout)
         finally:
@@ -96,17 +107,22 @@ def run_script(*words: str, timeout: float = 120, **environment: str) -> subproc
         return subprocess.CompletedProcess(words, code, process.said(), errors.read_text())
 
 
-def _as_main(words: tuple[str, ...], errors: str) -> int:
-    os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
-    sys.argv = list(words)
-    runpy.run_path(words[0], run_name="__main__")
+def _as_main(words: tuple[str, ...], errors: str | None) -> int:
+    if errors:
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    if words[0] == "-m":
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(words)
+        runpy.run_path(words[0], run_name="__main__")
     return 0
 
 
-def _call(function: Callable[..., int], arguments: tuple, environment: dict[str, str], log: str) -> None:
+def _call(function: Callable[..., int], arguments: tuple, environment: dict[str, str], folder: Path, log: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(ROOT)
+    os.chdir(folder)
     multiprocessing.set_start_method(None, force=True)  # that of a program, not of this process: it starts loaders
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     for standard in (1, 2):

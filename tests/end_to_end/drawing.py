@@ -21,7 +21,7 @@ def start_sampling(output: Path, run: Path, *options: str, ranks: int = 1) -> li
 def sample(output: Path, run: Path, *options: str, ranks: int = 1) -> list[tuple[int, str]]:
     """Exit code and output of every rank."""
     processes = start_sampling(output, run, *options, ranks=ranks)
-    return [(process.wait(120), process.said()) for process in processes]
+    return [(process.wait(300), process.said()) for process in processes]
 
 
 def _sample(words: list[str]) -> int:

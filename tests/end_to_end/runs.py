@@ -74,7 +74,7 @@ class Run:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def wait(self, timeout: float = 240) -> tuple[list[int], list[str]]:
+    def wait(self, timeout: float = 300) -> tuple[list[int], list[str]]:
         """Exit codes and outputs of all ranks."""
         try:
             outputs = [process.communicate(timeout=timeout)[0] for process in self.processes]
@@ -88,7 +88,7 @@ class Run:
         assert codes == [0] * len(codes), "\n".join(outputs)
         return outputs
 
-    def wait_for_step(self, step: int, timeout: float = 120) -> None:
+    def wait_for_step(self, step: int, timeout: float = 300) -> None:
         """Return once metrics.jsonl has a point at `step` or later."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:

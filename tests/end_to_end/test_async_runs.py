@@ -27,7 +27,7 @@ def test_killed_run_with_asynchronous_checkpoints_ends_as_a_straight_one_without
     killed.wait_for_step(15)
     killed.send(signal.SIGSTOP)  # it holds the folder, but does not end meanwhile
     second = ForkedRun(config, "killed", *asynchronous)
-    codes, outputs = second.wait(60)
+    codes, outputs = second.wait(300)
     killed.send(signal.SIGKILL)
     killed.wait()
     assert codes == [75] and "Traceback" not in outputs[0]

@@ -1,12 +1,8 @@
 """scripts/critical_batch.py on a small run: killed and gone on with, and what cannot be tested refused in one line."""
 
 import csv
-import importlib.util
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,13 +10,14 @@ import pytest
 from PIL import Image
 
 from tests.end_to_end.runs import write_config
+from tests.end_to_end.tools import load_tool
 from tests.faults.forked import ForkedRun
+from tests.forked import run_script, start_script
 from tests.launcher import ROOT
 from torchtitan.files.run_lock import Busy, RunLock
 
-SPEC = importlib.util.spec_from_file_location("critical_batch_tool", ROOT / "scripts" / "critical_batch.py")
-tool = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(tool)
+SCRIPT = str(ROOT / "scripts" / "critical_batch.py")
+tool = load_tool("critical_batch")
 
 SIZE = ["--model.dim", "16", "--model.num_layers", "1", "--model.num_heads", "2", "--model.mlp_hidden_dim", "32"]
 QUIET = ["--sampling.enable", "false", "--lr_scheduler.decay_type", "constant"]
@@ -39,14 +36,6 @@ def run(tmp_path_factory) -> Path:
         tags = {f"gns/plain/sketch/all/{name}": value for name, value in values.items()}
         file.write(json.dumps({"step": 4} | tags) + "\n")
     return trained.folder
-
-
-def start(run: Path, *words: str) -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "scripts" / "critical_batch.py"), str(run), *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=run.parent
-    )
 
 
 @pytest.fixture
@@ -75,21 +64,19 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 def test_killed_test_goes_on_and_reports(run):
     folder = run / "critical_batch" / "step-00000004"
-    first = start(run, *ASKED)
-    deadline = time.monotonic() + 180
+    first = start_script(SCRIPT, str(run), *ASKED, folder=run.parent)
+    deadline = time.monotonic() + 300
     # The start and the first branch are measured, and the second one is at work.
     while not (len(rows_of(folder)) == 2 and (folder / "batch-32-seed-0" / "train.log").exists()):
-        assert first.poll() is None and time.monotonic() < deadline, first.communicate()
+        assert first.poll() is None and time.monotonic() < deadline, first.said()
         time.sleep(0.02)
     first.send_signal(signal.SIGTERM)
-    output, error = first.communicate(timeout=60)
-    assert first.returncode == 130 and "the same command resumes" in error and "Traceback" not in error
+    assert first.wait(300) == 130 and "the same command resumes" in first.said() and "Traceback" not in first.said()
     before = (folder / "results.csv").read_bytes()
     assert before.count(b"\n") == 3
 
-    second = start(run, *ASKED)
-    output, error = second.communicate(timeout=120)
-    assert second.returncode == 0, error
+    second = run_script(SCRIPT, str(run), *ASKED, folder=run.parent)
+    assert second.returncode == 0, second.stderr
     assert (folder / "results.csv").read_bytes().startswith(before)  # what was measured is not measured again
     rows = {(row["batch_size"], row["seed"]): row for row in rows_of(folder)}
     assert set(rows) == {("16", "start"), ("16", "0"), ("16", "1"), ("32", "0"), ("32", "1")}
@@ -100,7 +87,7 @@ def test_killed_test_goes_on_and_reports(run):
     losses = {key: float(row["loss"]) for key, row in rows.items()}
     assert len(set(losses.values())) == 5
     assert max(loss for (_, seed), loss in losses.items() if seed != "start") < losses["16", "start"]
-    check_report(folder, output)
+    check_report(folder, second.stdout)
     check_branch(folder / "batch-32-seed-1", run)
 
 
@@ -131,9 +118,9 @@ def check_branch(branch: Path, run: Path) -> None:
 def test_branch_that_fails_is_a_row_and_the_test_goes_on(run, tmp_path):
     """A rate at which weights leave float32 at once."""
     asked = ["--step", "8", "--factors", "0.5", "1", "--seeds", "1", "--samples", "48", "--held-out", "100"]
-    process = start(run, *asked, "--lr", "1e37", "--output", str(tmp_path / "diverging"))
-    _, error = process.communicate(timeout=120)
-    assert process.returncode == 0, error
+    asked += ["--lr", "1e37", "--output", str(tmp_path / "diverging")]
+    done = run_script(SCRIPT, str(run), *asked, folder=run.parent)
+    assert done.returncode == 0, done.stderr
     rows = {row["batch_size"]: row for row in rows_of(tmp_path / "diverging") if row["seed"] == "0"}
     assert {row["status"] for row in rows.values()} == {"diverged"} and "gradient norm is" in rows["8"]["reason"]
     summary = (tmp_path / "diverging" / "summary.md").read_text()

@@ -250,7 +250,7 @@ def test_trained_prediction_types_killed_leave_no_process_and_go_on(
 
     process = ForkedProcess(_study_process, (list(map(str, words)),), dict(os.environ))  # its training is a real one
     lock = folder / "runs" / "x0_s0" / ".lock"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 300
     while not lock.exists() or not lock.read_text():
         assert process.poll() is None and time.monotonic() < deadline, process.said()
         time.sleep(0.01)

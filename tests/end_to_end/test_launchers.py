@@ -48,7 +48,7 @@ def test_a_refused_configuration_is_not_started_again(config):
     process = torchrun(
         config, "refused", "--standalone", "--nproc_per_node", "2", "--max-restarts", "3", train=("--optimizer.lr", "-1")
     )
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=300)[0]
     assert process.returncode != 0
     assert output.count("optimizer.lr") == 1, output
     assert not (config.parent / "outputs").exists()
@@ -63,7 +63,7 @@ def test_a_rank_that_was_killed_is_started_again_and_the_run_ends_as_if_nothing_
     run = SimpleNamespace(folder=config.parent / "outputs" / "again", points=lambda: Run.points(run), processes=[process])
     Run.wait_for_step(run, 25)
     os.kill(children(process)[1], signal.SIGKILL)
-    output = process.communicate(timeout=240)[0]
+    output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     assert "resumed after step 20" in output or "resumed after step 30" in output
     assert same_weights(run.folder, straight.folder)
@@ -78,7 +78,7 @@ def test_two_launchers_are_two_nodes_with_the_shards_of_a_copy_on_one(config):
     layout = ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2",
               "--training.steps", "8")  # fmt: skip
     nodes = [torchrun(config, "two_nodes", *place, train=layout) for _ in range(2)]
-    outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    outputs = [node.communicate(timeout=300)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert "across nodes" not in "".join(outputs)
     folder = config.parent / "outputs" / "two_nodes"
@@ -136,7 +136,7 @@ def test_a_job_near_its_time_limit_is_saved_and_queued_again(slurm, config, tmp_
     run = SimpleNamespace(folder=config.parent / "outputs" / "long", points=lambda: Run.points(run), processes=[job])
     Run.wait_for_step(run, 10)
     job.send_signal(signal.SIGUSR1)
-    output = job.communicate(timeout=120)[0]
+    output = job.communicate(timeout=300)[0]
     assert job.returncode == 75, output
     assert (tmp_path / "requeued").read_text() == "17\n"
     assert Run.summary(run)["status"] == "interrupted"
@@ -145,7 +145,7 @@ def test_a_job_near_its_time_limit_is_saved_and_queued_again(slurm, config, tmp_
 
 def test_a_refused_job_is_not_queued_again(slurm, tmp_path):
     job = slurm("--optimizer.lr", "-1")
-    output = job.communicate(timeout=60)[0]
+    output = job.communicate(timeout=300)[0]
     assert job.returncode == 2 and output.count("optimizer.lr") == 1, output
     assert not (tmp_path / "requeued").exists()
 

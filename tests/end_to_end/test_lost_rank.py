@@ -41,12 +41,12 @@ class Job:
             self.ranks = self._wait_for_step(10)
         except AssertionError:
             self.process.terminate()  # the script passes it on
-            self.process.wait(60)
+            self.process.wait(300)
             raise
 
     def _wait_for_step(self, step: int) -> list[int]:
         """Process ids of the ranks once they have come that far."""
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline and self.process.poll() is None:
             files = sorted((self.folder / "faults" / "heartbeat").glob("rank-*.json"))
             beats = [json.loads(path.read_bytes()) for path in files]
@@ -58,7 +58,7 @@ class Job:
     def end(self) -> int:
         """Exit code of the launch script; nothing of the job may be left."""
         try:
-            code = self.process.wait(60)
+            code = self.process.wait(300)
             assert [process_state(pid) for pid in self.ranks] == ["gone", "gone"], self.said()
             return code
         finally:

@@ -12,7 +12,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.end_to_end.runs import Run, write_config
+from tests.end_to_end.runs import write_config
+from tests.faults.forked import ForkedRun
+from tests.forked import run_script, start_script
 from tests.launcher import ROOT, free_port
 
 OVERRIDES = [
@@ -24,7 +26,7 @@ OVERRIDES = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    run = Run(write_config(tmp_path_factory.mktemp("outputs")), "complete", *OVERRIDES)
+    run = ForkedRun(write_config(tmp_path_factory.mktemp("outputs")), "complete", *OVERRIDES)
     run.finish()
     return run
 
@@ -73,11 +75,10 @@ def test_summary_and_pictures(run):
 
 
 def test_recorded_configuration_repeats_the_run(run, tmp_path):
-    command = [
-        sys.executable, "train.py", "--job.config_file", str(run.folder / "config.toml"),
-        "--job.dump_folder", str(tmp_path),
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    done = run_script(
+        "train.py", "--job.config_file", str(run.folder / "config.toml"), "--job.dump_folder", str(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr
     lines = (tmp_path / "complete" / "metrics.jsonl").read_text().splitlines()
     again = [(p["step"], p["loss_metrics/global_avg_loss"], p["grad_norm"]) for p in map(json.loads, lines) if "grad_norm" in p]
     assert again == [
@@ -87,7 +88,7 @@ def test_recorded_configuration_repeats_the_run(run, tmp_path):
 
 def test_samples_are_the_same_on_any_number_of_ranks(run, tmp_path):
     for ranks in (1, 2):
-        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         if ranks > 1:
             environment["WORLD_SIZE"] = str(ranks)
         arguments = [
@@ -95,12 +96,9 @@ def test_samples_are_the_same_on_any_number_of_ranks(run, tmp_path):
             "--solver", "heun", "--files", "--latents", "--output", str(tmp_path / str(ranks)),
         ]
         processes = [
-            subprocess.Popen(
-                [sys.executable, "scripts/sample.py", *arguments], cwd=ROOT, env=environment | {"RANK": str(rank)}
-            )
-            for rank in range(ranks)
+            start_script("scripts/sample.py", *arguments, **environment, RANK=str(rank)) for rank in range(ranks)
         ]
-        assert [process.wait(60) for process in processes] == [0] * ranks
+        assert [process.wait(300) for process in processes] == [0] * ranks, [process.said() for process in processes]
     latents = [load_file(tmp_path / ranks / "latents-seed-5.safetensors") for ranks in ("1", "2")]
     assert latents[0]["labels"].tolist() == [3] * 3 + [7] * 3 and latents[0]["latents"].shape[0] == 6
     torch.testing.assert_close(latents[1], latents[0])

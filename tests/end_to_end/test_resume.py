@@ -101,7 +101,7 @@ def stopped_by(config, name: str, stop) -> int:
     run = ForkedRun(config, name, "--training.steps", "100000", ranks=2, replicas=2)
     run.wait_for_step(10)
     stop(run)
-    codes, outputs = run.wait(60)
+    codes, outputs = run.wait(300)
     assert codes[0] == codes[1], outputs
     summary = run.summary()
     assert summary["status"] == "interrupted"
@@ -128,7 +128,7 @@ def test_gradient_that_is_not_finite_ends_the_run_before_it_is_saved(config):
         config, "diverged", "--optimizer.lr", "1e30", "--training.max_norm", "0", "--checkpoint.interval", "1",
         "--lr_scheduler.warmup_steps", "0", ranks=2, replicas=2,
     )
-    codes, outputs = run.wait(60)
+    codes, outputs = run.wait(300)
     assert codes == [1, 1], outputs
     assert "Traceback" not in "".join(outputs)
     summary = run.summary()

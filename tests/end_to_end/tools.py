@@ -2,13 +2,12 @@
 
 import csv
 import importlib.util
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
+from tests.forked import start_script
 from tests.launcher import ROOT
 
 
@@ -48,13 +47,10 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 def rows_of_killed(words: Sequence, folder: Path) -> list[dict[str, str]]:
     """Kill a study, whose results go into a folder, once it has two rows or more; returns them."""
-    process = subprocess.Popen(
-        [sys.executable, "scripts/study.py", *map(str, words)], cwd=ROOT,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )
-    results, deadline = folder / "results.csv", time.monotonic() + 120
+    process = start_script("scripts/study.py", *map(str, words))
+    results, deadline = folder / "results.csv", time.monotonic() + 300
     while not (results.exists() and results.read_bytes().count(b"\n") >= 3):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None and time.monotonic() < deadline, process.said()
         time.sleep(0.01)
     process.kill()
     process.wait()

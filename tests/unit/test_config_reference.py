@@ -5,8 +5,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 
 import train
 from data import DATASETS
+from tests.forked import run_script
 from tests.unit.test_config import every_section
 from torchtitan.config.job import (
     ConfigError,
@@ -186,7 +185,8 @@ def test_commands_of_the_documentation_run(tmp_path):
     commands = re.findall(r"^    python (.*)$", text, re.MULTILINE)
     assert len(commands) >= 3
     for command in commands:
-        subprocess.run([sys.executable, *shlex.split(command)], check=True, capture_output=True)
+        done = run_script(*shlex.split(command), folder=Path.cwd())
+        assert done.returncode == 0, done.stderr
     assert json.loads(Path("train_configs/schema.json").read_text()) == json_schema()
 
 
