@@ -35,7 +35,7 @@ from torchtitan.evaluation.config import LATENT_DATASETS, AutoencoderConfig, Sam
 from torchtitan.evaluation.decoding import LatentDecoder, open_decoder
 from torchtitan.evaluation.judges import JUDGES
 from torchtitan.evaluation.sample_files import SET_FORMATS
-from torchtitan.evaluation.sample_plans import SampleSetError, SetPlan, choices_of, read_seeds
+from torchtitan.evaluation.sample_plans import SampleNotFinite, SampleSetError, SetPlan, choices_of, read_seeds
 from torchtitan.evaluation.sample_sets import SampleSet, draw_set
 from torchtitan.evaluation.sampling import ImageSampler, grid_choices
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
@@ -242,12 +242,15 @@ def draw(
         if FIRST and arguments.judge:
             for name, score in samples.judge(trained.config.data).items():
                 print(f"{name:28} {score:.4f}")
+    except SampleNotFinite as error:  # of this rank alone
+        print(error, file=sys.stderr)
+        return 1
     except SampleSetError as error:
         if FIRST:
             print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"{samples.folder}: cannot be written: {error.strerror} (the same command resumes)", file=sys.stderr)
+        print(f"{samples.folder}: cannot be written: {error.strerror or error} (the same command resumes)", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         if FIRST:

@@ -1,5 +1,6 @@
 """Plans of sets of samples, and their files: whole or missing, of no other set."""
 
+import errno
 import json
 import os
 
@@ -7,8 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from torchtitan.evaluation import sample_files
 from torchtitan.evaluation.sample_files import SET_FORMATS
-from torchtitan.evaluation.sample_plans import SampleSetError, SetPlan, choices_of, read_seeds, seeds_text
+from torchtitan.evaluation.sample_plans import (
+    SampleNotFinite,
+    SampleSetError,
+    SetPlan,
+    choices_of,
+    read_seeds,
+    seeds_text,
+)
 from torchtitan.evaluation.sample_sets import SampleSet
 from torchtitan.files.durable import replace_files
 from torchtitan.files.run_lock import Busy
@@ -138,9 +147,28 @@ def test_values_that_are_not_finite_are_named_by_their_seed(tmp_path):
     samples.begin()
     broken = images(torch.tensor([2, 3]))
     broken[1, 0, 2, 2] = float("nan")
-    with pytest.raises(SampleSetError, match="the image of seed 3 has values that are not finite"):
+    with pytest.raises(SampleNotFinite, match="the image of seed 3 has values that are not finite"):
         samples.write(1, broken)
     assert not list((tmp_path / "set").glob("*.png"))
+
+
+def test_a_place_that_cannot_be_written_is_refused_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SampleSetError) as refusal:
+        SampleSet(tmp_path / "file", plan(), "png").begin()
+    assert str(refusal.value).startswith(f"{tmp_path / 'file'}: cannot be written: Not a directory")
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    samples = SampleSet(tmp_path / "set", plan(), "npz")
+    fill(samples, samples.begin())
+    with monkeypatch.context() as patched:
+        patched.setattr(sample_files, "replacing", full)
+        with pytest.raises(SampleSetError, match="cannot be written: No space left on device"):
+            samples.finish()
+    assert len(list((tmp_path / "set" / "parts").iterdir())) == 3
+    assert samples.finish().stat().st_size > 200
 
 
 def test_files_are_replaced_together_or_left_out_whole(tmp_path, monkeypatch):

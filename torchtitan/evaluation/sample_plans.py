@@ -22,6 +22,10 @@ class SampleSetError(Exception):
     """Set of samples that cannot be drawn; the message is one line: the cause and the remedy."""
 
 
+class SampleNotFinite(SampleSetError):
+    """Image with values that are not finite; raised on the rank that drew it alone."""
+
+
 @dataclass(frozen=True)
 class SetPlan:
     """Plan of a set: the image of a seed is a function of the seed, its choice and the settings.

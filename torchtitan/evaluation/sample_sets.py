@@ -6,8 +6,8 @@ same bytes on any number of processes.
 
 import json
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torchtitan.distributed.collectives import from_first_rank, of_all_ranks
 from torchtitan.evaluation.decoding import LatentDecoder
 from torchtitan.evaluation.judges import build_judge
 from torchtitan.evaluation.sample_files import SET_FORMATS, SetFiles
-from torchtitan.evaluation.sample_plans import KEY, SampleSetError, SetPlan
+from torchtitan.evaluation.sample_plans import KEY, SampleNotFinite, SampleSetError, SetPlan
 from torchtitan.evaluation.sampling import ImageSampler
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.ownership import foreign_entry, foreign_text
@@ -51,32 +51,33 @@ class SampleSet:
         """Begin or resume the set, in one process, which holds the folder from now on: batches that are not written yet.
 
         Raises:
-            SampleSetError: the folder holds something else, or a set of another plan; nothing was changed.
+            SampleSetError: the folder holds something else, or a set of another plan, and nothing was changed; or it cannot
+                be written.
             Busy: another process draws into it.
-            OSError: it cannot be written.
         """
-        self._refuse_others()
-        make_folder(self.folder)
-        if (owner := self._lock.acquire()) is not None:
-            raise Busy(self.folder, owner, "give another --output")
-        self._refuse_others()  # what came before the lock
-        if not (self.folder / RECORD).exists():
-            replace_file(self.folder / RECORD, json.dumps(self._record, indent=1, ensure_ascii=False) + "\n")
-        remove_unfinished(self.folder)
-        self.files.begin()
-        return [batch for batch, there in enumerate(self.files.written()) if not there]
+        with self._writing():
+            self._refuse_others()
+            make_folder(self.folder)
+            if (owner := self._lock.acquire()) is not None:
+                raise Busy(self.folder, owner, "give another --output")
+            self._refuse_others()  # what came before the lock
+            if not (self.folder / RECORD).exists():
+                replace_file(self.folder / RECORD, json.dumps(self._record, indent=1, ensure_ascii=False) + "\n")
+            remove_unfinished(self.folder)
+            self.files.begin()
+            return [batch for batch, there in enumerate(self.files.written()) if not there]
 
     def write(self, batch: int, images: Tensor) -> None:
         """Write a batch of images [B, C, H, W] in [-1, 1] (clipped), C being 1 or 3.
 
         Raises:
-            SampleSetError: values are not finite.
+            SampleNotFinite: values are not finite.
             OSError: it cannot be written.
         """
         finite = images.isfinite().flatten(1).all(1)
         if not finite.all():
             seed = self.plan.batch(batch)[0][~finite][0].item()
-            raise SampleSetError(
+            raise SampleNotFinite(
                 f"{self.folder}: the image of seed {seed} has values that are not finite (try more steps or less guidance)"
             )
         self.files.write(batch, to_rgb(images.numpy()))
@@ -85,10 +86,10 @@ class SampleSet:
         """Finish the set, and let go of the folder: what there is to use.
 
         Raises:
-            SampleSetError: a part is missing or damaged.
-            OSError: it cannot be written.
+            SampleSetError: a part is missing or damaged, or it cannot be written.
         """
-        found = self.files.finish()
+        with self._writing():
+            found = self.files.finish()
         self._lock.release()
         return found
 
@@ -108,6 +109,15 @@ class SampleSet:
             raise SampleSetError(f"{self.folder}: cannot be judged: {error} (draw more images)") from error
         replace_file(self.folder / JUDGED, json.dumps(scores, indent=1) + "\n")
         return scores
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise SampleSetError(
+                f"{self.folder}: cannot be written: {error.strerror or error} (make room, or give another --output)"
+            ) from error
 
     def _refuse_others(self) -> None:
         advice = "give a new or empty folder"
@@ -145,8 +155,8 @@ def draw_set(
         what there is to use: the folder of PNG files, or the one file.
 
     Raises:
-        SampleSetError: the folder holds something else, or an image is not finite.
-        Busy, OSError: as in `SampleSet.begin`.
+        SampleSetError, Busy: as in `SampleSet.begin` and `SampleSet.finish`; on every rank.
+        SampleNotFinite, OSError: as in `SampleSet.write`; on the rank where it happens.
     """
     records = of_all_ranks(samples.plan.record(), group)
     for rank, record in enumerate(records):
