@@ -184,6 +184,7 @@ class _Scanner:
         """Entries of a list, or pairs of a mapping, in brackets."""
         self._at += 1
         entries: list[Any] = []
+        seen = set()
         while self._next() != end:
             if entries and not self._took(","):
                 raise _error(self._line, f"{_shown(self._text)} lacks {end} (lists in brackets are on one line)")
@@ -193,8 +194,9 @@ class _Scanner:
             if end == "}":
                 if not isinstance(entry, str) or not self._took(":"):
                     raise _error(self._line, f"{_shown(self._text)} is no mapping of `key: value`")
-                if any(entry == key for key, _ in entries):
+                if entry in seen:
                     raise _error(self._line, f"{entry}: is given twice")
+                seen.add(entry)
                 entry = (entry, self._value(depth + 1))
             entries.append(entry)
         self._at += 1
