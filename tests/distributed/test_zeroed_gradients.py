@@ -20,10 +20,16 @@ FAULTY, STEPS = 3, 4  # before, the embedding of classes has no gradient
 LAYOUTS = {"one process": (1, 1), "ddp": (2, 1), "fsdp": (1, 2)}
 ZERO = (
     "--training.non_finite_gradients=zero", "--training.max_norm=0.1", "--lr_scheduler.warmup_steps=0",
-    "--objective.learned_uncertainty=true", "--objective.weighting.name=edm", "--objective.path=edm",
-    "--objective.prediction=edm", "--objective.preconditioning=edm", "--objective.timesteps.name=lognormal_sigma",
+    "--objective.weighting.name=edm", "--objective.path=edm", "--objective.prediction=edm",
+    "--objective.preconditioning=edm", "--objective.timesteps.name=lognormal_sigma",
 )  # fmt: skip
-MEASURED = ("--gns.enable=true", "--gns.num_bins=2", "--gns.interval=1", "--gns.sketch_size=2")
+OVERRIDES = {
+    "gradient": (
+        *ZERO, "--objective.learned_uncertainty=true", "--gns.enable=true", "--gns.num_bins=2", "--gns.interval=1",
+        "--gns.sketch_size=2",
+    ),
+    "loss": ZERO,
+}  # fmt: skip
 
 
 def inject(trainer, fault: str) -> None:
@@ -55,9 +61,8 @@ def train(layout: str, faults: list[str]) -> dict[str, dict]:
     folder, found = shared_folder(), {}
     replicas, shards = LAYOUTS[layout]
     for fault in faults:
-        overrides = ZERO + (MEASURED if fault == "gradient" else ())
         trainer = make_trainer(
-            folder, fault, steps=STEPS, replicas=replicas, shards=shards, accumulation=1, overrides=overrides
+            folder, fault, steps=STEPS, replicas=replicas, shards=shards, accumulation=1, overrides=OVERRIDES[fault]
         )
         inject(trainer, fault)
         state, seen, concluded = trainer.state, [], []

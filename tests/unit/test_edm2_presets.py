@@ -1,18 +1,26 @@
 """Presets of EDM2's published trainings: noise levels, rates, lengths and averages as published, at the scale of our latents."""
 
+import io
 import math
+import re
+import shlex
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
+from PIL import Image
+from pyarrow import parquet
 
+from data import DATASETS, dataset_info
 from torchtitan.config.job import JobConfig, load_config
 from torchtitan.diffusion.uncertainty import LogUncertainty
 from torchtitan.estimate.memory import model_on_meta
 from torchtitan.training.ema import kept_share
 from torchtitan.training.lr_scheduler import lr_factor
 
-FOLDER = Path(__file__).resolve().parents[2] / "train_configs" / "edm2"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "train_configs" / "edm2"
 MI = 2**20
 # Table 6 and NVlabs' presets: shape, rate, batches before the decay, ln sigma of training for data of deviation 0.5, Mi images,
 # parameters without those of u, dropout.
@@ -80,3 +88,18 @@ def test_u_moves_per_step_as_the_published_heads_do(name, waves, amplitude, row_
     factor = math.sqrt(2) * u(torch.linspace(-20, 20, 1001)).square().mean().sqrt().item()
     assert factor == pytest.approx(math.sqrt(2 / waves), rel=0.02)
     assert objective.uncertainty_lr_scale * factor == pytest.approx(amplitude / row_norm, rel=0.02)
+
+
+def test_tiny_imagenet_of_the_hub_is_read_with_the_documented_keys(tmp_path):
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(file, "JPEG")
+    for split, count in (("train", 12), ("valid", 4)):
+        rows = [{"image": {"bytes": file.getvalue(), "path": None}, "label": number % 3} for number in range(count)]
+        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"{split}-00000-of-00001-0123.parquet")
+    page = (ROOT / "docs" / "data.md").read_text()
+    (documented,) = re.findall(r"^ +(--data.name huggingface .*image_size 64.*)$", page, re.MULTILINE)
+    words = shlex.split(documented.replace("FOLDER", str(tmp_path)))
+    config = load_config(["--job.config_file", str(FOLDER / "tiny_imagenet_e.toml"), *words], 1)
+    assert not config.data.labels and not config.data.horizontal_flip
+    assert dataset_info(config.data).image_shape == (3, 64, 64) and dataset_info(config.data).num_classes == 0
+    assert [len(DATASETS["huggingface"](config.data, split)) for split in ("train", "validation")] == [12, 4]
