@@ -74,6 +74,11 @@ def compiler(backend: str) -> Iterator[None]:
         yield
 
 
+def by_inductor(cases: dict[str, dict]) -> dict[str, dict]:
+    """Cases that are compiled without code, with inductor's."""
+    return {name: case | {"backend": "inductor"} for name, case in cases.items() if case.get("backend") == WITHOUT_CODE}
+
+
 def train_all(cases: dict[str, dict]) -> dict[str, list[list[float]]]:
     """Train each case and return its (loss, gradient norm) of every step."""
     folder = shared_folder()

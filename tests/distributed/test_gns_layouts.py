@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.cases import WITHOUT_CODE
+from tests.distributed.cases import WITHOUT_CODE, by_inductor
 from tests.launcher import run_on_ranks
 
 STEPS = 6
@@ -47,12 +47,16 @@ CASES = {
 def sums() -> dict[tuple[int, str], list[dict[str, torch.Tensor]]]:
     found = {}
     for ranks, cases in CASES.items():
-        of_ranks = run_on_ranks("tests.distributed.gns_cases:raw_sums", ranks, {"cases": cases}, timeout=600)[0]
-        for name, rows in of_ranks.items():
-            found[ranks, name] = [
-                {key: torch.tensor(value, dtype=torch.float64) for key, value in row.items()} for row in rows
-            ]
+        found |= sums_of(ranks, cases)
     return found
+
+
+def sums_of(ranks: int, cases: dict[str, dict]) -> dict[tuple[int, str], list[dict[str, torch.Tensor]]]:
+    of_ranks = run_on_ranks("tests.distributed.gns_cases:raw_sums", ranks, {"cases": cases}, timeout=600)[0]
+    return {
+        (ranks, name): [{key: torch.tensor(value, dtype=torch.float64) for key, value in row.items()} for row in rows]
+        for name, rows in of_ranks.items()
+    }
 
 
 def largest_error(rows: list[dict], reference: list[dict], name: str) -> float:
@@ -80,6 +84,15 @@ def test_layout_free_sums_equal_those_of_one_process(sums, ranks, name):
     steps = 4 if bf16 else STEPS
     assert largest_error(rows[:steps], reference[:steps], "squares") < tolerance
     assert largest_error(rows[:steps], reference[:steps], "sketched") < tolerance
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_code_of_inductor_gives_the_same_sums(sums, ranks):
+    cases = by_inductor(CASES[ranks])
+    compiled = sums | sums_of(ranks, cases)
+    for name in cases:
+        test_layout_free_sums_equal_those_of_one_process(compiled, ranks, name)
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(2, "ddp"), (4, "fsdp"), (4, "hsdp accumulate"), (1, "accumulate")])

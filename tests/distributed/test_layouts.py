@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.distributed.cases import WITHOUT_CODE
+from tests.distributed.cases import WITHOUT_CODE, by_inductor
 from tests.launcher import run_on_ranks
 
 STEPS = 50
@@ -67,11 +67,6 @@ def test_loss_and_grad_norm_equal_single_process(ranks, cases, reference):
     differences = {name: largest_difference(curve, reference) for name, curve in curves.items()}
     assert len(differences) == len(cases)
     assert max(differences.values()) <= 1e-5, differences
-
-
-def by_inductor(cases: dict[str, dict]) -> dict[str, dict]:
-    """Cases that are compiled without code, with inductor's."""
-    return {name: case | {"backend": "inductor"} for name, case in cases.items() if case["backend"] == WITHOUT_CODE}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from tests.distributed.cases import WITHOUT_CODE
+from tests.distributed.cases import WITHOUT_CODE, by_inductor
 from tests.distributed.rank_gradient_cases import set_aside_alone
 from tests.launcher import run_on_ranks
 from torchtitan.distributed.config import ParallelismConfig
@@ -47,9 +47,12 @@ def cases(ranks: int) -> dict[str, dict]:
 @pytest.fixture(scope="module", params=[2, 3, 4])
 def found(request) -> list[tuple[str, dict]]:
     """(case, what one rank found), of all ranks and cases of one world size."""
-    ranks = request.param
-    answers = run_on_ranks("tests.distributed.rank_gradient_cases:measure_all", ranks, {"cases": cases(ranks)})
-    assert len(answers) == ranks and all(answer.keys() == cases(ranks).keys() for answer in answers)
+    return measured(request.param, cases(request.param))
+
+
+def measured(ranks: int, cases: dict[str, dict]) -> list[tuple[str, dict]]:
+    answers = run_on_ranks("tests.distributed.rank_gradient_cases:measure_all", ranks, {"cases": cases})
+    assert len(answers) == ranks and all(answer.keys() == cases.keys() for answer in answers)
     return [(f"{name} x {ranks}, rank {rank}", answer[name]) for rank, answer in enumerate(answers) for name in answer]
 
 
@@ -82,6 +85,14 @@ def test_the_reduced_gradient_is_the_mean_over_the_ranks(found):
 
 def test_measuring_changes_no_bit_of_the_reduced_gradient(found):
     assert {name: answer["same_bits"] for name, answer in found if not all(answer["same_bits"])} == {}
+
+
+@pytest.mark.long
+def test_code_of_inductor_is_measured_alike():
+    found = measured(2, by_inductor(ONLY_ON_TWO))
+    test_every_rank_measures_the_gradient_of_its_own_samples(found)
+    test_the_reduced_gradient_is_the_mean_over_the_ranks(found)
+    test_measuring_changes_no_bit_of_the_reduced_gradient(found)
 
 
 def test_microbatches_reduced_one_by_one_are_measured_one_by_one_and_sum_to_the_accumulated_gradient(found):
