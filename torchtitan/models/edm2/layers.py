@@ -177,7 +177,8 @@ class Attention(nn.Module):
         qkv = unit_norm(qkv, 2, self.epsilon)
         queries, keys, values = qkv.transpose(2, 4).unbind(3)  # each [B, N, T, C / N]
         y = F.scaled_dot_product_attention(queries, keys, values)  # [B, N, T, C / N]
-        return self.out(y.transpose(2, 3).reshape(x.shape))
+        # In memory as x: the gradient of a 1 x 1 convolution follows its input, and DDP wants the weight's order.
+        return self.out(y.transpose(2, 3).reshape(x.shape).contiguous())
 
 
 def embedding_channels(config: EDM2Config) -> int:
