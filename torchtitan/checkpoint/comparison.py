@@ -15,7 +15,7 @@ from torchtitan.files.weight_files import read_state_dict
 READ_AT_ONCE = 1 << 30  # bytes
 
 # Parts of the state that are no part of what is trained: names and paths, times.
-_ABOUT_THE_RUN = {"config", "reports"}
+_ABOUT_THE_RUN = {"config", "ema_snapshots", "reports"}
 
 
 @dataclass(frozen=True)

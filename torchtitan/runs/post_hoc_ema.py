@@ -5,7 +5,7 @@ docs/post_hoc_ema.md has the method and its accuracy.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,9 +24,10 @@ from torchtitan.training.snapshot_series import Snapshot, SnapshotError, read_se
 MAX_ERROR = 0.1
 # Below it, coefficients are so large that the rounding of half precision grows to whole per cents.
 SHORTEST_OF_HALF_PRECISION = 0.05
-_READ_AT_ONCE = 64 << 20  # bytes of stored tensors
+_READ_AT_ONCE = 32 << 20  # bytes of stored tensors
 _BFLOAT16_ROUNDING = 2.0**-9
 
+_Reader = Callable[[Iterable[str]], dict[str, Tensor]]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -114,22 +115,32 @@ class Reconstruction:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights in the order of `shapes`; a few are in memory at a time. Raises SnapshotError."""
+        readers = {path: reader(path) for path in self._terms}
+        last = reader(self.stored.last.path)
+        for names in _portions(self.shapes):
+            copied = last(FROZEN + name for name in names if name in self.frozen)
+            sums = self._sums([name for name in names if name not in self.frozen], readers)
+            for name in names:
+                yield name, copied.pop(FROZEN + name) if name in self.frozen else self._finite(name, sums.pop(name))
+
+    @cached_property
+    def _terms(self) -> dict[Path, list[tuple[str, float]]]:
+        """Tracks and coefficients of each snapshot that has any but 0."""
         terms: dict[Path, list[tuple[str, float]]] = {}
         for (snapshot, track), coefficient in zip(self.stored.places, self.combination.coefficients, strict=True):
             if coefficient:
                 terms.setdefault(snapshot.path, []).append((track, coefficient))
-        readers = {path: reader(path) for path in terms}
-        last, frozen = reader(self.stored.last.path), self.frozen
-        for names in _portions(self.shapes):
-            sums = {name: torch.zeros(self.shapes[name][0], dtype=torch.float64) for name in names if name not in frozen}
-            for path, tracks in terms.items():
-                read = readers[path](f"{AVERAGED}{track}.{name}" for track, _ in tracks for name in sums)
-                for track, coefficient in tracks:
-                    for name, total in sums.items():
-                        total.add_(read[f"{AVERAGED}{track}.{name}"].to(torch.float64), alpha=coefficient)
-            copied = last(FROZEN + name for name in names if name in frozen)
-            for name in names:
-                yield name, copied[FROZEN + name] if name in frozen else self._finite(name, sums[name])
+        return terms
+
+    def _sums(self, names: Sequence[str], readers: dict[Path, _Reader]) -> dict[str, Tensor]:
+        """Weighted sums of the stored averages of some weights, float64."""
+        sums = {name: torch.zeros(self.shapes[name][0], dtype=torch.float64) for name in names}
+        for path, tracks in self._terms.items():
+            for track, coefficient in tracks:
+                read = readers[path](f"{AVERAGED}{track}.{name}" for name in names)
+                for name in names:
+                    sums[name].add_(read.pop(f"{AVERAGED}{track}.{name}"), alpha=coefficient)
+        return sums
 
     def beside(self) -> dict[str, Tensor]:
         """Tensors of the objective at that step, by name."""
