@@ -134,9 +134,16 @@ def test_another_plan_a_damaged_record_and_foreign_pictures_are_refused(tmp_path
     (folder / "mine.png").write_bytes(b"mine")
     with pytest.raises(SampleSetError, match="holds mine.png, which is not of this set"):
         SampleSet(folder, plan(), "png").begin()
-    (folder / "set.json").write_text("{\n \"sample_set\": 1,")
-    with pytest.raises(SampleSetError, match="is damaged"):
+    (folder / "mine.png").unlink()
+    (folder / "labels.csv").write_text("my,labels")
+    with pytest.raises(SampleSetError, match="a file that this command did not write"):
         SampleSet(folder, plan(), "png").begin()
+    assert (folder / "labels.csv").read_text() == "my,labels"
+    start = "{\n \"sample_set\": 1,"
+    for damaged in (start, start + ' "a": ' + "[" * 100_000):
+        (folder / "set.json").write_text(damaged)
+        with pytest.raises(SampleSetError, match="is damaged"):
+            SampleSet(folder, plan(), "png").begin()
     (folder / "set.json").write_text(json.dumps({"mine": 1}))
     with pytest.raises(SampleSetError, match="which is not a set of samples'; nothing was written"):
         SampleSet(folder, plan(), "png").begin()

@@ -14,10 +14,12 @@ from PIL import Image
 
 from torchtitan.evaluation.sample_plans import SampleSetError, SetPlan
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file, replace_files, replacing
+from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.removal import remove_folder
 
 LABELS = "labels.csv"
 PARTS = "parts"
+_LABELS_HEADER = ("file", "class")
 
 
 class SetFiles(ABC):
@@ -63,9 +65,10 @@ class PNGFiles(SetFiles):
         if self.plan.choices is not None:
             text = io.StringIO()
             writer = csv.writer(text, lineterminator="\n")
-            writer.writerow(["file", "class"])
+            writer.writerow(_LABELS_HEADER)
             pairs = zip(self.plan.seeds.tolist(), self.plan.choices.tolist(), strict=True)
             writer.writerows((self._name(seed), choice) for seed, choice in pairs)
+            refuse_foreign_file(self.folder / LABELS, ",".join(_LABELS_HEADER).encode())
             replace_file(self.folder / LABELS, text.getvalue())
 
     def written(self) -> list[bool]:

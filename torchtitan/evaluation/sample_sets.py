@@ -24,7 +24,7 @@ from torchtitan.evaluation.sample_files import SET_FORMATS, SetFiles
 from torchtitan.evaluation.sample_plans import KEY, SampleNotFinite, SampleSetError, SetPlan
 from torchtitan.evaluation.sampling import ImageSampler
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
-from torchtitan.files.ownership import foreign_entry, foreign_text
+from torchtitan.files.ownership import foreign_entry, foreign_text, refuse_foreign_file
 from torchtitan.files.regular import read_regular
 from torchtitan.files.run_lock import Busy, RunLock
 from torchtitan.pictures.grids import to_rgb
@@ -97,7 +97,7 @@ class SampleSet:
         """Judge the finished set by the dataset's judge, one of JUDGES: scores by name, kept beside the set too.
 
         Raises:
-            SampleSetError: the set has too few images of a class.
+            SampleSetError: the set has too few images of a class, or the scores cannot be written.
         """
         judge = build_judge(data)
         channels = self.plan.settings["image_shape"][0]
@@ -107,7 +107,9 @@ class SampleSet:
             scores = judge.judge(pixels.numpy() / 127.5 - 1.0, labels.numpy())
         except ValueError as error:
             raise SampleSetError(f"{self.folder}: cannot be judged: {error} (draw more images)") from error
-        replace_file(self.folder / JUDGED, json.dumps(scores, indent=1) + "\n")
+        with self._writing():
+            refuse_foreign_file(self.folder / JUDGED, _START)
+            replace_file(self.folder / JUDGED, json.dumps(_FORMAT | {"scores": scores}, indent=1) + "\n")
         return scores
 
     @contextmanager
@@ -128,7 +130,7 @@ class SampleSet:
             return
         try:
             found = json.loads(read_regular(record, _MOST_RECORD_BYTES))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise SampleSetError(f"{record}: is damaged ({advice})") from error
         if difference := _first_difference(found, self._record):
             name, begun, wanted = difference
