@@ -35,6 +35,9 @@ STUDIES: dict[str, StudyEntry] = {
     "loss_curve": StudyEntry(
         "error at every timestep, of trained and EMA weights, on fixed noise", several_weights=True
     ),
+    "autoguidance": StudyEntry(
+        "guidance by the null condition and by the run's own past, on a fractal in two dimensions", of_a_run=False
+    ),
     "slots": StudyEntry(
         "timesteps cut into slots of equal loss, from a loss_curve, as a file of slot edges", of_a_run=False
     ),

@@ -139,12 +139,8 @@ def test_an_image_is_that_of_its_seed_in_any_set(run, straight, tmp_path):
 def test_other_continuations_and_other_folders_are_refused(run, straight, tmp_path):
     before = contents(straight / "png")
     for options, reason in {
-        ("--num-steps", "4"): "num_steps 3, not 4",
         ("--guide", "@10"): 'guide.label "step 20, long", not "step 10, ema"',
-        ("--guidance-scale", "3"): "guidance_scale 2.0, not 3.0",
         ("--classes", "3"): "choices ",
-        ("--format", "npz"): 'format "png", not "npz"',
-        ("--seeds", "0-4"): "images 42, not 5",
         ("--batch-size", "5"): "batch_size 4, not 5",
     }.items():
         said = refusal(sample(straight / "png", run, *SET, *options))
@@ -158,9 +154,7 @@ def test_other_continuations_and_other_folders_are_refused(run, straight, tmp_pa
         ("--guide", ":ema"): "--guide: step 20, ema are the sampled weights themselves",
         ("--guide", "@10", "--guidance-scale", "1"): "--guide: has no effect at a guidance scale of 1",
         ("--guide", str(tmp_path / "nowhere")): f"--guide: {tmp_path / 'nowhere'}: no such run folder",
-        ("--count", "0"): "--count: must be in 1..10000000, is 0",
         ("--count", "5", "--files"): "--files: has no effect on a set",
-        ("--judge",): "--judge: has no effect on a grid",
         ("--guidance-interval-unit", "sigma"): "--guidance-interval-unit: the run's guidance_interval is [0, 1] in t",
     }.items():
         assert refusal(sample(tmp_path / "none", run, *options)).startswith(reason)
