@@ -29,8 +29,8 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     source = arguments.yaml
     try:
-        if arguments.output and os.path.lexists(arguments.output):
-            raise Edm2YamlError([f"{arguments.output}: exists already; nothing is replaced (give another --output)"])
+        if arguments.output:
+            refuse_unless_new(arguments.output)
         imported = read(source, arguments.per_process, arguments.data_path)
         text = head(source, imported) + tomli_w.dumps(imported.tables)
         check(source, text, imported, arguments.data_path)
@@ -66,6 +66,14 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
         help="batch_size and lrate are those of each of N processes, as in the port's first version (default: of all)",
     )
     return parser.parse_args(words)
+
+
+def refuse_unless_new(output: Path) -> None:
+    """Refuse an output that exists, or has no folder. Raises Edm2YamlError."""
+    if os.path.lexists(output):
+        raise Edm2YamlError([f"{output}: exists already; nothing is replaced (give another --output)"])
+    if not output.parent.is_dir():
+        raise Edm2YamlError([f"{output}: {output.parent} is no folder (make it, or give another --output)"])
 
 
 def read(source: Path, processes: int, data_path: str) -> Imported:

@@ -207,6 +207,8 @@ def test_no_file_is_replaced(there, tmp_path, capsys):
     assert main([str(tmp_path / "port.yaml"), "--output", str(output)]) == 2
     assert capsys.readouterr().err == f"{output}: exists already; nothing is replaced (give another --output)\n"
     assert there != "file" or output.read_text() == "mine"
+    assert main([str(tmp_path / "port.yaml"), "--output", str(tmp_path / "none" / "new.toml")]) == 2
+    assert capsys.readouterr().err.startswith(f"{tmp_path}/none/new.toml: {tmp_path}/none is no folder (")
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"# nothing\n", b"a" * 300_000, None])
