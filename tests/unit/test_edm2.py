@@ -178,12 +178,12 @@ def test_the_estimate_simulates_all_blocks_since_they_differ():
              "--model.attention_resolutions=[16]", "--model.dropout=0", "--data.name=synthetic", "--data.shape=[3,16,16]",
              "--training.local_batch_size=8", "--ema.tracks=[]", "--sampling.ema_track=none"]  # fmt: skip
     config, recomputed = (load_config([*words, *more], 1) for more in ([], ["--activation_checkpoint.mode=full"]))
-    blocks = {block for _, phase, block in simulate_step(config, 1).windows if phase == "backward"}
-    assert blocks == set(range(6)) and config.model.depth == 5
-    whole, less = estimate_memory(config, 1), estimate_memory(recomputed, 1)
+    windows = simulate_step(config, 1).windows
+    assert {block for _, phase, block in windows if phase == "backward"} == set(range(6)) and config.model.depth == 5
+    estimate = estimate_memory(recomputed, 1)
     model = on_meta(config.model, (3, 16, 16), Classes(10))
-    assert whole.parameters == 4 * (model.num_parameters() + 2 * 32)  # with the waves
-    assert less.activations < 0.6 * whole.activations
+    assert estimate.parameters == 4 * (model.num_parameters() + 2 * 32)  # with the waves
+    assert 0 < estimate.activations < 0.6 * max(peak["activations"] for peak in windows.values())
 
 
 # --- refusals
