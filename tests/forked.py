@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
-IMPORTED = ["train", "torchtitan.run", "tests.faults.moments", "tests.distributed.cases"]
+IMPORTED = ["train", "torchtitan.run", "torchtitan.pictures.style", "tests.faults.moments", "tests.distributed.cases"]
 
 
 class ForkedProcess:

@@ -23,7 +23,6 @@ def raw_sums(cases: dict[str, dict]) -> dict[str, list[dict]]:
         options["overrides"] = (*GNS, *layers, *case.get("overrides", ()))
         with compiler(options.pop("backend", "inductor")):
             trainer = make_trainer(folder, name, **options)
-        trainer.state.gns.draw = lambda points, global_batch_size: None  # takes longer than the steps
         assert trainer.train() == 0
         trainer.close()
         if not dist.is_initialized() or dist.get_rank() == 0:

@@ -12,8 +12,8 @@ STEPS = 50
 
 def case(replicas: int, shards: int, accumulation: int = 1, *overrides: str, backend: str = "inductor") -> dict:
     return {
-        "steps": STEPS, "replicas": replicas, "shards": shards, "accumulation": accumulation, "overrides": overrides,
-        "backend": backend,
+        "steps": STEPS, "replicas": replicas, "shards": shards, "accumulation": accumulation, "backend": backend,
+        "overrides": ("--model.num_layers", "2", *overrides),
     }
 
 

@@ -28,8 +28,6 @@ def complete(folder: str, runs: list[dict]) -> None:
     """Train each run to its end, from its newest checkpoint where there is one."""
     for run in runs:
         trainer = _trainer(folder, **run)
-        if trainer.state.gns:
-            trainer.state.gns.draw = lambda points, global_batch_size: None  # takes longer than the steps
         assert trainer.train() == 0
         trainer.close()
 
@@ -52,7 +50,7 @@ def abandon(folder: str, runs: list[dict]) -> None:
 
 
 def _trainer(folder: str, name: str, overrides: list[str], steps: int = STEPS, **layout) -> Trainer:
-    trainer = make_trainer(folder, name, steps=steps, overrides=(*SAVED, *overrides), **layout)
+    trainer = make_trainer(folder, name, steps=steps, overrides=(*SAVED, "--model.num_layers", "2", *overrides), **layout)
     if trainer.state.gns and trainer.config.gns.grow_batch:
         # As if the noise scale became known and rose: when a real one does is a matter of the last bits.
         update = trainer.state.gns._batch.update
