@@ -272,7 +272,7 @@ def test_gradients_of_u_are_clipped_by_a_norm_of_their_own(tmp_path):
     network[0].grad.view(-1)[:2] = torch.tensor([0.3, 0.4])
     u.grad = torch.zeros_like(u)
     u.grad[0, :2] = torch.tensor([40.0, 30.0])
-    norms = trainer._treat_gradients(1)
+    norms, _ = trainer._treat_gradients(1)
     assert [norm.item() for norm in norms] == pytest.approx([0.5, 50.0])
     torch.testing.assert_close(network[0].grad.view(-1)[:2], torch.tensor([0.3, 0.4]))  # u takes nothing of it
     torch.testing.assert_close(u.grad[0, :2], torch.tensor([1.5, 1.2]))  # [1.6, 1.2] by the norm, then by element
