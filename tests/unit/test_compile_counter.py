@@ -62,8 +62,8 @@ def test_the_function_is_named_when_it_is_compiled_again_after_the_first_steps(c
     assert "size mismatch at index 0" in message and "\n" not in message
 
 
-def test_blocks_that_differ_have_a_graph_each_beyond_torchs_limit_and_alike_ones_share_one(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 4)
+@torch._dynamo.config.patch(recompile_limit=4)
+def test_blocks_that_differ_have_a_graph_each_beyond_torchs_limit_and_alike_ones_share_one():
     for widths, graphs in (([6] * 6, 1), ([4, 5, 6, 7, 8, 9], 6)):
         torch.compiler.reset()
         counter = CompileCounter(expected_steps=0)
