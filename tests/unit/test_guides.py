@@ -139,7 +139,7 @@ def test_channels_and_a_learned_variance_without_guidance_are_the_guided_network
 
 @pytest.mark.parametrize("scale", [0.0, 3.0])
 def test_every_head_of_a_network_is_guided(scale):
-    config = DenoisingConfig(heads=["x0", "v"], combine=combine("snr_handover"))
+    config = DenoisingConfig(heads=["x0", "v"], combine=combine("snr_handover", snr=[1.0]))
     objective = build_objective(config, seed=0)
 
     def network(x: Tensor, time: Tensor, condition: Tensor) -> Tensor:
