@@ -105,6 +105,23 @@ def test_a_set_is_resumed_finished_and_read(tmp_path, file_format):
     assert names == ({*(f"00000{n}.png" for n in range(5)), "labels.csv"} if file_format == "png" else {f"samples.{file_format}"})
 
 
+def test_a_batch_of_which_some_images_are_missing_is_drawn_again(tmp_path):
+    samples = SampleSet(tmp_path / "set", plan(), "png")
+    fill(samples, samples.begin())
+    samples.finish()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "set").iterdir()}
+    (tmp_path / "set" / "000003.png").unlink()
+    again = SampleSet(tmp_path / "set", plan(), "png")
+    assert again.begin() == [1] and not again.files.is_written(1)
+    with pytest.raises(SampleSetError, match="images are missing"):
+        again.finish()
+    fill(again, [1])
+    again.finish()
+    assert {path.name: path.read_bytes() for path in (tmp_path / "set").glob("*.png")} == {
+        name: content for name, content in before.items() if name.endswith(".png")
+    }
+
+
 @pytest.mark.parametrize("file_format", ["npz", "parquet"])
 def test_a_damaged_part_is_named_and_the_other_parts_are_kept(tmp_path, file_format):
     samples = SampleSet(tmp_path / "set", plan(), file_format)
