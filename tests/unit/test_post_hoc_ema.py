@@ -254,6 +254,31 @@ def test_snapshot_that_the_series_does_not_name_is_refused(run, tmp_path, comman
     assert code == 2 and "step-00000025" in error and "of another run" in error
 
 
+def test_series_is_held_to_the_one_that_the_newest_checkpoint_names(tmp_path, command):
+    run, other = Training(tmp_path / "run").train(32), Training(tmp_path / "other", seed=1).train(32)
+    checkpoint = checkpoint_path(tmp_path / "run" / "checkpoint", 32)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps({"ema_snapshots": run.snapshots.state_dict()}))
+    assert command("reconstruct", tmp_path / "run", "--std", 0.075, "--step", 24)[0] == 0
+
+    newest = tmp_path / "newest"
+    folder(tmp_path / "run", 32).rename(newest)
+    code, _, error = command("reconstruct", tmp_path / "run", "--std", 0.075)
+    assert code == 2 and error.count("\n") == 1 and "step-00000032: is missing" in error and "--step 24" in error
+    assert [finding.path.name for finding in check_run(tmp_path / "run") if "is missing" in finding.problem] == [
+        "step-00000032", "step-00000032"  # the snapshot, and the checkpoint's manifest
+    ]  # fmt: skip
+    assert command("reconstruct", tmp_path / "run", "--std", 0.076, "--step", 24)[0] == 0
+
+    shutil.rmtree(run.snapshots.folder)
+    shutil.copytree(other.snapshots.folder, run.snapshots.folder)
+    for words in ((), ("--ignore-gaps",), ("--step", 24)):
+        code, _, error = command("reconstruct", tmp_path / "run", "--std", 0.077, *words)
+        assert code == 2 and error.count("\n") == 1 and "is not the one that the run's newest checkpoint names" in error
+    named = "is not the one that the run's newest checkpoint names"
+    assert sum(finding.problem == named for finding in check_run(tmp_path / "run")) == 4
+
+
 REFUSED = {
     "--std 0": "must be above 0",
     "--std -0.1": "must be above 0",

@@ -163,8 +163,11 @@ def read_config(path: Path) -> JobConfig:
 
 
 def _choose_step(checkpoints: AnyPath, step: int | None) -> tuple[int, list[str]]:
-    there = ", ".join(map(str, checkpoint_steps(checkpoints))) or "none"
+    steps = checkpoint_steps(checkpoints)
+    there = ", ".join(map(str, steps)) or "none"
     if step is not None:
+        if step not in steps:
+            raise CheckpointError(f"{checkpoints}: holds no checkpoint of step {step} (checkpoints: {there})")
         problem = verify(checkpoint_path(checkpoints, step))
         if problem:
             raise CheckpointError(f"{checkpoint_path(checkpoints, step)}: {problem} (checkpoints: {there})")
