@@ -1,5 +1,6 @@
 """Configurations that cannot run: each is refused in exact words, all at once."""
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -490,7 +491,8 @@ def test_deeply_nested_list_is_one_line(depth):
 
 @pytest.mark.parametrize("package, key", [("tensorboard", "enable_tensorboard"), ("wandb", "enable_wandb")])
 def test_logger_without_its_package_is_refused(package, key, monkeypatch):
-    monkeypatch.setattr(config_checks.importlib.util, "find_spec", lambda name: None if name == package else object())
+    found = importlib.util.find_spec
+    monkeypatch.setattr(config_checks.importlib.util, "find_spec", lambda name: None if name == package else found(name))
     requirement = {"tensorboard": "tensorboard", "wandb": "'.[wandb]'"}[package]
     advice = f"the package {package} is not installed (pip install {requirement}, or set it to false)"
     assert problems(f"[metrics]\n{key} = true") == [f"run.toml: metrics.{key}: {advice}"]

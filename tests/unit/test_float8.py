@@ -21,6 +21,7 @@ from torchtitan.run import REFUSED, run
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 ON = ("--float8.enable", "true", "--float8.emulate", "true")
 
+FIND_SPEC = importlib.util.find_spec
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 
 
@@ -180,8 +181,13 @@ def refused(*argv):
     return error.value.problems
 
 
+def pretend_torchao(monkeypatch, spec):
+    """torchao is installed, or not; other packages are as they are."""
+    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: spec if name == "torchao" else FIND_SPEC(name))
+
+
 def test_what_cannot_run_is_refused_in_a_line_that_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: object())
+    pretend_torchao(monkeypatch, object())
     enable = ("--float8.enable", "true")
     assert refused(*enable) == [
         "command line: --float8.enable: the CPU has no float8 matrix products (set float8.emulate to true, or"
@@ -203,13 +209,13 @@ def test_what_cannot_run_is_refused_in_a_line_that_says_what_to_do(monkeypatch):
     assert "set training.mixed_precision_param to bfloat16" in coarse
     load_config([*enable, "--training.mixed_precision_param", "bfloat16"], 1)
 
-    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None if name == "torchao" else object())
+    pretend_torchao(monkeypatch, None)
     (missing,) = refused(*ON)
     assert "pip install '.[lowbit]'" in missing
 
 
 def test_a_model_without_anything_to_convert_is_refused_before_its_folder_is_made(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: object())
+    pretend_torchao(monkeypatch, object())
     argv = [*ON, "--float8.min_features", "5000", "--job.dump_folder", str(tmp_path), "--job.name", "none"]
     assert run(load_config(argv, 1)) == REFUSED
     assert capsys.readouterr().err.startswith("float8.enable: no linear over tokens is left to convert")

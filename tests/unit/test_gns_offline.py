@@ -26,6 +26,7 @@ from torchtitan.evaluation.offline_gradients import (
     sub_batch_sizes,
     timestep_bin,
 )
+from torchtitan.models.base import DiffusionModel
 
 DDPM = {"path": "ddpm_linear", "prediction": "noise", "preconditioning": "index", "timesteps": timesteps("uniform")}
 
@@ -46,7 +47,7 @@ class Images(Dataset):
         return {"images": self.images[chosen], "class": chosen % 4}
 
 
-class Network(nn.Module):
+class Network(DiffusionModel):
     """A linear network with a class embedding; only its training mode has gradients of the usual size."""
 
     condition_kind = Classes(4)

@@ -24,6 +24,7 @@ from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges
 from torchtitan.evaluation.offline_gradients import GradientError, Gradients
 from torchtitan.evaluation.timestep_errors import fixed_samples, timestep_errors
+from torchtitan.models.base import DiffusionModel
 from torchtitan.training.config import OptimizerConfig
 from torchtitan.training.optimizer import build_optimizer
 
@@ -35,7 +36,7 @@ OBJECTIVE = build_objective(
 )
 
 
-class Gain(nn.Module):
+class Gain(DiffusionModel):
     """Noise is estimated as (w_0 + w_1 t) x_t."""
 
     condition_kind = Unconditional()
