@@ -184,7 +184,8 @@ class RunState:
         images = batch["images"]
         draw = self.objective.draw(tuple(images.shape[1:]), samples, batch["samples"])
         condition = self.condition(batch, samples.attempt)
-        self.model.draw_dropout(self.config.debug.seed, batch["samples"], samples.attempt)
+        if self.config.model.dropout > 0:
+            self.model.draw_dropout(self.config.debug.seed, batch["samples"], samples.attempt)
         if measure and self.gns:
             self.gns.begin_microbatch(draw.t)
         with self._precision:

@@ -127,6 +127,7 @@ class ModelConfig:
         label_dropout: probability of replacing the condition by the null one in training; 0 trains no guidance.
         learned_variance: whether the network also predicts the variance of a DDPM's step.
         num_predictions: images that the network predicts for each input, one for each of `objective.heads`.
+        dropout: probability of dropping an activation in training, see `DiffusionModel.draw_dropout`.
     """
 
     name: str = setting("", "model family")
@@ -135,6 +136,7 @@ class ModelConfig:
     label_dropout = 0.0
     learned_variance = False
     num_predictions = 1
+    dropout = 0.0
 
     @property
     def depth(self) -> int | None:
