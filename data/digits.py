@@ -61,7 +61,7 @@ def _file() -> Path:
 
 
 def _stored() -> np.ndarray:
-    """Rows of 64 pixels and a class, [1797, 65]: what sklearn.datasets.load_digits reads, whose import takes longer."""
+    """Rows of 64 pixels and a class, [1797, 65], from the file of sklearn.datasets.load_digits without its slow import."""
     try:
         return np.loadtxt(_file(), dtype=np.int64, delimiter=",")
     except FileNotFoundError as error:

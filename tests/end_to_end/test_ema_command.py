@@ -146,7 +146,10 @@ def test_refused_sweep_is_one_line_and_writes_nothing(straight, command, tmp_pat
     (run / "config.json").write_text("{}")
     (run / "other.json").write_text(json.dumps({"settings": {"step": 7, "run": "run"}, "lengths": []}))
     (run / "picture.png").write_text("mine")
-    kept = lambda: {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and ".lock" not in path.name}  # noqa: E731
+
+    def kept() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and ".lock" not in path.name}
+
     before = kept()
     code, output, error = command("sweep", run, *words.format(run=run).split())
     assert (code, output) == (2, "") and error.count("\n") == 1 and SWEEPS[words] in error

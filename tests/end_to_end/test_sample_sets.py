@@ -139,7 +139,7 @@ def test_an_image_is_that_of_its_seed_in_any_set(run, straight, tmp_path):
 def test_other_continuations_and_other_folders_are_refused(run, straight, tmp_path):
     before = contents(straight / "png")
     for options, reason in {
-        ("--guide", "@10"): 'guide.label "step 20, long", not "step 10, ema"',
+        ("--guide", "@10"): "guide.label 'step 20, long', not 'step 10, ema'",
         ("--classes", "3"): "choices ",
         ("--batch-size", "5"): "batch_size 4, not 5",
     }.items():

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from data import DATASETS
+from tests.configurations import load
 from torchtitan.config.job import (
     ConfigError,
     JobConfig,
@@ -42,14 +43,6 @@ UNLABELLED = SYNTHETIC + "num_classes = 0\n"
 @pytest.fixture(autouse=True)
 def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def load(toml: str | None = None, arguments: list[str] | None = None, world_size: int = 1) -> JobConfig:
-    argv = list(arguments or [])
-    if toml is not None:
-        Path("run.toml").write_text(toml, encoding="utf-8")
-        argv += ["--job.config_file", "run.toml"]
-    return load_config(argv, world_size)
 
 
 def without_file(config: JobConfig) -> JobConfig:

@@ -12,6 +12,7 @@ import pytest
 
 import train
 from data import DATASETS
+from tests.configurations import load
 from tests.forked import run_script
 from tests.unit.test_config import every_section
 from torchtitan.config.job import (
@@ -30,14 +31,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def load(toml: str | None = None, arguments: list[str] | None = None, world_size: int = 1) -> JobConfig:
-    argv = list(arguments or [])
-    if toml is not None:
-        Path("run.toml").write_text(toml, encoding="utf-8")
-        argv += ["--job.config_file", "run.toml"]
-    return load_config(argv, world_size)
 
 
 def without_file(config: JobConfig) -> JobConfig:

@@ -124,7 +124,10 @@ def test_the_guide_is_called_within_the_interval_and_at_other_scales_than_one_on
 
 def test_channels_and_a_learned_variance_without_guidance_are_the_guided_network_s_own():
     objective = objective_of(path="ddpm_linear", prediction="noise", preconditioning="index", timesteps=timesteps("uniform"))
-    two_halves = lambda shift: lambda x, time, condition: torch.cat((x + shift, x.sin()), dim=1)  # noqa: E731
+
+    def two_halves(shift):
+        return lambda x, time, condition: torch.cat((x + shift, x.sin()), dim=1)
+
     x_t = noisy(0.0)[0]
     t = objective.path.index_to_t(torch.full((3,), 400)).float()
     guide = Guide(two_halves(0.5), objective, conditional=True)
@@ -241,7 +244,10 @@ def test_the_starting_noise_is_that_of_the_number_whatever_the_guide():
 
 def test_clipped_estimates_are_the_estimates_within_the_limits_and_the_noise_follows():
     objective = objective_of(prediction="x0", **EDM)
-    network = lambda x, time, condition: 3 * x  # noqa: E731
+
+    def network(x, time, condition):
+        return 3 * x
+
     x_t, time = noisy(0.5)
     found = predictor(objective, network, KIND, None, Guidance(), clip_x0=True)(x_t, time)
     plain = predictor(objective, network, KIND, None, Guidance())(x_t, time)

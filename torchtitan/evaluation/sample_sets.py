@@ -5,7 +5,6 @@ same bytes on any number of processes.
 """
 
 import json
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
 from data import DataConfig
 from torchtitan.distributed.collectives import from_first_rank, of_all_ranks
+from torchtitan.distributed.shared_work import SharedProgress
 from torchtitan.evaluation.decoding import LatentDecoder
 from torchtitan.evaluation.judges import build_judge
 from torchtitan.evaluation.sample_files import SET_FORMATS, SetFiles
@@ -25,6 +24,7 @@ from torchtitan.evaluation.sample_plans import KEY, SampleNotFinite, SampleSetEr
 from torchtitan.evaluation.sampling import ImageSampler
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.ownership import foreign_entry, foreign_text, refuse_foreign_file
+from torchtitan.files.record_difference import first_difference
 from torchtitan.files.regular import read_regular
 from torchtitan.files.run_lock import Busy, RunLock
 from torchtitan.pictures.grids import to_rgb
@@ -34,7 +34,6 @@ JUDGED = "judge.json"
 _FORMAT = {"sample_set": 1}
 _START = b'{\n "sample_set": 1,'
 _MOST_RECORD_BYTES = 64 << 20
-SECONDS_BETWEEN_LOOKS = 1.0  # at what other ranks have written
 
 
 class SampleSet:
@@ -132,7 +131,7 @@ class SampleSet:
             found = json.loads(read_regular(record, _MOST_RECORD_BYTES))
         except (OSError, ValueError, RecursionError) as error:
             raise SampleSetError(f"{record}: is damaged ({advice})") from error
-        if difference := _first_difference(found, self._record):
+        if difference := first_difference(found, self._record):
             name, begun, wanted = difference
             raise SampleSetError(
                 f"{self.folder}: was begun with {name} {begun}, not {wanted} (give that, or another --output)"
@@ -162,71 +161,20 @@ def draw_set(
     """
     records = of_all_ranks(samples.plan.record(), group)
     for rank, record in enumerate(records):
-        if difference := _first_difference(record, records[0]):
+        if difference := first_difference(record, records[0]):
             raise SampleSetError(f"rank {rank}: has {difference[0]} {difference[1]}, and rank 0 {difference[2]}")
     pending = from_first_rank(samples.begin, group=group)
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
-    others = [batch for place, batch in enumerate(pending) if place % ranks != rank]
-    with _Progress(samples, pending, others, shown=progress and rank == 0) as bar:
+    plan = samples.plan
+    with SharedProgress(
+        len(plan.seeds), pending, lambda batch: len(plan.batch(batch)[0]), samples.files.is_written, group,
+        verb="drawing", shown=progress,
+    ) as work:  # fmt: skip
         with decoder.on_device() if decoder else nullcontext():
-            for batch in pending[rank::ranks]:
-                seeds, choices = samples.plan.batch(batch)
+            for batch in work.mine:
+                seeds, choices = plan.batch(batch)
                 with sampler.drawing(KEY, **method) as draw_batch:
                     images = draw_batch(choices, seeds)
                 samples.write(batch, decoder.decode_alone(images) if decoder else images.cpu())
-                bar.advance(len(seeds))
-        if group:
-            arrival = dist.barrier(group=group, async_op=True)
-            while not arrival.is_completed():
-                bar.look()
-                time.sleep(SECONDS_BETWEEN_LOOKS / 10)
-            arrival.wait()
-        bar.look(now=True)
+                work.advance(len(seeds))
+        work.wait_for_all()
     return from_first_rank(samples.finish, group=group)
-
-
-class _Progress:
-    """Progress bar over a whole set: this rank's images as they are written, those of others by looking for them."""
-
-    def __init__(self, samples: SampleSet, pending: list[int], others: list[int], shown: bool) -> None:
-        plan = samples.plan
-        self._samples, self._others = samples, others if shown else []
-        missing = sum(len(plan.batch(batch)[0]) for batch in pending)
-        self._bar = tqdm(
-            total=len(plan.seeds), initial=len(plan.seeds) - missing, unit="img", desc="drawing", disable=not shown
-        )
-        self._looked = time.monotonic()
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._bar.close()
-
-    def advance(self, images: int) -> None:
-        self._bar.update(images)
-        self.look()
-
-    def look(self, now: bool = False) -> None:
-        """Look for batches that others have written since, at most once in SECONDS_BETWEEN_LOOKS."""
-        if not self._others or not (now or time.monotonic() - self._looked > SECONDS_BETWEEN_LOOKS):
-            return
-        self._looked = time.monotonic()
-        done = {batch for batch in self._others if self._samples.files.is_written(batch)}
-        self._others = [batch for batch in self._others if batch not in done]
-        self._bar.update(sum(len(self._samples.plan.batch(batch)[0]) for batch in done))
-
-
-def _first_difference(one: Any, other: Any, name: str = "") -> tuple[str, str, str] | None:
-    """First difference of two records: dotted name, and both values."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in dict.fromkeys((*other, *one)):
-            if found := _first_difference(one.get(key), other.get(key), f"{name}.{key}".lstrip(".")):
-                return found
-        return None
-    return None if one == other else (name, _shown(one), _shown(other))
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -137,8 +137,11 @@ class ImageSampler:
             noise = philox.normal(seed, purpose, numbers, shape).to(dtype)
             condition = each_tensor(kind.choose(choices), lambda value: value.to(self._device))
             predict = predictor(self._objective, self._model, kind, condition, guidance, guide, clip_x0)
-            # Step s of image n adds noise of a separate number, different from the starting noise of any other image.
-            draw_noise = lambda step: philox.normal(seed, purpose, numbers + ((step + 1) << 40), shape)  # noqa: E731
+
+            def draw_noise(step: int) -> Tensor:
+                # Step s of image n adds noise of a separate number, different from the starting noise of any other image.
+                return philox.normal(seed, purpose, numbers + ((step + 1) << 40), shape)
+
             return solve(predict=predict, x=start * noise, draw_noise=draw_noise).float()
 
         with evaluating(self._model), compute_context(self._param_dtype, self._device, sharded):

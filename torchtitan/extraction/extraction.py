@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from tqdm import tqdm
 
 from torchtitan.autoencoders.base import Autoencoder
 from torchtitan.distributed.collectives import from_first_rank, of_all_ranks
+from torchtitan.distributed.shared_work import SharedProgress
 from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.extraction_plan import ExtractionOptions, check_room
 from torchtitan.extraction.image_source import ImageSource
@@ -20,8 +20,6 @@ from torchtitan.extraction.shard_encoding import check_skipped, encode_shards
 from torchtitan.extraction.stage_times import summarize
 from torchtitan.latents.index import INDEX_FILE, PARTIAL_FOLDER, StoreIndex, StorePlan, read_index
 from torchtitan.latents.writer import StoreWriter, first_difference
-
-SECONDS_BETWEEN_LOOKS = 1.0  # at what other ranks have finished
 
 
 def begin_store(folder: Path, plan: StorePlan, group: dist.ProcessGroup | None = None) -> list[int]:
@@ -88,12 +86,13 @@ def extract(
         RuntimeError: another rank was lost, or the device's memory has run out.
     """
     writer = StoreWriter(folder, plan)
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
-    mine, started = pending[rank::world_size], time.perf_counter()
-    others = sorted({*pending} - {*mine})
-    with _Progress(writer, pending, others if rank == 0 else [], shown=rank == 0) as progress:
-        times = encode_shards(writer, mine, source, autoencoder, options, progress.advance)
-        _wait_for_all(group, progress)
+    started = time.perf_counter()
+    with SharedProgress(
+        plan.num_source_images, pending, lambda number: len(plan.source_images_of(number)), writer.is_written, group,
+        verb="encoding",
+    ) as work:  # fmt: skip
+        times = encode_shards(writer, work.mine, source, autoencoder, options, work.advance)
+        work.wait_for_all()
     return summarize(of_all_ranks(times, group), time.perf_counter() - started)
 
 
@@ -116,46 +115,3 @@ def finish_store(
 
     from_first_rank(finish, group=group)
     return read_index(folder)
-
-
-def _wait_for_all(group: dist.ProcessGroup | None, progress: "_Progress") -> None:
-    if group is None:
-        return
-    arrival = dist.barrier(group=group, async_op=True)
-    while not arrival.is_completed():
-        progress.look()
-        time.sleep(SECONDS_BETWEEN_LOOKS / 10)
-    arrival.wait()
-    progress.look(now=True)
-
-
-class _Progress:
-    """Progress bar over the whole store: this rank's images as they are encoded, those of others by finished shards."""
-
-    def __init__(self, writer: StoreWriter, pending: list[int], others: list[int], shown: bool) -> None:
-        total = writer.plan.num_source_images
-        missing = sum(len(writer.plan.source_images_of(number)) for number in pending)
-        self._writer, self._others = writer, others
-        self._bar = tqdm(
-            total=total, initial=total - missing, unit="img", desc="encoding", disable=not (shown and pending)
-        )
-        self._looked = time.monotonic()
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._bar.close()
-
-    def advance(self, images: int) -> None:
-        self._bar.update(images)
-        self.look()
-
-    def look(self, now: bool = False) -> None:
-        """Look for shards that others have finished since, at most once in SECONDS_BETWEEN_LOOKS."""
-        if not self._others or not (now or time.monotonic() - self._looked > SECONDS_BETWEEN_LOOKS):
-            return
-        self._looked = time.monotonic()
-        done = [number for number in self._others if self._writer.is_written(number)]
-        self._others = [number for number in self._others if number not in set(done)]
-        self._bar.update(sum(len(self._writer.plan.source_images_of(number)) for number in done))

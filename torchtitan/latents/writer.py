@@ -13,12 +13,12 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan.errors import LatentStoreError
+from torchtitan.files import record_difference
 from torchtitan.files.durable import make_folder, remove_unfinished
 from torchtitan.files.ownership import foreign_entry, foreign_text
 from torchtitan.files.regular import user_path
@@ -197,23 +197,8 @@ class StoreWriter:
 
 
 def first_difference(one: StorePlan, other: StorePlan) -> tuple[str, str, str] | None:
-    """First place where two plans differ, as `origin.encoding.threads`, and its value in each."""
-    plans = one.model_dump(mode="json"), other.model_dump(mode="json")  # as they come back from a file
-    for name in StorePlan.model_fields:
-        values = [plan[name] for plan in plans]
-        if values[0] != values[1]:
-            place, before, now = _difference(name, *values)
-            return place, _shown(before), _shown(now)
-    return None
-
-
-def _difference(place: str, before: Any, now: Any) -> tuple[str, Any, Any]:
-    """First place where two tables differ, and its values."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        missing = object()
-        key = min(key for key in before.keys() | now.keys() if before.get(key, missing) != now.get(key, missing))
-        return _difference(f"{place}.{key}", before.get(key), now.get(key))
-    return place, before, now
+    """First place where two plans differ, and its value in each; None if they are equal."""
+    return record_difference.first_difference(one.model_dump(mode="json"), other.model_dump(mode="json"))
 
 
 def _as_read(values: Tensor, plan: StorePlan, images: Sequence[int]) -> Tensor:
@@ -221,8 +206,3 @@ def _as_read(values: Tensor, plan: StorePlan, images: Sequence[int]) -> Tensor:
     latents = tensors["latents"]
     integers = latents.view(torch.int16 if latents.itemsize == 2 else torch.int8).numpy()
     return decode(integers, tensors["scales"].numpy() if "scales" in tensors else None, plan.dtype)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
