@@ -71,10 +71,7 @@ class Attention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, N, T, D / N]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            q, k = rotate(q, rotary).to(v.dtype), rotate(k, rotary).to(v.dtype)
-        x = F.scaled_dot_product_attention(q, k, v)  # [B, N, T, D / N]
-        return self.out(x.transpose(1, 2).flatten(2))  # [B, T, D]
+        return self.out(attend(q, k, v, rotary))  # [B, T, D]
 
 
 class GeluMLP(nn.Module):
@@ -170,6 +167,14 @@ def rotary_table(head_dim: int, grid: tuple[int, int], theta: float) -> Tensor:
     """
     angles = torch.cat(_grid_angles(head_dim // 4, grid, theta), dim=-1)  # [T, head_dim / 2]
     return torch.stack((angles.cos(), angles.sin()))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor | None) -> Tensor:
+    """Attend to all tokens: queries and keys [B, N, T, D / N], rotated by the table if there is one, to values; [B, T, D]."""
+    if rotary is not None:
+        q, k = rotate(q, rotary).to(v.dtype), rotate(k, rotary).to(v.dtype)
+    x = F.scaled_dot_product_attention(q, k, v)  # [B, N, T, D / N]
+    return x.transpose(1, 2).flatten(2)
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchtitan.conditions import Classes, Condition, ConditionKind
 from torchtitan.models.dit.config import DiTConfig
-from torchtitan.models.dit.layers import SINUSOID_CHANNELS, rotate, timestep_sinusoid
+from torchtitan.models.dit.layers import SINUSOID_CHANNELS, attend, timestep_sinusoid
 from torchtitan.models.dit.model import PatchTransformer
 from torchtitan.models.magnitude import MPLinear, init_magnitude_preserving, mp_gelu, mp_silu, mp_sum, pixel_norm
 
@@ -104,10 +104,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Tensor | None) -> Tensor:
         qkv = pixel_norm(self.qkv(x).unflatten(-1, (3, self.num_heads, -1)), dim=-1)  # [B, T, 3, N, D / N]
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, N, T, D / N]
-        if rotary is not None:
-            q, k = rotate(q, rotary).to(v.dtype), rotate(k, rotary).to(v.dtype)
-        x = F.scaled_dot_product_attention(q, k, v)  # [B, N, T, D / N]
-        return self.out(x.transpose(1, 2).flatten(2))  # [B, T, D]
+        return self.out(attend(q, k, v, rotary))  # [B, T, D]
 
 
 class GeluMLP(nn.Module):
