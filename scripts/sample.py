@@ -27,20 +27,20 @@ from data import DATASETS
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.checkpointer import CheckpointError
-from torchtitan.conditions import Unconditional
 from torchtitan.config.job import ConfigError
+from torchtitan.config.sampling_checks import data_text
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import compute_device, init_process_group
 from torchtitan.evaluation.config import LATENT_DATASETS, AutoencoderConfig, SamplingConfig
 from torchtitan.evaluation.decoding import LatentDecoder, open_decoder
-from torchtitan.evaluation.judges import JUDGES
+from torchtitan.evaluation.judges import judge_type
 from torchtitan.evaluation.sample_files import SET_FORMATS
 from torchtitan.evaluation.sample_plans import SampleNotFinite, SampleSetError, SetPlan, choices_of, read_seeds
 from torchtitan.evaluation.sample_sets import SampleSet, draw_set
 from torchtitan.evaluation.sampling import ImageSampler, grid_choices
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
 from torchtitan.processes.command_line import OneLineParser, exit_code
-from torchtitan.runs.guides import LoadedGuide, load_guide, read_reference
+from torchtitan.runs.guides import LoadedGuide, open_guide
 from torchtitan.runs.sample_settings import set_settings
 from torchtitan.runs.sampling_options import add_method_options, option, sampling_method
 from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, load_weights
@@ -58,7 +58,9 @@ def main() -> int:
         refuse_unused(arguments)
         trained = open_model(arguments)
         sampling = check(arguments, trained)
-        guide = open_guide(arguments, trained, sampling)
+        guide = open_guide(
+            arguments.guide, arguments.source, arguments.config, trained, sampling.guidance_scale, compute_device()
+        )
         decoder = open_autoencoder(arguments, trained)
         samples = plan_set(arguments, trained, sampling, guide, decoder) if arguments.set else None
     except (AutoencoderError, ConfigError, CheckpointError, SampleSetError, WeightsError) as error:
@@ -149,25 +151,9 @@ def check(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfi
     if arguments.output and not arguments.set:
         refuse_earlier_pictures(arguments.output, arguments)
     data = trained.config.data
-    if arguments.judge and not (data.name in JUDGES and data.labels):
-        text = f"data.name = {data.name}{'' if data.labels else ' with data.labels = false'} has no judge (leave it out)"
-        raise WeightsError(f"--judge: {text}")
+    if arguments.judge and not judge_type(data):
+        raise WeightsError(f"--judge: {data_text(data)} has no judge (leave it out)")
     return sampling_method(arguments, trained)
-
-
-def open_guide(arguments: argparse.Namespace, trained: TrainedModel, sampling: SamplingConfig) -> LoadedGuide | None:
-    """Open the guide; None for guidance by the null condition. Raises WeightsError, ConfigError, CheckpointError."""
-    text = arguments.guide
-    if text is None and sampling.guide_track and arguments.source.is_dir() and sampling.guidance_scale != 1:
-        text = f":{sampling.guide_track}"
-    if text not in (None, "none"):
-        if sampling.guidance_scale == 1:
-            raise WeightsError("--guide: has no effect at a guidance scale of 1 (give --guidance-scale, as 2)")
-        return load_guide(read_reference(text), arguments.source, arguments.config, trained, compute_device())
-    unconditional = isinstance(trained.model.condition_kind, Unconditional)
-    if sampling.guidance_scale != 1 and (unconditional or trained.config.model.label_dropout == 0):
-        raise WeightsError("--guidance-scale: the model was trained without a null class (leave it at 1, or give --guide)")
-    return None
 
 
 def plan_set(

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from studies.frame import StudyRun, checkpoint_name, number, require_at_least
+from torchtitan.config.sampling_checks import data_text
 from torchtitan.diffusion.guidance import Guidance, Guide
-from torchtitan.evaluation.judges import JUDGES, Judge, build_judge
+from torchtitan.evaluation.judges import JUDGES, Judge, build_judge, judge_type
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.experiments.cells import Cell, Row
 from torchtitan.experiments.engine import Advance
@@ -66,8 +67,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def cells(run: StudyRun) -> list[Cell]:
     options = run.options
     require_at_least(options, {"num_steps": 1, "images": 2, "sets": 2, "batch_size": 1})
-    if run.config.data.name not in JUDGES:
-        raise StudyError(f"data.name = {run.config.data.name}: has no judge of samples (there are: {', '.join(JUDGES)})")
+    if not judge_type(run.config.data):
+        raise StudyError(f"{data_text(run.config.data)}: has no judge of samples (there are: {', '.join(JUDGES)})")
     methods = read_methods(options.guides)
     if any(method.guide == NULL for method in methods) and not run.config.model.label_dropout:
         raise StudyError("--guides null: the model was trained without a null class (model.label_dropout is 0)")

@@ -1,6 +1,7 @@
 """scripts/ema.py on runs of train.py: killed within a snapshot and resumed, sampled from, swept and swept again."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -132,6 +133,7 @@ SWEEPS = {
     "--stds 0.1 --metric fid": "has no 'fid' (there are: loss, accuracy, frechet_distance",
     "--stds 0.1 --guidance-scale 2": "has no effect on held-out loss",
     "--stds 0.1 --metric accuracy --guidance-scale 2 --guide :nobody": "has no EMA track 'nobody'",
+    "--stds 0.1 --metric accuracy --guidance-scale 1 --guide :long": "--guide: has no effect at a guidance scale of 1",
     "--stds 0.1 --images 0": "--images: must be at least 1",
     "--stds 0.1 --output {run}/scores.txt": "must end in .json",
     "--stds 0.1 --output {run}/config.json": "is no record of a sweep",
@@ -154,6 +156,16 @@ def test_refused_sweep_is_one_line_and_writes_nothing(straight, command, tmp_pat
     code, output, error = command("sweep", run, *words.format(run=run).split())
     assert (code, output) == (2, "") and error.count("\n") == 1 and SWEEPS[words] in error
     assert kept() == before
+
+
+def test_sweep_of_a_run_without_labels_has_no_judge(straight, command, tmp_path):
+    run = Path(shutil.copytree(straight, tmp_path / "run"))
+    text = (run / "config.toml").read_text()
+    changed = re.sub("label_dropout = .*", "label_dropout = 0.0", text.replace("labels = true", "labels = false"))
+    assert changed != text
+    (run / "config.toml").write_text(changed)
+    code, _, error = command("sweep", run, "--stds", 0.1, "--metric", "accuracy")
+    assert code == 2 and "data.name = digits with data.labels = false has no 'accuracy' (there are: loss)" in error
 
 
 def test_judged_sweep_ranks_lengths_in_the_direction_of_the_score(straight, command, tmp_path):

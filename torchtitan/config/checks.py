@@ -16,22 +16,13 @@ import torch
 
 from data.base import DatasetError
 from torchtitan.checkpoint.location import folder_problem
-from torchtitan.config.sampling_checks import (
-    SAMPLING_CHECKS,
-    cannot_guide,
-    data_text,
-    sampling_schedule,
-    unconditional,
-)
+from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, data_text, sampling_schedule, unconditional
 from torchtitan.config.view import ConfigView, RefusedValue
 from torchtitan.diffusion.objectives import OBJECTIVES, build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.distributed.config import checkpoint_problems, compile_problems
 from torchtitan.errors import unwrapped
-from torchtitan.evaluation.config import (
-    LATENT_DATASETS,
-    WITH_WEIGHTS,
-)
+from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS
 from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import float8_problems
@@ -263,7 +254,7 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
 def _label_dropout(checked: ConfigView) -> Iterator[Problem]:
     explicit = "model.label_dropout" in checked.given and checked.model.label_dropout > 0
     if explicit and unconditional(checked):
-        text = f"{data_text(checked)} has no classes to drop (remove it or set it to 0)"
+        text = f"{data_text(checked.whole('data'))} has no classes to drop (remove it or set it to 0)"
         yield Problem("model.label_dropout", text)
 
 

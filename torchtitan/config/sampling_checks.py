@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from data import DataConfig
 from torchtitan.conditions import Unconditional
 from torchtitan.config.view import ConfigView
 from torchtitan.diffusion.solvers import SCHEDULES
 from torchtitan.diffusion.solvers.contract import ScheduleConfig
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
-from torchtitan.evaluation.judges import JUDGES
+from torchtitan.evaluation.judges import judge_type
 from torchtitan.settings import chosen, has_key
 from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, quoted, shown_name
 
@@ -18,9 +19,9 @@ def unconditional(checked: ConfigView) -> bool:
     return isinstance(checked.dataset().condition_kind, Unconditional)
 
 
-def data_text(checked: ConfigView) -> str:
+def data_text(data: DataConfig) -> str:
     """Name of the data, for messages about their classes."""
-    return f"data.name = {checked.data.name}" + ("" if checked.data.labels else " with data.labels = false")
+    return f"data.name = {data.name}" + ("" if data.labels else " with data.labels = false")
 
 
 def cannot_guide(checked: ConfigView) -> bool:
@@ -46,9 +47,7 @@ def _sampled_classes(checked: ConfigView) -> Iterator[Problem]:
     wrong = [label for label in checked.sampling.classes if not 0 <= label < count]
     if wrong:
         known = f"the {kind.choices_noun} 0 to {count - 1}" if count else f"no {kind.choices_noun}"
-        yield Problem(
-            "sampling.classes", f"{quoted(wrong)} is not in {data_text(checked)}, which has {known}"
-        )
+        yield Problem("sampling.classes", f"{quoted(wrong)} is not in {data_text(checked.whole('data'))}, which has {known}")
 
 
 def _sampled_tracks(checked: ConfigView) -> Iterator[Problem]:
@@ -70,16 +69,15 @@ def _sampled_tracks(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _judge(checked: ConfigView) -> Iterator[Problem]:
-    judged = checked.sampling.enable and checked.sampling.judge_images
-    if judged and not (checked.data.name in JUDGES and checked.data.labels):
-        yield Problem("sampling.judge_images", f"{data_text(checked)} has no judge (set it to 0)")
+    if checked.sampling.enable and checked.sampling.judge_images and not judge_type(checked.whole("data")):
+        yield Problem("sampling.judge_images", f"{data_text(checked.whole('data'))} has no judge (set it to 0)")
 
 
 def _guidance(checked: ConfigView) -> Iterator[Problem]:
     explicit = "sampling.guidance_scale" in checked.given and checked.sampling.guidance_scale != 1
     if explicit and checked.sampling.enable and cannot_guide(checked):
         if unconditional(checked):
-            reason = f"{data_text(checked)} has no classes"
+            reason = f"{data_text(checked.whole('data'))} has no classes"
         elif has_key(checked.whole("model"), "label_dropout"):
             reason = "model.label_dropout = 0 trains no unconditional prediction"
         else:

@@ -29,7 +29,12 @@ class Judge(Protocol):
 JUDGES: dict[str, type[Judge]] = {"digits": DigitsJudge}
 
 
+def judge_type(config: DataConfig) -> type[Judge] | None:
+    """Type of the judge of a dataset, which compares by label; None if there is none, or labels are left aside."""
+    return JUDGES.get(config.name) if config.labels else None
+
+
 def build_judge(config: DataConfig) -> Judge:
-    """Fit the judge of a dataset, one of JUDGES, to both of its splits."""
+    """Fit the judge of a dataset that has one to both of its splits."""
     dataset = DATASETS[config.name]
     return JUDGES[config.name].from_dataset(dataset(config, "train"), dataset(config, "validation"))

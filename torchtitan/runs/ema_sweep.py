@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,18 +15,18 @@ from tqdm import tqdm
 
 from data import DATASETS
 from torchtitan.checkpoint.manifest import MANIFEST, hash_file, read_json
-from torchtitan.conditions import Unconditional
+from torchtitan.config.sampling_checks import data_text
 from torchtitan.diffusion.guidance import Guide
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.errors import DamagedFile, first_line
-from torchtitan.evaluation.judges import JUDGES, Judge, build_judge
+from torchtitan.evaluation.judges import Judge, build_judge, judge_type
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.run_lock import Busy, RunLock
 from torchtitan.files.weight_files import WeightsError
 from torchtitan.runs.ema_sweep_chart import draw_sweep
-from torchtitan.runs.guides import LoadedGuide, load_guide, read_reference
+from torchtitan.runs.guides import LoadedGuide, open_guide
 from torchtitan.runs.post_hoc_ema import MAX_ERROR, Reconstruction, StoredAverages, reconstruct, stored_averages
 from torchtitan.runs.trained_model import TrainedModel, empty_trained_model, fill_reconstructed
 from torchtitan.training.data_loading import validation_batches
@@ -89,7 +89,8 @@ def sweep(
     stored: StoredAverages = from_first_rank(stored_averages, run, step, (), ignore_gaps)
     found = [reconstruct(stored, std, options.max_error) for std in options.stds]
     trained = dataclasses.replace(trained, step=stored.last.step)
-    guide = _open_guide(run, options, trained, device)
+    scale = _given(options.guidance_scale, 1.0)
+    guide = open_guide(options.guide, run, None, trained, scale, device)
     output = output or run / EMA_FOLDER / f"sweep-step-{stored.last.step:08d}-{options.metric}.json"
     record = SweepRecord(output, _settings(run, stored, options, trained, guide))
     with _locked(output):
@@ -208,11 +209,11 @@ def _locked(output: Path) -> Iterator[None]:
 def _resolved(options: SweepOptions, trained: TrainedModel) -> SweepOptions:
     """Options with the run's values. Raises WeightsError: the metric cannot be measured."""
     data, sampling, validation = trained.config.data, trained.config.sampling, trained.config.validation
-    judged = JUDGES[data.name].BETTER if data.name in JUDGES else {}
-    known = ([LOSS] if trained.info.has_validation else []) + list(judged)
+    judge = judge_type(data)
+    known = ([LOSS] if trained.info.has_validation else []) + list(judge.BETTER if judge else ())
     if options.metric not in known:
         there = ", ".join(known) or "none: it holds out no images and has no judge"
-        raise WeightsError(f"--metric: data.name = {data.name} has no {options.metric!r} (there are: {there})")
+        raise WeightsError(f"--metric: {data_text(data)} has no {options.metric!r} (there are: {there})")
     loss = options.metric == LOSS
     held_out = len(DATASETS[data.name](data, "validation")) if loss else 0
     if loss and (given := [name for name in ("guidance_scale", "num_steps", "guide") if getattr(options, name) is not None]):
@@ -222,7 +223,6 @@ def _resolved(options: SweepOptions, trained: TrainedModel) -> SweepOptions:
         images=min(_given(options.images, validation.num_images), held_out) if loss else _given(options.images, _JUDGED_IMAGES),
         guidance_scale=None if loss else _given(options.guidance_scale, sampling.guidance_scale),
         num_steps=None if loss else _given(options.num_steps, sampling.num_steps),
-        guide=None if loss else _given(options.guide, f":{sampling.guide_track}" if sampling.guide_track else "none"),
         seed=_given(options.seed, trained.config.debug.seed),
     )
     for name in ("images", "batch_size", *(() if loss else ("num_steps",))):
@@ -233,29 +233,17 @@ def _resolved(options: SweepOptions, trained: TrainedModel) -> SweepOptions:
     return resolved
 
 
-def _open_guide(run: Path, options: SweepOptions, trained: TrainedModel, device: torch.device) -> LoadedGuide | None:
-    """Open the guide of judged samples; None for the null condition. Raises WeightsError, ConfigError, CheckpointError."""
-    if options.metric == LOSS or options.guidance_scale == 1:
-        return None
-    if options.guide not in (None, "none"):
-        return load_guide(read_reference(options.guide or ""), run, None, trained, device)
-    if isinstance(trained.model.condition_kind, Unconditional) or trained.config.model.label_dropout == 0:
-        raise WeightsError("--guidance-scale: the model was trained without a null class (give 1, or --guide)")
-    return None
-
-
 def _settings(
     run: Path, stored: StoredAverages, options: SweepOptions, trained: TrainedModel, guide: LoadedGuide | None
 ) -> dict:
     """Settings of the scores: a record of others is not continued."""
-    better: Literal["lower", "higher"] = "lower"
-    if options.metric != LOSS:
-        better = JUDGES[trained.config.data.name].BETTER[options.metric]
+    judge, reference = judge_type(trained.config.data), options.guide or f":{trained.config.sampling.guide_track}"
+    better = "lower" if options.metric == LOSS or judge is None else judge.BETTER[options.metric]
     snapshots = {str(snapshot.step): hash_file(snapshot.path / MANIFEST)[:16] for snapshot in stored.snapshots}
     return {
         "run": run.resolve().name, "step": stored.last.step, "images_trained": stored.last.images, "metric": options.metric,
         "better": better, "images": options.images, "seed": options.seed, "guidance_scale": options.guidance_scale,
-        "num_steps": options.num_steps, "guide": f"{options.guide}, {guide.model.label}" if guide else None,
+        "num_steps": options.num_steps, "guide": f"{reference}, {guide.model.label}" if guide else None,
         "tracks": {name: stored.last.tracks[name] for name in stored.tracks}, "snapshots": snapshots,
     }  # fmt: skip
 

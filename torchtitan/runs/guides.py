@@ -43,6 +43,37 @@ class LoadedGuide:
     model: TrainedModel
 
 
+def open_guide(
+    text: str | None, source: Path, config_file: Path | None, sampled: TrainedModel, guidance_scale: float,
+    device: torch.device,
+) -> LoadedGuide | None:  # fmt: skip
+    """Open the guide of a command line.
+
+    Args:
+        text: of --guide, "none" for the null condition; None for the run's own choice.
+        source, config_file, sampled, device: as in `load_guide`.
+        guidance_scale: 1 for no guidance.
+
+    Returns:
+        the guide; None for guidance by the null condition, or none.
+
+    Raises:
+        WeightsError: it has no effect, or there is neither a guide nor a null condition; or as by `load_guide`.
+        ConfigError, CheckpointError.
+    """
+    own = sampled.config.sampling.guide_track
+    if text is None and own and source.is_dir() and guidance_scale != 1:
+        text = f":{own}"
+    if text not in (None, "none"):
+        if guidance_scale == 1:
+            raise WeightsError("--guide: has no effect at a guidance scale of 1 (give --guidance-scale, as 2)")
+        return load_guide(read_reference(text), source, config_file, sampled, device)
+    unconditional = isinstance(sampled.model.condition_kind, Unconditional)
+    if guidance_scale != 1 and (unconditional or sampled.config.model.label_dropout == 0):
+        raise WeightsError("--guidance-scale: the model was trained without a null class (leave it at 1, or give --guide)")
+    return None
+
+
 def read_reference(text: str) -> GuideReference:
     """Read `RUN[@step][:track]`; without RUN it is the sampled run, and an existing path is taken as it is.
 
