@@ -146,6 +146,8 @@ def test_recomputed_products_are_a_share_of_the_forward():
     mode, keep = "--activation_checkpoint.mode", "--activation_checkpoint.keep"
     assert share() == share(mode, "selective") == share(mode, "memory_budget", "--compile.enable", "true") == 0
     assert share(mode, "full") == pytest.approx(1 / 3)
+    # Of four forwards' worth of training, one of which has no gradient, one is made again.
+    assert share(mode, "full", "--objective.name", "consistency") == pytest.approx(1 / 4)
     assert share(mode, "full", "--activation_checkpoint.every", "2") == pytest.approx(3 / 5 / 3)
     products, attention = share(mode, "selective", keep, '["attention"]'), share(mode, "selective", keep, '["matmul"]')
     model = model_on_meta(config_of("--model.num_layers", "5"))

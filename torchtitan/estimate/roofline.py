@@ -91,7 +91,7 @@ def estimate_step_time(
 
 
 def recomputed_share(config: JobConfig, model: DiffusionModel) -> float:
-    """Recomputed share: FLOPs of recomputation over the training FLOPs, products alone: 1/3 is a whole forward again.
+    """Recomputed share: FLOPs of recomputation over the training FLOPs, products alone; at most 1/3, a whole forward again.
 
     With a memory budget the compiler chooses, and 0 is the least.
     """
@@ -104,7 +104,7 @@ def recomputed_share(config: JobConfig, model: DiffusionModel) -> float:
     macs = {"attention": of_attention, "matmul": forward - of_attention}
     kept = sum(macs[name] for name in checkpointing.keep) if checkpointing.mode == "selective" else 0
     wrapped = math.ceil(blocks / checkpointing.every) / blocks
-    return wrapped * (forward - kept) / forward / 3
+    return wrapped * (forward - kept) / forward / (3 + OBJECTIVES[config.objective.name].untrained_forwards)
 
 
 def communication_bytes(config: JobConfig, num_parameters: int) -> dict[str, float]:
