@@ -93,7 +93,8 @@ def batch_overrides(
 ) -> dict[str, Any]:
     """Overrides of a run at another batch size.
 
-    Warm-up is the same share of the training, so that it is of as many samples at every batch size.
+    Warm-up, reference and epoch of the schedule are the same shares of the training, so that they are of as many samples at
+    every batch size.
 
     Args:
         config: reference of batch size, learning rate and warm-up.
@@ -126,6 +127,8 @@ def batch_overrides(
     }
     if schedule.decay_type == "inverse_sqrt":
         overrides[f"lr_scheduler.reference_{unit}"] = max(round(reference * done / whole), 1)
+    if schedule.epoch_images:
+        overrides["lr_scheduler.epoch_images"] = max(round(schedule.epoch_images * done / whole), 1)
     degrees = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
     if degrees != processes:
         overrides |= {

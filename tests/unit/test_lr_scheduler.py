@@ -141,6 +141,9 @@ def test_short_runs_studies_and_branches_take_a_schedule_in_images(tmp_path: Pat
     overrides = batch_overrides(config, 32, 16_000, 4, "const", 1)
     assert (overrides["lr_scheduler.warmup_images"], overrides["lr_scheduler.reference_images"]) == (2000, 8000)
     assert not {"lr_scheduler.warmup_steps", "lr_scheduler.reference_steps"} & overrides.keys()
+    assert "lr_scheduler.epoch_images" not in overrides
+    by_epoch = load_config([*WORDS, "--lr_scheduler.epoch_images", "100"], 1)
+    assert batch_overrides(by_epoch, 32, 16_000, 4, "const", 1)["lr_scheduler.epoch_images"] == 200
     assert run_lr(config, 51) == pytest.approx(0.01 * 800 / 1000)
     assert run_lr(config, 401) == pytest.approx(0.01 / math.sqrt(6400 / 4000))
     probed, _ = probe_config(config, "fastest", 1, tmp_path)
