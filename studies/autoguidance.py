@@ -221,9 +221,6 @@ def train(
         optimizer.step()
         ema.update(step)
         if step == guide_steps:
-            with ema.weights("ema", model):
-                past.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(ema.tracks["ema"][name])
+            past.load_state_dict(ema.tracks["ema"])
+    model.load_state_dict(ema.tracks["ema"])
     return model.eval(), past.eval()

@@ -55,13 +55,6 @@ class FractalMixture:
         """Log density [N] at points [N, 2] of the data with Gaussian noise of deviation sigma added."""
         return self._log_joint(points, sigma).logsumexp(1)
 
-    def denoised(self, points: Tensor, sigma: float) -> Tensor:
-        """Mean of the data [N, 2] given noisy points [N, 2]: the best denoiser."""
-        shares = self._log_joint(points, sigma).softmax(1)
-        kept = self.covariances @ self._precisions(sigma)  # [K, 2, 2], share of (x - mean) that is data
-        offsets = self.means - (kept @ self.means[:, :, None])[:, :, 0]
-        return ((shares @ kept.flatten(1)).reshape(-1, 2, 2) @ points[:, :, None])[:, :, 0] + shares @ offsets
-
     def branch_of(self, points: Tensor) -> Tensor:
         """Branch [N] that each point most likely is of."""
         return self.branches[self._log_joint(points, 0.0).argmax(1)]

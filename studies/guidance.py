@@ -24,7 +24,8 @@ from torchtitan.runs.guides import load_guide, read_reference
 from torchtitan.statistics.interval import Interval, mean_interval, paired_difference
 
 NONE, NULL = "none", "null"
-# Beside the judge's other scores, in the table.
+NAMES = {NONE: "no guidance", NULL: "null class"}
+# Those of the judge's scores that are recorded.
 SCORES = ("accuracy", "variety", "frechet_distance")
 TITLES = {"accuracy": "recognised share", "variety": "variety", "frechet_distance": "Fréchet distance"}
 
@@ -44,10 +45,8 @@ class Method(NamedTuple):
 
     @property
     def label(self) -> str:
-        return "no guidance" if self.guide == NONE else f"{GUIDES.get(self.guide, self.guide)} {self.scale:g}"
-
-
-GUIDES = {NULL: "null class"}
+        name = NAMES.get(self.guide, self.guide)
+        return name if self.guide == NONE else f"{name} {self.scale:g}"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -203,7 +202,7 @@ def _draw(run: StudyRun, step: str, found: dict[Method, dict[str, dict[int, floa
             [value.value for value in across], [value.value for value in up],
             xerr=list(zip(*map(error_bar, across), strict=True)), yerr=list(zip(*map(error_bar, up), strict=True)),
             color=COLOURS[place % len(COLOURS)], marker=MARKERS[place % len(MARKERS)], linewidth=1, capsize=2,
-            label="no guidance" if family == NONE else GUIDES.get(family, family),
+            label=NAMES.get(family, family),
         )  # fmt: skip
         for method, x, y in zip(of_family, across, up, strict=True):
             if family != NONE:

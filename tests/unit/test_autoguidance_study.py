@@ -27,17 +27,6 @@ def test_the_density_integrates_to_one_and_gives_the_moments_of_the_points(sigma
         torch.testing.assert_close(points.T @ points / 40_000, second, rtol=0.03, atol=0.01)
 
 
-@pytest.mark.parametrize("sigma", [0.02, 0.5, 3.0])
-def test_the_best_denoiser_is_the_score_s(sigma):
-    """D = x + sigma^2 grad log p(x; sigma), Vincent 2011 and Karras et al. 2022, eq. 3."""
-    for mixture in fractal_mixtures():
-        clean = mixture.draw(0, torch.arange(50))
-        points = (clean + sigma * torch.randn(50, 2, dtype=torch.float64, generator=torch.manual_seed(1))).requires_grad_()
-        (score,) = torch.autograd.grad(mixture.log_density(points, sigma).sum(), points)
-        points = points.detach()
-        torch.testing.assert_close(mixture.denoised(points, sigma), points + sigma**2 * score, rtol=1e-7, atol=1e-8)
-
-
 def test_points_are_functions_of_their_number_on_branches_of_their_weight():
     mixtures = fractal_mixtures()
     points = torch.stack([mixture.draw(0, torch.arange(50_000)) for mixture in mixtures])

@@ -11,6 +11,7 @@ of DiTTransformer2DModel. A conversion copies numbers and computes none, so a ro
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +51,7 @@ class DiTLayout(PublishedLayout):
     convention: str
 
     unrounded = frozenset({"pos_embed"})  # a table, not a weight
+    _frequencies: ClassVar[str] = "dit"
 
     def export_weights(self, weights: dict[str, Tensor], model: DiT) -> tuple[dict[str, Tensor], list[str]]:
         return export_weights(weights, model, self.name), []
@@ -72,25 +74,18 @@ class DiTLayout(PublishedLayout):
             f"(train with {self._frequencies}, or add --approximate)"
         )
 
-    @property
-    def _frequencies(self) -> str:
-        return "dit"
-
 
 class DiffusersLayout(DiTLayout):
     """Folder of diffusers' DiTTransformer2DModel."""
 
     folder_files = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
+    _frequencies = "diffusers"
 
     def folder_config(self, model: DiT) -> dict:
         return diffusers_config(model)
 
     def folder_config_problems(self, document: dict, model: DiT) -> list[str]:
         return diffusers_config_problems(document, model)
-
-    @property
-    def _frequencies(self) -> str:
-        return "diffusers"
 
 
 LAYOUTS: dict[str, PublishedLayout] = {
