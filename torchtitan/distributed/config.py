@@ -89,7 +89,7 @@ class ActivationCheckpointConfig:
         trajectory=False,
     )
     keep: list[Literal["matmul", "attention"]] = setting(
-        ["matmul", "attention"], "results that are kept: of matrix products, of attention",
+        ["matmul", "attention"], "results that are kept: of matrix products and convolutions, of attention",
         applies={"mode": ("selective",)}, trajectory=False,
     )  # fmt: skip
     memory_budget: float = setting(

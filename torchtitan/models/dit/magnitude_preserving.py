@@ -1,8 +1,8 @@
-"""Magnitude-preserving diffusion transformer: EDM2's layers in the place of DiT's.
+"""Magnitude-preserving diffusion transformer: EDM2's layers instead of DiT's.
 
 Every weight counts by the direction of its rows alone, residual sums and the activation keep the mean square, queries,
 keys and values are normalised, so that their products are cosines, and a block's input is normalised per token. There
-are no biases and no norms with statistics; conditions scale a block's branches, and all learned gains start at 0.
+are no biases and no norms with learned gains; the gains on conditions and output start at 0.
 
 Source: Karras et al., "Analyzing and improving the training dynamics of diffusion models", arXiv 2312.02696, section 2
 (there a U-Net, configuration G); as a transformer also Bill et al., "Exploring magnitude preservation and rotation

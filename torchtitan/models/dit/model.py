@@ -27,7 +27,7 @@ MOST_TOKENS, MOST_PARAMETERS = 2**24, 10**13
 
 
 class PatchTransformer(DiffusionModel):
-    """Transformer over the patches of images of one fixed shape, square or not: what DiT and its variants share.
+    """Transformer over the patches of images of one fixed shape, square or not: the parts that DiT and its variants share.
 
     Args:
         config: a row of FLAVORS, or any other choice of its fields.
