@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from torchtitan.evaluation import sample_files
+from torchtitan.evaluation.config import SamplingConfig
 from torchtitan.evaluation.sample_files import SET_FORMATS
 from torchtitan.evaluation.sample_plans import (
     SampleNotFinite,
@@ -21,6 +23,8 @@ from torchtitan.evaluation.sample_plans import (
 from torchtitan.evaluation.sample_sets import SampleSet
 from torchtitan.files.durable import replace_files
 from torchtitan.files.run_lock import Busy
+from torchtitan.models.magnitude import MPFourier
+from torchtitan.runs.sample_settings import set_settings
 
 SETTINGS = {"image_shape": [1, 4, 4], "num_steps": 3, "solver": {"name": "heun"}}
 
@@ -164,6 +168,18 @@ def test_another_plan_a_damaged_record_and_foreign_pictures_are_refused(tmp_path
     (folder / "set.json").write_text(json.dumps({"mine": 1}))
     with pytest.raises(SampleSetError, match="which is not a set of samples'; nothing was written"):
         SampleSet(folder, plan(), "png").begin()
+
+
+def test_the_hash_of_weights_covers_buffers_that_are_saved_with_them():
+    waves = MPFourier(4)
+    waves.image_shape = (1, 2, 2)
+    trained = SimpleNamespace(model=waves, objective=SimpleNamespace(tensors=dict), label="step 1, ema")
+    hashes = []
+    for value in (0.0, 1.0):
+        waves.freqs.fill_(value)
+        waves.phases.fill_(0.0)
+        hashes.append(set_settings(trained, SamplingConfig(), None, None, "float32")["weights"]["sha256"])
+    assert hashes[0] != hashes[1]
 
 
 def test_values_that_are_not_finite_are_named_by_their_seed(tmp_path):

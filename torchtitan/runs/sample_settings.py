@@ -6,6 +6,7 @@ from typing import Any
 from torchtitan.autoencoders.weight_hash import weights_sha256
 from torchtitan.evaluation.config import SamplingConfig
 from torchtitan.evaluation.decoding import LatentDecoder
+from torchtitan.files.weight_files import named_weights
 from torchtitan.runs.guides import LoadedGuide
 from torchtitan.runs.sampling_options import METHOD_KEYS
 from torchtitan.runs.trained_model import TrainedModel
@@ -38,6 +39,5 @@ def set_settings(
 
 def _weights(trained: TrainedModel) -> dict[str, str]:
     """Origin and hash of the weights, and of what an objective has learned to read them by."""
-    tensors = dict(trained.model.named_parameters())
     learned = {f"objective.{name}": tensor for name, tensor in trained.objective.tensors().items()}
-    return {"label": trained.label, "sha256": weights_sha256(tensors | learned)}
+    return {"label": trained.label, "sha256": weights_sha256(named_weights(trained.model) | learned)}
