@@ -30,6 +30,7 @@ DATASETS: dict[str, type[Any]] = {
     "webdataset": WebDataset,
 }
 
+
 def dataset_info(config: DataConfig) -> DatasetInfo:
     """Describe the dataset of a section without reading its images, without labels if the section leaves them aside.
 

@@ -1,7 +1,7 @@
 """Choose the length of a weight average after training, from a run's snapshots (ema.snapshot_interval).
 
 Lengths are standard deviations of the average's profile relative to the time trained, above 0 and below 0.2887. Under
-torchrun a sweep divides its images among the ranks. Exit codes: 0; 2: refused, nothing written.
+torchrun a sweep divides its images among the ranks. Exit codes: 0; 2: refused; 130: stopped.
 """
 
 import argparse

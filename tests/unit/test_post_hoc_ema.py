@@ -164,6 +164,7 @@ def test_file_holds_parameters_and_their_origin_and_frozen_ones_as_they_are(run,
         told = file.metadata()
     combination = combine(stored_averages(run).profiles, Profile(STEPS, 0.075))
     assert (told["run"], told["step"], told["images"], told["std"]) == ("walk", "64", "512", "0.075")
+    assert told["weights"] == "walk, step 64, std=0.075"
     assert float(told["profile_error"]) == combination.error
     assert float(told["sum_of_coefficient_magnitudes"]) == combination.magnitude
 

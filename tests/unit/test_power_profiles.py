@@ -7,13 +7,18 @@ from torch import nn
 
 from torchtitan.training.config import EMAConfig, EMATrackConfig
 from torchtitan.training.ema import EMABank, power_exponent
-from torchtitan.training.power_profiles import WIDEST_STD, Profile, combine, inner_products, relative_std
+from torchtitan.training.power_profiles import WIDEST_STD, Profile, combine, inner_products
 
 TRACKED = (0.05, 0.10)
 
 
 def stored(count: int, stds: tuple[float, ...] = TRACKED) -> list[Profile]:
     return [Profile(time, std) for time in range(1, count + 1) for std in stds]
+
+
+def relative_std(exponent: float) -> float:
+    """Standard deviation of the profile tau^exponent on (0, 1]."""
+    return ((exponent + 1.0) / ((exponent + 2.0) ** 2 * (exponent + 3.0))) ** 0.5
 
 
 @pytest.mark.parametrize("std", [0.001, 0.01, 0.03, 0.05, 0.1, 0.2, 0.25, 0.288])

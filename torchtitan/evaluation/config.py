@@ -52,7 +52,7 @@ class SamplingConfig:
         because="latents have no such limits", trajectory=False,
     )  # fmt: skip
     state_dtype: Literal["float32", "float64"] = setting(
-        "float32", "dtype of the solver's state; networks compute in training.mixed_precision_param", trajectory=False
+        "float32", "dtype of the solver's state, not of the networks' compute", trajectory=False
     )
     classes: list[int] = setting([], "classes or prompts of the grid, a row each; empty: the first ten", trajectory=False)
     images_per_class: int = setting(8, "columns of the grid", ge=1, le=10_000, trajectory=False)

@@ -23,9 +23,7 @@ _LABELS_HEADER = ("file", "class")
 
 
 class SetFiles(ABC):
-    """Files of a set, of which several processes write different batches; each file is whole or missing.
-
-    """
+    """Files of a set, of which several processes write different batches; each file is whole or missing."""
 
     def __init__(self, folder: Path, plan: SetPlan) -> None:
         self.folder, self.plan = folder, plan
@@ -143,6 +141,9 @@ class OneFile(SetFiles):
     def _part(self, batch: int) -> Path:
         return self._parts / f"{batch:06d}{self.part_suffix}"
 
+    def _damaged(self, batch: int) -> SampleSetError:
+        return SampleSetError(f"{self._part(batch)}: is damaged (remove it, and the same command draws it again)")
+
     @abstractmethod
     def _part_content(self, batch: int, pixels: np.ndarray) -> bytes: ...
 
@@ -190,9 +191,6 @@ class NPZFile(OneFile):
         except (OSError, ValueError, EOFError) as error:
             raise self._damaged(batch) from error
 
-    def _damaged(self, batch: int) -> SampleSetError:
-        return SampleSetError(f"{self._part(batch)}: is damaged (remove it, and the same command draws it again)")
-
 
 class ParquetFile(OneFile):
     """A Parquet file with the columns image (PNG), label (where there are choices) and seed, as `datasets` reads it."""
@@ -224,9 +222,7 @@ class ParquetFile(OneFile):
                 try:
                     table = parquet.read_table(self._part(batch))
                 except (OSError, pyarrow.ArrowException) as error:
-                    raise SampleSetError(
-                        f"{self._part(batch)}: is damaged (remove it, and the same command draws it again)"
-                    ) from error
+                    raise self._damaged(batch) from error
                 writer.write_table(table)
 
     def read(self) -> Iterator[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Averages of the weights that were chosen after training: reconstructed from a run's snapshots, a few tensors at a time.
+"""Weight averages of lengths chosen after training, reconstructed from a run's snapshots, a few tensors at a time.
 
 docs/post_hoc_ema.md has the method and its accuracy.
 """
@@ -254,7 +254,7 @@ def left_out_tracks(
     """
     every = stored_averages(run, step, ignore_gaps=ignore_gaps)
     if len(every.tracks) < 2:
-        raise SnapshotError(f"{every.last.path}: has one track of its length, and nothing to compare (train with two or more)")
+        raise SnapshotError(f"{every.last.path}: has averages of one length only, none to compare (train with two or more)")
     if wrong := [count for count in counts or () if not 1 <= count <= len(every.snapshots)]:
         raise SnapshotError(f"--snapshots: {wrong[0]} is not in 1..{len(every.snapshots)}, the number of snapshots")
     for track in every.tracks:
@@ -288,7 +288,7 @@ def write_weights(found: Reconstruction, output: Path, run: Path, overwrite: boo
     metadata = {
         "layout": "safetensors",
         "run": run.resolve().name,
-        "weights": f"{run.resolve().name}, step {last.step}, {found.std:g}",
+        "weights": f"{run.resolve().name}, step {last.step}, std={found.std:g}",
         "step": str(last.step),
         "images": str(last.images),
         "std": repr(found.std),

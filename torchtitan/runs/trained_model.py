@@ -28,7 +28,7 @@ from torchtitan.models.base import DiffusionModel
 from torchtitan.runs.post_hoc_ema import Reconstruction, reconstruct, stored_averages
 from torchtitan.training.snapshot_series import SnapshotError
 
-RECONSTRUCTED = "std="  # what a track's name begins with that is reconstructed from snapshots
+RECONSTRUCTED = "std="  # prefix of tracks that are reconstructed from snapshots
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TrainedModel:
         label: origin of the weights, such as `step 1000, ema`.
         step: of the checkpoint or snapshot; None for a file of weights.
         track: EMA track, "none" for the trained weights; "" for a file of weights.
-        warnings: damaged checkpoints that were skipped.
+        warnings: damaged checkpoints that were skipped, or limits of a reconstruction's accuracy.
     """
 
     config: JobConfig
@@ -73,7 +73,7 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
     track = track or config.sampling.ema_track
     tracks = [entry.name for entry in config.ema.tracks]
     if track.startswith(RECONSTRUCTED) and track not in tracks:
-        return _reconstructed(folder, config, track, step, device)
+        return _reconstructed(folder, track, step, device)
     if track not in ("none", *tracks):
         there = ", ".join(["none", *tracks, *([f"{RECONSTRUCTED}LENGTH"] if config.ema.snapshot_interval else [])])
         raise WeightsError(f"{folder}: has no EMA track {track!r} (there are: {there})")
@@ -137,9 +137,7 @@ def fill_reconstructed(trained: TrainedModel, found: Reconstruction) -> None:
         learned[name].copy_(tensor)
 
 
-def _reconstructed(
-    folder: Path, config: JobConfig, track: str, step: int | None, device: torch.device
-) -> TrainedModel:
+def _reconstructed(folder: Path, track: str, step: int | None, device: torch.device) -> TrainedModel:
     try:
         std = float(track.removeprefix(RECONSTRUCTED))
     except ValueError as error:
@@ -147,8 +145,9 @@ def _reconstructed(
     found = reconstruct(stored_averages(folder, step), std)
     trained = empty_trained_model(folder, device)
     fill_reconstructed(trained, found)
-    label = f"step {found.stored.last.step}, {RECONSTRUCTED}{std:g}"
-    return dataclasses.replace(trained, config=config, label=label, step=found.stored.last.step, track=track)
+    step = found.stored.last.step
+    label, warnings = f"step {step}, {RECONSTRUCTED}{std:g}", tuple(found.warnings)
+    return dataclasses.replace(trained, label=label, step=step, track=track, warnings=warnings)
 
 
 def read_config(path: Path) -> JobConfig:

@@ -26,8 +26,8 @@ from torchtitan.training.ema import EMABank
 
 logger = logging.getLogger(__name__)
 
-EMA_FOLDER, SNAPSHOTS = "ema", "snapshots"
-FROZEN, AVERAGED, BESIDE = "model.", "ema.", "objective."  # what tensors of a snapshot begin with
+EMA_FOLDER = "ema"
+FROZEN, AVERAGED, BESIDE = "model.", "ema.", "objective."  # prefixes of tensors in a snapshot
 
 
 class EMASnapshots:
@@ -45,7 +45,7 @@ class EMASnapshots:
             config: of the run, a JobConfig.
             bank, parameters: averages, and the network's parameters by name.
         """
-        self.folder = run / EMA_FOLDER / SNAPSHOTS
+        self.folder = snapshot_folder(run)
         self._run_config, self._config = config, config.ema
         self._images_per_step = config.training.global_batch_size
         self._bank, self._parameters = bank, parameters
@@ -143,6 +143,11 @@ class EMASnapshots:
             return hash_file(checkpoint_path(self.folder, step) / MANIFEST)
         except OSError:
             return ""  # it is gone already, and missing in the series
+
+
+def snapshot_folder(run: Path) -> Path:
+    """Folder of a run's snapshots."""
+    return run / EMA_FOLDER / "snapshots"
 
 
 def power_tracks(config: EMAConfig) -> dict[str, float]:

@@ -42,7 +42,7 @@ def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int, images_per
 def warmup_problems(config: LRSchedulerConfig, steps: int, images_per_step: int | None) -> Iterator[tuple[str, str]]:
     """Find a warm-up that is longer than the run; images_per_step is None where it is not known.
 
-    Returns:
+    Yields:
         pairs of a key of the section and the reason.
     """
     if config.unit == "steps" and config.warmup_steps > steps:

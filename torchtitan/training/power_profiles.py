@@ -53,11 +53,6 @@ class Combination:
         return float(np.abs(self.coefficients).sum())
 
 
-def relative_std(exponent: float) -> float:
-    """Standard deviation of the profile tau^exponent on (0, 1]; inverse of `power_exponent`."""
-    return ((exponent + 1.0) / ((exponent + 2.0) ** 2 * (exponent + 3.0))) ** 0.5
-
-
 def inner_products(rows: Sequence[Profile], columns: Sequence[Profile]) -> np.ndarray:
     """Inner products of profiles, integrals of their products over time: [R, C], float64."""
     time_a, gamma_a = (np.array([getattr(p, key) for p in rows])[:, None] for key in ("time", "exponent"))

@@ -19,7 +19,7 @@ from torchtitan.checkpoint.manifest import (
     verify,
 )
 from torchtitan.errors import CheckpointError, DamagedFile
-from torchtitan.training.ema_snapshots import EMA_FOLDER, SNAPSHOTS
+from torchtitan.training.ema_snapshots import snapshot_folder
 
 _IGNORE = "put a copy back, or --ignore-gaps to do without it, at a larger profile error"
 
@@ -57,11 +57,6 @@ class Gap:
 
 class SnapshotError(CheckpointError):
     """Snapshots that cannot be used; the message is one line."""
-
-
-def snapshot_folder(run: Path) -> Path:
-    """Folder of a run's snapshots."""
-    return run / EMA_FOLDER / SNAPSHOTS
 
 
 def read_series(run: Path, step: int | None = None, ignore_gaps: bool = False) -> tuple[list[Snapshot], list[Gap]]:
