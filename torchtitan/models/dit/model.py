@@ -19,7 +19,7 @@ from torchtitan.models.dit.layers import (
     sincos_table,
     unpatchify,
 )
-from torchtitan.models.layers import RMSNorm
+from torchtitan.models.layers import RMSNorm, check_inputs
 from torchtitan.models.magnitude import MPLinear
 
 # What no machine holds, and products of which fit in 64 bits.
@@ -68,7 +68,7 @@ class PatchTransformer(DiffusionModel):
         self.register_buffer("rotary", rotary, persistent=False)
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
-        self._check_inputs(x, condition)
+        check_inputs(self, x, condition)
         x = patchify(x, self.config.patch_size)  # [B, T, C p p]
         x = self.transform(x, t, condition)  # [B, T, C_out p p]
         x = unpatchify(x, self.grid, self.config.patch_size)  # [B, C_out, H, W]
@@ -103,14 +103,6 @@ class PatchTransformer(DiffusionModel):
     def attention_macs(self, num_tokens: int) -> int:
         # Not causal: every token meets every other one, in the scores and again in the weighted sum of the values.
         return self.config.num_layers * 2 * num_tokens**2 * self.config.dim
-
-    def _check_inputs(self, x: Tensor, condition: Condition) -> None:
-        if x.ndim != 4 or x.shape[1:] != self.image_shape:
-            raise ValueError(f"x is {tuple(x.shape)}; this model takes B images of (C, H, W) = {self.image_shape}")
-        kind = self.condition_kind
-        if (condition is None) == isinstance(kind, Classes):
-            wanted = f"classes, or {kind.count} for no class" if isinstance(kind, Classes) else "no condition"
-            raise ValueError(f"condition is {'missing' if condition is None else 'given'}: this model takes {wanted}")
 
 
 class DiT(PatchTransformer):

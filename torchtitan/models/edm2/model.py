@@ -27,6 +27,7 @@ from torchtitan.models.edm2.layers import (
     Resample,
     conv2d,
 )
+from torchtitan.models.layers import check_inputs
 from torchtitan.models.magnitude import MPConv2d, init_magnitude_preserving
 
 # What no machine holds, and products of which fit in 64 bits.
@@ -68,7 +69,7 @@ class EDM2UNet(DiffusionModel):
         self._keys: Tensor | None = None
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
-        self._check_inputs(x, condition)
+        check_inputs(self, x, condition)
         embedded = self.embedding(t, condition)  # [B, E]
         keys = iter(self._dropout_keys(len(x)))
         x = self.input(torch.cat((x, torch.ones_like(x[:, :1])), dim=1).to(self._dtype))  # [B, channels, H, W]
@@ -190,14 +191,6 @@ class EDM2UNet(DiffusionModel):
         if self._keys.shape[1] != batch:
             raise ValueError(f"dropout is drawn for {self._keys.shape[1]} images (draw_dropout), the batch has {batch}")
         return self._keys
-
-    def _check_inputs(self, x: Tensor, condition: Condition) -> None:
-        if x.ndim != 4 or x.shape[1:] != self.image_shape:
-            raise ValueError(f"x is {tuple(x.shape)}; this model takes B images of (C, H, W) = {self.image_shape}")
-        if (condition is None) != (self.embedding.label is None):
-            kind = self.condition_kind
-            wanted = f"classes, or {kind.count} for no class" if isinstance(kind, Classes) else "no condition"
-            raise ValueError(f"condition is {'missing' if condition is None else 'given'}: this model takes {wanted}")
 
 
 def sides(config: EDM2Config, image_shape: tuple[int, int, int]) -> list[int]:
