@@ -1,13 +1,13 @@
 """What the ranks of the tests of snapshots run; see tests.launcher."""
 
 import os
-import shutil
 from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.distributed.cases import make_trainer
+from tests.distributed.cases import make_trainer, remove
 from tests.end_to_end.tools import load_tool
+from tests.extractions import content
 
 TRACKS = (
     '[{"name": "short", "kind": "power", "sigma_rel": 0.05}, {"name": "long", "kind": "power", "sigma_rel": 0.1}]'
@@ -37,7 +37,7 @@ def on_two_ranks(folder: str, output: str) -> list[str]:
     train_with_snapshots(folder, "DDP x 2", replicas=2)
     run = Path(train_with_snapshots(folder, "FSDP x 2", shards=2))
     before = _content(run)
-    _on_first(shutil.rmtree, run / "checkpoint" / "step-00000008")
+    remove(str(run / "checkpoint" / "step-00000008"))
     train_with_snapshots(folder, "FSDP x 2", shards=2)
     after = _content(run)
     assert len(after) >= 12
@@ -48,14 +48,5 @@ def on_two_ranks(folder: str, output: str) -> list[str]:
 
 
 def _content(run: Path) -> dict[str, bytes]:
-    if dist.is_initialized():
-        dist.barrier()
-    folder = run / "ema" / "snapshots"
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def _on_first(function, *arguments) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        function(*arguments)
-    if dist.is_initialized():
-        dist.barrier()
+    dist.barrier()
+    return content(run / "ema" / "snapshots")

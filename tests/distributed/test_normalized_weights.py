@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from tests.distributed.cases import WITHOUT_CODE, compiler, make_trainer, remove, shared_folder
+from tests.distributed.test_ema_and_optimizers import whole
 from tests.launcher import run_on_ranks
 from torchtitan.models.magnitude import NormalizedWeight
 
@@ -39,10 +39,6 @@ def trained(ranks: int) -> dict[str, dict[str, list[float]]]:
         trainer.close()
     remove(folder)
     return found if not dist.is_initialized() or dist.get_rank() == 0 else {}
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.fixture(scope="module")

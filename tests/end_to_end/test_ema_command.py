@@ -10,6 +10,7 @@ import torch
 
 from tests.end_to_end.runs import write_config
 from tests.end_to_end.tools import caller, load_tool
+from tests.extractions import content
 from tests.faults.forked import FAULT, ForkedRun
 from tests.faults.moments import KILLED
 from tests.forked import run_script
@@ -44,13 +45,9 @@ def command(capsys):
     return caller(tool, capsys)
 
 
-def snapshots(run: Path) -> dict[str, bytes]:
-    folder = run / "ema" / "snapshots"
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def same_series(found: dict[str, bytes], wanted: dict[str, bytes]) -> bool:
+def same_series(*runs: Path) -> bool:
     """Compare all but the run's name, which is in state.json and so in every manifest."""
+    found, wanted = (content(run / "ema" / "snapshots") for run in runs)
     shards = {name for name in wanted if "shard-" in name}
     return found.keys() == wanted.keys() and all(found[name] == wanted[name] for name in shards)
 
@@ -71,7 +68,7 @@ def test_killed_within_snapshots_the_same_command_completes_the_same_series(conf
     monkeypatch.delenv(FAULT)
     last = ForkedRun(config, "killed", *OPTIONS)
     assert "resumed after step 4" in last.finish()[0]
-    assert same_series(snapshots(last.folder), snapshots(straight))
+    assert same_series(last.folder, straight)
     both = (open_checkpoint(run / "checkpoint" / "step-00000008") for run in (straight, last.folder))
     assert compare(*both).equal  # the series' hashes have the run's name in them, and do not count
     findings = [(finding.path.name, finding.problem) for finding in check_run(last.folder)]
@@ -175,11 +172,11 @@ def test_judged_sweep_ranks_lengths_in_the_direction_of_the_score(straight, comm
         "--output", record,
     )  # fmt: skip
     assert command("sweep", straight, "--stds", 0.05, 0.1, *options)[0] == 0
-    content = json.loads(record.read_text())
-    scores = {entry["std"]: entry["accuracy"] for entry in content["lengths"]}
-    assert content["settings"]["better"] == "higher" and scores[content["best_std"]] == max(scores.values())
-    assert content["settings"]["guide"] == ":std=0.12, step 8, std=0.12"
-    assert {"frechet_distance", "variety", "profile_error"} <= content["lengths"][0].keys()
+    found = json.loads(record.read_text())
+    scores = {entry["std"]: entry["accuracy"] for entry in found["lengths"]}
+    assert found["settings"]["better"] == "higher" and scores[found["best_std"]] == max(scores.values())
+    assert found["settings"]["guide"] == ":std=0.12, step 8, std=0.12"
+    assert {"frechet_distance", "variety", "profile_error"} <= found["lengths"][0].keys()
 
 
 def test_other_ranks_leave_the_file_to_the_first(straight, command, tmp_path, monkeypatch):

@@ -3,55 +3,36 @@
 import pytest
 
 from studies.guidance import NONE, Method, read_methods
-from tests.end_to_end.tools import load_tool, table
+from tests.end_to_end.runs import write_config
+from tests.end_to_end.tools import caller, load_tool, rows_of
 from tests.faults.forked import ForkedRun
 from torchtitan.experiments.folder import StudyError
 
-CONFIG = """
-[model]
-flavor = "DiT-S/2"
-dim = 32
-num_layers = 1
-num_heads = 2
-mlp_hidden_dim = 32
-[data]
-name = "digits"
-[training]
-steps = 4
-global_batch_size = 8
-local_batch_size = 8
-[[ema.tracks]]
-name = "ema"
-decay = 0.5
-[checkpoint]
-interval = 2
-keep_latest_k = 0
-[sampling]
-enable = false
-"""
+SHORT = (
+    "--training.steps", "4", "--lr_scheduler.warmup_steps", "0", "--checkpoint.interval", "2",
+    "--checkpoint.keep_latest_k", "0", "--sampling.enable", "false",
+)  # fmt: skip
 QUICK = ["--num-steps", "2", "--images", "20", "--sets", "2", "--batch-size", "15"]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("guidance")
-    config = folder / "tiny.toml"
-    config.write_text(CONFIG)
-    trained = ForkedRun(config, "tiny")
+    trained = ForkedRun(write_config(tmp_path_factory.mktemp("guidance")), "tiny", *SHORT)
     trained.finish()
     return trained.folder
 
 
-def study(capsys, *words):
-    code = load_tool("study").main(["guidance", *map(str, words)])
-    return code, capsys.readouterr()
+@pytest.fixture
+def study(capsys):
+    return caller(load_tool("study"), capsys)
 
 
-def test_methods_are_compared_on_the_same_noise_at_equal_evaluations(run, capsys):
-    words = [run, "--weights", "ema", "--steps", 4, *QUICK, "--guides", "null=1", "@2=1", "@2=2", ":none=2"]
-    code, said = study(capsys, *words)
-    assert code == 0, said.err
-    rows = table(run / "studies" / "guidance" / "results.csv")
+def test_methods_are_compared_on_the_same_noise_at_equal_evaluations(run, study):
+    words = ["guidance", run, "--weights", "ema", "--steps", 4, *QUICK, "--guides", "null=1", "@2=1", "@2=2", ":none=2"]
+    code, _, error = study(*words)
+    assert code == 0, error
+    folder = run / "studies" / "guidance"
+    rows = rows_of(folder)
     assert len(rows) == 2 * 5 and {row["status"] for row in rows} == {"ok"}
     assert {row["num_steps"] for row in rows if row["guide"] == NONE} == {"4"}
     assert {row["num_steps"] for row in rows if row["guide"] != NONE} == {"2"}
@@ -61,11 +42,11 @@ def test_methods_are_compared_on_the_same_noise_at_equal_evaluations(run, capsys
         scores.setdefault((row["guide"], float(row["scale"])), []).append(row["variety"])
     assert scores["null", 1.0] == scores["@2", 1.0] != scores["@2", 2.0]
     assert len(scores["@2", 1.0]) == len(set(scores["@2", 1.0])) == 2
-    assert "![recognised share and variety](step-00000004.png)" in (run / "studies" / "guidance" / "summary.md").read_text()
-    assert (run / "studies" / "guidance" / "step-00000004.png").stat().st_size > 10_000
-    before = (run / "studies" / "guidance" / "results.csv").read_bytes()
-    assert study(capsys, *words)[0] == 0
-    assert (run / "studies" / "guidance" / "results.csv").read_bytes() == before
+    assert "![recognised share and variety](step-00000004.png)" in (folder / "summary.md").read_text()
+    assert (folder / "step-00000004.png").stat().st_size > 10_000
+    before = (folder / "results.csv").read_bytes()
+    assert study(*words)[0] == 0
+    assert (folder / "results.csv").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -79,9 +60,9 @@ def test_methods_are_compared_on_the_same_noise_at_equal_evaluations(run, capsys
         (["--guides", "null=2", "--sets", "1"], "--sets: must be at least 2, is 1"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(run, capsys, tmp_path, words, message):
-    code, said = study(capsys, run, "--weights", "ema", "--steps", 4, *words, "--output", tmp_path / "out")
-    assert code == 2 and message in said.err and said.err.count("\n") == 1, said.err
+def test_bad_input_is_one_line_and_exit_code_2(run, study, tmp_path, words, message):
+    code, _, error = study("guidance", run, "--weights", "ema", "--steps", 4, *words, "--output", tmp_path / "out")
+    assert code == 2 and message in error and error.count("\n") == 1, error
     assert not (tmp_path / "out").exists()
 
 

@@ -12,10 +12,11 @@ from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.end_to_end.drawing import sample
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
-from tests.forked import run_script, start_script
-from tests.launcher import ROOT, free_port
+from tests.forked import run_script
+from tests.launcher import ROOT
 
 OVERRIDES = [
     "--training.steps", "20", "--metrics.enable_tensorboard", "true", "--metrics.peak_tflops", "0.5",
@@ -88,17 +89,11 @@ def test_recorded_configuration_repeats_the_run(run, tmp_path):
 
 def test_samples_are_the_same_on_any_number_of_ranks(run, tmp_path):
     for ranks in (1, 2):
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        if ranks > 1:
-            environment["WORLD_SIZE"] = str(ranks)
-        arguments = [
-            str(run.folder), "--classes", "3", "7", "--images-per-class", "3", "--seed", "5", "--num-steps", "4",
-            "--solver", "heun", "--files", "--latents", "--output", str(tmp_path / str(ranks)),
-        ]
-        processes = [
-            start_script("scripts/sample.py", *arguments, **environment, RANK=str(rank)) for rank in range(ranks)
-        ]
-        assert [process.wait(300) for process in processes] == [0] * ranks, [process.said() for process in processes]
+        results = sample(
+            tmp_path / str(ranks), run.folder, "--classes", "3", "7", "--images-per-class", "3", "--seed", "5",
+            "--num-steps", "4", "--solver", "heun", "--files", "--latents", ranks=ranks,
+        )  # fmt: skip
+        assert [code for code, _ in results] == [0] * ranks, results
     latents = [load_file(tmp_path / ranks / "latents-seed-5.safetensors") for ranks in ("1", "2")]
     assert latents[0]["labels"].tolist() == [3] * 3 + [7] * 3 and latents[0]["latents"].shape[0] == 6
     torch.testing.assert_close(latents[1], latents[0])

@@ -10,46 +10,22 @@ import pytest
 from PIL import Image
 
 from tests.end_to_end.drawing import sample, start_sampling
+from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
 
-CONFIG = """
-[model]
-flavor = "debug"
-[data]
-name = "digits"
-[optimizer]
-lr = 1e-2
-[lr_scheduler]
-warmup_steps = 2
-[training]
-steps = 20
-local_batch_size = 8
-global_batch_size = 16
-[[ema.tracks]]
-name = "ema"
-decay = 0.8
-[[ema.tracks]]
-name = "long"
-decay = 0.95
-[metrics]
-enable_tensorboard = false
-[checkpoint]
-interval = 10
-[sampling]
-interval = 20
-num_steps = 3
-images_per_class = 2
-guide_track = "long"
-"""
+RUN = (
+    "--optimizer.lr", "1e-2", "--lr_scheduler.warmup_steps", "2", "--lr_scheduler.decay_type", "constant",
+    "--training.steps", "20", "--checkpoint.interval", "10", "--sampling.interval", "20", "--sampling.num_steps", "3",
+    "--sampling.guide_track", "long",
+    "--ema.tracks", '[{"name": "ema", "decay": 0.8}, {"name": "long", "decay": 0.95}]',
+)  # fmt: skip
 SET = ("--seeds", "0-40,1000", "--batch-size", "4")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """Run of two shards whose grid is guided by its longer average."""
-    folder = tmp_path_factory.mktemp("sets")
-    (folder / "small.toml").write_text(CONFIG)
-    run = ForkedRun(folder / "small.toml", "guided", ranks=2, shards=2)
+    run = ForkedRun(write_config(tmp_path_factory.mktemp("sets")), "guided", *RUN, ranks=2, shards=2)
     run.finish()
     return run.folder
 
@@ -113,8 +89,9 @@ def test_a_killed_set_resumes_to_the_same_set(run, straight, tmp_path, ranks):
     file_format = "npz" if ranks == 1 else "png"
     folder = tmp_path / "set"
     processes = start_sampling(folder, run, *SET, "--format", file_format, ranks=ranks)
-    deadline = time.monotonic() + 60
-    while len([*folder.glob("parts/*.npy"), *folder.glob("*.png")]) < 2 and time.monotonic() < deadline:
+    deadline = time.monotonic() + 300
+    while len([*folder.glob("parts/*.npy"), *folder.glob("*.png")]) < 2:
+        assert time.monotonic() < deadline, [process.said() for process in processes]
         time.sleep(0.002)
     for process in processes:
         process.send_signal(signal.SIGKILL)

@@ -1,7 +1,6 @@
 """The fractal mixture against its own definition, and the study of autoguidance on it, run small."""
 
 import argparse
-import csv
 import math
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from scripts.study import parse_arguments
 from studies import load_study
 from studies.fractal_mixture import fractal_mixtures
+from tests.end_to_end.tools import rows_of
 from torchtitan.experiments.folder import StudyError
 
 
@@ -47,8 +47,7 @@ def options(folder, *words: str) -> argparse.Namespace:
 def test_the_study_measures_every_method_and_resumes(tmp_path):
     study = load_study("autoguidance")
     text = study.run_alone(options(tmp_path)).read_text()
-    with open(tmp_path / "results.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(tmp_path)
     assert len(rows) == 2 * 8 and {row["status"] for row in rows} == {"ok"}
     found = {(row["model"], row["reference"], float(row["scale"])): float(row["outside"]) for row in rows}
     assert found["seed-0", "real", 1.0] <= 0.05 < found["seed-0", "none", 1.0] <= 1  # four steps train nothing

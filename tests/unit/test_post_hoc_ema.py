@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.end_to_end.tools import caller, load_tool
+from tests.extractions import content
 from torchtitan.checkpoint.manifest import MANIFEST, checkpoint_path, checkpoint_steps
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.runs import post_hoc_ema
@@ -103,10 +104,6 @@ def command(capsys):
 
 def folder(run: Path, step: int) -> Path:
     return checkpoint_path(run / "ema" / "snapshots", step)
-
-
-def content(run: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
 # ---------------------------------------------------------------------- what is reconstructed
