@@ -57,7 +57,7 @@ def test_reconstruction_is_that_of_one_process(folder, layout, request):
     )
     assert found.keys() == wanted.keys()
     for name, value in found.items():
-        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-6)
 
 
 def test_sweep_on_two_ranks_has_the_scores_of_one(folder, capsys):

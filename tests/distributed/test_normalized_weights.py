@@ -55,7 +55,7 @@ def test_weights_after_fifty_steps_are_those_of_one_process(layout, weights):
     wanted, found = weights["one"], weights[layout]
     assert wanted.keys() == found.keys()
     errors = {key: ((found[key] - wanted[key]).norm() / wanted[key].norm()).item() for key in wanted}
-    assert max(errors.values()) <= (1e-5 if layout.endswith("compiled") else 1e-6), max(errors.items(), key=lambda x: x[1])
+    assert max(errors.values()) <= 1e-6, max(errors.items(), key=lambda x: x[1])
     assert all(wanted[key].abs().max() > 1e-3 for key in wanted if key.endswith("gain"))
 
 
@@ -63,10 +63,11 @@ def test_rows_have_unit_mean_square_at_the_start_of_each_step_and_a_resume_chang
     arguments = dict(steps=12, replicas=1, shards=1, accumulation=1)
     saving = (*MODEL, "--checkpoint.enable=true", "--checkpoint.interval=6")
     straight = make_trainer(str(tmp_path), "straight", overrides=saving, **arguments)
-    lengths = []
-    straight.state.model.register_forward_pre_hook(lambda *_: lengths.extend(mean_squares(straight.state.model)))
+    differences: list[float] = []
+    straight.state.model.register_forward_pre_hook(lambda *_: differences.append(from_unit(straight.state.model)))
     assert straight.train() == 0
-    assert len(lengths) > 100 and all(abs(value - 1.0) < 3e-4 for value in lengths)
+    # Twice the epsilon of 1e-4 over a row's size before: of short rows 0.4 at first, then about 1.
+    assert len(differences) == 12 and differences[0] < 6e-4 and max(differences[1:]) < 2.1e-4
     first = make_trainer(str(tmp_path), "resumed", overrides=saving, **arguments)
     for _ in range(6):
         first.state.step += 1
@@ -82,6 +83,7 @@ def test_rows_have_unit_mean_square_at_the_start_of_each_step_and_a_resume_chang
     assert Path(tmp_path, "resumed", "checkpoint").is_dir()
 
 
-def mean_squares(model: torch.nn.Module) -> list[float]:
+def from_unit(model: torch.nn.Module) -> float:
+    """Largest difference of a row's mean square from 1."""
     modules = (module for module in model.modules() if isinstance(module, NormalizedWeight))
-    return [module.weight.detach().square().mean(dim=1).max().item() for module in modules]
+    return max((module.weight.detach().square().mean(dim=1) - 1).abs().max().item() for module in modules)

@@ -124,16 +124,16 @@ def test_elements_are_zeroed_counted_and_logged_the_same_on_every_layout(found):
     for layout in ("ddp", "fsdp"):
         other = found[layout]["gradient"]
         assert other["counts"] == alone["counts"] and other["logged"] == alone["logged"], layout
-        assert other["norms"] == pytest.approx(alone["norms"], rel=1e-5), layout
+        assert other["norms"] == pytest.approx(alone["norms"], rel=1e-6), layout
         for name, weight in alone["weights"].items():
-            assert other["weights"][name] == pytest.approx(weight, rel=0, abs=2e-6), (layout, name)
+            assert other["weights"][name] == pytest.approx(weight, rel=0, abs=5e-7), (layout, name)
 
 
 def test_norm_and_clipping_come_after_the_zeros(found):
     for layout in found:
         case = found[layout]["gradient"]
         assert all(math.isfinite(norm) and norm > 0.1 for norm in case["norms"]), layout
-        assert case["applied"] == pytest.approx([0.1] * STEPS, rel=1e-4), layout
+        assert case["applied"] == pytest.approx([0.1] * STEPS, rel=1e-5), layout  # 1e-6 is added to the norm
 
 
 def test_a_noise_scale_leaves_steps_with_zeros_out(found):
@@ -152,7 +152,7 @@ def test_a_loss_that_is_not_finite_still_skips_the_step(found):
     alone = found["one process"]["loss"]
     for layout in ("ddp", "fsdp"):
         for name, weight in alone["weights"].items():
-            assert found[layout]["loss"]["weights"][name] == pytest.approx(weight, rel=0, abs=2e-6), (layout, name)
+            assert found[layout]["loss"]["weights"][name] == pytest.approx(weight, rel=0, abs=5e-7), (layout, name)
 
 
 def test_finite_elements_stay_as_they_are():

@@ -73,12 +73,11 @@ def test_layers_keep_the_mean_square_and_ignore_the_length_of_rows():
     assert linear(x.movedim(1, -1)).var() == pytest.approx(1.0, abs=0.02)
     assert waves(torch.randn(1000)).square().mean() == pytest.approx(1.0, abs=0.02)
     before = convolution(x)
-    with torch.no_grad():
-        convolution.weight *= 7.0
-    assert (convolution(x) - before).abs().max() <= 2e-3 * before.abs().max()
+    convolution.weight *= 7.0
+    assert (convolution(x) - before).abs().max() <= 2e-4 * before.abs().max()  # twice the epsilon added to rows of size 1
     normalize_rows([convolution.weight.detach(), linear.weight.detach(), torch.empty(0, 3)])
-    assert torch.allclose(convolution.weight.flatten(1).norm(dim=1), torch.tensor(33.9411), rtol=1e-3)
-    assert torch.allclose(linear.weight.norm(dim=1), torch.tensor(11.3137), rtol=1e-3)
+    assert torch.allclose(convolution.weight.flatten(1).norm(dim=1), torch.tensor(33.9411), rtol=2e-4)
+    assert torch.allclose(linear.weight.norm(dim=1), torch.tensor(11.3137), rtol=2e-4)
 
 
 def test_gradients_are_orthogonal_to_rows():
@@ -89,7 +88,7 @@ def test_gradients_are_orthogonal_to_rows():
     weight, gradient = linear.weight.detach(), linear.weight.grad
     cosine = F.cosine_similarity(weight, gradient, dim=1)
     # Of the added epsilon a part 1e-4 of the gradient along the row is left.
-    assert cosine.abs().max() < 1e-3
+    assert cosine.abs().max() < 2e-4
 
 
 def build(config: DiTConfig, gains: float = 0.5):
@@ -189,16 +188,14 @@ def written_out(model, x: Tensor, t: Tensor, classes: Tensor) -> Tensor:
 def test_transformer_is_the_written_out_network(name):
     model = build(CONFIGS[name])
     x, t, classes = inputs()
-    difference = (model(x, t, classes) - written_out(model, x, t, classes)).abs().max()
-    # Tables of positions and rotations are float32.
-    assert difference <= 1e-10
+    assert (model(x, t, classes) - written_out(model, x, t, classes)).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformer_counts_its_products_and_begins_at_zero(name):
     with torch.device("meta"):
         check_macs(MODELS["dit"].build(CONFIGS[name], IMAGE, class_kind(CLASSES)), "dit")
-    assert torch.equal(build(CONFIGS[name], gains=0.0)(*inputs()), torch.zeros(4, *build(CONFIGS[name])(*inputs()).shape[1:]))
+    assert not build(CONFIGS[name], gains=0.0)(*inputs()).any()
 
 
 def test_tokens_keep_their_magnitude_through_many_blocks():
@@ -210,12 +207,12 @@ def test_tokens_keep_their_magnitude_through_many_blocks():
     for block in model.blocks():
         block.register_forward_hook(lambda module, given, out: seen.append(out.square().mean().sqrt().item()))
     model(torch.randn(8, 1, 8, 8), torch.linspace(0, 1000, 8), torch.arange(8))
-    assert all(0.7 <= value <= 1.1 for value in seen), seen
+    assert all(0.9 <= value <= 1 for value in seen), seen
 
 
 def test_pixel_norm_normalises_channels():
     x = 5 * torch.randn(2, 16, 3, 3, dtype=torch.float64)
-    assert torch.allclose(pixel_norm(x, dim=1).square().mean(1), torch.ones(2, 3, 3, dtype=torch.float64), atol=1e-3)
+    assert torch.allclose(pixel_norm(x, dim=1).square().mean(1), torch.ones(2, 3, 3, dtype=torch.float64), atol=1e-4)
 
 
 def test_each_weight_of_the_transformer_but_gains_is_normalised():

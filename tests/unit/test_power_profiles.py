@@ -128,4 +128,3 @@ def test_averages_of_a_known_trajectory_are_reconstructed():
         values = [kept[step][f"{std:g}"] for step in places for std in TRACKED]
         # The discrete average lies half a step above the continuous one, at every snapshot alike.
         assert np.dot(found, values) == pytest.approx(value + 0.5 / steps, abs=2e-6)
-    assert (3.557869 + 1) / (3.557869 + 2) == pytest.approx(0.820075, abs=1e-6)
