@@ -1,0 +1,99 @@
+"""Base of feature extractors: uint8 images to float32 vectors, and the identity of what made them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ExtractorError(Exception):
+    """Extractor, or images for one, that cannot be used; one line: the cause and the remedy."""
+
+
+class FeatureExtractor(ABC):
+    """Base of every extractor: in eval mode, without gradients, on one device, in float32.
+
+    A subclass sets the attributes and implements `_features`.
+
+    Attributes:
+        name: of its entry in the registry, or the path it was opened from.
+        dims: size of each output, by its name: "pooled", "logits" or "spatial".
+        device: where it computes; images are brought there.
+        weights_sha256: hash of the file of its weights.
+        resize: how images get the network's size, in words.
+        comparable_with: published numbers that this extractor's features may be compared with, in words.
+    """
+
+    name: str
+    dims: Mapping[str, int]
+    device: torch.device
+    weights_sha256: str
+    resize: str
+    comparable_with: str
+
+    @torch.no_grad()
+    def extract(self, images: Tensor) -> dict[str, Tensor]:
+        """Extract the features of a batch; those of an image depend on the rest of its batch by rounding only.
+
+        Args:
+            images: uint8 [B, C, H, W], C 1 (gray) or 3 (RGB), of any size.
+
+        Returns:
+            each output of `dims`, float32 [B, D], on the extractor's device.
+
+        Raises:
+            ExtractorError: the images are not of that kind, or the network gives other outputs than `dims` says.
+        """
+        shape = list(images.shape)
+        if images.dtype != torch.uint8 or images.ndim != 4 or shape[1] not in (1, 3) or 0 in shape:
+            raise ExtractorError(
+                f"{self.name}: takes uint8 images [B, 1 or 3, H, W], not {str(images.dtype).removeprefix('torch.')} {shape}"
+            )
+        with full_float32(self.device):
+            features = {name: values.float() for name, values in self._features(images.to(self.device)).items()}
+        found = {name: list(values.shape) for name, values in features.items()}
+        wanted = {name: [len(images), size] for name, size in self.dims.items()}
+        if found != wanted:
+            raise ExtractorError(f"{self.name}: gives outputs of shapes {found} instead of {wanted}")
+        return features
+
+    def record(self) -> dict:
+        """Identity of the extractor, for JSON; equal on every machine."""
+        return {
+            "name": self.name,
+            "sha256": self.weights_sha256,
+            "resize": self.resize,
+            "dims": dict(self.dims),
+            "comparable_with": self.comparable_with,
+        }
+
+    @abstractmethod
+    def _features(self, images: Tensor) -> dict[str, Tensor]:
+        """Outputs [B, D] of `dims` for uint8 images [B, 1 or 3, H, W] on the extractor's device."""
+
+
+def as_rgb(images: Tensor) -> Tensor:
+    """Repeat the channel of gray images; [B, 1 or 3, H, W] -> [B, 3, H, W]."""
+    return images.expand(-1, 3, -1, -1)
+
+
+@contextmanager
+def full_float32(device: torch.device) -> Iterator[None]:
+    """Compute float32 products in float32, whatever the process allows: no TF32, no bfloat16, no autocast.
+
+    The settings are the process's, and are restored after the block.
+    """
+    backends: Any = torch.backends  # whose settings of oneDNN have no types
+    settings = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+    before = [each.fp32_precision for each in settings]
+    try:
+        for each in settings:
+            each.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for each, precision in zip(settings, before, strict=True):
+            each.fp32_precision = precision

@@ -1,0 +1,1 @@
+"""Fidelity: metrics of sets of feature vectors."""
