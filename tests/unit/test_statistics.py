@@ -1,11 +1,11 @@
-"""Student's t against a table, closed forms and the integrated density; means and their intervals."""
+"""Student's t against a table, closed forms and the integrated density; means and shares with their intervals."""
 
 import math
 
 import pytest
 import torch
 
-from torchtitan.statistics.interval import Interval, mean_interval, paired_difference
+from torchtitan.statistics.interval import Interval, binomial_interval, mean_interval, paired_difference
 from torchtitan.statistics.student import student_quantile
 
 # Upper critical values as textbooks print them, equal to scipy.stats.t.ppf to three decimals.
@@ -69,3 +69,14 @@ def test_a_difference_is_paired_over_the_keys_that_both_have() -> None:
 
 def test_scaling_an_interval_keeps_an_open_end_open() -> None:
     assert Interval(2.0, 1.0, math.inf, 3, 0.9).scaled(2.0) == Interval(4.0, 2.0, math.inf, 3, 0.9)
+
+
+@pytest.mark.parametrize("successes, trials", [(0, 12), (3, 10), (281, 300), (40, 40)])
+def test_the_ends_of_wilsons_interval_are_the_shares_that_the_score_test_just_accepts(successes, trials):
+    interval = binomial_interval(successes, trials, 0.9)
+    z = 1.6448536269514722
+    for end in (interval.lower, interval.upper):
+        deviation = abs(successes / trials - end)
+        assert deviation == pytest.approx(z * math.sqrt(end * (1 - end) / trials), abs=1e-8)
+    assert 0 <= interval.lower <= interval.value <= interval.upper <= 1
+    assert interval.upper - interval.lower > 0.01

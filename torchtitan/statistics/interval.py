@@ -1,4 +1,4 @@
-"""Estimates with confidence intervals: means, paired differences, medians."""
+"""Estimates with confidence intervals: means, paired differences, medians, shares."""
 
 import math
 import statistics
@@ -90,6 +90,25 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
             break
         rank, tail = rank + 1, further
     return Interval(median, ordered[rank - 1], ordered[n - rank], n, 1 - 2 * tail)
+
+
+def binomial_interval(successes: int, trials: int, confidence: float = 0.95) -> Interval:
+    """Share of successes in independent trials with Wilson's interval, which stays in [0, 1] and has a width at 0 and 1 too.
+
+    Args:
+        successes: in 0..trials.
+        trials: at least 1.
+        confidence: in (0, 1).
+
+    Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", 1927.
+    """
+    share = successes / trials
+    z = statistics.NormalDist().inv_cdf(0.5 + 0.5 * confidence)
+    middle = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2) / (1 + z * z / trials)
+    lower = middle - half if successes else 0.0  # an end is the share itself there, but for rounding
+    upper = middle + half if successes < trials else 1.0
+    return Interval(share, lower, upper, trials, confidence)
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
