@@ -1,11 +1,9 @@
 import numpy as np
 import pytest
 import torch
-from scipy.linalg import sqrtm
 from sklearn.datasets import load_digits
 
 from torchtitan.evaluation.digits_judge import DigitsJudge
-from torchtitan.evaluation.frechet import frechet_distance, frechet_distance_of_gaussians
 
 
 class Split:
@@ -160,50 +158,3 @@ def test_images_that_cannot_be_judged_are_refused(judge, spoil, message):
     images, labels = spoil(np.zeros((20, 1, 8, 8)), np.arange(20) % 10)
     with pytest.raises(ValueError, match=message):
         judge.judge(images, labels)
-
-
-def test_frechet_distance_equals_the_closed_form_for_commuting_covariances():
-    """With one eigenbasis the distance is |mean difference|² + sum of (standard deviation difference)²."""
-    generator = np.random.default_rng(0)
-    basis = np.linalg.qr(generator.standard_normal((6, 6)))[0]
-    deviation_a, deviation_b = np.array([3, 2, 1, 0.5, 0.1, 0]), np.array([1, 2, 2, 0, 0.3, 0.2])
-    mean_a, mean_b = generator.standard_normal((2, 6))
-    expected = np.square(mean_a - mean_b).sum() + np.square(deviation_a - deviation_b).sum()
-    covariances = [(basis * deviation**2) @ basis.T for deviation in (deviation_a, deviation_b)]
-    assert frechet_distance_of_gaussians(mean_a, covariances[0], mean_b, covariances[1]) == pytest.approx(expected)
-    assert frechet_distance_of_gaussians(mean_a, covariances[0], mean_a, covariances[0]) == pytest.approx(0, abs=1e-9)
-
-
-def test_frechet_distance_equals_the_matrix_root_for_covariances_that_do_not_commute():
-    generator = np.random.default_rng(1)
-    a, b = generator.standard_normal((2, 8, 8))
-    covariance_a, covariance_b, zero = a @ a.T, b @ b.T, np.zeros(8)
-    expected = np.trace(covariance_a + covariance_b - 2 * sqrtm(covariance_a @ covariance_b).real)
-    distance = frechet_distance_of_gaussians(zero, covariance_a, zero, covariance_b)
-    assert distance == pytest.approx(expected, rel=1e-6)
-    assert distance == pytest.approx(frechet_distance_of_gaussians(zero, covariance_b, zero, covariance_a), rel=1e-6)
-
-
-def test_frechet_distance_of_samples_reaches_that_of_their_gaussians():
-    generator = np.random.default_rng(2)
-    a = generator.standard_normal((200_000, 2)) * [1, 2] + [0, 1]
-    b = generator.standard_normal((200_000, 2)) * [3, 2] + [2, 1]
-    assert frechet_distance(a, b) == pytest.approx(2**2 + (3 - 1) ** 2, rel=0.02)
-
-
-def test_a_whole_weight_counts_like_as_many_copies_of_the_row():
-    generator = np.random.default_rng(3)
-    a, b = generator.standard_normal((500, 3)), generator.standard_normal((4000, 3))
-    weights = np.where(b[:, 0] > 0, 3, 1)
-    repeated = frechet_distance(a, b.repeat(weights, axis=0))
-    assert repeated > 0.1
-    assert frechet_distance(a, b, weights) == pytest.approx(repeated, rel=1e-3)  # they differ in bias only
-
-
-def test_frechet_distance_refuses_what_it_cannot_fit():
-    with pytest.raises(ValueError, match="features_a.*two rows"):
-        frechet_distance(np.zeros((1, 3)), np.zeros((5, 3)))
-    with pytest.raises(ValueError, match="features_b.*not finite"):
-        frechet_distance(np.zeros((5, 3)), np.full((5, 3), np.nan))
-    with pytest.raises(ValueError, match="differ in size"):
-        frechet_distance(np.zeros((5, 3)), np.zeros((5, 4)))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from torchtitan.evaluation.frechet import frechet_distance
+from torchtitan.fidelity.frechet import FrechetReference
+from torchtitan.fidelity.moments import moments_of_rows
 
 if TYPE_CHECKING:
     from data.base import Dataset
@@ -160,8 +161,9 @@ class DigitsJudge:
         counts = np.maximum(2, np.floor(scale * held_out + 1e-9).astype(int))
 
         train = np.isin(self._train_labels, asked)
-        reference, digit = self._train_features[train], np.searchsorted(asked, self._train_labels[train])
+        digit = np.searchsorted(asked, self._train_labels[train])
         weights = (counts / np.bincount(digit))[digit]  # the training digits in the subsets' proportions, [N]
+        reference = FrechetReference(moments_of_rows(self._train_features[train], weights))
 
         def mean_over_subsets(features: np.ndarray, labels: np.ndarray) -> float:
             generator = np.random.default_rng(0)
@@ -171,7 +173,7 @@ class DigitsJudge:
                     generator.choice(np.flatnonzero(labels == digit), count, replace=False)
                     for digit, count in zip(asked, counts, strict=True)
                 ]
-                distances.append(frechet_distance(features[np.concatenate(chosen)], reference, weights))
+                distances.append(reference.distance(moments_of_rows(features[np.concatenate(chosen)])))
             return float(np.mean(distances))
 
         return mean_over_subsets(features, labels), mean_over_subsets(self._held_out_features, self._held_out_labels)

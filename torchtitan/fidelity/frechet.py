@@ -1,0 +1,92 @@
+"""Fréchet distance between sets of feature vectors, each taken as a Gaussian."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchtitan.fidelity.disjoint_sets import jackknife_interval
+from torchtitan.fidelity.errors import FidelityError
+from torchtitan.fidelity.feature_set import FeatureSet
+from torchtitan.fidelity.measurement import Measurement, Options
+from torchtitan.fidelity.moments import Moments, moments_without
+
+
+def frechet_distance(samples: Moments, reference: Moments) -> float:
+    """Fréchet distance |mean_a - mean_b|² + tr(A + B - 2 (A B)^(1/2)) of two Gaussians with covariances A and B.
+
+    Its estimate from samples is too high, by an amount that falls about as 1/N, so two distances can be compared only
+    where the sets have the same sizes.
+
+    Returns:
+        the squared distance, >= 0, in the features' squared unit; 0 only if means and covariances are equal.
+
+    Raises:
+        FidelityError: the features differ in size.
+
+    Source: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash
+    Equilibrium", equation 6.
+    """
+    return FrechetReference(reference).distance(samples)
+
+
+class FrechetReference:
+    """Reference set with the root of its covariance, for the distances of many sets from it.
+
+    The trace of (A B)^(1/2) is taken from the eigenvalues of B^(1/2) A B^(1/2), which is symmetric: no complex
+    intermediate, and singular covariances stay finite. Only as many eigenvalues count as the rank can be, by the numbers
+    of rows and of features that vary, since the root of an eigenvalue's rounding error is not small.
+
+    Args:
+        reference: moments; the covariance is symmetric and positive semi-definite.
+    """
+
+    def __init__(self, reference: Moments) -> None:
+        self.moments = reference
+        eigenvalues, vectors = np.linalg.eigh(reference.covariance)
+        self._root = (vectors * np.sqrt(eigenvalues.clip(min=0))) @ vectors.T  # [D, D]
+        self._rank = _largest_rank(reference)
+
+    def distance(self, samples: Moments) -> float:
+        """Fréchet distance of a set from the reference, as `frechet_distance`."""
+        if samples.dim != self.moments.dim:
+            raise FidelityError(f"samples have {samples.dim} features and the reference has {self.moments.dim}")
+        eigenvalues = np.linalg.eigvalsh(self._root @ samples.covariance @ self._root)  # ascending
+        rank = min(self._rank, _largest_rank(samples))
+        trace_of_root = np.sqrt(eigenvalues[len(eigenvalues) - rank :].clip(min=0)).sum()
+        distance = np.square(samples.mean - self.moments.mean).sum()
+        distance += np.trace(samples.covariance) + np.trace(self.moments.covariance) - 2 * trace_of_root
+        return max(0.0, float(distance))  # rounding may leave equal Gaussians a little below 0
+
+
+def measure_frechet(
+    name: str, samples: FeatureSet, reference: FeatureSet | None, output: str, options: Options
+) -> Measurement:
+    """Fréchet distance of samples from a reference, as FID is, with its interval by the delete-a-group jackknife.
+
+    The interval is the spread over sets of as many samples, with the reference fixed. The bias of the distance at this
+    number of samples is not in it (`fd_infinity` estimates that), nor are another reference or another training run.
+
+    Raises:
+        FidelityError: a set has no more rows than features, so that its covariance cannot have full rank, unless
+            `options.allow_small`.
+    """
+    assert reference is not None
+    ends, notes = FrechetReference(reference.moments_of(output)), []
+    whole = samples.moments_of(output)
+    for each, moments in ((reference, ends.moments), (samples, whole)):
+        if moments.count is not None and moments.count <= moments.dim:
+            notes.append(_too_small(each.name, moments.count, moments.dim, options.allow_small))
+    without_each = [ends.distance(moments_without(whole, part)) for part in samples.sets.get(output, ())]
+    return Measurement({name: jackknife_interval(ends.distance(whole), without_each, options.confidence)}, notes)
+
+
+def _too_small(name: str, count: int, dim: int, allowed: bool) -> str:
+    message = f"{name}: a covariance of {dim} features from {count} images has rank {count - 1} at most"
+    if not allowed:
+        raise FidelityError(f"{message}: take at least {dim + 1} images, or allow small sets (--allow-small)")
+    return f"{message}; the distance compares only with one of as many images"
+
+
+def _largest_rank(moments: Moments) -> int:
+    varying = int(np.count_nonzero(np.diag(moments.covariance)))
+    return varying if moments.count is None else min(varying, moments.count - 1)

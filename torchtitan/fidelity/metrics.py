@@ -1,0 +1,80 @@
+"""Metrics of sets of feature vectors by name: what each needs, which direction is better, and its measurement.
+
+    metric = METRICS["fid"]
+    samples = feature_set_of_rows("samples", "inception", {"pooled": rows})
+    metric.measure(samples, reference, Options()).values["fid"]  # an Interval
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from torchtitan.fidelity.errors import FidelityError
+from torchtitan.fidelity.feature_set import FeatureSet
+from torchtitan.fidelity.frechet import measure_frechet
+from torchtitan.fidelity.measurement import Measurement, Options
+
+Better = Literal["lower", "higher"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Metric of samples, mostly against a reference.
+
+    Attributes:
+        title: for tables.
+        output: of the extractor that it reads.
+        samples: form of the samples' features that it needs: "rows", or "sets" for the moments of disjoint sets.
+        reference: form of the reference's; None: it takes no reference.
+        better: direction of each value that it returns, by the value's name; None where neither is better.
+        compute: values from checked feature sets.
+        extractor: the only one that it is defined for; None: any.
+        needs_held_out: True if `Options.held_out` must have rows of the same output.
+    """
+
+    title: str
+    output: str
+    samples: Literal["rows", "sets"]
+    reference: Literal["rows", "moments"] | None
+    better: Mapping[str, Better | None]
+    compute: Callable[[FeatureSet, FeatureSet | None, str, Options], Measurement]
+    extractor: str | None = None
+    needs_held_out: bool = False
+
+    def measure(self, samples: FeatureSet, reference: FeatureSet | None, options: Options) -> Measurement:
+        """Measure samples.
+
+        Raises:
+            FidelityError: features that are missing, not finite, too few, or of different extractors.
+        """
+        given = [each for each in (samples, reference, options.held_out) if each is not None]
+        for each in given:
+            if each.extractor != samples.extractor:
+                raise FidelityError(
+                    f"{samples.name} have features of {samples.extractor} and {each.name} of {each.extractor}: "
+                    "extract both with one extractor"
+                )
+        if self.extractor not in (None, samples.extractor):
+            raise FidelityError(f"{self.title} is defined for {self.extractor} features, not for those of {samples.extractor}")
+        if self.reference is not None and reference is None:
+            raise FidelityError(f"{self.title} needs a reference")
+        if self.needs_held_out and options.held_out is None:
+            raise FidelityError(f"{self.title} needs held-out images")
+        return self.compute(samples, reference, self.output, options)
+
+
+def _frechet(title: str, name: str, output: str, extractor: str | None = None) -> Metric:
+    return Metric(
+        title, output, "sets", "moments", {name: "lower"}, partial(measure_frechet, name), extractor
+    )
+
+
+METRICS: Mapping[str, Metric] = {
+    "fid": _frechet("FID", "fid", "pooled", "inception"),
+    "sfid": _frechet("sFID", "sfid", "spatial", "inception"),
+    "fd_dinov2": _frechet("FD-DINOv2", "fd_dinov2", "pooled", "dinov2"),
+    "fd": _frechet("Fréchet distance", "fd", "pooled"),
+}
