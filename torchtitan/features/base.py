@@ -19,7 +19,7 @@ class FeatureExtractor(ABC):
     A subclass sets the attributes and implements `_features`.
 
     Attributes:
-        name: of its entry in the registry, or the path it was opened from.
+        name: of its entry in the registry, or of the file it was opened from.
         dims: size of each output, by its name: "pooled", "logits" or "spatial".
         device: where it computes; images are brought there.
         weights_sha256: hash of the file of its weights.
