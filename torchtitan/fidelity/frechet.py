@@ -75,12 +75,13 @@ def measure_frechet(
     whole = samples.moments_of(output)
     for each, moments in ((reference, ends.moments), (samples, whole)):
         if moments.count is not None and moments.count <= moments.dim:
-            notes.append(_too_small(each.name, moments.count, moments.dim, options.allow_small))
+            notes.append(too_small(each.name, moments.count, moments.dim, options.allow_small))
     without_each = [ends.distance(moments_without(whole, part)) for part in samples.sets.get(output, ())]
     return Measurement({name: jackknife_interval(ends.distance(whole), without_each, options.confidence)}, notes)
 
 
-def _too_small(name: str, count: int, dim: int, allowed: bool) -> str:
+def too_small(name: str, count: int, dim: int, allowed: bool) -> str:
+    """Refuse a set whose covariance cannot have full rank, or if `allowed`, return a note about it."""
     message = f"{name}: a covariance of {dim} features from {count} images has rank {count - 1} at most"
     if not allowed:
         raise FidelityError(f"{message}: take at least {dim + 1} images, or allow small sets (--allow-small)")

@@ -13,9 +13,14 @@ from functools import partial
 from typing import Literal
 
 from torchtitan.fidelity.errors import FidelityError
+from torchtitan.fidelity.fd_infinity import measure_fd_infinity
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.fidelity.frechet import measure_frechet
+from torchtitan.fidelity.inception_score import measure_inception_score
+from torchtitan.fidelity.kid import measure_kid
 from torchtitan.fidelity.measurement import Measurement, Options
+from torchtitan.fidelity.memorisation import measure_memorisation
+from torchtitan.fidelity.prdc import measure_prdc
 
 Better = Literal["lower", "higher"]
 
@@ -77,4 +82,21 @@ METRICS: Mapping[str, Metric] = {
     "sfid": _frechet("sFID", "sfid", "spatial", "inception"),
     "fd_dinov2": _frechet("FD-DINOv2", "fd_dinov2", "pooled", "dinov2"),
     "fd": _frechet("Fréchet distance", "fd", "pooled"),
+    "kid": Metric(
+        "KID", "pooled", "rows", "rows", {"kid": "lower", "kid_subsets_mean": "lower", "kid_subsets_sd": None}, measure_kid
+    ),
+    "is": Metric(
+        "Inception score", "logits", "rows", None, {"is": "higher", "is_sd": None, "is_file_order": "higher"},
+        measure_inception_score,
+    ),
+    "prdc": Metric(
+        "Precision, recall, density, coverage", "pooled", "rows", "rows",
+        {"precision": "higher", "recall": "higher", "density": "higher", "coverage": "higher"}, measure_prdc,
+    ),
+    "fd_inf": Metric("Fréchet distance at infinity", "pooled", "sets", "moments", {"fd_inf": "lower"}, measure_fd_infinity),
+    "memorisation": Metric(
+        "Memorisation", "pooled", "rows", "rows",
+        {"memorised": "lower", "memorised_held_out": None, "memorised_threshold": None}, measure_memorisation,
+        needs_held_out=True,
+    ),
 }

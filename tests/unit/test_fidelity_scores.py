@@ -1,0 +1,120 @@
+"""Inception score, extrapolated Fréchet distance, spread over disjoint sets."""
+
+import numpy as np
+import pytest
+
+from torchtitan.fidelity.errors import FidelityError
+from torchtitan.fidelity.feature_set import FeatureSet, feature_set_of_rows
+from torchtitan.fidelity.measurement import Options
+from torchtitan.fidelity.metrics import METRICS
+from torchtitan.fidelity.moments import Moments, moments_of_rows
+from torchtitan.fidelity.spread import disjoint_feature_sets, spread_over_sets
+
+
+def inception_score(logits, **options):
+    return METRICS["is"].measure(FeatureSet("samples", "own", {"logits": logits}), None, Options(**options))
+
+
+def test_the_score_of_certain_and_evenly_spread_classes_is_their_number():
+    logits = 100 * np.eye(8)[np.arange(4000) % 8]
+    found = inception_score(logits).values
+    assert found["is"].value == pytest.approx(8, rel=0.02)
+    assert found["is_file_order"].value == pytest.approx(8, rel=1e-9)
+    assert inception_score(np.zeros((40, 8))).values["is"].value == pytest.approx(1, abs=1e-12)
+
+
+def test_the_score_is_the_mean_of_its_splits():
+    generator = np.random.default_rng(0)
+    logits = 3 * generator.standard_normal((57, 6)).astype(np.float32)
+    p = np.exp(logits.astype(np.float64))
+    p /= p.sum(axis=1, keepdims=True)
+    scores = [
+        np.exp(np.mean(np.sum(part * np.log(part / part.mean(axis=0)), axis=1))) for part in (p[:19], p[19:38], p[38:])
+    ]
+    found = inception_score(logits, splits=3).values
+    assert found["is_file_order"].value == pytest.approx(np.mean(scores), rel=1e-12)
+    shuffled = p[np.random.RandomState(2020).permutation(57)]
+    scores = [
+        np.exp(np.mean(np.sum(part * np.log(part / part.mean(axis=0)), axis=1)))
+        for part in (shuffled[:19], shuffled[19:38], shuffled[38:])
+    ]
+    assert (found["is"].value, found["is_sd"].value) == pytest.approx((np.mean(scores), np.std(scores)), rel=1e-12)
+
+
+def test_samples_in_order_of_class_are_noted_and_lose_what_the_note_says():
+    generator = np.random.default_rng(1)
+    logits = 4 * np.eye(10)[np.repeat(np.arange(10), 200)] + generator.standard_normal((2000, 10))
+    found = inception_score(logits)
+    assert "98 % too low" not in found.notes[0] and "few classes (sorted?)" in found.notes[0]
+    lost = 1 - found.values["is_file_order"].value / found.values["is"].value
+    assert f"{100 * lost:.0f} % too low" in found.notes[0] and lost > 0.5
+    mixed = inception_score(generator.permutation(logits))
+    assert not any("sorted" in note for note in mixed.notes)
+    assert mixed.values["is_file_order"].value == pytest.approx(found.values["is"].value, rel=0.03)
+
+
+def test_a_class_without_any_probability_adds_nothing():
+    logits = np.concatenate([100 * np.eye(4)[np.arange(400) % 4], np.full((400, 1), -1e5)], axis=1)
+    assert inception_score(logits).values["is_file_order"].value == pytest.approx(4, rel=1e-9)
+
+
+def test_logits_without_a_score_are_refused():
+    with pytest.raises(FidelityError, match="at least 2 classes, not 1"):
+        inception_score(np.zeros((100, 1)))
+    with pytest.raises(FidelityError, match="19 images are too few for 10 splits"):
+        inception_score(np.zeros((19, 5)))
+    with pytest.raises(FidelityError, match="has no rows of logits features, only nothing"):
+        METRICS["is"].measure(FeatureSet("samples", "own"), None, Options())
+
+
+SCALES = np.linspace(0.7, 1.6, 6)
+REFERENCE = FeatureSet("reference", "own", moments={"pooled": Moments(None, np.zeros(6), np.eye(6))})
+DISTANCE = 6 * 0.1**2 + np.square(SCALES - 1).sum()
+
+
+def drawn(generator, count, sets=10):
+    return feature_set_of_rows("samples", "own", {"pooled": generator.standard_normal((count, 6)) * SCALES + 0.1}, sets)
+
+
+def test_the_extrapolated_distance_is_that_of_infinitely_many_samples():
+    """Of 600 samples the plain distance is off by 8 standard errors of the mean, the extrapolated one by none; its
+    interval holds the true distance."""
+    generator = np.random.default_rng(2)
+    plain, extrapolated = [], []
+    for _ in range(60):
+        samples = drawn(generator, 600)
+        plain.append(METRICS["fd"].measure(samples, REFERENCE, Options()).values["fd"].value)
+        extrapolated.append(METRICS["fd_inf"].measure(samples, REFERENCE, Options()).values["fd_inf"])
+    values = np.array([each.value for each in extrapolated])
+    assert np.mean(plain) - DISTANCE > 3 * np.std(plain) / np.sqrt(60)
+    assert values.mean() == pytest.approx(DISTANCE, abs=3 * values.std() / np.sqrt(60))
+    errors = np.array([each.half_width for each in extrapolated]) / 2.2622
+    assert np.sqrt(np.mean(errors**2)) == pytest.approx(values.std(), rel=0.25)
+    assert np.mean([not each.excludes(DISTANCE) for each in extrapolated]) >= 0.88
+
+
+def test_sizes_that_cannot_be_extrapolated_are_refused():
+    generator = np.random.default_rng(3)
+    with pytest.raises(FidelityError, match="7 disjoint sets make subsets of 2 sizes"):
+        METRICS["fd_inf"].measure(drawn(generator, 600, 7), REFERENCE, Options())
+    with pytest.raises(FidelityError, match="each of 10 sets of samples: .* 6 features from 6 images has rank 5"):
+        METRICS["fd_inf"].measure(drawn(generator, 60), REFERENCE, Options())
+    assert METRICS["fd_inf"].measure(drawn(generator, 60), REFERENCE, Options(allow_small=True)).notes
+
+
+def test_the_spread_is_the_metrics_value_on_each_disjoint_set():
+    samples = drawn(np.random.default_rng(4), 1000)
+    parts = disjoint_feature_sets(samples, 5)
+    rows = np.concatenate([part.rows["pooled"] for part in parts])
+    assert np.array_equal(np.sort(rows, axis=0), np.sort(samples.rows["pooled"], axis=0))
+    for part in parts:  # the rows of a part are those behind its moments
+        assert np.allclose(part.moments["pooled"].covariance, moments_of_rows(part.rows["pooled"]).covariance)
+    spread = spread_over_sets(METRICS["fd"], samples, REFERENCE, Options(), 5)["fd"]
+    alone = [METRICS["fd"].measure(part, REFERENCE, Options()).values["fd"].value for part in parts]
+    assert spread.values == pytest.approx(alone) and spread.mean.value == pytest.approx(np.mean(alone))
+    precision = spread_over_sets(METRICS["prdc"], samples, samples, Options(), 2)["precision"]
+    assert precision.values == (1, 1)
+    with pytest.raises(FidelityError, match="10 sets of moments .* cannot be joined to 3"):
+        disjoint_feature_sets(samples, 3)
+    with pytest.raises(FidelityError, match="at least 2 disjoint sets, not 1"):
+        disjoint_feature_sets(samples, 1)
