@@ -30,6 +30,7 @@ STUDIES: dict[str, StudyEntry] = {
     ),
     "forgetting": StudyEntry("effect of training on one slot of timesteps on the others"),
     "guidance": StudyEntry("guidance at equal evaluations: none, by the null condition, by other weights"),
+    "linear_probe": StudyEntry("accuracy of a linear classifier by block and noise level, against raw pixels"),
     "oracle_replace": StudyEntry("sampling with the true image instead of some predictions"),
     "gns_published": StudyEntry("published tables of the noise scale, as reported and corrected", of_a_run=False),
     "loss_curve": StudyEntry(

@@ -33,6 +33,7 @@ PURPOSES = {
     "waves": 13,
     "dropout": 14,
     "sampled_class": 15,
+    "probe": 16,
 }
 
 _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

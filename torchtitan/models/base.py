@@ -19,6 +19,23 @@ from torchtitan.settings import setting
 LinearRole = Literal["vector", "small", "token"]
 
 
+@dataclass(frozen=True)
+class ProbePoint:
+    """Output of a module from which a linear probe reads features of an image.
+
+    Attributes:
+        module: qualified name of the module, which runs once in a forward.
+        channel_dim: dimension of the features in its output: 1 of maps [B, D, H, W], 2 of tokens [B, T, D].
+    """
+
+    module: str
+    channel_dim: int
+
+    def pooled(self, output: Tensor) -> Tensor:
+        """Global average pool: mean over all places of each image, float32 [B, D]."""
+        return output.detach().float().movedim(self.channel_dim, 1).flatten(2).mean(2)
+
+
 class DiffusionModel(nn.Module):
     """Base of all networks that the trainer trains.
 
@@ -73,6 +90,10 @@ class DiffusionModel(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """List the units of checkpointing, compilation and sharding, in the order of the forward."""
         raise NotImplementedError
+
+    def probe_points(self) -> dict[str, ProbePoint]:
+        """Outputs of blocks that a linear probe reads, by name, in the order of the forward; by default none."""
+        return {}
 
     def linear_roles(self) -> dict[str, LinearRole]:
         """Roles of the linears, modules with `in_features` and `out_features`, by qualified name."""

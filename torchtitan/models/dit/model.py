@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.conditions import Classes, Condition, ConditionKind
-from torchtitan.models.base import DiffusionModel, LinearRole
+from torchtitan.models.base import DiffusionModel, LinearRole, ProbePoint
 from torchtitan.models.dit.config import DiTConfig
 from torchtitan.models.dit.layers import (
     Block,
@@ -87,6 +87,9 @@ class PatchTransformer(DiffusionModel):
 
     def blocks(self) -> list[nn.Module]:
         return list(self.layers)
+
+    def probe_points(self) -> dict[str, ProbePoint]:
+        return {f"block_{number + 1}": ProbePoint(f"layers.{number}", 2) for number in range(len(self.layers))}
 
     def linear_roles(self) -> dict[str, LinearRole]:
         def role(name: str) -> LinearRole:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.conditions import Classes, Condition, ConditionKind
-from torchtitan.models.base import DiffusionModel, LinearRole
+from torchtitan.models.base import DiffusionModel, LinearRole, ProbePoint
 from torchtitan.models.dropout import dropout_keys
 from torchtitan.models.edm2.config import EDM2Config
 from torchtitan.models.edm2.layers import (
@@ -105,6 +105,19 @@ class EDM2UNet(DiffusionModel):
 
     def blocks(self) -> list[nn.Module]:
         return [*self.encoder.values(), *self.decoder.values()]
+
+    def probe_points(self) -> dict[str, ProbePoint]:
+        """Outputs of the blocks, numbered from 1 as in the port: `in_k` down, `middle_k`, `out_k` up."""
+        middle = [name for name in self.decoder if name.startswith("middle")]
+        paths = {
+            "in": [f"encoder.{name}" for name in self.encoder],
+            "middle": [f"decoder.{name}" for name in middle],
+            "out": [f"decoder.{name}" for name in self.decoder if name not in middle],
+        }
+        return {
+            f"{path}_{number}": ProbePoint(module, 1)
+            for path, modules in paths.items() for number, module in enumerate(modules, 1)
+        }
 
     def linear_roles(self) -> dict[str, LinearRole]:
         return {name: "vector" for name, module in self.named_modules() if isinstance(module, nn.Linear)}
