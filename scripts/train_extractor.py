@@ -19,12 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from data import DATASETS
-from data.base import Dataset, DatasetError, Split
+from data.base import DatasetError
+from data.labelled_pixels import read_labelled_pixels
 from torchtitan.features.base import ExtractorError
 from torchtitan.features.small import ARCHITECTURES, SmallClassifier, SmallExtractor, read_weights, weights_metadata
 from torchtitan.files.weight_files import WeightsError, refuse_existing, written_whole
-from torchtitan.pictures.grids import to_rgb
 from torchtitan.pictures.number_text import significant
 from torchtitan.processes.command_line import OneLineParser, run_program
 from torchtitan.processes.exit_codes import REFUSED
@@ -63,8 +62,8 @@ def main(words: list[str] | None = None) -> int:
     name, output = arguments.name, arguments.output
     try:
         refuse_existing(output, overwrite=False)
-        images, labels = read_split(name, arguments.data, "train")
-        held_out, held_out_labels = read_split(name, arguments.data, "validation")
+        images, labels = read_labelled_pixels(name, arguments.data, "train")
+        held_out, held_out_labels = read_labelled_pixels(name, arguments.data, "validation")
         # The order of sums, and with it every weight, depends on the number of threads.
         torch.set_num_threads(1)
         classifier = train(name, images, labels, arguments.seed)
@@ -93,20 +92,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
         parser.error(f"--output: {arguments.output}: its name must end in .safetensors")
     if arguments.seed < 0:
         parser.error(f"--seed: must not be negative, is {arguments.seed}")
-    if arguments.data and arguments.name == "digits":
-        parser.error("--data: digits come with scikit-learn; leave it out")
     return arguments
-
-
-def read_split(name: str, path: str, split: Split) -> tuple[np.ndarray, np.ndarray]:
-    """Images uint8 [N, S, S, 3] and labels [N] of a split. Raises DatasetError."""
-    dataset_type = DATASETS[name]
-    config = dataset_type.Config(name=name)
-    if path:
-        config.path = path
-    dataset: Dataset = dataset_type(config, split)
-    batch = dataset.fetch(np.arange(len(dataset)))
-    return to_rgb(batch["images"].numpy()), batch["class"].numpy()
 
 
 # ---------------------------------------------------------------------- training

@@ -39,6 +39,9 @@ STUDIES: dict[str, StudyEntry] = {
     "autoguidance": StudyEntry(
         "guidance by the null condition and by the run's own past, on a fractal in two dimensions", of_a_run=False
     ),
+    "metric_responses": StudyEntry(
+        "metrics of samples under known changes of real images, in a small extractor's features", of_a_run=False
+    ),
     "slots": StudyEntry(
         "timesteps cut into slots of equal loss, from a loss_curve, as a file of slot edges", of_a_run=False
     ),
