@@ -1,4 +1,4 @@
-"""Inception score, extrapolated Fréchet distance, spread over disjoint sets."""
+"""Inception score, and the extrapolated Fréchet distance."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,7 @@ from torchtitan.fidelity.errors import FidelityError
 from torchtitan.fidelity.feature_set import FeatureSet, feature_set_of_rows
 from torchtitan.fidelity.measurement import Options
 from torchtitan.fidelity.metrics import METRICS
-from torchtitan.fidelity.moments import Moments, moments_of_rows
-from torchtitan.fidelity.spread import disjoint_feature_sets, spread_over_sets
+from torchtitan.fidelity.moments import Moments
 
 
 def inception_score(logits, **options):
@@ -100,21 +99,3 @@ def test_sizes_that_cannot_be_extrapolated_are_refused():
     with pytest.raises(FidelityError, match="each of 10 sets of samples: .* 6 features from 6 images has rank 5"):
         METRICS["fd_inf"].measure(drawn(generator, 60), REFERENCE, Options())
     assert METRICS["fd_inf"].measure(drawn(generator, 60), REFERENCE, Options(allow_small=True)).notes
-
-
-def test_the_spread_is_the_metrics_value_on_each_disjoint_set():
-    samples = drawn(np.random.default_rng(4), 1000)
-    parts = disjoint_feature_sets(samples, 5)
-    rows = np.concatenate([part.rows["pooled"] for part in parts])
-    assert np.array_equal(np.sort(rows, axis=0), np.sort(samples.rows["pooled"], axis=0))
-    for part in parts:  # the rows of a part are those behind its moments
-        assert np.allclose(part.moments["pooled"].covariance, moments_of_rows(part.rows["pooled"]).covariance)
-    spread = spread_over_sets(METRICS["fd"], samples, REFERENCE, Options(), 5)["fd"]
-    alone = [METRICS["fd"].measure(part, REFERENCE, Options()).values["fd"].value for part in parts]
-    assert spread.values == pytest.approx(alone) and spread.mean.value == pytest.approx(np.mean(alone))
-    precision = spread_over_sets(METRICS["prdc"], samples, samples, Options(), 2)["precision"]
-    assert precision.values == (1, 1)
-    with pytest.raises(FidelityError, match="10 sets of moments .* cannot be joined to 3"):
-        disjoint_feature_sets(samples, 3)
-    with pytest.raises(FidelityError, match="at least 2 disjoint sets, not 1"):
-        disjoint_feature_sets(samples, 1)

@@ -1,4 +1,4 @@
-"""Disjoint sets of samples: moments of each, intervals by the jackknife, and the spread of a metric over them."""
+"""Disjoint sets of samples: assignment, moments of each, and intervals by the jackknife over them."""
 
 from __future__ import annotations
 
