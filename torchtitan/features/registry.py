@@ -13,6 +13,7 @@ from torchtitan.files.regular import user_path
 
 EXTRACTORS: dict[str, Callable[[Path | None, torch.device], FeatureExtractor]] = {
     "digits": partial(open_small, "digits"),
+    "cifar10": partial(open_small, "cifar10"),
 }
 
 

@@ -49,6 +49,7 @@ ARCHITECTURES: Mapping[str, SmallArchitecture] = MappingProxyType({
 })
 SHIPPED_SHA256: Mapping[str, str] = MappingProxyType({
     "digits": "fd83635a97fea439ca3d3f44035a56cf9f85a0d3b42f3fc96b2cc9fbbc546ded",
+    "cifar10": "fb6e71531088cc6699729e993978b93c560255be579dcb205695a9dff05a15c5",
 })
 
 
