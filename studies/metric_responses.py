@@ -40,7 +40,7 @@ COLUMNS = (
 KEY = ("model", "samples", "count", "reference")
 UNIT = "set"
 SEED = 0  # of numpy's PCG64
-BLUR = 0.5  # pixels, standard deviation
+BLUR = 1 / 16  # of the side, standard deviation
 NOISE = 0.2  # of the range of values, standard deviation
 BATCH = 500
 # Dataset -> images of the reference, and of each set of samples, by default.
@@ -74,7 +74,7 @@ class Pool:
 
 
 def blurred(pool: Pool) -> np.ndarray:
-    filtered = ImageFilter.GaussianBlur(BLUR)
+    filtered = ImageFilter.GaussianBlur(BLUR * pool.plain.shape[1])
     return np.stack([np.asarray(Image.fromarray(image).filter(filtered)) for image in pool.plain])
 
 
