@@ -11,8 +11,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,7 @@ from data.base import DataConfig, DatasetError
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
 from torchtitan.config.job import ConfigError, load_data_section
-from torchtitan.distributed.collectives import of_all_ranks
+from torchtitan.distributed.collectives import group_for_work, of_all_ranks, on_all_ranks
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.mesh import compute_device, init_process_group
@@ -54,7 +52,6 @@ from torchtitan.processes.launch import launch_number
 
 UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, OSError)
 INTERRUPTED = 130
-LONGEST = timedelta(days=365)  # that one rank may wait for another
 MOST_WORKERS = 8
 BATCH_SIZES = {"cuda": 16, "cpu": 4}
 # Keys of [data] that only training reads, and what does the like here.
@@ -78,11 +75,11 @@ def run(arguments: argparse.Namespace, data_words: list[str]) -> int:
         config, info = load_data_section(data_words, arguments.config)
         warn_of_training_keys(arguments.config)
         init_process_group(CommConfig())
-        group = dist.new_group(backend="gloo", timeout=LONGEST) if dist.is_initialized() else None
+        group = group_for_work()
         options = options_of(arguments, config)
-        source = on_all_ranks(lambda: ImageSource(config, info, arguments.split), group)
-        autoencoder = on_all_ranks(lambda: open_autoencoder(arguments), group)
-        plan = on_all_ranks(lambda: plan_extraction(source, autoencoder, options), group)
+        source = on_all_ranks(lambda: ImageSource(config, info, arguments.split), UNUSABLE, group)
+        autoencoder = on_all_ranks(lambda: open_autoencoder(arguments), UNUSABLE, group)
+        plan = on_all_ranks(lambda: plan_extraction(source, autoencoder, options), UNUSABLE, group)
         check_alike(of_all_ranks(plan, group))
         pending = begin_store(arguments.output, plan, group)
     except ConfigError as error:
@@ -197,20 +194,6 @@ def open_autoencoder(arguments: argparse.Namespace) -> Autoencoder:
         arguments.path, arguments.autoencoder, DTYPES.get(arguments.dtype), tile=arguments.tile,
         overlap=arguments.overlap,
     ).autoencoder  # fmt: skip
-
-
-def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Call a function on every rank; an exception on the first failing rank is raised on all."""
-    result: Any = None
-    failure: Exception | None = None
-    try:
-        result = function()
-    except UNUSABLE as error:
-        failure = error
-    for found in of_all_ranks(failure, group):
-        if found is not None:
-            raise found
-    return result
 
 
 def report(arguments: argparse.Namespace, index: Any, summary: dict[str, Any] | None) -> None:

@@ -4,10 +4,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+LONGEST_WORK = timedelta(days=365)
 
 
 def from_first_rank(function: Callable[..., Any], *args: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -38,6 +41,25 @@ def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def on_all_ranks(function: Callable[[], Any], errors: tuple[type[Exception], ...], group: dist.ProcessGroup | None) -> Any:
+    """Call a function on every rank; one of `errors` on the first failing rank is raised on all. The group holds all."""
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = function()
+    except errors as error:
+        failure = error
+    for found in of_all_ranks(failure, group):
+        if found is not None:
+            raise found
+    return result
+
+
+def group_for_work() -> dist.ProcessGroup | None:
+    """Group of all ranks for CPU tensors, in which one may wait for another as long as work lasts; None: one process."""
+    return dist.new_group(backend="gloo", timeout=LONGEST_WORK) if dist.is_initialized() else None
 
 
 def highest_over_ranks(*values: float) -> list[float]:

@@ -1,0 +1,167 @@
+"""What commands draw images from: a run or a file of weights, with its guide, autoencoder and sampling method."""
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data import DATASETS
+from torchtitan.autoencoders import AUTOENCODERS
+from torchtitan.autoencoders.base import AutoencoderError
+from torchtitan.distributed.mesh import compute_device
+from torchtitan.evaluation.config import LATENT_DATASETS, AutoencoderConfig, SamplingConfig
+from torchtitan.evaluation.decoding import LatentDecoder, open_decoder
+from torchtitan.evaluation.sample_plans import SampleSetError, SetPlan, choices_of, read_seeds
+from torchtitan.evaluation.sampling import ImageSampler
+from torchtitan.runs.guides import LoadedGuide, open_guide
+from torchtitan.runs.sample_settings import set_settings
+from torchtitan.runs.sampling_options import add_method_options, sampling_method
+from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, load_weights
+
+BATCH_SIZE, DTYPE = 256, "float32"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Everything that images are drawn with.
+
+    Attributes:
+        source: run's folder, or file of weights.
+        trained: the model.
+        sampling: its method.
+        guide: of its guidance; None for the null condition.
+        decoder: of its latents; None for a model of images, or where latents are shown as they are.
+        batch_size: images at a time on each rank.
+        dtype: of compute.
+    """
+
+    source: Path
+    trained: TrainedModel
+    sampling: SamplingConfig
+    guide: LoadedGuide | None
+    decoder: LatentDecoder | None
+    batch_size: int
+    dtype: str
+
+    @property
+    def warnings(self) -> Iterator[str]:
+        """Warnings of the loaded models."""
+        yield from self.trained.warnings
+        yield from self.guide.model.warnings if self.guide else ()
+
+    def sampler(self) -> ImageSampler:
+        return ImageSampler(self.trained.model, self.trained.objective, self.dtype, compute_device())
+
+    def method(self) -> dict[str, Any]:
+        """Method, as `ImageSampler.drawing` takes it."""
+        return self.sampling.method() | {"guide": self.guide.guide if self.guide else None}
+
+    def plan(self, seeds: str | None, count: int | None, classes: list[int]) -> SetPlan:
+        """Plan a set of pictures.
+
+        Args:
+            seeds, count: as of `read_seeds`.
+            classes: by turns; none: drawn for each seed.
+
+        Raises:
+            SampleSetError: there can be none.
+        """
+        channels = self.trained.model.image_shape[0]
+        if self.decoder is None and (self.trained.config.data.name in LATENT_DATASETS or channels not in (1, 3)):
+            raise SampleSetError(
+                f"{self.source}: draws latents or images of {channels} channels, a set is of pictures (for latents give"
+                " --autoencoder NAME --autoencoder-path PATH)"
+            )
+        settings = set_settings(self.trained, self.sampling, self.guide, self.decoder, self.dtype)
+        numbers = read_seeds(seeds, count)
+        choices = choices_of(numbers, self.trained.model.condition_kind.choices, classes)
+        return SetPlan(numbers, choices, self.batch_size, settings)
+
+
+def add_drawing_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `open_drawing`, beside `source`, and those of the classes."""
+    add = parser.add_argument
+    add("--config", type=Path, help="the weights' configuration (for a safetensors file)")
+    add("--step", type=int, help="checkpoint of this step (default: the newest good one)")
+    add("--ema", metavar="TRACK", help="EMA track, or 'none' for the trained weights (default: sampling.ema_track)")
+    add("--guide", metavar="RUN[@STEP][:TRACK]", help="weights to guide away from instead of the null condition: of "
+        "this run (@STEP, :TRACK), another run, or a safetensors file; none: the null condition (default: "
+        "sampling.guide_track)")
+    add_method_options(parser)
+    add("--batch-size", type=int, help=f"images at a time on each rank (default: {BATCH_SIZE})")
+    add("--dtype", choices=("float32", "bfloat16"), help=f"dtype of compute (default: {DTYPE})")
+    add("--autoencoder", choices=("none", *AUTOENCODERS),
+        help="autoencoder that decodes latents to images (default: the run's)")
+    add("--autoencoder-path", metavar="PATH", help="its folder or hub name, if not the run's")
+
+
+def open_drawing(arguments: argparse.Namespace) -> Drawing:
+    """Open what the options name, on this process's device.
+
+    Raises:
+        WeightsError, ConfigError, CheckpointError, AutoencoderError: it cannot be used as they say.
+    """
+    trained = _open_model(arguments)
+    batch_size = BATCH_SIZE if arguments.batch_size is None else arguments.batch_size
+    if batch_size < 1:
+        raise WeightsError(f"--batch-size: must be at least 1, is {batch_size}")
+    sampling = sampling_method(arguments, trained)
+    guide = open_guide(
+        arguments.guide, arguments.source, arguments.config, trained, sampling.guidance_scale, compute_device()
+    )
+    decoder = _open_autoencoder(arguments, trained)
+    return Drawing(arguments.source, trained, sampling, guide, decoder, batch_size, arguments.dtype or DTYPE)
+
+
+def check_classes(classes: list[int], trained: TrainedModel) -> None:
+    """Check the numbers of --classes. Raises WeightsError: the model knows no such class."""
+    known = max(trained.info.condition_kind.choices, 1)
+    if outside := [number for number in classes if not 0 <= number < known]:
+        raise WeightsError(f"--classes: {outside[0]} is not in 0..{known - 1}")
+
+
+def beside(source: Path, name: str) -> Path:
+    """Folder for what is drawn from a run, or from a file of weights."""
+    return source / "samples" / name if source.is_dir() else source.with_suffix("")
+
+
+def _open_model(arguments: argparse.Namespace) -> TrainedModel:
+    if arguments.source.is_dir():
+        return load_run(arguments.source, arguments.ema, arguments.step, compute_device())
+    if not arguments.source.exists():
+        raise WeightsError(f"{arguments.source}: no such run folder or weights file")
+    if arguments.config is None:
+        raise WeightsError(f"{arguments.source}: which model is this? (add --config FILE)")
+    if arguments.ema or arguments.step is not None:
+        raise WeightsError(f"{arguments.source}: --ema and --step choose from a run folder, this is one set of weights")
+    return load_weights(arguments.source, arguments.config, compute_device())
+
+
+def _open_autoencoder(arguments: argparse.Namespace, trained: TrainedModel) -> LatentDecoder | None:
+    """Open the autoencoder that decodes the drawn latents; None for none. Raises AutoencoderError, WeightsError."""
+    config, data = trained.config.autoencoder, trained.config.data
+    given = arguments.autoencoder or arguments.autoencoder_path
+    if data.name not in LATENT_DATASETS:
+        if given:
+            raise WeightsError(f"--autoencoder: the model draws images of data.name = {data.name} (leave it out)")
+        return None
+    if arguments.autoencoder not in (None, config.name):
+        config = AutoencoderConfig(name=arguments.autoencoder)
+    if arguments.autoencoder_path is not None:
+        config = dataclasses.replace(config, path=arguments.autoencoder_path)
+    if config.name == "none":
+        if arguments.autoencoder_path is not None:
+            raise WeightsError("--autoencoder-path: of which autoencoder? (add --autoencoder NAME)")
+        if os.environ.get("RANK", "0") == "0" and not arguments.autoencoder:
+            hint = "the grid shows latent channels as colours (for images: --autoencoder NAME --autoencoder-path PATH)"
+            print(hint, file=sys.stderr)
+        return None
+    try:
+        return open_decoder(config, DATASETS[data.name].store(data), compute_device())
+    except AutoencoderError as error:
+        elsewhere = "" if arguments.autoencoder_path else " (--autoencoder-path says where it is on this machine)"
+        raise AutoencoderError(f"{error}{elsewhere}") from error
