@@ -97,6 +97,14 @@ def decode_square(content: bytes, image_size: int) -> np.ndarray:
             return np.asarray(resize_and_crop(to_rgb(upright(image)), image_size))
 
 
+def decode_whole(content: bytes) -> np.ndarray:
+    """Decode a file's content to pixels uint8 [H, W, 3] in the image's own size. Raises as `open_image`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with open_image(content) as image:
+            return np.asarray(to_rgb(upright(image)))
+
+
 def upright(image: "Image") -> "Image":
     """Apply the EXIF orientation; damaged EXIF data do not lose the image."""
     from PIL.Image import Transpose

@@ -32,7 +32,7 @@ from cosmos_latent_decoder import DTYPES, CosmosLatentDecoder, at_least
 from data.base import DataConfig, DatasetError
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
-from torchtitan.config.job import ConfigError, load_data_section
+from torchtitan.config.job import ConfigError, load_data_section, split_data_words
 from torchtitan.distributed.collectives import group_for_work, of_all_ranks, on_all_ranks
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
@@ -46,7 +46,7 @@ from torchtitan.extraction.stage_times import describe_times
 from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.regular import read_toml, user_path
-from torchtitan.processes.command_line import OneLineParser, exit_code, readable_size
+from torchtitan.processes.command_line import FirstRankParser, exit_code, readable_size
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
 from torchtitan.processes.launch import launch_number
 
@@ -136,7 +136,7 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--threads", type=at_least(1), default=1, help="of each rank's encoder on the CPU (default: 1; start a rank "
         "per core). The last bits of latents depend on it, and on --batch-size")
     add("--report", type=Path, metavar="FILE", help="JSON file for the times of each stage")
-    own, data_words = split_words(words)
+    own, data_words = split_data_words(words)
     arguments = parser.parse_args(own)
     if arguments.overlap is not None and arguments.tile is None:
         parser.error("--overlap: has no effect without --tile")
@@ -146,20 +146,6 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if arguments.config is not None and not Path(arguments.config).is_file():
         parser.error(f"--config: {arguments.config}: no such file")
     return arguments, data_words
-
-
-def split_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split the words of the command's own options from `--data.KEY VALUE` and `--data.KEY=VALUE`."""
-    own, of_data, words = [], [], list(words)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--data."):
-            own.append(word)
-            continue
-        of_data.append(word)
-        if "=" not in word and words and not words[0].startswith("--"):
-            of_data.append(words.pop(0))
-    return own, of_data
 
 
 def default_workers() -> int:
@@ -201,15 +187,6 @@ def report(arguments: argparse.Namespace, index: Any, summary: dict[str, Any] | 
     print("\n".join(describe_store(arguments.output, index) + lines))
     if arguments.report and summary:
         replace_file(arguments.report, json.dumps(summary, indent=1) + "\n")
-
-
-class FirstRankParser(OneLineParser):
-    """Parser that reports an error once, however many processes were started."""
-
-    def error(self, message: str):
-        if speaks():
-            super().error(message)
-        self.exit(REFUSED)
 
 
 def refuse(*lines: str, code: int = REFUSED) -> int:

@@ -15,6 +15,12 @@ class LatentStoreError(Exception):
     """Store, or a source of one, that cannot be used; the message is one line: the cause and the remedy."""
 
 
+class EvaluationError(Exception):
+    """Images, features or a reference that samples cannot be judged with; the message is one line: the cause and the
+    remedy.
+    """
+
+
 class DamagedFile(Exception):
     """Damaged file; the message says in a few words what is wrong with it."""
 

@@ -22,7 +22,7 @@ from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, SolverConfig
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
 from torchtitan.evaluation.sampling import ImageSampler
-from torchtitan.runs.sampling_options import method_keys
+from torchtitan.runs.sampling_options import method_keys, sampling_method
 from torchtitan.settings import setting
 from torchtitan.settings.record import dump_config
 from torchtitan.settings.sections import keys
@@ -233,7 +233,7 @@ def method_of(script, monkeypatch, arguments: list[str], path_name: str = "recti
     monkeypatch.setattr("sys.argv", ["sample.py", *arguments])
     config = JobConfig()
     config.objective.path = path_name
-    return script.sampling_method(script.parse_arguments(), SimpleNamespace(config=config))
+    return sampling_method(script.parse_arguments(), SimpleNamespace(config=config))
 
 
 def test_commands_of_the_documentation_are_ways_to_sample(script, monkeypatch):

@@ -24,6 +24,15 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+class FirstRankParser(OneLineParser):
+    """Parser that reports an error once on each machine, however many processes were started there."""
+
+    def error(self, message: str):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            super().error(message)
+        self.exit(REFUSED)
+
+
 def interrupt_by_signals() -> None:
     """Have SIGTERM, SIGUSR1 (Slurm) and SIGINT, in a shell's background job too, raise KeyboardInterrupt."""
 

@@ -1,0 +1,141 @@
+"""scripts/evaluate.py: one process and several, killed and resumed, of a run and of images; and its refusals."""
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts import evaluate
+from tests.end_to_end.drawing import results_of, start_command
+from tests.evaluations import random_images, write_folder
+from torchtitan.runs.run_evaluation import is_run
+
+EARLIER = Path(__file__).parents[1] / "fixtures" / "earlier" / "run"
+DIGITS = ("--extractor", "digits")
+DRAWN = ("--count", "96", "--batch-size", "16", "--num-steps", "2", "--guidance-scale", "1.5")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("reference")
+    words = ("reference", "digits", "--name", "digits-test", "--split", "validation", *DIGITS, "--rows", "all")
+    assert evaluate.main([*words, "--output", str(folder / "digits")]) == 0
+    return folder / "digits"
+
+
+def evaluated(*words, ranks: int = 1) -> list[str]:
+    """What every rank said, of a command that succeeded."""
+    results = results_of(start_command("evaluate", *words, ranks=ranks))
+    assert [code for code, _ in results] == [0] * ranks, results
+    return [said for _, said in results]
+
+
+def entries(path: Path) -> list[dict]:
+    return json.loads(path.read_text())["evaluations"]
+
+
+def values(entry: dict) -> dict:
+    """All numbers of an entry, without what is of the time and place of their making."""
+    made = ("time", "device", "versions")
+    return {name: {key: value for key, value in result.items() if key not in made} for name, result in entry["results"].items()}
+
+
+def test_a_run_has_the_results_of_one_process_on_several_and_every_fact_is_recorded(reference, tmp_path):
+    metrics = ("--metrics", "fd,kid,is,prdc", *DIGITS, "--reference", str(reference), "--allow-small")
+    for name in ("one", "two"):
+        shutil.copytree(EARLIER, tmp_path / name)
+        config = tmp_path / name / "config.toml"
+        config.write_text(config.read_text().replace("enable_tensorboard = false", "enable_tensorboard = true"))
+    assert is_run(tmp_path / "one") and not is_run(reference)
+    evaluated(tmp_path / "one", *metrics, *DRAWN)
+    said, other = evaluated(tmp_path / "two", *metrics, *DRAWN, ranks=2)
+    assert "precision" in said and "digits-test" in said and "precision" not in other
+    (one,), (two,) = (entries(tmp_path / name / "evaluation.json") for name in ("one", "two"))
+    assert values(one) == values(two) and one["key"] == two["key"]
+    assert one["samples"]["sha256"] == two["samples"]["sha256"] and one["samples"]["count"] == 96
+    drawn, source = one["samples"]["set"], one["samples"]["source"]
+    assert (drawn["seeds"], drawn["num_steps"], drawn["guidance_scale"], drawn["dtype"]) == ("0-95", 2, 1.5, "float32")
+    assert drawn["solver"]["name"] == "euler" and source["step"] == 2 and source["ema_track"]
+    assert one["reference"]["name"] == "digits-test" and one["reference"]["images"]["count"] == 297
+    extractor = one["extractors"]["digits"]
+    assert len(extractor["sha256"]) == 64 and extractor["resize"] and one["results"]["fd"]["extractor"] == "digits"
+    assert one["results"]["fd"]["values"]["fd"]["lower"] < one["results"]["fd"]["values"]["fd"]["upper"]
+    logged = scalars(tmp_path / "one" / "tb")
+    assert logged["evaluation/fd"] == (2, pytest.approx(one["results"]["fd"]["values"]["fd"]["value"], rel=1e-6))
+    assert "evaluation/recall" in logged
+
+
+def scalars(folder: Path) -> dict[str, tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    events = [event for path in folder.iterdir() for event in EventFileLoader(str(path)).Load()]
+    return {value.tag: (event.step, value.tensor.float_val[0]) for event in events for value in event.summary.value}
+
+
+def test_a_killed_evaluation_of_two_processes_resumes_on_three_to_the_result_of_one(tmp_path):
+    images = random_images(6000)
+    np.savez(tmp_path / "images.npz", arr_0=images)
+    np.savez(tmp_path / "reference.npz", arr_0=random_images(200, seed=1))
+    words = (tmp_path / "images.npz", "--reference", tmp_path / "reference.npz", "--metrics", "fd,is", *DIGITS)
+    straight, resumed = tmp_path / "straight.json", tmp_path / "resumed.json"
+    processes = start_command("evaluate", *words, "--output", resumed, "--feature-batch-size", "32", ranks=2)
+    deadline = time.monotonic() + 120
+    while len([*(tmp_path / "resumed").glob("*/*.safetensors")]) < 2:
+        assert time.monotonic() < deadline, [process.said() for process in processes]
+        time.sleep(0.002)
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    assert -signal.SIGKILL in [process.wait(10) for process in processes] and not resumed.exists()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "resumed").glob("*/*.safetensors")}
+    evaluated(*words, "--output", resumed, "--feature-batch-size", "32", ranks=3)
+    assert all(path.stat().st_mtime_ns == at for path, at in before.items())
+    assert evaluate.main([*map(str, words), "--output", str(straight), "--feature-batch-size", "32"]) == 0
+    (one,), (other,) = entries(straight), entries(resumed)
+    assert values(one) == values(other) and one["key"] == other["key"]
+
+
+def test_earlier_results_stay_and_the_same_measurement_replaces_its_own(reference, tmp_path):
+    folder = write_folder(tmp_path / "images", random_images(70))
+    output = tmp_path / "images.evaluation.json"
+    words = [str(folder), "--reference", str(reference), *DIGITS]
+    for metrics, more in (("fd", ()), ("is", ()), ("fd,prdc", ()), ("is", ("--seed", "1"))):
+        assert evaluate.main([*words, "--metrics", metrics, *more]) == 0
+    first, second = entries(output)
+    assert sorted(first["results"]) == ["fd", "is", "prdc"] and list(second["results"]) == ["is"]
+    (folder / "000069.png").unlink()
+    assert evaluate.main([*words, "--metrics", "fd"]) == 0
+    assert [entry["samples"]["count"] for entry in entries(output)] == [70, 70, 69]
+
+
+def test_refusals_are_one_line_and_nothing_is_written(reference, tmp_path, capsys):
+    folder = write_folder(tmp_path / "images", random_images(70))
+    (tmp_path / "other.safetensors").write_bytes(b"other weights")
+    (tmp_path / "mine.json").write_text('{"mine": 1}')
+    before = sorted(tmp_path.rglob("*"))
+    given = ("--reference", reference, *DIGITS)
+    for words, reason in (
+        ((folder, *given, "--metrics", "fid"), "--metrics: fid is of inception features (with --extractor digits it is fd)"),
+        ((folder, *given, "--metrics", "fd,fdd"), "--metrics: no metric is called 'fdd' (there are: fid,"),
+        ((folder, *given, "--metrics", "is,is"), "--metrics: is is given twice"),
+        ((folder, *given, "--metrics", "is", "--ema", "ema"), "--ema: has no effect on images that are there"),
+        ((folder, *given, "--metrics", "is", "--count", "71"), "--count: 71, but "),
+        ((folder, *given, "--metrics", "fd", "--count", "64"), "fd: a covariance of 64 features from 64 images (samples)"),
+        ((folder, *given, "--metrics", "fd", "--output", tmp_path / "mine.json"), f"{tmp_path / 'mine.json'}: there is a file"),
+        ((folder, *given, "--metrics", "is", "--weights", tmp_path / "other.safetensors"), ""),
+        ((folder, "--metrics", "fd", *DIGITS), "--reference: not given; fd need one"),
+        ((folder, "--metrics", "fd", "--extractor", "nothing", "--reference", reference), "nothing: "),
+        ((tmp_path / "none", *given, "--metrics", "is"), f"{tmp_path / 'none'}: no such folder of images or .npz file"),
+        ((EARLIER, *given, "--metrics", "fd", "--count", "64"), "fd: a covariance of 64 features from 64 images (samples)"),
+        ((EARLIER, *given, "--metrics", "is", "--ema", "none-such"), f"{EARLIER}: has no EMA track 'none-such'"),
+        (("reference", "cifar10", "--name", "c", "--data.path", tmp_path), "command line: --data.path: "),
+        (("reference", folder, "--name", "c", "--split", "train", *DIGITS), "--split: of a dataset, and "),
+    ):
+        assert evaluate.main([*map(str, words)]) == 2, words
+        said = capsys.readouterr().err.strip().split("\r")[-1].strip()
+        said = "".join(line for line in said.splitlines(True) if "objective.weighting is now" not in line)
+        assert said.startswith(reason) and "\n" not in said, (said, words)
+    assert sorted(tmp_path.rglob("*")) == before and not list(EARLIER.glob("evaluation*"))
