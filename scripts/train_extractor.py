@@ -25,7 +25,7 @@ from torchtitan.features.base import ExtractorError
 from torchtitan.features.small import ARCHITECTURES, SmallClassifier, SmallExtractor, read_weights, weights_metadata
 from torchtitan.files.weight_files import WeightsError, refuse_existing, written_whole
 from torchtitan.pictures.number_text import significant
-from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
 from torchtitan.processes.exit_codes import REFUSED
 from torchtitan.statistics.interval import Interval, binomial_interval
 
@@ -74,6 +74,9 @@ def main(words: list[str] | None = None) -> int:
     except (DatasetError, ExtractorError, WeightsError) as error:
         print(error, file=sys.stderr)
         return REFUSED
+    except KeyboardInterrupt:
+        print(f"stopped; {output} was not written", file=sys.stderr)
+        return 130
     print(f"{output}: held-out accuracy {in_percent(accuracy)}, sha256 {read_weights(output).sha256}")
     return 0
 
@@ -194,4 +197,5 @@ def in_percent(share: Interval) -> str:
 
 
 if __name__ == "__main__":
+    interrupt_by_signals()
     run_program(main)

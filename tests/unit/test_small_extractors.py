@@ -300,6 +300,7 @@ def test_own_weights_open_by_their_path_and_by_the_weights_of_a_name(tmp_path):
     ({"head.bias": torch.full((10,), math.nan)}, weights_metadata("digits", {}), "head.bias is not finite"),
     ({}, {METADATA: "[1]"}, "metadata name no architecture"),
     ({}, {METADATA: "{"}, "no safetensors file of scripts/train_extractor.py"),
+    ({}, {METADATA: "[" * 100_000}, "no safetensors file of scripts/train_extractor.py"),
 ])  # fmt: skip
 def test_weights_that_do_not_fit_are_refused(tmp_path, change, metadata, said):
     save_file(load_file(shipped_file("digits")) | change, tmp_path / "bad.safetensors", metadata)

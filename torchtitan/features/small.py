@@ -135,7 +135,7 @@ class SmallExtractor(FeatureExtractor):
             {key: tuple(tensor.shape) for key, tensor in wanted.items()},
             {key: tuple(tensor.shape) for key, tensor in weights.tensors.items()},
         )
-        problems += [f"{key} is not finite" for key, tensor in weights.tensors.items() if not tensor.isfinite().all()][:1]
+        problems += [f"{key} is not finite" for key, tensor in weights.tensors.items() if not tensor.float().isfinite().all()][:1]
         if problems:
             raise ExtractorError(f"{name}: its weights do not fit {weights.architecture}: {'; '.join(problems)}")
         with torch.no_grad():
@@ -187,7 +187,7 @@ def read_weights(path: Path) -> SmallWeights:
         tensors = load(content)
     except OSError as error:
         raise ExtractorError(f"{path}: cannot be read: {reason(error)}") from error
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise ExtractorError(f"{path}: is no safetensors file of {PROGRAM}: {first_line(error)}") from error
     return SmallWeights(hashlib.sha256(content).hexdigest(), architecture, record, tensors)
 
