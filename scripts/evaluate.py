@@ -66,7 +66,7 @@ from torchtitan.evaluation.sample_plans import SampleNotFinite, SampleSetError
 from torchtitan.evaluation.sample_sets import RECORD as SET_RECORD
 from torchtitan.features.base import ExtractorError, FeatureExtractor
 from torchtitan.features.registry import open_extractor
-from torchtitan.processes.command_line import FirstRankParser, exit_code
+from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
 from torchtitan.runs.drawing import Drawing, add_drawing_options, check_classes, open_drawing
 from torchtitan.runs.folder import versions
@@ -189,6 +189,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     source: Path = arguments.source
     drawn = source.is_dir() and is_run(source) or source.suffix == WEIGHTS
     request = request_of(arguments)
+    if not source.exists():
+        raise EvaluationError(f"{source}: no such run, file of weights, folder of images or npz file")
     if not drawn:
         refuse_drawing_options(arguments)
     output = arguments.output or default_output(source)
@@ -240,9 +242,17 @@ def refuse_drawing_options(arguments: argparse.Namespace) -> None:
 
 
 def given_references(arguments: argparse.Namespace) -> list[tuple[str, str] | None]:
-    """Reference and held-out images, each with its option."""
+    """Reference and held-out images, each with its option. Raises EvaluationError: one is a run."""
     given = (arguments.reference, "--reference"), (arguments.held_out, "--held-out")
+    for text, name in given:
+        refuse_run(text or os.devnull, name)
     return [(text, name) if text is not None else None for text, name in given]
+
+
+def refuse_run(path: str, name: str) -> None:
+    """Refuse a run, whose pictures are not images to compare with. Raises EvaluationError."""
+    if is_run(Path(path)):
+        raise EvaluationError(f"{name}: {path} is a run (give a set of its samples, of scripts/sample.py --count)")
 
 
 def open_extractors(names: Sequence[str], weights: Sequence[str]) -> dict[str, FeatureExtractor]:
@@ -315,10 +325,12 @@ def source_of(arguments: argparse.Namespace, data_words: list[str]) -> ImageSet:
     for name, given in (("--split", arguments.split), ("--config", arguments.config), ("--data keys", data_words)):
         if given:
             raise EvaluationError(f"{name}: of a dataset, and {arguments.source} is none (leave it out)")
+    refuse_run(arguments.source, "reference")
     return open_images(Path(arguments.source))
 
 
 if __name__ == "__main__":
+    interrupt_by_signals()
     code = exit_code(main)
     if code not in (0, FAILED):
         forbid_restart()

@@ -18,6 +18,8 @@ from torchtitan.evaluation.references import (
     kept_numbers,
     open_reference,
 )
+from torchtitan.evaluation.sample_plans import SetPlan
+from torchtitan.evaluation.sample_sets import SampleSet
 from torchtitan.fidelity.frechet import frechet_distance
 from torchtitan.fidelity.moments import moments_of_rows
 
@@ -49,6 +51,22 @@ def test_images_are_read_in_parts_from_any_source(tmp_path, kind):
     assert "--count: 24, but" in refused(source.first, 24)
     hashed, other = hash_images(source, chunk=5), hash_images(first, chunk=5)
     assert hashed.digests[0] == other.digests[0] and hashed.digests[1] != other.digests[1]
+
+
+@pytest.mark.parametrize("file_format", ["png", "npz", "parquet"])
+def test_a_set_of_samples_is_read_with_its_record(tmp_path, file_format):
+    images = random_images(13)
+    plan = SetPlan(torch.arange(13), torch.arange(13) % 3, 4, {"image_shape": [3, 8, 8], "num_steps": 5})
+    samples = SampleSet(tmp_path / "set", plan, file_format)
+    for batch in samples.begin():
+        pixels = torch.from_numpy(images[batch * 4 : batch * 4 + 4]).permute(0, 3, 1, 2)
+        samples.write(batch, pixels / 127.5 - 1)
+    samples.finish()
+    source = open_images(tmp_path / "set")
+    assert np.array_equal(np.concatenate(list(read_ahead(source, [range(5), range(5, 13)]))), images)
+    assert len(hash_images(source, chunk=5).digests) == 3
+    record = source.record()
+    assert record["kind"] == "set" and record["set"]["seeds"] == "0-12" and record["set"]["num_steps"] == 5
 
 
 def test_images_that_cannot_be_compared_are_refused_in_one_line(tmp_path):

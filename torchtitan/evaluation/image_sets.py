@@ -22,10 +22,12 @@ from torchtitan.evaluation.npz_images import NPZ_SUFFIX, NPZArray, open_npz
 from torchtitan.evaluation.sample_sets import RECORD
 from torchtitan.files.regular import LARGEST_RECORD
 from torchtitan.pictures.grids import to_rgb
+from torchtitan.processes.launch import launch_number
 from torchtitan.training.data_loading import read_checked
 
 PROBED = 16  # images looked at before the work begins
 IMAGES = "arr_0"
+MOST_READERS = 8
 
 
 class ImageSet(ABC):
@@ -117,8 +119,6 @@ class _First(_Within):
 class FolderImages(ImageSet):
     """Image files of a folder and the folders in it, by name."""
 
-    readers = 4
-
     def __init__(self, folder: Path) -> None:
         """Raises EvaluationError: it is no folder of images."""
         root = os.fsencode(folder)
@@ -126,7 +126,7 @@ class FolderImages(ImageSet):
             self._files = ImageList.of(root, [list_images(root)])
         except OSError as error:
             raise EvaluationError(f"{folder}: cannot be read: {error.strerror or error}") from error
-        self.place = str(folder)
+        self.place, self.readers = str(folder), _readers()
         if not len(self._files):
             raise EvaluationError(f"{folder}: holds no images")
         self._size = self._decoded(0).shape[:2]
@@ -318,6 +318,12 @@ class DatasetImages(ImageSet):
         return {"kind": "dataset", "place": self._config.name, "split": self._split}
 
 
+def _readers() -> int:
+    """Threads of this rank that decode images: decoding lets others run."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MOST_READERS, max(1, cores // launch_number("LOCAL_WORLD_SIZE", 1)))
+
+
 def npz_images(path: Path) -> NPZImages:
     arrays = open_npz(path)
     if IMAGES not in arrays:
@@ -349,7 +355,7 @@ class _SampleSetImages(_Within):
             raise EvaluationError(f"{folder}: holds {there} of its set (the command that began it resumes)")
 
     def record(self) -> dict[str, Any]:
-        return self._images.record() | {"place": self.place, "set": self._record}
+        return {"kind": "set", "place": self.place, "set": self._record}
 
 
 def open_images(path: Path) -> ImageSet:
