@@ -129,6 +129,8 @@ def test_statistics_and_images_of_npz_references_are_told_apart(tmp_path):
     assert "statistics of 6 features, inception has 7" in refused(found["statistics"].moments, wide, "pooled")
     np.savez(tmp_path / "damaged.npz", mu=mean, sigma=np.eye(5))
     assert "are no mean [D] and covariance [D, D]" in refused(open_reference, str(tmp_path / "damaged.npz"))
+    np.savez(tmp_path / "damaged.npz", mu=np.array(["a"] * 6), sigma=np.eye(6))
+    assert "are no mean [D] and covariance [D, D]" in refused(open_reference, str(tmp_path / "damaged.npz"))
     np.savez(tmp_path / "else.npz", x=mean)
     assert "holds x; a reference has" in refused(open_reference, str(tmp_path / "else.npz"))
     assert "neither a path nor the name of a reference" in refused(open_reference, "nowhere")
@@ -171,6 +173,10 @@ def test_a_made_reference_keeps_moments_and_rows_of_each_extractor(tmp_path):
     file = next(folder.glob("projection-*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"\0")
     assert "is not the file that reference.json describes" in refused(reference.rows, Projection(), "pooled")
+    record = json.loads((folder / "reference.json").read_text())
+    next(iter(record["features"].values()))["outputs"]["pooled"]["file"] = 3
+    (folder / "reference.json").write_text(json.dumps(record, indent=1))
+    assert "reference.json: is damaged (make it anew)" in refused(open_reference, str(folder))
 
 
 def test_what_cannot_be_measured_is_refused_before_any_work(tmp_path):

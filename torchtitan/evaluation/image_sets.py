@@ -342,7 +342,7 @@ class _SampleSetImages(_Within):
     def __init__(self, folder: Path, record: dict[str, Any]) -> None:
         """Raises EvaluationError: it is not finished, or damaged."""
         kind = record.get("format")
-        if kind not in _OF_FORMAT:
+        if not isinstance(kind, str) or kind not in _OF_FORMAT:
             raise EvaluationError(f"{folder / RECORD}: is damaged: no format of a set (draw it anew)")
         file = folder if kind == "png" else folder / f"samples.{kind}"
         if not file.exists():

@@ -222,21 +222,21 @@ class _FirstRank:
 
     def results(self) -> list[Result]:
         """Results in the order of the metrics. Raises EvaluationError."""
-        samples = self._samples()
-        reference = self._reference(REFERENCE, self._compared.reference)
-        held_out = self._reference(HELD_OUT, self._compared.held_out)
-        request = self._request
-        options = request.options(held_out)
-        found = []
         try:
-            for name, metric in self._metrics:
-                whole = metric.measure(samples, reference, options)
-                parts = tuple(metric.measure(part, reference, options) for part in self._parts(metric, samples))
-                smallest = len(self._compared.samples) // request.sets if parts else 0
-                found.append(Result(name, self._extractor.record(), whole, parts, smallest))
+            samples = self._samples()
+            reference = self._reference(REFERENCE, self._compared.reference)
+            options = self._request.options(self._reference(HELD_OUT, self._compared.held_out))
+            return [self._result(name, metric, samples, reference, options) for name, metric in self._metrics]
         except FidelityError as error:
             raise EvaluationError(str(error)) from error
-        return found
+
+    def _result(
+        self, name: str, metric: Metric, samples: FeatureSet, reference: FeatureSet | None, options: Options
+    ) -> Result:
+        whole = metric.measure(samples, reference, options)
+        parts = tuple(metric.measure(part, reference, options) for part in self._parts(metric, samples))
+        smallest = len(self._compared.samples) // self._request.sets if parts else 0
+        return Result(name, self._extractor.record(), whole, parts, smallest)
 
     def _samples(self) -> FeatureSet:
         hashed = self._compared.hashed[SAMPLES]

@@ -115,7 +115,8 @@ class StatisticsReference(Reference):
         self._there = {output: keys for output, keys in _STATISTICS.items() if any(key in arrays for key in keys)}
         for output, keys in self._there.items():
             shapes = [arrays[key].shape if key in arrays else None for key in keys]
-            if shapes[0] is None or len(shapes[0]) != 1 or shapes[1] != shapes[0] * 2:
+            numbers = all(arrays[key].dtype.kind == "f" for key in keys if key in arrays)
+            if shapes[0] is None or len(shapes[0]) != 1 or shapes[1] != shapes[0] * 2 or not numbers:
                 found = ", ".join(f"{key} {list(shape) if shape else 'missing'}" for key, shape in zip(keys, shapes, strict=True))
                 raise EvaluationError(f"{path}: {found} are no mean [D] and covariance [D, D] of {output} features")
         if IMAGES in arrays:
@@ -161,6 +162,12 @@ class MadeReference(Reference):
             self.sha256, self._count = self._images["sha256"], self._images["count"]
             self._names = {key: entry["extractor"]["name"] for key, entry in self._features.items()}
             self._outputs = {key: dict(entry["outputs"]) for key, entry in self._features.items()}
+            kinds = {"file": str, "sha256": str, "rows": int}
+            entries = [entry for outputs in self._outputs.values() for entry in outputs.values()]
+            if not all(isinstance(entry[key], kind) for entry in entries for key, kind in kinds.items()):
+                raise TypeError("entries of another type")
+            if not all(isinstance(number, int) for number in (*self._size, self._count)):
+                raise TypeError("counts of another type")
         except DamagedFile as error:
             raise EvaluationError(f"{folder}: {error} (make it anew)") from error
         except (KeyError, TypeError, AttributeError, IndexError) as error:
