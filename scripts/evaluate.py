@@ -79,7 +79,7 @@ UNUSABLE = (
 )  # fmt: skip
 INTERRUPTED = 130
 COUNT = 50_000
-METRICS = {DEFAULT_EXTRACTOR: "fid,kid,is,prdc"}
+METRICS = "fid,kid,is,prdc"
 OTHER_METRICS = "fd,kid,is,prdc"
 WEIGHTS = ".safetensors"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -131,15 +131,13 @@ def parse_evaluation(words: list[str]) -> argparse.Namespace:
     add("--allow-small", action="store_true", help="measure covariances of fewer images than features")
     add("--output", type=Path, metavar="FILE.json", help="file of the results (default: RUN/evaluation.json)")
     add("--cache", type=Path, metavar="FOLDER", help="of features (default: named as the file of the results, beside it)")
-    add_extractor_options(parser)
+    add_extractor_options(parser, "network of the features of metrics that do not name their own")
     add("--count", type=int, help=f"samples: as many are drawn (default: {COUNT}), or the first ones are read (default: all)")
     drawn = parser.add_argument_group("samples of a run or of weights")
     add_drawn_options(drawn)
     arguments = parser.parse_args(words)
-    if arguments.extractor is None:
-        arguments.extractor = [DEFAULT_EXTRACTOR]
-        arguments.metrics = arguments.metrics or METRICS[DEFAULT_EXTRACTOR]
-    default = METRICS.get(arguments.extractor[0], OTHER_METRICS)
+    arguments.extractor = arguments.extractor or DEFAULT_EXTRACTOR
+    default = METRICS if arguments.extractor == DEFAULT_EXTRACTOR else OTHER_METRICS
     arguments.metrics = (arguments.metrics or default).replace(" ", "").split(",")
     return arguments
 
@@ -165,21 +163,21 @@ def parse_reference(words: list[str]) -> argparse.Namespace:
     add("--rows", default=str(DEFAULT_ROWS), metavar="N|all", help="images whose features are kept beside the moments, for "
         f"kid, prdc and memorisation, which needs all (default: {DEFAULT_ROWS} at random)")
     add("--output", type=Path, metavar="FOLDER", help=f"of the reference (default: {REFERENCES}/NAME)")
-    add_extractor_options(parser, "+")
+    add_extractor_options(parser, "networks of the features, with commas between")
     arguments = parser.parse_args(words)
     if not NAME.fullmatch(arguments.name):
         parser.error(f"--name: {arguments.name[:40]!r} is no name of letters, digits, '.', '_' and '-'")
     if arguments.rows != "all" and not re.fullmatch(r"\d{1,12}", arguments.rows):
         parser.error(f"--rows: {arguments.rows[:40]!r} is neither a number of images nor 'all'")
-    arguments.extractor = list(dict.fromkeys(arguments.extractor or [DEFAULT_EXTRACTOR]))
+    arguments.extractor = list(dict.fromkeys((arguments.extractor or DEFAULT_EXTRACTOR).split(",")))
     return arguments
 
 
-def add_extractor_options(parser: argparse.ArgumentParser, count: str | None = None) -> None:
+def add_extractor_options(parser: argparse.ArgumentParser, text: str) -> None:
     add = parser.add_argument
-    add("--extractor", nargs=count or 1, metavar="NAME|PATH", help=f"network of the features (default: {DEFAULT_EXTRACTOR})")
-    add("--weights", nargs="+", default=[], metavar="[NAME=]FILE", help="of the extractor, if not where scripts/download.py "
-        "puts them")
+    add("--extractor", metavar="NAME|PATH", help=f"{text} (default: {DEFAULT_EXTRACTOR})")
+    add("--weights", action="append", default=[], metavar="[NAME=]FILE", help="of an extractor, if not where "
+        "scripts/download.py puts them; once for each extractor")
     add("--feature-batch-size", type=int, default=BATCH_SIZE, help=f"images at a time, of features (default: {BATCH_SIZE})")
 
 
@@ -217,19 +215,22 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
 def request_of(arguments: argparse.Namespace) -> Request:
     """Request of the options. Raises EvaluationError: a metric is unknown, or is not of the extractor."""
-    extractor = arguments.extractor[0]
+    extractor = arguments.extractor
     metrics = known_metrics(arguments.metrics)
     if "fid" in metrics and extractor != DEFAULT_EXTRACTOR:
         raise EvaluationError(f"--metrics: fid is of {DEFAULT_EXTRACTOR} features (with --extractor {extractor} it is fd)")
-    for name in ("sets", "feature_batch_size"):
-        if getattr(arguments, name) < 1:
-            raise EvaluationError(f"{option(name)}: must be at least 1, is {getattr(arguments, name)}")
+    check_batch_size(arguments)
     if not 0 <= arguments.seed < 2**63:
         raise EvaluationError(f"--seed: must be in 0..2^63 - 1, is {arguments.seed}")
     return Request(
         metrics, extractor, arguments.sets, arguments.allow_small, arguments.seed, str(compute_device()),
         arguments.feature_batch_size,
     )  # fmt: skip
+
+
+def check_batch_size(arguments: argparse.Namespace) -> None:
+    if arguments.feature_batch_size < 1:
+        raise EvaluationError(f"--feature-batch-size: must be at least 1, is {arguments.feature_batch_size}")
 
 
 def refuse_drawing_options(arguments: argparse.Namespace) -> None:
@@ -295,6 +296,7 @@ def default_output(source: Path) -> Path:
 
 def make_reference(arguments: argparse.Namespace, data_words: list[str]) -> None:
     """Make a reference, or add an extractor's features to it. Raises UNUSABLE, Busy, OSError."""
+    check_batch_size(arguments)
     group = group_for_work()
     images = on_all_ranks(lambda: source_of(arguments, data_words).first(arguments.count), UNUSABLE, group)
     extractors = on_all_ranks(lambda: open_extractors(arguments.extractor, arguments.weights), UNUSABLE, group)

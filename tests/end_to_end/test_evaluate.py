@@ -126,7 +126,7 @@ def test_refusals_are_one_line_and_nothing_is_written(reference, tmp_path, capsy
         ((folder, *given, "--metrics", "fd", "--count", "64"), "fd: a covariance of 64 features from 64 images (samples)"),
         ((folder, *given, "--metrics", "fd", "--output", tmp_path / "mine.json"), f"{tmp_path / 'mine.json'}: there is a file"),
         ((folder, *given, "--metrics", "is", "--weights", tmp_path / "other.safetensors"), ""),
-        ((folder, "--metrics", "fd", *DIGITS), "--reference: not given; fd need one"),
+        ((folder, "--metrics", "fd", *DIGITS), "--reference: not given, and needed by fd"),
         ((folder, "--metrics", "fd", "--extractor", "nothing", "--reference", reference), "nothing: "),
         ((tmp_path / "none", *given, "--metrics", "is"), f"{tmp_path / 'none'}: no such run, file of weights, "),
         ((folder, "--reference", EARLIER, "--metrics", "fd", *DIGITS), f"--reference: {EARLIER} is a run"),

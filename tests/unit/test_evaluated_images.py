@@ -193,7 +193,7 @@ def test_what_cannot_be_measured_is_refused_before_any_work(tmp_path):
     assert "from 6 images" in refusal(("fd",), 13, sets=2)
     assert "--sets: 4 disjoint sets" in refusal(("is",), 7, sets=4)
     assert "images of 9 x 9 pixels, and the samples have 8 x 8" in refusal(("fd",), size=(8, 8))
-    assert "--reference: not given; fd, kid need one" in refusal(("fd", "kid", "is"), given=None)
+    assert "--reference: not given, and needed by fd, kid" in refusal(("fd", "kid", "is"), given=None)
     assert "--held-out: not given" in refusal(("memorisation",))
 
 

@@ -139,12 +139,12 @@ def check_request(
     Raises:
         EvaluationError: with what is missing, too small or of another size.
     """
-    if request.sets < 1 or request.sets > 1 and count < 2 * request.sets:
+    if request.sets < 1 or count < 2 * request.sets:
         raise EvaluationError(f"--sets: {request.sets} disjoint sets of at least 2 images cannot be made of {count}")
     if request.needs_reference() and reference is None:
-        raise EvaluationError(f"--reference: not given; {_those(request, 'reference')} need one")
+        raise EvaluationError(f"--reference: not given, and needed by {_those(request, 'reference')}")
     if request.needs_held_out() and held_out is None:
-        raise EvaluationError("--held-out: not given; memorisation needs images that were not trained on")
+        raise EvaluationError("--held-out: not given, and needed by memorisation: images that were not trained on")
     for name in request.metrics:
         metric, extractor = METRICS[name], extractors[request.extractor_of(name)]
         if metric.output not in extractor.dims:
