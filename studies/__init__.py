@@ -31,6 +31,9 @@ STUDIES: dict[str, StudyEntry] = {
     "forgetting": StudyEntry("effect of training on one slot of timesteps on the others"),
     "guidance": StudyEntry("guidance at equal evaluations: none, by the null condition, by other weights"),
     "linear_probe": StudyEntry("accuracy of a linear classifier by block and noise level, against raw pixels"),
+    "sampling_sweep": StudyEntry(
+        "guidance scales, weight averages and solver steps compared on samples, as heat maps", several_weights=True
+    ),
     "oracle_replace": StudyEntry("sampling with the true image instead of some predictions"),
     "gns_published": StudyEntry("published tables of the noise scale, as reported and corrected", of_a_run=False),
     "loss_curve": StudyEntry(

@@ -305,6 +305,33 @@ class _FirstRank:
         return moments.moments()
 
 
+def stored_features(request: Request, extractor: FeatureExtractor, reference: Reference, role: str = REFERENCE) -> FeatureSet:
+    """Features of a reference that metrics need, read from its files: for samples that are never on the disk.
+
+    Args:
+        request: of metrics of one extractor.
+        extractor: that extractor.
+        reference: as `scripts/evaluate.py reference` makes it, or statistics.
+        role: REFERENCE or HELD_OUT.
+
+    Raises:
+        EvaluationError: it holds others, or is damaged.
+    """
+    rows: dict[str, np.ndarray] = {}
+    moments: dict[str, Moments] = {}
+    for output, form in _forms(request, request.extractor, role):
+        if not reference.stored(extractor, output, form):
+            raise EvaluationError(
+                f"{reference.place}: holds {reference.contents()}, and {form} of {extractor.name}'s {output} features are needed "
+                "(scripts/evaluate.py reference makes a reference with them)"
+            )
+        if form == "rows":
+            rows[output] = reference.rows(extractor, output)
+        else:
+            moments[output] = reference.moments(extractor, output)
+    return FeatureSet(role, request.extractor, rows, moments)
+
+
 def _forms(request: Request, extractor: str, role: str) -> list[tuple[str, Form]]:
     """Outputs and forms of a reference's features that the metrics of an extractor need, each once."""
     if role == HELD_OUT:
