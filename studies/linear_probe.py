@@ -23,7 +23,15 @@ from data.base import DatasetError, Split
 from studies import linear_probe_report
 from studies.frame import StudyRun, checkpoint_name, require_at_least, results_folder
 from studies.linear_probe_report import PIXELS
-from studies.probe_passes import FEATURES, Passes, block_source, chosen_images, pixel_source, remove_features
+from studies.probe_passes import (
+    FEATURES,
+    PORT_BATCH,
+    Passes,
+    block_source,
+    chosen_images,
+    pixel_source,
+    remove_features,
+)
 from torchtitan.diffusion.paths import Path as NoisePath
 from torchtitan.diffusion.paths import has_indices
 from torchtitan.diffusion.solvers.schedules import edm_times
@@ -46,7 +54,6 @@ UNIT = "classifier"
 DATA = "data"  # model of the baseline's row
 LOGISTIC, PORT = "logistic", "port"
 PASSES = {LOGISTIC: 1, PORT: 15}
-PORT_BATCH = 128
 SCHEDULE_STEPS = 18
 _PORT_LEVELS = (3, 4, 5)
 
@@ -93,7 +100,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--test-images", type=int, metavar="N", help="images to test them on (default: all of the validation split)")
     add("--conditioning", choices=("null", "uniform"), default="null", help="class that a class-conditional network is given, "
         "never an image's own: the null class, or one drawn for each image (default: null)")
-    add("--batch-size", type=int, default=PORT_BATCH, help=f"images at a time; of port also Adam's batch (default: {PORT_BATCH})")
+    add("--batch-size", type=int, default=PORT_BATCH, help="images at a time; of port also Adam's batch, with "
+        f"a learning rate in proportion: {PORT_BATCH} for each GPU of the port (default: {PORT_BATCH})")
     add("--seed", type=int, default=0, help="of noise and choices of images (default: 0)")
 
 

@@ -35,10 +35,12 @@ def _comparison(rows: list[Row], baseline: Row | None) -> str:
     best = max(rows, key=lambda row: number(row, "accuracy"))
     text = f"Best: {best['block']} at sigma {best['sigma']}, {_percent(best)} %. "
     if baseline is not None:
-        share = number(baseline, "accuracy")
-        above = sum(number(row, "lower") > share for row in rows)
-        below = sum(number(row, "upper") < share for row in rows)
-        text += f"Of {len(rows)} classifiers {above} are above the baseline, {below} below, the rest not distinguished from it. "
+        above = sum(number(row, "lower") > number(baseline, "upper") for row in rows)
+        below = sum(number(row, "upper") < number(baseline, "lower") for row in rows)
+        text += (
+            f"Of {len(rows)} classifiers {above} are above the baseline and {below} below it with their whole intervals, "
+            f"{len(rows) - above - below} overlap. "
+        )
     return text + (
         f"Intervals are Wilson's of 95 %, over test images, each classifier's alone; the best of {len(rows)} is the best on "
         "these images, and a little worse on others.\n\n"

@@ -31,7 +31,8 @@ from torchtitan.training.data_loading import joined
 FEATURES = "features"  # folder of parts
 IMAGES_PER_PART = 1024  # what a kill can lose
 HELD_OUT_EVERY = 5  # of the training images, to choose the penalty
-LEARNING_RATE = 1e-3  # of the port's Adam
+# Of the port's Adam, with batches of PORT_BATCH on each of its processes; the rate grows with their number.
+LEARNING_RATE, PORT_BATCH = 1e-3, 128
 MOST_INPUTS, POOLED_SIDE = 12_288, 32  # larger images are averaged to this side, for the baseline
 # Numbers of test images, so that their noise is apart from that of training images.
 _TEST_NUMBERS = 1 << 41
@@ -245,8 +246,9 @@ class Passes:
         features = self.source(batch["images"].to(self.device), self.train.numbers(kept), 0)
         dims = {name: values.shape[1] for name, values in features.items()}
         classifiers = AdamClassifiers(
-            dims, self.num_classes, learning_rate=LEARNING_RATE, epochs=self.num_passes, seed=self.seed, device=self.device
-        )
+            dims, self.num_classes, learning_rate=LEARNING_RATE * self.batch_size / PORT_BATCH, epochs=self.num_passes,
+            seed=self.seed, device=self.device,
+        )  # fmt: skip
         begun = self._resume(classifiers)
         make_folder(self.folder)
         with self._bar((self.num_passes - begun) * len(self.train.positions)) as bar:

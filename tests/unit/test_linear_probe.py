@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from data.base import Dataset, UnreadableImage
-from studies import linear_probe
+from studies import linear_probe, probe_passes
 from studies.probe_passes import Passes, chosen_images
 from tests.objectives import timesteps
 from torchtitan import philox
@@ -138,7 +138,7 @@ def test_hooks_are_gone_after_a_forward_and_after_a_failure():
 
 
 class Spied(nn.Module):
-    """The network, with the conditions that it is given on record."""
+    """The network, with all that it is given on record."""
 
     def __init__(self, model):
         super().__init__()
@@ -148,7 +148,7 @@ class Spied(nn.Module):
         return {name: ProbePoint(f"model.{point.module}", 2) for name, point in self.model.probe_points().items()}
 
     def forward(self, x, t, condition):
-        self.given.append(condition)
+        self.given.append((x, t, condition))
         return self.model(x, t, condition)
 
 
@@ -189,9 +189,10 @@ def test_the_label_never_reaches_the_network(tmp_path, conditioning, probe):
         reader = BlockFeatures(model, objective_of(), ["block_2"], [0.1], conditioning=conditioning)
         passes = passes_of(tmp_path / str(shift), reader, Pictures(labels), Pictures(labels[:20]))
         passes.logistic("block_2") if probe == "logistic" else passes.port("block_2", True)
-        given.append(torch.cat(model.given))
-    assert torch.equal(*given)
-    assert (given[0] == 10).all() if conditioning == "null" else set(given[0].tolist()) == set(range(10))
+        given.append([torch.cat(values) for values in zip(*model.given, strict=True)])
+    assert all(torch.equal(one, other) for one, other in zip(*given, strict=True))
+    classes = given[0][2]
+    assert (classes == 10).all() if conditioning == "null" else set(classes.tolist()) == set(range(10))
 
 
 def test_conditions_without_classes_are_none_and_drawn_ones_are_uniform():
@@ -204,7 +205,8 @@ def test_conditions_without_classes_are_none_and_drawn_ones_are_uniform():
 
 
 @pytest.mark.parametrize("probe", ["logistic", "port"])
-def test_each_test_image_counts_once_and_unreadable_ones_not_at_all(tmp_path, probe):
+def test_each_test_image_counts_once_and_unreadable_ones_not_at_all(tmp_path, monkeypatch, probe):
+    monkeypatch.setattr(probe_passes, "IMAGES_PER_PART", 24)  # the last part is smaller, and its last batch
     train, test = Pictures(np.arange(60) % 10), Pictures(np.arange(37) % 10, unreadable=[5, 36])
     reader = BlockFeatures(transformer(), objective_of(), ["block_1"], [0.1])
     passes = passes_of(tmp_path, reader, train, test)

@@ -59,8 +59,9 @@ class BlockFeatures:
             for each time, features float32 [B, D] by block.
         """
         model, path = self._model, self._objective.path
-        noise = philox.normal(self._seed, "probe", numbers, tuple(images.shape[1:]), attempt).to(images.device)
-        condition = conditions(model.condition_kind, self._conditioning, numbers.to(images.device), self._seed, attempt)
+        numbers = numbers.to(images.device)
+        noise = philox.normal(self._seed, "probe", numbers, tuple(images.shape[1:]), attempt)
+        condition = conditions(model.condition_kind, self._conditioning, numbers, self._seed, attempt)
         found = []
         with evaluating(model):
             for time in self._times:
