@@ -25,6 +25,7 @@ from studies.frame import StudyRun, checkpoint_name, require_at_least, results_f
 from studies.linear_probe_report import PIXELS
 from studies.probe_passes import (
     FEATURES,
+    IMAGES_PER_PART,
     PORT_BATCH,
     Passes,
     block_source,
@@ -274,7 +275,8 @@ def _new_passes(run: StudyRun, cell: Cell) -> Passes:
         )  # fmt: skip
         names = [f"{level.name}/{block}" for level in levels for block in blocks]
         source = block_source(reader, [level.name for level in levels])
-    settings = {name: value for name, value in cell.items() if name not in ("block", "sigma")} | {"names": names}
+    settings = {name: value for name, value in cell.items() if name not in ("block", "sigma")}
+    settings |= {"names": names, "images_per_part": IMAGES_PER_PART}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     return Passes(
         source, chosen_images(run.dataset("train"), cell["train_images"], options.seed),

@@ -29,7 +29,7 @@ from torchtitan.files.removal import remove_folder
 from torchtitan.training.data_loading import joined
 
 FEATURES = "features"  # folder of parts
-IMAGES_PER_PART = 1024  # what a kill can lose
+IMAGES_PER_PART = 256  # what a kill can lose
 HELD_OUT_EVERY = 5  # of the training images, to choose the penalty
 # Of the port's Adam, with batches of PORT_BATCH on each of its processes; the rate grows with their number.
 LEARNING_RATE, PORT_BATCH = 1e-3, 128
