@@ -100,6 +100,8 @@ def test_a_configuration_of_the_port_becomes_the_same_training(name, tmp_path, c
     said = capsys.readouterr().err
     for key in ("classes", "diffusion.S_min", "diffusion.S_max", "diffusion.S_noise", "linear.timestep", "linear.blockname"):
         assert key in said
+    probe = "linear_probe RUN --weights ema --probe port --blocks out_6 --levels 4 --passes 15 --batch-size 128;"
+    assert probe in said
     assert all(line.startswith(f"{tmp_path}/port.yaml: not honoured: ") for line in said.splitlines())
 
 

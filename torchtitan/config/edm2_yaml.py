@@ -1,6 +1,7 @@
 """Configurations of EDM2's public multi-GPU port (FutureXiang/edm2): their YAML keys as sections of this program's TOML."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -302,4 +303,12 @@ def _notes(values: Mapping[str, Any]) -> Iterator[str]:
     if rule and values.get("optim_args.amsgrad"):
         yield "optim_args.amsgrad: there is no AMSGrad"
     if probe := [key for key in values if key.startswith("linear.")]:
-        yield f"{', '.join(probe)}: there is no linear probe"
+        options = {"blockname": "--blocks", "timestep": "--levels", "n_epoch": "--passes", "batch_size": "--batch-size"}
+        given = " ".join(
+            f"{flag} {values[f'linear.{key}']}" for key, flag in options.items()
+            if re.fullmatch(r"\w{1,40}", str(values.get(f"linear.{key}", "")))
+        )
+        yield (
+            f"{', '.join(probe)}: of the linear probe, no keys of a run (scripts/study.py linear_probe RUN --weights ema --probe"
+            f" port {given}; its learning rate is 1e-3 for a batch of 128)"
+        )
