@@ -1,12 +1,17 @@
 """Base of feature extractors: uint8 images to float32 vectors, and the identity of what made them."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchtitan.errors import reason
+from torchtitan.files.regular import check_regular
 
 
 class ExtractorError(Exception):
@@ -78,6 +83,16 @@ class FeatureExtractor(ABC):
 def as_rgb(images: Tensor) -> Tensor:
     """Repeat the channel of gray images; [B, 1 or 3, H, W] -> [B, 3, H, W]."""
     return images.expand(-1, 3, -1, -1)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a regular file. Raises ExtractorError: it is none, or cannot be read."""
+    try:
+        check_regular(path)
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ExtractorError(f"{path}: cannot be read: {reason(error)}") from error
 
 
 @contextmanager

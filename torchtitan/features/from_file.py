@@ -1,16 +1,13 @@
 """Extractors from a file: TorchScript modules, and weights of the small classifiers."""
 
-import hashlib
 import zipfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchtitan.errors import reason
-from torchtitan.features.base import ExtractorError, FeatureExtractor, as_rgb, full_float32
+from torchtitan.features.base import ExtractorError, FeatureExtractor, as_rgb, file_sha256, full_float32
 from torchtitan.features.small import SmallExtractor, read_weights
-from torchtitan.files.regular import check_regular
 
 CONVENTION = "a TorchScript extractor takes uint8 images [B, 3, H, W], values 0 to 255, of any size, and returns float [B, D]"
 PROBE_SIDE = 64
@@ -34,7 +31,7 @@ class TorchScriptExtractor(FeatureExtractor):
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self.name, self.device = path.name, device
-        self.weights_sha256 = _sha256(path)
+        self.weights_sha256 = file_sha256(path)
         _refuse_other_archives(path)
         try:
             self._module = torch.jit.load(path, map_location=device)
@@ -82,15 +79,6 @@ def open_file(path: Path, device: torch.device) -> FeatureExtractor:
     if path.suffix != ".safetensors":
         return TorchScriptExtractor(path, device)
     return SmallExtractor(path.name, read_weights(path), device)
-
-
-def _sha256(path: Path) -> str:
-    try:
-        check_regular(path)
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ExtractorError(f"{path}: cannot be read: {reason(error)}") from error
 
 
 def _refuse_other_archives(path: Path) -> None:

@@ -7,11 +7,16 @@ from pathlib import Path
 import torch
 
 from torchtitan.features.base import ExtractorError, FeatureExtractor
+from torchtitan.features.dinov2 import DGM_EVAL, EDM2, DinoV2
 from torchtitan.features.from_file import open_file
+from torchtitan.features.inception import Inception2015
 from torchtitan.features.small import open_small
 from torchtitan.files.regular import user_path
 
 EXTRACTORS: dict[str, Callable[[Path | None, torch.device], FeatureExtractor]] = {
+    "inception": Inception2015.open,
+    EDM2.name: partial(DinoV2.open, EDM2),
+    DGM_EVAL.name: partial(DinoV2.open, DGM_EVAL),
     "digits": partial(open_small, "digits"),
     "cifar10": partial(open_small, "cifar10"),
 }

@@ -1,0 +1,207 @@
+"""Inception-2015 against torch-fidelity's values, hand-written blocks and its published size; its file of weights."""
+
+import dataclasses
+import hashlib
+import pickle
+
+import pytest
+import torch
+from torch.nn.functional import batch_norm, conv2d
+
+from tests.unit.published_state_dicts import convolution_weights, inception_state_dict, noise_images, uniform
+from torchtitan.features.base import ExtractorError
+from torchtitan.features.inception import (
+    CoarseBlock,
+    FineBlock,
+    Inception2015,
+    average_pool,
+    fold_convolutions,
+    max_pool,
+)
+from torchtitan.features.published import INCEPTION, read_published
+from torchtitan.features.registry import open_extractor
+
+# Of torch-fidelity 0.4.0's FeatureExtractorInceptionV3 with these weights and images; `spatial` is the mean over the
+# places of its Mixed_6d.branch1x1.
+TORCH_FIDELITY = {
+    "pooled": [[0.02339371, 0.8854148, 0.2978763, 4.223145], [0.01208801, 0.7603048, 0.3597549, 3.992403]],
+    "logits": [[9.732856, -6.206304, -0.007135868, -11.91591], [9.627344, -6.016905, 0.03509808, -11.69335]],
+    "spatial": [
+        [0.4257722, 1.584619, 0.000111362, 0.2239155, 1.205411, 0.9933342, 0.01472462],
+        [0.4591578, 1.598243, 0.002079995, 0.2248456, 1.157321, 0.9653789, 0.01274608],
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def state_dict():
+    return inception_state_dict()
+
+
+@pytest.fixture(scope="module")
+def extractor(state_dict):
+    return Inception2015(state_dict, "0" * 64, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def features(extractor):
+    return extractor.extract(noise_images(2, 3, 40, 56))
+
+
+def test_features_are_those_of_torch_fidelity(features):
+    found = {
+        "pooled": features["pooled"][:, ::512],
+        "logits": features["logits"][:, ::252],
+        "spatial": features["spatial"].reshape(2, 17 * 17, 7).mean(1),
+    }
+    for name, values in found.items():
+        expected = torch.tensor(TORCH_FIDELITY[name])
+        assert (values - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+
+def test_features_are_those_of_torch_fidelity_where_it_is_installed(state_dict, extractor, tmp_path):
+    theirs = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3", exc_type=ImportError)
+    torch.save(state_dict, tmp_path / "weights.pth")
+    network = theirs.FeatureExtractorInceptionV3("x", ["2048", "logits_unbiased"], str(tmp_path / "weights.pth"))
+    spatial = []
+    network.Mixed_6d.branch1x1.register_forward_hook(lambda module, inputs, output: spatial.append(output[:, :7]))
+    images = noise_images(2, 3, 320, 300)
+    pooled, logits = network(images)
+    found = extractor.extract(images)
+    for name, expected in (("pooled", pooled), ("logits", logits), ("spatial", spatial[0].permute(0, 2, 3, 1).flatten(1))):
+        assert (found[name] - expected).norm() <= 1e-5 * expected.norm(), name
+
+
+def test_the_published_file_has_room_for_the_tensors_and_their_names_alone(state_dict):
+    count = sum(tensor.numel() for tensor in state_dict.values())
+    assert (len(state_dict), count) == (5 * 94 + 2, 23_885_392)
+    assert 100 * len(state_dict) < INCEPTION.size - 4 * count < 200 * len(state_dict)
+
+
+def test_an_image_has_the_same_features_in_another_batch_and_in_gray(extractor, features):
+    alone = extractor.extract(noise_images(2, 3, 40, 56)[1:])
+    for name, values in features.items():
+        assert (alone[name][0] - values[1]).abs().max() <= 1e-5 * values.abs().max(), name
+    gray = noise_images(2, 1, 30, 30)
+    rgb = extractor.extract(gray.repeat(1, 3, 1, 1))
+    assert all(torch.equal(values, rgb[name]) for name, values in extractor.extract(gray).items())
+
+
+def test_a_process_that_allows_lower_precision_has_the_same_features(extractor, features):
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "bf16"
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = extractor.extract(noise_images(2, 3, 40, 56))
+        assert matmul.fp32_precision == "bf16"
+    finally:
+        matmul.fp32_precision = before
+    assert all(torch.equal(values, found[name]) for name, values in features.items())
+
+
+def hand_written_unit(tensors, name, x, padding=0):
+    """Convolution, batch norm with the graph's epsilon, and ReLU, in float64."""
+    weight, gain, bias, mean, variance = (
+        tensors[f"{name}.{part}"].double()
+        for part in ("conv.weight", "bn.weight", "bn.bias", "bn.running_mean", "bn.running_var")
+    )
+    return batch_norm(conv2d(x, weight, padding=padding), mean, variance, gain, bias, eps=0.001).relu()
+
+
+def neighbourhoods(x, outside):
+    """The 3 x 3 neighbours of each place, [B, C, 9, H, W]; beyond the border they are `outside`."""
+    padded = torch.nn.functional.pad(x, (1, 1, 1, 1), value=outside)
+    return padded.unfold(2, 3, 1).unfold(3, 3, 1).flatten(4).movedim(-1, 2)
+
+
+def block_and_weights(block):
+    shapes = {}
+    for name, child in block.named_children():
+        shapes |= {f"{name}.conv.weight": tuple(child.weight.shape)}
+        shapes |= {f"{name}.bn.{part}": (child.out_channels,) for part in ("weight", "bias", "running_mean", "running_var")}
+    tensors = {name: convolution_weights(name, shape) for name, shape in shapes.items()}
+    block.load_state_dict(fold_convolutions(block, tensors))
+    return block.double(), tensors
+
+
+def test_a_fine_block_averages_over_the_neighbours_inside_the_image():
+    block, tensors = block_and_weights(FineBlock(5, pool_width=6))
+    x = uniform("fine", (1, 5, 4, 6)).double()
+    present = neighbourhoods(torch.ones_like(x), 0.0).sum(2)
+    assert present.min() == 4  # at the corners, not 9
+    average = neighbourhoods(x, 0.0).sum(2) / present
+    double = hand_written_unit(tensors, "branch3x3dbl_2", hand_written_unit(tensors, "branch3x3dbl_1", x), 1)
+    expected = [
+        hand_written_unit(tensors, "branch1x1", x),
+        hand_written_unit(tensors, "branch5x5_2", hand_written_unit(tensors, "branch5x5_1", x), 2),
+        hand_written_unit(tensors, "branch3x3dbl_3", double, 1),
+        hand_written_unit(tensors, "branch_pool", average),
+    ]
+    assert torch.allclose(block(x), torch.cat(expected, 1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pool", [average_pool, max_pool])
+def test_the_last_block_takes_the_largest_neighbour_and_the_one_before_the_mean(pool):
+    block, tensors = block_and_weights(CoarseBlock(5, pool))
+    x = uniform("coarse", (1, 5, 3, 4)).double()
+    if pool is max_pool:
+        pooled = neighbourhoods(x, -torch.inf).amax(2)
+    else:
+        pooled = neighbourhoods(x, 0.0).sum(2) / neighbourhoods(torch.ones_like(x), 0.0).sum(2)
+    single = hand_written_unit(tensors, "branch3x3_1", x)
+    double = hand_written_unit(tensors, "branch3x3dbl_2", hand_written_unit(tensors, "branch3x3dbl_1", x), 1)
+    expected = [hand_written_unit(tensors, "branch1x1", x)]
+    for inner, stem in ((single, "branch3x3_2"), (double, "branch3x3dbl_3")):
+        expected += [hand_written_unit(tensors, f"{stem}a", inner, (0, 1)), hand_written_unit(tensors, f"{stem}b", inner, (1, 0))]
+    expected.append(hand_written_unit(tensors, "branch_pool", pooled))
+    assert torch.allclose(block(x), torch.cat(expected, 1), rtol=1e-5, atol=1e-6)
+
+
+def test_the_network_has_each_kind_of_pool_where_the_graph_has_it(extractor):
+    assert extractor.network.Mixed_7b.pool is average_pool and extractor.network.Mixed_7c.pool is max_pool
+
+
+def one_line(call):
+    with pytest.raises(ExtractorError) as refused:
+        call()
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_missing_or_other_file_is_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = one_line(lambda: open_extractor("inception"))
+    assert line.startswith("inception: downloads/inception/pt_inception-2015-12-05-6726825d.pth: no such file of weights")
+    assert "python scripts/download.py inception fetches it, 96 MB" in line
+    other = tmp_path / "other.pth"
+    torch.save({"fc.weight": torch.zeros(3)}, other)
+    found = hashlib.sha256(other.read_bytes()).hexdigest()
+    line = one_line(lambda: open_extractor("inception", other))
+    assert f"{other}: is not the published file: SHA-256 {found[:12]}..., not 6726825d0af5..." in line
+    assert "cannot be read" in one_line(lambda: open_extractor("inception", tmp_path))
+
+
+def test_a_file_with_the_hash_is_still_read_without_running_it(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    path = tmp_path / "evil.pth"
+    path.write_bytes(pickle.dumps({"fc.weight": Evil()}))
+    pinned = dataclasses.replace(INCEPTION, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    one_line(lambda: read_published(pinned, path))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_weights_of_another_network_are_refused_by_name(state_dict):
+    others = {name: tensor for name, tensor in state_dict.items() if name != "Mixed_6d.branch1x1.conv.weight"}
+    line = one_line(lambda: Inception2015(others, "0" * 64, torch.device("cpu")))
+    assert line == "inception: weights of another network: 1 tensors are missing: Mixed_6d.branch1x1.conv.weight"
+    counted = state_dict | {"Conv2d_1a_3x3.bn.num_batches_tracked": torch.tensor(0)}
+    Inception2015(counted, "0" * 64, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("images", [torch.zeros(1, 3, 8, 8), noise_images(1, 4, 8, 8), noise_images(1, 3, 8, 8)[:0]])
+def test_images_of_another_kind_are_refused(extractor, images):
+    assert "takes uint8 images [B, 1 or 3, H, W]" in one_line(lambda: extractor.extract(images))
