@@ -1,8 +1,8 @@
-"""Fetch public autoencoders and latents from the Hugging Face hub: scripts/download.py NAME...
+"""Fetch public autoencoders, latents and feature extractors: scripts/download.py NAME...
 
---list shows the names. Each goes to a separate folder, downloads/NAME, with a source.json that names its commit. Every
-file is compared with the hub's checksum, and gets its name only when they agree; an interrupted download resumes. Needs
-the package huggingface_hub (pip install '.[hub]').
+--list shows the names. Each goes to a separate folder, downloads/NAME, with a source.json that names its source. Every
+file is compared with a known checksum or the hub's, and gets its name only when they agree; an interrupted download
+resumes. Files of the Hugging Face hub need the package huggingface_hub (pip install '.[hub]').
 """
 
 import argparse
@@ -12,14 +12,21 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.request import Request, urlopen
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tqdm import tqdm
+
 from torchtitan.errors import first_line
+from torchtitan.features.published import PUBLISHED, PublishedWeights
 from torchtitan.files.durable import make_folder, replace_file, sync
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.removal import remove_folder
@@ -29,11 +36,69 @@ CHUNK = 8 << 20  # bytes hashed at once
 UNFINISHED = ".unfinished"
 PARTIAL = re.compile(r".+\.[0-9a-f]{16}")
 SOURCE_FILE = "source.json"
+PATIENCE = 60  # seconds without an answer or a byte
+
+
+class DownloadError(Exception):
+    """Piece that cannot be downloaded; one line: the cause and the remedy."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Files of one repository on the hub.
+class RemoteFile:
+    """File as its source describes it: its size in bytes, and SHA-256 or (small files of the hub) git's SHA-1."""
+
+    name: str
+    size: int
+    sha256: str | None
+    git_sha1: str | None = None
+
+
+class Piece(ABC):
+    """Files of one source.
+
+    Attributes:
+        source: repository, or address of the file.
+        kept: key under which a source.json names the source.
+        revision: that is fetched unless another is asked for; "" where there is only one.
+    """
+
+    kept: str
+    revision: str
+
+    @property
+    @abstractmethod
+    def source(self) -> str: ...
+
+    @abstractmethod
+    def description(self) -> tuple[str, str]:
+        """What it is, with size; and source and files."""
+
+    @abstractmethod
+    def command(self, folder: Path, revision: str) -> str:
+        """Command that fetches the same files by hand."""
+
+    @abstractmethod
+    def look_up(self, revision: str) -> tuple[str, list[RemoteFile]]:
+        """Find the commit of a revision ("" where there is none) and its files. Raises OSError, DownloadError."""
+
+    @abstractmethod
+    def receive(self, file: RemoteFile, commit: str, content: BinaryIO) -> None:
+        """Receive the missing part of a file, with a progress bar. Raises OSError.
+
+        Args:
+            file: of `look_up`.
+            commit: of `look_up`.
+            content: what there is already, open at its end.
+        """
+
+    @abstractmethod
+    def record(self, commit: str) -> dict[str, str]:
+        """Record of the source for source.json; the first key is `kept`."""
+
+
+@dataclass(frozen=True)
+class HubPiece(Piece):
+    """Files of one repository on the Hugging Face hub.
 
     Attributes:
         repository: owner/name.
@@ -50,48 +115,128 @@ class Piece:
     kind: str = "model"
     revision: str = "main"
     sha256: tuple[tuple[str, str], ...] = ()
+    kept = "repository"
+
+    @property
+    def source(self) -> str:
+        return self.repository
+
+    def description(self) -> tuple[str, str]:
+        commit = "the newest commit" if self.revision == "main" else f"commit {self.revision[:12]}"
+        return self.what, f"{self.repository}, {commit}: {', '.join(self.files)}"
 
     def command(self, folder: Path, revision: str) -> str:
-        """Command that fetches the same files by hand."""
         options = "" if self.kind == "model" else f" --repo-type {self.kind}"
         options += "" if revision == "main" else f" --revision {revision}"
         return f"hf download {self.repository} {' '.join(self.files)}{options} --local-dir {folder}"
+
+    def look_up(self, revision: str) -> tuple[str, list[RemoteFile]]:
+        try:
+            from huggingface_hub import HfApi
+        except ImportError as error:
+            raise DownloadError("huggingface_hub is needed, and is not installed (pip install '.[hub]')") from error
+        with hub_errors_as_os_errors():
+            info = HfApi().repo_info(self.repository, repo_type=self.kind, revision=revision, files_metadata=True)
+        entries = {entry.rfilename: entry for entry in info.siblings or []}
+        files = []
+        for name in self.files:
+            if name not in entries:
+                raise DownloadError(f"{self.repository}: has no {name} at {revision} (choose another --revision)")
+            entry = entries[name]
+            files.append(RemoteFile(name, entry.size, entry.lfs.sha256 if entry.lfs else None, entry.blob_id))
+        for name, sha256 in self.sha256:
+            recorded = next(file.sha256 for file in files if file.name == name)
+            if revision == self.revision and recorded != sha256:
+                raise DownloadError(f"{self.repository}: {name} has been replaced: SHA-256 {recorded}, not {sha256}")
+        return info.sha, files
+
+    def receive(self, file: RemoteFile, commit: str, content: BinaryIO) -> None:
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.file_download import http_get  # hf_hub_download begins anew in every process
+        from huggingface_hub.utils import build_hf_headers
+
+        url = hf_hub_url(self.repository, file.name, repo_type=self.kind, revision=commit)
+        headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+        with hub_errors_as_os_errors():
+            http_get(url, content, resume_size=content.tell(), headers=headers, expected_size=file.size)
+
+    def record(self, commit: str) -> dict[str, str]:
+        return {"repository": self.repository, "kind": self.kind, "commit": commit}
+
+
+@dataclass(frozen=True)
+class WebPiece(Piece):
+    """File of weights on the web, of known content.
+
+    Attributes:
+        weights: address, size and SHA-256.
+        open_url: opens a request, as urllib's urlopen.
+    """
+
+    weights: PublishedWeights
+    open_url: Callable[..., Any] = urlopen
+    kept = "url"
+    revision = ""
+
+    @property
+    def source(self) -> str:
+        return self.weights.url
+
+    def description(self) -> tuple[str, str]:
+        what = f"{self.weights.what}, {self.weights.size / 1e6:,.0f} MB"
+        return what, f"{self.weights.url}, SHA-256 {self.weights.sha256[:12]}..."
+
+    def command(self, folder: Path, revision: str) -> str:
+        return f"curl -L -C - --create-dirs -o {folder / self.weights.file_name} {self.weights.url}"
+
+    def look_up(self, revision: str) -> tuple[str, list[RemoteFile]]:
+        if revision:
+            raise DownloadError(f"{self.weights.name}: --revision {revision}: there is one file only (leave it out)")
+        return "", [RemoteFile(self.weights.file_name, self.weights.size, self.weights.sha256)]
+
+    def receive(self, file: RemoteFile, commit: str, content: BinaryIO) -> None:
+        have = content.tell()
+        request = Request(self.weights.url, headers={"Range": f"bytes={have}-"} if have else {})
+        try:
+            with self.open_url(request, timeout=PATIENCE) as answer:
+                if answer.status != 206:  # the server sends the whole file
+                    content.truncate(0)
+                    have = 0
+                with tqdm(total=file.size, initial=have, unit="B", unit_scale=True, desc=file.name, disable=None) as bar:
+                    while have < file.size and (part := answer.read(min(CHUNK, file.size - have))):
+                        content.write(part)
+                        have += len(part)
+                        bar.update(len(part))
+        except HTTPException as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
+        if have < file.size:
+            raise OSError(f"the connection ended after {have:,} of {file.size:,} bytes; the same command resumes")
+
+    def record(self, commit: str) -> dict[str, str]:
+        return {"url": self.weights.url}
 
 
 JIT = ("encoder.jit", "decoder.jit")
 VAE_WEIGHTS = "diffusion_pytorch_model.safetensors"
 VAE = ("config.json", VAE_WEIGHTS)
-PIECES = {
-    "cosmos-ci8x8": Piece("nvidia/Cosmos-0.1-Tokenizer-CI8x8", JIT, "Cosmos image tokenizer, 8x, 16 channels"),
-    "cosmos-ci16x16": Piece("nvidia/Cosmos-0.1-Tokenizer-CI16x16", JIT, "Cosmos image tokenizer, 16x, 16 channels"),
-    "sd-vae-ft-ema": Piece(
+PIECES: dict[str, Piece] = {
+    "cosmos-ci8x8": HubPiece("nvidia/Cosmos-0.1-Tokenizer-CI8x8", JIT, "Cosmos image tokenizer, 8x, 16 channels"),
+    "cosmos-ci16x16": HubPiece("nvidia/Cosmos-0.1-Tokenizer-CI16x16", JIT, "Cosmos image tokenizer, 16x, 16 channels"),
+    "sd-vae-ft-ema": HubPiece(
         "stabilityai/sd-vae-ft-ema", VAE, "VAE of Stable Diffusion, that of DiT; 8x, 4 channels, 335 MB",
         revision="f04b2c4b98319346dad8c65879f680b1997b204a",
     ),
-    "sd-vae-ft-mse": Piece(
+    "sd-vae-ft-mse": HubPiece(
         "stabilityai/sd-vae-ft-mse", VAE, "VAE of Stable Diffusion, smoother; 8x, 4 channels, 335 MB",
         revision="31f26fdeee1355a5c34592e401dd41e45d25a493",
         sha256=((VAE_WEIGHTS, "a1d993488569e928462932c8c38a0760b874d166399b14414135bd9c42df5815"),),
     ),
-    "imagenet-ci8x8": Piece(
+    "imagenet-ci8x8": HubPiece(
         "fal/cosmos-imagenet", ("imagenet_ci8x8.safetensors", "imagenet_ci8x8_val.safetensors"),
         "ImageNet at 256 x 256 as Cosmos CI8x8 latents, 8 bits, 21 GB", kind="dataset",
     ),
+    **{name: WebPiece(weights) for name, weights in PUBLISHED.items()},
 }  # fmt: skip
-
-
-class DownloadError(Exception):
-    """Piece that cannot be downloaded; one line: the cause and the remedy."""
-
-
-@dataclass(frozen=True)
-class HubFile:
-    """File on the hub's record: its size in bytes, and SHA-256 (large files) or git's SHA-1."""
-
-    name: str
-    size: int
-    sha256: str | None
-    git_sha1: str | None
 
 
 def main(words: list[str] | None = None) -> int:
@@ -133,8 +278,8 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
 def table() -> str:
     lines = []
     for name, piece in PIECES.items():
-        commit = "the newest commit" if piece.revision == "main" else f"commit {piece.revision[:12]}"
-        lines += [f"{name:<16} {piece.what}", f"{'':<16} {piece.repository}, {commit}: {', '.join(piece.files)}"]
+        what, where = piece.description()
+        lines += [f"{name:<16} {what}", f"{'':<16} {where}"]
     return "\n".join(lines)
 
 
@@ -143,8 +288,8 @@ def fetch(name: str, folder: Path, revision: str | None) -> None:
     piece = PIECES[name]
     revision = revision or piece.revision
     try:
-        refuse_foreign_file(folder / SOURCE_FILE, b'{\n "repository": ')
-        commit, files = on_record(piece, revision)
+        refuse_foreign_file(folder / SOURCE_FILE, f'{{\n "{piece.kept}": '.encode())
+        commit, files = piece.look_up(revision)
         for file in files:
             fetch_file(piece, file, folder, commit)
         note_source(folder, piece, commit, files)
@@ -154,39 +299,17 @@ def fetch(name: str, folder: Path, revision: str | None) -> None:
         raise DownloadError(f"{name}: cannot be fetched: {reason} ({advice})") from error
     if left := remove_folder(folder / UNFINISHED, lambda name: PARTIAL.fullmatch(name) is not None):
         print(f"{left[0]}: is not of this download and was left there", file=sys.stderr)
-    print(f"{folder}: {', '.join(file.name for file in files)} of {piece.repository} at {commit[:12]}")
+    print(f"{folder}: {', '.join(file.name for file in files)} of {piece.source}{f' at {commit[:12]}' if commit else ''}")
 
 
-def on_record(piece: Piece, revision: str) -> tuple[str, list[HubFile]]:
-    """Look up the commit of a revision, and the hub's record of the piece's files in it."""
-    try:
-        from huggingface_hub import HfApi
-    except ImportError as error:
-        raise DownloadError("huggingface_hub is needed, and is not installed (pip install '.[hub]')") from error
-    with hub_errors_as_os_errors():
-        info = HfApi().repo_info(piece.repository, repo_type=piece.kind, revision=revision, files_metadata=True)
-    entries = {entry.rfilename: entry for entry in info.siblings or []}
-    files = []
-    for name in piece.files:
-        if name not in entries:
-            raise DownloadError(f"{piece.repository}: has no {name} at {revision} (choose another --revision)")
-        entry = entries[name]
-        files.append(HubFile(name, entry.size, entry.lfs.sha256 if entry.lfs else None, entry.blob_id))
-    for name, sha256 in piece.sha256:
-        recorded = next(file.sha256 for file in files if file.name == name)
-        if revision == piece.revision and recorded != sha256:
-            raise DownloadError(f"{piece.repository}: {name} has been replaced: SHA-256 {recorded}, not {sha256}")
-    return info.sha, files
-
-
-def fetch_file(piece: Piece, file: HubFile, folder: Path, commit: str) -> None:
+def fetch_file(piece: Piece, file: RemoteFile, folder: Path, commit: str) -> None:
     """Fetch one file to its place; an existing file with the same content stays."""
     target = folder / file.name
     # Named after its content: a partial file of another commit is not resumed.
     partial = folder / UNFINISHED / f"{file.name}.{(file.sha256 or file.git_sha1 or '')[:16]}"
     if target.exists():
         if differs(target, file):
-            raise DownloadError(f"{target}: is another file than that of {piece.repository} (move it away)")
+            raise DownloadError(f"{target}: is another file than that of {piece.source} (move it away)")
         return
     make_folder(partial.parent)
     if any(path.is_symlink() for path in (partial.parent, partial)) or partial.exists() and not partial.is_file():
@@ -195,31 +318,19 @@ def fetch_file(piece: Piece, file: HubFile, folder: Path, commit: str) -> None:
     room = shutil.disk_usage(partial.parent).free
     if needed > room:
         raise DownloadError(f"{folder}: {file.name} needs {needed / 1e9:.1f} GB, and {room / 1e9:.1f} GB are free")
-    receive(piece, file, commit, partial)
+    with partial.open("ab") as content:
+        if content.tell() < file.size:
+            piece.receive(file, commit, content)
     if problem := differs(partial, file):
         partial.unlink()
-        raise DownloadError(f"{file.name} of {piece.repository}: arrived damaged: {problem} (try again)")
+        raise DownloadError(f"{file.name} of {piece.source}: arrived damaged: {problem} (try again)")
     sync(partial)
     os.replace(partial, target)
     sync(folder)
 
 
-def receive(piece: Piece, file: HubFile, commit: str, partial: Path) -> None:
-    """Receive the missing part of a file, with a progress bar. Raises OSError."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.file_download import http_get  # hf_hub_download begins anew in every process
-    from huggingface_hub.utils import build_hf_headers
-
-    url = hf_hub_url(piece.repository, file.name, repo_type=piece.kind, revision=commit)
-    with hub_errors_as_os_errors(), partial.open("ab") as content:
-        have = content.tell()
-        if have < file.size:
-            headers = build_hf_headers() | {"Accept-Encoding": "identity"}
-            http_get(url, content, resume_size=have, headers=headers, expected_size=file.size)
-
-
-def differs(path: Path, file: HubFile) -> str:
-    """Difference between a file on disk and the hub's record of it; "" if there is none."""
+def differs(path: Path, file: RemoteFile) -> str:
+    """Difference between a file on disk and its source's record of it; "" if there is none."""
     size = path.stat().st_size
     if size != file.size:
         return f"{size} bytes instead of {file.size}"
@@ -233,10 +344,9 @@ def differs(path: Path, file: HubFile) -> str:
     return "" if digest.hexdigest() == wanted else f"{digest.name.upper()} {digest.hexdigest()} instead of {wanted}"
 
 
-def note_source(folder: Path, piece: Piece, commit: str, files: list[HubFile]) -> None:
+def note_source(folder: Path, piece: Piece, commit: str, files: list[RemoteFile]) -> None:
     checksums = {file.name: file.sha256 or f"git {file.git_sha1}" for file in files}
-    record = {"repository": piece.repository, "kind": piece.kind, "commit": commit, "sha256": checksums}
-    replace_file(folder / SOURCE_FILE, json.dumps(record, indent=1) + "\n")
+    replace_file(folder / SOURCE_FILE, json.dumps({**piece.record(commit), "sha256": checksums}, indent=1) + "\n")
 
 
 @contextmanager

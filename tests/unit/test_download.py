@@ -1,7 +1,9 @@
-"""scripts/download.py against a hub that runs here: checksums, resuming, what is refused."""
+"""scripts/download.py against a hub and a web server that run here: checksums, resuming, what is refused."""
 
 import hashlib
+import http.client
 import importlib.util
+import io
 import json
 import os
 import re
@@ -10,11 +12,14 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.parse import unquote, urlparse
 
 import pytest
 
+from scripts import download as program
 from tests.launcher import ROOT
+from torchtitan.features.published import PUBLISHED, PublishedWeights
 
 COMMIT = "c" * 40
 ENCODER = bytes(range(256)) * 4000
@@ -226,3 +231,105 @@ def test_what_is_in_the_way_of_a_partial_file_is_named(hub, tmp_path):
     (folder / "notes.txt").write_text("of somebody, too")
     assert download(hub, tmp_path, "cosmos-ci8x8")[0] == 0
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+# ---------------------------------------------------------------------- a single file on the web
+
+
+class Web:
+    """Server of one file, in place of urlopen; `cut` ends one answer early, `ranges` says whether it sends parts."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.cut, self.ranges, self.code = content, 0, True, 0
+        self.asked: list[str | None] = []
+
+    def __call__(self, request, timeout):
+        assert timeout > 0 and request.full_url == "https://example.org/a/network.pth"
+        self.asked.append(request.get_header("Range"))
+        if self.code:
+            raise HTTPError(request.full_url, self.code, "Not Found", http.client.HTTPMessage(), io.BytesIO())
+        start = int(self.asked[-1].removeprefix("bytes=").rstrip("-")) if self.ranges and self.asked[-1] else 0
+        answer = io.BytesIO(self.content[start : self.cut or None])
+        answer.status = 206 if start else 200
+        self.cut = 0
+        return answer
+
+
+class Answer(io.BytesIO):
+    status = 200
+
+    def read(self, size=-1):
+        raise http.client.IncompleteRead(b"", size)
+
+
+@pytest.fixture
+def web(monkeypatch):
+    server = Web(ENCODER)
+    weights = PublishedWeights(
+        "network", "https://example.org/a/network.pth", len(ENCODER), hashlib.sha256(ENCODER).hexdigest(), "A network"
+    )
+    monkeypatch.setitem(program.PIECES, "network", program.WebPiece(weights, server))
+    return server
+
+
+def test_a_file_on_the_web_arrives_once_and_its_source_is_noted(web, tmp_path, capsys):
+    words = ["network", "--output", str(tmp_path)]
+    assert program.main(words) == 0
+    folder = tmp_path / "network"
+    assert (folder / "network.pth").read_bytes() == ENCODER
+    source = json.loads((folder / "source.json").read_text())
+    sha256 = hashlib.sha256(ENCODER).hexdigest()
+    assert source == {"url": "https://example.org/a/network.pth", "sha256": {"network.pth": sha256}}
+    assert {path.name for path in folder.iterdir()} == {"network.pth", "source.json"}
+    assert program.main(words) == 0 and web.asked == [None]
+    assert capsys.readouterr().out.count("network.pth of https://example.org/a/network.pth\n") == 2
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_file_on_the_web_resumes_where_it_ended(web, tmp_path, capsys, ranges):
+    words = ["network", "--output", str(tmp_path)]
+    web.cut, web.ranges = 300_000, ranges
+    assert program.main(words) == 2
+    line = complaint(capsys.readouterr().err)
+    assert "the connection ended after 300,000 of 1,024,000 bytes; the same command resumes" in line
+    assert not (tmp_path / "network" / "network.pth").exists()
+    assert program.main(words) == 0 and web.asked == [None, "bytes=300000-"]
+    assert (tmp_path / "network" / "network.pth").read_bytes() == ENCODER
+
+
+def test_a_file_on_the_web_that_is_not_the_published_one_gets_no_name(web, tmp_path, capsys):
+    words = ["network", "--output", str(tmp_path)]
+    web.content = ENCODER[:-1] + b"?"
+    assert program.main(words) == 2
+    assert "network.pth of https://example.org/a/network.pth: arrived damaged: SHA256" in capsys.readouterr().err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    web.code = 404
+    assert program.main(words) == 2
+    line = complaint(capsys.readouterr().err)
+    assert "HTTP Error 404: Not Found" in line
+    assert f"curl -L -C - --create-dirs -o {tmp_path / 'network/network.pth'} https://" in line
+    assert program.main([*words, "--revision", "x"]) == 2
+    assert "there is one file only" in complaint(capsys.readouterr().err)
+
+
+def test_a_connection_that_breaks_is_one_line(web, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(
+        program.PIECES, "network", program.WebPiece(program.PIECES["network"].weights, lambda request, timeout: Answer())
+    )
+    assert program.main(["network", "--output", str(tmp_path)]) == 2
+    assert "network: cannot be fetched: IncompleteRead" in complaint(capsys.readouterr().err)
+
+
+def test_a_source_that_is_not_the_commands_own_is_not_replaced(web, tmp_path, capsys):
+    source = tmp_path / "network" / "source.json"
+    source.parent.mkdir()
+    source.write_text('{\n "repository": "of the hub"}')
+    assert program.main(["network", "--output", str(tmp_path)]) == 2
+    assert "there is a file that this command did not write" in complaint(capsys.readouterr().err)
+    assert web.asked == [] and "of the hub" in source.read_text()
+
+
+def test_the_weights_of_extractors_can_be_fetched_to_where_they_are_looked_for():
+    for name, weights in PUBLISHED.items():
+        assert program.PIECES[name].weights is weights
+        assert weights.path == Path("downloads") / name / weights.url.rpartition("/")[2]

@@ -18,8 +18,9 @@ from torchtitan.features.inception import (
     fold_convolutions,
     max_pool,
 )
-from torchtitan.features.published import INCEPTION, read_published
+from torchtitan.features.published import INCEPTION
 from torchtitan.features.registry import open_extractor
+from torchtitan.features.state_dicts import read_published
 
 # Of torch-fidelity 0.4.0's FeatureExtractorInceptionV3 with these weights and images; `spatial` is the mean over the
 # places of its Mixed_6d.branch1x1.

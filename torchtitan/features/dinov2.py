@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, interpolate, scaled_dot_product_attention
 
 from torchtitan.features.base import FeatureExtractor, as_rgb
-from torchtitan.features.published import DINOV2, check_tensors, read_published
+from torchtitan.features.published import DINOV2
 from torchtitan.features.resizing import resize_bicubic_antialias, resize_bicubic_pillow
+from torchtitan.features.state_dicts import check_tensors, read_published
 
 SIDE = 224
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels in [0, 1]

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, linear, max_pool2d
 
 from torchtitan.features.base import FeatureExtractor, as_rgb
-from torchtitan.features.published import INCEPTION, check_tensors, read_published
+from torchtitan.features.published import INCEPTION
 from torchtitan.features.resizing import resize_bilinear_tf1
+from torchtitan.features.state_dicts import check_tensors, read_published
 
 SIDE = 299
 CLASSES = 1008

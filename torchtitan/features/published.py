@@ -1,14 +1,7 @@
-"""Published weights of extractors: where they come from, and the hash without which they are not used."""
+"""Published weights of extractors: where they come from, and the hash without which they are not used. Imports no torch."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch import Tensor
-
-from torchtitan.features.base import ExtractorError, file_sha256
-from torchtitan.files.regular import user_path
-from torchtitan.files.weight_files import WeightsError, mismatches, read_state_dict
 
 DOWNLOADS = Path("downloads")  # of scripts/download.py, which makes a folder of the name in it
 
@@ -56,39 +49,3 @@ DINOV2 = PublishedWeights(
     what="DINOv2 ViT-L/14, for FD-DINOv2",
 )
 PUBLISHED = {weights.name: weights for weights in (INCEPTION, DINOV2)}
-
-
-def read_published(weights: PublishedWeights, path: Path | None) -> tuple[dict[str, Tensor], str]:
-    """Read published weights; no code of the file is run.
-
-    Args:
-        weights: which ones.
-        path: of the file, of any name; None is where scripts/download.py puts it.
-
-    Returns:
-        the state dict, and the file's SHA-256.
-
-    Raises:
-        ExtractorError: the file is missing, cannot be read, or is not the published one.
-    """
-    file = weights.path if path is None else user_path(path)
-    advice = f"python scripts/download.py {weights.name} fetches it, {weights.size / 1e6:,.0f} MB; --weights names a copy"
-    if not file.exists():
-        raise ExtractorError(f"{weights.name}: {file}: no such file of weights ({advice})")
-    found = file_sha256(file)
-    if found != weights.sha256:
-        raise ExtractorError(
-            f"{weights.name}: {file}: is not the published file: SHA-256 {found[:12]}..., not {weights.sha256[:12]}... "
-            f"({advice})"
-        )
-    try:
-        return read_state_dict(file)[0], found
-    except WeightsError as error:
-        raise ExtractorError(f"{weights.name}: {error}") from error
-
-
-def check_tensors(name: str, wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
-    """Compare a state dict with the shapes of a network's. Raises ExtractorError: one line with every difference."""
-    problems = mismatches(dict(wanted), {key: tuple(tensor.shape) for key, tensor in tensors.items()})
-    if problems:
-        raise ExtractorError(f"{name}: weights of another network: {'; '.join(problems)}")
