@@ -297,7 +297,7 @@ def test_own_weights_open_by_their_path_and_by_the_weights_of_a_name(tmp_path):
     ({}, weights_metadata("resnet", {}), "metadata name no architecture"),
     ({"head.bias": torch.zeros(9)}, weights_metadata("digits", {}), r"head.bias is \[9\] instead of \[10\]"),
     ({"more": torch.zeros(1)}, weights_metadata("digits", {}), "not of this model: more"),
-    ({"head.bias": torch.full((10,), math.nan)}, weights_metadata("digits", {}), "head.bias is not finite"),
+    ({"head.bias": torch.full((10,), math.nan)}, weights_metadata("digits", {}), "weights head.bias are not finite"),
     ({}, {METADATA: "[1]"}, "metadata name no architecture"),
     ({}, {METADATA: "{"}, "no safetensors file of scripts/train_extractor.py"),
     ({}, {METADATA: "[" * 100_000}, "no safetensors file of scripts/train_extractor.py"),

@@ -18,8 +18,8 @@ from torch.nn.functional import interpolate
 
 from torchtitan.errors import first_line, reason
 from torchtitan.features.base import ExtractorError, FeatureExtractor, as_rgb
+from torchtitan.features.published import check_tensors
 from torchtitan.files.regular import check_regular, read_regular, user_path
-from torchtitan.files.weight_files import mismatches
 
 # The one entry of the metadata of a file of weights, JSON: several would be in another order in each file.
 METADATA = "small_extractor"
@@ -131,13 +131,9 @@ class SmallExtractor(FeatureExtractor):
         self._classifier = SmallClassifier(architecture)
         self.dims = {"pooled": self._classifier.head.in_features, "logits": architecture.num_classes}
         wanted = self._classifier.weights()
-        problems = mismatches(
-            {key: tuple(tensor.shape) for key, tensor in wanted.items()},
-            {key: tuple(tensor.shape) for key, tensor in weights.tensors.items()},
-        )
-        problems += [f"{key} is not finite" for key, tensor in weights.tensors.items() if not tensor.float().isfinite().all()][:1]
-        if problems:
-            raise ExtractorError(f"{name}: its weights do not fit {weights.architecture}: {'; '.join(problems)}")
+        check_tensors(name, {key: tuple(tensor.shape) for key, tensor in wanted.items()}, weights.tensors)
+        if broken := [key for key, tensor in weights.tensors.items() if not tensor.float().isfinite().all()]:
+            raise ExtractorError(f"{name}: its weights {broken[0]} are not finite")
         with torch.no_grad():
             for key, tensor in wanted.items():
                 tensor.copy_(weights.tensors[key])
