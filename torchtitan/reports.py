@@ -14,8 +14,9 @@ from tqdm import tqdm
 from torchtitan.console import closing_lines, grids, introduce
 from torchtitan.distributed.collectives import from_first_rank, highest_over_ranks
 from torchtitan.distributed.compile import CompileCounter
-from torchtitan.errors import RunFolderError, TrainingError, reason
+from torchtitan.errors import EvaluationError, RunFolderError, TrainingError, reason
 from torchtitan.evaluation.during_training import Evaluation
+from torchtitan.evaluation.targets import described, newly_reached, scalars
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.gns.monitor import GNS_FOLDER
@@ -23,6 +24,7 @@ from torchtitan.gns.pictures import PICTURE_FILE
 from torchtitan.pictures.grids import save_animation
 from torchtitan.run_state import RunState
 from torchtitan.settings.record import effective
+from torchtitan.statistics.interval import Interval
 from torchtitan.summary import RunSummary
 from torchtitan.training.hardware import (
     ALLOCATOR_RETRIES,
@@ -60,10 +62,10 @@ class Reports:
             peak_tflops=config.metrics.peak_tflops or peak_tflops(self._device),
         )  # fmt: skip
         self._evaluation = Evaluation(
-            data=config.data, sampling=config.sampling, validation=config.validation, seed=config.debug.seed,
-            param_dtype=config.training.mixed_precision_param, info=state.info, model=state.model,
+            data=config.data, sampling=config.sampling, evaluation=config.evaluation, validation=config.validation,
+            seed=config.debug.seed, param_dtype=config.training.mixed_precision_param, info=state.info, model=state.model,
             objective=state.objective, ema=state.ema, layout=state.layout, decoder=state.decoder,
-            bin_edges=state.bin_edges, on_unreadable=state.corrupt_images.record,
+            sample_metrics=state.sample_metrics, bin_edges=state.bin_edges, on_unreadable=state.corrupt_images.record,
         )  # fmt: skip
         # Steps that measure the gradients of single samples have separate graphs.
         expected = max(_STEPS_TO_COMPILE, config.gns.interval if config.gns.enable and config.gns.single_pass else 0)
@@ -219,6 +221,33 @@ class Reports:
                 self._write_picture(path, picture)
             self._log.write_image(self._state.step, "samples", picture)
 
+    def evaluate(self) -> None:
+        """Measure newly drawn samples by the metrics of `[evaluation]`; collective.
+
+        A measurement that fails, as without its reference, is left out: it must not end the run.
+        """
+        state = self._state
+        with self.excluded():
+            try:
+                measurement = self._evaluation.measure()
+            except EvaluationError as error:
+                if self._first:
+                    logger.warning(f"step {state.step}: samples were not measured: {error}")
+                return
+        values = measurement.values
+        self._results["evaluation"] = {"step": state.step} | {name: described(each) for name, each in values.items()}
+        reached = newly_reached(self._config.evaluation, values, self._results.get("first_reached", {}))
+        images = state.data.next_sample
+        found = {"step": state.step, "epoch": round(images / state.images_per_epoch, 3), "n_images_seen": images}
+        if reached:
+            self._results["first_reached"] = self._results.get("first_reached", {}) | dict.fromkeys(reached, found)
+        if self._log:
+            self._log.write(state.step, scalars(values))
+            shown = ", ".join(_shown(name, each) for name, each in values.items())
+            self._say(f"step {state.step:>6}  {self._config.evaluation.count:,} samples: {shown}")
+            for text in (*measurement.notes, *(f"first {text}, after {found['epoch']:g} epochs" for text in reached)):
+                self._say(f"  {text}")
+
     def _show_held_out(self) -> None:
         """Save decoded held-out latents, once; collective."""
         if not self._held_out_shown:
@@ -304,6 +333,11 @@ class Reports:
             logger.info(text)
         else:
             tqdm.write(text, file=sys.stderr)
+
+
+def _shown(name: str, interval: Interval) -> str:
+    ends = f" [{interval.lower:.4g}, {interval.upper:.4g}]" if interval.bounded else ""
+    return f"{name} {interval.value:.4g}{ends}"
 
 
 def _duration(seconds: float) -> str:

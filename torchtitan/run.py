@@ -15,7 +15,15 @@ from torchtitan.config.job import JobConfig
 from torchtitan.distributed.collectives import requests_ignored_at_the_end
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.mesh import process_group
-from torchtitan.errors import CheckpointError, RunFolderError, StoreError, TrainingError, first_line, unwrapped
+from torchtitan.errors import (
+    CheckpointError,
+    EvaluationError,
+    RunFolderError,
+    StoreError,
+    TrainingError,
+    first_line,
+    unwrapped,
+)
 from torchtitan.files.run_lock import Busy
 from torchtitan.gns.capture import CannotMeasure
 from torchtitan.models.float8 import Float8Error
@@ -31,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _REFUSALS = (
     AutoencoderError, RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure, Float8Error,
-    LaunchError, MiscountedModel,
+    LaunchError, MiscountedModel, EvaluationError,
 )  # fmt: skip
 _WAIT = 3.0  # seconds for another rank to be seen gone, or to say why it ended
 _CLOSING_SECONDS = 60.0

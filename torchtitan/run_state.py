@@ -22,12 +22,14 @@ from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimeste
 from torchtitan.diffusion.timesteps.registry import SamplerOf
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
-from torchtitan.distributed.collectives import from_first_rank
+from torchtitan.distributed.collectives import from_first_rank, group_for_work
 from torchtitan.distributed.mesh import Layout, init_process_group
 from torchtitan.distributed.parallelize import local, named_parameters, parallelize, release_unsharded
 from torchtitan.distributed.precision import compute_context
 from torchtitan.errors import CheckpointError
+from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.evaluation.decoding import run_decoder
+from torchtitan.evaluation.sample_metrics import SampleMetrics
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import check_finite, check_fits, fill, saved_buffers
 from torchtitan.gns.capture import GradientTaps, check_measurable
@@ -70,13 +72,14 @@ class RunState:
         Raises:
             AutoencoderError: before there is a process group.
             Busy: another process writes into the run's folder; on every rank.
-            RunFolderError, MiscountedModel, CannotMeasure, CheckpointError, DatasetError, OptimizerError, Float8Error: on
-                every rank, before anything is overwritten.
+            EvaluationError, RunFolderError, MiscountedModel, CannotMeasure, CheckpointError, DatasetError, OptimizerError,
+                Float8Error: on every rank, before anything is overwritten.
         """
         self.config = config
         self.decoder = run_decoder(config.autoencoder, config.data, config.draws_pictures)
         init_process_group(config.comm)
         self.layout = layout = Layout(config.parallelism)
+        self.sample_metrics = self._sample_metrics() if config.evaluation.enable else None
         self.folder = RunFolder(config)
         from_first_rank(check_macs, _model_on_meta(config), config.model.name)
         self._check_initial_weights()
@@ -88,6 +91,7 @@ class RunState:
         torch.use_deterministic_algorithms(config.debug.deterministic)
 
         dataset = DATASETS[config.data.name](config.data, "train")
+        self.images_per_epoch = len(dataset)
         self.info = dataset_info(config.data)
         edges = sampler_of = taps = None
         if config.gns.enable:
@@ -294,6 +298,12 @@ class RunState:
     def _open_folder(self) -> None:
         self.folder.open()
         remove_status(self.folder.path)
+
+    def _sample_metrics(self) -> SampleMetrics:
+        """Metrics of samples, checked before the run's folder is made; collective. Raises EvaluationError."""
+        data = self.config.data
+        size = None if data.name in LATENT_DATASETS else dataset_info(data).image_shape[1:]
+        return SampleMetrics(self.config.evaluation, self.layout.device, size, group_for_work())
 
     def _check_initial_weights(self) -> None:
         """Check initial weights before the run's folder is made: they must fit and be finite. Raises CheckpointError.

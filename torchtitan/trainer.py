@@ -101,6 +101,9 @@ class Trainer:
             if self.config.sampling.enable and self._due(self.config.sampling.interval):
                 with self.phases("sampling"):
                     self.reports.sample_grid()
+            if self.config.evaluation.enable and self._due(self.config.evaluation.interval):
+                with self.phases("evaluation"):
+                    self.reports.evaluate()
             signal_number = stop.poll()
             if signal_number and not save_due and self._gone_back(saving=True):
                 break  # to what is saved

@@ -16,6 +16,7 @@ import torch
 
 from data.base import DatasetError
 from torchtitan.checkpoint.location import folder_problem
+from torchtitan.config.evaluation_checks import EVALUATION_CHECKS
 from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, data_text, sampling_schedule, unconditional
 from torchtitan.config.view import ConfigView, RefusedValue
 from torchtitan.diffusion.objectives import OBJECTIVES, build_objective, objective_problems
@@ -406,6 +407,7 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _checkpoint_folder,
     _held_out_images,
     *SAMPLING_CHECKS,
+    *EVALUATION_CHECKS,
     _parameter_groups,
     _low_bit_optimizer,
     _compiler,

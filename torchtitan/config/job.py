@@ -20,7 +20,7 @@ from torchtitan.config.view import ConfigView
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.distributed.config import ActivationCheckpointConfig, CommConfig, CompileConfig, ParallelismConfig
-from torchtitan.evaluation.config import AutoencoderConfig, SamplingConfig, ValidationConfig
+from torchtitan.evaluation.config import AutoencoderConfig, EvaluationConfig, SamplingConfig, ValidationConfig
 from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.gns.config import GNSConfig
@@ -139,6 +139,7 @@ class JobConfig:
     checkpoint: CheckpointConfig = section_of(CheckpointConfig, "saving, resuming, initial weights")
     metrics: MetricsConfig = section_of(MetricsConfig, "logging: console, TensorBoard, Weights & Biases")
     sampling: SamplingConfig = section_of(SamplingConfig, "grids of samples while training, and their judge")
+    evaluation: EvaluationConfig = section_of(EvaluationConfig, "metrics of drawn samples against a reference")
     validation: ValidationConfig = section_of(ValidationConfig, "loss on held-out images")
     profiling: ProfilingConfig = section_of(ProfilingConfig, "traces of steps, snapshots of memory")
     comm: CommConfig = section_of(CommConfig, "timeouts of collectives, flight recorder")

@@ -1,4 +1,4 @@
-"""`[sampling]`, `[validation]` and `[autoencoder]`: their keys, and unsupported combinations."""
+"""`[sampling]`, `[evaluation]`, `[validation]` and `[autoencoder]`: their keys, and unsupported combinations."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,6 +9,7 @@ from torchtitan.diffusion.guidance import Guidance
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, ScheduleConfig, SolverConfig
 from torchtitan.diffusion.solvers.contract import Trained
+from torchtitan.fidelity.metrics import METRICS
 from torchtitan.settings import Choice, OneOf, choice, only_with, setting
 
 DECODERS = ("none", *AUTOENCODERS)
@@ -84,6 +85,37 @@ class SamplingConfig:
         if self.guidance_interval_unit == "sigma":
             low, high = low / (1.0 + low), high / (1.0 + high)
         return Guidance(self.guidance_scale, (low, high), self.guidance_channels)
+
+
+@only_with("enable")
+@dataclass(kw_only=True)
+class EvaluationConfig:
+    """`[evaluation]`: metrics of samples drawn while training, by the solver, steps and weights of `[sampling]`."""
+
+    enable: bool = setting(False, "measure samples by metrics of features, against a reference", trajectory=False)
+    interval: int = setting(10_000, "steps between measurements; also at the last step", ge=1, trajectory=False)
+    metrics: list[OneOf[str, METRICS]] = setting(["fd"], "metrics, as scripts/evaluate.py names them", trajectory=False)
+    extractor: str = setting(
+        "inception", "feature extractor of metrics that are defined for any: a name, or a file's path", trajectory=False
+    )
+    reference: str = setting(
+        "", "reference to compare with: a name or a path, of one made by scripts/evaluate.py reference", trajectory=False
+    )
+    held_out: str = setting("", "reference of held-out images, for memorisation", trajectory=False)
+    count: int = setting(
+        5000, "samples of a measurement, the same numbers each time, classes by turns", ge=2, le=10_000_000,
+        trajectory=False,
+    )  # fmt: skip
+    guidance_scale: float = setting(
+        1.0, "guidance of these samples, by the guide and interval of [sampling]: 1 is none", ge=0, trajectory=False
+    )
+    allow_small: bool = setting(
+        False, "measure covariances of fewer samples than features, and KID without subsets", trajectory=False
+    )
+    targets: list[float] = setting(
+        [], "values of the first metric; summary.json has the first step, epoch and images that reach each",
+        trajectory=False,
+    )  # fmt: skip
 
 
 @only_with("enable")

@@ -1,9 +1,11 @@
-"""Evaluation of a model while it trains: held-out loss, grids of samples, judged samples, decoded held-out latents."""
+"""Evaluation of a model while it trains: held-out loss, grids of samples, metrics of samples, decoded held-out latents."""
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -14,13 +16,15 @@ from torchtitan.diffusion.guidance import Guide
 from torchtitan.diffusion.objective import Objective
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.distributed.mesh import Layout
-from torchtitan.evaluation.config import SamplingConfig, ValidationConfig
+from torchtitan.evaluation.config import EvaluationConfig, SamplingConfig, ValidationConfig
 from torchtitan.evaluation.decoding import LatentDecoder, held_out_picture
 from torchtitan.evaluation.judges import build_judge
+from torchtitan.evaluation.sample_metrics import SampleMetrics
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices, grid_choices
 from torchtitan.evaluation.validation import validation_loss
+from torchtitan.fidelity.measurement import Measurement
 from torchtitan.models.base import DiffusionModel
-from torchtitan.pictures.grids import class_labels, image_grid
+from torchtitan.pictures.grids import class_labels, image_grid, to_rgb
 from torchtitan.training.data_loading import validation_batches
 from torchtitan.training.ema import EMABank
 
@@ -29,25 +33,28 @@ class Evaluation:
     """Evaluation with the weights of a training and their averages. Every method is collective."""
 
     def __init__(
-        self, *, data: DataConfig, sampling: SamplingConfig, validation: ValidationConfig, seed: int, param_dtype: str,
-        info: DatasetInfo, model: DiffusionModel, objective: Objective, ema: EMABank, layout: Layout,
-        decoder: LatentDecoder | None, bin_edges: Tensor, on_unreadable: Callable[..., Any],
+        self, *, data: DataConfig, sampling: SamplingConfig, evaluation: EvaluationConfig, validation: ValidationConfig,
+        seed: int, param_dtype: str, info: DatasetInfo, model: DiffusionModel, objective: Objective, ema: EMABank,
+        layout: Layout, decoder: LatentDecoder | None, sample_metrics: SampleMetrics | None, bin_edges: Tensor,
+        on_unreadable: Callable[..., Any],
     ) -> None:  # fmt: skip
         """
         Args:
-            data, sampling, validation: sections of the run's configuration.
+            data, sampling, evaluation, validation: sections of the run's configuration.
             seed: of the run.
             param_dtype: dtype of compute.
             info: of the dataset.
             model, objective, ema, layout: of the run.
             decoder: of latents; None for training on images, or without an autoencoder.
+            sample_metrics: of `[evaluation]`; None where it is not enabled.
             bin_edges: inner edges in t of the bins of `loss_by_bin`.
             on_unreadable: called with every held-out image that cannot be decoded.
         """
-        self._data, self._sampling, self._validation = data, sampling, validation
+        self._data, self._sampling, self._evaluation, self._validation = data, sampling, evaluation, validation
         self._seed, self._param_dtype = seed, param_dtype
         self._info, self._model, self._objective, self._ema, self._layout = info, model, objective, ema, layout
         self._decoder, self._bin_edges, self._on_unreadable = decoder, bin_edges, on_unreadable
+        self._metrics = sample_metrics
         self._sampler = ImageSampler(model, objective, param_dtype, layout.device)
 
     def validate(self) -> dict[str, float]:
@@ -92,6 +99,30 @@ class Evaluation:
         dataset = DATASETS[self._data.name](self._data, "validation")
         return held_out_picture(dataset, self._decoder, self._info.class_names)
 
+    def measure(self) -> Measurement:
+        """Metrics of newly drawn samples. Raises EvaluationError, on every rank."""
+        assert self._metrics is not None
+        config, decoder, layout = self._sampling, self._decoder, self._layout
+        choices = balanced_choices(self._metrics.count, self._info.condition_kind.choices)
+        method = self._method(self._evaluation.guidance_scale)
+        with (
+            self._ema.weights(config.ema_track, self._model),
+            self._sampler.drawing(self._seed, purpose="evaluation", sharded=layout.sharded, **method) as draw_batch,
+            decoder.on_device() if decoder else nullcontext(),
+        ):
+
+            def draw(numbers: Tensor) -> tuple[np.ndarray, int]:
+                images = draw_batch(choices[numbers], numbers)
+                images = decoder.decode_alone(images) if decoder else images.cpu()
+                return to_rgb(images.numpy()), int((~images.isfinite()).flatten(1).any(dim=1).sum())
+
+            drawn = self._metrics.extract(draw, config.batch_size)
+        measurement = self._metrics.measure(drawn)
+        if layout.device.type == "cuda":  # what extraction needed is training's again
+            del drawn
+            torch.cuda.empty_cache()
+        return measurement
+
     @property
     def num_judged(self) -> int:
         """Number of images in each of the two sets that `judge` draws."""
@@ -115,12 +146,15 @@ class Evaluation:
 
     def _draw(self, choices: Tensor, guidance_scale: float, purpose: str) -> Tensor:
         config = self._sampling
-        guidance = dataclasses.replace(config.guidance, scale=guidance_scale)
         with self._ema.weights(config.ema_track, self._model):
             return self._sampler.draw(
-                choices, self._seed, **config.method() | {"guidance": guidance, "guide": self._guide()},
-                batch_size=config.batch_size, sharded=self._layout.sharded, purpose=purpose,
-            )
+                choices, self._seed, **self._method(guidance_scale), batch_size=config.batch_size,
+                sharded=self._layout.sharded, purpose=purpose,
+            )  # fmt: skip
+
+    def _method(self, guidance_scale: float) -> dict[str, Any]:
+        guidance = dataclasses.replace(self._sampling.guidance, scale=guidance_scale)
+        return self._sampling.method() | {"guidance": guidance, "guide": self._guide()}
 
     def _guide(self) -> Guide | None:
         """Guide by another track: the same model, with that track's weights in it during each of the guide's forwards."""

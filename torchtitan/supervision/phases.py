@@ -10,7 +10,7 @@ from torch.profiler import record_function
 BEFORE_FIRST_STEP = "start"
 BETWEEN_STEPS = "between phases"
 # They last as long as there is work in them, and not as long as a step.
-LONG_PHASES = frozenset({BEFORE_FIRST_STEP, "validation", "sampling", "checkpoint", "finish"})
+LONG_PHASES = frozenset({BEFORE_FIRST_STEP, "validation", "sampling", "evaluation", "checkpoint", "finish"})
 
 OnEnd = Callable[[str, int, int, int], None]
 

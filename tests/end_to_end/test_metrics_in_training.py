@@ -1,0 +1,74 @@
+"""[evaluation]: samples measured during training, on any number of ranks, without a trace in the training itself."""
+
+import shutil
+import signal
+
+import pytest
+
+from scripts import evaluate
+from tests.end_to_end.runs import write_config
+from tests.faults.forked import ForkedRun
+
+STEPS = ("--training.steps", "20", "--sampling.interval", "20", "--sampling.num_steps", "2", "--checkpoint.interval", "5")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("reference") / "digits"
+    words = ("reference", "digits", "--name", "digits-test", "--split", "validation", "--extractor", "digits")
+    assert evaluate.main([*words, "--rows", "all", "--output", str(folder)]) == 0
+    return str(folder)
+
+
+def measured_every_eight_steps(reference: str, *more: str) -> tuple[str, ...]:
+    """Of 71 samples, which two ranks do not divide into equal shares."""
+    return (
+        *STEPS, "--evaluation.enable", "true", "--evaluation.interval", "8", "--evaluation.metrics", '["fd", "prdc"]',
+        "--evaluation.extractor", "digits", "--evaluation.reference", reference, "--evaluation.count", "71",
+        "--evaluation.guidance_scale", "1.5", "--evaluation.targets", "[1e6, 1e-6]", *more,
+    )  # fmt: skip
+
+
+def measured(run: ForkedRun) -> dict[int, dict[str, float]]:
+    points = [point for point in run.points() if "evaluation_metrics/fd" in point]
+    return {point["step"]: {tag: point[tag] for tag in point if tag.startswith("evaluation")} for point in points}
+
+
+def test_metrics_are_logged_alike_on_other_ranks_and_after_a_kill_and_leave_the_training_as_it_is(reference, tmp_path):
+    config = write_config(tmp_path)
+    plain, straight = ForkedRun(config, "plain", *STEPS), ForkedRun(config, "straight", *measured_every_eight_steps(reference))
+    plain.finish()
+    said = straight.finish()[0]
+    assert straight.losses() == plain.losses()
+    killed = ForkedRun(config, "moved", *measured_every_eight_steps(reference))
+    killed.wait_for_step(10)
+    killed.send(signal.SIGKILL)
+    killed.wait()
+    moved = ForkedRun(config, "moved", *measured_every_eight_steps(reference), ranks=2, shards=2)
+    assert "resumed after step" in moved.finish()[0]
+
+    found, wanted = measured(moved), measured(straight)
+    assert list(found) == list(wanted) == [8, 16, 20]
+    for step, values in wanted.items():
+        assert values["evaluation_metrics/fd_lower"] < values["evaluation_metrics/fd"] < values["evaluation_metrics/fd_upper"]
+        assert 0 <= values["evaluation_metrics/precision"] <= 1
+        assert found[step] == pytest.approx(values, rel=1e-3, abs=1e-9)
+    assert "71 samples: fd " in said and "first fd <= 1e+06" in said
+    reached = {"fd <= 1e+06": {"step": 8, "epoch": round(8 * 16 / 1500, 3), "n_images_seen": 128}}
+    assert straight.summary()["first_reached"] == moved.summary()["first_reached"] == reached
+    last = straight.summary()["evaluation"]
+    assert last["step"] == 20 and last["fd"]["value"] == wanted[20]["evaluation_metrics/fd"]
+
+
+def test_a_lost_reference_leaves_measurements_out_and_one_that_does_not_serve_is_refused(reference, tmp_path):
+    config, copy = write_config(tmp_path), tmp_path / "copy"
+    shutil.copytree(reference, copy)
+    run = ForkedRun(config, "lost", *measured_every_eight_steps(str(copy)))
+    run.wait_for_step(1)
+    shutil.rmtree(copy)
+    assert "samples were not measured: evaluation.reference:" in run.finish()[0]
+    assert "evaluation" not in run.summary() or run.summary()["evaluation"]["step"] < 20
+    few = measured_every_eight_steps(reference, "--evaluation.count", "64", "--job.name", "few")
+    codes, said = ForkedRun(config, "few", *few).wait()
+    assert codes == [2] and "64 features from 64 images" in said[0] and "evaluation.allow_small = true" in said[0]
+    assert not (tmp_path / "outputs" / "few").exists()

@@ -1,0 +1,114 @@
+"""Metrics of samples that a training draws: their arithmetic, targets and refused configurations."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from data import DATASETS
+from data.digits import DigitsConfig
+from scripts import evaluate
+from tests.configurations import problems
+from torchtitan.errors import EvaluationError
+from torchtitan.evaluation.config import EvaluationConfig
+from torchtitan.evaluation.sample_metrics import SampleMetrics
+from torchtitan.evaluation.targets import newly_reached
+from torchtitan.features.registry import open_extractor
+from torchtitan.fidelity.feature_set import feature_set_of_rows
+from torchtitan.fidelity.measurement import Options
+from torchtitan.fidelity.metrics import METRICS
+from torchtitan.pictures.grids import to_rgb
+from torchtitan.statistics.interval import Interval
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory) -> dict[str, str]:
+    folder, found = tmp_path_factory.mktemp("references"), {}
+    for split in ("train", "validation"):
+        words = ["reference", "digits", "--name", split, "--split", split, "--extractor", "digits", "--rows", "all"]
+        assert evaluate.main([*words, "--output", str(folder / split)]) == 0
+        found[split] = str(folder / split)
+    return found
+
+
+@pytest.fixture(scope="module")
+def pixels() -> np.ndarray:
+    dataset = DATASETS["digits"](DigitsConfig(), "validation")
+    return to_rgb(dataset.fetch(np.arange(len(dataset)))["images"].numpy())
+
+
+def features(pixels: np.ndarray) -> dict[str, np.ndarray]:
+    images = torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy())
+    return {name: rows.numpy() for name, rows in open_extractor("digits", None, CPU).extract(images).items()}
+
+
+def test_metrics_of_drawn_samples_are_those_of_their_features(references, pixels):
+    noisy = np.clip(pixels + np.random.default_rng(0).normal(0, 20, pixels.shape), 0, 255).astype(np.uint8)
+    config = EvaluationConfig(
+        metrics=["prdc", "fd", "is", "memorisation"], extractor="digits", reference=references["train"],
+        held_out=references["validation"], count=150,
+    )  # fmt: skip
+    metrics = SampleMetrics(config, CPU, (8, 8), None)
+    drawn = metrics.extract(lambda numbers: (noisy[numbers], 0), batch_size=64)
+    found = metrics.measure(drawn).values
+    training = DATASETS["digits"](DigitsConfig(), "train")
+    training = features(to_rgb(training.fetch(np.arange(len(training)))["images"].numpy()))
+    samples, reference, held_out = (
+        feature_set_of_rows(name, "digits", rows)
+        for name, rows in (("samples", features(noisy[:150])), ("reference", training), ("held out", features(pixels)))
+    )
+    wanted: dict[str, Interval] = {}
+    for name in config.metrics:
+        wanted |= METRICS[name].measure(samples, reference, Options(held_out=held_out)).values
+    assert list(found) == list(wanted)
+    for name, interval in wanted.items():
+        ends = (found[name].value, found[name].lower, found[name].upper)
+        assert ends == pytest.approx((interval.value, interval.lower, interval.upper), rel=1e-4, abs=1e-6)
+
+
+def test_samples_that_are_not_finite_are_not_measured(references, pixels):
+    metrics = SampleMetrics(EvaluationConfig(extractor="digits", reference=references["train"], count=80), CPU, (8, 8), None)
+    with pytest.raises(EvaluationError, match="^4 of 80 samples have values that are not finite$"):
+        metrics.extract(lambda numbers: (pixels[numbers], 2), batch_size=40)
+
+
+@pytest.mark.parametrize("keys, reason", [
+    ({"extractor": "nothing"}, "evaluation.extractor: nothing: is neither a file nor a feature extractor"),
+    ({"reference": "nothing"}, "evaluation.reference: 'nothing' is neither a path nor the name of a reference"),
+    ({"count": 30}, r"\[evaluation\]: fd: a covariance of 64 features from 30 images .* or evaluation.allow_small = true"),
+    ({"size": (16, 16)}, r"\[evaluation\]: .*: images of 8 x 8 pixels, and the samples have 16 x 16"),
+    ({"metrics": ["fd_dinov2"]}, "evaluation.extractor: "),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_refused_before_training(references, keys, reason):
+    size = keys.pop("size", (8, 8))
+    config = EvaluationConfig(**({"extractor": "digits", "reference": references["train"], "count": 100} | keys))
+    with pytest.raises(EvaluationError, match=f"^{reason}"):
+        SampleMetrics(config, CPU, size, None)
+
+
+def test_a_target_is_reached_once_and_from_the_side_that_is_better():
+    config = EvaluationConfig(metrics=["fd", "is"], targets=[5.0, 2.0])
+    assert newly_reached(config, {"fd": Interval(4.0)}, {}) == ["fd <= 5"]
+    assert newly_reached(config, {"fd": Interval(2.0)}, {"fd <= 5": {}}) == ["fd <= 2"]
+    higher = EvaluationConfig(metrics=["is"], targets=[9.0])
+    assert newly_reached(higher, {"is": Interval(8.9)}, {}) == []
+    assert newly_reached(higher, {"is": Interval(9.5)}, {}) == ["is >= 9"]
+
+
+@pytest.mark.parametrize("keys, key, reason", [
+    ('metrics = ["fid"]\nextractor = "digits"\nreference = "x"', "metrics", "fid is of inception features; .* it is fd"),
+    ("", "reference", "is empty, and fd needs one"),
+    ('metrics = ["is"]\nreference = "x"', "reference", "has no effect on is"),
+    ('metrics = ["memorisation"]\nreference = "x"', "held_out", "is empty, and memorisation needs one"),
+    ('metrics = ["fd", "fd"]\nreference = "x"', "metrics", "fd is given twice"),
+    ('metrics = []', "metrics", "names no metric"),
+    ('metrics = ["fidd"]\nreference = "x"', "metrics", "fidd"),
+    ('reference = "x"\n[sampling]\nenable = false', "enable", "samples are drawn by .sampling."),
+])  # fmt: skip
+def test_configurations_that_measure_nothing_are_refused(tmp_path, monkeypatch, keys, key, reason):
+    monkeypatch.chdir(tmp_path)
+    (line,) = problems(f"[evaluation]\nenable = true\n{keys}")
+    assert re.search(rf"evaluation\.{key}\S*: .*{reason}", line), line

@@ -1,0 +1,219 @@
+"""Metrics of samples that a training draws, against references that hold their features."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.distributed.collectives import from_first_rank, of_all_ranks, on_all_ranks
+from torchtitan.errors import EvaluationError
+from torchtitan.evaluation.config import EvaluationConfig
+from torchtitan.evaluation.measuring import HELD_OUT, REFERENCE, SAMPLES, Request, check_request
+from torchtitan.evaluation.references import Reference, open_reference
+from torchtitan.features.base import ExtractorError, FeatureExtractor
+from torchtitan.features.registry import open_extractor
+from torchtitan.fidelity.disjoint_sets import SETS, MomentsOfSets
+from torchtitan.fidelity.errors import FidelityError
+from torchtitan.fidelity.feature_set import FeatureSet
+from torchtitan.fidelity.measurement import Measurement
+from torchtitan.fidelity.metrics import METRICS, Metric
+from torchtitan.statistics.interval import Interval
+
+# Samples' numbers [B] -> their pixels uint8 [B, H, W, 3], and how many of them were not finite.
+DrawPixels = Callable[[Tensor], tuple[np.ndarray, int]]
+# Options of scripts/evaluate.py that messages name -> keys of a configuration.
+_KEYS = {
+    "--allow-small": "evaluation.allow_small = true", "--held-out": "evaluation.held_out",
+    "--reference": "evaluation.reference",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DrawnFeatures:
+    """Features of drawn samples.
+
+    Attributes:
+        extractors: by name.
+        rows: by extractor and output, float32 [N, D]; on the first rank alone.
+        size: height and width of the samples.
+    """
+
+    extractors: Mapping[str, FeatureExtractor]
+    rows: Mapping[tuple[str, str], np.ndarray]
+    size: tuple[int, int]
+
+
+class SampleMetrics:
+    """Metrics of `[evaluation]`; every method is collective.
+
+    Extractors and references are opened for each measurement and closed after it: they take no memory from training.
+    """
+
+    def __init__(
+        self, config: EvaluationConfig, device: torch.device, size: tuple[int, int] | None, group: dist.ProcessGroup | None
+    ) -> None:
+        """
+        Args:
+            config: with metrics that can be measured.
+            device: of the extractors.
+            size: height and width of the samples; None: not known yet.
+            group: of all ranks, for CPU tensors, with a timeout above the duration of a measurement; None: one process.
+
+        Raises:
+            EvaluationError: an extractor or a reference cannot be opened, or does not hold what a metric needs; on every
+                rank.
+        """
+        self._config, self._device, self._group = config, device, group
+        self._request = Request(
+            tuple(config.metrics), config.extractor, allow_small=config.allow_small, device=str(device)
+        )
+        self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
+        on_all_ranks(lambda: self._check(size), (EvaluationError,), group)
+
+    @property
+    def count(self) -> int:
+        """Number of samples of a measurement."""
+        return self._config.count
+
+    def extract(self, draw: DrawPixels, batch_size: int) -> DrawnFeatures:
+        """Draw the samples and extract their features, each rank its share.
+
+        Args:
+            draw: called with equally many numbers on every rank.
+            batch_size: samples at a time on each rank.
+
+        Raises:
+            EvaluationError: on every rank.
+        """
+        extractors = on_all_ranks(self._extractors, (EvaluationError,), self._group)
+        rows, size = self._draw(draw, batch_size, extractors)
+        return DrawnFeatures(extractors, rows, size)
+
+    def measure(self, drawn: DrawnFeatures) -> Measurement:
+        """Measure drawn samples on the first rank, while the others wait.
+
+        Returns:
+            the values of all metrics, with the metrics' notes, on every rank.
+
+        Raises:
+            EvaluationError: on every rank.
+        """
+        return from_first_rank(self._measure, drawn, group=self._group)
+
+    def _check(self, size: tuple[int, int] | None) -> None:
+        with _in_keys():
+            extractors, references = self._extractors(), self._references()
+            check_request(
+                self._request, extractors, self.count, size, references.get(REFERENCE), references.get(HELD_OUT)
+            )
+            for name, extractor in extractors.items():
+                for _, metric in self._request.of(name):
+                    for role, reference in references.items():
+                        form = metric.reference if role == REFERENCE else "rows" if metric.needs_held_out else None
+                        if form and not reference.stored(extractor, metric.output, form):
+                            raise EvaluationError(
+                                f"{reference.place}: holds no {form} of {name}'s {metric.output} features, which training "
+                                "does not extract (make a reference by scripts/evaluate.py reference)"
+                            )
+
+    def _extractors(self) -> dict[str, FeatureExtractor]:
+        try:
+            with torch.random.fork_rng(devices=[]):  # networks are filled with random numbers before their weights
+                return {name: open_extractor(name, None, self._device) for name in self._request.extractors()}
+        except ExtractorError as error:
+            raise EvaluationError(f"evaluation.extractor: {error}") from error
+
+    def _references(self) -> dict[str, Reference]:
+        given = ((REFERENCE, self._config.reference, "reference"), (HELD_OUT, self._config.held_out, "held_out"))
+        return {role: open_reference(text, f"evaluation.{key}") for role, text, key in given if text}
+
+    def _draw(
+        self, draw: DrawPixels, batch_size: int, extractors: Mapping[str, FeatureExtractor]
+    ) -> tuple[dict[tuple[str, str], np.ndarray], tuple[int, int]]:
+        share = math.ceil(self.count / self._ranks)
+        needed = list(dict.fromkeys(
+            (name, metric.output) for name in extractors for _, metric in self._request.of(name)
+        ))
+        rows = {
+            key: np.empty((self._ranks * share, extractors[key[0]].dims[key[1]]), np.float32)
+            for key in (needed if self._rank == 0 else ())
+        }
+        damaged, size = 0, (0, 0)
+        for places in torch.arange(share).split(batch_size):  # as many on every rank
+            pixels, not_finite = draw((places + self._rank * share).clamp(max=self.count - 1))
+            damaged, size = damaged + not_finite, (pixels.shape[1], pixels.shape[2])
+            images = torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))  # [B, 3, H, W]
+            features = {name: extractor.extract(images) for name, extractor in extractors.items()}
+            for name, output in needed:
+                for rank, part in enumerate(self._gathered(features[name][output].cpu())):
+                    rows[name, output][rank * share + places.numpy()] = part.numpy()
+        if total := sum(of_all_ranks(damaged, self._group)):
+            raise EvaluationError(f"{total} of {self.count} samples have values that are not finite")
+        return {key: values[: self.count] for key, values in rows.items()}, size
+
+    def _gathered(self, part: Tensor) -> list[Tensor]:
+        """Parts of all ranks, on the first; nothing on the others."""
+        if self._ranks == 1:
+            return [part]
+        parts = [torch.empty_like(part) for _ in range(self._ranks)] if self._rank == 0 else None
+        dist.gather(part.contiguous(), parts, dst=0, group=self._group)
+        return parts or []
+
+    def _measure(self, drawn: DrawnFeatures) -> Measurement:
+        references: dict[str, Reference] = self._references()
+        values: dict[str, Interval] = {}
+        notes: list[str] = []
+        for place in (each.place for each in references.values() if each.size not in (None, drawn.size)):
+            height, width = drawn.size
+            raise EvaluationError(f"{place}: has images of another size than the samples' {width} x {height} pixels")
+
+        @cache
+        def reference_set(role: str, name: str, output: str, form: str) -> FeatureSet:
+            reference, extractor = references[role], drawn.extractors[name]
+            if form == "rows":
+                return FeatureSet(role, name, {output: reference.rows(extractor, output)})
+            return FeatureSet(role, name, moments={output: reference.moments(extractor, output)})
+
+        @cache
+        def sample_set(name: str, output: str, form: str) -> FeatureSet:
+            return _sample_set(name, output, drawn.rows[name, output], form == "sets")
+
+        def measured(name: str, metric: Metric) -> Measurement:
+            compared = reference_set(REFERENCE, name, metric.output, metric.reference) if metric.reference else None
+            held_out = reference_set(HELD_OUT, name, metric.output, "rows") if metric.needs_held_out else None
+            return metric.measure(sample_set(name, metric.output, metric.samples), compared, self._request.options(held_out))
+
+        for metric_name in self._request.metrics:
+            try:
+                found = measured(self._request.extractor_of(metric_name), METRICS[metric_name])
+            except FidelityError as error:
+                raise EvaluationError(f"{metric_name}: {error}") from error
+            values |= found.values
+            notes += found.notes
+        return Measurement(values, notes)
+
+
+def _sample_set(extractor: str, output: str, rows: np.ndarray, in_sets: bool) -> FeatureSet:
+    if not in_sets:
+        return FeatureSet(SAMPLES, extractor, {output: rows})
+    moments = MomentsOfSets(rows.shape[1], len(rows), min(SETS, len(rows) // 2))
+    moments.add(rows)
+    return FeatureSet(SAMPLES, extractor, sets={output: moments.moments()})
+
+
+@contextmanager
+def _in_keys() -> Iterator[None]:
+    """Name keys of the configuration in messages instead of options of the command."""
+    try:
+        yield
+    except EvaluationError as error:
+        text = str(error)
+        for option, key in _KEYS.items():
+            text = text.replace(option, key)
+        raise EvaluationError(text if text.startswith("evaluation.") else f"[evaluation]: {text}") from error
