@@ -29,6 +29,7 @@ from torchtitan.distributed.precision import compute_context
 from torchtitan.errors import CheckpointError
 from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.evaluation.decoding import run_decoder
+from torchtitan.evaluation.image_sets import DatasetImages
 from torchtitan.evaluation.sample_metrics import SampleMetrics
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import check_finite, check_fits, fill, saved_buffers
@@ -302,8 +303,10 @@ class RunState:
     def _sample_metrics(self) -> SampleMetrics:
         """Metrics of samples, checked before the run's folder is made; collective. Raises EvaluationError."""
         data = self.config.data
-        size = None if data.name in LATENT_DATASETS else dataset_info(data).image_shape[1:]
-        return SampleMetrics(self.config.evaluation, self.layout.device, size, group_for_work())
+        info = dataset_info(data)
+        size = None if data.name in LATENT_DATASETS else info.image_shape[1:]
+        open_split = partial(DatasetImages, data, info)
+        return SampleMetrics(self.config.evaluation, self.layout.device, size, group_for_work(), open_split)
 
     def _check_initial_weights(self) -> None:
         """Check initial weights before the run's folder is made: they must fit and be finite. Raises CheckpointError.

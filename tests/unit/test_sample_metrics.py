@@ -11,7 +11,9 @@ from data.digits import DigitsConfig
 from scripts import evaluate
 from tests.configurations import problems
 from torchtitan.errors import EvaluationError
+from torchtitan.evaluation import sample_metrics
 from torchtitan.evaluation.config import EvaluationConfig
+from torchtitan.evaluation.image_sets import DatasetImages
 from torchtitan.evaluation.sample_metrics import SampleMetrics
 from torchtitan.evaluation.targets import newly_reached
 from torchtitan.features.registry import open_extractor
@@ -45,15 +47,19 @@ def features(pixels: np.ndarray) -> dict[str, np.ndarray]:
     return {name: rows.numpy() for name, rows in open_extractor("digits", None, CPU).extract(images).items()}
 
 
-def test_metrics_of_drawn_samples_are_those_of_their_features(references, pixels):
+@pytest.mark.parametrize("made", [True, False])
+def test_metrics_of_drawn_samples_are_those_of_their_features(references, pixels, made):
     noisy = np.clip(pixels + np.random.default_rng(0).normal(0, 20, pixels.shape), 0, 255).astype(np.uint8)
     config = EvaluationConfig(
-        metrics=["prdc", "fd", "is", "memorisation"], extractor="digits", reference=references["train"],
-        held_out=references["validation"], count=150,
+        metrics=["prdc", "fd", "is", "memorisation"], extractor="digits", count=150,
+        reference=references["train"] if made else "train", held_out=references["validation"] if made else "validation",
     )  # fmt: skip
-    metrics = SampleMetrics(config, CPU, (8, 8), None)
-    drawn = metrics.extract(lambda numbers: (noisy[numbers], 0), batch_size=64)
-    found = metrics.measure(drawn).values
+    metrics = SampleMetrics(config, CPU, (8, 8), None, open_split)
+    found: dict[str, Interval] = {}
+    for _ in range(2):  # splits are extracted once
+        drawn = metrics.extract(lambda numbers: (noisy[numbers], 0), batch_size=64)
+        before, found = found, dict(metrics.measure(drawn).values)
+    assert found == before
     training = DATASETS["digits"](DigitsConfig(), "train")
     training = features(to_rgb(training.fetch(np.arange(len(training)))["images"].numpy()))
     samples, reference, held_out = (
@@ -67,6 +73,23 @@ def test_metrics_of_drawn_samples_are_those_of_their_features(references, pixels
     for name, interval in wanted.items():
         ends = (found[name].value, found[name].lower, found[name].upper)
         assert ends == pytest.approx((interval.value, interval.lower, interval.upper), rel=1e-4, abs=1e-6)
+
+
+def open_split(split: str) -> DatasetImages:
+    return DatasetImages(DigitsConfig(), DATASETS["digits"].info(DigitsConfig()), split)
+
+
+def test_a_split_of_too_many_images_or_of_latents_is_refused(monkeypatch):
+    monkeypatch.setattr(sample_metrics, "MOST_SPLIT_IMAGES", 1499)
+    config = EvaluationConfig(extractor="digits", reference="train", count=80)
+    with pytest.raises(EvaluationError, match=r"^evaluation.reference: the split has 1,500 images, more than the 1,499"):
+        SampleMetrics(config, CPU, (8, 8), None, open_split)
+
+    def latents(split: str) -> DatasetImages:
+        raise EvaluationError("dataset latents: holds latents, not images")
+
+    with pytest.raises(EvaluationError, match="^evaluation.reference: dataset latents: holds latents"):
+        SampleMetrics(config, CPU, None, None, latents)
 
 
 def test_samples_that_are_not_finite_are_not_measured(references, pixels):

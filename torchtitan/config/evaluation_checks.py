@@ -23,10 +23,13 @@ def _measurable(checked: ConfigView) -> Iterator[Problem]:
     if "fid" in names and evaluation.extractor != _INCEPTION:
         text = f"fid is of {_INCEPTION} features; with evaluation.extractor = {evaluation.extractor} it is fd"
         yield Problem("evaluation.metrics", text)
-    for key, needs in (("reference", lambda metric: metric.reference), ("held_out", lambda metric: metric.needs_held_out)):
+    for key, split, needs in (
+        ("reference", "train", lambda metric: metric.reference), ("held_out", "validation", lambda metric: metric.needs_held_out),
+    ):  # fmt: skip
         needing = [name for name in names if needs(METRICS[name])]
         if needing and not getattr(evaluation, key):
-            yield Problem(f"evaluation.{key}", f"is empty, and {needing[0]} needs one (scripts/evaluate.py reference makes it)")
+            text = f"is empty, and {needing[0]} needs one ({split}, or one made by scripts/evaluate.py reference)"
+            yield Problem(f"evaluation.{key}", text)
         if not needing and getattr(evaluation, key):
             yield Problem(f"evaluation.{key}", f"has no effect on {', '.join(names)} (remove it)")
 

@@ -12,6 +12,7 @@ from torchtitan.diffusion.solvers.contract import Trained
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.settings import Choice, OneOf, choice, only_with, setting
 
+SPLITS = ("train", "validation")
 DECODERS = ("none", *AUTOENCODERS)
 WITH_WEIGHTS = tuple(name for name in AUTOENCODERS if name != "identity")
 LATENT_DATASETS = tuple(name for name, dataset in DATASETS.items() if dataset.holds_latents)
@@ -99,9 +100,12 @@ class EvaluationConfig:
         "inception", "feature extractor of metrics that are defined for any: a name, or a file's path", trajectory=False
     )
     reference: str = setting(
-        "", "reference to compare with: a name or a path, of one made by scripts/evaluate.py reference", trajectory=False
+        "", "reference to compare with: train or validation, the run's own images; or a name or a path of one made by "
+        "scripts/evaluate.py reference", trajectory=False,
     )
-    held_out: str = setting("", "reference of held-out images, for memorisation", trajectory=False)
+    held_out: str = setting(
+        "", "images that are not trained on, for memorisation: validation, or as reference", trajectory=False
+    )
     count: int = setting(
         5000, "samples of a measurement, the same numbers each time, classes by turns", ge=2, le=10_000_000,
         trajectory=False,

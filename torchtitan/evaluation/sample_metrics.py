@@ -5,17 +5,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data.base import DatasetError
 from torchtitan.distributed.collectives import from_first_rank, of_all_ranks, on_all_ranks
 from torchtitan.errors import EvaluationError
-from torchtitan.evaluation.config import EvaluationConfig
+from torchtitan.evaluation.config import SPLITS, EvaluationConfig
+from torchtitan.evaluation.image_sets import ImageSet
 from torchtitan.evaluation.measuring import HELD_OUT, REFERENCE, SAMPLES, Request, check_request
-from torchtitan.evaluation.references import Reference, open_reference
+from torchtitan.evaluation.references import Form, ImagesReference, Reference, open_reference
 from torchtitan.features.base import ExtractorError, FeatureExtractor
 from torchtitan.features.registry import open_extractor
 from torchtitan.fidelity.disjoint_sets import SETS, MomentsOfSets
@@ -23,10 +26,14 @@ from torchtitan.fidelity.errors import FidelityError
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.fidelity.measurement import Measurement
 from torchtitan.fidelity.metrics import METRICS, Metric
+from torchtitan.fidelity.moments import Moments, moments_of_rows
 from torchtitan.statistics.interval import Interval
 
 # Samples' numbers [B] -> their pixels uint8 [B, H, W, 3], and how many of them were not finite.
 DrawPixels = Callable[[Tensor], tuple[np.ndarray, int]]
+# Images of the run's split of that name. Raises EvaluationError, DatasetError.
+OpenSplit = Callable[[str], ImageSet]
+MOST_SPLIT_IMAGES = 100_000
 # Options of scripts/evaluate.py that messages name -> keys of a configuration.
 _KEYS = {
     "--allow-small": "evaluation.allow_small = true", "--held-out": "evaluation.held_out",
@@ -49,21 +56,51 @@ class DrawnFeatures:
     size: tuple[int, int]
 
 
+class SplitReference(ImagesReference):
+    """Split of the run's own data as a reference: its features are extracted by the run, and stay on the first rank."""
+
+    def __init__(self, images: ImageSet) -> None:
+        """Raises EvaluationError: it has too many images."""
+        super().__init__(images)
+        if len(images) > MOST_SPLIT_IMAGES:
+            raise EvaluationError(
+                f"the split has {len(images):,} images, more than the {MOST_SPLIT_IMAGES:,} whose features a "
+                "run extracts (make a reference once by scripts/evaluate.py reference)"
+            )
+        self.extracted = False  # on all ranks
+        self._kept: dict[tuple[str, str, str], np.ndarray | Moments] = {}
+
+    def keep(self, extractor: str, output: str, form: str, rows: np.ndarray) -> None:
+        """Keep features of an extractor's output in a form that is needed."""
+        self._kept[extractor, output, form] = rows if form == "rows" else moments_of_rows(rows)
+
+    def stored(self, extractor: FeatureExtractor, output: str, form: str) -> bool:
+        return True  # before they are needed
+
+    def moments(self, extractor: FeatureExtractor, output: str) -> Moments:
+        return cast(Moments, self._kept[extractor.name, output, "moments"])
+
+    def rows(self, extractor: FeatureExtractor, output: str) -> np.ndarray:
+        return cast(np.ndarray, self._kept[extractor.name, output, "rows"])
+
+
 class SampleMetrics:
     """Metrics of `[evaluation]`; every method is collective.
 
-    Extractors and references are opened for each measurement and closed after it: they take no memory from training.
+    Extractors and made references are opened for each measurement and closed after it: they take no memory from training.
     """
 
     def __init__(
-        self, config: EvaluationConfig, device: torch.device, size: tuple[int, int] | None, group: dist.ProcessGroup | None
-    ) -> None:
+        self, config: EvaluationConfig, device: torch.device, size: tuple[int, int] | None, group: dist.ProcessGroup | None,
+        open_split: OpenSplit | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             config: with metrics that can be measured.
             device: of the extractors.
             size: height and width of the samples; None: not known yet.
             group: of all ranks, for CPU tensors, with a timeout above the duration of a measurement; None: one process.
+            open_split: for references that are splits of the run's data.
 
         Raises:
             EvaluationError: an extractor or a reference cannot be opened, or does not hold what a metric needs; on every
@@ -74,6 +111,8 @@ class SampleMetrics:
             tuple(config.metrics), config.extractor, allow_small=config.allow_small, device=str(device)
         )
         self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
+        self._open_split = open_split
+        self._splits: dict[str, SplitReference] = {}
         on_all_ranks(lambda: self._check(size), (EvaluationError,), group)
 
     @property
@@ -92,7 +131,10 @@ class SampleMetrics:
             EvaluationError: on every rank.
         """
         extractors = on_all_ranks(self._extractors, (EvaluationError,), self._group)
-        rows, size = self._draw(draw, batch_size, extractors)
+        for role, split in self._splits.items():
+            if not split.extracted:
+                self._extract_split(role, split, batch_size, extractors)
+        rows, size = self._draw(draw, self.count, batch_size, extractors)
         return DrawnFeatures(extractors, rows, size)
 
     def measure(self, drawn: DrawnFeatures) -> Measurement:
@@ -115,7 +157,7 @@ class SampleMetrics:
             for name, extractor in extractors.items():
                 for _, metric in self._request.of(name):
                     for role, reference in references.items():
-                        form = metric.reference if role == REFERENCE else "rows" if metric.needs_held_out else None
+                        form = _form(metric, role)
                         if form and not reference.stored(extractor, metric.output, form):
                             raise EvaluationError(
                                 f"{reference.place}: holds no {form} of {name}'s {metric.output} features, which training "
@@ -131,12 +173,37 @@ class SampleMetrics:
 
     def _references(self) -> dict[str, Reference]:
         given = ((REFERENCE, self._config.reference, "reference"), (HELD_OUT, self._config.held_out, "held_out"))
-        return {role: open_reference(text, f"evaluation.{key}") for role, text, key in given if text}
+        return {role: self._reference(role, text, key) for role, text, key in given if text}
+
+    def _reference(self, role: str, text: str, key: str) -> Reference:
+        if text not in SPLITS or self._open_split is None:
+            return open_reference(text, f"evaluation.{key}")
+        if role not in self._splits:
+            try:
+                self._splits[role] = SplitReference(self._open_split(text))
+            except (EvaluationError, DatasetError) as error:
+                raise EvaluationError(f"evaluation.{key}: {error}") from error
+        return self._splits[role]
+
+    def _extract_split(
+        self, role: str, split: SplitReference, batch_size: int, extractors: Mapping[str, FeatureExtractor]
+    ) -> None:
+        images = cast(ImageSet, split.images)
+
+        def read(numbers: Tensor) -> tuple[np.ndarray, int]:
+            first = int(numbers[0])
+            return images.pixels(range(first, int(numbers.max()) + 1))[numbers.numpy() - first], 0
+
+        found, _ = self._draw(read, len(images), batch_size, extractors)
+        for (name, output), rows in found.items():
+            for form in {_form(metric, role) for _, metric in self._request.of(name) if metric.output == output} - {""}:
+                split.keep(extractors[name].name, output, form, rows)
+        split.extracted = True
 
     def _draw(
-        self, draw: DrawPixels, batch_size: int, extractors: Mapping[str, FeatureExtractor]
+        self, draw: DrawPixels, count: int, batch_size: int, extractors: Mapping[str, FeatureExtractor]
     ) -> tuple[dict[tuple[str, str], np.ndarray], tuple[int, int]]:
-        share = math.ceil(self.count / self._ranks)
+        share = math.ceil(count / self._ranks)
         needed = list(dict.fromkeys(
             (name, metric.output) for name in extractors for _, metric in self._request.of(name)
         ))
@@ -146,7 +213,7 @@ class SampleMetrics:
         }
         damaged, size = 0, (0, 0)
         for places in torch.arange(share).split(batch_size):  # as many on every rank
-            pixels, not_finite = draw((places + self._rank * share).clamp(max=self.count - 1))
+            pixels, not_finite = draw((places + self._rank * share).clamp(max=count - 1))
             damaged, size = damaged + not_finite, (pixels.shape[1], pixels.shape[2])
             images = torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))  # [B, 3, H, W]
             features = {name: extractor.extract(images) for name, extractor in extractors.items()}
@@ -154,8 +221,8 @@ class SampleMetrics:
                 for rank, part in enumerate(self._gathered(features[name][output].cpu())):
                     rows[name, output][rank * share + places.numpy()] = part.numpy()
         if total := sum(of_all_ranks(damaged, self._group)):
-            raise EvaluationError(f"{total} of {self.count} samples have values that are not finite")
-        return {key: values[: self.count] for key, values in rows.items()}, size
+            raise EvaluationError(f"{total} of {count} samples have values that are not finite")
+        return {key: values[:count] for key, values in rows.items()}, size
 
     def _gathered(self, part: Tensor) -> list[Tensor]:
         """Parts of all ranks, on the first; nothing on the others."""
@@ -197,6 +264,13 @@ class SampleMetrics:
             values |= found.values
             notes += found.notes
         return Measurement(values, notes)
+
+
+def _form(metric: Metric, role: str) -> Form | Literal[""]:
+    """Form of a reference's features that a metric reads; "" for none."""
+    if role == REFERENCE:
+        return metric.reference or ""
+    return "rows" if metric.needs_held_out else ""
 
 
 def _sample_set(extractor: str, output: str, rows: np.ndarray, in_sets: bool) -> FeatureSet:
