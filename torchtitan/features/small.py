@@ -18,7 +18,7 @@ from torch.nn.functional import interpolate
 
 from torchtitan.errors import first_line, reason
 from torchtitan.features.base import ExtractorError, FeatureExtractor, as_rgb
-from torchtitan.features.published import check_tensors
+from torchtitan.features.state_dicts import check_tensors
 from torchtitan.files.regular import check_regular, read_regular, user_path
 
 # The one entry of the metadata of a file of weights, JSON: several would be in another order in each file.
