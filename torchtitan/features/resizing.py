@@ -72,7 +72,6 @@ def resize_bicubic_pillow(images: Tensor, size: int) -> Tensor:
 def _neighbours(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Neighbours in the input of each output pixel, and the weight of the second; the place is rounded to float32."""
     scale = float(np.float32(length) / np.float32(size))
-    place = torch.arange(size, dtype=torch.float32) * scale
+    place = torch.arange(size, dtype=torch.float32, device=device) * scale
     first = place.long()
-    second = (first + 1).clamp(max=length - 1)
-    return first.to(device), second.to(device), (place - first).to(device)
+    return first, (first + 1).clamp(max=length - 1), place - first
