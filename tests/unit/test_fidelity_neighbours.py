@@ -139,3 +139,11 @@ def test_a_threshold_needs_held_out_images():
         measured("memorisation", rows, rows)
     none = memorised(rows + 100, rows, np.concatenate([rows, rows]) + 1)["memorised"]
     assert none.value == 0 and none.upper > 0.01
+
+
+def test_held_out_images_that_are_training_images_are_refused():
+    """Their threshold is 0 but for rounding in another batch, and no copy is nearer: the share would be 0 for copies alone."""
+    training = np.random.default_rng(9).standard_normal((300, 4)) + 10
+    for held_out in (training, training * (1 + 1e-7), np.concatenate([training[:20], training[:280] + 1])):
+        with pytest.raises(FidelityError, match="held-out images: more than 1 % of them are images of the reference"):
+            memorised(training, training, held_out)

@@ -14,6 +14,7 @@ from torchtitan.fidelity.pairs import squared_neighbour_distances
 from torchtitan.statistics.interval import Interval, binomial_interval
 
 _DRAWS = 1000  # of the bootstrap
+_EQUAL = 1e-5  # distance, of the features' norm, within which they are equal but for rounding in another batch
 
 
 def measure_memorisation(
@@ -34,7 +35,7 @@ def measure_memorisation(
         memorised_threshold: Euclidean distance of features.
 
     Raises:
-        FidelityError: held-out images too few for their share, or features that differ in size.
+        FidelityError: held-out images too few for their share, or among the training images; features that differ in size.
 
     Source of the idea: Meehan et al. 2020, "A Three Sample Hypothesis Test for Evaluating Generative Models", section 2,
     which compares the same distances by ranks.
@@ -49,6 +50,11 @@ def measure_memorisation(
         )
     of_samples, of_held_out = (_nearest(each, training, options.device) for each in (samples.rows_of(output), held_out))
     threshold = float(np.quantile(of_held_out, options.held_out_share))
+    if threshold <= _EQUAL * float(np.sqrt(np.mean(np.square(training, dtype=np.float64).sum(axis=1)))):
+        raise FidelityError(
+            f"{options.held_out.name}: more than {100 * options.held_out_share:g} % of them are images of the reference, so "
+            "that no copy is nearer (give images that are not in the reference)"
+        )
     copies = int(np.searchsorted(of_samples, threshold))
     ends = _bootstrap(of_samples, of_held_out, options)
     at_threshold = binomial_interval(copies, len(of_samples), options.confidence)
