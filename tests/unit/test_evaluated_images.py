@@ -1,6 +1,8 @@
 """Images to be judged and references, from every kind of file; each that cannot serve is refused in one line."""
 
+import io
 import json
+import zipfile
 
 import numpy as np
 import pytest
@@ -53,6 +55,14 @@ def test_images_are_read_in_parts_from_any_source(tmp_path, kind):
     assert hashed.digests[0] == other.digests[0] and hashed.digests[1] != other.digests[1]
 
 
+def test_equal_bytes_in_another_shape_are_other_images(tmp_path):
+    images = random_images(6)
+    for name, shape in (("wide", (6, 4, 16, 3)), ("high", (6, 16, 4, 3))):
+        np.savez(tmp_path / name, arr_0=images.reshape(shape))
+    wide, high = (hash_images(open_images(tmp_path / f"{name}.npz")) for name in ("wide", "high"))
+    assert wide.sha256 != high.sha256
+
+
 @pytest.mark.parametrize("file_format", ["png", "npz", "parquet"])
 def test_a_set_of_samples_is_read_with_its_record(tmp_path, file_format):
     images = random_images(13)
@@ -95,12 +105,17 @@ def test_npz_files_that_are_no_images_are_refused_in_one_line(tmp_path):
         ({"arr_0": np.array([{"a": 1}], object)}, "arr_0 is a pickle, which is not read"),
         ({"mu": np.zeros(6), "sigma": np.eye(6)}, "holds mu, sigma, and no images arr_0"),
         ({"arr_0": random_images(0)}, "holds no images"),
+        ({"arr_0": random_images(2)[:, :0]}, "arr_0 is [2, 0, 8, 3], not images"),
     ):
         np.savez(path, **arrays)
         assert said in refused(open_images, path)
     np.savez(path, arr_0=random_images(9))
     path.write_bytes(path.read_bytes()[:900])
     assert "is no readable npz file" in refused(open_images, path)
+    np.save(content := io.BytesIO(), random_images(9))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("arr_0.npy", content.getvalue().replace(b"(9, 8, 8, 3)", b"(-9,-8,8, 3)"))
+    assert "arr_0 is damaged: its header does not describe it" in refused(open_images, path)
 
 
 def test_statistics_and_images_of_npz_references_are_told_apart(tmp_path):
@@ -192,6 +207,7 @@ def test_what_cannot_be_measured_is_refused_before_any_work(tmp_path):
     assert "from 6 images (each of 10 parts of the samples)" in refusal(("fd_inf",), 65)
     assert "from 6 images" in refusal(("fd",), 13, sets=2)
     assert "--sets: 4 disjoint sets" in refusal(("is",), 7, sets=4)
+    assert "3 samples are too few for any metric" in refusal(("fd",), 3, allow_small=True)
     assert "images of 9 x 9 pixels, and the samples have 8 x 8" in refusal(("fd",), size=(8, 8))
     assert "--reference: not given, and needed by fd, kid" in refusal(("fd", "kid", "is"), given=None)
     assert "--held-out: not given" in refusal(("memorisation",))

@@ -151,8 +151,9 @@ def hash_images(
     chunks = range(-(-len(images) // chunk))
 
     def share() -> list[str]:
-        bar = tqdm(chunks[rank::ranks], desc="hashing", unit="chunk", disable=not (progress and rank == 0), leave=False)
-        return [images.digest(whole.numbers(number)).hex() for number in bar]
+        shown = progress and rank == 0
+        with tqdm(chunks[rank::ranks], desc="hashing", unit="chunk", disable=not shown, leave=False) as bar:
+            return [images.digest(whole.numbers(number)).hex() for number in bar]
 
     of_ranks = of_all_ranks(on_all_ranks(share, (EvaluationError,), group), group)
     return HashedImages(images, tuple(of_ranks[number % ranks][number // ranks] for number in chunks), chunk)

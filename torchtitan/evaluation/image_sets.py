@@ -194,7 +194,7 @@ class NPZImages(ImageSet):
         """Raises EvaluationError: they are of another kind or range."""
         self.place = str(array.path)
         shape, dtype = array.shape, array.dtype
-        if len(shape) != 4 or shape[3] != 3:
+        if len(shape) != 4 or shape[3] != 3 or 0 in shape[1:]:
             raise EvaluationError(f"{array.path}: arr_0 is {list(shape)}, not images [N, H, W, 3]")
         if dtype != np.uint8:
             raise EvaluationError(f"{array.path}: arr_0 is {dtype}, images are uint8 in 0..255")
@@ -211,7 +211,7 @@ class NPZImages(ImageSet):
         return self._array.read(numbers.start, numbers.stop)
 
     def digest(self, numbers: range) -> bytes:
-        return hashlib.sha256(self.pixels(numbers).data).digest()
+        return _hash_pixels(self.pixels(numbers))
 
     def record(self) -> dict[str, Any]:
         return {"kind": "npz", "place": self.place}
@@ -312,10 +312,17 @@ class DatasetImages(ImageSet):
         return np.concatenate(pieces)
 
     def digest(self, numbers: range) -> bytes:
-        return hashlib.sha256(np.ascontiguousarray(self.pixels(numbers)).data).digest()
+        return _hash_pixels(self.pixels(numbers))
 
     def record(self) -> dict[str, Any]:
         return {"kind": "dataset", "place": self._config.name, "split": self._split}
+
+
+def _hash_pixels(pixels: np.ndarray) -> bytes:
+    """SHA-256 of pixels [B, H, W, 3] with their shape: the same bytes may be other images."""
+    digest = hashlib.sha256(f"{list(pixels.shape)} ".encode())
+    digest.update(np.ascontiguousarray(pixels).data)
+    return digest.digest()
 
 
 def _readers() -> int:

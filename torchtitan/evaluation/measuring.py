@@ -31,6 +31,7 @@ from torchtitan.fidelity.moments import Moments, MomentsAccumulator
 
 SAMPLES, REFERENCE, HELD_OUT = "samples", "reference", "held-out images"
 DEFAULT_EXTRACTOR = "inception"
+FEWEST = 4  # samples of a set: two halves with a covariance each, for the jackknife
 # Metrics of covariances of parts of the samples -> number of the parts.
 _PARTS = {"fd_inf": SETS}
 
@@ -139,8 +140,12 @@ def check_request(
     Raises:
         EvaluationError: with what is missing, too small or of another size.
     """
-    if request.sets < 1 or count < 2 * request.sets:
-        raise EvaluationError(f"--sets: {request.sets} disjoint sets of at least 2 images cannot be made of {count}")
+    if count < FEWEST:
+        raise EvaluationError(f"{count} samples are too few for any metric (take at least {FEWEST})")
+    if request.sets < 1 or count < FEWEST * request.sets:
+        raise EvaluationError(
+            f"--sets: {request.sets} disjoint sets of at least {FEWEST} images cannot be made of {count}"
+        )
     if request.needs_reference() and reference is None:
         raise EvaluationError(f"--reference: not given, and needed by {_those(request, 'reference')}")
     if request.needs_held_out() and held_out is None:

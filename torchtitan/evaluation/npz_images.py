@@ -95,10 +95,10 @@ def _header(path: Path, name: str, archive: zipfile.ZipFile) -> NPZArray:
         if fortran and len(shape) > 1:
             raise EvaluationError(f"{path}: {name} is stored by columns (save it in C order)")
         start, size = member.tell(), archive.getinfo(f"{name}.npy").file_size
-    if size != start + dtype.itemsize * math.prod(shape):
+    if min(shape, default=0) < 0 or size != start + dtype.itemsize * math.prod(shape):
         raise _damaged(path, name, "its header does not describe it")
     return NPZArray(path, name, shape, dtype, start)
 
 
 def _damaged(path: Path, name: str, reason: str) -> EvaluationError:
-    return EvaluationError(f"{path}: {name} is damaged: {reason}")
+    return EvaluationError(f"{path}: {name} is damaged: {reason[:200]}")
