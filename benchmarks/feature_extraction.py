@@ -1,9 +1,10 @@
 """Time and memory of evaluated features against the bare extractor: python benchmarks/feature_extraction.py [--images N]
 
 Inception with random weights, on images of 256 x 256 pixels. Bare is a loop of the extractor over batches that are in
-memory. A folder of PNG files and an npz file are hashed, read, extracted, written chunk by chunk, and summed to moments, as
-scripts/evaluate.py does. Rounds take turns, and the ratio is taken round by round. Memory is the peak of a process of its
-own. Writes benchmarks/results/feature_extraction.json.
+memory. A folder of PNG files and an npz file are hashed, read, extracted, written chunk by chunk, and summed to moments,
+as scripts/evaluate.py does. Each is a process of its own, whose peak memory is taken; rounds take turns, and the ratio is
+taken round by round. Time is the processor's on the CPU, and the clock's on a GPU. Writes
+benchmarks/results/feature_extraction.json.
 """
 
 import argparse

@@ -238,3 +238,25 @@ def test_disjoint_sets_hold_every_image_once(tmp_path):
     expected = frechet_distance(moments_of_rows(rows["samples"]), moments_of_rows(rows["reference"]))
     assert distance.measurement.values["fd"].value == pytest.approx(expected, rel=1e-5)
     assert min(each.values["fd"].value for each in distance.sets) > expected  # fewer images, a larger distance
+
+
+def test_fid_is_of_the_statistics_of_a_batch_and_precision_of_its_images(tmp_path):
+    """The statistics of ADM's batches are of more images than the batch has."""
+    training, samples = random_images(90, seed=3), random_images(50)
+    rows = {
+        name: INCEPTION.extract(torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()))["pooled"].double().numpy()
+        for name, pixels in (("training", training), ("samples", samples))
+    }
+    statistics = moments_of_rows(rows["training"])
+    batch = {"arr_0": training[:40], "mu": statistics.mean, "sigma": statistics.covariance}
+    np.savez(tmp_path / "batch.npz", **batch)
+    np.savez(tmp_path / "samples.npz", arr_0=samples)
+    request = Request(("fid", "prdc", "fd"))
+    compared = Compared(open_images(tmp_path / "samples.npz"), open_reference(str(tmp_path / "batch.npz")))
+    check_request(request, {"inception": INCEPTION}, 50, (8, 8), compared.reference, None)
+    hash_compared(request, {"inception": INCEPTION}, compared, None)
+    fid, prdc, fd = measure(request, {"inception": INCEPTION}, compared, tmp_path / "cache")
+    expected = frechet_distance(moments_of_rows(rows["samples"]), statistics)
+    assert fid.measurement.values["fid"].value == pytest.approx(expected, rel=1e-5)
+    assert fd.measurement.values["fd"].value == fid.measurement.values["fid"].value
+    assert any("50 samples and 40 reference images" in note for note in prdc.measurement.notes)
