@@ -215,13 +215,15 @@ def test_bad_input_of_the_training_is_one_line_and_code_2(tmp_path, monkeypatch,
 class Features(nn.Module):
     """Features by the convention of TorchScript extractors."""
 
-    def __init__(self, batch_norm: bool = False, flat: bool = False):
+    def __init__(self, batch_norm: bool = False, flat: bool = False, side: int = 0, scale: float = 1.0):
         super().__init__()
         torch.manual_seed(0)
         self.convolution, self.batch_norm, self.flat = nn.Conv2d(3, 5, 3), batch_norm, flat
+        self.side, self.scale = side, scale
 
     def forward(self, images):
-        maps = self.convolution(images.float() / 127.5 - 1)
+        assert self.side == 0 or images.shape[2] == self.side
+        maps = self.convolution(images.float() / 127.5 - 1) * self.scale
         if self.batch_norm:
             maps = functional.batch_norm(maps, None, None, training=True)
         return maps.mean() if self.flat else maps.mean(dim=(2, 3))
@@ -258,10 +260,14 @@ def test_a_torchscript_file_gives_its_modules_features(tmp_path):
 def test_torchscript_that_breaks_the_convention_is_refused(tmp_path):
     torch.jit.script(Features(batch_norm=True)).save(tmp_path / "training.pt")
     torch.jit.script(Features(flat=True)).save(tmp_path / "flat.pt")
+    torch.jit.script(Features(side=8)).save(tmp_path / "asserting.pt")
+    torch.jit.script(Features(scale=math.inf)).save(tmp_path / "infinite.pt")
     torch.jit.trace(nn.Conv2d(3, 5, 3), torch.zeros(1, 3, 8, 8)).save(tmp_path / "float.pt")
     for name, said in (
         ("training.pt", "depend on the rest of its batch"), ("flat.pt", r"gives \[\] for 2 images"),
         ("float.pt", r"float.pt: fails on images .* takes uint8 images"),
+        ("asserting.pt", r"asserting.pt: fails on images .* takes uint8 images"),
+        ("infinite.pt", r"gives noise features that are not finite"),
     ):  # fmt: skip
         with pytest.raises(ExtractorError, match=said) as refused:
             open_extractor(str(tmp_path / name))

@@ -32,6 +32,7 @@ RECORD = "reference.json"
 DEFAULT_ROWS = 50_000
 _START = b'{\n "image_reference": 1,'
 _INCEPTION = "inception"
+_ROUNDING = 1e-3  # of the largest value, by which a covariance in half precision may lack symmetry
 # Keys of an npz file of statistics -> the output of Inception that they describe.
 _STATISTICS = {"pooled": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 
@@ -117,7 +118,9 @@ class StatisticsReference(Reference):
             shapes = [arrays[key].shape if key in arrays else None for key in keys]
             numbers = all(arrays[key].dtype.kind == "f" for key in keys if key in arrays)
             if shapes[0] is None or len(shapes[0]) != 1 or shapes[1] != shapes[0] * 2 or not numbers:
-                found = ", ".join(f"{key} {list(shape) if shape else 'missing'}" for key, shape in zip(keys, shapes, strict=True))
+                found = ", ".join(
+                    f"{key} {'missing' if shape is None else list(shape)}" for key, shape in zip(keys, shapes, strict=True)
+                )
                 raise EvaluationError(f"{path}: {found} are no mean [D] and covariance [D, D] of {output} features")
         if IMAGES in arrays:
             self.images = NPZImages(arrays[IMAGES])
@@ -142,6 +145,11 @@ class StatisticsReference(Reference):
         size = extractor.dims[output]
         if mean.shape != (size,):
             raise EvaluationError(f"{self.place}: statistics of {len(mean)} features, {extractor.name} has {size} ({output})")
+        variances = np.diag(covariance)
+        rounding = _ROUNDING * np.abs(covariance).max()
+        if (variances < 0).any() or (np.abs(covariance - covariance.T) > rounding).any():
+            key = self._there[output][1]
+            raise EvaluationError(f"{self.place}: {key} is no covariance: it is not symmetric, or has variances below 0")
         return Moments(None, mean, covariance)
 
     def record(self, extractors: Mapping[str, FeatureExtractor]) -> dict[str, Any]:

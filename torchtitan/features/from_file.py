@@ -48,13 +48,15 @@ class TorchScriptExtractor(FeatureExtractor):
         with full_float32(self.device):
             together, alone = (self._features(each)["pooled"] for each in (images, images[:1]))
         for features, count in ((together, 2), (alone, 1)):
-            if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != count:
+            if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != count or not features.shape[1]:
                 shape = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
                 raise ExtractorError(f"{path}: gives {shape} for {count} images ({CONVENTION})")
             if not features.is_floating_point():
                 raise ExtractorError(f"{path}: gives features in {features.dtype} ({CONVENTION})")
-        largest = BATCH_TOLERANCE * float(alone.abs().nanmean())
-        if not torch.allclose(together[:1], alone, rtol=BATCH_TOLERANCE, atol=largest, equal_nan=True):
+        if not alone.isfinite().all():
+            raise ExtractorError(f"{path}: gives noise features that are not finite (other weights, or a wider dtype)")
+        largest = BATCH_TOLERANCE * float(alone.abs().mean())
+        if not torch.allclose(together[:1], alone, rtol=BATCH_TOLERANCE, atol=largest):
             raise ExtractorError(
                 f"{path}: the features of an image depend on the rest of its batch (save the module in eval mode)"
             )
@@ -65,7 +67,7 @@ class TorchScriptExtractor(FeatureExtractor):
             return {"pooled": self._module(as_rgb(images))}
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, torch.jit.Error) as error:  # the latter of an assertion in the file
             shape = list(images.shape)
             raise ExtractorError(f"{self.name}: fails on images {shape}: {_last_line(error)} ({CONVENTION})") from error
 
@@ -95,6 +97,6 @@ def _refuse_other_archives(path: Path) -> None:
         )
 
 
-def _last_line(error: RuntimeError) -> str:
+def _last_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__
