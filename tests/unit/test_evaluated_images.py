@@ -10,9 +10,11 @@ import torch
 
 from tests.evaluations import Projection, random_images, write_folder
 from torchtitan.errors import EvaluationError
+from torchtitan.evaluation.evaluation_file import spread
+from torchtitan.evaluation.evaluation_table import result_lines
 from torchtitan.evaluation.feature_files import FeatureFolder, extract_features, hash_images
 from torchtitan.evaluation.image_sets import open_images, read_ahead
-from torchtitan.evaluation.measuring import Compared, Request, check_request, hash_compared, measure
+from torchtitan.evaluation.measuring import Compared, Request, Result, check_request, hash_compared, measure
 from torchtitan.evaluation.references import (
     KeptOutput,
     add_features,
@@ -23,7 +25,9 @@ from torchtitan.evaluation.references import (
 from torchtitan.evaluation.sample_plans import SetPlan
 from torchtitan.evaluation.sample_sets import SampleSet
 from torchtitan.fidelity.frechet import frechet_distance
+from torchtitan.fidelity.measurement import Measurement
 from torchtitan.fidelity.moments import moments_of_rows
+from torchtitan.statistics.interval import Interval
 
 INCEPTION = Projection(name="inception")
 
@@ -204,7 +208,8 @@ def test_what_cannot_be_measured_is_refused_before_any_work(tmp_path):
     def refusal(metrics, count=50, size=(9, 9), given=reference, held_out=None, **options) -> str:
         return refused(check_request, Request(metrics, "projection", **options), extractors, count, size, given, held_out)
 
-    check_request(Request(("fd", "kid", "is"), "projection"), extractors, 7, (9, 9), reference, None)
+    check_request(Request(("fd", "is"), "projection"), extractors, 7, (9, 9), reference, None)
+    assert "kid: 999 samples of a set are too few (take at least 1000, or" in refusal(("kid",), 1999, sets=2)
     assert "fd: a covariance of 6 features from 6 images (samples) has rank 5 at most" in refusal(("fd",), 6)
     check_request(Request(("fd",), "projection", allow_small=True), extractors, 6, (9, 9), reference, None)
     assert "from 6 images (each of 10 parts of the samples)" in refusal(("fd_inf",), 65)
@@ -263,3 +268,12 @@ def test_fid_is_of_the_statistics_of_a_batch_and_precision_of_its_images(tmp_pat
     assert fid.measurement.values["fid"].value == pytest.approx(expected, rel=1e-5)
     assert fd.measurement.values["fd"].value == fid.measurement.values["fid"].value
     assert any("50 samples and 40 reference images" in note for note in prdc.measurement.notes)
+
+
+def test_a_value_that_disjoint_sets_are_too_small_for_has_no_mean(tmp_path):
+    images = open_images(write_folder(tmp_path / "images", random_images(8)))
+    sets = tuple(Measurement({"kid": Interval(value)}) for value in (1.0, 3.0))
+    result = Result("kid", {}, Measurement({"kid": Interval(1.5), "kid_subsets_mean": Interval(1.4)}), sets, 600)
+    assert {name: mean.value for name, mean in spread(result).items()} == {"kid": 2.0}
+    lines = list(result_lines(Request(("kid",), "projection", sets=2), Compared(images), [result]))
+    assert sum("mean of sets" in line for line in lines) == 1

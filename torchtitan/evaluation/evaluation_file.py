@@ -113,10 +113,10 @@ def scalars(results: list[Result]) -> dict[str, float]:
 
 
 def spread(result: Result) -> dict[str, Interval]:
-    """Mean of each value over the disjoint sets, with Student's interval; empty without sets."""
+    """Mean of each value over the disjoint sets, with Student's interval; only of values that all sets have."""
     return {
         name: mean_interval([each.values[name].value for each in result.sets]) for name in result.measurement.values
-        if result.sets
+        if result.sets and all(name in each.values for each in result.sets)
     }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def result_lines(request: Request, compared: Compared, results: list[Result]) ->
         for name, interval in result.measurement.values.items():
             title = f"{name}{' ↓' if metric.better.get(name) == 'lower' else ' ↑' if metric.better.get(name) else ''}"
             rows.append((title, _value(interval), _ends(interval), f"{len(compared.samples):,}", extractor, reference))
-            if result.sets:
+            if name in means:
                 images = f"{len(result.sets)} x {result.set_images:,}"
                 rows.append(("  mean of sets", _value(means[name]), _ends(means[name]), images, extractor, reference))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]

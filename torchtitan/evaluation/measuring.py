@@ -25,6 +25,7 @@ from torchtitan.features.base import FeatureExtractor
 from torchtitan.fidelity.disjoint_sets import SETS, MomentsOfSets, set_numbers
 from torchtitan.fidelity.errors import FidelityError
 from torchtitan.fidelity.feature_set import FeatureSet
+from torchtitan.fidelity.kid import SUBSET_SIZE
 from torchtitan.fidelity.measurement import Measurement, Options
 from torchtitan.fidelity.metrics import METRICS, Metric
 from torchtitan.fidelity.moments import Moments, MomentsAccumulator
@@ -34,6 +35,8 @@ DEFAULT_EXTRACTOR = "inception"
 FEWEST = 4  # samples of a set: two halves with a covariance each, for the jackknife
 # Metrics of covariances of parts of the samples -> number of the parts.
 _PARTS = {"fd_inf": SETS}
+# Metrics of rows -> the fewest samples of their published protocol.
+_FEWEST_ROWS = {"kid": SUBSET_SIZE}
 
 
 @dataclass(frozen=True)
@@ -362,7 +365,10 @@ def _those(request: Request, attribute: str) -> str:
 def _refuse_small(
     name: str, metric: Metric, extractor: FeatureExtractor, count: int, reference: Reference | None, allowed: bool
 ) -> None:
-    """Refuse too few images for a covariance before any work; the metric itself does so after it."""
+    """Refuse too few images for a covariance or a protocol before any work; the metric itself does so after it."""
+    fewest = _FEWEST_ROWS.get(name, 0)
+    if count < fewest and not allowed:
+        raise EvaluationError(f"{name}: {count} samples of a set are too few (take at least {fewest}, or --allow-small)")
     size, counts = extractor.dims[metric.output], {}
     if metric.samples == "sets":
         parts = _PARTS.get(name, 1)
