@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from torchtitan.distributed.mesh import crosses_nodes
-from torchtitan.evaluation.config import LATENT_DATASETS
+from torchtitan.evaluation.config import LATENT_DATASETS, EvaluationConfig
+from torchtitan.fidelity.metrics import METRICS
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE
 from torchtitan.processes.launch import launch_number
@@ -70,6 +71,7 @@ def closing_lines(
     lines = [f"{status} after step {state.step}"]
     lines += [f"  {name:<12} {path}" for name, path in places.items() if path]
     lines += _verdict(results)
+    lines += _metrics(results, config.evaluation)
     if state.gns:
         advice = state.gns.advice(state.batch_size)
         lines += ["gradient noise:", *(f"  {line}" for line in advice)] if advice else []
@@ -102,3 +104,26 @@ def _verdict(results: dict[str, Any]) -> list[str]:
         "held-out images, for comparison"
     )
     return lines
+
+
+def _metrics(results: dict[str, Any], config: EvaluationConfig) -> list[str]:
+    """Lines of the last measurement of `[evaluation]`: a line per metric, of the values that have a better direction."""
+    measured = results.get("evaluation")
+    if measured is None:
+        return []
+    against = f" against {config.reference}" if config.reference else ""
+    extractors = " and ".join(dict.fromkeys(METRICS[name].extractor or config.extractor for name in config.metrics))
+    lines = [f"{config.count:,} samples{against} at step {measured['step']}, in features of {extractors}:"]
+    for name in config.metrics:
+        values = [
+            f"{value} {value_text(measured[value])}" for value, better in METRICS[name].better.items()
+            if better and value in measured
+        ]
+        lines.append(f"  {name:<12} {', '.join(values)}")
+    return lines
+
+
+def value_text(described: dict[str, float]) -> str:
+    """Text of a measured value, with the ends of its interval where both are finite."""
+    text = f"{described['value']:.4g}" if "value" in described else "not finite"
+    return f"{text} [{described['lower']:.4g}, {described['upper']:.4g}]" if {"lower", "upper"} <= described.keys() else text

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from torchtitan.console import closing_lines, grids, introduce
+from torchtitan.console import closing_lines, grids, introduce, value_text
 from torchtitan.distributed.collectives import from_first_rank, highest_over_ranks
 from torchtitan.distributed.compile import CompileCounter
 from torchtitan.errors import EvaluationError, RunFolderError, TrainingError, reason
@@ -24,7 +24,6 @@ from torchtitan.gns.pictures import PICTURE_FILE
 from torchtitan.pictures.grids import save_animation
 from torchtitan.run_state import RunState
 from torchtitan.settings.record import effective
-from torchtitan.statistics.interval import Interval
 from torchtitan.summary import RunSummary
 from torchtitan.training.hardware import (
     ALLOCATOR_RETRIES,
@@ -243,7 +242,7 @@ class Reports:
             self._results["first_reached"] = self._results.get("first_reached", {}) | dict.fromkeys(reached, found)
         if self._log:
             self._log.write(state.step, scalars(values))
-            shown = ", ".join(_shown(name, each) for name, each in values.items())
+            shown = ", ".join(f"{name} {value_text(described(each))}" for name, each in values.items())
             self._say(f"step {state.step:>6}  {self._config.evaluation.count:,} samples: {shown}")
             for text in (*measurement.notes, *(f"first {text}, after {found['epoch']:g} epochs" for text in reached)):
                 self._say(f"  {text}")
@@ -333,11 +332,6 @@ class Reports:
             logger.info(text)
         else:
             tqdm.write(text, file=sys.stderr)
-
-
-def _shown(name: str, interval: Interval) -> str:
-    ends = f" [{interval.lower:.4g}, {interval.upper:.4g}]" if interval.bounded else ""
-    return f"{name} {interval.value:.4g}{ends}"
 
 
 def _duration(seconds: float) -> str:
