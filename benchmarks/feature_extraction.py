@@ -34,6 +34,7 @@ from torchtitan.evaluation.image_sets import open_images
 from torchtitan.features.inception import Inception2015, InceptionNetwork, published_shapes
 from torchtitan.fidelity.moments import MomentsAccumulator
 from torchtitan.runs.folder import versions
+from torchtitan.statistics.interval import mean_interval
 from torchtitan.training.hardware import device_name, peak_resident_gib
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,13 +70,18 @@ def main() -> None:
         "rounds": arguments.rounds,
         "clock": CLOCKS[compute_device().type],
         "images_per_second": {name: arguments.images / statistics.median(found) for name, found in seconds.items()},
-        "time_over_bare": {name: {"median": statistics.median(found), "all": found} for name, found in ratios.items()},
+        "time_over_bare": {name: {"mean": statistics.fmean(found), "all": found} | ends(found) for name, found in ratios.items()},
         "peak_gib": {name: statistics.median(found) for name, found in peaks.items()},
         "device": device_name(compute_device()), "date": date.today().isoformat(), "versions": versions(),
     }  # fmt: skip
     path = ROOT / "benchmarks" / "results" / "feature_extraction.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
+
+
+def ends(ratios: list[float]) -> dict[str, list[float]]:
+    interval = mean_interval(ratios)
+    return {"mean_95_percent": [interval.lower, interval.upper]} if interval.bounded else {}
 
 
 def write_images(folder: Path, count: int) -> None:
