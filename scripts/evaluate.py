@@ -192,6 +192,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     if not drawn:
         refuse_drawing_options(arguments)
     output = arguments.output or default_output(source)
+    if output.suffix != ".json":  # the cache has its name without that
+        raise EvaluationError(f"--output: {output} is no name of a .json file (give {output.name}.json)")
     file = EvaluationFile(output)
     from_first_rank(file.check, group=group)
     extractors = on_all_ranks(lambda: open_extractors(request.extractors(), arguments.weights), UNUSABLE, group)
@@ -206,10 +208,10 @@ def evaluate(arguments: argparse.Namespace) -> None:
     hash_compared(request, extractors, compared, group, progress=True)
     results = measure(request, extractors, compared, arguments.cache or output.with_suffix(""), group, progress=True)
     if FIRST:
+        print("\n".join(result_lines(request, compared, results)))
         file.add(describe(request, extractors, compared, results, versions(), origin(drawing) if drawn else {}))
         if drawn and source.is_dir() and drawing.trained.config.metrics.enable_tensorboard:
             log_scalars(source, drawing.trained.step or 0, scalars(results))
-        print("\n".join(result_lines(request, compared, results)))
         print(output)
 
 

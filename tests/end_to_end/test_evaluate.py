@@ -125,6 +125,7 @@ def test_refusals_are_one_line_and_nothing_is_written(reference, tmp_path, capsy
         ((folder, *given, "--metrics", "is", "--count", "71"), "--count: 71, but "),
         ((folder, *given, "--metrics", "fd", "--count", "64"), "fd: a covariance of 64 features from 64 images (samples)"),
         ((folder, *given, "--metrics", "fd", "--output", tmp_path / "mine.json"), f"{tmp_path / 'mine.json'}: there is a file"),
+        ((folder, *given, "--metrics", "is", "--output", tmp_path / "results"), f"--output: {tmp_path / 'results'} is no name"),
         ((folder, *given, "--metrics", "is", "--weights", tmp_path / "other.safetensors"), ""),
         ((folder, "--metrics", "fd", *DIGITS), "--reference: not given, and needed by fd"),
         ((folder, "--metrics", "fd", "--extractor", "nothing", "--reference", reference), "nothing: "),
