@@ -18,7 +18,7 @@ from torchtitan.config.sampling_checks import data_text
 from torchtitan.errors import EvaluationError
 from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.evaluation.decoding import LatentDecoder, run_decoder
-from torchtitan.evaluation.measuring import Request, known_metrics, stored_features
+from torchtitan.evaluation.measuring import Request, check_request, known_metrics, stored_features
 from torchtitan.evaluation.references import open_reference
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.experiments.cells import Cell, Row
@@ -191,6 +191,9 @@ def _open_judging(run: StudyRun) -> Judging:
         decoder = run_decoder(run.config.autoencoder, data, draws_pictures=True)
         if decoder is None:
             raise StudyError(f"{data_text(data)}: metrics are of images (the run's autoencoder.name is none)")
+    _, height, width = run.model(run.steps[-1], run.tracks[0]).model.image_shape
+    size = None if decoder else (height, width)
+    check_request(request, {options.extractor: extractor}, options.images, size, reference, None)
     return Judging(request, extractor, stored, decoder)
 
 

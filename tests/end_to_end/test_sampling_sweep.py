@@ -103,6 +103,7 @@ def distance(run, track, scale):
         (["--metrics", "is", "--scales", "nan"], "--scales"),
         (["--metrics", "is", "--scales", "1", "--guide", ":none"], "--guide: has no effect at a guidance scale of 1"),
         (["--metrics", "is", "--num-steps", "0"], "--num-steps"),
+        (["--metrics", "is", "--images", "3"], "3 samples are too few for any metric"),
         (["--metrics", "is", "--extractor", "nothing"], "nothing: is neither a file nor a feature extractor"),
     ],
 )
