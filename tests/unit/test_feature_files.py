@@ -7,7 +7,7 @@ import torch
 from tests.evaluations import Projection, extracted_on_this_rank, random_images, write_folder
 from tests.launcher import run_on_ranks
 from torchtitan.errors import EvaluationError
-from torchtitan.evaluation.feature_files import FeatureFolder, hash_images
+from torchtitan.evaluation.feature_files import ExtractionFailed, FeatureFolder, extract_features, hash_images
 from torchtitan.evaluation.image_sets import open_images
 
 
@@ -45,6 +45,26 @@ def test_only_missing_chunks_are_computed_and_equal_ones_are_shared(tmp_path):
     extracted_on_this_rank(str(folder), str(cache), chunk=8)
     assert len(parts(cache).keys() - before.keys()) == 1  # the last chunk
     assert not list(cache.glob("*/.*.unfinished"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "npz"])
+def test_features_of_images_that_were_changed_after_they_were_hashed_are_not_kept(tmp_path, kind):
+    before, after = random_images(20), random_images(20, seed=1)
+    place = tmp_path / ("images" if kind == "folder" else "images.npz")
+
+    def write(images: np.ndarray) -> None:
+        write_folder(place, images) if kind == "folder" else np.savez(place, arr_0=images)
+
+    write(before)
+    hashed = hash_images(open_images(place), chunk=8)
+    write(after)
+    folder = FeatureFolder(tmp_path / "cache", Projection())
+    with folder.opened(), pytest.raises(ExtractionFailed, match="images were changed while they were read"):
+        extract_features(hashed, ["pooled"], folder, 4)
+    assert not parts(tmp_path / "cache")
+    with folder.opened():
+        extract_features(hash_images(open_images(place), chunk=8), ["pooled"], folder, 4)
+    assert len(parts(tmp_path / "cache")) == 3
 
 
 def test_foreign_folders_and_damaged_parts_are_refused(tmp_path):

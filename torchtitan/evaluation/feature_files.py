@@ -51,11 +51,13 @@ class HashedImages:
     Attributes:
         images: the set.
         digests: of its chunks in order, hexadecimal.
+        stamps: of the chunks' files, taken before they were hashed.
         chunk: images of each but the last.
     """
 
     images: ImageSet
     digests: tuple[str, ...]
+    stamps: tuple[bytes, ...] = ()
     chunk: int = CHUNK
 
     @property
@@ -147,16 +149,18 @@ def hash_images(
         EvaluationError: images are damaged or of several sizes; on every rank.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
-    whole = HashedImages(images, (), chunk)
+    whole = HashedImages(images, (), chunk=chunk)
     chunks = range(-(-len(images) // chunk))
 
-    def share() -> list[str]:
+    def share() -> list[tuple[bytes, str]]:
         shown = progress and rank == 0
         with tqdm(chunks[rank::ranks], desc="hashing", unit="chunk", disable=not shown, leave=False) as bar:
-            return [images.digest(whole.numbers(number)).hex() for number in bar]
+            ranges = map(whole.numbers, bar)
+            return [(stamp, images.digest(numbers).hex()) for numbers in ranges for stamp in (images.stamp(numbers),)]
 
     of_ranks = of_all_ranks(on_all_ranks(share, (EvaluationError,), group), group)
-    return HashedImages(images, tuple(of_ranks[number % ranks][number // ranks] for number in chunks), chunk)
+    found = [of_ranks[number % ranks][number // ranks] for number in chunks]
+    return HashedImages(images, tuple(digest for _, digest in found), tuple(stamp for stamp, _ in found), chunk)
 
 
 def extract_features(
@@ -206,6 +210,8 @@ def extract_features(
 def _write(
     hashed: HashedImages, chunk: int, found: list[dict[str, Tensor]], outputs: Sequence[str], folder: FeatureFolder
 ) -> None:
+    if hashed.images.stamp(hashed.numbers(chunk)) != hashed.stamps[chunk]:  # their features would have the others' name
+        raise EvaluationError(f"{hashed.images.place}: images were changed while they were read (give the same command again)")
     for output in outputs:
         if (path := folder.part(hashed.digests[chunk], output)).exists():
             continue

@@ -15,7 +15,7 @@ import numpy as np
 from data import DATASETS, DataConfig, DatasetError, DatasetInfo
 from data.base import Split
 from data.image_decoding import decode_whole, decoding_problem, open_image
-from data.image_files import ImageList, list_images
+from data.image_files import ImageList, list_images, shown_path
 from torchtitan.checkpoint.manifest import read_json
 from torchtitan.errors import DamagedFile, EvaluationError, first_line, unwrapped
 from torchtitan.evaluation.npz_images import NPZ_SUFFIX, NPZArray, open_npz
@@ -61,6 +61,14 @@ class ImageSet(ABC):
     def digest(self, numbers: range) -> bytes:
         """SHA-256 of neighbouring images as they are stored. Raises EvaluationError."""
 
+    def stamp(self, numbers: range) -> bytes:
+        """Sizes and times of the files of neighbouring images, which tell whether they were changed since they were hashed.
+
+        Raises:
+            EvaluationError: a file is not there any more.
+        """
+        return b""
+
     @abstractmethod
     def record(self) -> dict[str, Any]:
         """Record of the set's origin, for JSON."""
@@ -100,6 +108,9 @@ class _Within(ImageSet):
 
     def digest(self, numbers: range) -> bytes:
         return self._images.digest(numbers)
+
+    def stamp(self, numbers: range) -> bytes:
+        return self._images.stamp(numbers)
 
 
 class _First(_Within):
@@ -162,6 +173,9 @@ class FolderImages(ImageSet):
             digest.update(hashlib.sha256(content).digest())
         return digest.digest()
 
+    def stamp(self, numbers: range) -> bytes:
+        return _stamp([self._files.path(number) for number in numbers])
+
     def record(self) -> dict[str, Any]:
         return {"kind": "folder", "place": self.place}
 
@@ -213,6 +227,9 @@ class NPZImages(ImageSet):
     def digest(self, numbers: range) -> bytes:
         return _hash_pixels(self.pixels(numbers))
 
+    def stamp(self, numbers: range) -> bytes:
+        return _stamp([os.fsencode(self.place)])
+
     def record(self) -> dict[str, Any]:
         return {"kind": "npz", "place": self.place}
 
@@ -252,6 +269,9 @@ class ParquetImages(ImageSet):
         for number in numbers:
             digest.update(hashlib.sha256(self._content(number)).digest())
         return digest.digest()
+
+    def stamp(self, numbers: range) -> bytes:
+        return _stamp([os.fsencode(self.place)])
 
     def record(self) -> dict[str, Any]:
         return {"kind": "parquet", "place": self.place}
@@ -323,6 +343,17 @@ def _hash_pixels(pixels: np.ndarray) -> bytes:
     digest = hashlib.sha256(f"{list(pixels.shape)} ".encode())
     digest.update(np.ascontiguousarray(pixels).data)
     return digest.digest()
+
+
+def _stamp(paths: Sequence[bytes]) -> bytes:
+    stamp = hashlib.sha256()
+    for path in paths:
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise EvaluationError(f"{shown_path(path)}: cannot be read: {error.strerror or error}") from error
+        stamp.update(f"{found.st_size} {found.st_mtime_ns} ".encode())
+    return stamp.digest()
 
 
 def _readers() -> int:
