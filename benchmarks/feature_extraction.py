@@ -2,7 +2,7 @@
 
 Inception with random weights, on images of 256 x 256 pixels. Bare is a loop of the extractor over batches that are in
 memory. A folder of PNG files and an npz file are hashed, read, extracted, written chunk by chunk, and summed to moments,
-as scripts/evaluate.py does. Each is a process of its own, whose peak memory is taken; rounds take turns, and the ratio is
+as scripts/evaluate.py does. Each runs in a separate process, for its peak memory; rounds are interleaved, and the ratio is
 taken round by round. Time is the processor's on the CPU, and the clock's on a GPU. Writes
 benchmarks/results/feature_extraction.json.
 """

@@ -142,11 +142,11 @@ def parse_evaluation(words: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def add_drawn_options(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+def add_drawn_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--seeds", metavar="SEEDS", help="draw these seeds, as 0-49999 (default: 0 to count - 1)")
     parser.add_argument("--classes", type=int, nargs="+", help="classes by turns (default: drawn for each seed)")
     parser.add_argument("--format", choices=list(SET_FORMATS), help="files of the set (default: png)")
-    add_drawing_options(parser)  # type: ignore[arg-type]  # a group takes the same arguments
+    add_drawing_options(parser)
 
 
 def parse_reference(words: list[str]) -> argparse.Namespace:
@@ -158,9 +158,9 @@ def parse_reference(words: list[str]) -> argparse.Namespace:
     add("source", metavar="DATASET|FOLDER|NPZ", help=f"a dataset ({', '.join(DATASETS)}) with its --data.KEY VALUE, or images")
     add("--name", required=True, help="of the reference, in every result")
     add("--split", choices=("train", "validation", "all"), help="of the dataset (default: train)")
-    add("--config", metavar="FILE", help="TOML file whose [data] section the --data keys override")
+    add("--config", metavar="FILE", help="TOML file with a [data] section, which the --data keys override")
     add("--count", type=int, help="the first images only (default: all)")
-    add("--rows", default=str(DEFAULT_ROWS), metavar="N|all", help="images whose features are kept beside the moments, for "
+    add("--rows", default=str(DEFAULT_ROWS), metavar="N|all", help="images to keep the features of, beside the moments, for "
         f"kid, prdc and memorisation, which needs all (default: {DEFAULT_ROWS} at random)")
     add("--output", type=Path, metavar="FOLDER", help=f"of the reference (default: {REFERENCES}/NAME)")
     add_extractor_options(parser, "networks of the features, with commas between")
@@ -253,7 +253,7 @@ def given_references(arguments: argparse.Namespace) -> list[tuple[str, str] | No
 
 
 def refuse_run(path: str, name: str) -> None:
-    """Refuse a run, whose pictures are not images to compare with. Raises EvaluationError."""
+    """Refuse a run: its pictures are grids and charts, not images to compare with. Raises EvaluationError."""
     if is_run(Path(path)):
         raise EvaluationError(f"{name}: {path} is a run (give a set of its samples, of scripts/sample.py --count)")
 

@@ -34,7 +34,7 @@ EVALUATION_BATCH = 500
 
 @dataclass(frozen=True)
 class Recipe:
-    """Recipe of a training: SGD with Nesterov's momentum 0.9, whose learning rate rises for a fifth of it, then falls to 0.
+    """Recipe of a training: SGD with Nesterov's momentum 0.9; the learning rate rises for a fifth of the steps, then falls to 0.
 
     Attributes:
         epochs, batch_size: of the training split.

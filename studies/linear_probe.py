@@ -4,7 +4,7 @@ Features are means over places of a block's output for images with noise; one fo
 baseline is the same classifier on the clean images' own values.
 
 Source: Xiang et al., "Denoising diffusion autoencoders are unified self-supervised learners", arXiv 2303.09769; the
-multi-GPU port FutureXiang/edm2, whose protocol is `--probe port`.
+multi-GPU port FutureXiang/edm2; `--probe port` is its protocol.
 """
 
 import argparse

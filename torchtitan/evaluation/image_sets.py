@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +165,8 @@ class FolderImages(ImageSet):
         digest = hashlib.sha256()
         for number in numbers:
             content = self._content(number)
-            try:
-                with open_image(content) as image:
-                    size = image.size
-            except Exception as error:  # a damaged file fails in any way
-                raise self._unreadable(number, error) from error
+            with _damage_as(partial(self._unreadable, number)), open_image(content) as image:
+                size = image.size
             if sorted(size) != sorted(self._size):  # turned by EXIF, it may be either way
                 raise self._mixed(number, size)
             digest.update(hashlib.sha256(content).digest())
@@ -187,10 +186,8 @@ class FolderImages(ImageSet):
 
     def _decoded(self, number: int) -> np.ndarray:
         content = self._content(number)
-        try:
+        with _damage_as(partial(self._unreadable, number)):
             return decode_whole(content)
-        except Exception as error:  # a damaged file fails in any way
-            raise self._unreadable(number, error) from error
 
     def _unreadable(self, number: int, error: Exception) -> EvaluationError:
         shown, problem = self._files.shown(number), decoding_problem(error)
@@ -259,10 +256,8 @@ class ParquetImages(ImageSet):
         return self._size[0], self._size[1]
 
     def pixels(self, numbers: range) -> np.ndarray:
-        try:
+        with _damage_as(self._unreadable):
             return np.stack([decode_whole(self._content(number)) for number in numbers])
-        except Exception as error:  # a damaged file fails in any way
-            raise self._unreadable(error) from error
 
     def digest(self, numbers: range) -> bytes:
         digest = hashlib.sha256()
@@ -343,6 +338,17 @@ def _hash_pixels(pixels: np.ndarray) -> bytes:
     digest = hashlib.sha256(f"{list(pixels.shape)} ".encode())
     digest.update(np.ascontiguousarray(pixels).data)
     return digest.digest()
+
+
+@contextmanager
+def _damage_as(refusal: Callable[[Exception], EvaluationError]) -> Iterator[None]:
+    """Turn what decoders raise at a damaged file, which is anything, into a refusal."""
+    try:
+        yield
+    except EvaluationError:
+        raise
+    except Exception as error:
+        raise refusal(error) from error
 
 
 def _stamp(paths: Sequence[bytes]) -> bytes:

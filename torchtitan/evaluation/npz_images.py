@@ -7,6 +7,7 @@ import zipfile
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from torchtitan.files.regular import check_regular
 NPZ_SUFFIX = ".npz"
 MOST_ARRAYS = 64
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+# zipfile raises NotImplementedError for a compression that it lacks, RuntimeError for an encrypted member.
 _DAMAGE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError)
 
 
@@ -35,7 +37,7 @@ class NPZArray:
     shape: tuple[int, ...]
     dtype: np.dtype
     start: int
-    _member: zipfile.ZipExtFile | None = field(default=None, repr=False)
+    _member: IO[bytes] | None = field(default=None, repr=False)
     _turn: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def read(self, begin: int, end: int) -> np.ndarray:
@@ -44,8 +46,7 @@ class NPZArray:
         with self._turn:
             try:
                 if self._member is None:
-                    self._member = zipfile.ZipFile(self.path).open(f"{self.name}.npy")  # type: ignore[assignment]
-                assert self._member is not None
+                    self._member = zipfile.ZipFile(self.path).open(f"{self.name}.npy")
                 self._member.seek(self.start + begin * row)
                 content = self._member.read((end - begin) * row)
             except _DAMAGE as error:

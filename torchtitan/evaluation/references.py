@@ -69,12 +69,12 @@ class Reference(ABC):
         """What it serves, in words."""
 
     def moments(self, extractor: FeatureExtractor, output: str) -> Moments:
-        """Stored moments. Raises EvaluationError: they are damaged."""
-        raise NotImplementedError
+        """Stored moments. Raises EvaluationError: there are none, or they are damaged."""
+        raise EvaluationError(f"{self.place}: stores no moments, only {self.contents()}")
 
     def rows(self, extractor: FeatureExtractor, output: str) -> np.ndarray:
-        """Stored rows, float32 [N, D]. Raises EvaluationError: they are damaged."""
-        raise NotImplementedError
+        """Stored rows, float32 [N, D]. Raises EvaluationError: there are none, or they are damaged."""
+        raise EvaluationError(f"{self.place}: stores no rows, only {self.contents()}")
 
     def record(self, extractors: Mapping[str, FeatureExtractor]) -> dict[str, Any]:
         """Record for results: of the reference, and of what it stores of the extractors' features."""

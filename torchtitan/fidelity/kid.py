@@ -26,7 +26,7 @@ def measure_kid(samples: FeatureSet, reference: FeatureSet | None, output: str, 
     `kid` is `kernel_distance`: its interval covers that both sets are drawn, so that it says whether the distance differs
     from 0. `kid_subsets_mean` and `kid_subsets_sd` are torch-fidelity's numbers: 100 pairs of subsets of 1,000 rows each,
     drawn with its generator and seed. Their standard deviation belongs to one pair of subsets and is no standard error of
-    the mean, whose subsets overlap.
+    the mean: the subsets overlap.
 
     Raises:
         FidelityError: fewer than 1,000 rows in a set, unless `options.allow_small`, which leaves the subsets out.

@@ -82,7 +82,7 @@ class Drawing:
         return SetPlan(numbers, choices, self.batch_size, settings)
 
 
-def add_drawing_options(parser: argparse.ArgumentParser) -> None:
+def add_drawing_options(parser: argparse._ActionsContainer) -> None:
     """Add the options of `open_drawing`, beside `source`, and those of the classes."""
     add = parser.add_argument
     add("--config", type=Path, help="the weights' configuration (for a safetensors file)")

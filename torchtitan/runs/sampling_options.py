@@ -19,8 +19,8 @@ METHOD_KEYS = [
 ]  # fmt: skip
 
 
-def add_method_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for every key of the method."""
+def add_method_options(parser: argparse._ActionsContainer) -> None:
+    """Add an option for every key of the method to a parser or a group of one."""
     for name, options in choices(SamplingConfig()).items():
         text = f"{_described(SamplingConfig, name)} (default: the run's)"
         parser.add_argument(option(name), choices=list(options.registry), help=text)
