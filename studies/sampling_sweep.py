@@ -18,7 +18,7 @@ from torchtitan.config.sampling_checks import data_text
 from torchtitan.errors import EvaluationError
 from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.evaluation.decoding import LatentDecoder, run_decoder
-from torchtitan.evaluation.measuring import Request, check_request, known_metrics, stored_features
+from torchtitan.evaluation.measuring import Request, check_request, known_metrics, reference_features
 from torchtitan.evaluation.references import open_reference
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.experiments.cells import Cell, Row
@@ -185,7 +185,7 @@ def _open_judging(run: StudyRun) -> Judging:
     if options.reference is None and request.needs_reference():
         raise StudyError(f"--reference: not given; {options.metrics} need one (scripts/evaluate.py reference makes it)")
     reference = None if options.reference is None else open_reference(options.reference)
-    stored = None if reference is None else stored_features(request, extractor, reference)
+    stored = None if reference is None else reference_features(request, request.extractor, extractor, reference)
     data, decoder = run.config.data, None
     if data.name in LATENT_DATASETS:
         decoder = run_decoder(run.config.autoencoder, data, draws_pictures=True)

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from torchtitan.errors import EvaluationError
 from torchtitan.evaluation.feature_files import FeatureFolder, extract_features, hash_images
 from torchtitan.evaluation.image_sets import open_images
 from torchtitan.features.base import FeatureExtractor
@@ -61,3 +62,28 @@ def extracted_on_this_rank(images: str, cache: str, chunk: int) -> list[Any]:
             moments.add(rows)
     found = moments.moments()
     return [hashed.sha256, found.mean.tolist(), found.covariance.tolist()]
+
+
+def damaged_split_on_this_rank(images: int) -> str:
+    """Measure against a split with a damaged last image, as one of the running ranks: what the measurement says."""
+    from data import DATASETS
+    from data.digits import DigitsConfig
+    from torchtitan.distributed.collectives import group_for_work
+    from torchtitan.evaluation.config import EvaluationConfig
+    from torchtitan.evaluation.image_sets import DatasetImages
+    from torchtitan.evaluation.sample_metrics import SampleMetrics
+
+    class Damaged(DatasetImages):
+        def pixels(self, numbers: range) -> np.ndarray:
+            if numbers.stop == images:
+                raise EvaluationError(f"dataset digits: image {images - 1} is damaged")
+            return super().pixels(numbers)
+
+    split = Damaged(DigitsConfig(), DATASETS["digits"].info(DigitsConfig()), "train")
+    config = EvaluationConfig(extractor="digits", reference="train", count=80)
+    metrics = SampleMetrics(config, torch.device("cpu"), (8, 8), group_for_work(), lambda name: split)
+    try:
+        metrics.extract(lambda numbers: (np.zeros((len(numbers), 8, 8, 3), np.uint8), 0), batch_size=64)
+    except EvaluationError as error:
+        return str(error)
+    return "nothing"

@@ -10,6 +10,7 @@ from data import DATASETS
 from data.digits import DigitsConfig
 from scripts import evaluate
 from tests.configurations import problems
+from tests.launcher import run_on_ranks
 from torchtitan.errors import EvaluationError
 from torchtitan.evaluation import sample_metrics
 from torchtitan.evaluation.config import EvaluationConfig
@@ -90,6 +91,11 @@ def test_a_split_of_too_many_images_or_of_latents_is_refused(monkeypatch):
 
     with pytest.raises(EvaluationError, match="^evaluation.reference: dataset latents: holds latents"):
         SampleMetrics(config, CPU, None, None, latents)
+
+
+def test_an_image_of_a_split_that_one_rank_cannot_read_is_an_error_of_all():
+    found = run_on_ranks("tests.evaluations:damaged_split_on_this_rank", 2, {"images": 1500})
+    assert found == ["dataset digits: image 1499 is damaged"] * 2
 
 
 def test_samples_that_are_not_finite_are_not_measured(references, pixels):

@@ -1,8 +1,10 @@
 """Measure samples by metrics of their features: what is needed, from which extractors, and the results."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -293,54 +295,52 @@ class _FirstRank:
     def _reference(self, role: str, reference: Reference | None) -> FeatureSet | None:
         if reference is None:
             return None
-        rows: dict[str, np.ndarray] = {}
-        moments: dict[str, Moments] = {}
-        for output, form in _forms(self._request, self._name, role):
-            stored = reference.stored(self._extractor, output, form)
-            if form == "rows":
-                rows[output] = reference.rows(self._extractor, output) if stored else self._all_rows(role, output)
-            else:
-                moments[output] = reference.moments(self._extractor, output) if stored else self._moments(role, output)
-        return FeatureSet(role, self._name, rows, moments)
-
-    def _all_rows(self, role: str, output: str) -> np.ndarray:
-        return np.concatenate(list(self._folder.rows(self._compared.hashed[role], output)))
-
-    def _moments(self, role: str, output: str) -> Moments:
-        moments = MomentsAccumulator(self._extractor.dims[output])
-        for part in self._folder.rows(self._compared.hashed[role], output):
-            moments.add(part)
-        return moments.moments()
+        hashed = self._compared.hashed.get(role)
+        parts = None if hashed is None else partial(self._folder.rows, hashed)
+        return reference_features(self._request, self._name, self._extractor, reference, role, parts)
 
 
-def stored_features(request: Request, extractor: FeatureExtractor, reference: Reference, role: str = REFERENCE) -> FeatureSet:
-    """Features of a reference that metrics need, read from its files: for samples that are never on the disk.
+def reference_features(
+    request: Request, name: str, extractor: FeatureExtractor, reference: Reference, role: str = REFERENCE,
+    extracted: Callable[[str], Iterator[np.ndarray]] | None = None,
+) -> FeatureSet:  # fmt: skip
+    """Features of a reference that the metrics of an extractor need, in the forms that they need.
 
     Args:
-        request: of metrics of one extractor.
-        extractor: that extractor.
-        reference: as `scripts/evaluate.py reference` makes it, or statistics.
+        request: the metrics.
+        name, extractor: the extractor.
+        reference: to take them from.
         role: REFERENCE or HELD_OUT.
+        extracted: rows of an output of the reference's images, chunk by chunk, for what it does not store; None: there are
+            none.
 
     Raises:
-        EvaluationError: it holds others, or is damaged.
+        EvaluationError: it does not store them and none were extracted, or it is damaged.
     """
+    if extracted is None:
+        check_stored(request, name, extractor, reference, role)
     rows: dict[str, np.ndarray] = {}
     moments: dict[str, Moments] = {}
-    for output, form in _forms(request, request.extractor, role):
+    for output, form in needed_forms(request, name, role):
+        parts = None if extracted is None or reference.stored(extractor, output, form) else extracted(output)
+        if form == "rows":
+            rows[output] = reference.rows(extractor, output) if parts is None else np.concatenate(list(parts))
+        else:
+            moments[output] = reference.moments(extractor, output) if parts is None else _moments(parts)
+    return FeatureSet(role, name, rows, moments)
+
+
+def check_stored(request: Request, name: str, extractor: FeatureExtractor, reference: Reference, role: str) -> None:
+    """Check that a reference stores the features that the metrics of an extractor need. Raises EvaluationError."""
+    for output, form in needed_forms(request, name, role):
         if not reference.stored(extractor, output, form):
             raise EvaluationError(
                 f"{reference.place}: holds {reference.contents()}, and {form} of {extractor.name}'s {output} features are needed "
                 "(scripts/evaluate.py reference makes a reference with them)"
             )
-        if form == "rows":
-            rows[output] = reference.rows(extractor, output)
-        else:
-            moments[output] = reference.moments(extractor, output)
-    return FeatureSet(role, request.extractor, rows, moments)
 
 
-def _forms(request: Request, extractor: str, role: str) -> list[tuple[str, Form]]:
+def needed_forms(request: Request, extractor: str, role: str) -> list[tuple[str, Form]]:
     """Outputs and forms of a reference's features that the metrics of an extractor need, each once."""
     if role == HELD_OUT:
         needed: list[tuple[str, Form]] = [(metric.output, "rows") for _, metric in request.of(extractor) if metric.needs_held_out]
@@ -349,12 +349,20 @@ def _forms(request: Request, extractor: str, role: str) -> list[tuple[str, Form]
     return list(dict.fromkeys(needed))
 
 
+def _moments(parts: Iterator[np.ndarray]) -> Moments:
+    first = next(parts)
+    moments = MomentsAccumulator(first.shape[1])
+    for part in itertools.chain([first], parts):
+        moments.add(part)
+    return moments.moments()
+
+
 def _to_extract(
     request: Request, name: str, extractor: FeatureExtractor, role: str, reference: Reference
 ) -> list[str]:
     """Outputs that a reference does not store in the needed form."""
     return sorted({
-        output for output, form in _forms(request, name, role) if not reference.stored(extractor, output, form)
+        output for output, form in needed_forms(request, name, role) if not reference.stored(extractor, output, form)
     })
 
 

@@ -1,11 +1,12 @@
 """Metrics of samples that a training draws, against references that hold their features."""
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,15 +18,23 @@ from torchtitan.distributed.collectives import from_first_rank, of_all_ranks, on
 from torchtitan.errors import EvaluationError
 from torchtitan.evaluation.config import SPLITS, EvaluationConfig
 from torchtitan.evaluation.image_sets import ImageSet
-from torchtitan.evaluation.measuring import HELD_OUT, REFERENCE, SAMPLES, Request, check_request
-from torchtitan.evaluation.references import Form, ImagesReference, Reference, open_reference
+from torchtitan.evaluation.measuring import (
+    HELD_OUT,
+    REFERENCE,
+    SAMPLES,
+    Request,
+    check_request,
+    check_stored,
+    needed_forms,
+    reference_features,
+)
+from torchtitan.evaluation.references import ImagesReference, Reference, open_reference
 from torchtitan.features.base import ExtractorError, FeatureExtractor
 from torchtitan.features.registry import open_extractor
-from torchtitan.fidelity.disjoint_sets import SETS, MomentsOfSets
+from torchtitan.fidelity.disjoint_sets import SETS
 from torchtitan.fidelity.errors import FidelityError
-from torchtitan.fidelity.feature_set import FeatureSet
+from torchtitan.fidelity.feature_set import FeatureSet, feature_set_of_rows
 from torchtitan.fidelity.measurement import Measurement
-from torchtitan.fidelity.metrics import METRICS, Metric
 from torchtitan.fidelity.moments import Moments, moments_of_rows
 from torchtitan.statistics.interval import Interval
 
@@ -155,14 +164,8 @@ class SampleMetrics:
                 self._request, extractors, self.count, size, references.get(REFERENCE), references.get(HELD_OUT)
             )
             for name, extractor in extractors.items():
-                for _, metric in self._request.of(name):
-                    for role, reference in references.items():
-                        form = _form(metric, role)
-                        if form and not reference.stored(extractor, metric.output, form):
-                            raise EvaluationError(
-                                f"{reference.place}: holds no {form} of {name}'s {metric.output} features, which training "
-                                "does not extract (make a reference by scripts/evaluate.py reference)"
-                            )
+                for role, reference in references.items():
+                    check_stored(self._request, name, extractor, reference, role)
 
     def _extractors(self) -> dict[str, FeatureExtractor]:
         try:
@@ -189,15 +192,23 @@ class SampleMetrics:
         self, role: str, split: SplitReference, batch_size: int, extractors: Mapping[str, FeatureExtractor]
     ) -> None:
         images = cast(ImageSet, split.images)
+        problems: list[str] = []
 
         def read(numbers: Tensor) -> tuple[np.ndarray, int]:
             first = int(numbers[0])
-            return images.pixels(range(first, int(numbers.max()) + 1))[numbers.numpy() - first], 0
+            try:
+                return images.pixels(range(first, int(numbers.max()) + 1))[numbers.numpy() - first], 0
+            except EvaluationError as error:  # the other ranks wait for this one's features
+                problems.append(str(error))
+                return np.zeros((len(numbers), *images.size, 3), np.uint8), 0
 
         found, _ = self._draw(read, len(images), batch_size, extractors)
+        if problems := list(itertools.chain(*of_all_ranks(problems, self._group))):
+            raise EvaluationError(problems[0])
         for (name, output), rows in found.items():
-            for form in {_form(metric, role) for _, metric in self._request.of(name) if metric.output == output} - {""}:
-                split.keep(extractors[name].name, output, form, rows)
+            for needed, form in needed_forms(self._request, name, role):
+                if needed == output:
+                    split.keep(extractors[name].name, output, form, rows)
         split.extracted = True
 
     def _draw(
@@ -233,52 +244,34 @@ class SampleMetrics:
         return parts or []
 
     def _measure(self, drawn: DrawnFeatures) -> Measurement:
-        references: dict[str, Reference] = self._references()
-        values: dict[str, Interval] = {}
-        notes: list[str] = []
+        references = self._references()
         for place in (each.place for each in references.values() if each.size not in (None, drawn.size)):
             height, width = drawn.size
             raise EvaluationError(f"{place}: has images of another size than the samples' {width} x {height} pixels")
+        request, found = self._request, dict[str, Measurement]()
+        for name, extractor in drawn.extractors.items():
+            samples = self._sample_set(name, drawn)
+            compared = {
+                role: reference_features(request, name, extractor, reference, role) for role, reference in references.items()
+            }
+            options = request.options(compared.get(HELD_OUT))
+            for metric_name, metric in request.of(name):
+                try:
+                    found[metric_name] = metric.measure(samples, compared.get(REFERENCE), options)
+                except FidelityError as error:
+                    raise EvaluationError(f"{metric_name}: {error}") from error
+        values: dict[str, Interval] = {}
+        for metric_name in request.metrics:
+            values |= found[metric_name].values
+        return Measurement(values, [note for metric_name in request.metrics for note in found[metric_name].notes])
 
-        @cache
-        def reference_set(role: str, name: str, output: str, form: str) -> FeatureSet:
-            reference, extractor = references[role], drawn.extractors[name]
-            if form == "rows":
-                return FeatureSet(role, name, {output: reference.rows(extractor, output)})
-            return FeatureSet(role, name, moments={output: reference.moments(extractor, output)})
-
-        @cache
-        def sample_set(name: str, output: str, form: str) -> FeatureSet:
-            return _sample_set(name, output, drawn.rows[name, output], form == "sets")
-
-        def measured(name: str, metric: Metric) -> Measurement:
-            compared = reference_set(REFERENCE, name, metric.output, metric.reference) if metric.reference else None
-            held_out = reference_set(HELD_OUT, name, metric.output, "rows") if metric.needs_held_out else None
-            return metric.measure(sample_set(name, metric.output, metric.samples), compared, self._request.options(held_out))
-
-        for metric_name in self._request.metrics:
-            try:
-                found = measured(self._request.extractor_of(metric_name), METRICS[metric_name])
-            except FidelityError as error:
-                raise EvaluationError(f"{metric_name}: {error}") from error
-            values |= found.values
-            notes += found.notes
-        return Measurement(values, notes)
-
-
-def _form(metric: Metric, role: str) -> Form | Literal[""]:
-    """Form of a reference's features that a metric reads; "" for none."""
-    if role == REFERENCE:
-        return metric.reference or ""
-    return "rows" if metric.needs_held_out else ""
-
-
-def _sample_set(extractor: str, output: str, rows: np.ndarray, in_sets: bool) -> FeatureSet:
-    if not in_sets:
-        return FeatureSet(SAMPLES, extractor, {output: rows})
-    moments = MomentsOfSets(rows.shape[1], len(rows), min(SETS, len(rows) // 2))
-    moments.add(rows)
-    return FeatureSet(SAMPLES, extractor, sets={output: moments.moments()})
+    def _sample_set(self, name: str, drawn: DrawnFeatures) -> FeatureSet:
+        rows = {output: values for (extractor, output), values in drawn.rows.items() if extractor == name}
+        in_sets = {metric.output for _, metric in self._request.of(name) if metric.samples == "sets"}
+        moments = feature_set_of_rows(
+            SAMPLES, name, {output: rows[output] for output in rows if output in in_sets}, min(SETS, self.count // 2)
+        )
+        return dataclasses.replace(moments, rows=rows)
 
 
 @contextmanager
