@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
@@ -17,7 +18,7 @@ from studies.frame import StudyRun, number
 from studies.slot_training import Slot
 from torchtitan.experiments.cells import Row
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import new_figure, note
+from torchtitan.pictures.style import new_figure, note, write_cells
 from torchtitan.statistics.interval import Interval
 
 # Kinds of rows: errors of the checkpoint, errors after a training, products of gradients.
@@ -316,10 +317,7 @@ def _draw_cosines(run: StudyRun, grid: Grid, found: dict[tuple[int, int], Interv
 def _heat_map(axes: Axes, values: list[list[float]], texts: list[list[str]], scale: float):
     axes.grid(visible=False)
     picture = axes.imshow(values, cmap="RdBu_r", vmin=-scale, vmax=scale, aspect="auto")
-    for i, line in enumerate(texts):
-        for j, text in enumerate(line):
-            dark = abs(values[i][j]) > 0.65 * scale
-            axes.text(j, i, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
+    write_cells(axes, np.array(values), texts, lambda value: abs(value) > 0.65 * scale)
     return picture
 
 

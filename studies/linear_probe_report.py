@@ -8,7 +8,7 @@ import numpy as np
 from studies.frame import number
 from torchtitan.experiments.cells import Row
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import new_figure, note, save
+from torchtitan.pictures.style import new_figure, note, save, write_cells
 
 PIXELS = "pixels"  # block of the baseline's row
 _LEAST_SPAN = 0.02  # of colours on either side of the baseline
@@ -73,10 +73,8 @@ def _draw(title: str, weights: str, rows: list[Row], baseline: Row | None, path:
     middle = number(baseline, "accuracy") if baseline is not None else (low + high) / 2
     span = max(middle - low, high - middle, _LEAST_SPAN)  # alike on both sides, so that white is the baseline
     picture = panel.imshow(values, cmap="RdBu", vmin=middle - span, vmax=middle + span, aspect="auto")
-    for line, column in zip(*np.nonzero(np.isfinite(values)), strict=True):
-        value = values[line, column]
-        ink = "white" if abs(value - middle) > 0.65 * span else "black"
-        panel.text(column, line, f"{100 * value:.1f}", ha="center", va="center", fontsize=8, color=ink)
+    texts = [[f"{100 * value:.1f}" if np.isfinite(value) else "" for value in line] for line in values]
+    write_cells(panel, values, texts, lambda value: abs(value - middle) > 0.65 * span)
     panel.grid(False)
     panel.set_xticks(range(len(levels)), [_level_text(of_level[level], "\n") for level in levels])
     panel.set_yticks(range(len(blocks)), blocks)

@@ -20,6 +20,7 @@ from data.base import DatasetError
 from data.labelled_pixels import read_labelled_pixels
 from studies.frame import require_at_least, run_study
 from studies.metric_responses_report import VALUES, bounds, summary
+from torchtitan.evaluation.offline_gradients import EstimateFailed
 from torchtitan.experiments.cells import Cell, Row
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
@@ -200,15 +201,14 @@ def cost(cell: Cell) -> int:
 
 
 def measure(study: Responses, cell: Cell, advance: Advance) -> dict[str, Any]:
-    """Measure one set with every metric; a value is empty where the set is too small for it."""
+    """Measure one set with every metric. Raises EstimateFailed: a metric cannot be computed."""
     samples = study.features("samples", SAMPLES[cell["samples"]](study.pool))
     found: dict[str, Any] = {}
     for name in MEASURED:
-        options = study.metric_options
         try:
-            values = METRICS[name].measure(samples, study.reference, options).values
-        except FidelityError:
-            continue
+            values = METRICS[name].measure(samples, study.reference, study.metric_options).values
+        except FidelityError as error:
+            raise EstimateFailed(f"{name}: {error}") from error
         for value, interval in values.items():
             if value in VALUES:
                 ends = (interval.value, interval.lower, interval.upper)

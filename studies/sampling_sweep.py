@@ -6,6 +6,7 @@ Every combination draws the same sets of images: same classes, same starting noi
 import argparse
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torchtitan.errors import EvaluationError
 from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.evaluation.decoding import LatentDecoder, run_decoder
 from torchtitan.evaluation.measuring import Request, check_request, known_metrics, reference_features
+from torchtitan.evaluation.offline_gradients import EstimateFailed
 from torchtitan.evaluation.references import open_reference
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.experiments.cells import Cell, Row
@@ -27,12 +29,13 @@ from torchtitan.experiments.folder import StudyError
 from torchtitan.features.base import ExtractorError, FeatureExtractor
 from torchtitan.features.registry import open_extractor
 from torchtitan.fidelity.disjoint_sets import SETS
+from torchtitan.fidelity.errors import FidelityError
 from torchtitan.fidelity.feature_set import FeatureSet, feature_set_of_rows
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.files.regular import user_path
 from torchtitan.pictures.grids import to_rgb
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import new_figure, note, save
+from torchtitan.pictures.style import new_figure, note, save, write_cells
 from torchtitan.runs.guides import open_guide
 from torchtitan.runs.trained_model import TrainedModel
 from torchtitan.statistics.interval import Interval, mean_interval
@@ -123,7 +126,7 @@ def cost(cell: Cell) -> int:
 
 
 def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
-    """Values of one set."""
+    """Values of one set. Raises EstimateFailed: a metric cannot be computed."""
     judging = _judging(run)
     trained = run.model(cell["step"], cell["weights"])
     parts: dict[str, list[np.ndarray]] = {METRICS[name].output: [] for name in judging.request.metrics}
@@ -136,7 +139,10 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
     samples = feature_set_of_rows("samples", judging.request.extractor, rows, min(SETS, cell["images"] // 2))
     values: dict[str, Interval] = {}
     for name in judging.request.metrics:
-        values |= METRICS[name].measure(samples, judging.reference, judging.request.options()).values
+        try:
+            values |= METRICS[name].measure(samples, judging.reference, judging.request.options()).values
+        except FidelityError as error:
+            raise EstimateFailed(f"{name}: {error}") from error
     return {name: value.value for name, value in values.items() if name in VALUES}
 
 
@@ -267,7 +273,8 @@ def _draw_map(run: StudyRun, model: str, name: str, found: dict[Setting, Interva
     for panel, count in zip(panels[0], steps, strict=True):
         table = np.array([[_value(found, Setting(track, scale, count)) for scale in scales] for track in weights])
         shown = panel.imshow(table, norm=norm, cmap="viridis" if VALUES[name] == "higher" else "viridis_r", aspect="auto")
-        _write_numbers(panel, table, norm, bright=VALUES[name] == "higher")
+        texts = [[f"{value:.3g}" if np.isfinite(value) else "" for value in line] for line in table]
+        write_cells(panel, table, texts, partial(_is_dark, norm, VALUES[name] == "higher"))
         panel.set_xticks(range(len(scales)), [f"{scale:g}" for scale in scales])
         panel.set_yticks(range(len(weights)), ["trained weights" if track == "none" else track for track in weights])
         panel.set_xlabel(f"guidance scale\n{count} steps")
@@ -285,8 +292,5 @@ def _value(found: dict[Setting, Interval], setting: Setting) -> float:
     return found[setting].value if setting in found else float("nan")
 
 
-def _write_numbers(panel: Any, table: np.ndarray, norm: Normalize, bright: bool) -> None:
-    for (row, column), value in np.ndenumerate(table):
-        if np.isfinite(value):
-            dark = (float(norm(value)) < 0.5) == bright
-            panel.text(column, row, f"{value:.3g}", ha="center", va="center", fontsize=8, color="white" if dark else "black")
+def _is_dark(norm: Normalize, bright: bool, value: float) -> bool:
+    return (float(norm(value)) < 0.5) == bright

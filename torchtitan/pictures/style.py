@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,6 +85,15 @@ def legend_outside(panel: Panel, title: str | None = None, entries_of: Panel | N
 def note(figure: Figure, text: str) -> None:
     """Add a line under the picture."""
     figure.supxlabel(text, fontsize=8, color=SOFT)
+
+
+def write_cells(
+    panel: Panel, values: np.ndarray, texts: Sequence[Sequence[str]], dark: Callable[[float], bool]
+) -> None:
+    """Write texts into the cells of a heat map of values [rows, columns], in white where a value's colour is dark."""
+    for (row, column), value in np.ndenumerate(values):
+        ink = "white" if dark(value) else "black"
+        panel.text(column, row, texts[row][column], ha="center", va="center", fontsize=8, color=ink)
 
 
 def label_log_axis(panel: Panel) -> None:
