@@ -71,8 +71,8 @@ def one_operation(flavor: str, batch: int, device: torch.device) -> tuple[Step, 
 
     def block(self: Block, x: Tensor, c: Tensor, rotary: Tensor | None) -> Tensor:
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(c)[:, None].chunk(6, dim=-1)
-        x = x + gate * self.attention(layers._modulate(self.attention_norm(x), shift, scale), rotary)
-        return x + mlp_gate * self.mlp(layers._modulate(self.mlp_norm(x), mlp_shift, mlp_scale))
+        x = x + gate * self.attention(layers.modulate(self.attention_norm(x), shift, scale), rotary)
+        return x + mlp_gate * self.mlp(layers.modulate(self.mlp_norm(x), mlp_shift, mlp_scale))
 
     def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         return x * (1 + scale) + shift

@@ -50,14 +50,22 @@ class DatasetInfo:
     """Properties of a dataset, known without reading its images.
 
     Attributes:
-        image_shape: (channels, height, width) of every image.
+        image_shape: (channels, height, width) of every image; of images in buckets that of the bucket with most pixels.
         condition_kind: what comes with each image: `Classes(number, names)`, `Embeddings(...)`, or nothing.
         has_validation: whether the validation split has images.
+        bucket_shapes: of images of several shapes, the shape of each bucket, in the order of `Dataset.buckets`; empty
+            where all images have `image_shape`.
     """
 
     image_shape: tuple[int, int, int]
     condition_kind: ConditionKind = Unconditional()
     has_validation: bool = True
+    bucket_shapes: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Every shape that an image may have."""
+        return self.bucket_shapes or (self.image_shape,)
 
     @property
     def num_classes(self) -> int:
@@ -142,12 +150,15 @@ class Dataset(ABC):
         holds_latents: whether the images are latents of a store, which `store` opens.
         blocks: lengths of the runs of neighbours that are read as one, in order, int64 [K]; training then draws its
             images from `blocks_at_a_time` of them at a time (SampleOrder). None: any image costs as much as any other.
+        buckets: of images of several shapes, the number of images of each of `DatasetInfo.bucket_shapes`, int64 [K], some
+            perhaps 0: images are numbered bucket by bucket, and a batch is of one bucket. None: one shape.
     """
 
     Config: ClassVar[type[DataConfig]]
     holds_latents: ClassVar[bool] = False
     blocks: np.ndarray | None = None
     blocks_at_a_time: int = 1
+    buckets: np.ndarray | None = None
 
     @staticmethod
     def info(config: Any) -> DatasetInfo:
@@ -182,6 +193,10 @@ class Dataset(ABC):
     def fetch_drawn(self, indices: np.ndarray, draws: Draws) -> Batch:
         """Fetch for training: as `fetch`, unless images are themselves drawn at random, by these draws alone."""
         return self.fetch(indices)
+
+    def captions(self, indices: np.ndarray) -> list[str]:
+        """Captions of images, as they are trained on. Raises DatasetError: as where images have none."""
+        raise DatasetError(f"data.name = {self.Config.name}: its images have no captions")
 
     def listing_digest(self) -> str:
         """Hash of which images are listed, where they are files or rows; not of their content."""

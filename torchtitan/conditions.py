@@ -14,6 +14,9 @@ from torch import Tensor
 
 from torchtitan import philox
 
+# Entries of a text condition: one vector per token [L, D], and one vector of the whole text [P].
+TEXT, POOLED = "text", "pooled"
+
 # Conditions of a batch, images first in each tensor: None without a condition, the tensor itself where a kind has one
 # entry, and a mapping where it has several.
 Condition = Tensor | dict[str, Tensor] | None

@@ -181,8 +181,15 @@ def _dataset_is_usable(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _model_fits_images(checked: ConfigView) -> Iterator[Problem]:
-    model = checked.whole("model")
-    for line in MODELS[model.name].problems(model, checked.dataset().image_shape):
+    model, info = checked.whole("model"), checked.dataset()
+    family = MODELS[model.name]
+    if info.bucket_shapes and not family.many_shapes:
+        others = " or ".join(name for name, other in MODELS.items() if other.many_shapes) or "another model"
+        text = f"{model.name} takes images of one shape, and data.name = {checked.data.name} has {len(info.shapes)}"
+        yield Problem("model.name", f"{text} (choose {others}, or data without buckets)")
+        return
+    lines = [line for shape in info.shapes for line in family.problems(model, shape)]
+    for line in dict.fromkeys(lines):
         key, _, text = line.partition(": ")
         yield Problem(key, text)
 
@@ -190,6 +197,10 @@ def _model_fits_images(checked: ConfigView) -> Iterator[Problem]:
 def _condition(checked: ConfigView) -> Iterator[Problem]:
     name, kind = checked.model.name, checked.dataset().condition_kind
     if MODELS[name].takes(kind):
+        if isinstance(kind, MODELS[name].conditions):
+            for line in MODELS[name].condition_problems(checked.whole("model"), kind):
+                key, _, text = line.partition(": ")
+                yield Problem(key, text)
         return
     taken = " or ".join(condition.wanted for condition in MODELS[name].conditions)
     others = " or ".join(other for other, family in MODELS.items() if family.takes(kind))
