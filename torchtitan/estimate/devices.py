@@ -31,9 +31,14 @@ class Device:
 
 # Sources: NVIDIA's data sheets of A100, H100 and H200 (SXM); DGX A100 (8 network ports of 200 Gb/s) and DGX H100, H200
 # (8 of 400 Gb/s). Memory is what CUDA reports of 40, 80 and 141 GB. NVLink: half of both directions.
+# Blackwell: data sheets of DGX B200, GB200 NVL72 and GB300 NVL72, 72 devices in one NVLink domain, a port of 400 Gb/s per
+# device (GB300: 800). Memory is 180 GB, 13.4 TB / 72 and 20 TB / 72 in GiB, the least that these can mean.
 DEVICES = {
     "H200": Device("H200", 139.8, PEAK_TFLOPS_BF16["H200"], 67.0, 4800.0, 450.0, 50.0),
     "H100": Device("H100", 79.1, PEAK_TFLOPS_BF16["H100"], 67.0, 3350.0, 450.0, 50.0),
+    "B200": Device("B200", 167.6, PEAK_TFLOPS_BF16["B200"], 80.0, 8000.0, 900.0, 50.0),
+    "GB200": Device("GB200", 173.3, PEAK_TFLOPS_BF16["GB200"], 90.0, 8000.0, 900.0, 50.0, per_node=72),
+    "GB300": Device("GB300", 258.7, PEAK_TFLOPS_BF16["GB300"], 80.0, 8000.0, 900.0, 100.0, per_node=72),
     "A100-80": Device("A100-80", 79.1, PEAK_TFLOPS_BF16["A100"], 19.5, 2039.0, 300.0, 25.0),
     "A100-40": Device("A100-40", 39.4, PEAK_TFLOPS_BF16["A100"], 19.5, 1555.0, 300.0, 25.0),
 }

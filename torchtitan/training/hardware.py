@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-# Dense bfloat16 peak in TFLOP/s by name fragment, from the makers' data sheets (without sparsity).
+# Dense bfloat16 peak in TFLOP/s by name fragment, the first that fits, from the makers' data sheets (without sparsity).
+# Superchips (GB200, GB300) have more power than the same GPUs in a node of eight.
 PEAK_TFLOPS_BF16 = {
     "A100": 312.0,
     "H100 PCIe": 756.0,
@@ -15,8 +16,10 @@ PEAK_TFLOPS_BF16 = {
     "H100": 989.0,
     "H200": 989.0,
     "H800": 989.0,
+    "GB200": 2500.0,
+    "GB300": 2500.0,
     "B200": 2250.0,
-    "B300": 2500.0,
+    "B300": 2250.0,
 }
 
 # The tag of memory_metrics, by type of device, that says what a process took from the device.
