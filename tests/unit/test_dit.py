@@ -16,8 +16,9 @@ from torchtitan.conditions import Classes, Unconditional, class_kind
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.dit.config import FLAVORS, DiTConfig
-from torchtitan.models.dit.layers import patchify, rotary_table, rotate, timestep_sinusoid, unpatchify
+from torchtitan.models.dit.layers import rotary_table, rotate
 from torchtitan.models.dit.model import DiT
+from torchtitan.models.layers import patchify, timestep_sinusoid, unpatchify
 
 SMALL = dict(dim=32, num_layers=2, num_heads=2, mlp_hidden_dim=48)
 PAPER = replace(FLAVORS["DiT-S/2"], **SMALL, learned_variance=True)

@@ -5,14 +5,16 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from torchtitan.conditions import Classes
+from torchtitan.conditions import POOLED, TEXT, Classes, Embeddings, each_tensor
 from torchtitan.distributed.compile import compile_blocks
 from torchtitan.distributed.config import ActivationCheckpointConfig, ParallelismConfig
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import parallelize
 from torchtitan.gns.capture import PARTS, CannotMeasure, GradientTaps
+from torchtitan.models import MODELS
+from torchtitan.models.base import ModelConfig
 from torchtitan.models.dit.config import DiTConfig
-from torchtitan.models.dit.model import DiT
+from torchtitan.models.flux.config import FluxConfig
 
 BATCH, BINS, CLASSES, SHAPE, BETA2, ADAM_STEPS = 10, 3, 4, (2, 8, 8), 0.9, 8
 SMALL = {"dim": 32, "num_layers": 2, "num_heads": 2}
@@ -21,7 +23,12 @@ GAINS = DiTConfig(
     **SMALL, mlp="swiglu", mlp_hidden_dim=40, norm="rmsnorm", norm_affine=True, qk_norm=True, position="rotary"
 )
 LAYERNORM_GAINS = DiTConfig(**SMALL, mlp_hidden_dim=48, norm_affine=True, final_modulation=False)
-CONFIGS = {"paper": PAPER, "gains": GAINS, "layernorm gains": LAYERNORM_GAINS}
+FLUX = FluxConfig(
+    dim=32, num_heads=2, num_double_layers=2, num_single_layers=1, mlp_hidden_dim=48, axes_dim=[4, 6, 6], text_dim=12,
+    pooled_dim=10, guidance_embedding=True,
+)  # fmt: skip
+TEXT_TOKENS = 3
+CONFIGS = {"paper": PAPER, "gains": GAINS, "layernorm gains": LAYERNORM_GAINS, "flux": FLUX}
 EDGES = torch.tensor([0.3, 0.6])
 
 
@@ -30,18 +37,24 @@ def one_process() -> Layout:
 
 
 class Problem:
-    """A model with random weights, a batch with dropped labels, and every sample's own gradient."""
+    """A model with random weights, a batch with dropped conditions, and every sample's own gradient."""
 
-    def __init__(self, config: DiTConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
-        self.model = DiT(config, SHAPE, Classes(CLASSES)).to(dtype)
+        kind = Classes(CLASSES)
+        if isinstance(config, FluxConfig):
+            kind = Embeddings({TEXT: torch.ones(TEXT_TOKENS, config.text_dim), POOLED: torch.ones(config.pooled_dim)})
+        self.model = MODELS[config.name].build(config, SHAPE, kind).to(dtype)
         self.model.init_weights()
         for parameter in self.model.parameters():
             nn.init.normal_(parameter, std=0.2)
         out_channels = self.model.out_channels
         self.x, self.t = torch.randn(BATCH, *SHAPE, dtype=dtype), torch.rand(BATCH)
-        self.labels = torch.randint(0, CLASSES, (BATCH,))
-        self.labels[::3] = CLASSES  # dropped
+        dropped = torch.arange(BATCH) % 3 == 0
+        drawn = {"class": torch.randint(0, CLASSES, (BATCH,))}
+        if isinstance(kind, Embeddings):
+            drawn = {name: torch.randn(BATCH, *shape) for name, (shape, _) in kind.entries.items()}
+        self.condition = kind.drop(kind.of(drawn), dropped)
         self.weight = torch.rand(BATCH, dtype=dtype)
         self.target = torch.randn(BATCH, out_channels, *SHAPE[1:], dtype=dtype)
         self.one_hot = nn.functional.one_hot(torch.bucketize(self.t, EDGES), BINS).double()
@@ -49,7 +62,8 @@ class Problem:
 
     def loss(self, chosen: slice = slice(None), parameters: dict | None = None) -> torch.Tensor:
         """Per-sample losses."""
-        arguments = (self.x[chosen], 1000 * self.t[chosen].to(self.x.dtype), self.labels[chosen])
+        condition = each_tensor(self.condition, lambda value: value[chosen])
+        arguments = (self.x[chosen], 1000 * self.t[chosen].to(self.x.dtype), condition)
         output = functional_call(self.model, parameters, arguments) if parameters else self.model(*arguments)
         return self.weight[chosen] * (output - self.target[chosen]).square().flatten(1).mean(1)
 

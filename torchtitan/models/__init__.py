@@ -1,12 +1,13 @@
 """Families of networks by the name in `model.name`."""
 
 from torchtitan.conditions import ConditionKind, Unconditional
-from torchtitan.models import dit, edm2
+from torchtitan.models import dit, edm2, flux
 from torchtitan.models.base import DiffusionModel, ModelConfig, ModelFamily
 
 MODELS: dict[str, ModelFamily] = {
     "dit": dit.FAMILY,
     "edm2": edm2.FAMILY,
+    "flux": flux.FAMILY,
 }
 
 

@@ -26,14 +26,17 @@ class ProbePoint:
     Attributes:
         module: qualified name of the module, which runs once in a forward.
         channel_dim: dimension of the features in its output: 1 of maps [B, D, H, W], 2 of tokens [B, T, D].
+        first_place: place of the image's first token in the output; before it are others, as of a text.
     """
 
     module: str
     channel_dim: int
+    first_place: int = 0
 
-    def pooled(self, output: Tensor) -> Tensor:
-        """Global average pool: mean over all places of each image, float32 [B, D]."""
-        return output.detach().float().movedim(self.channel_dim, 1).flatten(2).mean(2)
+    def pooled(self, output: Tensor | tuple[Tensor, ...]) -> Tensor:
+        """Global average pool: mean over all places of each image, float32 [B, D]; of several outputs, the first is pooled."""
+        features = output if isinstance(output, Tensor) else output[0]
+        return features.detach().float().movedim(self.channel_dim, 1).flatten(2)[:, :, self.first_place :].mean(2)
 
 
 class DiffusionModel(nn.Module):
@@ -86,6 +89,9 @@ class DiffusionModel(nn.Module):
             samples: sample numbers of the images of these forwards [B], int64, on the model's device.
             attempt: changes after a rollback.
         """
+
+    def set_guidance(self, scale: float) -> None:
+        """Set the guidance scale that the following forwards are given; no effect on a model without a guidance embedding."""
 
     def blocks(self) -> list[nn.Module]:
         """List the units of checkpointing, compilation and sharding, in the order of the forward."""
@@ -149,6 +155,7 @@ class ModelConfig:
         learned_variance: whether the network also predicts the variance of a DDPM's step.
         num_predictions: images that the network predicts for each input, one for each of `objective.heads`.
         dropout: probability of dropping an activation in training, see `DiffusionModel.draw_dropout`.
+        guidance_embedding: whether the network takes a guidance scale as an input, see `DiffusionModel.set_guidance`.
     """
 
     name: str = setting("", "model family")
@@ -158,6 +165,7 @@ class ModelConfig:
     learned_variance = False
     num_predictions = 1
     dropout = 0.0
+    guidance_embedding = False
 
     @property
     def depth(self) -> int | None:
@@ -186,6 +194,10 @@ class ModelFamily:
         conditions: kinds of condition that its networks take. A family with `Unconditional` alone trains on any data,
             and ignores their conditions.
         layouts: published layouts of its weights by name, which no other family has too.
+        condition_problems: (config, kind of a type in `conditions`) -> one line per reason why the network of that
+            configuration cannot take conditions of that kind, as another width.
+        many_shapes: whether a network takes images of any shape that `problems` has no objection to, not only of the one
+            that it was built for.
     """
 
     config_class: type[ModelConfig]
@@ -194,6 +206,8 @@ class ModelFamily:
     problems: Callable[[Any, tuple[int, int, int]], list[str]]
     conditions: tuple[type[ConditionKind], ...] = (Unconditional,)
     layouts: Mapping[str, PublishedLayout] = field(default_factory=dict)
+    condition_problems: Callable[[Any, ConditionKind], list[str]] = lambda config, kind: []
+    many_shapes: bool = False
 
     def takes(self, kind: ConditionKind) -> bool:
         """Check whether the family's networks can be trained on data with conditions of a kind."""

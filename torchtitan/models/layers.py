@@ -1,11 +1,15 @@
 """Layers and checks shared by several families of networks; gradient taps know the layers."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.conditions import Classes, Condition
 from torchtitan.models.base import DiffusionModel
+
+SINUSOID_CHANNELS = 256
 
 
 class RMSNorm(nn.Module):
@@ -29,3 +33,40 @@ def check_inputs(model: DiffusionModel, x: Tensor, condition: Condition) -> None
     if (condition is None) == isinstance(kind, Classes):
         wanted = f"classes, or {kind.count} for no class" if isinstance(kind, Classes) else "no condition"
         raise ValueError(f"condition is {'missing' if condition is None else 'given'}: this model takes {wanted}")
+
+
+def patchify(x: Tensor, patch_size: int) -> Tensor:
+    """Cut images [B, C, H, W] into tokens [B, T, C p p]: rows of patches from the top, channels outermost inside."""
+    x = x.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))  # [B, C, H / p, p, W / p, p]
+    return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def unpatchify(x: Tensor, grid: tuple[int, int], patch_size: int) -> Tensor:
+    """Inverse of patchify: tokens [B, T, C p p] on a grid of (H / p, W / p) to images [B, C, H, W]."""
+    x = x.unflatten(2, (-1, patch_size, patch_size)).unflatten(1, grid)  # [B, H / p, W / p, C, p, p]
+    return x.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+
+
+def timestep_sinusoid(
+    t: Tensor, channels: int, max_period: float = 10000.0, *, reach_lowest: bool = False
+) -> Tensor:
+    """Cosines, then sines, of t at frequencies from 1 down to nearly 1 / max_period.
+
+    Args:
+        t: times [B]; the frequencies suit a range of about [0, 1000].
+        channels: even.
+        reach_lowest: the last frequency is 1 / max_period itself.
+
+    Returns:
+        [B, channels], float32 or t's dtype, whichever is finer: bfloat16 has no phase left at t = 1000.
+    """
+    t = t.to(torch.promote_types(t.dtype, torch.float32))
+    steps = channels // 2 - reach_lowest
+    exponents = -math.log(max_period) * torch.arange(channels // 2, dtype=t.dtype, device=t.device) / steps
+    angles = t[:, None] * torch.exp(exponents)  # [B, channels / 2]
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Scale and shift tokens [B, T, D] by (1 + scale) and shift, each [B, 1, D] (adaLN)."""
+    return torch.addcmul(shift, x, 1 + scale)

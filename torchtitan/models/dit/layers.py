@@ -3,16 +3,12 @@
 B images, T = (H / p)(W / p) tokens of width D, N heads of width D / N, patches of side p.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.dit.config import DiTConfig
-from torchtitan.models.layers import RMSNorm
-
-SINUSOID_CHANNELS = 256
+from torchtitan.models.layers import SINUSOID_CHANNELS, RMSNorm, modulate, timestep_sinusoid
 
 
 class Block(nn.Module):
@@ -31,9 +27,9 @@ class Block(nn.Module):
         """
         modulation = self.modulation(c)[:, None].chunk(6, dim=-1)  # six of [B, 1, D]
         attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = modulation
-        h = _modulate(self.attention_norm(x), attention_shift, attention_scale)
+        h = modulate(self.attention_norm(x), attention_shift, attention_scale)
         x = torch.addcmul(x, attention_gate, self.attention(h, rotary))
-        h = _modulate(self.mlp_norm(x), mlp_shift, mlp_scale)
+        h = modulate(self.mlp_norm(x), mlp_shift, mlp_scale)
         return torch.addcmul(x, mlp_gate, self.mlp(h))  # [B, T, D]
 
 
@@ -50,7 +46,7 @@ class OutputLayer(nn.Module):
         x = self.norm(x)
         if self.modulation is not None:
             shift, scale = self.modulation(c)[:, None].chunk(2, dim=-1)  # two of [B, 1, D]
-            x = _modulate(x, shift, scale)
+            x = modulate(x, shift, scale)
         return self.linear(x)  # [B, T, C_out p p]
 
 
@@ -119,36 +115,7 @@ class TimestepEmbedding(nn.Module):
         return self.out(F.silu(self.hidden(sinusoid)))  # [B, D]
 
 
-def patchify(x: Tensor, patch_size: int) -> Tensor:
-    """Cut images [B, C, H, W] into tokens [B, T, C p p]: rows of patches from the top, channels outermost inside."""
-    x = x.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))  # [B, C, H / p, p, W / p, p]
-    return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
-
-def unpatchify(x: Tensor, grid: tuple[int, int], patch_size: int) -> Tensor:
-    """Inverse of patchify: tokens [B, T, C p p] on a grid of (H / p, W / p) to images [B, C, H, W]."""
-    x = x.unflatten(2, (-1, patch_size, patch_size)).unflatten(1, grid)  # [B, H / p, W / p, C, p, p]
-    return x.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
-
-
-def timestep_sinusoid(
-    t: Tensor, channels: int, max_period: float = 10000.0, *, reach_lowest: bool = False
-) -> Tensor:
-    """Cosines, then sines, of t at frequencies from 1 down to nearly 1 / max_period.
-
-    Args:
-        t: times [B]; the frequencies suit a range of about [0, 1000].
-        channels: even.
-        reach_lowest: the last frequency is 1 / max_period itself.
-
-    Returns:
-        [B, channels], float32 or t's dtype, whichever is finer: bfloat16 has no phase left at t = 1000.
-    """
-    t = t.to(torch.promote_types(t.dtype, torch.float32))
-    steps = channels // 2 - reach_lowest
-    exponents = -math.log(max_period) * torch.arange(channels // 2, dtype=t.dtype, device=t.device) / steps
-    angles = t[:, None] * torch.exp(exponents)  # [B, channels / 2]
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 def sincos_table(dim: int, grid: tuple[int, int]) -> Tensor:
@@ -193,9 +160,6 @@ def _grid_angles(count: int, grid: tuple[int, int], theta: float) -> tuple[Tenso
     rows, columns = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij")
     return columns.reshape(-1, 1) * frequencies, rows.reshape(-1, 1) * frequencies
 
-
-def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return torch.addcmul(shift, x, 1 + scale)
 
 
 def _norm(config: DiTConfig) -> nn.Module:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from torchtitan.conditions import Classes, Condition, ConditionKind
 from torchtitan.models.dit.config import DiTConfig
-from torchtitan.models.dit.layers import SINUSOID_CHANNELS, attend, timestep_sinusoid
+from torchtitan.models.dit.layers import attend
 from torchtitan.models.dit.model import PatchTransformer
+from torchtitan.models.layers import SINUSOID_CHANNELS, timestep_sinusoid
 from torchtitan.models.magnitude import MPLinear, init_magnitude_preserving, mp_gelu, mp_silu, mp_sum, pixel_norm
 
 # Share of a branch in the residual sum, and of either condition in theirs. Source: the paper's table of hyperparameters.

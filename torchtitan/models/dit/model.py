@@ -10,16 +10,8 @@ from torch import Tensor, nn
 from torchtitan.conditions import Classes, Condition, ConditionKind
 from torchtitan.models.base import DiffusionModel, LinearRole, ProbePoint
 from torchtitan.models.dit.config import DiTConfig
-from torchtitan.models.dit.layers import (
-    Block,
-    OutputLayer,
-    TimestepEmbedding,
-    patchify,
-    rotary_table,
-    sincos_table,
-    unpatchify,
-)
-from torchtitan.models.layers import RMSNorm, check_inputs
+from torchtitan.models.dit.layers import Block, OutputLayer, TimestepEmbedding, rotary_table, sincos_table
+from torchtitan.models.layers import RMSNorm, check_inputs, patchify, unpatchify
 from torchtitan.models.magnitude import MPLinear
 
 # What no machine holds, and products of which fit in 64 bits.

@@ -1,0 +1,244 @@
+"""Conversion of weights between this model and published layouts: the same function, other names and orders.
+
+`bfl` is the state dict of black-forest-labs' own code, `diffusers` that of FluxTransformer2DModel. A conversion copies numbers
+and computes none, so a round trip is exact. Differences of diffusers:
+
+    queries, keys, values   three linears; of a single block also the hidden layer that is packed with them here
+    output modulation       (scale, shift) there, (shift, scale) here
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchtitan.models.flux.config import FLAVORS, FluxConfig
+from torchtitan.models.flux.model import Flux
+from torchtitan.models.published_layouts import ConversionError, PublishedLayout
+
+_SWAPPED = "output.modulation"  # in diffusers
+_DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
+
+
+@dataclass(frozen=True)
+class FluxLayout(PublishedLayout):
+    """One of the layouts of Flux.
+
+    Attributes:
+        name: key of LAYOUTS.
+    """
+
+    name: str
+    convention: str
+
+    def export_weights(self, weights: dict[str, Tensor], model: Flux) -> tuple[dict[str, Tensor], list[str]]:
+        _require_flux(model)
+        published: dict[str, Tensor] = {}
+        for name, pieces in self._tensors(model).items():
+            tensor = self._reordered(name, weights[name])
+            published |= {
+                piece: part.clone(memory_format=torch.contiguous_format)
+                for piece, part in zip(pieces, tensor.split(self._rows(name, model, len(pieces))), strict=True)
+            }
+        return published, []
+
+    def import_weights(self, published: Mapping[str, Tensor], model: Flux) -> tuple[dict[str, Tensor], list[str]]:
+        _require_flux(model)
+        tensors = self._tensors(model)
+        self._check_names(published, {piece for pieces in tensors.values() for piece in pieces}, model)
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        weights = {}
+        for name, pieces in tensors.items():
+            parts = [published[piece] for piece in pieces]
+            rows = self._rows(name, model, len(pieces))
+            for piece, part, count in zip(pieces, parts, rows, strict=True):
+                wanted = (count, *shapes[name][1:])
+                if tuple(part.shape) != wanted:
+                    raise ConversionError(f"{piece} is {list(part.shape)}, this model needs {list(wanted)}")
+                if not part.is_floating_point():
+                    raise ConversionError(f"{piece} is {str(part.dtype).removeprefix('torch.')}, not floating point")
+            joined = torch.cat(parts) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+            weights[name] = self._reordered(name, joined)
+        return weights, []
+
+    def _tensors(self, model: Flux) -> dict[str, list[str]]:
+        """Published pieces, to be joined along the first dimension, of each parameter."""
+        modules = _diffusers_modules(model.config) if self.name == "diffusers" else _bfl_modules(model.config)
+        found = {}
+        for name, _ in model.named_parameters():
+            module, _, kind = name.rpartition(".")
+            if module.endswith(("q_norm", "k_norm")) and self.name == "bfl":
+                kind = "scale"
+            found[name] = [f"{piece}.{kind}" for piece in modules[module]]
+        return found
+
+    def _rows(self, name: str, model: Flux, pieces: int) -> list[int]:
+        """Rows of each published piece of a parameter."""
+        rows, config = model.get_parameter(name).shape[0], model.config
+        if pieces == 4:
+            return [config.dim] * 3 + [config.mlp_hidden_dim]
+        return [rows // pieces] * pieces
+
+    def _reordered(self, name: str, tensor: Tensor) -> Tensor:
+        """Swap the halves that diffusers has in another order; its own inverse."""
+        if self.name == "diffusers" and name.startswith(_SWAPPED):
+            return torch.cat(tuple(reversed(tensor.chunk(2))))
+        return tensor
+
+    def _check_names(self, published: Mapping[str, Tensor], wanted: set[str], model: Flux) -> None:
+        if problem := _other_layout(published, self.name) or _other_flavor(published, self.name, model.config):
+            raise ConversionError(problem)
+        missing, extra = sorted(wanted - published.keys()), sorted(published.keys() - wanted)
+        lines = [
+            f"{len(names)} tensors {text}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            for names, text in ((missing, "are missing"), (extra, f"are not of the {self.name} layout of this model"))
+            if names
+        ]
+        if lines:
+            raise ConversionError("\n".join(lines))
+
+
+class DiffusersLayout(FluxLayout):
+    """Folder of diffusers' FluxTransformer2DModel."""
+
+    folder_files = (_DIFFUSERS_FILE,)
+
+    def folder_config(self, model: Flux) -> dict:
+        config = model.config
+        return {
+            "_class_name": "FluxTransformer2DModel",
+            "patch_size": 1,  # its pipeline packs 2 x 2 patches
+            "in_channels": model.image_shape[0] * config.patch_size**2,
+            "num_layers": config.num_double_layers,
+            "num_single_layers": config.num_single_layers,
+            "attention_head_dim": config.dim // config.num_heads,
+            "num_attention_heads": config.num_heads,
+            "joint_attention_dim": config.text_dim,
+            "pooled_projection_dim": config.pooled_dim,
+            "guidance_embeds": config.guidance_embedding,
+            "axes_dims_rope": list(config.axes_dim),
+        }
+
+    def folder_config_problems(self, document: dict, model: Flux) -> list[str]:
+        return [
+            f"{key} is {document[key]} there and {value} in this configuration"
+            for key, value in self.folder_config(model).items() if key in document and document[key] != value
+        ]
+
+    def approximation(self, model: Flux) -> str:
+        config = model.config
+        found = []
+        if config.mlp_hidden_dim != 4 * config.dim:
+            found.append(f"model.mlp_hidden_dim = {config.mlp_hidden_dim}: diffusers has 4 model.dim always")
+        if config.rope_theta != 10000:
+            found.append(f"model.rope_theta = {config.rope_theta:g}: diffusers has 10000 always")
+        return "; ".join(found)
+
+
+_CONVENTION = "FLUX.1's code passes its time in 0..1, 1 being noise, and predicts noise - data"
+LAYOUTS: dict[str, PublishedLayout] = {
+    "bfl": FluxLayout("bfl", _CONVENTION),
+    "diffusers": DiffusersLayout("diffusers", _CONVENTION),
+}
+
+
+def _bfl_modules(config: FluxConfig) -> dict[str, list[str]]:
+    modules = {"patch_embed": "img_in", "text_embed": "txt_in"}
+    for ours, theirs in (("time", "time_in"), ("pooled", "vector_in"), ("guidance", "guidance_in")):
+        modules |= {f"{ours}_embed.hidden": f"{theirs}.in_layer", f"{ours}_embed.out": f"{theirs}.out_layer"}
+    for i in range(config.num_double_layers):
+        for stream, short in (("image", "img"), ("text", "txt")):
+            ours, theirs = f"double_layers.{i}.{stream}", f"double_blocks.{i}.{short}"
+            modules |= {
+                f"{ours}.modulation": f"{theirs}_mod.lin",
+                f"{ours}.qkv": f"{theirs}_attn.qkv",
+                f"{ours}.q_norm": f"{theirs}_attn.norm.query_norm",
+                f"{ours}.k_norm": f"{theirs}_attn.norm.key_norm",
+                f"{ours}.out": f"{theirs}_attn.proj",
+                f"{ours}.hidden": f"{theirs}_mlp.0",
+                f"{ours}.mlp_out": f"{theirs}_mlp.2",
+            }
+    for i in range(config.num_single_layers):
+        ours, theirs = f"single_layers.{i}", f"single_blocks.{i}"
+        modules |= {
+            f"{ours}.modulation": f"{theirs}.modulation.lin",
+            f"{ours}.qkv_hidden": f"{theirs}.linear1",
+            f"{ours}.q_norm": f"{theirs}.norm.query_norm",
+            f"{ours}.k_norm": f"{theirs}.norm.key_norm",
+            f"{ours}.out": f"{theirs}.linear2",
+        }
+    modules |= {"output.modulation": "final_layer.adaLN_modulation.1", "output.linear": "final_layer.linear"}
+    return {ours: [theirs] for ours, theirs in modules.items()}
+
+
+def _diffusers_modules(config: FluxConfig) -> dict[str, list[str]]:
+    modules = {"patch_embed": ["x_embedder"], "text_embed": ["context_embedder"]}
+    for ours, theirs in (("time", "timestep"), ("pooled", "text"), ("guidance", "guidance")):
+        embedder = f"time_text_embed.{theirs}_embedder"
+        modules |= {f"{ours}_embed.hidden": [f"{embedder}.linear_1"], f"{ours}_embed.out": [f"{embedder}.linear_2"]}
+    for i in range(config.num_double_layers):
+        block = f"transformer_blocks.{i}"
+        image, text = f"double_layers.{i}.image", f"double_layers.{i}.text"
+        modules |= {
+            f"{image}.modulation": [f"{block}.norm1.linear"],
+            f"{image}.qkv": [f"{block}.attn.to_{letter}" for letter in "qkv"],
+            f"{image}.q_norm": [f"{block}.attn.norm_q"],
+            f"{image}.k_norm": [f"{block}.attn.norm_k"],
+            f"{image}.out": [f"{block}.attn.to_out.0"],
+            f"{image}.hidden": [f"{block}.ff.net.0.proj"],
+            f"{image}.mlp_out": [f"{block}.ff.net.2"],
+            f"{text}.modulation": [f"{block}.norm1_context.linear"],
+            f"{text}.qkv": [f"{block}.attn.add_{letter}_proj" for letter in "qkv"],
+            f"{text}.q_norm": [f"{block}.attn.norm_added_q"],
+            f"{text}.k_norm": [f"{block}.attn.norm_added_k"],
+            f"{text}.out": [f"{block}.attn.to_add_out"],
+            f"{text}.hidden": [f"{block}.ff_context.net.0.proj"],
+            f"{text}.mlp_out": [f"{block}.ff_context.net.2"],
+        }
+    for i in range(config.num_single_layers):
+        ours, block = f"single_layers.{i}", f"single_transformer_blocks.{i}"
+        modules |= {
+            f"{ours}.modulation": [f"{block}.norm.linear"],
+            f"{ours}.qkv_hidden": [*(f"{block}.attn.to_{letter}" for letter in "qkv"), f"{block}.proj_mlp"],
+            f"{ours}.q_norm": [f"{block}.attn.norm_q"],
+            f"{ours}.k_norm": [f"{block}.attn.norm_k"],
+            f"{ours}.out": [f"{block}.proj_out"],
+        }
+    return modules | {_SWAPPED: ["norm_out.linear"], "output.linear": ["proj_out"]}
+
+
+def _require_flux(model: object) -> None:
+    if not isinstance(model, Flux):
+        raise ConversionError("the layout is of model.name = flux")
+
+
+def _other_layout(published: Mapping[str, Tensor], layout: str) -> str:
+    marks = {"bfl": "img_in.weight", "diffusers": "x_embedder.weight", "safetensors": "patch_embed.weight"}
+    if marks[layout] in published:
+        return ""
+    other = next((name for name, mark in marks.items() if mark in published), None)
+    if other == "safetensors":
+        return "is in this program's own layout already"
+    return f"is in the {other} layout (give --format {other})" if other else f"is no Flux: {marks[layout]} is missing"
+
+
+def _other_flavor(published: Mapping[str, Tensor], layout: str, config: FluxConfig) -> str:
+    """Difference in size, or in the guidance embedding, from this configuration."""
+    prefixes = ("transformer_blocks.", "single_transformer_blocks.")
+    double, single = prefixes if layout == "diffusers" else ("double_blocks.", "single_blocks.")
+    guided = any(name.startswith(("guidance_in.", "time_text_embed.guidance_embedder.")) for name in published)
+    doubles, singles = (
+        len({name.split(".")[1] for name in published if name.startswith(prefix)}) for prefix in (double, single)
+    )
+    found = _described(guided, doubles, singles)
+    wanted = _described(config.guidance_embedding, config.num_double_layers, config.num_single_layers)
+    return "" if found == wanted else f"these are weights of {found}; the configuration is {wanted}"
+
+
+def _described(guided: bool, doubles: int, singles: int) -> str:
+    size = f"{doubles} double and {singles} single blocks, with{'' if guided else 'out'} a guidance embedding"
+    for name, flavor in FLAVORS.items():
+        if (flavor.guidance_embedding, flavor.num_double_layers, flavor.num_single_layers) == (guided, doubles, singles):
+            return f"{name} ({size})"
+    return f"no flavor ({size})"
