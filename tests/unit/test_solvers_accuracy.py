@@ -172,7 +172,7 @@ def test_stochastic_flow_steps_equal_the_written_out_recursion():
 def test_variance_of_ancestral_sampling_converges_to_the_data_s(path_name, variance):
     path = PATHS[path_name]()
     errors = [
-        abs(variance_of("ddpm", path_name, SCHEDULES["ddpm"]().times(path, count), variance=variance) - DATA_STD**2)
+        abs(variance_of("ddpm", path_name, SCHEDULES["ddpm"]().times(path, count, int), variance=variance) - DATA_STD**2)
         for count in (60, 250, 1000)
     ]
     assert errors[0] > 1.8 * errors[1] > 1.8**2 * errors[2]

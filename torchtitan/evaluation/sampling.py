@@ -126,21 +126,24 @@ class ImageSampler:
             function (choices [B], numbers [B]) -> float32 images [B, C, H, W] on the device.
         """
         path = self._objective.path
-        times = schedule.times(path, num_steps)
+        shape, kind, dtype = self._model.image_shape, self._model.condition_kind, STATE_DTYPES[state_dtype]
+        times = schedule.times(path, num_steps, lambda: self._model.tokens_per_image(shape))
         solve = functools.partial(solver.solve, path=path, times=times, **solver.options())
         _, start = path.coefficients(times[0])
-        shape, kind, dtype = self._model.image_shape, self._model.condition_kind, STATE_DTYPES[state_dtype]
+
+        def draw_normal(numbers: Tensor) -> Tensor:
+            # On the CPU, whose logarithm and cosine differ from other devices' in the last digit: one seed, one noise.
+            return philox.normal(seed, purpose, numbers.cpu(), shape).to(self._device)
 
         @torch.no_grad()
         def draw_batch(choices: Tensor, numbers: Tensor) -> Tensor:
-            numbers = numbers.to(self._device)
-            noise = philox.normal(seed, purpose, numbers, shape).to(dtype)
+            noise = draw_normal(numbers).to(dtype)
             condition = each_tensor(kind.choose(choices), lambda value: value.to(self._device))
             predict = predictor(self._objective, self._model, kind, condition, guidance, guide, clip_x0)
 
             def draw_noise(step: int) -> Tensor:
                 # Step s of image n adds noise of a separate number, different from the starting noise of any other image.
-                return philox.normal(seed, purpose, numbers + ((step + 1) << 40), shape)
+                return draw_normal(numbers + ((step + 1) << 40))
 
             return solve(predict=predict, x=start * noise, draw_noise=draw_noise).float()
 

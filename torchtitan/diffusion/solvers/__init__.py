@@ -14,9 +14,11 @@ from torchtitan.diffusion.solvers.flow import EulerConfig, EulerMaruyamaConfig, 
 from torchtitan.diffusion.solvers.schedules import (
     DDPMScheduleConfig,
     EDMScheduleConfig,
+    FluxShiftScheduleConfig,
     UniformScheduleConfig,
     ddpm_times,
     edm_times,
+    flux_log_shift,
     respaced_indices,
     uniform_times,
 )
@@ -33,6 +35,7 @@ SOLVERS: dict[str, type[SolverConfig]] = {
 }
 SCHEDULES: dict[str, type[ScheduleConfig]] = {
     "uniform": UniformScheduleConfig,
+    "flux_shift": FluxShiftScheduleConfig,
     "edm": EDMScheduleConfig,
     "ddpm": DDPMScheduleConfig,
 }
@@ -48,6 +51,7 @@ __all__ = [
     "SolverConfig",
     "ddpm_times",
     "edm_times",
+    "flux_log_shift",
     "respaced_indices",
     "uniform_times",
 ]

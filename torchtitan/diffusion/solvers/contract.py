@@ -57,8 +57,14 @@ class ScheduleConfig:
 
     name: str = setting("", "times of the solver's steps; default: the trained path's")
 
-    def times(self, path: Path, num_steps: int) -> Tensor:
-        """Times [N + 1] that a solver visits, falling to 0; float64 on the CPU."""
+    def times(self, path: Path, num_steps: int, num_tokens: Callable[[], int]) -> Tensor:
+        """Times [N + 1] that a solver visits, falling to 0; float64 on the CPU.
+
+        Args:
+            path: of the network's training.
+            num_steps: N.
+            num_tokens: returns the tokens of an image that is drawn; called only where the times depend on it.
+        """
         raise NotImplementedError
 
     def problems(self, trained: Trained, num_steps: int) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from torchtitan.diffusion.solvers.contract import (
     predict_at,
     steps,
 )
-from torchtitan.diffusion.solvers.schedules import UniformScheduleConfig
+from torchtitan.diffusion.solvers.schedules import FluxShiftScheduleConfig, UniformScheduleConfig
 from torchtitan.settings import setting
 
 
@@ -82,7 +82,7 @@ class EDMHeunConfig(SolverConfig):
     solve = staticmethod(edm_heun)
 
     def problems(self, trained: Trained, schedule: ScheduleConfig) -> Iterator[tuple[str, str]]:
-        if isinstance(schedule, UniformScheduleConfig) and trained.path.t_max >= 1.0:
+        if isinstance(schedule, (UniformScheduleConfig, FluxShiftScheduleConfig)) and trained.path.t_max >= 1.0:
             text = f"edm_heun needs a finite sigma to start from, and objective.path = {trained.path_name}"
             yield "name", f"{text} (use sampling.schedule.name = edm)"
         if self.churn > 0 and self.churn_min > self.churn_max:

@@ -1,6 +1,7 @@
 """Time schedules of solvers: times [N + 1], falling to 0; float64 on the CPU."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,17 @@ def uniform_times(num_steps: int, t_max: float = 1.0, shift: float = 1.0) -> Ten
     """
     u = torch.linspace(1.0, 0.0, num_steps + 1, dtype=torch.float64)
     return t_max * (shift * u / (1.0 + (shift - 1.0) * u))
+
+
+def flux_log_shift(num_tokens: int) -> float:
+    """Log of the factor on sigma by which FLUX.1 [dev] shifts its times: mu, linear in the tokens of an image.
+
+    0.5 at 256 tokens (256 x 256 pixels) and 1.15 at 4096 (1024 x 1024), on the same line beyond both.
+
+    Source: black-forest-labs' sampling code of FLUX.1; with shift = e^mu, `uniform_times` is its
+    t -> e^mu / (e^mu + 1 / t - 1).
+    """
+    return 0.5 + (num_tokens - 256) * (1.15 - 0.5) / (4096 - 256)
 
 
 def edm_times(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> Tensor:
@@ -60,8 +72,16 @@ class UniformScheduleConfig(ScheduleConfig):
 
     shift: float = setting(1.0, "factor on sigma that moves the steps towards noise: 1 is none", gt=0)
 
-    def times(self, path: Path, num_steps: int) -> Tensor:
+    def times(self, path: Path, num_steps: int, num_tokens: Callable[[], int]) -> Tensor:
         return uniform_times(num_steps, path.t_max, self.shift)
+
+
+@dataclass(kw_only=True)
+class FluxShiftScheduleConfig(ScheduleConfig):
+    """Equally spaced in t, then moved towards noise the more tokens an image has."""
+
+    def times(self, path: Path, num_steps: int, num_tokens: Callable[[], int]) -> Tensor:
+        return uniform_times(num_steps, path.t_max, math.exp(flux_log_shift(num_tokens())))
 
 
 @dataclass(kw_only=True)
@@ -72,7 +92,7 @@ class EDMScheduleConfig(ScheduleConfig):
     sigma_max: float = setting(80.0, "noise level of the first step", gt=0)
     rho: float = setting(7.0, "larger values make the steps near data shorter", gt=0)
 
-    def times(self, path: Path, num_steps: int) -> Tensor:
+    def times(self, path: Path, num_steps: int, num_tokens: Callable[[], int]) -> Tensor:
         return edm_times(num_steps, self.sigma_min, self.sigma_max, self.rho)
 
     def problems(self, trained: Trained, num_steps: int) -> Iterator[tuple[str, str]]:
@@ -86,7 +106,7 @@ class EDMScheduleConfig(ScheduleConfig):
 class DDPMScheduleConfig(ScheduleConfig):
     """Evenly respaced indices of a DDPM path."""
 
-    def times(self, path: Path, num_steps: int) -> Tensor:
+    def times(self, path: Path, num_steps: int, num_tokens: Callable[[], int]) -> Tensor:
         return ddpm_times(num_steps, path)
 
     def problems(self, trained: Trained, num_steps: int) -> Iterator[tuple[str, str]]:
