@@ -9,7 +9,7 @@ from torch import Tensor
 
 from data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Split
 from torchtitan import philox
-from torchtitan.conditions import class_kind
+from torchtitan.conditions import POOLED, TEXT, ConditionKind, Embeddings, class_kind
 from torchtitan.settings import setting
 
 NUM_VALIDATION = 10_000
@@ -28,11 +28,16 @@ class SyntheticConfig(DataConfig):
     shape: list[int] = setting([4, 32, 32], "channels, height and width")
     num_classes: int = setting(10, "image i has label i modulo this; 0: no labels", ge=0, le=100_000_000)
     num_images: int = setting(1_000_000, "training images", ge=1, le=10_000_000_000)
-    seed: int = setting(0, "seed of the images", ge=0, applies={"kind": ("noise", "gaussian")})
+    seed: int = setting(0, "seed of the images and texts", ge=0, applies={"kind": ("noise", "gaussian")})
     spectrum_alpha: float = setting(
         2.0, "variance at radial frequency f falls as f^-alpha", ge=0, le=100, applies={"kind": ("gaussian",)}
     )
     pixel_variance: float = setting(1.0, "variance of each pixel", gt=0, applies={"kind": ("gaussian",)})
+    text_length: int = setting(
+        0, "tokens of random text embeddings, which condition the network instead of the class; 0: the class", ge=0, le=4096
+    )
+    text_dim: int = setting(4096, "width of each token's embedding", ge=1, le=65536, applies={"text_length": ">0"})
+    pooled_dim: int = setting(768, "width of the embedding of the whole text", ge=1, le=65536, applies={"text_length": ">0"})
 
 
 class Synthetic(Dataset):
@@ -45,7 +50,7 @@ class Synthetic(Dataset):
         if len(config.shape) != 3 or min(config.shape) < 1:
             raise DatasetError(f"data.shape: {config.shape} is not three positive numbers: channels, height, width")
         channels, height, width = config.shape
-        return DatasetInfo((channels, height, width), class_kind(config.num_classes))
+        return DatasetInfo((channels, height, width), _condition_kind(config))
 
     def __init__(self, config: SyntheticConfig, split: Split) -> None:
         self._shape = self.info(config).image_shape
@@ -68,13 +73,32 @@ class Synthetic(Dataset):
         else:
             images_at_a_time = max(1, WORDS_AT_A_TIME // int(np.prod(self._shape)))
             images = torch.cat([self._draw(part) for part in numbers.split(images_at_a_time)])
-        return {"images": images} | ({"class": labels} if self._config.num_classes else {})
+        batch = {"images": images} | ({"class": labels} if self._config.num_classes else {})
+        return batch | (self._draw_texts(numbers) if self._config.text_length else {})
+
+    def _draw_texts(self, numbers: Tensor) -> Batch:
+        """Standard normal embeddings: TEXT [B, L, D] and POOLED [B, P]."""
+        length, dim, pooled = self._config.text_length, self._config.text_dim, self._config.pooled_dim
+        count = length * dim + pooled
+        texts_at_a_time = max(1, WORDS_AT_A_TIME // count)
+        drawn = torch.cat([
+            philox.normal(self._config.seed, "synthetic_text", part, (count,)) for part in numbers.split(texts_at_a_time)
+        ])  # [B, L D + P]
+        text, whole = drawn.split((length * dim, pooled), dim=1)
+        return {TEXT: text.reshape(-1, length, dim), POOLED: whole.contiguous()}
 
     def _draw(self, numbers: Tensor) -> Tensor:
         white = philox.normal(self._config.seed, "synthetic_data", numbers, self._shape)  # [B, C, H, W]
         if self._config.kind == "noise":
             return white
         return torch.fft.irfft2(torch.fft.rfft2(white) * self._filter, s=self._shape[1:])
+
+
+def _condition_kind(config: SyntheticConfig) -> ConditionKind:
+    if not config.text_length:
+        return class_kind(config.num_classes)
+    zero = torch.zeros(())
+    return Embeddings({TEXT: zero.expand(config.text_length, config.text_dim), POOLED: zero.expand(config.pooled_dim)})
 
 
 def mode_variances(config: SyntheticConfig) -> Tensor:

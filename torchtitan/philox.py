@@ -34,6 +34,7 @@ PURPOSES = {
     "dropout": 14,
     "sampled_class": 15,
     "probe": 16,
+    "synthetic_text": 17,
 }
 
 _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

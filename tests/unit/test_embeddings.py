@@ -233,7 +233,7 @@ def problems_of(*arguments: str) -> list[str]:
 
 @pytest.mark.parametrize(("model", "data", "message"), [
     ("dit", "captions", "model.name: dit takes no condition or a class, and data.name = captions gives embeddings "
-     "(choose reader, or other data)"),
+     "(choose flux or reader, or other data)"),
     ("reader", "digits", "model.name: reader takes embeddings, and data.name = digits gives a class "
      "(choose dit or edm2, or other data)"),
 ])  # fmt: skip

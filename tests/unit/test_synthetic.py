@@ -5,7 +5,11 @@ import pytest
 import torch
 
 from data import DatasetError
-from data.synthetic import Synthetic, SyntheticConfig, mode_variances, optimal_velocity_loss
+from data.synthetic import NUM_VALIDATION, Synthetic, SyntheticConfig, mode_variances, optimal_velocity_loss
+from tests.configurations import problems
+from torchtitan.conditions import POOLED, TEXT, Embeddings
+from torchtitan.config.job import load_config
+from torchtitan.estimate.memory import model_on_meta
 
 
 def dense_covariance(config):
@@ -82,3 +86,40 @@ def test_synthetic_images_do_not_depend_on_how_many_are_drawn_at_a_time(monkeypa
 def test_a_bad_shape_is_refused(shape):
     with pytest.raises(DatasetError, match="data.shape"):
         Synthetic.info(SyntheticConfig(shape=shape))
+
+
+def test_texts_are_independent_standard_normals_of_seed_and_index():
+    sizes = {"shape": [1, 2, 2], "num_images": 3000, "text_length": 3, "text_dim": 4, "pooled_dim": 5}
+    config = SyntheticConfig(**sizes)
+    kind = Synthetic.info(config).condition_kind
+    assert isinstance(kind, Embeddings)
+    assert kind.entries == {TEXT: ((3, 4), torch.float32), POOLED: ((5,), torch.float32)}
+    assert not any(null.any() for null in kind.nulls.values())
+    training = Synthetic(config, "train")
+    batch = training.fetch(np.arange(3000))
+    assert batch[TEXT].shape == (3000, 3, 4) and batch[POOLED].shape == (3000, 5)
+    joined = torch.cat([batch["images"].flatten(1), batch[TEXT].flatten(1), batch[POOLED]], dim=1).double()  # [3000, 21]
+    assert joined.mean(0).abs().max() < 5 * 3000**-0.5
+    covariance = joined.T @ joined / 3000
+    assert (covariance[4:, 4:] - torch.eye(17)).abs().max() < 5 * (2 / 3000) ** 0.5
+    assert covariance[:4, 4:].abs().max() < 5 * 3000**-0.5
+
+    again = training.fetch(np.array([2999, 7]))
+    assert torch.equal(again[TEXT], batch[TEXT][[2999, 7]]) and torch.equal(again[POOLED], batch[POOLED][[2999, 7]])
+    held_out = Synthetic(config, "validation").fetch(np.arange(NUM_VALIDATION))
+    assert not torch.isin(held_out[POOLED][:100, 0], batch[POOLED][:, 0]).any()
+    assert not torch.equal(Synthetic(SyntheticConfig(**sizes, seed=1), "train").fetch(np.arange(1))[TEXT], batch[TEXT][:1])
+    without = Synthetic(SyntheticConfig(**sizes | {"text_length": 0}), "train").fetch(np.arange(8))
+    assert torch.equal(without["images"], batch["images"][:8]) and set(without) == {"images", "class"}
+
+
+def test_flux_is_estimated_on_synthetic_texts():
+    """Parameters of schnell at the widths that are the defaults."""
+    words = ["--model.name", "flux", "--data.name", "synthetic", "--data.shape", "[16, 32, 32]", "--data.text_length", "256"]
+    assert model_on_meta(load_config(words, 1)).num_parameters() == 11_891_178_560
+
+
+def test_a_text_of_another_width_is_refused():
+    arguments = ["--model.name=flux", "--data.name=synthetic", "--data.text_length=4", "--data.text_dim=8"]
+    assert any(line.endswith("model.text_dim: 4096, and the data's text has width 8 (set it to 8, or encode anew)")
+               for line in problems(arguments=arguments))  # fmt: skip
