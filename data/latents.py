@@ -10,11 +10,12 @@ import torch
 
 from data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split
 from data.splits import spread_evenly
-from torchtitan.conditions import class_kind
+from torchtitan.conditions import ConditionKind, Embeddings, class_kind
 from torchtitan.errors import LatentStoreError
 from torchtitan.settings import setting
 
 if TYPE_CHECKING:
+    from torchtitan.latents.index import CaptionPlan
     from torchtitan.latents.store import LatentStore
 
 NUMBERS_AT_A_TIME = 2**18  # keeps the generator's 64-bit intermediates in the cache
@@ -33,6 +34,9 @@ class LatentsConfig(DataConfig):
     )  # fmt: skip
     mirror: bool | None = setting(
         None, "take the mirror image's latent with probability 1/2; default: true where the store keeps mirror images"
+    )
+    condition: Literal["captions", "class"] | None = setting(
+        None, "what conditions each image: its encoded caption, or its class; default: captions where the store has them"
     )
     validation_path: str = setting("", "latent store of held-out images")
     validation_fraction: float = setting(
@@ -60,8 +64,7 @@ class Latents(Dataset):
         _check_first("path", store)
         if config.validation_path:
             _check_first("validation_path", _open(config, "validation"))
-        index = store.index
-        return DatasetInfo(index.shape, class_kind(index.num_classes, index.class_names), has_validation)
+        return DatasetInfo(store.index.shape, _condition_kind(config, store), has_validation)
 
     def __init__(self, config: LatentsConfig, split: Split) -> None:
         self._store = _open(config, split)
@@ -75,6 +78,7 @@ class Latents(Dataset):
             self._numbers = np.flatnonzero(held_out if split == "validation" else ~held_out)
         if len(self._numbers) == 0:
             raise DatasetError(f"data.validation_fraction: {config.validation_fraction} leaves no image for {split}")
+        self._captioned = _is_captioned(config, self._store)
         # Held-out images are seen through the same map as those that are trained on.
         normalization = _open(config, "train").index.normalization
         self._shift = torch.tensor(normalization.shift)[:, None, None]  # [C, 1, 1]
@@ -109,7 +113,26 @@ class Latents(Dataset):
                 noise = draws[slots].normal("posterior", self._store.index.shape)
                 latents[slots].addcmul_(values[slots, 1], noise)
         batch = {"images": (latents - self._shift) * self._scale}
+        if self._captioned:
+            return batch | self._read_captions(numbers)
         return batch | {"class": labels} if self._store.index.num_classes else batch
+
+    def _read_captions(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
+        store = self._store
+        assert store.captions is not None  # or they would not be asked for
+        try:
+            return store.captions.read(store.caption_numbers(numbers))
+        except LatentStoreError as error:
+            raise DatasetError(str(error)) from error
+
+    def captions(self, indices: np.ndarray) -> list[str]:
+        if self._store.captions is None:
+            return super().captions(indices)
+        try:
+            numbers = self._store.caption_numbers(self._numbers[indices]).tolist()
+            return [self._store.captions.text(number) for number in numbers]
+        except LatentStoreError as error:
+            raise DatasetError(str(error)) from error
 
 
 def _open(config: LatentsConfig, split: Split) -> LatentStore:
@@ -127,10 +150,35 @@ def _open(config: LatentsConfig, split: Split) -> LatentStore:
     if config.sample_posterior and not store.index.posterior:
         raise DatasetError(f"data.sample_posterior: {path} keeps no standard deviations; leave the key out")
     if key == "validation_path":
-        _check_alike(store, _open(config, "train"))
+        _check_alike(config, store, _open(config, "train"))
     elif config.mirror and not store.index.mirrored:
         raise DatasetError(f"data.mirror: {path} keeps no mirror images; leave the key out")
     return store
+
+
+def _is_captioned(config: LatentsConfig, store: LatentStore) -> bool:
+    return store.index.captions is not None and config.condition != "class"
+
+
+def _condition_kind(config: LatentsConfig, store: LatentStore) -> ConditionKind:
+    """Kind of condition of a store's images. Raises DatasetError."""
+    from torchtitan.latents.captions import NULL_CAPTION
+
+    index, captions = store.index, store.captions
+    if config.condition == "captions" and captions is None:
+        text = "keeps no captions (scripts/extract_latents.py with --text-encoder keeps them)"
+        raise DatasetError(f"data.condition: {store.folder} {text}")
+    if config.condition == "class" and not index.num_classes:
+        raise DatasetError(f"data.condition: {store.folder} keeps no classes; leave the key out")
+    if captions is None or not _is_captioned(config, store):
+        return class_kind(index.num_classes, index.class_names)
+    try:
+        nulls = {name: values[0] for name, values in captions.read([NULL_CAPTION]).items()}
+        prompts = captions.read(captions.plan.prompts) if captions.plan.prompts else {}
+        names = tuple(captions.text(number) for number in captions.plan.prompts)
+    except LatentStoreError as error:
+        raise DatasetError(f"data.path: {error}") from error
+    return Embeddings(nulls, prompts, names)
 
 
 def _check_first(key: str, store: LatentStore) -> None:
@@ -141,8 +189,19 @@ def _check_first(key: str, store: LatentStore) -> None:
         raise DatasetError(f"data.{key}: {error}") from error
 
 
-def _check_alike(store: LatentStore, trained: LatentStore) -> None:
+def _check_alike(config: LatentsConfig, store: LatentStore, trained: LatentStore) -> None:
     for name in ("shape", "posterior", "num_classes", "class_names", "autoencoder"):
         held_out, wanted = getattr(store.index, name), getattr(trained.index, name)
         if held_out != wanted:
             raise DatasetError(f"data.validation_path: {store.folder}: its {name} is not that of {trained.folder}")
+    differing = _differing(store.index.captions, trained.index.captions) if _is_captioned(config, trained) else None
+    if differing:
+        raise DatasetError(f"data.validation_path: {store.folder}: its {differing} is not that of {trained.folder}")
+
+
+def _differing(held_out: CaptionPlan | None, trained: CaptionPlan | None) -> str | None:
+    """First attribute of captions that must be equal, and is not."""
+    if held_out is None or trained is None:
+        return "captions"
+    names = ("encoders", "text_shape", "pooled_shape", "dtype")
+    return next((f"captions.{name}" for name in names if getattr(held_out, name) != getattr(trained, name)), None)

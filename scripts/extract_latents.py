@@ -38,19 +38,25 @@ from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.mesh import compute_device, init_process_group
 from torchtitan.errors import LatentStoreError, first_line, unwrapped
+from torchtitan.extraction.caption_encoding import Captions, collect_captions, plan_captions
 from torchtitan.extraction.describe import describe_store
-from torchtitan.extraction.extraction import begin_store, check_alike, extract, finish_store
+from torchtitan.extraction.extraction import begin_store, check_alike, extract, extract_captions, finish_store
 from torchtitan.extraction.extraction_plan import ExtractionOptions, estimated_size, plan_extraction
 from torchtitan.extraction.image_source import ImageSource
 from torchtitan.extraction.stage_times import describe_times
 from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.regular import read_toml, user_path
+from torchtitan.latents.captions import CAPTION_DTYPES
+from torchtitan.latents.index import CaptionDtype, CaptionPlan
 from torchtitan.processes.command_line import FirstRankParser, exit_code, readable_size
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
 from torchtitan.processes.launch import launch_number
+from torchtitan.texts import TextEncoderError, TextEncoders, open_encoders
+from torchtitan.texts.opening import OPTIONS
 
-UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, OSError)
+UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, TextEncoderError, OSError)
+TEXT_LENGTH = 256
 INTERRUPTED = 130
 MOST_WORKERS = 8
 BATCH_SIZES = {"cuda": 16, "cpu": 4}
@@ -79,7 +85,8 @@ def run(arguments: argparse.Namespace, data_words: list[str]) -> int:
         options = options_of(arguments, config)
         source = on_all_ranks(lambda: ImageSource(config, info, arguments.split), UNUSABLE, group)
         autoencoder = on_all_ranks(lambda: open_autoencoder(arguments), UNUSABLE, group)
-        plan = on_all_ranks(lambda: plan_extraction(source, autoencoder, options), UNUSABLE, group)
+        captions, encoders, planned = on_all_ranks(lambda: open_captions(arguments, source), UNUSABLE, group)
+        plan = on_all_ranks(lambda: plan_extraction(source, autoencoder, options, planned), UNUSABLE, group)
         check_alike(of_all_ranks(plan, group))
         pending = begin_store(arguments.output, plan, group)
     except ConfigError as error:
@@ -92,7 +99,13 @@ def run(arguments: argparse.Namespace, data_words: list[str]) -> int:
         size = readable_size(estimated_size(plan))
         print(f"{arguments.output}: {len(source):,} images in {plan.num_shards} files, about {size} in all", flush=True)
     try:
-        summary = extract(arguments.output, pending, source, autoencoder, plan, options, group) if pending else None
+        cut = extract_captions(arguments.output, plan, captions, encoders, group) if captions and encoders else 0
+        if cut and is_first():
+            text = f"{cut:,} captions are longer than {arguments.text_length or TEXT_LENGTH} tokens (--text-length), and are cut"
+            print(f"{arguments.output}: {text}", file=sys.stderr)
+        summary = (
+            extract(arguments.output, pending, source, autoencoder, plan, options, captions, group) if pending else None
+        )
     except (*UNUSABLE, RuntimeError, MemoryError) as error:
         return fail(error)
     try:
@@ -135,9 +148,28 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--images-per-shard", type=at_least(1), help="images per file (default: 1024, or as many as make 1,000 files)")
     add("--threads", type=at_least(1), default=1, help="of each rank's encoder on the CPU (default: 1; start a rank "
         "per core). The last bits of latents depend on it, and on --batch-size")
+    add("--text-encoder", default="", metavar="ENCODER", help="keep captions too, their tokens encoded by this: folder "
+        "or hub name of a T5 encoder or a CLIP text model, or stub:WIDTH, a stand-in with a random vector per word")
+    add("--pooled-encoder", default="", metavar="ENCODER", help="encoder of each whole caption: a CLIP text model, or "
+        "stub:WIDTH")
+    add("--text-length", type=at_least(1), metavar="TOKENS", help="of every caption (default: 256, as for FLUX.1 "
+        "[schnell]; [dev] takes 512)")
+    add("--text-dtype", choices=tuple(DTYPES), help="of the text encoders' compute (default: bfloat16)")
+    add("--text-store-dtype", choices=tuple(CAPTION_DTYPES), help="of the stored embeddings (default: bfloat16)")
+    add("--class-captions", metavar="TEMPLATE", help="make captions from the names of the classes, in the place of {}: "
+        "'a photo of a {}' (default: the images' own captions)")
+    add("--null-caption", metavar="TEXT", help="caption that stands for no condition (default: the empty text)")
+    add("--prompts", nargs="+", metavar="TEXT", help="for the grids of samples that training draws (default: the "
+        "captions of the classes, or of the first images)")
     add("--report", type=Path, metavar="FILE", help="JSON file for the times of each stage")
     own, data_words = split_data_words(words)
     arguments = parser.parse_args(own)
+    if bool(arguments.text_encoder) != bool(arguments.pooled_encoder):
+        given, other = OPTIONS.values() if arguments.text_encoder else reversed(OPTIONS.values())
+        parser.error(f"{given}: needs {other} too")
+    of_captions = ("text_length", "text_dtype", "text_store_dtype", "class_captions", "null_caption", "prompts")
+    if idle := [name for name in of_captions if not arguments.text_encoder and getattr(arguments, name) is not None]:
+        parser.error(f"--{idle[0].replace('_', '-')}: has no effect without --text-encoder and --pooled-encoder")
     if arguments.overlap is not None and arguments.tile is None:
         parser.error("--overlap: has no effect without --tile")
     for word in data_words:
@@ -180,6 +212,22 @@ def open_autoencoder(arguments: argparse.Namespace) -> Autoencoder:
         arguments.path, arguments.autoencoder, DTYPES.get(arguments.dtype), tile=arguments.tile,
         overlap=arguments.overlap,
     ).autoencoder  # fmt: skip
+
+
+def open_captions(
+    arguments: argparse.Namespace, source: ImageSource
+) -> tuple[Captions | None, TextEncoders | None, CaptionPlan | None]:
+    """Collect the captions, and open the encoders; None each if no encoders are asked for."""
+    if not arguments.text_encoder:
+        return None, None, None
+    template = arguments.class_captions
+    captions = collect_captions(source, template, arguments.null_caption or "", arguments.prompts or [])
+    dtype = DTYPES[arguments.text_dtype or "bfloat16"]
+    length = arguments.text_length or TEXT_LENGTH
+    encoders = open_encoders(arguments.text_encoder, arguments.pooled_encoder, length, dtype, compute_device())
+    store_dtype: CaptionDtype = arguments.text_store_dtype or "bfloat16"
+    planned = plan_captions(captions, encoders, store_dtype, arguments.images_per_shard, template is not None)
+    return captions, encoders, planned
 
 
 def report(arguments: argparse.Namespace, index: Any, summary: dict[str, Any] | None) -> None:

@@ -102,7 +102,7 @@ def verify(arguments: argparse.Namespace) -> int:
             raise LatentStoreError(f"{folder}: no such folder")
         try:
             index = read_index(folder)
-            problems = list(filter(None, tqdm(verify_shards(folder, index), total=index.num_shards, unit="shard")))
+            problems = list(filter(None, tqdm(verify_shards(folder, index), total=len(index.files()), unit="shard")))
         except LatentStoreError as error:
             problems = [str(error)]
         damaged |= bool(problems)

@@ -35,6 +35,7 @@ PURPOSES = {
     "sampled_class": 15,
     "probe": 16,
     "synthetic_text": 17,
+    "stub_words": 18,
 }
 
 _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -14,7 +14,7 @@ from torchtitan.autoencoders import build_autoencoder
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents, denormalize, normalize
 from torchtitan.autoencoders.reconstruction import psnr, side_by_side
 from torchtitan.autoencoders.tiling import TiledAutoencoder, ramp, spans
-from torchtitan.autoencoders.weight_hash import weights_sha256
+from torchtitan.files.weight_hash import weights_sha256
 
 IMAGES = torch.rand(2, 3, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
 

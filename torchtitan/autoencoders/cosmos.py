@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents, dtype_name
-from torchtitan.autoencoders.hub import local_folder
+from torchtitan.files.hub import local_folder
 
 ENCODER, DECODER = "encoder.jit", "decoder.jit"
 PROBE_SIDE = 64
@@ -39,7 +39,7 @@ class CosmosTokenizer(Autoencoder):
         Raises:
             AutoencoderError: a file is missing, is no continuous image tokenizer, or was made in another dtype.
         """
-        folder = local_folder(self.name, path, [ENCODER, DECODER])
+        folder = local_folder(self.name, path, [ENCODER, DECODER], AutoencoderError)
         files = folder / ENCODER, folder / DECODER
         for file in files:
             if not file.is_file():

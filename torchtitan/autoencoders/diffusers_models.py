@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents, Normalization, compute_dtype
-from torchtitan.autoencoders.hub import local_folder
-from torchtitan.autoencoders.weight_hash import weights_sha256
+from torchtitan.files.hub import local_folder
+from torchtitan.files.weight_hash import weights_sha256
 
 STOCHASTIC, DETERMINISTIC = "AutoencoderKL", "AutoencoderDC"
 FILES = [
@@ -39,7 +39,9 @@ class DiffusersAutoencoder(Autoencoder):
             AutoencoderError: diffusers is not installed, or the folder holds no complete model of the two kinds.
         """
         super().__init__(compute_dtype(self.name, dtype), device)
-        folder = local_folder(self.name, path, [*FILES, *(f"vae/{name}" for name in FILES)])
+        folder = local_folder(
+            self.name, path, [*FILES, *(f"vae/{name}" for name in FILES)], AutoencoderError
+        )
         if not (folder / "config.json").is_file() and (folder / "vae" / "config.json").is_file():
             folder = folder / "vae"
         self.kind = _kind(folder / "config.json")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents, compute_dtype
-from torchtitan.autoencoders.weight_hash import weights_sha256
+from torchtitan.files.weight_hash import weights_sha256
 
 
 class IdentityAutoencoder(Autoencoder):

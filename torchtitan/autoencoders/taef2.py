@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents, compute_dtype
-from torchtitan.autoencoders.weight_hash import weights_sha256
 from torchtitan.files.regular import user_path
 from torchtitan.files.weight_files import WeightsError, mismatches, read_state_dict
+from torchtitan.files.weight_hash import weights_sha256
 
 WIDTH = 64
 POOL_WIDTH = 256

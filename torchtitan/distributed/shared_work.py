@@ -26,6 +26,7 @@ class SharedProgress:
         group: dist.ProcessGroup | None,
         *,
         verb: str,
+        unit: str = "img",
         shown: bool = True,
     ) -> None:
         """
@@ -36,6 +37,7 @@ class SharedProgress:
             is_done: whether a unit of another rank is done.
             group: of all ranks, for CPU tensors, with a timeout above the duration of the work; None: one process.
             verb: before the bar.
+            unit: of what the bar counts.
             shown: show the bar, on the first rank.
         """
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
@@ -44,7 +46,7 @@ class SharedProgress:
         self._others = sorted({*pending} - {*self.mine}) if shown else []
         self._images_of, self._is_done, self._group = images_of, is_done, group
         missing = sum(map(images_of, pending))
-        self._bar = tqdm(total=total, initial=total - missing, unit="img", desc=verb, disable=not (shown and pending))
+        self._bar = tqdm(total=total, initial=total - missing, unit=unit, desc=verb, disable=not (shown and pending))
         self._looked = time.monotonic()
 
     def __enter__(self) -> Self:

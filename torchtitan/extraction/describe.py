@@ -11,22 +11,34 @@ def describe_store(folder: Path, index: StoreIndex) -> list[str]:
     kept = ("mean and standard deviation" if index.posterior else "the latent") + (
         " of each image and of its mirror image" if index.mirrored else " of each image"
     )
-    size = sum(shard.size for shard in index.shards)
+    size = sum(file.size for file in index.files().values())
     left_out = index.num_source_images - index.num_images
     step = f" in steps of {index.int8_step:.6g}" if index.int8_step else ""
     classes = f"{index.num_classes}{' with names' if index.class_names else ''}" if index.num_classes else "none"
     pixels = f", of {index.image_size}x{index.image_size} pixels" if index.image_size else ""
     skipped = [f"  left out       {left_out:,} that could not be decoded, listed in {SKIPPED_FILE}"] if left_out else []
     return [
-        f"{folder}: {index.num_images:,} images{pixels}, {readable_size(size)} in {index.num_shards} files",
+        f"{folder}: {index.num_images:,} images{pixels}, {readable_size(size)} in {len(index.files())} files",
         *skipped,
         f"  kept           {kept}, {'x'.join(map(str, index.shape))}, {index.dtype}{step}",
         f"  classes        {classes}",
+        *_captions(index),
         f"  autoencoder    {', '.join(f'{key} {value}' for key, value in index.autoencoder.items())}",
         f"  normalization  {index.normalization.source}",
         f"    shift        {_figures(index.normalization.shift)}",
         f"    scale        {_figures(index.normalization.scale)}",
     ]
+
+
+def _captions(index: StoreIndex) -> list[str]:
+    plan = index.captions
+    if plan is None:
+        return []
+    made = "one for every image" if plan.source == "image" else "made from the names of classes"
+    names = ", ".join(f"{entry} {identity['name']}" for entry, identity in plan.encoders.items())
+    (length, width), (pooled,) = plan.text_shape, plan.pooled_shape
+    shapes = f"{length} tokens of {width} and a whole text's {pooled}, {plan.dtype}"
+    return [f"  captions       {plan.num_texts:,} texts with the null caption, {made}; {shapes}; {names}"]
 
 
 def _figures(values: list[float]) -> str:

@@ -14,12 +14,14 @@ from torchtitan.autoencoders.base import Autoencoder
 from torchtitan.distributed.collectives import from_first_rank, of_all_ranks
 from torchtitan.distributed.shared_work import SharedProgress
 from torchtitan.errors import LatentStoreError
+from torchtitan.extraction.caption_encoding import Captions, encode_captions
 from torchtitan.extraction.extraction_plan import ExtractionOptions, check_room
 from torchtitan.extraction.image_source import ImageSource
 from torchtitan.extraction.shard_encoding import check_skipped, encode_shards
 from torchtitan.extraction.stage_times import summarize
 from torchtitan.latents.index import INDEX_FILE, PARTIAL_FOLDER, StoreIndex, StorePlan, read_index
 from torchtitan.latents.writer import StoreWriter, first_difference
+from torchtitan.texts import TextEncoders
 
 
 def begin_store(folder: Path, plan: StorePlan, group: dist.ProcessGroup | None = None) -> list[int]:
@@ -68,12 +70,13 @@ def check_alike(plans: list[StorePlan]) -> None:
 
 def extract(
     folder: Path, pending: list[int], source: ImageSource, autoencoder: Autoencoder, plan: StorePlan,
-    options: ExtractionOptions, group: dist.ProcessGroup | None = None,
+    options: ExtractionOptions, captions: Captions | None = None, group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Write the shards of a store; called by every rank, each with its own autoencoder.
 
     Args:
         pending: what `begin_store` returned.
+        captions: of the source, if the store has captions; `extract_captions` writes them.
         group: of all ranks, for CPU tensors, with a timeout above the duration of the work; None: one process.
 
     Returns:
@@ -91,9 +94,35 @@ def extract(
         plan.num_source_images, pending, lambda number: len(plan.source_images_of(number)), writer.is_written, group,
         verb="encoding",
     ) as work:  # fmt: skip
-        times = encode_shards(writer, work.mine, source, autoencoder, options, work.advance)
+        times = encode_shards(writer, work.mine, source, autoencoder, options, work.advance, captions)
         work.wait_for_all()
     return summarize(of_all_ranks(times, group), time.perf_counter() - started)
+
+
+def extract_captions(
+    folder: Path, plan: StorePlan, captions: Captions, encoders: TextEncoders, group: dist.ProcessGroup | None = None
+) -> int:
+    """Write the missing captions of a store; called by every rank, each with its own encoders, before `extract`.
+
+    Returns:
+        how many texts lost their ends, of those encoded now.
+
+    Raises, on the rank where it happens:
+        LatentStoreError: the store cannot hold the embeddings.
+        OSError: the store cannot be written.
+        RuntimeError: another rank was lost, or the device's memory has run out.
+    """
+    writer, planned = StoreWriter(folder, plan), plan.captions
+    pending = from_first_rank(writer.pending_captions, group=group)
+    if planned is None or not pending:
+        return 0
+    with SharedProgress(
+        planned.num_texts, pending, lambda number: len(planned.texts_of(number)), writer.captions_are_written, group,
+        verb="encoding captions", unit="text",
+    ) as work:  # fmt: skip
+        cut = encode_captions(writer, work.mine, captions.texts, encoders, work.advance)
+        work.wait_for_all()
+    return sum(of_all_ranks(cut, group))
 
 
 def finish_store(

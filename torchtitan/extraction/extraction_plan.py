@@ -12,7 +12,8 @@ from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, dtype_na
 from torchtitan.autoencoders.tiling import TiledAutoencoder
 from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.image_source import ImageSource
-from torchtitan.latents.index import Normalization, StorePlan, first_problem, images_per_shard
+from torchtitan.latents.captions import caption_shapes
+from torchtitan.latents.index import CaptionPlan, Normalization, StorePlan, first_problem, images_per_shard
 from torchtitan.latents.values import tensor_shapes
 
 
@@ -41,8 +42,10 @@ class ExtractionOptions:
     max_skipped_share: float = 0.2
 
 
-def plan_extraction(source: ImageSource, autoencoder: Autoencoder, options: ExtractionOptions) -> StorePlan:
-    """Plan the store.
+def plan_extraction(
+    source: ImageSource, autoencoder: Autoencoder, options: ExtractionOptions, captions: CaptionPlan | None = None
+) -> StorePlan:
+    """Plan the store, with captions or without.
 
     Raises:
         AutoencoderError: the images do not suit the autoencoder, or it has no normalisation of its own.
@@ -72,6 +75,7 @@ def plan_extraction(source: ImageSource, autoencoder: Autoencoder, options: Extr
             autoencoder=autoencoder.identity(),
             normalization=normalization,
             origin=source.origin() | {"encoding": _encoding(autoencoder, options)},
+            captions=captions,
         )
     except pydantic.ValidationError as failure:
         raise LatentStoreError(first_problem(failure)) from failure
@@ -98,14 +102,16 @@ def _encoding(autoencoder: Autoencoder, options: ExtractionOptions) -> dict[str,
 
 def estimated_size(plan: StorePlan) -> int:
     """Bytes of the store's tensors if no image is skipped."""
-    shapes = tensor_shapes(plan, plan.num_source_images).values()
+    shapes = [*tensor_shapes(plan, plan.num_source_images).values()]
+    if plan.captions:
+        shapes += caption_shapes(plan.captions, plan.captions.num_texts).values()
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes)
 
 
 def check_room(folder: Path, plan: StorePlan) -> None:
     """Check that the disk has room for the missing part of a store. Raises LatentStoreError."""
     place = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
-    there = sum(path.stat().st_size for path in folder.glob("shard-*.safetensors"))
+    there = sum(path.stat().st_size for kind in ("shard", "captions") for path in folder.glob(f"{kind}-*.safetensors"))
     needed, free = estimated_size(plan) - there, shutil.disk_usage(place).free
     if needed > free:
         raise LatentStoreError(

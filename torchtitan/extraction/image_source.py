@@ -57,6 +57,15 @@ class ImageSource:
         return int(self._starts[-1])
 
     @property
+    def name(self) -> str:
+        """Name of the dataset, for messages."""
+        return f"data.name = {self._config.name}"
+
+    def captions(self) -> list[str]:
+        """Captions of all images. Raises DatasetError: they have none, or one cannot be read."""
+        return list(itertools.chain(*(part.captions(np.arange(len(part))) for part in self._parts)))
+
+    @property
     def dataset(self) -> Dataset:
         """Dataset of the first split."""
         return self._parts[0]

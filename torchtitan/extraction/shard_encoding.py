@@ -13,6 +13,7 @@ from torch import Tensor
 
 from data.base import DatasetError
 from torchtitan.autoencoders.base import Autoencoder
+from torchtitan.extraction.caption_encoding import Captions
 from torchtitan.extraction.extraction_plan import ExtractionOptions
 from torchtitan.extraction.image_source import ImageSource
 from torchtitan.extraction.stage_times import StageTimes
@@ -24,13 +25,14 @@ from torchtitan.training.loader_processes import LoaderProcesses
 
 def encode_shards(
     writer: StoreWriter, numbers: list[int], source: ImageSource, autoencoder: Autoencoder,
-    options: ExtractionOptions, on_images: Callable[[int], None],
+    options: ExtractionOptions, on_images: Callable[[int], None], captions: Captions | None = None,
 ) -> StageTimes:  # fmt: skip
     """Encode and write shards, one after the other.
 
     Args:
         numbers: of the shards, none of which another rank writes.
         on_images: called with the number of source images of each batch.
+        captions: of the source, if the store has captions.
 
     Raises:
         as `torchtitan.extraction.extraction.extract`; the shards that are finished stay.
@@ -45,7 +47,7 @@ def encode_shards(
         with ThreadPoolExecutor(max_workers=1) as pool:
             before: Future | None = None
             for number in numbers:
-                shard = _Shard(number, writer.plan)
+                shard = _Shard(number, writer.plan, captions)
                 for part in parts[number]:
                     shard.add(next(batches), autoencoder, times)
                     on_images(len(part))
@@ -75,8 +77,8 @@ def check_skipped(skipped: list[SkippedImage], largest_share: float, plan: Store
 class _Shard:
     """Shard in progress."""
 
-    def __init__(self, number: int, plan: StorePlan) -> None:
-        self._number, self._plan = number, plan
+    def __init__(self, number: int, plan: StorePlan, captions: Captions | None) -> None:
+        self._number, self._plan, self._captions = number, plan, captions
         self._values: list[Tensor] = [torch.empty(0, plan.views, plan.parts, *plan.shape)]
         self._labels: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
         self._num_source_images = 0
@@ -98,7 +100,12 @@ class _Shard:
 
     def write(self, writer: StoreWriter, times: StageTimes) -> None:
         started = time.perf_counter()
-        writer.write(self._number, torch.cat(self._values), torch.cat(self._labels), self.skipped)
+        labels, captions = torch.cat(self._labels), None
+        if self._captions is not None:
+            left_out = {entry.image for entry in self.skipped}
+            kept = [image for image in self._plan.source_images_of(self._number) if image not in left_out]
+            captions = self._captions.of(kept, labels)
+        writer.write(self._number, torch.cat(self._values), labels, self.skipped, captions)
         times.busy["write"] += time.perf_counter() - started
         times.images += self._num_source_images
 

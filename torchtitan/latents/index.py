@@ -1,6 +1,7 @@
 """Index of a latent store: one JSON file, written last, with its own checksum.
 
     STORE/index.json  shard-00000.safetensors  shard-00001.safetensors  ...  skipped.jsonl (where images were left out)
+                      captions-00000.safetensors  ... (where it has captions: texts with their embeddings)
 
 A folder without the index is not a store yet: see `torchtitan.latents.writer`.
 """
@@ -31,8 +32,11 @@ MIN_IMAGES_PER_SHARD = 1024
 MOST_NUMBERS_OF_AN_IMAGE = 1 << 28  # of a view: 512 MiB in half precision
 MOST_SHARDS = 100_000  # with explicit sizes; their records still fit the largest index
 MOST_CLASSES = 1_000_000
+MOST_NUMBERS_OF_A_TEXT = 1 << 26
+CAPTION_SHARD_BYTES = 256 << 20
 
 StoredDtype = Literal["float16", "bfloat16", "int8"]
+CaptionDtype = Literal["float32", "float16", "bfloat16"]
 
 
 def _not_zero(value: float) -> float:
@@ -46,6 +50,9 @@ CountOrNone = Annotated[int, Field(ge=0, lt=1 << 40)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 NotZero = Annotated[Finite, AfterValidator(_not_zero)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+_OF_CAPTIONS = ("captions", "caption_shards")
 
 
 class _Record(BaseModel):
@@ -65,12 +72,66 @@ class Normalization(_Record):
     source: Literal["measured", "autoencoder", "given"]
 
 
-class ShardRecord(_Record):
-    """File of the store: number of images, bytes, and SHA-256."""
+class FileRecord(_Record):
+    """File of the store: bytes, and SHA-256."""
 
-    num_images: CountOrNone
     size: Count
     sha256: Sha256
+
+
+class ShardRecord(FileRecord):
+    """File of encoded images: also their number."""
+
+    num_images: CountOrNone
+
+
+class CaptionPlan(_Record):
+    """Plan of a store's captions: texts by number, each with its embeddings, and of each image the number of its text.
+
+    Text 0 is the null caption, which stands for no condition.
+
+    Attributes:
+        source: "image": every image has a caption of its own; "class": it is made from the name of the class.
+        num_texts: different ones, with the null caption.
+        texts_per_shard: text i belongs to file i // texts_per_shard.
+        digest: of all texts in order.
+        prompts: numbers of the texts that grids of samples show.
+        text_shape: (tokens, width) of the embeddings of a text's tokens.
+        pooled_shape: (width,) of the embedding of the whole text.
+        dtype: of the stored embeddings.
+        encoders: of "text" and of "pooled": "name", and everything that identifies the encoder.
+    """
+
+    source: Literal["image", "class"]
+    num_texts: Count
+    texts_per_shard: Count
+    digest: Sha256
+    prompts: list[CountOrNone]
+    text_shape: tuple[Count, Count]
+    pooled_shape: tuple[Count]
+    dtype: CaptionDtype
+    encoders: dict[str, dict[str, Any]]
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_texts // self.texts_per_shard)
+
+    def texts_of(self, shard: int) -> range:
+        """Numbers of the texts that belong to a file."""
+        first = shard * self.texts_per_shard
+        return range(first, min(first + self.texts_per_shard, self.num_texts))
+
+    @pydantic.model_validator(mode="after")
+    def _agrees(self) -> "CaptionPlan":
+        if math.prod(self.text_shape) > MOST_NUMBERS_OF_A_TEXT or self.pooled_shape[0] > MOST_NUMBERS_OF_A_TEXT:
+            raise ValueError(f"{list(self.text_shape)} and {list(self.pooled_shape)} are no embeddings of one text")
+        if self.num_shards > MOST_SHARDS:
+            raise ValueError(f"texts_per_shard: {self.num_shards} files are too many")
+        if any(prompt >= self.num_texts for prompt in self.prompts):
+            raise ValueError(f"prompts: there are {self.num_texts} texts")
+        if self.encoders.keys() != {"text", "pooled"}:
+            raise ValueError("encoders: one each of text and pooled")
+        return self
 
 
 class SkippedImage(_Record):
@@ -104,6 +165,7 @@ class StorePlan(_Record):
         autoencoder: maker of the latents: "name", and everything that identifies it; "unknown" if it is not known.
         normalization: None: measured after the last shard.
         origin: of the images, in words and numbers that distinguish it from other sources.
+        captions: None: the store has none, and its record is that of stores before there were captions.
     """
 
     num_source_images: Count
@@ -119,6 +181,7 @@ class StorePlan(_Record):
     autoencoder: dict[str, Any]
     normalization: Normalization | None = None
     origin: dict[str, Any] = {}
+    captions: CaptionPlan | None = None
 
     @property
     def num_shards(self) -> int:
@@ -156,12 +219,18 @@ class StorePlan(_Record):
             raise ValueError(f"the normalization is not of {self.shape[0]} channels")
         return self
 
+    @pydantic.model_serializer(mode="wrap")
+    def _without_captions(self, standard: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content = standard(self)
+        return content if self.captions else {key: content[key] for key in content if key not in _OF_CAPTIONS}
+
 
 class StoreIndex(StorePlan):
     """Index of a complete store: its plan, its normalisation, and its shards in order.
 
     Attributes:
         num_images: in the whole store, numbered through its shards.
+        caption_shards: in order.
     """
 
     format: Literal["latent store"] = "latent store"
@@ -169,6 +238,7 @@ class StoreIndex(StorePlan):
     num_images: Count
     normalization: Normalization
     shards: list[ShardRecord]
+    caption_shards: list[FileRecord] = []
 
     @pydantic.model_validator(mode="after")
     def _lists_every_shard(self) -> "StoreIndex":
@@ -184,12 +254,20 @@ class StoreIndex(StorePlan):
         held = sum(shard.num_images for shard in self.shards)
         if held != self.num_images:
             raise ValueError(f"its shards hold {held} images, not {self.num_images}")
+        wanted = self.captions.num_shards if self.captions else 0
+        if len(self.caption_shards) != wanted:
+            raise ValueError(f"{len(self.caption_shards)} files of captions listed, {wanted} needed")
         return self
 
     def metadata(self) -> dict[str, str]:
         """Describe latents drawn by a model of these: their normalisation, and the autoencoder that decodes them."""
         normalization = self.normalization.model_dump(include={"shift", "scale"})
         return {"normalization": json.dumps(normalization), "autoencoder": json.dumps(self.autoencoder)}
+
+    def files(self) -> dict[str, FileRecord]:
+        """Files of the store by name, but for the index: images, then captions."""
+        images = {shard_name(number): shard for number, shard in enumerate(self.shards)}
+        return images | {caption_shard_name(number): shard for number, shard in enumerate(self.caption_shards)}
 
     def first_images(self) -> np.ndarray:
         """First image number of each shard, int64 [num_shards]; an empty one has that of the next."""
@@ -206,6 +284,10 @@ class StoreIndex(StorePlan):
 
 def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
+
+
+def caption_shard_name(number: int) -> str:
+    return f"captions-{number:05d}.safetensors"
 
 
 def images_per_shard(num_source_images: int) -> int:

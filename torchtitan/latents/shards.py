@@ -13,7 +13,16 @@ from torch import Tensor
 from torchtitan.errors import LatentStoreError, unwrapped
 from torchtitan.files.shard_files import DamagedShard, whole_tensors
 from torchtitan.latents.index import StoreIndex, StorePlan, shard_name
-from torchtitan.latents.values import LABELS, LATENTS, SCALES, check_labels, encode, tensor_shapes
+from torchtitan.latents.values import (
+    CAPTIONS,
+    LABELS,
+    LATENTS,
+    SCALES,
+    check_captions,
+    check_labels,
+    encode,
+    tensor_shapes,
+)
 
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 
@@ -26,20 +35,25 @@ class MappedShard:
         latents: [n, V, P, C, h, w], as integers of the dtype's width.
         scales: float32 [n, V, P, C] of int8, else None.
         labels: int64 [n].
+        captions: numbers of the captions, int64 [n], where the store has captions, else None.
     """
 
     latents: np.ndarray
     scales: np.ndarray | None
     labels: np.ndarray
+    captions: np.ndarray | None
 
 
-def shard_content(plan: StorePlan, number: int, images: Sequence[int], values: Tensor, labels: Tensor) -> bytes:
+def shard_content(
+    plan: StorePlan, number: int, images: Sequence[int], values: Tensor, labels: Tensor, captions: Tensor | None
+) -> bytes:
     """Build the bytes of a shard: a function of its images alone.
 
     Args:
         images: their numbers in the source, n.
         values: float32 [n, V, P, C, h, w].
         labels: int64 [n].
+        captions: numbers of the captions, int64 [n]; None where the plan has no captions.
 
     Raises:
         LatentStoreError: the arrays contradict the plan, or it cannot hold a value or label.
@@ -49,36 +63,51 @@ def shard_content(plan: StorePlan, number: int, images: Sequence[int], values: T
         raise LatentStoreError(
             f"{shard_name(number)}: latents are {values.dtype} {list(values.shape)}, not torch.float32 {list(shape)}"
         )
-    if labels.shape != (len(images),) or labels.dtype != torch.int64:
-        raise LatentStoreError(
-            f"{shard_name(number)}: labels are {labels.dtype} {list(labels.shape)}, not torch.int64 [{len(images)}]"
-        )
+    _check_numbers(number, "labels", labels, images)
     check_labels(labels.numpy(), images, plan)
+    if (captions is None) != (plan.captions is None):
+        raise LatentStoreError(f"{shard_name(number)}: captions are {'missing' if captions is None else 'not in the plan'}")
+    beside = {LABELS: labels}
+    if captions is not None:
+        _check_numbers(number, "captions", captions, images)
+        check_captions(captions.numpy(), images, plan)
+        beside[CAPTIONS] = captions
     if plan.posterior and (values[:, :, 1] < 0).any():
         raise LatentStoreError(f"{shard_name(number)}: a standard deviation is negative")
-    return safetensors.torch.save(encode(values, plan, images) | {LABELS: labels})
+    return safetensors.torch.save(encode(values, plan, images) | beside)
 
 
 def map_shard(folder: Path, number: int, index: StoreIndex) -> MappedShard:
     """Map a shard for reading; only its header is read. Raises LatentStoreError where the index contradicts it."""
-    path = folder / shard_name(number)
-    try:
-        found = whole_tensors([path])
-        wanted = tensor_shapes(index, index.shards[number].num_images)
-        if found != wanted:
-            raise LatentStoreError(f"{path}: {_difference(found, wanted)}; the index does not describe it")
-        with safetensors.safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in wanted}
-    except DamagedShard as error:
-        raise LatentStoreError(f"{folder}: {error}") from error
-    except (OSError, safetensors.SafetensorError) as error:
-        raise LatentStoreError(f"{path}: cannot be read: {unwrapped(error)}") from error
+    tensors = map_tensors(folder / shard_name(number), tensor_shapes(index, index.shards[number].num_images))
     latents = tensors[LATENTS]
     return MappedShard(
         latents.view(_INTEGERS[latents.itemsize]).numpy(),
         tensors[SCALES].numpy() if SCALES in tensors else None,
         tensors[LABELS].numpy(),
+        tensors[CAPTIONS].numpy() if CAPTIONS in tensors else None,
     )
+
+
+def map_tensors(path: Path, wanted: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+    """Map the tensors of a file of a store for reading. Raises LatentStoreError where it holds other ones."""
+    try:
+        found = whole_tensors([path])
+        if found != wanted:
+            raise LatentStoreError(f"{path}: {_difference(found, wanted)}; the index does not describe it")
+        with safetensors.safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in wanted}
+    except DamagedShard as error:
+        raise LatentStoreError(f"{path.parent}: {error}") from error
+    except (OSError, safetensors.SafetensorError) as error:
+        raise LatentStoreError(f"{path}: cannot be read: {unwrapped(error)}") from error
+
+
+def _check_numbers(shard: int, what: str, given: Tensor, images: Sequence[int]) -> None:
+    if given.shape != (len(images),) or given.dtype != torch.int64:
+        raise LatentStoreError(
+            f"{shard_name(shard)}: {what} are {given.dtype} {list(given.shape)}, not torch.int64 [{len(images)}]"
+        )
 
 
 def _difference(found: dict, wanted: dict) -> str:

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan.conditions import POOLED, TEXT
 from torchtitan.errors import LatentStoreError
 from torchtitan.files.regular import user_path
-from torchtitan.latents.index import INDEX_FILE, StoreIndex, read_index, shard_name
+from torchtitan.latents.captions import CaptionReader, map_captions
+from torchtitan.latents.index import INDEX_FILE, FileRecord, StoreIndex, caption_shard_name, read_index, shard_name
 from torchtitan.latents.shards import MappedShard, map_shard
-from torchtitan.latents.values import check_labels, decode
+from torchtitan.latents.values import check_captions, check_labels, decode
 from torchtitan.latents.watch import ShardWatch
 
 _CHUNK = 8 << 20  # bytes hashed at once
@@ -28,6 +30,7 @@ class LatentStore:
     Attributes:
         folder: of the store.
         index: its content.
+        captions: their texts and embeddings; None where the store has none.
     """
 
     def __init__(self, folder: str | Path, watched: bool = False) -> None:
@@ -41,13 +44,15 @@ class LatentStore:
         """
         self.folder = user_path(folder)
         self.index: StoreIndex = read_index(self.folder)
-        for number in range(self.index.num_shards):
-            if problem := _size_problem(self.folder, self.index, number):
+        for name, record in self.index.files().items():
+            if problem := _size_problem(self.folder / name, record):
                 raise LatentStoreError(problem)
         self._first_images = self.index.first_images()
         self._shards: dict[int, MappedShard] = {}
         self._watched = watched
         self._watch: ShardWatch | None = None
+        plan, records = self.index.captions, self.index.caption_shards
+        self.captions = CaptionReader(self.folder, plan, records, self._used) if plan else None
 
     def __len__(self) -> int:
         return self.index.num_images
@@ -85,14 +90,11 @@ class LatentStore:
         Returns:
             integers of the dtype's width [B, P, C, h, w], scales float32 [B, P, C] of int8 or None, labels int64 [B].
         """
-        self._refuse_changed()
         index = self.index
-        numbers = np.searchsorted(self._first_images, images, side="right") - 1
-        rows = images - self._first_images[numbers]
+        numbers, rows, shards = self._places(images)
         chosen = np.zeros_like(images) if views is None else views
-        if len(images) and (images.min() < 0 or images.max() >= len(self) or not 0 <= chosen.max() < index.views):
-            raise IndexError(f"images 0..{len(self) - 1}, views 0..{index.views - 1}")
-        shards = {number: self._shards.get(number) or self._map(number) for number in set(numbers.tolist())}
+        if len(images) and not 0 <= chosen.max() < index.views:
+            raise IndexError(f"views 0..{index.views - 1}")
         width = np.int8 if index.dtype == "int8" else np.int16
         stored = np.empty((len(images), index.parts, *index.shape), width)
         scales = np.empty((len(images), index.parts, index.shape[0]), np.float32) if index.dtype == "int8" else None
@@ -110,20 +112,53 @@ class LatentStore:
             raise LatentStoreError(f"{self.folder}: {error}; the index does not describe its shard") from error
         return stored, scales, labels
 
+    def caption_numbers(self, images: np.ndarray) -> np.ndarray:
+        """Numbers of the captions of images, int64 [B]; `captions` reads them.
+
+        Raises:
+            LatentStoreError: as `read`, or the store has no captions.
+        """
+        if self.captions is None:
+            raise LatentStoreError(f"{self.folder}: has no captions")
+        numbers, rows, shards = self._places(images)
+        found = np.empty(len(images), np.int64)
+        for slot, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):
+            captions = shards[number].captions
+            assert captions is not None  # the shard was mapped by the index
+            found[slot] = captions[row]
+        try:
+            check_captions(found, images, self.index)
+        except LatentStoreError as error:
+            raise LatentStoreError(f"{self.folder}: {error}; the index does not describe its shard") from error
+        return found
+
     def read_whole(self, number: int) -> tuple[Tensor, Tensor]:
         """Read all images of a shard: values float32 [n, V, P, C, h, w], labels int64 [n]. Raises LatentStoreError."""
         shard = map_shard(self.folder, number, self.index)
         return decode(shard.latents, shard.scales, self.index.dtype), torch.from_numpy(shard.labels)
 
+    def _places(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, MappedShard]]:
+        """Shard of each image and row in it, int64 [B] both, and the shards, mapped."""
+        self._refuse_changed()
+        if len(images) and (images.min() < 0 or images.max() >= len(self)):
+            raise IndexError(f"images 0..{len(self) - 1}")
+        numbers = np.searchsorted(self._first_images, images, side="right") - 1
+        shards = {number: self._shards.get(number) or self._map(number) for number in set(numbers.tolist())}
+        return numbers, images - self._first_images[numbers], shards
+
     def _map(self, number: int) -> MappedShard:
         shard = map_shard(self.folder, number, self.index)
+        self._used(shard_name(number))
+        self._shards[number] = shard
+        return shard
+
+    def _used(self, name: str) -> None:
+        """Begin to watch a file of a watched store."""
         if self._watched:
             if self._watch is None or self._watch.process != os.getpid():
                 self._watch = ShardWatch(self.folder, self.index)
-            self._watch.use(number)
+            self._watch.use(name)
             self._refuse_changed()
-        self._shards[number] = shard
-        return shard
 
     def _refuse_changed(self) -> None:
         if self._watch is not None and self._watch.problem:
@@ -134,10 +169,15 @@ def verify_shards(folder: Path, index: StoreIndex) -> Iterator[str]:
     """Read every byte of a store.
 
     Yields:
-        for each shard in order its problem, one line, or "".
+        for each of `index.files()` in order its problem, one line, or "".
     """
-    for number in range(index.num_shards):
-        yield _size_problem(folder, index, number) or _content_problem(folder, index, number)
+    for place, (name, record) in enumerate(index.files().items()):
+        path = folder / name
+        yield (
+            _size_problem(path, record)
+            or _checksum_problem(path, record)
+            or (_content_problem if place < index.num_shards else _caption_problem)(folder, index, place)
+        )
 
 
 def check_autoencoder(store: LatentStore, identity: dict) -> None:
@@ -166,31 +206,48 @@ def check_autoencoder(store: LatentStore, identity: dict) -> None:
     )
 
 
-def _size_problem(folder: Path, index: StoreIndex, number: int) -> str:
-    path, wanted = folder / shard_name(number), index.shards[number].size
+def _size_problem(path: Path, record: FileRecord) -> str:
     try:
         size = path.stat().st_size
     except OSError:
         return f"{path}: missing, though {INDEX_FILE} lists it; take a good copy of it"
-    if size != wanted:
-        return f"{path}: {size} bytes, not {wanted}: cut short or another's; take a good copy of it"
+    if size != record.size:
+        return f"{path}: {size} bytes, not {record.size}: cut short or another's; take a good copy of it"
     return ""
 
 
-def _content_problem(folder: Path, index: StoreIndex, number: int) -> str:
-    path, digest = folder / shard_name(number), hashlib.sha256()
+def _checksum_problem(path: Path, record: FileRecord) -> str:
+    digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
-        if digest.hexdigest() != index.shards[number].sha256:
-            return f"{path}: damaged, its SHA-256 is another; take a good copy of it"
-        shard = map_shard(folder, number, index)
-        first = int(index.first_images()[number])
-        check_labels(shard.labels, range(first, first + len(shard.labels)), index)
-        values = decode(shard.latents, shard.scales, index.dtype)
     except OSError as error:
         return f"{path}: cannot be read: {error.strerror}"
+    good = digest.hexdigest() == record.sha256
+    return "" if good else f"{path}: damaged, its SHA-256 is another; take a good copy of it"
+
+
+def _content_problem(folder: Path, index: StoreIndex, number: int) -> str:
+    try:
+        shard = map_shard(folder, number, index)
+        first = int(index.first_images()[number])
+        images = range(first, first + len(shard.labels))
+        check_labels(shard.labels, images, index)
+        if shard.captions is not None:
+            check_captions(shard.captions, images, index)
+        values = decode(shard.latents, shard.scales, index.dtype)
     except LatentStoreError as error:
         return str(error)
-    return "" if torch.isfinite(values).all() else f"{path}: a value is not finite"
+    return "" if torch.isfinite(values).all() else f"{folder / shard_name(number)}: a value is not finite"
+
+
+def _caption_problem(folder: Path, index: StoreIndex, place: int) -> str:
+    number, plan = place - index.num_shards, index.captions
+    assert plan is not None
+    try:
+        tensors = map_captions(folder, number, plan, index.caption_shards[number])
+    except LatentStoreError as error:
+        return str(error)
+    finite = all(tensors[name].isfinite().all() for name in (TEXT, POOLED))
+    return "" if finite else f"{folder / caption_shard_name(number)}: a value is not finite"

@@ -14,7 +14,7 @@ from torchtitan.errors import LatentStoreError
 from torchtitan.latents.index import StorePlan
 
 STORED_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
-LATENTS, SCALES, LABELS = "latents", "scales", "labels"
+LATENTS, SCALES, LABELS, CAPTIONS = "latents", "scales", "labels", "captions"
 
 
 def pack_views(views: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
@@ -38,7 +38,8 @@ def tensor_shapes(plan: StorePlan, num_images: int) -> dict[str, tuple[tuple[int
         LATENTS: ((*rows, *plan.shape[1:]), STORED_DTYPES[plan.dtype]),
         LABELS: ((num_images,), torch.int64),
     }
-    return shapes | ({SCALES: (rows, torch.float32)} if plan.dtype == "int8" else {})
+    shapes |= {SCALES: (rows, torch.float32)} if plan.dtype == "int8" else {}
+    return shapes | ({CAPTIONS: ((num_images,), torch.int64)} if plan.captions else {})
 
 
 def encode(values: Tensor, plan: StorePlan, images: Sequence[int]) -> dict[str, Tensor]:
@@ -97,6 +98,19 @@ def check_labels(labels: np.ndarray, images: np.ndarray | Sequence[int], plan: S
     bad = np.flatnonzero((labels < 0) | (labels > largest))
     if len(bad):
         raise LatentStoreError(f"image {images[bad[0]]}: label {labels[bad[0]]} is not in 0..{largest}")
+
+
+def check_captions(captions: np.ndarray, images: np.ndarray | Sequence[int], plan: StorePlan) -> None:
+    """Check numbers of captions; raise LatentStoreError, beginning with the image's number, for one out of range.
+
+    Args:
+        captions: int64 [N].
+        images: numbers of the images [N].
+    """
+    count = plan.captions.num_texts if plan.captions else 0
+    bad = np.flatnonzero((captions < 0) | (captions >= count))
+    if len(bad):
+        raise LatentStoreError(f"image {images[bad[0]]}: caption {captions[bad[0]]} is not in 0..{count - 1}")
 
 
 def _refuse(bad: Tensor, values: Tensor, images: Sequence[int], why: str) -> None:

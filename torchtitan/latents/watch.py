@@ -10,7 +10,7 @@ from pathlib import Path
 from torch.utils.data import get_worker_info
 
 from torchtitan.files.regular import open_regular
-from torchtitan.latents.index import StoreIndex, shard_name
+from torchtitan.latents.index import StoreIndex
 
 BYTES_AT_ONCE = 64 << 20  # of the shards that a process uses first: hashed before they are used, about 0.1 s
 SECONDS_BETWEEN_LOOKS = 30.0  # at times and sizes of the shards that were good
@@ -33,21 +33,21 @@ class ShardWatch:
         self.process = os.getpid()
         self.problem = ""
         self._folder = folder
-        self._index = index
+        self._files = index.files()
         self._at_once = BYTES_AT_ONCE
-        self._good: dict[int, tuple[int, ...]] = {}
-        self._used: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None: look whether to stop
+        self._good: dict[str, tuple[int, ...]] = {}
+        self._used: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: look whether to stop
         self._stopped = False
         self._thread = threading.Thread(target=self._work, daemon=True) if _is_first_of_its_machine() else None
 
-    def use(self, number: int) -> None:
-        """Record a shard's first use in this process."""
-        size = self._index.shards[number].size
+    def use(self, name: str) -> None:
+        """Record the first use of a file of the store in this process."""
+        size = self._files[name].size
         if size <= self._at_once:
             self._at_once -= size
-            self._check(number, rest=0.0)
+            self._check(name, rest=0.0)
         if self._thread is not None:
-            self._used.put(number)
+            self._used.put(name)
             if self._thread.ident is None:
                 self._thread.start()
 
@@ -59,18 +59,18 @@ class ShardWatch:
     def _work(self) -> None:
         while not (self.problem or self._stopped):
             try:
-                number = self._used.get(timeout=SECONDS_BETWEEN_LOOKS)
-                if number is None:
+                name = self._used.get(timeout=SECONDS_BETWEEN_LOOKS)
+                if name is None:
                     continue
             except queue.Empty:
-                changed = [number for number in self._good if self._mark(number) not in (None, self._good[number])]
+                changed = [name for name in self._good if self._mark(name) not in (None, self._good[name])]
             else:
-                changed = [] if number in self._good else [number]
-            for number in changed:
-                self._check(number, REST)
+                changed = [] if name in self._good else [name]
+            for name in changed:
+                self._check(name, REST)
 
-    def _check(self, number: int, rest: float) -> None:
-        path, digest, mark = self._folder / shard_name(number), hashlib.sha256(), self._mark(number)
+    def _check(self, name: str, rest: float) -> None:
+        path, digest, mark = self._folder / name, hashlib.sha256(), self._mark(name)
         try:
             with open_regular(path) as file:
                 while True:
@@ -84,18 +84,18 @@ class ShardWatch:
         except OSError as error:
             self.problem = f"{path}: cannot be read: {error.strerror or error}"
             return
-        if digest.hexdigest() != self._index.shards[number].sha256:
+        if digest.hexdigest() != self._files[name].sha256:
             self.problem = (
                 f"{path}: has changed since it was written, its SHA-256 is another (scripts/latents.py verify "
                 f"{self._folder} finds all such; take good copies, and resume from a checkpoint of before)"
             )
         elif mark is not None:
-            self._good[number] = mark
+            self._good[name] = mark
 
-    def _mark(self, number: int) -> tuple[int, ...] | None:
+    def _mark(self, name: str) -> tuple[int, ...] | None:
         """Fingerprint that changes with a file's content; None for a removed file, harmless to mapped readers."""
         try:
-            status = os.stat(self._folder / shard_name(number))
+            status = os.stat(self._folder / name)
         except OSError:
             return None
         return status.st_ino, status.st_size, status.st_mtime_ns

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,14 +23,17 @@ from torchtitan.files.durable import make_folder, remove_unfinished
 from torchtitan.files.ownership import foreign_entry, foreign_text
 from torchtitan.files.regular import user_path
 from torchtitan.files.removal import remove_folder
+from torchtitan.latents.captions import caption_content
 from torchtitan.latents.index import (
     INDEX_FILE,
     PARTIAL_FOLDER,
     SKIPPED_FILE,
+    FileRecord,
     ShardRecord,
     SkippedImage,
     StoreIndex,
     StorePlan,
+    caption_shard_name,
     parse_record,
     place_durably,
     read_index,
@@ -45,8 +48,8 @@ from torchtitan.latents.values import decode, encode
 PLAN_FILE = "plan.json"
 # Plan and notes, and what a killed writer leaves of them and, formerly, of the store's own files.
 _OF_THE_WRITER = re.compile(
-    r"plan\.json|shard-\d+\.safetensors\.json"
-    r"|\.(plan\.json|index\.json|skipped\.jsonl|shard-\d+\.safetensors(\.json)?)\.[0-9a-f]{32}(\.unfinished)?"
+    r"plan\.json|(shard|captions)-\d+\.safetensors\.json"
+    r"|\.(plan\.json|index\.json|skipped\.jsonl|(shard|captions)-\d+\.safetensors(\.json)?)\.[0-9a-f]{32}(\.unfinished)?"
 )
 
 
@@ -98,15 +101,27 @@ class StoreWriter:
 
     def is_written(self, number: int) -> bool:
         """Check whether a shard is finished, by any writer."""
-        return self._is_complete() or self._note(number) is not None
+        return self._is_complete() or self._note(shard_name(number)) is not None
 
-    def write(self, number: int, values: Tensor, labels: Tensor, skipped: Sequence[SkippedImage] = ()) -> None:
+    def pending_captions(self) -> list[int]:
+        """Numbers of the files of captions that are not written yet."""
+        count = self.plan.captions.num_shards if self.plan.captions else 0
+        return [number for number in range(count) if not self.captions_are_written(number)]
+
+    def captions_are_written(self, number: int) -> bool:
+        """Check whether a file of captions is finished, by any writer."""
+        return self._is_complete() or self._note(caption_shard_name(number)) is not None
+
+    def write(
+        self, number: int, values: Tensor, labels: Tensor, skipped: Sequence[SkippedImage] = (), captions: Tensor | None = None
+    ) -> None:
         """Write a shard: the images `plan.source_images_of(number)`, except those that could not be decoded.
 
         Args:
             values: raw latents, float32 [n, V, P, C, h, w], as `pack_views` lays them out.
             labels: int64 [n], all 0 where there are no classes.
             skipped: the images of the shard that are not among these.
+            captions: numbers of the captions, int64 [n]; None where the plan has no captions.
 
         Raises:
             LatentStoreError: they contradict the plan.
@@ -116,7 +131,7 @@ class StoreWriter:
         if not left_out <= {*self.plan.source_images_of(number)}:
             raise LatentStoreError(f"{shard_name(number)}: an image is left out of it that does not belong there")
         images = [image for image in self.plan.source_images_of(number) if image not in left_out]
-        content = shard_content(self.plan, number, images, values, labels)
+        content = shard_content(self.plan, number, images, values, labels, captions)
         record = place_durably(self.folder / shard_name(number), content)
         # Moments are of what can be read back, so that measuring the store again gives the same.
         moments = ChannelMoments.of(_as_read(values, self.plan, images)).to_json() if images else None
@@ -124,13 +139,29 @@ class StoreWriter:
             "num_images": len(images), "moments": moments, "plan": self._plan_digest(),
             "skipped": [entry.model_dump() for entry in skipped],
         }  # fmt: skip
-        write_sealed(self._note_file(number), record | note)
+        write_sealed(self._note_file(shard_name(number)), record | note)
+
+    def write_captions(self, number: int, texts: Sequence[str], embeddings: Mapping[str, Tensor]) -> None:
+        """Write a file of captions: the texts `plan.captions.texts_of(number)`.
+
+        Args:
+            embeddings: TEXT [n, L, D] and POOLED [n, P].
+
+        Raises:
+            LatentStoreError: they contradict the plan.
+            OSError: the file cannot be written; it stays pending.
+        """
+        if self.plan.captions is None:
+            raise LatentStoreError(f"{self.folder}: captions are not in the plan")
+        name = caption_shard_name(number)
+        record = place_durably(self.folder / name, caption_content(self.plan.captions, number, texts, embeddings))
+        write_sealed(self._note_file(name), record | {"plan": self._plan_digest()})
 
     def skipped(self) -> list[SkippedImage]:
         """Images left out of the finished shards, in order. Raises LatentStoreError: the store is finished."""
         if self._is_complete():
             raise LatentStoreError(f"{self.folder}: is finished; {SKIPPED_FILE} lists what was left out")
-        notes = [note for number in range(self.plan.num_shards) if (note := self._note(number))]
+        notes = [note for number in range(self.plan.num_shards) if (note := self._note(shard_name(number)))]
         return [SkippedImage(**entry) for note in notes for entry in note["skipped"]]
 
     def finish(self) -> StoreIndex:
@@ -156,7 +187,9 @@ class StoreWriter:
 
     def _index(self) -> StoreIndex:
         wanted = self.plan.num_shards
-        notes = [note for number in range(wanted) if (note := self._note(number)) is not None]
+        notes = [note for number in range(wanted) if (note := self._note(shard_name(number))) is not None]
+        if missing := len(self.pending_captions()):
+            raise LatentStoreError(f"{self.folder}: {missing} files of captions are not written yet")
         if len(notes) < wanted:
             raise LatentStoreError(f"{self.folder}: {wanted - len(notes)} of {wanted} shards are not written yet")
         shards = [ShardRecord(**{key: note[key] for key in ShardRecord.model_fields}) for note in notes]
@@ -166,17 +199,23 @@ class StoreWriter:
         parts = [ChannelMoments.from_json(note["moments"]) for note in notes if note["moments"]]
         normalization = self.plan.normalization or functools.reduce(ChannelMoments.joined, parts).normalization()
         return StoreIndex(
-            **self.plan.model_dump() | {"normalization": normalization}, num_images=held, shards=shards
-        )
+            **self.plan.model_dump() | {"normalization": normalization}, num_images=held, shards=shards,
+            caption_shards=self._caption_records(),
+        )  # fmt: skip
 
-    def _note_file(self, number: int) -> Path:
-        return self._partial / f"{shard_name(number)}.json"
+    def _caption_records(self) -> list[FileRecord]:
+        count = self.plan.captions.num_shards if self.plan.captions else 0
+        notes = [note for number in range(count) if (note := self._note(caption_shard_name(number)))]
+        return [FileRecord(size=note["size"], sha256=note["sha256"]) for note in notes]
 
-    def _note(self, number: int) -> dict | None:
-        """Note of a finished shard; None if it must be written (again)."""
+    def _note_file(self, name: str) -> Path:
+        return self._partial / f"{name}.json"
+
+    def _note(self, name: str) -> dict | None:
+        """Note of a finished file of the store; None if it must be written (again)."""
         try:
-            note = read_sealed(self._note_file(number))
-            size = (self.folder / shard_name(number)).stat().st_size
+            note = read_sealed(self._note_file(name))
+            size = (self.folder / name).stat().st_size
             return note if size == note["size"] and note["plan"] == self._plan_digest() else None
         except (LatentStoreError, OSError):
             return None

@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
-from torchtitan.autoencoders.weight_hash import weights_sha256
 from torchtitan.evaluation.config import SamplingConfig
 from torchtitan.evaluation.decoding import LatentDecoder
 from torchtitan.files.weight_files import named_weights
+from torchtitan.files.weight_hash import weights_sha256
 from torchtitan.runs.guides import LoadedGuide
 from torchtitan.runs.sampling_options import METHOD_KEYS
 from torchtitan.runs.trained_model import TrainedModel

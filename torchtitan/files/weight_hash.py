@@ -1,4 +1,4 @@
-"""Hash of an autoencoder's weights."""
+"""Hash of a network's weights."""
 
 import hashlib
 from collections.abc import Mapping

@@ -1,46 +1,46 @@
-"""Files of an autoencoder: a local folder, or a repository on the Hugging Face hub."""
+"""Files of a published network: a local folder, or a repository on the Hugging Face hub."""
 
 import re
 from pathlib import Path
 
-from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.errors import first_line
 from torchtitan.files.regular import user_path
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-def local_folder(autoencoder: str, path: str, patterns: list[str]) -> Path:
-    """Local folder of an autoencoder's files, fetched from the hub into its cache where `path` is a hub name.
+def local_folder(model: str, path: str, patterns: list[str], error_class: type[Exception]) -> Path:
+    """Local folder of a network's files, fetched from the hub into its cache where `path` is a hub name.
 
     Args:
-        autoencoder: name to begin messages with.
+        model: name to begin messages with.
         path: a folder; where there is none, a name "owner/repository" or "owner/repository/folder".
         patterns: names of the files to fetch, with * for any letters.
+        error_class: of what is raised.
 
     Raises:
-        AutoencoderError: neither a folder nor a hub name, or it cannot be fetched.
+        error_class: neither a folder nor a hub name, or it cannot be fetched.
     """
     folder = user_path(path)
     if path and folder.is_dir():
         return folder
     if not path:
-        raise AutoencoderError(f"{autoencoder}: no path: give a folder or a name on the Hugging Face hub")
+        raise error_class(f"{model}: no path: give a folder or a name on the Hugging Face hub")
     if not HUB_NAME.fullmatch(path):
-        raise AutoencoderError(f"{autoencoder}: {path}: no such folder")
+        raise error_class(f"{model}: {path}: no such folder")
     repository, subfolder = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:])
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise AutoencoderError(
-            f"{autoencoder}: {path}: no such folder here; to fetch it from the Hugging Face hub: pip install .[hub]"
+        raise error_class(
+            f"{model}: {path}: no such folder here; to fetch it from the Hugging Face hub: pip install .[hub]"
         ) from error
     prefix = f"{subfolder}/" if subfolder else ""
     try:
         fetched = snapshot_download(repository, allow_patterns=[prefix + pattern for pattern in patterns])
     except (OSError, ValueError) as error:
         reason = first_line(error)
-        raise AutoencoderError(
-            f"{autoencoder}: {path}: no such folder here, and it cannot be fetched from the Hugging Face hub: {reason}"
+        raise error_class(
+            f"{model}: {path}: no such folder here, and it cannot be fetched from the Hugging Face hub: {reason}"
         ) from error
     return Path(fetched) / subfolder
