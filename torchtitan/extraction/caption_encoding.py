@@ -99,8 +99,8 @@ def plan_captions(
         return CaptionPlan(
             source="class" if from_classes else "image", num_texts=len(captions.texts),
             texts_per_shard=min(max(1, CAPTION_SHARD_BYTES // size), shard_texts or len(captions.texts), len(captions.texts)),
-            digest=digest.hexdigest(), prompts=captions.prompts, text_shape=encoders.text_shape, pooled_shape=encoders.pooled_shape,
-            dtype=dtype, encoders=encoders.identities,
+            digest=digest.hexdigest(), prompts=captions.prompts, text_shape=(length, width), pooled_shape=(pooled,), dtype=dtype,
+            encoders=encoders.identities,
         )  # fmt: skip
     except pydantic.ValidationError as failure:
         raise LatentStoreError(first_problem(failure)) from failure
