@@ -1,11 +1,13 @@
 """Text encoders of the transformers package: T5's encoder and CLIP's text model."""
 
 import json
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from torchtitan.errors import first_line
 from torchtitan.files.hub import local_folder
@@ -20,6 +22,11 @@ _TOKENIZER_FILES = [
 _WEIGHT_FILES = ["config.json", "model*.safetensors", "model.safetensors.index.json"]
 # Of repositories that publish no safetensors, as google/t5-v1_1-xxl; read as tensors alone.
 _PICKLED_FILES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
+
+# What the package raises for files that are damaged, missing or of another model.
+_UNREADABLE = (
+    OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, SafetensorError, pickle.UnpicklingError,
+)  # fmt: skip
 
 
 class TransformersEncoder(TextEncoder):
@@ -53,7 +60,7 @@ class TransformersEncoder(TextEncoder):
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(_tokenizer_folder(folder, path))
             kind = transformers.CLIPTextModel if self._kind == "clip" else transformers.AutoModelForTextEncoding
             model, report = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-        except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError) as error:
+        except _UNREADABLE as error:
             raise TextEncoderError(f"{folder}: cannot be opened as a text encoder: {first_line(error)}") from error
         if missing := sorted(report["missing_keys"]):
             raise TextEncoderError(f"{folder}: its weights lack {missing[0]} and {len(missing) - 1} others")
