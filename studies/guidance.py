@@ -115,7 +115,7 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
     parts = []
     with sampler.drawing(
         cell["seed"], solver=sampling.solver, num_steps=cell["num_steps"], schedule=sampling.schedule,
-        guidance=Guidance(method.scale), guide=_guide(run, cell["step"], method),
+        guidance=Guidance(method.scale), embedded_guidance=sampling.embedded_guidance, guide=_guide(run, cell["step"], method),
     ) as draw:  # fmt: skip
         for chunk in torch.arange(cell["images"]).split(run.options.batch_size):
             parts.append(draw(choices[chunk], numbers[chunk]).cpu())

@@ -23,6 +23,7 @@ from torchtitan.evaluation.sample_plans import (
 from torchtitan.evaluation.sample_sets import SampleSet
 from torchtitan.files.durable import replace_files
 from torchtitan.files.run_lock import Busy
+from torchtitan.models.base import ModelConfig
 from torchtitan.models.magnitude import MPFourier
 from torchtitan.runs.sample_settings import set_settings
 
@@ -173,7 +174,8 @@ def test_another_plan_a_damaged_record_and_foreign_pictures_are_refused(tmp_path
 def test_the_hash_of_weights_covers_buffers_that_are_saved_with_them():
     waves = MPFourier(4)
     waves.image_shape = (1, 2, 2)
-    trained = SimpleNamespace(model=waves, objective=SimpleNamespace(tensors=dict), label="step 1, ema")
+    config = SimpleNamespace(model=ModelConfig())
+    trained = SimpleNamespace(config=config, model=waves, objective=SimpleNamespace(tensors=dict), label="step 1, ema")
     hashes = []
     for value in (0.0, 1.0):
         waves.freqs.fill_(value)

@@ -17,7 +17,7 @@ import torch
 from data.base import DatasetError
 from torchtitan.checkpoint.location import folder_problem
 from torchtitan.config.evaluation_checks import EVALUATION_CHECKS
-from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, data_text, sampling_schedule, unconditional
+from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, data_text, resolved_sampling, unconditional
 from torchtitan.config.view import ConfigView, RefusedValue
 from torchtitan.diffusion.objectives import OBJECTIVES, build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
@@ -63,9 +63,9 @@ def resolve(checked: ConfigView, config: Any) -> None:
         config.model.num_predictions = len(heads)
     if unconditional(checked) and has_key(config.model, "label_dropout"):
         config.model.label_dropout = 0.0
+    config.sampling = resolved_sampling(checked)
     if cannot_guide(checked):
         config.sampling.guidance_scale = 1.0
-    config.sampling.schedule = sampling_schedule(checked, config.sampling)
     config.objective.timesteps = config.objective.timesteps.resolved(PATHS[config.objective.path]())
 
 

@@ -2,16 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from data import DataConfig
 from torchtitan.conditions import Unconditional
 from torchtitan.config.view import ConfigView
-from torchtitan.diffusion.solvers import SCHEDULES
-from torchtitan.diffusion.solvers.contract import ScheduleConfig
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
 from torchtitan.evaluation.judges import judge_type
-from torchtitan.settings import chosen, has_key
+from torchtitan.settings import has_key
 from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, quoted, shown_name
+from torchtitan.settings.sections import choices
 
 
 def unconditional(checked: ConfigView) -> bool:
@@ -31,12 +31,20 @@ def cannot_guide(checked: ConfigView) -> bool:
     return unconditional(checked) or not checked.whole("model").label_dropout
 
 
-def sampling_schedule(checked: ConfigView, sampling: SamplingConfig) -> ScheduleConfig:
-    """Schedule that is given, or that of the objective's path."""
-    default = default_schedule(checked.objective.path)
-    if "sampling.schedule.name" in checked.given or default == sampling.schedule.name:
-        return sampling.schedule
-    return chosen(SCHEDULES, default)
+def resolved_sampling(checked: ConfigView) -> SamplingConfig:
+    """`[sampling]` with the defaults of the objective's path and, above them, of the model for keys that are not given."""
+    sampling, path_name = checked.whole("sampling"), checked.objective.path
+    defaults = {"schedule.name": default_schedule(path_name)} | checked.whole("model").sampling_defaults(path_name)
+    values: dict[str, Any] = {}
+    for key, value in defaults.items():
+        if f"sampling.{key}" in checked.given:
+            continue
+        inner, _, last = key.rpartition(".")
+        if not inner:
+            values[last] = value
+        elif getattr(sampling, inner).name != value:
+            values[inner] = choices(sampling)[inner].section(value)
+    return dataclasses.replace(sampling, **values)
 
 
 def _sampled_classes(checked: ConfigView) -> Iterator[Problem]:
@@ -62,10 +70,12 @@ def _sampled_tracks(checked: ConfigView) -> Iterator[Problem]:
             choices = ", ".join(map(shown_name, known[:MOST_SHOWN])) + more
             advice = f"did you mean {guess}?" if guess not in ("", "none") else f"set it to one of {choices}"
             yield Problem(f"sampling.{key}", f"{quoted(track)} is not a name in ema.tracks ({advice})")
-    if guide and checked.sampling.guidance_scale == 1:
-        yield Problem("sampling.guide_track", "has no effect when sampling.guidance_scale = 1 (remove it)")
     if drawn == guide:
         yield Problem("sampling.guide_track", f"{quoted(guide)} is sampling.ema_track itself (give another, or remove it)")
+    if guide and resolved_sampling(checked).guidance_scale == 1:
+        scale = "sampling.guidance_scale = 1"
+        scale += "" if "sampling.guidance_scale" in checked.given else f", the default of model.name = {checked.model.name}"
+        yield Problem("sampling.guide_track", f"has no effect when {scale} (remove it)")
 
 
 def _judge(checked: ConfigView) -> Iterator[Problem]:
@@ -91,10 +101,12 @@ def _sampling_method(checked: ConfigView) -> Iterator[Problem]:
     if checked.sampling.guidance_interval_unit != "t" and "sampling.guidance_interval" not in checked.given:
         text = "[0, 1] is the default in t (give sampling.guidance_interval in sigma, as [0.3, 3.0])"
         yield Problem("sampling.guidance_interval_unit", text)
-    sampling, path_name = checked.whole("sampling"), checked.objective.path
-    sampling = dataclasses.replace(sampling, schedule=sampling_schedule(checked, sampling))
+    sampling, path_name = resolved_sampling(checked), checked.objective.path
     if not has_key(sampling.schedule, "shift") and "sampling.schedule.shift" in checked.given:
-        text = f"has no effect on the schedule of objective.path = {path_name}, {sampling.schedule.name} (remove it)"
+        of_model = "schedule.name" in checked.whole("model").sampling_defaults(path_name)
+        owner = f"model.name = {checked.model.name}" if of_model else f"objective.path = {path_name}"
+        remedy = "remove it, or give sampling.schedule.name" if of_model else "remove it"
+        text = f"has no effect on the schedule of {owner}, {sampling.schedule.name} ({remedy})"
         yield Problem("sampling.schedule.shift", text)
     learned_variance = checked.whole("model").learned_variance
     heads = checked.whole("objective").heads_of_network()

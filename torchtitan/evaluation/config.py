@@ -28,13 +28,20 @@ class SamplingConfig:
     enable: bool = setting(True, "draw a grid of samples at intervals and at the end", trajectory=False)
     interval: int = setting(1000, "steps between grids", ge=1, trajectory=False)
     solver: SolverConfig = choice(Choice(SOLVERS, "euler"), "integrator from noise to image", trajectory=False)
-    num_steps: int = setting(50, "solver steps from noise to image", ge=1, le=1_000_000, trajectory=False)
+    num_steps: int = setting(
+        50, "solver steps from noise to image; flux has a default of its own", ge=1, le=1_000_000, trajectory=False
+    )
     schedule: ScheduleConfig = choice(
-        Choice(SCHEDULES, "uniform"), "times of the steps; default: those of the trained path", trajectory=False
+        Choice(SCHEDULES, "uniform"), "times of the steps; default: those of the trained path, or of flux", trajectory=False
     )
     guidance_scale: float = setting(
-        2.0, "guidance away from the null condition, or from guide_track: 1 is none", ge=0, trajectory=False
-    )
+        2.0, "guidance away from the null condition, or from guide_track: 1 is none, the default of flux", ge=0,
+        trajectory=False,
+    )  # fmt: skip
+    embedded_guidance: float | None = setting(
+        None, "guidance scale that the network is given as an input; default: model.guidance", ge=0, le=100,
+        applies={"model.guidance_embedding": (True,)}, trajectory=False,
+    )  # fmt: skip
     guidance_interval: list[float] = setting(
         [0.0, 1.0], "lowest and highest t, or sigma, with guidance; the plain model outside", trajectory=False
     )
@@ -75,6 +82,7 @@ class SamplingConfig:
             "num_steps": self.num_steps,
             "schedule": self.schedule,
             "guidance": self.guidance,
+            "embedded_guidance": self.embedded_guidance,
             "clip_x0": self.clip_x0,
             "state_dtype": self.state_dtype,
         }

@@ -105,6 +105,7 @@ class ImageSampler:
         schedule: ScheduleConfig,
         guidance: Guidance,
         guide: Guide | None = None,
+        embedded_guidance: float | None = None,
         clip_x0: bool = False,
         state_dtype: str = "float32",
         purpose: str = "sampling",
@@ -119,6 +120,8 @@ class ImageSampler:
             schedule: section of the steps' times.
             guidance: scale, interval and channels.
             guide: reference of guidance; None for the null condition.
+            embedded_guidance: scale that networks with a guidance embedding are given, a guide's too; None for that of
+                their training, which they have again afterwards.
             clip_x0: whether estimates of clean images are clipped to [-1, 1].
             state_dtype: of the solver's state, a key of STATE_DTYPES.
 
@@ -147,5 +150,22 @@ class ImageSampler:
 
             return solve(predict=predict, x=start * noise, draw_noise=draw_noise).float()
 
-        with evaluating(self._model), compute_context(self._param_dtype, self._device, sharded):
+        networks = [self._model, guide.network if guide else None]
+        with (
+            _given_guidance([each for each in networks if isinstance(each, DiffusionModel)], embedded_guidance),
+            evaluating(self._model),
+            compute_context(self._param_dtype, self._device, sharded),
+        ):
             yield draw_batch
+
+
+@contextmanager
+def _given_guidance(networks: Sequence[DiffusionModel], scale: float | None) -> Iterator[None]:
+    """Give the networks another embedded guidance for the block."""
+    try:
+        for network in networks:
+            network.set_guidance(scale)
+        yield
+    finally:
+        for network in networks:
+            network.set_guidance(None)

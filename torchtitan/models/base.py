@@ -90,8 +90,10 @@ class DiffusionModel(nn.Module):
             attempt: changes after a rollback.
         """
 
-    def set_guidance(self, scale: float) -> None:
-        """Set the guidance scale that the following forwards are given; no effect on a model without a guidance embedding."""
+    def set_guidance(self, scale: float | None) -> None:
+        """Set the guidance scale that the following forwards are given, None for that of training; no effect on a model
+        without a guidance embedding.
+        """
 
     def blocks(self) -> list[nn.Module]:
         """List the units of checkpointing, compilation and sharding, in the order of the forward."""
@@ -175,6 +177,17 @@ class ModelConfig:
     def of_depth(self, depth: int) -> "ModelConfig | None":
         """Same model with another number of blocks, if all blocks are alike; None if they are not."""
         return None
+
+    def sampling_defaults(self, path_name: str) -> dict[str, Any]:
+        """Defaults of `[sampling]` for this network, where they differ from those of all networks.
+
+        Args:
+            path_name: path of the objective, a key of PATHS.
+
+        Returns:
+            key of `[sampling]`, or `schedule.name` or `solver.name` -> value of that key if it is not given.
+        """
+        return {}
 
     @property
     def normalizes_weights(self) -> bool:

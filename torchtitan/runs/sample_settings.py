@@ -12,6 +12,8 @@ from torchtitan.runs.sampling_options import METHOD_KEYS
 from torchtitan.runs.trained_model import TrainedModel
 from torchtitan.settings.sections import choices
 
+EMBEDDED = "embedded_guidance"
+
 
 def set_settings(
     trained: TrainedModel, sampling: SamplingConfig, guide: LoadedGuide | None, decoder: LatentDecoder | None, dtype: str
@@ -33,8 +35,17 @@ def set_settings(
         "autoencoder": decoder.identity() if decoder else None,
         "dtype": dtype,
         **sections,
-        **{key: getattr(sampling, key) for key in METHOD_KEYS},
+        **{key: getattr(sampling, key) for key in METHOD_KEYS if key != EMBEDDED},
+        **_embedded_guidance(trained, sampling),
     }
+
+
+def _embedded_guidance(trained: TrainedModel, sampling: SamplingConfig) -> dict[str, float]:
+    """Scale that the network is given, which is no tensor of its weights; nothing where it is given none."""
+    if not trained.config.model.guidance_embedding:
+        return {}
+    given = sampling.embedded_guidance
+    return {EMBEDDED: trained.config.model.guidance if given is None else given}
 
 
 def _weights(trained: TrainedModel) -> dict[str, str]:

@@ -9,13 +9,13 @@ from torchtitan.evaluation.config import SamplingConfig, sampling_problems
 from torchtitan.runs.trained_model import TrainedModel, WeightsError
 from torchtitan.settings import has_key
 from torchtitan.settings.record import unmet_condition
-from torchtitan.settings.schema import validate_section
+from torchtitan.settings.schema import validate_section, without_none
 from torchtitan.settings.sections import choices, keys, put_section, section_at
 
 # Keys of `[sampling]` that say how an image is drawn; each is an option, as are those of the inner sections.
 METHOD_KEYS = [
-    "num_steps", "guidance_scale", "guidance_interval", "guidance_interval_unit", "guidance_channels", "clip_x0",
-    "state_dtype",
+    "num_steps", "guidance_scale", "guidance_interval", "guidance_interval_unit", "guidance_channels", "embedded_guidance",
+    "clip_x0", "state_dtype",
 ]  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def _described(section: Any, key: str) -> str:
 
 def _reader(section: type, key: str) -> dict:
     """Reader of a key's values for argparse."""
-    hint = typing.get_type_hints(section)[key]
+    hint, _ = without_none(typing.get_type_hints(section)[key])
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}
     if hint is bool:

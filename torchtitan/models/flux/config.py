@@ -1,7 +1,7 @@
 """Architecture of Flux: one field per choice, and the table of named sizes."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torchtitan.models.base import ModelConfig
 from torchtitan.settings import setting
@@ -37,6 +37,16 @@ class FluxConfig(ModelConfig):
     @property
     def depth(self) -> int:
         return self.num_double_layers + self.num_single_layers
+
+    def sampling_defaults(self, path_name: str) -> dict[str, Any]:
+        """Sampling of FLUX.1 as published: [dev] has a guidance embedding, [schnell] was distilled to four steps.
+
+        Source: black-forest-labs' sampling code of FLUX.1. On another path than its flow nothing is published.
+        """
+        if path_name != "rectified_flow":
+            return {}
+        steps, schedule = (50, "flux_shift") if self.guidance_embedding else (4, "uniform")
+        return {"num_steps": steps, "solver.name": "euler", "schedule.name": schedule, "guidance_scale": 1.0}
 
 
 _SMALL = FluxConfig(text_dim=64, pooled_dim=64)

@@ -80,8 +80,8 @@ class Flux(DiffusionModel):
         x = unpatchify(patches, grid, self.config.patch_size)  # [B, C, H, W]
         return x.to(torch.promote_types(x.dtype, torch.float32))
 
-    def set_guidance(self, scale: float) -> None:
-        self.guidance.fill_(scale)
+    def set_guidance(self, scale: float | None) -> None:
+        self.guidance.fill_(self.config.guidance if scale is None else scale)
 
     def init_weights(self) -> None:
         """Initialise as a DiT: Xavier, small embeddings of vectors, and zero modulations and output, so that every block is
@@ -103,7 +103,7 @@ class Flux(DiffusionModel):
 
     def init_buffers(self) -> None:
         self.rotary.copy_(self._table(self._grid(*self.image_shape[1:]), None))
-        self.guidance.fill_(self.config.guidance)
+        self.set_guidance(None)
 
     def blocks(self) -> list[nn.Module]:
         return list(chain(self.double_layers, self.single_layers))
