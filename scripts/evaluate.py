@@ -284,7 +284,7 @@ def draw(
     check_classes(classes, drawing.trained)
     count = COUNT if arguments.count is None and arguments.seeds is None else arguments.count
     plan = drawing.plan(arguments.seeds, count, classes)
-    _, height, width = drawing.trained.model.image_shape
+    _, height, width = drawing.image_shape
     check_request(request, extractors, len(plan.seeds), None if drawing.decoder else (height, width), *references)
     return draw_samples(drawing, plan, arguments.format or "png", group, progress=True)
 

@@ -173,14 +173,13 @@ def test_another_plan_a_damaged_record_and_foreign_pictures_are_refused(tmp_path
 
 def test_the_hash_of_weights_covers_buffers_that_are_saved_with_them():
     waves = MPFourier(4)
-    waves.image_shape = (1, 2, 2)
     config = SimpleNamespace(model=ModelConfig())
     trained = SimpleNamespace(config=config, model=waves, objective=SimpleNamespace(tensors=dict), label="step 1, ema")
     hashes = []
     for value in (0.0, 1.0):
         waves.freqs.fill_(value)
         waves.phases.fill_(0.0)
-        hashes.append(set_settings(trained, SamplingConfig(), None, None, "float32")["weights"]["sha256"])
+        hashes.append(set_settings(trained, SamplingConfig(), None, None, (1, 2, 2), "float32")["weights"]["sha256"])
     assert hashes[0] != hashes[1]
 
 

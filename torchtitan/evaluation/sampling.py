@@ -106,6 +106,7 @@ class ImageSampler:
         guidance: Guidance,
         guide: Guide | None = None,
         embedded_guidance: float | None = None,
+        image_shape: tuple[int, int, int] | None = None,
         clip_x0: bool = False,
         state_dtype: str = "float32",
         purpose: str = "sampling",
@@ -122,6 +123,7 @@ class ImageSampler:
             guide: reference of guidance; None for the null condition.
             embedded_guidance: scale that networks with a guidance embedding are given, a guide's too; None for that of
                 their training, which they have again afterwards.
+            image_shape: (C, H, W) to draw; None for the model's, which is the only one of most models.
             clip_x0: whether estimates of clean images are clipped to [-1, 1].
             state_dtype: of the solver's state, a key of STATE_DTYPES.
 
@@ -129,7 +131,7 @@ class ImageSampler:
             function (choices [B], numbers [B]) -> float32 images [B, C, H, W] on the device.
         """
         path = self._objective.path
-        shape, kind, dtype = self._model.image_shape, self._model.condition_kind, STATE_DTYPES[state_dtype]
+        shape, kind, dtype = image_shape or self._model.image_shape, self._model.condition_kind, STATE_DTYPES[state_dtype]
         times = schedule.times(path, num_steps, lambda: self._model.tokens_per_image(shape))
         solve = functools.partial(solver.solve, path=path, times=times, **solver.options())
         _, start = path.coefficients(times[0])

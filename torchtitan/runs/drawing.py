@@ -17,6 +17,8 @@ from torchtitan.evaluation.config import LATENT_DATASETS, AutoencoderConfig, Sam
 from torchtitan.evaluation.decoding import LatentDecoder, open_decoder
 from torchtitan.evaluation.sample_plans import SampleSetError, SetPlan, choices_of, read_seeds
 from torchtitan.evaluation.sampling import ImageSampler
+from torchtitan.models import MODELS
+from torchtitan.runs.drawn_size import drawn_shape
 from torchtitan.runs.guides import LoadedGuide, open_guide
 from torchtitan.runs.sample_settings import set_settings
 from torchtitan.runs.sampling_options import add_method_options, sampling_method
@@ -35,6 +37,7 @@ class Drawing:
         sampling: its method.
         guide: of its guidance; None for the null condition.
         decoder: of its latents; None for a model of images, or where latents are shown as they are.
+        image_shape: (C, H, W) of what the network draws.
         batch_size: images at a time on each rank.
         dtype: of compute.
     """
@@ -44,6 +47,7 @@ class Drawing:
     sampling: SamplingConfig
     guide: LoadedGuide | None
     decoder: LatentDecoder | None
+    image_shape: tuple[int, int, int]
     batch_size: int
     dtype: str
 
@@ -58,7 +62,10 @@ class Drawing:
 
     def method(self) -> dict[str, Any]:
         """Method, as `ImageSampler.drawing` takes it."""
-        return self.sampling.method() | {"guide": self.guide.guide if self.guide else None}
+        return self.sampling.method() | {
+            "guide": self.guide.guide if self.guide else None,
+            "image_shape": self.image_shape,
+        }
 
     def plan(self, seeds: str | None, count: int | None, classes: list[int]) -> SetPlan:
         """Plan a set of pictures.
@@ -70,13 +77,13 @@ class Drawing:
         Raises:
             SampleSetError: there can be none.
         """
-        channels = self.trained.model.image_shape[0]
+        channels = self.image_shape[0]
         if self.decoder is None and (self.trained.config.data.name in LATENT_DATASETS or channels not in (1, 3)):
             raise SampleSetError(
                 f"{self.source}: draws latents or images of {channels} channels, a set is of pictures (for latents give"
                 " --autoencoder NAME --autoencoder-path PATH)"
             )
-        settings = set_settings(self.trained, self.sampling, self.guide, self.decoder, self.dtype)
+        settings = set_settings(self.trained, self.sampling, self.guide, self.decoder, self.image_shape, self.dtype)
         numbers = read_seeds(seeds, count)
         choices = choices_of(numbers, self.trained.model.condition_kind.choices, classes)
         return SetPlan(numbers, choices, self.batch_size, settings)
@@ -92,6 +99,8 @@ def add_drawing_options(parser: argparse._ActionsContainer) -> None:
         "this run (@STEP, :TRACK), another run, or a safetensors file; none: the null condition (default: "
         "sampling.guide_track)")
     add_method_options(parser)
+    add("--size", metavar="HEIGHTxWIDTH", help="of the images, in pixels also where latents are drawn, for models of images "
+        "of any size (default: the largest of training)")
     add("--batch-size", type=int, help=f"images at a time on each rank (default: {BATCH_SIZE})")
     add("--dtype", choices=("float32", "bfloat16"), help=f"dtype of compute (default: {DTYPE})")
     add("--autoencoder", choices=("none", *AUTOENCODERS),
@@ -114,7 +123,10 @@ def open_drawing(arguments: argparse.Namespace) -> Drawing:
         arguments.guide, arguments.source, arguments.config, trained, sampling.guidance_scale, compute_device()
     )
     decoder = _open_autoencoder(arguments, trained)
-    return Drawing(arguments.source, trained, sampling, guide, decoder, batch_size, arguments.dtype or DTYPE)
+    shape = drawn_shape(arguments.size, trained, decoder)
+    if guide and arguments.size is not None and not MODELS[guide.model.config.model.name].many_shapes:
+        raise WeightsError("--size: the guide takes images of one shape only (leave it out)")
+    return Drawing(arguments.source, trained, sampling, guide, decoder, shape, batch_size, arguments.dtype or DTYPE)
 
 
 def check_classes(classes: list[int], trained: TrainedModel) -> None:

@@ -16,8 +16,9 @@ EMBEDDED = "embedded_guidance"
 
 
 def set_settings(
-    trained: TrainedModel, sampling: SamplingConfig, guide: LoadedGuide | None, decoder: LatentDecoder | None, dtype: str
-) -> dict[str, Any]:
+    trained: TrainedModel, sampling: SamplingConfig, guide: LoadedGuide | None, decoder: LatentDecoder | None,
+    image_shape: tuple[int, int, int], dtype: str,
+) -> dict[str, Any]:  # fmt: skip
     """Settings of a set, for JSON.
 
     Args:
@@ -25,13 +26,14 @@ def set_settings(
         sampling: its sampling method.
         guide: of its guidance; None for the null condition.
         decoder: of its latents; None for a model of images.
+        image_shape: (C, H, W) of what the network draws.
         dtype: of compute.
     """
     sections = {name: dataclasses.asdict(getattr(sampling, name)) for name in choices(sampling)}
     return {
         "weights": _weights(trained),
         "guide": _weights(guide.model) if guide else None,
-        "image_shape": list(trained.model.image_shape),
+        "image_shape": list(image_shape),
         "autoencoder": decoder.identity() if decoder else None,
         "dtype": dtype,
         **sections,

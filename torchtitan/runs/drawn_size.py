@@ -1,0 +1,65 @@
+"""Size of drawn images, where a network takes images of any."""
+
+import math
+import re
+
+from data import DATASETS
+from torchtitan.evaluation.config import LATENT_DATASETS
+from torchtitan.evaluation.decoding import LatentDecoder
+from torchtitan.models import MODELS
+from torchtitan.runs.trained_model import TrainedModel, WeightsError
+from torchtitan.settings.sizes import MOST_VALUES_OF_AN_IMAGE
+
+_SIZE = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})")
+
+
+def drawn_shape(size: str | None, trained: TrainedModel, decoder: LatentDecoder | None) -> tuple[int, int, int]:
+    """Shape (C, H, W) of what a network draws: images, or latents.
+
+    Args:
+        size: of the images in pixels, as 512x768 (height and width), also where latents are drawn; None: the shape that the
+            model was built for.
+        trained: the model.
+        decoder: of its latents; None for a model of images, or where latents are shown as they are.
+
+    Raises:
+        WeightsError: it is no size, or the network does not draw images of it.
+    """
+    channels, *own = trained.model.image_shape
+    if size is None:
+        return trained.model.image_shape
+    config = trained.config
+    family = MODELS[config.model.name]
+    if (match := _SIZE.fullmatch(size)) is None:
+        raise WeightsError(f"--size: {size[:40]!r} is no size in pixels (give HEIGHTxWIDTH, as 512x768)")
+    if not family.many_shapes:
+        raise WeightsError(
+            f"--size: model.name = {config.model.name} draws {own[0]} x {own[1]} only, as it was trained (leave it out)"
+        )
+    pixels = int(match[1]), int(match[2])
+    factor = _pixels_per_latent(trained, decoder)
+    if any(side % factor for side in pixels):
+        nearest = "x".join(str(max(round(side / factor), 1) * factor) for side in pixels)
+        raise WeightsError(f"--size: a latent stands for {factor} pixels, which do not divide {size} (give {nearest})")
+    shape = channels, pixels[0] // factor, pixels[1] // factor
+    if math.prod(shape) > MOST_VALUES_OF_AN_IMAGE:
+        raise WeightsError(f"--size: {size} has more than {MOST_VALUES_OF_AN_IMAGE} values (give a smaller one)")
+    if found := family.problems(config.model, shape):
+        raise WeightsError(f"--size: {size}: {found[0]}")
+    return shape
+
+
+def _pixels_per_latent(trained: TrainedModel, decoder: LatentDecoder | None) -> int:
+    """Pixels of an image's side per value of the network's; 1 for a network of images. Raises WeightsError."""
+    data = trained.config.data
+    if data.name not in LATENT_DATASETS:
+        return 1
+    if decoder:
+        return decoder.identity()["downscale"]
+    index = DATASETS[data.name].store(data).index
+    known = index.autoencoder.get("downscale")
+    if isinstance(known, int) and known > 0:
+        return known
+    if index.image_size and index.image_size % index.shape[1] == 0:
+        return index.image_size // index.shape[1]
+    raise WeightsError("--size: the store does not know the pixels of a latent (give --autoencoder, or leave it out)")
