@@ -1,34 +1,55 @@
-"""Sampling of Flux: published times, Euler's steps along the velocity, and noise that does not depend on the device."""
+"""Sampling of Flux: published times and settings, embedded guidance, any size, and noise that depends on no device."""
 
+import importlib.util
+import json
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
+from data import DATASETS, DataConfig, Dataset, DatasetInfo
+from tests.configurations import load, problems
 from tests.objectives import schedule, solver
 from torchtitan import philox
 from torchtitan.conditions import POOLED, TEXT, Embeddings
+from torchtitan.config.job import dump_config
 from torchtitan.diffusion.denoising import DenoisingConfig
-from torchtitan.diffusion.guidance import Guidance
+from torchtitan.diffusion.guidance import Guidance, Guide
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.solvers import flux_log_shift
+from torchtitan.evaluation import during_training
 from torchtitan.evaluation.config import SamplingConfig, sampling_problems
 from torchtitan.evaluation.sampling import ImageSampler
-from torchtitan.models.flux.config import FLAVORS
+from torchtitan.models.dit.config import DiTConfig
+from torchtitan.models.flux.config import FLAVORS, FluxConfig
 from torchtitan.models.flux.model import Flux
+from torchtitan.run import run
+from torchtitan.runs.drawing import Drawing, open_drawing
+from torchtitan.runs.drawn_size import drawn_shape
+from torchtitan.runs.trained_model import WeightsError
+from torchtitan.settings import setting
 
+ROOT = Path(__file__).parents[2]
 DEBUG, IMAGE = FLAVORS["debug"], (3, 8, 12)
+GUIDED = replace(DEBUG, guidance_embedding=True, guidance=2.5)
+NULLS = {TEXT: torch.zeros(5, DEBUG.text_dim), POOLED: torch.zeros(DEBUG.pooled_dim)}
 
 
-def tiny() -> Flux:
-    """A Flux whose prediction is not zero, as that of a new one is."""
-    kind = Embeddings({TEXT: torch.zeros(5, DEBUG.text_dim), POOLED: torch.zeros(DEBUG.pooled_dim)})
-    model = Flux(DEBUG, IMAGE, kind)
+def tiny(config: FluxConfig = DEBUG) -> Flux:
+    """A Flux whose prediction depends on all of its inputs; that of a new one is zero."""
+    model = Flux(config, IMAGE, Embeddings(NULLS))
     torch.manual_seed(3)
     model.init_weights()
-    torch.nn.init.normal_(model.output.linear.weight, std=0.1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("modulation.weight") or name == "output.linear.weight":
+            torch.nn.init.normal_(parameter, std=0.1)
     return model.eval()
 
 
@@ -96,3 +117,245 @@ def test_noise_is_drawn_on_the_cpu_whatever_the_device(name, monkeypatch):
     with sampler(model, "meta").drawing(0, **method) as draw:
         assert draw(torch.zeros(2, dtype=torch.int64), torch.arange(2)).device.type == "meta"
     assert drawn_on == ["cpu"] * (1 if name == "euler" else 3)
+
+
+# --- what a configuration samples with
+
+
+@dataclass(kw_only=True)
+class WordsConfig(DataConfig):
+    name: Literal["words"] = setting("words", "dataset")
+
+
+class Words(Dataset):
+    """Noise with two texts, for the debug size of Flux."""
+
+    Config = WordsConfig
+
+    @staticmethod
+    def info(config):
+        return DatasetInfo(IMAGE, Embeddings(NULLS, Words.texts(torch.arange(2)), names=("one", "two")))
+
+    @staticmethod
+    def texts(numbers: Tensor) -> dict[str, Tensor]:
+        return {name: philox.normal(0, "synthetic_data", numbers % 2, tuple(null.shape)) for name, null in NULLS.items()}
+
+    def __init__(self, config, split):
+        pass
+
+    def __len__(self):
+        return 16
+
+    def fetch(self, indices):
+        numbers = torch.from_numpy(indices)
+        return {"images": philox.normal(1, "synthetic_data", numbers, IMAGE)} | self.texts(numbers)
+
+
+FLUX = ["--model.name", "flux", "--model.flavor", "debug", "--data.name", "words"]
+DEV = [*FLUX, "--model.guidance_embedding", "true"]
+
+
+@pytest.fixture
+def words(monkeypatch, tmp_path):
+    monkeypatch.setitem(DATASETS, "words", Words)
+    monkeypatch.chdir(tmp_path)
+
+
+def sampled_by(*arguments: str, toml: str | None = None) -> tuple[int, str, str, float]:
+    sampling = load(toml, list(arguments)).sampling
+    return sampling.num_steps, sampling.solver.name, sampling.schedule.name, sampling.guidance_scale
+
+
+def test_flux_samples_as_published_where_nothing_is_given(words):
+    assert sampled_by(*FLUX) == (4, "euler", "uniform", 1.0)
+    assert sampled_by(*DEV) == (50, "euler", "flux_shift", 1.0)
+    assert load(None, FLUX).sampling.schedule.shift == 1
+    assert sampled_by("--data.name", "digits") == (50, "euler", "uniform", 2.0)
+
+
+def test_what_is_given_wins_over_the_model_s_defaults(words):
+    toml = "[sampling]\nnum_steps = 50\nguidance_scale = 2.0\nschedule.name = 'uniform'\nschedule.shift = 3.0"
+    assert sampled_by(*DEV, toml=toml) == (50, "euler", "uniform", 2.0)
+    assert load(toml, DEV).sampling.schedule.shift == 3
+    assert sampled_by(*DEV, "--sampling.num_steps", "7", toml=toml)[0] == 7
+    assert sampled_by(*FLUX, "--sampling.schedule.shift", "3") == (4, "euler", "uniform", 1.0)
+    assert sampled_by(*FLUX, "--sampling.solver.name", "heun")[1] == "heun"
+
+
+def test_a_resolved_configuration_samples_in_the_same_way(words):
+    for arguments in (FLUX, DEV, [*DEV, "--sampling.embedded_guidance", "4"]):
+        config = load(None, arguments)
+        assert load(dump_config(config)).sampling == config.sampling
+
+
+def test_on_another_path_than_flux_s_the_path_s_defaults_hold(words):
+    edm = ["--objective.path", "edm", "--objective.prediction", "x0", "--objective.timesteps.name", "lognormal_sigma"]
+    assert sampled_by(*DEV, *edm) == (50, "euler", "edm", 2.0)
+
+
+@pytest.mark.parametrize(("arguments", "line"), [
+    (["--data.name", "digits", "--sampling.embedded_guidance", "3"],
+     "sampling.embedded_guidance: the network takes no guidance scale as an input, as with model.guidance_embedding"
+     " (leave it out)"),
+    ([*FLUX, "--sampling.embedded_guidance", "3"],
+     "sampling.embedded_guidance: the network takes no guidance scale as an input, as with model.guidance_embedding"
+     " (leave it out)"),
+    ([*DEV, "--sampling.embedded_guidance", "-1"],
+     "sampling.embedded_guidance: must be at least 0 and at most 100, is -1.0"),
+    ([*DEV, "--sampling.schedule.shift", "2"],
+     "sampling.schedule.shift: has no effect on the schedule of model.name = flux, flux_shift"
+     " (remove it, or give sampling.schedule.name)"),
+    ([*FLUX, "--sampling.guide_track", "none"],
+     "sampling.guide_track: has no effect when sampling.guidance_scale = 1, the default of model.name = flux (remove it)"),
+])  # fmt: skip
+def test_keys_without_effect_on_flux_are_refused_in_one_line(words, arguments, line):
+    assert [problem.removeprefix("command line: --") for problem in problems(None, arguments)] == [line]
+
+
+# --- embedded guidance
+
+
+METHOD = {"solver": solver("euler"), "schedule": schedule("uniform"), "num_steps": 2, "guidance": Guidance()}
+
+
+def draw(model: Flux, **method) -> Tensor:
+    return sampler(model).draw(torch.zeros(2, dtype=torch.int64), 7, batch_size=2, **METHOD | method)
+
+
+def test_embedded_guidance_is_that_of_a_network_trained_with_it():
+    model = tiny(GUIDED)
+    own, given = draw(model), draw(model, embedded_guidance=7.0)
+    assert torch.equal(given, draw(tiny(replace(GUIDED, guidance=7.0)))) and (own - given).std() > 1e-4
+    assert torch.equal(draw(model), own)
+
+
+def test_training_has_its_guidance_again_however_sampling_ends():
+    model, weak = tiny(GUIDED), tiny(replace(GUIDED, guidance=1.0))
+    guide = Guide(weak, build_objective(DenoisingConfig(), seed=0), conditional=True)
+    method = METHOD | {"guidance": Guidance(2.0), "guide": guide, "embedded_guidance": 7.0}
+    with pytest.raises(KeyboardInterrupt):
+        with sampler(model).drawing(0, **method):
+            assert (model.guidance, weak.guidance) == (7.0, 7.0)
+            raise KeyboardInterrupt
+    assert (model.guidance, weak.guidance) == (2.5, 1.0)
+
+
+def trained(folder: Path, name: str, *more: str) -> list[dict]:
+    arguments = [
+        *DEV, "--job.dump_folder", str(folder), "--job.name", name, "--training.steps", "4", "--optimizer.lr", "0.02",
+        "--lr_scheduler.warmup_steps", "0", "--training.local_batch_size", "4", "--metrics.log_freq", "1",
+        "--validation.enable", "false", "--sampling.num_steps", "2", "--sampling.interval", "1",
+        "--sampling.images_per_class", "2", "--sampling.ema_track", "none", "--gns.enable", "false",
+        "--metrics.enable_tensorboard", "false",
+    ]  # fmt: skip
+    assert run(load(None, [*arguments, *more])) == 0
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [{key: point[key] for key in ("loss_metrics/global_avg_loss", "grad_norm")} for point in map(json.loads, lines)]
+
+
+def script():
+    specification = importlib.util.spec_from_file_location("sample_script", ROOT / "scripts" / "sample.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def opened(monkeypatch, folder: Path, *options: str) -> Drawing:
+    monkeypatch.setattr("sys.argv", ["sample.py", str(folder), *options])
+    return open_drawing(script().parse_arguments())
+
+
+def test_sampling_in_training_and_by_the_command_agree_and_change_no_training(words, tmp_path, monkeypatch):
+    grids, image_grid = [], during_training.image_grid
+
+    def recorded(images, *arguments, **options):
+        grids.append(images)
+        return image_grid(images, *arguments, **options)
+
+    monkeypatch.setattr(during_training, "image_grid", recorded)
+    points = trained(tmp_path, "given", "--sampling.embedded_guidance", "30")
+    drawn = grids[-1]
+    assert trained(tmp_path, "default") == points and (grids[-1] - drawn).abs().max() > 1e-4
+    choices = torch.tensor([0, 0, 1, 1])
+    for name, options, wanted in (
+        ("given", (), drawn), ("default", (), grids[-1]), ("default", ("--embedded-guidance", "30"), drawn)
+    ):
+        drawing = opened(monkeypatch, tmp_path / name, *options)
+        found = drawing.sampler().draw(choices, 0, batch_size=256, **drawing.method())
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+        assert drawing.sampling.schedule.name == "flux_shift" and drawing.sampling.guidance_scale == 1
+
+
+# --- size
+
+
+def trained_model(model_name: str = "flux") -> SimpleNamespace:
+    config = SimpleNamespace(model=DEBUG if model_name == "flux" else DiTConfig(), data=WordsConfig())
+    return SimpleNamespace(config=config, model=SimpleNamespace(image_shape=IMAGE))
+
+
+def test_an_image_of_another_size_is_that_of_a_network_built_for_it():
+    method = {"schedule": schedule("flux_shift"), "num_steps": 3}
+    model = tiny()
+    built = Flux(DEBUG, (3, 16, 6), Embeddings(NULLS))
+    built.init_buffers()
+    built.load_state_dict(model.state_dict())
+    torch.testing.assert_close(
+        draw(model, image_shape=(3, 16, 6), **method), draw(built.eval(), **method), rtol=0, atol=1e-6
+    )
+
+
+def test_a_size_is_in_pixels_also_where_latents_are_drawn(monkeypatch):
+    assert drawn_shape(None, trained_model(), None) == IMAGE
+    assert drawn_shape("16x10", trained_model(), None) == (3, 16, 10)
+    latents = trained_model()
+    latents.config.data = SimpleNamespace(name="latents")
+    decoder = SimpleNamespace(identity=lambda: {"downscale": 8})
+    assert drawn_shape("64x96", latents, decoder) == (3, 8, 12)
+    store = SimpleNamespace(index=SimpleNamespace(autoencoder={"name": "a", "downscale": 16}, image_size=None, shape=IMAGE))
+    monkeypatch.setitem(DATASETS, "latents", SimpleNamespace(store=lambda config: store))
+    assert drawn_shape("64x96", latents, None) == (3, 4, 6)
+    store.index.autoencoder, store.index.image_size = {"name": "unknown"}, 32
+    assert drawn_shape("64x96", latents, None) == (3, 16, 24)
+    store.index.image_size = None
+    with pytest.raises(WeightsError, match="the store does not know the pixels of a latent"):
+        drawn_shape("64x96", latents, None)
+    with pytest.raises(WeightsError) as refusal:
+        drawn_shape("60x100", latents, decoder)
+    assert str(refusal.value) == "--size: a latent stands for 8 pixels, which do not divide 60x100 (give 64x96)"
+
+
+@pytest.mark.parametrize(("model_name", "size", "line"), [
+    ("flux", "16", "--size: '16' is no size in pixels (give HEIGHTxWIDTH, as 512x768)"),
+    ("flux", "0x16", "--size: '0x16' is no size in pixels (give HEIGHTxWIDTH, as 512x768)"),
+    ("flux", "16x7", "--size: 16x7: model.patch_size: 2 does not divide the image of 16 x 7"),
+    ("flux", "99998x99998", "--size: 99998x99998 has more than 2147483648 values (give a smaller one)"),
+    ("dit", "8x12", "--size: model.name = dit draws 8 x 12 only, as it was trained (leave it out)"),
+])  # fmt: skip
+def test_a_size_that_cannot_be_drawn_is_refused_in_one_line(model_name, size, line):
+    with pytest.raises(WeightsError) as refusal:
+        drawn_shape(size, trained_model(model_name), None)
+    assert str(refusal.value) == line
+
+
+# --- files
+
+
+def test_the_command_draws_any_size_with_embedded_guidance_and_records_both(words, tmp_path, monkeypatch):
+    trained(tmp_path, "run", "--training.steps", "1")
+    folder = tmp_path / "run"
+    sample = script()
+    monkeypatch.setattr("sys.argv", ["sample.py", str(folder), "--size", "16x6", "--images-per-class", "1", "--files",
+                                     "--output", str(tmp_path / "grid")])  # fmt: skip
+    arguments = sample.parse_arguments()
+    sample.refuse_unused(arguments)
+    drawing = open_drawing(arguments)
+    sample.check(arguments, drawing)
+    sample.draw_grid(arguments, drawing)
+    (one, other) = sorted((tmp_path / "grid").glob("class-*.png"))
+    assert Image.open(one).size == Image.open(other).size == (6, 16)
+    own = opened(monkeypatch, folder).plan(None, 2, []).record()
+    assert own["image_shape"] == list(IMAGE) and own["embedded_guidance"] == 3.5
+    other = opened(monkeypatch, folder, "--size", "16x6", "--embedded-guidance", "2").plan(None, 2, []).record()
+    assert {key for key in own if own[key] != other[key]} == {"image_shape", "embedded_guidance"}
+    assert (other["image_shape"], other["embedded_guidance"]) == ([3, 16, 6], 2.0)

@@ -108,9 +108,9 @@ def _sampling_method(checked: ConfigView) -> Iterator[Problem]:
         remedy = "remove it, or give sampling.schedule.name" if of_model else "remove it"
         text = f"has no effect on the schedule of {owner}, {sampling.schedule.name} ({remedy})"
         yield Problem("sampling.schedule.shift", text)
-    learned_variance = checked.whole("model").learned_variance
-    heads = checked.whole("objective").heads_of_network()
-    for key, text in sampling_problems(sampling, path_name, learned_variance, bool(heads)):
+    model, heads = checked.whole("model"), bool(checked.whole("objective").heads_of_network())
+    found = sampling_problems(sampling, path_name, model.learned_variance, heads, model.guidance_embedding)
+    for key, text in found:
         yield Problem(f"sampling.{key}", text)
 
 

@@ -39,8 +39,8 @@ class SamplingConfig:
         trajectory=False,
     )  # fmt: skip
     embedded_guidance: float | None = setting(
-        None, "guidance scale that the network is given as an input; default: model.guidance", ge=0, le=100,
-        applies={"model.guidance_embedding": (True,)}, trajectory=False,
+        None, "guidance scale given to a network with model.guidance_embedding; default: model.guidance", ge=0, le=100,
+        trajectory=False,
     )  # fmt: skip
     guidance_interval: list[float] = setting(
         [0.0, 1.0], "lowest and highest t, or sigma, with guidance; the plain model outside", trajectory=False
@@ -176,7 +176,7 @@ class AutoencoderConfig:
 
 
 def sampling_problems(
-    config: SamplingConfig, path_name: str, learned_variance: bool, heads: bool = False
+    config: SamplingConfig, path_name: str, learned_variance: bool, heads: bool = False, guidance_embedding: bool = False
 ) -> list[tuple[str, str]]:
     """Problems of sampling a model in this way.
 
@@ -185,6 +185,7 @@ def sampling_problems(
         path_name: a key of PATHS, the path of its training.
         learned_variance: whether the model has learned the variance of the reverse step.
         heads: whether it makes several predictions.
+        guidance_embedding: whether it takes a guidance scale as an input.
 
     Returns:
         (key of `[sampling]`, cause and remedy) of each problem.
@@ -197,6 +198,9 @@ def sampling_problems(
     found += [(f"solver.{key}", text) for key, text in config.solver.problems(trained, config.schedule)]
     if heads and config.guidance_channels != "all":
         found.append(("guidance_channels", "first_three is for a network of one prediction (use all)"))
+    if config.embedded_guidance is not None and not guidance_embedding:
+        text = "the network takes no guidance scale as an input, as with model.guidance_embedding (leave it out)"
+        found.append(("embedded_guidance", text))
     return found
 
 

@@ -66,8 +66,9 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
     for key in given:
         chosen_names = ", ".join(f"--{name} {getattr(sampling, name).name}" for name in choices(sampling))
         problems.append((key, f"has no effect with {chosen_names} (leave it out)"))
+    model, heads = config.model, bool(config.objective.heads_of_network())
     problems += sampling_problems(
-        sampling, config.objective.path, config.model.learned_variance, bool(config.objective.heads_of_network())
+        sampling, config.objective.path, model.learned_variance, heads, model.guidance_embedding
     )
     if problems:
         raise WeightsError("\n".join(f"{option(_option_of(key))}: {text}" for key, text in problems))
