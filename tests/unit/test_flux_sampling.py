@@ -233,10 +233,9 @@ def test_training_has_its_guidance_again_however_sampling_ends():
     model, weak = tiny(GUIDED), tiny(replace(GUIDED, guidance=1.0))
     guide = Guide(weak, build_objective(DenoisingConfig(), seed=0), conditional=True)
     method = METHOD | {"guidance": Guidance(2.0), "guide": guide, "embedded_guidance": 7.0}
-    with pytest.raises(KeyboardInterrupt):
-        with sampler(model).drawing(0, **method):
-            assert (model.guidance, weak.guidance) == (7.0, 7.0)
-            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), sampler(model).drawing(0, **method):
+        assert (model.guidance, weak.guidance) == (7.0, 7.0)
+        raise KeyboardInterrupt
     assert (model.guidance, weak.guidance) == (2.5, 1.0)
 
 
