@@ -5,6 +5,7 @@ the images are divided among the ranks; they are the same on any number of them.
 """
 
 import argparse
+import dataclasses
 import logging
 import os
 import sys
@@ -36,6 +37,7 @@ from torchtitan.evaluation.sampling import grid_choices
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
 from torchtitan.processes.command_line import OneLineParser, exit_code
 from torchtitan.runs.drawing import Drawing, add_drawing_options, beside, check_classes, open_drawing
+from torchtitan.runs.prompts import add_prompt_options, places, with_prompts
 from torchtitan.runs.sampling_options import option
 from torchtitan.runs.trained_model import WeightsError
 
@@ -49,7 +51,11 @@ def main() -> int:
     arguments = parse_arguments()
     try:
         refuse_unused(arguments)
+        encoders = places(arguments)
         drawing = open_drawing(arguments)
+        if arguments.prompt:
+            trained = with_prompts(drawing.trained, arguments.prompt, encoders)
+            drawing = dataclasses.replace(drawing, trained=trained, prompts=tuple(arguments.prompt))
         check(arguments, drawing)
         samples = plan_set(arguments, drawing) if arguments.set else None
     except (AutoencoderError, ConfigError, CheckpointError, SampleSetError, WeightsError) as error:
@@ -71,6 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     add("source", type=Path, help="a run's folder, or a safetensors file of weights")
     add("--classes", type=int, nargs="+", help="classes: one row of the grid each (default: the run's), or those of a "
         "set, by turns (default: drawn for each seed)")
+    add_prompt_options(parser)
     add("--images-per-class", type=int, help="columns of the grid (default: 8)")
     add("--seed", type=int, help="of the grid's noise (default: 0)")
     add("--count", type=int, help="draw a set of this many images")
@@ -102,7 +109,11 @@ def refuse_unused(arguments: argparse.Namespace) -> None:
 def check(arguments: argparse.Namespace, drawing: Drawing) -> None:
     """Check the options of a grid or a set. Raises WeightsError: one cannot be used."""
     config = drawing.trained.config
-    if arguments.classes is None:
+    if arguments.prompt and arguments.classes is not None:
+        raise WeightsError("--classes: has no effect with --prompt (leave one out)")
+    if arguments.prompt:
+        arguments.classes = list(range(len(arguments.prompt)))
+    elif arguments.classes is None:
         arguments.classes = [] if arguments.set else config.sampling.classes
     if arguments.images_per_class < 1:
         raise WeightsError(f"--images-per-class: must be at least 1, is {arguments.images_per_class}")

@@ -40,6 +40,7 @@ class Drawing:
         image_shape: (C, H, W) of what the network draws.
         batch_size: images at a time on each rank.
         dtype: of compute.
+        prompts: texts that are drawn instead of the data's; none: those.
     """
 
     source: Path
@@ -50,6 +51,7 @@ class Drawing:
     image_shape: tuple[int, int, int]
     batch_size: int
     dtype: str
+    prompts: tuple[str, ...] = ()
 
     @property
     def warnings(self) -> Iterator[str]:
@@ -84,6 +86,8 @@ class Drawing:
                 " --autoencoder NAME --autoencoder-path PATH)"
             )
         settings = set_settings(self.trained, self.sampling, self.guide, self.decoder, self.image_shape, self.dtype)
+        if self.prompts:
+            settings |= {"prompts": list(self.prompts)}
         numbers = read_seeds(seeds, count)
         choices = choices_of(numbers, self.trained.model.condition_kind.choices, classes)
         return SetPlan(numbers, choices, self.batch_size, settings)

@@ -1,0 +1,128 @@
+"""From photographs to pictures by prompt: a store with captions, a Flux trained on it, resumed, and sampled with texts."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from scripts.extract_latents import main as extract_latents
+from tests.end_to_end.drawing import results_of, sample, start_sampling
+from tests.extractions import write_photographs
+from torchtitan.config.job import load_config
+from torchtitan.run import run
+
+ENCODERS = ["--text-encoder", "stub:32", "--pooled-encoder", "stub:24", "--text-length", "5"]  # as the debug flavor's
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    photographs = write_photographs(folder / "photographs", 24)
+    words = [
+        "--output", str(folder / "store"), "--autoencoder", "identity", "--num-workers", "0", "--data.name", "image_folder",
+        "--data.path", str(photographs), "--data.image_size", "16", "--data.validation_fraction", "0",
+        "--class-captions", "a photo of a {}", *ENCODERS,
+    ]  # fmt: skip
+    assert extract_latents(words) == 0
+    return folder / "store"
+
+
+def train(store, folder, *more):
+    arguments = [
+        "--model.name", "flux", "--model.flavor", "debug", "--model.patch_size", "4", "--model.label_dropout", "0.5",
+        "--data.name", "latents", "--data.path", str(store), "--data.validation_fraction", "0.25",
+        "--autoencoder.name", "identity", "--job.dump_folder", str(folder), "--job.name", "one", "--training.steps", "4",
+        "--training.local_batch_size", "4", "--training.global_batch_size", "8", "--metrics.log_freq", "1",
+        "--optimizer.lr", "0.01", "--checkpoint.interval", "2", "--validation.enable", "true", "--validation.interval", "2",
+        "--validation.num_images", "6", "--sampling.interval", "2", "--sampling.num_steps", "2",
+        "--sampling.images_per_class", "2", "--sampling.guidance_scale", "2", "--gns.enable", "true", "--gns.num_bins", "2",
+        "--gns.log_interval", "2",
+    ]  # fmt: skip
+    assert run(load_config([*arguments, *more], 1)) == 0
+    return [json.loads(line) for line in (folder / "one" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(store, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    return folder / "one", train(store, folder)
+
+
+def numbers_of(points):
+    kept = ("step", "loss", "grad_norm", "validation_metrics", "gns")
+    return [{tag: value for tag, value in point.items() if tag.startswith(kept)} for point in points]
+
+
+def test_training_on_captions_resumes_bit_for_bit(store, trained, tmp_path):
+    run_folder, points = trained
+    assert [point["step"] for point in points if "grad_norm" in point] == [1, 2, 3, 4]
+    assert all(np.isfinite(point["loss"]) for point in points if "loss" in point)
+    assert any(tag.startswith("gns") for point in points for tag in point)
+    shutil.copytree(run_folder, tmp_path / "one")
+    shutil.rmtree(tmp_path / "one" / "checkpoint" / "step-00000004")
+    (tmp_path / "one" / "summary.json").unlink()
+    assert numbers_of(train(store, tmp_path)) == numbers_of(points)
+    name = "step-00000004.png"
+    assert (tmp_path / "one" / "samples" / name).read_bytes() == (run_folder / "samples" / name).read_bytes()
+
+
+def test_a_prompt_of_the_data_draws_what_its_number_draws(trained, tmp_path):
+    run_folder, _ = trained
+    options = ["--images-per-class", "2", "--num-steps", "2", "--files"]
+    ((code, said),) = sample(tmp_path / "classes", run_folder, "--classes", "0", "2", *options)
+    assert code == 0, said
+    # Noise is of the image's place in the grid: both captions must stand where their numbers stood.
+    prompts = ["a photo of a class0", "a photo of a class2"]
+    ((code, said),) = sample(tmp_path / "prompts", run_folder, "--prompt", *prompts, *options)
+    assert code == 0, said
+    files = [sorted((tmp_path / name).glob("class-*.png")) for name in ("classes", "prompts")]
+    wanted, found = ([np.asarray(Image.open(path)) for path in paths] for paths in files)
+    assert len(wanted) == len(found) == 4
+    assert all(np.array_equal(one, other) for one, other in zip(wanted[:2], found[:2], strict=True))
+
+
+def pixels_of(folder):
+    with np.load(folder / "samples.npz") as file:
+        return file["arr_0"]
+
+
+def test_prompts_make_sets_that_are_their_own(trained, tmp_path):
+    run_folder, _ = trained
+    words = ["--count", "6", "--num-steps", "2", "--format", "npz", "--guidance-scale", "4"]
+    ((code, said),) = sample(tmp_path / "set", run_folder, "--prompt", "a new text", "a photo of a class1", *words)
+    assert code == 0, said
+    before = pixels_of(tmp_path / "set")
+    prompts = ["--prompt", "a new text", "a photo of a class1"]
+    two = results_of(start_sampling(tmp_path / "two", run_folder, *prompts, *words, ranks=2))
+    assert [code for code, _ in two] == [0, 0], two
+    assert np.array_equal(pixels_of(tmp_path / "two"), before)
+    ((code, said),) = sample(tmp_path / "set", run_folder, "--prompt", "another text", "a photo of a class1", *words)
+    assert code == 2 and "prompts" in said and said.count("\n") == 1, said
+    ((code, said),) = sample(tmp_path / "other", run_folder, "--prompt", "another text", "a photo of a class1", *words)
+    other = pixels_of(tmp_path / "other")
+    assert code == 0 and np.array_equal(other[1::2], before[1::2]) and not np.array_equal(other[::2], before[::2])
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--prompt", "a", "--classes", "1"], "--classes: has no effect with --prompt"),
+        (["--text-encoder", "stub:32"], "--text-encoder: has no effect without --prompt"),
+        (["--prompt", "new", "--pooled-encoder", "stub:32"], "--pooled-encoder: stub:32 is another encoder than that of"),
+        (["--prompt", "new", "--text-encoder", "/no/folder"], "--text-encoder: text encoders need the transformers package"),
+        (["--prompt", "a" * 5000], "has 5000 letters, more than 4000"),
+    ],
+)
+def test_prompts_that_cannot_be_encoded_are_refused_in_one_line(trained, tmp_path, words, message):
+    if "transformers" in message:
+        try:
+            import transformers  # noqa: F401
+        except ImportError:
+            pass
+        else:
+            message = "--text-encoder: text encoder: /no/folder: no such folder"
+    ((code, said),) = sample(tmp_path / "out", trained[0], *words)
+    assert code == 2 and message in said and said.count("\n") == 1, said
+    assert not (tmp_path / "out").exists()

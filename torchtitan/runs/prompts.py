@@ -1,0 +1,78 @@
+"""Prompts of a command line: texts that a trained model is sampled with, encoded as its captions were."""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from data import DATASETS
+from torchtitan.conditions import Embeddings
+from torchtitan.distributed.mesh import compute_device
+from torchtitan.errors import LatentStoreError
+from torchtitan.evaluation.config import LATENT_DATASETS
+from torchtitan.runs.trained_model import TrainedModel, WeightsError
+from torchtitan.texts import TextEncoderError, reopen_encoders
+from torchtitan.texts.opening import OPTIONS
+
+MOST_LETTERS = 4000  # of a prompt: more than any encoder reads
+
+
+def add_prompt_options(parser: argparse._ActionsContainer) -> None:
+    """Add --prompt and the places of the encoders."""
+    add = parser.add_argument
+    add("--prompt", nargs="+", metavar="TEXT", help="texts to draw, for models of captions: one row of the grid each, or "
+        "those of a set, by turns (default: the run's prompts)")
+    for entry, option in OPTIONS.items():
+        add(option, default="", metavar="ENCODER", help=f"where the encoder of {entry} is that the run's captions were "
+            "encoded with: folder or hub name; needed for texts that are no captions of the run's data")
+
+
+def places(arguments: argparse.Namespace) -> dict[str, str]:
+    """Places of the encoders that were given, by entry. Raises WeightsError: they have no effect."""
+    found = {entry: getattr(arguments, option[2:].replace("-", "_")) for entry, option in OPTIONS.items()}
+    given = {entry: place for entry, place in found.items() if place}
+    if given and not arguments.prompt:
+        raise WeightsError(f"{OPTIONS[next(iter(given))]}: has no effect without --prompt")
+    return given
+
+
+def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[str, str]) -> TrainedModel:
+    """Trained model whose choices are these prompts instead of its data's.
+
+    Captions of the run's data are read from its store, and need no encoder.
+
+    Args:
+        trained: a model of captions.
+        prompts: at least one.
+        places: of the encoders, see `reopen_encoders`.
+
+    Raises:
+        WeightsError: the model takes no text, or a prompt cannot be encoded as its captions were.
+    """
+    data, kind = trained.config.data, trained.model.condition_kind
+    store = DATASETS[data.name].store(data) if data.name in LATENT_DATASETS else None
+    if not isinstance(kind, Embeddings) or store is None or store.captions is None:
+        raise WeightsError(f"--prompt: the model was trained on {kind.wanted}, not on encoded captions (leave it out)")
+    for prompt in prompts:
+        if len(prompt) > MOST_LETTERS:
+            raise WeightsError(f"--prompt: {prompt[:40]!r}... has {len(prompt)} letters, more than {MOST_LETTERS}")
+    plan = store.captions.plan
+    try:
+        numbers = {prompt: store.captions.number_of(prompt) for prompt in dict.fromkeys(prompts)}
+        known = {prompt: store.captions.read([number]) for prompt, number in numbers.items() if number is not None}
+        if new := [prompt for prompt, number in numbers.items() if number is None]:
+            encoders = reopen_encoders(plan.encoders, places, plan.text_shape[0], compute_device())
+            encoded, _ = encoders.encode(new)
+            for place, prompt in enumerate(new):
+                known[prompt] = {name: value[place : place + 1] for name, value in encoded.items()}
+    except LatentStoreError as error:
+        raise WeightsError(f"--prompt: {error}") from error
+    except TextEncoderError as error:
+        raise WeightsError(str(error)) from error
+    rows = {
+        name: torch.cat([known[prompt][name].to(dtype) for prompt in prompts]) for name, (_, dtype) in kind.entries.items()
+    }
+    prompted = dataclasses.replace(kind, prompts=rows, names=tuple(prompts))
+    trained.model.condition_kind = prompted
+    return dataclasses.replace(trained, info=dataclasses.replace(trained.info, condition_kind=prompted))
