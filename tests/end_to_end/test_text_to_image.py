@@ -111,12 +111,12 @@ def test_prompts_make_sets_that_are_their_own(trained, tmp_path):
         (["--prompt", "a", "--classes", "1"], "--classes: has no effect with --prompt"),
         (["--text-encoder", "stub:32"], "--text-encoder: has no effect without --prompt"),
         (["--prompt", "new", "--pooled-encoder", "stub:32"], "--pooled-encoder: stub:32 is another encoder than that of"),
-        (["--prompt", "new", "--text-encoder", "/no/folder"], "--text-encoder: text encoders need the transformers package"),
+        (["--prompt", "new", "--text-encoder", "/no/folder"], "--text-encoder: /no/folder: text encoders need"),
         (["--prompt", "a" * 5000], "has 5000 letters, more than 4000"),
     ],
 )
 def test_prompts_that_cannot_be_encoded_are_refused_in_one_line(trained, tmp_path, words, message):
-    if "transformers" in message:
+    if "encoders need" in message:
         try:
             import transformers  # noqa: F401
         except ImportError:
