@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split, UnreadableImage
+from data.captioned_folder import CaptionedFolder
 from data.cifar10 import Cifar10
 from data.cifar100 import Cifar100
 from data.digits import Digits
@@ -19,6 +20,7 @@ from torchtitan.conditions import Unconditional
 # Each follows the contract of Dataset, and has its own Config.
 DATASETS: dict[str, type[Any]] = {
     "digits": Digits,
+    "captioned_folder": CaptionedFolder,
     "cifar10": Cifar10,
     "cifar100": Cifar100,
     "huggingface": HuggingFace,

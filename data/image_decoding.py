@@ -1,4 +1,4 @@
-"""Decode the bytes of an image file, from any source, to a square of RGB pixels: for all images of users.
+"""Decode the bytes of an image file, from any source, to RGB pixels of a given size: for all images of users.
 
 A decoder only gets files that begin as one of a few formats, none of which starts a program; the file's name is
 ignored. Memory and time are bounded before decoding, by the header and by the file's structure.
@@ -41,6 +41,8 @@ _PPM_WORD = rb"(?:\s|#[^\r\n]*[\r\n])+[^\s#]+(?=\s)"
 _PPM_HEADER = re.compile(rb"P(?:[14](?:%b){2}|[^14](?:%b){3})" % (_PPM_WORD, _PPM_WORD))
 
 _ORIENTATION = 0x0112
+_SIDEWAYS = (5, 6, 7, 8)  # orientations that exchange width and height
+_PNG_ORIENTATIONS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")  # chunks that may follow the pixels
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # of TIFF
 _LONE_MARKERS = frozenset((0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)))  # of JPEG: no length follows
 
@@ -89,12 +91,17 @@ def open_image(content: bytes) -> "Image":
     return image
 
 
-def decode_square(content: bytes, image_size: int) -> np.ndarray:
-    """Decode a file's content to pixels uint8 [image_size, image_size, 3]. Raises as `open_image`."""
+def decode_cropped(content: bytes, width: int, height: int) -> np.ndarray:
+    """Decode a file's content to pixels uint8 [height, width, 3] as `resize_and_crop`. Raises as `open_image`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a decoder's words on a large or odd file; it is read, or it raises
         with open_image(content) as image:
-            return np.asarray(resize_and_crop(to_rgb(upright(image)), image_size))
+            return np.asarray(resize_and_crop(to_rgb(upright(image)), width, height))
+
+
+def decode_square(content: bytes, image_size: int) -> np.ndarray:
+    """Decode a file's content to pixels uint8 [image_size, image_size, 3]. Raises as `open_image`."""
+    return decode_cropped(content, image_size, image_size)
 
 
 def decode_whole(content: bytes) -> np.ndarray:
@@ -103,6 +110,17 @@ def decode_whole(content: bytes) -> np.ndarray:
         warnings.simplefilter("ignore")
         with open_image(content) as image:
             return np.asarray(to_rgb(upright(image)))
+
+
+def upright_size(content: bytes) -> tuple[int, int]:
+    """Width and height of a file's image as it is shown, if possible by its header alone. Raises as `open_image`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with open_image(content) as image:
+            if image.format == "TIFF" or any(chunk in content for chunk in _PNG_ORIENTATIONS if image.format == "PNG"):
+                return upright(image).size  # known with the pixels alone
+            sideways = image.format != "PNG" and _orientation(image) in _SIDEWAYS
+            return (image.height, image.width) if sideways else image.size
 
 
 def upright(image: "Image") -> "Image":
@@ -127,22 +145,22 @@ def to_rgb(image: "Image") -> "Image":
     return image.convert("RGB")
 
 
-def resize_and_crop(image: "Image", image_size: int) -> "Image":
-    """Resize and crop the centre square to a size, with the preprocessing of ADM.
+def resize_and_crop(image: "Image", width: int, height: int) -> "Image":
+    """Resize an image to cover a size and keep its middle; of a square, the preprocessing of ADM.
 
-    Halve both sides with a box filter while the shorter is at least twice the target; resize with a bicubic
-    filter so that the shorter is the target; keep the middle of the longer.
+    Halve both sides with a box filter while each is at least twice the target's; resize with a bicubic filter to the
+    smallest size that covers the target; keep the middle of the side that is longer.
 
     Source: Dhariwal and Nichol, "Diffusion Models Beat GANs on Image Synthesis", the training data of its code.
     """
     from PIL.Image import Resampling
 
-    while min(image.size) >= 2 * image_size:
+    while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Resampling.BOX)
-    scale = image_size / min(image.size)
+    scale = max(width / image.width, height / image.height)
     image = image.resize((round(image.width * scale), round(image.height * scale)), Resampling.BICUBIC)
-    left, top = (image.width - image_size) // 2, (image.height - image_size) // 2
-    return image.crop((left, top, left + image_size, top + image_size))
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
 
 
 def decoding_problem(error: Exception) -> str:

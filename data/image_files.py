@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from data.base import Batch, DataConfig, Dataset, DatasetError, UnreadableImage
-from data.image_decoding import MAX_FILE_BYTES, decode_square, decoding_problem
+from data.image_decoding import MAX_FILE_BYTES, decode_cropped, decode_square, decoding_problem
 from torchtitan.files.regular import UnsuitableFile, read_regular
 from torchtitan.settings import setting
 
@@ -167,13 +167,18 @@ class SquareImages(Dataset):
             return self._labels[index]
         return cast(LabelledSource, self._source).label(position)
 
+    def _size_of(self, indices: np.ndarray) -> tuple[int, int]:
+        """Width and height of the images of a batch."""
+        return self._image_size, self._image_size
+
     def fetch(self, indices: np.ndarray) -> Batch:
-        images = np.empty((len(indices), self._image_size, self._image_size, 3), np.uint8)
+        width, height = self._size_of(indices)
+        images = np.empty((len(indices), height, width, 3), np.uint8)
         labels = np.empty(len(indices), np.int64)
         for slot, index in enumerate(indices):
             position = int(self._positions[index])
             try:
-                images[slot] = decode_square(self._source.content(position), self._image_size)
+                images[slot] = decode_cropped(self._source.content(position), width, height)
                 labels[slot] = self._label_of(position, index)
             except DatasetError:  # not of this image alone
                 raise
@@ -186,12 +191,18 @@ class SquareImages(Dataset):
 
 
 def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:
-    """List the files with an image's ending, in folders of any depth, sorted by name as bytes.
+    """List the files with an image's ending, as `list_files`."""
+    return list_files(folder, is_image_name, prefix)
 
-    Names that begin with a dot are left out. Files are listed by their ending, and not opened.
+
+def list_files(folder: bytes, wanted: Callable[[bytes], bool], prefix: bytes = b"") -> list[bytes]:
+    """List the files with wanted names, in folders of any depth, sorted by name as bytes.
+
+    Names that begin with a dot are left out. Files are listed by their names, and not opened.
 
     Args:
         folder: to search.
+        wanted: whether a file of this name, without its folder, is listed.
         prefix: put before each name.
     """
     found, pending = [], [(folder, prefix)]
@@ -202,7 +213,7 @@ def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:
                 name = entry.name
                 if name.startswith(b"."):
                     continue
-                if is_image_name(name):
+                if wanted(name):
                     found.append(before + name)
                 elif entry.is_dir(follow_symlinks=False):  # a link may lead back to where it is
                     pending.append((entry.path, before + name + b"/"))

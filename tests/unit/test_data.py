@@ -339,7 +339,14 @@ def write_tinyimagenet(folder):
     (folder / "val" / "val_annotations.txt").write_text(lines)
 
 
+def write_captioned(folder):
+    write_images(folder / "inner", 60)
+    for image in list((folder / "inner").iterdir()):
+        image.with_suffix(".txt").write_text(f"picture {image.stem}")
+
+
 WRITERS = {
+    "captioned_folder": write_captioned,
     "cifar10": lambda folder: write_cifar(folder, "label"),
     "cifar100": lambda folder: write_cifar(folder, "fine_label"),
     "huggingface": lambda folder: write_cifar(folder, "label", 100),
@@ -355,6 +362,7 @@ WRITERS = {
 }
 SAMPLE = {"png": image_bytes(0), "cls": b"0"}
 KEYS = {
+    "captioned_folder": {"image_size": 8},
     "huggingface": {"image_size": 8, "streaming": True, "label_column": "label"},
     "image_folder": {"image_size": 8},
     "imagenet": {"image_size": 8},
@@ -374,10 +382,15 @@ def test_every_dataset_keeps_the_contract(name, split, tmp_path):
     info = dataset_class.info(config)
     dataset = dataset_class(config, split)
     indices = np.array([2, 0, 1])
-    images, labels = dataset.fetch(indices).values()
+    batch = dataset.fetch(indices)
+    assert batch.keys() == {"images", *info.condition_kind.entries}
+    images, labels = batch["images"], batch.get("class")
     assert images.dtype == torch.float32 and images.shape == (3, *info.image_shape)
-    assert labels.dtype == torch.int64 and labels.shape == (3,)
-    assert 0 <= labels.min() and labels.max() < info.num_classes
+    if labels is None:
+        assert len(dataset.captions(indices)) == 3
+    else:
+        assert labels.dtype == torch.int64 and labels.shape == (3,)
+        assert 0 <= labels.min() and labels.max() < info.num_classes
     assert len(info.class_names) in (0, info.num_classes)
     again = pickle.loads(pickle.dumps(dataset)).fetch(indices[1:])["images"]
     assert torch.equal(again, images[1:])
@@ -391,7 +404,8 @@ def documented_blocks(language):
 def test_the_documented_sections_are_valid():
     sections = [tomllib.loads(block)["data"] for block in documented_blocks("toml")]
     assert [DATASETS[section["name"]].Config(**section).name for section in sections] == [
-        "cifar10", "image_folder", "imagenet", "huggingface", "huggingface", "webdataset", "tinyimagenet", "synthetic",
+        "cifar10", "image_folder", "captioned_folder", "imagenet", "huggingface", "huggingface", "webdataset",
+        "tinyimagenet", "synthetic",
     ]  # fmt: skip
 
 

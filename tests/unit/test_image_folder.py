@@ -93,7 +93,7 @@ def square_by_hand(pixels, size):
 @pytest.mark.parametrize("width, height", [(150, 97), (33, 70), (16, 16), (5, 9), (64, 129), (31, 32), (1, 3)])
 def test_squares_equal_an_independent_box_and_bicubic_filter(width, height):
     pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
-    square = np.asarray(resize_and_crop(Image.fromarray(pixels), 16)).astype(float)
+    square = np.asarray(resize_and_crop(Image.fromarray(pixels), 16, 16)).astype(float)
     assert square.shape == (16, 16, 3)
     assert np.abs(square - square_by_hand(pixels, 16)).max() <= 1
 
