@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from data.aspect_buckets import STEP, bucket_of
 from data.base import DatasetError, DatasetInfo, Split
-from data.captions import MAX_CAPTION_BYTES, caption_line
+from data.captions import MAX_CAPTION_BYTES, TRIGGER_KEY, caption_at
 from data.class_folders import existing_folder
 from data.image_decoding import decoding_problem, upright_size
 from data.image_files import (
@@ -40,7 +40,7 @@ class CaptionedFolderConfig(SquareImagesConfig):
     resolutions: list[int] = setting(
         [], "roots of the areas of aspect buckets, as [512, 768, 1024]; default: squares of data.image_size"
     )
-    trigger_word: str = setting("", "word in place of [trigger] in captions, put first where a caption has neither")
+    trigger_word: str = setting("", TRIGGER_KEY)
     # Words about left and right, and letters in the picture, would be wrong in a mirror.
     horizontal_flip: bool = setting(False, "mirror each training image with probability 1/2")
     validation_path: str = setting("", "folder of held-out images, laid out like data.path")
@@ -214,14 +214,7 @@ def _shown(root: bytes, name: bytes) -> str:
 
 
 def _read_caption(path: bytes, trigger_word: str) -> str:
-    try:
-        return caption_line(read_text(path, MAX_CAPTION_BYTES), trigger_word)
-    except UnicodeDecodeError as error:
-        text = f"the caption is not UTF-8 (byte {error.start}); save it as UTF-8"
-        raise DatasetError(f"{shown_path(path)}: {text}") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DatasetError(f"{shown_path(path)}: {reason}") from error
+    return caption_at(shown_path(path), lambda: read_text(path, MAX_CAPTION_BYTES), trigger_word)
 
 
 def _read_size(files: ImageList, position: int) -> tuple[int, int]:

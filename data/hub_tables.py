@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from data.base import DatasetError
+from data.captions import caption_at
 from data.derived_classes import num_classes_of
 from data.image_columns import Columns, find_columns
 from data.image_decoding import MAX_FILE_BYTES
@@ -23,10 +24,11 @@ class HubImages:
 
     Attributes:
         place: its name in messages.
-        columns: of images and labels.
-        num_classes: labels are 0 .. num_classes - 1.
-        labels: int64 [N].
+        columns: of images, and labels or captions.
+        num_classes: labels are 0 .. num_classes - 1; 0 with captions.
+        labels: int64 [N]; 0 with captions.
         rows: the `datasets.Dataset` of the image column alone, not decoded.
+        texts: that of the captions alone, None with labels.
     """
 
     place: str
@@ -34,6 +36,7 @@ class HubImages:
     num_classes: int
     labels: np.ndarray
     rows: Any
+    texts: Any = None
     names = None
 
     def __len__(self) -> int:
@@ -45,13 +48,18 @@ class HubImages:
             raise ValueError("the row has no image")
         return read_regular(image["path"], MAX_FILE_BYTES) if image["bytes"] is None else image["bytes"]
 
+    def text(self, position: int) -> str | None:
+        """Caption of an image as it is stored."""
+        return self.texts[position][self.columns.beside]
+
     def shown(self, position: int) -> str:
         return f"{self.place}: row {position}"
 
 
 def open_hub_table(
-    path: str, subset: str, revision: str, split: str, image_column: str, label_column: str
-) -> HubImages:
+    path: str, subset: str, revision: str, split: str, image_column: str, label_column: str, caption_column: str = "",
+    trigger_word: str = "",
+) -> HubImages:  # fmt: skip
     """Open a split, downloading it where need be.
 
     Args:
@@ -59,9 +67,12 @@ def open_hub_table(
         subset, revision: of it, or "".
         split: name, or a slice such as "train[:10%]".
         image_column, label_column: names, or "" to find them.
+        caption_column: name of a column to be read instead of labels, or "".
+        trigger_word: of the captions, which are checked with it.
 
     Raises:
-        DatasetError: the package is missing, the table cannot be read, lacks the columns, or has invalid labels.
+        DatasetError: the package is missing, the table cannot be read, lacks the columns, or has invalid labels or
+            captions.
     """
     try:
         import datasets
@@ -78,12 +89,16 @@ def open_hub_table(
             path, lambda: datasets.load_dataset(found, subset or None, split=split, revision=revision or None)
         )
     place = f"{path} ({split})"
-    columns = find_columns(place, table.features.to_dict(), image_column, label_column)
+    columns = find_columns(place, table.features.to_dict(), image_column, label_column, caption_column)
     if len(table) == 0:
         raise DatasetError(f"data.path: {place} has no rows")
-    labels = _labels(place, table, columns)
     rows = table.select_columns([columns.image]).cast_column(columns.image, datasets.Image(decode=False))
-    advice = f"if it is meant, make {columns.label!r} a ClassLabel, which declares the classes"
+    if columns.captioned:
+        texts = table.select_columns([columns.beside])
+        _check_captions(place, texts, columns.beside, trigger_word)
+        return HubImages(place, columns, 0, np.zeros(len(table), np.int64), rows, texts)
+    labels = _labels(place, table, columns)
+    advice = f"if it is meant, make {columns.beside!r} a ClassLabel, which declares the classes"
     num_classes = len(columns.class_names) or num_classes_of(labels, lambda row: f"{place}: row {row}", advice)
     return HubImages(place, columns, num_classes, labels, rows)
 
@@ -100,7 +115,7 @@ def _saved_split(datasets: Any, folder: Path, subset: str, split: str) -> Any:
 
 
 def _labels(place: str, table: Any, columns: Columns) -> np.ndarray:
-    column = table.select_columns([columns.label]).with_format("arrow")[:][columns.label]
+    column = table.select_columns([columns.beside]).with_format("arrow")[:][columns.beside]
     if column.null_count:
         raise DatasetError(f"{place}: row {column.is_null().to_pylist().index(True)}: the label is missing")
     labels = column.to_numpy().astype(np.int64)
@@ -109,6 +124,15 @@ def _labels(place: str, table: Any, columns: Columns) -> np.ndarray:
     if len(wrong):
         raise DatasetError(f"{place}: row {wrong[0]}: label {labels[wrong[0]]} is not in 0..{largest}")
     return labels
+
+
+def _check_captions(place: str, texts: Any, name: str, trigger_word: str) -> None:
+    """Check that every row has a caption, and that it fits the trigger word. Raises DatasetError."""
+    row = 0
+    for part in texts.with_format("arrow")[:][name].chunks:
+        for text in part:
+            caption_at(f"{place}: row {row}", text.as_py, trigger_word)
+            row += 1
 
 
 def _asked(path: str, ask: Callable[[], Any]) -> Any:

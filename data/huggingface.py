@@ -2,17 +2,18 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
 from data.base import DatasetError, DatasetInfo, Split
+from data.captions import TRIGGER_KEY, CaptionedSource, captions_of
 from data.hub_tables import HubImages, open_hub_table
 from data.image_files import SquareImages, SquareImagesConfig, check_readable
 from data.parquet_files import RowGroups, read_footers, table_url
 from data.row_groups import RowGroupImages
 from data.splits import chosen_positions, spread_evenly
-from torchtitan.conditions import Classes
+from torchtitan.conditions import class_kind
 from torchtitan.settings import setting
 
 GIB = 2**30
@@ -33,7 +34,11 @@ class HuggingFaceConfig(SquareImagesConfig):
         applies={"validation_split": ("",)},
     )  # fmt: skip
     image_column: str = setting("", "column of images; default: the only one")
-    label_column: str = setting("", "column of class labels; default: the only one")
+    label_column: str = setting(
+        "", "column of class labels; default: the only one", applies={"caption_column": ("",)}
+    )
+    caption_column: str = setting("", "column of captions, texts, to be read instead of class labels")
+    trigger_word: str = setting("", TRIGGER_KEY, applies={"caption_column": "set"})
     streaming: bool = setting(False, "read parquet files where they are, a row group at a time, without a copy here")
     shuffle_row_groups: int = setting(
         64, "row groups whose images are shuffled among themselves, and held by each loader process", ge=1,
@@ -54,7 +59,7 @@ class HuggingFaceConfig(SquareImagesConfig):
 
 
 class HuggingFace(SquareImages):
-    """Colour images [3, S, S] with the labels of a column.
+    """Colour images [3, S, S] with the labels or captions of a column.
 
     Without `validation_split` image i of the split is held out where floor((i + 1) f) > floor(i f),
     f = `validation_fraction`. Images and their numbers are the same with and without streaming; the order of training
@@ -77,22 +82,31 @@ class HuggingFace(SquareImages):
                 )
             check_readable(held_out, "data.validation_split")
             has_validation = True
-        return DatasetInfo((3, size, size), Classes(num_classes, columns.class_names), has_validation)
+        return DatasetInfo((3, size, size), class_kind(num_classes, columns.class_names), has_validation)
 
     def __init__(self, config: HuggingFaceConfig, split: Split) -> None:
-        images, _, _ = _open(config, split)
+        images, columns, _ = _open(config, split)
         positions = np.arange(len(images))
         if not config.validation_split:
             held_out = spread_evenly(len(images), config.validation_fraction)
             chosen = held_out if split == "validation" else ~held_out
             positions = chosen_positions(chosen, split, config.validation_fraction)
-        labels = images.labels[positions] if isinstance(images, HubImages) else None
-        super().__init__(images, positions, labels, config.required_size())
+        labels = None
+        if columns.captioned or isinstance(images, HubImages):
+            labels = np.zeros(len(positions), np.int64) if columns.captioned else images.labels[positions]
+        super().__init__(images, positions, labels, config.required_size(), labelled=not columns.captioned)
+        self._captioned, self._trigger_word = columns.captioned, config.trigger_word
         if isinstance(images, RowGroupImages):
             groups = np.searchsorted(images.groups.starts, positions, side="right") - 1
             counts = np.bincount(groups)
             self.blocks = counts[counts > 0]
             self.blocks_at_a_time = config.shuffle_row_groups
+
+    def captions(self, indices: np.ndarray) -> list[str]:
+        """Captions of images, one line each, with the trigger word. Raises DatasetError: as where images have none."""
+        if not self._captioned:
+            raise DatasetError("data.caption_column: not given; it names the column of captions")
+        return captions_of(cast(CaptionedSource, self._source), self._positions[indices], self._trigger_word)
 
 
 def _open(config: HuggingFaceConfig, split: Split) -> tuple:
@@ -102,11 +116,11 @@ def _open(config: HuggingFaceConfig, split: Split) -> tuple:
     if config.validation_split == config.split:
         raise DatasetError(f"data.validation_split: {config.split!r} is the training split; name another, or leave it out")
     name = config.validation_split if split == "validation" and config.validation_split else config.split
-    asked = (config.config, config.revision, name, config.image_column, config.label_column)
+    asked = (config.config, config.revision, name, config.image_column, config.label_column, config.caption_column)
     if not config.streaming:
         if "://" in config.path:
             raise DatasetError(f"data.path: {config.path!r} is a URL, which only data.streaming = true reads")
-        table = _open_table(config.path, *asked)
+        table = _open_table(config.path, *asked, config.trigger_word)
         return table, table.columns, table.num_classes
     groups = _open_groups(config.path, *asked)
     num_kept = config.shuffle_row_groups if split == "train" else 1  # held-out images are read in order
@@ -122,8 +136,8 @@ def _open_table(*asked: str) -> HubImages:
 
 
 @lru_cache(maxsize=4)
-def _open_groups(path: str, subset: str, revision: str, split: str, image_column: str, label_column: str) -> RowGroups:
-    return read_footers(table_url(path, revision), subset, split, image_column, label_column)
+def _open_groups(path: str, subset: str, revision: str, *asked: str) -> RowGroups:
+    return read_footers(table_url(path, revision), subset, *asked)
 
 
 def _check_memory(config: HuggingFaceConfig, groups: RowGroups, num_kept: int) -> None:

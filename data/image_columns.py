@@ -1,4 +1,4 @@
-"""Columns of images and labels of a table, found from its schema."""
+"""Columns of images, labels and captions of a table, found from its schema."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +12,21 @@ class Columns:
     """Columns that training reads.
 
     Attributes:
-        image, label: their names.
+        image: name of the column of images.
+        beside: name of the column read with it, of labels or captions.
         class_names: of the labels, empty where the table does not name them.
+        captioned: whether `beside` holds captions.
     """
 
     image: str
-    label: str
+    beside: str
     class_names: tuple[str, ...]
+    captioned: bool = False
 
 
-def find_columns(place: str, features: dict[str, Any], image_column: str, label_column: str) -> Columns:
+def find_columns(
+    place: str, features: dict[str, Any], image_column: str, label_column: str, caption_column: str = ""
+) -> Columns:
     """Find the given columns, or the only ones of their kind.
 
     Args:
@@ -29,12 +34,15 @@ def find_columns(place: str, features: dict[str, Any], image_column: str, label_
         features: column -> description, as Hugging Face `datasets` writes them: {"_type": "Image"},
             {"_type": "ClassLabel", "names": [...]}, {"_type": "Value", "dtype": "int64"}.
         image_column, label_column: names, or "" to find them.
+        caption_column: name of a column of texts, to be read instead of labels, or "".
 
     Raises:
         DatasetError: a column given is missing or of another kind, there is not exactly one of the kind, or names of
             classes are no texts.
     """
     image = _choose(place, features, "image", image_column, _is_image)
+    if caption_column:
+        return Columns(image, _choose(place, features, "caption", caption_column, _is_text), (), captioned=True)
     label = _choose(place, features, "label", label_column, _is_label if label_column else _is_class_label)
     names = features[label].get("names") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -65,7 +73,7 @@ def _choose(place: str, features: dict[str, Any], kind: str, given: str, fits: A
         if given not in features:
             raise DatasetError(f"{key}: {place} has no column {given!r}; it has {listed}")
         if not fits(features[given]):
-            wanted = "images" if kind == "image" else "class labels or integers"
+            wanted = {"image": "images", "label": "class labels or integers", "caption": "texts"}[kind]
             raise DatasetError(f"{key}: column {given!r} of {place} is {_describe(features[given])}, not {wanted}")
         return given
     found = [name for name, feature in features.items() if fits(feature)]
@@ -95,3 +103,7 @@ def _is_class_label(feature: Any) -> bool:
 def _is_label(feature: Any) -> bool:
     integer = isinstance(feature, dict) and "int" in str(feature.get("dtype", ""))
     return integer or _is_class_label(feature)
+
+
+def _is_text(feature: Any) -> bool:
+    return isinstance(feature, dict) and feature.get("dtype") in ("string", "large_string")

@@ -7,6 +7,7 @@ import posixpath
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -32,11 +33,11 @@ class RowGroups:
     Attributes:
         url: folder or file, in fsspec's form.
         files: paths in its file system.
-        columns: of images and labels.
-        num_classes: labels are 0 .. num_classes - 1.
+        columns: of images, and labels or captions.
+        num_classes: labels are 0 .. num_classes - 1; 0 with captions.
         file, number: of each row group: its file, and its number within the file, int32 [K].
         starts: first row of each, int64 [K + 1].
-        image_bytes: of the image column of each, decompressed, int64 [K].
+        image_bytes: of the columns of images and captions of each, decompressed, int64 [K].
         keys: names that are equal for equal content, hexadecimal.
     """
 
@@ -66,7 +67,9 @@ def table_url(path: str, revision: str) -> str:
     return path if "://" in path else os.path.abspath(local)
 
 
-def read_footers(url: str, subset: str, split: str, image_column: str, label_column: str) -> RowGroups:
+def read_footers(
+    url: str, subset: str, split: str, image_column: str, label_column: str, caption_column: str = ""
+) -> RowGroups:
     """Read the footers of a split's files.
 
     Args:
@@ -74,6 +77,7 @@ def read_footers(url: str, subset: str, split: str, image_column: str, label_col
         subset: folder of the split's files, needed where several subsets have it; or "".
         split: files are those whose name begins with it, or which lie in a folder of that name.
         image_column, label_column: names, or "" to find them.
+        caption_column: name of a column to be read instead of labels, or "".
 
     Raises:
         DatasetError: the URL cannot be reached, there are no files, or they are damaged, differ, or lack the columns.
@@ -83,12 +87,12 @@ def read_footers(url: str, subset: str, split: str, image_column: str, label_col
         reading = pool.map(lambda file: _read_footer(url, file), files)
         footers = list(tqdm(reading, "reading footers", len(files), delay=2))
     features = [_features(footer) for footer in footers]
-    columns = find_columns(files[0], features[0], image_column, label_column)
+    columns = find_columns(files[0], features[0], image_column, label_column, caption_column)
     for file, footer in zip(files, footers, strict=True):
-        check_types(file, footer.schema.to_arrow_schema(), columns.image, columns.label)
+        check_types(file, footer.schema.to_arrow_schema(), columns.image, columns.beside, columns.captioned)
     for file, others in zip(files, features, strict=True):
-        if any(others.get(name) != features[0][name] for name in (columns.image, columns.label)):
-            named = f"{columns.image!r} and {columns.label!r}"
+        if any(others.get(name) != features[0][name] for name in (columns.image, columns.beside)):
+            named = f"{columns.image!r} and {columns.beside!r}"
             raise DatasetError(f"{file}: its columns {named} are not those of {files[0]}")
     return _join(url, files, footers, columns)
 
@@ -172,23 +176,24 @@ def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns
     for file, footer in enumerate(footers):
         place = {footer.schema.column(number).path: number for number in range(footer.num_columns)}
         image = place[f"{columns.image}.bytes"] if f"{columns.image}.bytes" in place else place[columns.image]
-        label = place[columns.label]
+        beside = place[columns.beside]
         for number in range(footer.num_row_groups):
             group = footer.row_group(number)
-            chunks = [group.column(image), group.column(label)]
+            chunks = [group.column(image), group.column(beside)]
             rows.append(group.num_rows)
-            sizes.append(chunks[0].total_uncompressed_size)
-            described = (url, files[file], number, columns.image, columns.label, *(chunk.to_dict() for chunk in chunks))
+            sizes.append(sum(chunk.total_uncompressed_size for chunk in chunks[: 1 + columns.captioned]))
+            described = (url, files[file], number, columns.image, columns.beside, *map(_describe, chunks))
             keys.append(hashlib.sha256(repr(described).encode()).hexdigest()[:32])
             origin.append((file, number))
-            _check_labels(f"{files[file]}: row group {number}", columns, chunks[1].statistics)
-            if not columns.class_names:
-                largest.append(_largest(files[file], columns.label, chunks[1]))
+            check = _check_captions if columns.captioned else _check_labels
+            check(f"{files[file]}: row group {number}", columns, chunks[1].statistics)
+            if not columns.class_names and not columns.captioned:
+                largest.append(_largest(files[file], columns.beside, chunks[1]))
     if not sum(rows):
         raise DatasetError(f"data.path: {url}: its parquet files have no rows")
     kept = np.flatnonzero(rows)
     num_classes = len(columns.class_names)
-    if not num_classes:
+    if not num_classes and not columns.captioned:
         advice = "or let the files' schema declare the classes, as the package datasets writes it"
         places = [f"{files[file]}: row group {number}" for file, number in origin]
         num_classes = num_classes_of(np.array(largest, np.int64)[kept], lambda group: places[kept[group]], advice)
@@ -205,19 +210,38 @@ def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns
     )
 
 
+def _describe(chunk: Any) -> Any:
+    """Describe a row group's column: equal for equal content."""
+    try:
+        return chunk.to_dict()
+    except UnicodeDecodeError:  # of the statistics of texts, which may be cut within a character
+        return chunk.data_page_offset, chunk.total_compressed_size, chunk.num_values
+
+
 def _check_labels(place: str, columns: Columns, statistics: Any) -> None:
     """Check labels against the footer's statistics, before any is read. Raises DatasetError."""
     if statistics is None:
         return
     if statistics.has_null_count and statistics.null_count:
-        raise DatasetError(f"{place}: {statistics.null_count} rows have no {columns.label!r}")
+        raise DatasetError(f"{place}: {statistics.null_count} rows have no {columns.beside!r}")
     if not statistics.has_min_max:
         return
     if statistics.min < 0:
-        raise DatasetError(f"{place}: its smallest {columns.label!r}, {statistics.min}, is no label")
+        raise DatasetError(f"{place}: its smallest {columns.beside!r}, {statistics.min}, is no label")
     if columns.class_names and statistics.max >= len(columns.class_names):
         last = len(columns.class_names) - 1
-        raise DatasetError(f"{place}: its largest {columns.label!r}, {statistics.max}, is not in 0..{last}")
+        raise DatasetError(f"{place}: its largest {columns.beside!r}, {statistics.max}, is not in 0..{last}")
+
+
+def _check_captions(place: str, columns: Columns, statistics: Any) -> None:
+    """Check captions against the footer's statistics, before any is read. Raises DatasetError."""
+    if statistics is None:
+        return
+    if statistics.has_null_count and statistics.null_count:
+        raise DatasetError(f"{place}: {statistics.null_count} rows have no {columns.beside!r}")
+    with suppress(UnicodeDecodeError):  # as above; a caption that is not UTF-8 is named when it is read
+        if statistics.has_min_max and statistics.min in ("", b""):
+            raise DatasetError(f"{place}: a row has an empty {columns.beside!r}")
 
 
 def _largest(file: str, label_column: str, chunk: Any) -> int:

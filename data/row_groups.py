@@ -1,4 +1,4 @@
-"""Images of parquet files, read a row group at a time, with a window of recent row groups."""
+"""Images of parquet files with labels or captions, read a row group at a time, with a window of recent row groups."""
 
 import os
 import time
@@ -20,7 +20,7 @@ LASTING = (FileNotFoundError, PermissionError, ImportError)
 
 
 class RowGroupImages:
-    """Images and labels by row number; each process reads its row groups, and keeps the given number."""
+    """Images, and labels or captions, by row number; each process reads its row groups, and keeps the given number."""
 
     _storage: Any
 
@@ -61,6 +61,11 @@ class RowGroupImages:
             raise DatasetError(f"{self.shown(position)}: label {label} is not in 0..{self.groups.num_classes - 1}")
         return label
 
+    def text(self, position: int) -> str | None:
+        """Caption of an image as it is stored."""
+        group, row = self._place(position)
+        return self._group(group).column(1)[row].as_py()
+
     def shown(self, position: int) -> str:
         group, row = self._place(position)
         return f"{self._described(group)}, row {row}"
@@ -90,7 +95,7 @@ class RowGroupImages:
             raise DatasetError(f"data.cache_path: {self._cache_path}: {error.strerror or error}") from error
 
     def _read(self, group: int) -> Any:
-        """Read the row group's images and labels, a pyarrow Table of two columns. Raises DatasetError."""
+        """Read the row group's images and what is beside them, a pyarrow Table of two columns. Raises DatasetError."""
         columns, file = self.groups.columns, int(self.groups.file[group])
 
         def read() -> Any:
@@ -103,7 +108,8 @@ class RowGroupImages:
                 self._footers[file] = reader.metadata
                 number = int(self.groups.number[group])
                 most = int(self.groups.image_bytes[group]) + self._repeated_bytes
-                return read_rows(self._described(group), reader, [number], columns.image, columns.label, most)
+                place, captioned = self._described(group), columns.captioned
+                return read_rows(place, reader, [number], columns.image, columns.beside, most, captioned)
 
         return _try_again(self._described(group), read, is_local=self.groups.url.startswith(("/", "file:")))
 

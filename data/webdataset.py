@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
 from data.base import DatasetError, DatasetInfo, Split
+from data.captions import MAX_CAPTION_BYTES, TRIGGER, TRIGGER_KEY, CaptionedSource, captions_of
 from data.class_folders import read_classes
 from data.derived_classes import MOST_CLASSES, num_classes_of
 from data.image_files import (
@@ -36,8 +37,15 @@ PROBLEMS = (
     "the sample has several images (data.image_extension says which to take)",
     "the sample has no label",
     "the sample's label is no whole number from 0 to 999999",
+    "the sample has no caption (pack the shard again with its .txt, or without the image)",
+    "the sample has several captions (.txt)",
+    "the caption is empty",
+    "the caption is not UTF-8",
+    f"a caption of more than {MAX_CAPTION_BYTES:,} bytes",
 )
 NO_IMAGE, SEVERAL_IMAGES, NO_LABEL, BAD_LABEL = 1, 2, 3, 4  # places in PROBLEMS
+NO_CAPTION, SEVERAL_CAPTIONS, EMPTY_CAPTION, NOT_UTF8, LONG_CAPTION = 5, 6, 7, 8, 9
+TEXT_COLUMNS = ("text_offsets", "text_sizes", "triggers")  # of captions: place, and whether they have [trigger]
 LARGEST_LABEL = MOST_CLASSES - 1
 MAX_LABEL_BYTES = 1 << 20  # of the file that holds it; of a larger one the beginning is read, and is no label
 MAX_SHARDS = 1 << 18
@@ -50,10 +58,15 @@ class WebDatasetConfig(SquareImagesConfig):
     name: Literal["webdataset"] = setting("webdataset", "dataset")
     path: str = setting("", "tar shards: a folder of them, a pattern with * or ?, or names as train-{000..127}.tar")
     image_extension: str = setting("", "extension of the image in samples with several")
-    label_key: str = setting("", "key of the label in a sample's .json; default: the number in its .cls")
-    classes_file: str = setting(
-        "", "text file, one 'id name' a line in the order of labels; default: no names, labels up to the largest found"
+    label_key: str = setting(
+        "", "key of the label in a sample's .json; default: the number in its .cls", applies={"captions": (False,)}
     )
+    classes_file: str = setting(
+        "", "text file, one 'id name' a line in the order of labels; default: no names, labels up to the largest found",
+        applies={"captions": (False,)},
+    )  # fmt: skip
+    captions: bool = setting(False, "read the caption in each sample's .txt instead of a label")
+    trigger_word: str = setting("", TRIGGER_KEY, applies={"captions": (True,)})
     validation_path: str = setting("", "shards of held-out images, in the form of data.path")
     validation_fraction: float = setting(
         0.05, "share of data.path held out, spread evenly over its order", ge=0, lt=1,
@@ -72,11 +85,14 @@ class Samples:
         images: the image of each; names are keys.
         labels: int64 [N], 0 where there is none.
         problems: number in PROBLEMS, uint8 [N].
+        texts: offset and size of each caption in its image's archive, and whether it has "[trigger]", int64 [N, 3]; None
+            where labels are read.
     """
 
     images: TarImages
     labels: np.ndarray
     problems: np.ndarray
+    texts: np.ndarray | None = None
     names: PackedNames | None = None  # keys are not listed
 
     def __len__(self) -> int:
@@ -87,12 +103,19 @@ class Samples:
             raise ValueError(PROBLEMS[self.problems[position]])
         return self.images.content(position)
 
+    def text(self, position: int) -> str | None:
+        """Caption of a sample as it is stored. Raises OSError, or ValueError where the shard has changed."""
+        if self.texts is None:
+            return None
+        offset, size, _ = self.texts[position].tolist()
+        return self.images.archives.read(int(self.images.archive[position]), offset, size).decode("utf-8-sig")
+
     def shown(self, position: int) -> str:
         return self.images.shown(position)
 
 
 class WebDataset(SquareImages):
-    """Colour images [3, S, S] with the labels in the shards.
+    """Colour images [3, S, S] with the labels or captions in the shards.
 
     Without `validation_path` sample i of data.path is held out where floor((i + 1) f) > floor(i f),
     f = `validation_fraction`.
@@ -105,15 +128,17 @@ class WebDataset(SquareImages):
         size = config.required_size()
         train = _open(config, "train")
         check_readable(train, "data.path")
+        if config.validation_path:
+            check_readable(_open(config, "validation"), "data.validation_path")
+        has_validation = bool(config.validation_path or spread_evenly(len(train), config.validation_fraction).any())
+        if config.captions:
+            return DatasetInfo((3, size, size), has_validation=has_validation)
         names = tuple(read_classes(config.classes_file).values()) if config.classes_file else ()
         advice = "if it is meant, data.classes_file declares the classes"
         num_classes = len(names) or num_classes_of(train.labels, train.shown, advice)
         _check_labels(train, num_classes, config.classes_file)
         if config.validation_path:
-            held_out = _open(config, "validation")
-            check_readable(held_out, "data.validation_path")
-            _check_labels(held_out, num_classes, config.classes_file)
-        has_validation = bool(config.validation_path or spread_evenly(len(train), config.validation_fraction).any())
+            _check_labels(_open(config, "validation"), num_classes, config.classes_file)
         return DatasetInfo((3, size, size), Classes(num_classes, names), has_validation)
 
     def __init__(self, config: WebDatasetConfig, split: Split) -> None:
@@ -124,7 +149,15 @@ class WebDataset(SquareImages):
             held_out = spread_evenly(len(samples), config.validation_fraction)
             chosen = held_out if split == "validation" else ~held_out
             positions = chosen_positions(chosen, split, config.validation_fraction)
-        super().__init__(samples, positions, samples.labels[positions], config.required_size())
+        labels = samples.labels[positions]
+        super().__init__(samples, positions, labels, config.required_size(), labelled=not config.captions)
+        self._captioned, self._trigger_word = config.captions, config.trigger_word
+
+    def captions(self, indices: np.ndarray) -> list[str]:
+        """Captions of images, one line each, with the trigger word. Raises DatasetError: as where they are not read."""
+        if not self._captioned:
+            raise DatasetError("data.captions: false, so that captions are not read (set it to true)")
+        return captions_of(cast(CaptionedSource, self._source), self._positions[indices], self._trigger_word)
 
 
 def _check_labels(samples: Samples, num_classes: int, classes_file: str) -> None:
@@ -137,17 +170,22 @@ def _check_labels(samples: Samples, num_classes: int, classes_file: str) -> None
 
 def _open(config: WebDatasetConfig, split: Split) -> Samples:
     key = "validation_path" if split == "validation" and config.validation_path else "path"
-    return _open_shards(
-        f"data.{key}", getattr(config, key), config.image_extension.lower(), config.label_key, config.index_path
-    )
+    path, extension = getattr(config, key), config.image_extension.lower()
+    if not config.captions:
+        return _open_shards(f"data.{key}", path, extension, config.label_key, False, config.index_path)
+    samples = _open_shards(f"data.{key}", path, extension, "", True, config.index_path)
+    _check_captions(samples, config.trigger_word)
+    return samples
 
 
 @lru_cache(maxsize=4)  # a run opens the same shards several times
-def _open_shards(key: str, path: str, image_extension: str, label_key: str, index_path: str) -> Samples:
+def _open_shards(
+    key: str, path: str, image_extension: str, label_key: str, captioned: bool, index_path: str
+) -> Samples:
     shards = find_shards(key, path)
-    kind = json.dumps(["webdataset", image_extension, label_key])
-    build = partial(_read_shard, image_extension=image_extension.encode(), label_key=label_key)
-    tables = saved_tables(shards, kind, build, _is_whole, index_path)
+    kind = json.dumps(["webdataset", image_extension, label_key] + ["captions"] * captioned)
+    build = partial(_read_shard, image_extension=image_extension.encode(), label_key=label_key, captioned=captioned)
+    tables = saved_tables(shards, kind, build, partial(_is_whole, captioned=captioned), index_path)
     counts = [len(table["labels"]) for table in tables]
     if sum(counts) == 0:
         raise DatasetError(f"{key}: {path!r} has no samples in it")
@@ -160,7 +198,17 @@ def _open_shards(key: str, path: str, image_extension: str, label_key: str, inde
         sizes=joined["sizes"],
         names=PackedNames(joined["letters"], ends),
     )
-    return Samples(images, joined["labels"], joined["problems"])
+    texts = np.stack([joined[name] for name in TEXT_COLUMNS], 1) if captioned else None  # [N, 3]
+    return Samples(images, joined["labels"], joined["problems"], texts)
+
+
+def _check_captions(samples: Samples, trigger_word: str) -> None:
+    """Check that every sample has an image and a caption. Raises DatasetError, with shard and key."""
+    wrong = np.flatnonzero(samples.problems)
+    if len(wrong):
+        raise DatasetError(f"{samples.shown(wrong[0])}: {PROBLEMS[samples.problems[wrong[0]]]}")
+    assert samples.texts is not None
+    captions_of(samples, np.flatnonzero(samples.texts[:, 2])[:1], trigger_word)  # refuses [trigger] without a word
 
 
 def find_shards(key: str, path: str) -> list[Path]:
@@ -217,7 +265,7 @@ def _expanded(pattern: str) -> Iterator[str]:
         yield from _expanded(before + choice + after)
 
 
-def _read_shard(path: Path, advance: Advance, image_extension: bytes, label_key: str) -> Table:
+def _read_shard(path: Path, advance: Advance, image_extension: bytes, label_key: str, captioned: bool) -> Table:
     """Read a shard's samples in the order in which their keys first appear."""
     groups: dict[bytes, dict[bytes, list[Member]]] = {}
     for member in read_members(path, advance):
@@ -232,10 +280,13 @@ def _read_shard(path: Path, advance: Advance, image_extension: bytes, label_key:
             file.seek(member.offset)
             return file.read(min(member.size, MAX_LABEL_BYTES))
 
-        rows = [_describe(files, read, image_extension, label_key) for files in groups.values()]
+        describe: Callable[..., tuple[int, ...]]
+        describe = _describe_captioned if captioned else partial(_describe, label_key=label_key)
+        rows = [describe(files, read, image_extension) for files in groups.values()]
     names = PackedNames.of(list(groups))
-    columns = np.array(rows, np.int64).reshape(len(rows), 4)
-    return {
+    columns = np.array(rows, np.int64).reshape(len(rows), 4 + len(TEXT_COLUMNS) * captioned)
+    texts = dict(zip(TEXT_COLUMNS, columns[:, 4:].T.copy(), strict=True)) if captioned else {}
+    return texts | {
         "letters": names.letters,
         "letter_counts": np.diff(names.offsets),
         "offsets": columns[:, 0].copy(),
@@ -245,7 +296,7 @@ def _read_shard(path: Path, advance: Advance, image_extension: bytes, label_key:
     }
 
 
-def _is_whole(table: Table, archive_bytes: int) -> bool:
+def _is_whole(table: Table, archive_bytes: int, captioned: bool) -> bool:
     if not (is_column(table, "letters", np.uint8) and is_column(table, "labels", np.int64)):
         return False
     count, labels = len(table["labels"]), table["labels"]
@@ -256,20 +307,51 @@ def _is_whole(table: Table, archive_bytes: int) -> bool:
     in_range = bool(((lengths >= 0) & (lengths <= len(table["letters"]))).all())
     named = in_range and int(lengths.sum()) == len(table["letters"])
     known = bool(((labels >= 0) & (labels <= LARGEST_LABEL)).all() and (table["problems"] < len(PROBLEMS)).all())
-    return places and named and known
+    return places and named and known and (not captioned or _are_text_places(table, archive_bytes))
+
+
+def _are_text_places(table: Table, archive_bytes: int) -> bool:
+    count = len(table["labels"])
+    integers = all(is_column(table, name, np.int64, count) for name in TEXT_COLUMNS)
+    return integers and are_places(table["text_offsets"], table["text_sizes"], archive_bytes)
 
 
 def _describe(
     files: dict[bytes, list[Member]], read: Callable[[Member], bytes], image_extension: bytes, label_key: str
 ) -> tuple[int, int, int, int]:
     """Describe a sample: offset and size of its image, its label, and its problem."""
-    wanted = {image_extension} if image_extension else SUFFIXES
-    images = [member for extension, members in files.items() if extension in wanted for member in members]
+    images = _images(files, image_extension)
     if len(images) != 1:
         return 0, 0, 0, SEVERAL_IMAGES if images else NO_IMAGE
     described = files.get(b"json" if label_key else b"cls")
     label, problem = _label(read(described[0]), label_key) if described else (0, NO_LABEL)
     return images[0].offset, images[0].size, label, problem
+
+
+def _describe_captioned(
+    files: dict[bytes, list[Member]], read: Callable[[Member], bytes], image_extension: bytes
+) -> tuple[int, int, int, int, int, int, bool]:
+    """Describe a sample: offset and size of its image, label 0, its problem, and TEXT_COLUMNS."""
+    images, texts = _images(files, image_extension), files.get(b"txt", [])
+    nowhere = (0, 0, False)
+    if len(images) != 1:
+        return 0, 0, 0, SEVERAL_IMAGES if images else NO_IMAGE, *nowhere
+    place = images[0].offset, images[0].size
+    if len(texts) != 1:
+        return *place, 0, SEVERAL_CAPTIONS if texts else NO_CAPTION, *nowhere
+    if texts[0].size > MAX_CAPTION_BYTES:
+        return *place, 0, LONG_CAPTION, *nowhere
+    try:
+        text = read(texts[0]).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return *place, 0, NOT_UTF8, *nowhere
+    problem = 0 if text.strip() else EMPTY_CAPTION
+    return *place, 0, problem, texts[0].offset, texts[0].size, TRIGGER in text
+
+
+def _images(files: dict[bytes, list[Member]], image_extension: bytes) -> list[Member]:
+    wanted = {image_extension} if image_extension else SUFFIXES
+    return [member for extension, members in files.items() if extension in wanted for member in members]
 
 
 def _label(text: bytes, label_key: str) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from data.parquet_files import table_url
 from data.row_groups import RowGroupImages
 from tests.encoded_images import SIDE, assert_resumes_in_mid_epoch, decoded, everything, image_bytes
 from tests.faults.confinement import bounded
+from torchtitan.conditions import Unconditional
 from torchtitan.training.sample_order import SampleOrder
 
 NAMES = ["ant", "bee", "cow", "dog", "elk"]
@@ -458,3 +459,119 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, case):
     with pytest.raises(DatasetError, match=re.escape(message.format(tmp_path))) as caught:
         HuggingFace.info(config)
     assert "\n" not in str(caught.value)
+
+
+# --- captions
+
+CAPTIONED = {"picture": {"_type": "Image"}, "text": {"_type": "Value", "dtype": "string"}}
+
+
+def write_captions(folder, texts, features=CAPTIONED, **keys):
+    """A file of as many noise images; row groups of 3 rows."""
+    folder.mkdir(exist_ok=True)
+    images = [{"bytes": image_bytes(number), "path": None} for number in range(len(texts))]
+    table = pa.table({"picture": images, "text": texts if isinstance(texts, pa.Array) else pa.array(texts, pa.string())})
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})} if features else None
+    parquet.write_table(table.replace_schema_metadata(metadata), folder / "train-0.parquet", row_group_size=3, **keys)
+    return folder
+
+
+@pytest.mark.parametrize("features", [CAPTIONED, None])
+def test_captions_are_read_instead_of_labels(tmp_path, streaming, features):
+    write_captions(tmp_path / "a", [f"picture\nof {number}" for number in range(10)], features)
+    config = config_of(tmp_path / "a", streaming=streaming, caption_column="text", validation_fraction=0.2)
+    info = HuggingFace.info(config)
+    assert info.condition_kind == Unconditional() and info.has_validation
+    train, held_out = (HuggingFace(config, split) for split in ("train", "validation"))
+    assert held_out.captions(np.arange(2)) == ["picture of 4", "picture of 9"]
+    assert train.captions(np.array([7, 0, 4])) == ["picture of 8", "picture of 0", "picture of 5"]
+    batch = pickle.loads(pickle.dumps(train)).fetch(np.array([4, 0]))
+    assert batch.keys() == {"images"}
+    assert torch.equal(batch["images"], torch.stack([decoded(image_bytes(number)) for number in (5, 0)]))
+    assert pickle.loads(pickle.dumps(train)).captions(np.array([4])) == ["picture of 5"]
+
+
+def test_a_trigger_word_is_put_into_captions(tmp_path, streaming):
+    write_captions(tmp_path / "a", ["a [trigger]", "a cat"])
+    config = config_of(tmp_path / "a", streaming=streaming, caption_column="text", trigger_word="zork")
+    HuggingFace.info(config)
+    assert HuggingFace(config, "train").captions(np.arange(2)) == ["a zork", "zork a cat"]
+
+
+def test_images_with_labels_have_no_captions(tmp_path):
+    write_files(tmp_path / "a")
+    with pytest.raises(DatasetError, match="^data.caption_column: not given; it names the column of captions$"):
+        HuggingFace(config_of(tmp_path / "a", streaming=True), "train").captions(np.array([0]))
+
+
+def test_captions_that_a_file_encodes_as_a_dictionary_are_read(tmp_path):
+    write_captions(tmp_path / "a", pa.array(["a", "b", "a"]).dictionary_encode(), None)
+    config = config_of(tmp_path / "a", streaming=True, caption_column="text")
+    with pytest.raises(DatasetError, match="is dictionary<.*, not texts$"):  # by its type alone it is no text
+        HuggingFace.info(config)
+    write_captions(tmp_path / "a", pa.array(["a", "b", "a"]).dictionary_encode())
+    huggingface._open_groups.cache_clear()
+    HuggingFace.info(config)
+    assert HuggingFace(config, "train").captions(np.arange(3)) == ["a", "b", "a"]
+
+
+def test_a_caption_stored_once_and_repeated_fills_no_memory(tmp_path):
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 4000, pa.int32()), pa.array(["x" * (1 << 20)]))
+    table = pa.table({"picture": [{"bytes": image_bytes(0)}] * 4000, "text": texts})
+    path = tmp_path / "train-0.parquet"
+    parquet.write_table(table, path, compression="zstd", store_schema=False, dictionary_pagesize_limit=1 << 26)
+    assert path.stat().st_size < 1_000_000
+    config = config_of(tmp_path, streaming=True, caption_column="text", window_gib=0.25)
+    with bounded(20, 400 << 20), pytest.raises(DatasetError, match="row group 0: images and captions of more than 65 MiB"):
+        HuggingFace(config, "train").captions(np.array([0]))
+
+
+NO_TEXTS = {
+    "missing": (["a"], {"caption_column": "x"}, "has no column 'x'; it has picture ("),
+    "not texts": (["a"], {"caption_column": "picture"}, ", not texts"),
+    "empty": (["a", "", "b"], {}, {False: ": row 1: the caption is empty", True: "row group 0: a row has an empty 'text'"}),
+    "null": (["a", None], {}, {False: ": row 1: the caption is missing", True: "row group 0: 1 rows have no 'text'"}),
+}
+
+
+@pytest.mark.parametrize("case", NO_TEXTS)
+def test_captions_that_cannot_be_used_are_refused_before_training(tmp_path, streaming, case):
+    texts, keys, message = NO_TEXTS[case]
+    write_captions(tmp_path / "a", texts)
+    with pytest.raises(DatasetError, match=re.escape(message if isinstance(message, str) else message[streaming])) as caught:
+        HuggingFace.info(config_of(tmp_path / "a", **{"streaming": streaming, "caption_column": "text"} | keys))
+    assert "\n" not in str(caught.value)
+
+
+LATE = {
+    "blank": (["a", " \t"], "row group 0, row 1: the caption is empty"),
+    "trigger": (["a", "a [trigger]"], "row group 0, row 1: the caption has [trigger], and data.trigger_word is not given"),
+    "long": (["a", "b" * 70_000], "row group 0, row 1: a caption of 70,000 characters, more than 65,536"),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_streamed_captions_that_footers_do_not_show_are_named_when_they_are_read(tmp_path, case):
+    texts, message = LATE[case]
+    write_captions(tmp_path / "a", texts, write_statistics=False)
+    config = config_of(tmp_path / "a", streaming=True, caption_column="text")
+    HuggingFace.info(config)
+    with pytest.raises(DatasetError, match=re.escape(message)):
+        HuggingFace(config, "train").captions(np.array([0, 1]))
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_such_captions_of_a_table_here_are_refused_before_training(tmp_path, package, case):
+    texts, message = LATE[case]
+    write_captions(tmp_path / "a", texts)
+    with pytest.raises(DatasetError, match=re.escape(message.removeprefix("row group 0, "))):
+        HuggingFace.info(config_of(tmp_path / "a", caption_column="text"))
+
+
+def test_a_caption_that_is_not_utf8_is_named(tmp_path):
+    texts = pa.array([b"a", b"caf\xe9"]).view(pa.string())
+    write_captions(tmp_path / "a", texts)
+    config = config_of(tmp_path / "a", streaming=True, caption_column="text")
+    with pytest.raises(DatasetError, match="row group 0, row 1: the caption is not UTF-8"):
+        HuggingFace.info(config)
+        HuggingFace(config, "train").captions(np.arange(2))

@@ -8,10 +8,13 @@ import tarfile
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
-from data import DatasetError, UnreadableImage, webdataset
+from data import DatasetError, UnreadableImage, saved_index, webdataset
 from data.webdataset import WebDataset, WebDatasetConfig, expand_braces
 from tests.encoded_images import SIDE, assert_resumes_in_mid_epoch, decoded, everything, image_bytes, write_tar
+from torchtitan.conditions import Unconditional
 
 PER_SHARD = 25
 
@@ -202,3 +205,77 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, case):
     with pytest.raises(DatasetError, match=re.escape(message.format(tmp_path))) as caught:
         WebDataset.info(config)
     assert "\n" not in str(caught.value)
+
+
+# --- captions
+
+
+def captioned(texts, first=0):
+    """Members of a shard: of each key an image and, unless it is None, a text."""
+    members = {}
+    for number, text in enumerate(texts, first):
+        members[f"{number:05}.jpg"] = image_bytes(number)
+        members |= {} if text is None else {f"{number:05}.txt": text}
+    return members
+
+
+def test_captions_are_read_instead_of_labels(tmp_path):
+    for shard in range(2):
+        texts = [f"picture\nof {number} ü".encode() for number in range(5 * shard, 5 * shard + 5)]
+        write_tar(tmp_path / f"{shard}.tar", captioned(texts, 5 * shard))
+    config = config_of(tmp_path, captions=True, validation_fraction=0.2)
+    info = WebDataset.info(config)
+    assert info.condition_kind == Unconditional() and info.has_validation
+    train, held_out = (pickle.loads(pickle.dumps(WebDataset(config, split))) for split in ("train", "validation"))
+    assert held_out.captions(np.arange(2)) == ["picture of 4 ü", "picture of 9 ü"]
+    assert train.captions(np.array([7, 0, 4])) == [f"picture of {number} ü" for number in (8, 0, 5)]
+    batch = train.fetch(np.array([4, 0]))
+    assert batch.keys() == {"images"}
+    assert torch.equal(batch["images"], torch.stack([decoded(image_bytes(number)) for number in (5, 0)]))
+
+
+def test_captions_and_labels_of_the_same_shards_have_indexes_of_their_own(tmp_path):
+    write_tar(tmp_path / "a.tar", captioned([b"a [trigger]", b"\xef\xbb\xbfb"]) | {"00000.cls": b"3"})
+    with_labels, with_captions = config_of(tmp_path), config_of(tmp_path, captions=True, trigger_word="zork")
+    for _ in range(2):
+        webdataset._open_shards.cache_clear()
+        assert WebDataset(with_labels, "train").fetch(np.array([0]))["class"].tolist() == [3]
+        assert WebDataset(with_captions, "train").captions(np.arange(2)) == ["a zork", "zork b"]
+    with pytest.raises(DatasetError, match="^data.captions: false, so that captions are not read"):
+        WebDataset(with_labels, "train").captions(np.array([0]))
+
+
+def test_a_damaged_index_of_captions_is_made_anew(tmp_path):
+    write_tar(tmp_path / "a.tar", captioned([b"one", b"two"]))
+    config = config_of(tmp_path, captions=True)
+    WebDataset(config, "train")
+    (index,) = tmp_path.glob(".*.index")
+    with safe_open(index, framework="np") as file:
+        metadata, table = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    table["text_offsets"] += 1 << 30  # outside the archive
+    save_file(table, index, metadata=metadata | {"crc32": saved_index._checksum(table)})
+    webdataset._open_shards.cache_clear()
+    assert WebDataset(config, "train").captions(np.arange(2)) == ["one", "two"]
+
+
+WRONG_CAPTIONS = {
+    "no caption": ([b"a", None], {}, "00001: the sample has no caption (pack the shard again with its .txt, or "),
+    "no image": ([b"a"], {"b.txt": b"b"}, "b: the sample has no image"),
+    "two images": ([b"a"], {"00000.png": image_bytes(1)}, "00000: the sample has several images (data.image_ext"),
+    "two captions": ([b"a"], {"00000.TXT": b"b"}, "00000: the sample has several captions (.txt)"),
+    "empty": ([b"a", b" \n"], {}, "00001: the caption is empty"),
+    "not UTF-8": ([b"a", b"caf\xe9"], {}, "00001: the caption is not UTF-8"),
+    "long": ([b"a", b"a" * 70_000], {}, "00001: a caption of more than 65,536 bytes"),
+    "trigger": ([b"a", b"a [trigger]"], {}, "00001: the caption has [trigger], and data.trigger_word is not given"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CAPTIONS)
+def test_samples_without_a_proper_caption_are_refused_with_shard_and_key(tmp_path, case):
+    texts, others, message = WRONG_CAPTIONS[case]
+    write_tar(tmp_path / "a.tar", captioned(texts) | others)
+    for _ in range(2):  # read from the shard, and from its index
+        webdataset._open_shards.cache_clear()
+        with pytest.raises(DatasetError, match=re.escape(f"{tmp_path}/a.tar: {message}")) as caught:
+            WebDataset.info(config_of(tmp_path, captions=True))
+        assert "\n" not in str(caught.value)
