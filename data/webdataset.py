@@ -306,7 +306,8 @@ def _is_whole(table: Table, archive_bytes: int, captioned: bool) -> bool:
     lengths, places = table["letter_counts"], are_places(table["offsets"], table["sizes"], archive_bytes)
     in_range = bool(((lengths >= 0) & (lengths <= len(table["letters"]))).all())
     named = in_range and int(lengths.sum()) == len(table["letters"])
-    known = bool(((labels >= 0) & (labels <= LARGEST_LABEL)).all() and (table["problems"] < len(PROBLEMS)).all())
+    num_problems = len(PROBLEMS) if captioned else NO_CAPTION
+    known = bool(((labels >= 0) & (labels <= LARGEST_LABEL)).all() and (table["problems"] < num_problems).all())
     return places and named and known and (not captioned or _are_text_places(table, archive_bytes))
 
 
