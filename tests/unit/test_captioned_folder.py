@@ -228,6 +228,7 @@ def test_images_are_not_mirrored_by_default():
     ("a dog", "zork", "zork a dog"),
     ("zork, a dog", "zork", "zork, a dog"),
     ("zorks at night", "zork", "zork zorks at night"),
+    ("two bazork", "zork", "zork two bazork"),
     ("a  dog\n on\ttwo lines \r\n", "", "a dog on two lines"),
     ("ein [trigger] Hündchen", " c++  dog ", "ein c++ dog Hündchen"),
     ("a c++ dog", "c++", "a c++ dog"),
