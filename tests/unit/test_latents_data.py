@@ -12,7 +12,8 @@ from tests.latent_stores import SHAPE, images, plan_of, write_store
 from torchtitan import philox
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.latents import LatentStore, Normalization
-from torchtitan.training.data_loading import SampleOrder, TrainingData, validation_batches
+from torchtitan.training.data_loading import TrainingData, validation_batches
+from torchtitan.training.sample_order import SampleOrder
 
 COUNT = 48
 NORMALIZATION = Normalization(shift=[1.0, 0.5, 0.0, -1.0], scale=[0.5, 0.25, 2.0, 1.0], source="given")

@@ -2,15 +2,17 @@
 
 The data of a run are a function of (seed, global sample number, attempt): sample s is image s mod N of the permutation
 of epoch s // N, mirrored or not by its own draw. Ranks, microbatches and loader processes only divide the numbers among
-themselves, so a checkpoint only stores the next number.
+themselves, so a checkpoint only stores the next number. Of images in buckets each global batch is of one bucket (see
+BucketOrder), so that the same holds, and all ranks of a step have images of one shape.
 
-An image that cannot be decoded is replaced by the next decodable one in stored order, with its own label: a function of
-the image's index alone, so that all of the above holds for damaged data too.
+An image that cannot be decoded is replaced by the next decodable one in stored order, of its bucket if there are any,
+with its own label: a function of the image's index alone, so that all of the above holds for damaged data too.
 """
 
 import logging
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,9 @@ from data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Dra
 from torchtitan import philox
 from torchtitan.errors import unwrapped
 from torchtitan.processes.launch import launch_number
+from torchtitan.training.buckets import bucket_range, check_buckets, held_out_parts, shape_of, small_buckets
 from torchtitan.training.loader_processes import LoaderProcesses, shared_memory_shortage
-from torchtitan.training.sample_order import SampleOrder
+from torchtitan.training.sample_order import BucketOrder, SampleOrder, sample_order
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,8 @@ class TrainingData:
             `global_batch_size` after as many microbatches as make it up. A step may be several of these.
         attempt: selects order and flips; another number after a rollback.
         data_seconds: time spent waiting in `next_batch` so far.
+        images_by_shape: number of images delivered by this object so far, over all ranks, by (C, H, W); counted after each
+            global batch.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class TrainingData:
         self.next_sample = 0
         self.attempt = 0
         self.data_seconds = 0.0
+        self.images_by_shape: Counter[tuple[int, ...]] = Counter()
         self.microbatches_per_step = microbatches_per_step(global_batch_size, local_batch_size, world_size)
         self._global_batch_size = global_batch_size
         self._on_unreadable = on_unreadable or (lambda found: None)
@@ -87,7 +93,10 @@ class TrainingData:
         )
         self._batches: LoaderProcesses | None = None
         self._microbatches_taken = 0
+        check_buckets(dataset, info)
         if launch_number("LOCAL_RANK", rank) == 0:
+            if repeated := small_buckets(dataset, info, global_batch_size):
+                logger.warning(repeated)
             batch_bytes = local_batch_size * info.sample_bytes
             ranks = launch_number("LOCAL_WORLD_SIZE", world_size)
             shortage = shared_memory_shortage(batch_bytes, config.num_workers, config.prefetch_factor, ranks)
@@ -118,6 +127,7 @@ class TrainingData:
         if self._microbatches_taken == self.microbatches_per_step:
             self._microbatches_taken = 0
             self.next_sample += self._global_batch_size
+            self.images_by_shape[tuple(batch["images"].shape[1:])] += self._global_batch_size
         return batch
 
     def again(self, first_sample: int, attempt: int, microbatches: int) -> Iterator[Batch]:
@@ -132,7 +142,8 @@ class TrainingData:
 
     def image_of(self, sample: int, attempt: int) -> int:
         """Index in the dataset of a sample number's image."""
-        order = SampleOrder.of(self._loader_arguments["dataset"], self._loader_arguments["seed"], attempt)
+        arguments = self._loader_arguments
+        order = sample_order(arguments["dataset"], arguments["seed"], attempt, self._global_batch_size)
         return int(order.indices(np.array([sample]))[0])
 
     def state_dict(self) -> dict[str, int]:
@@ -145,9 +156,18 @@ class TrainingData:
         Args:
             state: what `state_dict` returned.
             samples_left: samples still to read; None: up to the configured end.
+
+        Raises:
+            ValueError: images are in buckets, and the state is not of a run with this global batch size.
         """
+        next_sample, size = int(state["next_sample"]), self._global_batch_size
+        if self._loader_arguments["dataset"].buckets is not None and next_sample % size:
+            raise ValueError(
+                f"training.global_batch_size: {next_sample} images were read, no multiple of {size}, and a global batch is of "
+                "one bucket (set the size that the run had)"
+            )
         self.close()
-        self.next_sample, self.attempt = int(state["next_sample"]), int(state["attempt"])
+        self.next_sample, self.attempt = next_sample, int(state["attempt"])
         if samples_left is not None:
             self._loader_arguments["end_sample"] = self.next_sample + samples_left
 
@@ -214,7 +234,7 @@ def build_loader(
         config.num_workers,
         dataset=_SampleReader(dataset, info, seed, attempt, config.horizontal_flip),
         sampler=_MicrobatchSampler(
-            SampleOrder.of(dataset, seed, attempt), steps, parts, local_batch_size, rank, world_size
+            sample_order(dataset, seed, attempt, global_batch_size), steps, parts, local_batch_size, rank, world_size
         ),
         prefetch_factor=config.prefetch_factor if config.num_workers else None,
         pin_memory=pin_memory,
@@ -244,7 +264,8 @@ def validation_batches(
     """Read the first `num_images` held-out images, or all where there are fewer, divided among the ranks.
 
     Every rank gets the same number of batches, all of one size (at most `batch_size`), so that ranks that communicate
-    in each batch stay together. Missing samples are filled with image 0 at weight 0.
+    in each batch stay together. Missing samples are filled with image 0 at weight 0. Of images in buckets, the first of
+    each bucket are read, as many as is its share of all, one bucket after the other: the above holds for each.
 
     Args:
         dataset: the validation split.
@@ -256,33 +277,35 @@ def validation_batches(
             their places.
 
     Yields:
-        batches of the dataset's `fetch`, with {"indices": int64 [b], "weights": float32 [b], 1 or 0}.
+        batches of the dataset's `fetch`, with {"indices": int64 [b], numbers of the images among all that are read,
+        "weights": float32 [b], 1 or 0}.
 
     Raises:
         DatasetError: an image could not be read.
     """
-    total = min(num_images, len(dataset))
-    num_batches = -(-total // (batch_size * world_size))
-    size = -(-total // max(num_batches * world_size, 1))  # the least padding for that number of batches
+    check_buckets(dataset, info)
     reader = _ReplacingReader(dataset, info)
-    for number in range(num_batches):
-        indices = (number * world_size + rank) * size + np.arange(size)
-        held = indices < total
-        indices = np.where(held, indices, 0)
-        batch, found, _ = reader.read(indices)
-        if found and on_unreadable:
-            on_unreadable(found)
-        yield batch | {
-            "indices": torch.from_numpy(indices),
-            "weights": torch.from_numpy(held.astype(np.float32)),
-        }
+    for first_number, first_index, total in held_out_parts(dataset, min(num_images, len(dataset))):
+        num_batches = -(-total // (batch_size * world_size))
+        size = -(-total // max(num_batches * world_size, 1))  # the least padding for that number of batches
+        for number in range(num_batches):
+            places = (number * world_size + rank) * size + np.arange(size)
+            held = places < total
+            places = np.where(held, places, 0)
+            batch, found, _ = reader.read(first_index + places)
+            if found and on_unreadable:
+                on_unreadable(found)
+            yield batch | {
+                "indices": torch.from_numpy(first_number + places),
+                "weights": torch.from_numpy(held.astype(np.float32)),
+            }
 
 
 class _MicrobatchSampler:
     """Sampler of (sample numbers, image indices) for each microbatch of one rank."""
 
     def __init__(
-        self, order: SampleOrder, steps: range, parts: int, local_batch_size: int, rank: int, world_size: int
+        self, order: SampleOrder | BucketOrder, steps: range, parts: int, local_batch_size: int, rank: int, world_size: int
     ) -> None:
         self._order = order
         self._steps = steps
@@ -343,9 +366,9 @@ class _ReplacingReader:
         return joined(rows), list(met.values()), sum(int(index) in met for index in indices)
 
     def _read_one(self, wanted: int, met: dict[int, UnreadableImage], draws: Draws | None) -> Batch:
-        length = len(self._dataset)
-        for step in range(min(length, MAX_UNREADABLE_IN_A_ROW)):
-            index = (wanted + step) % length
+        first, end = bucket_range(self._dataset, wanted)
+        for step in range(min(end - first, MAX_UNREADABLE_IN_A_ROW)):
+            index = first + (wanted - first + step) % (end - first)
             if index not in self._unreadable:
                 try:
                     return read_checked(self._dataset, self._info, np.array([index]), draws)
@@ -391,8 +414,9 @@ def read_checked(dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws
         DatasetError: any other exception of the dataset, or images that contradict its info.
     """
     try:
+        shape = shape_of(dataset, info, indices)
         batch = dataset.fetch(indices) if draws is None else dataset.fetch_drawn(indices, draws)
-        _check(batch, len(indices), info)
+        _check(batch, len(indices), info, shape)
     except UnreadableImage:
         raise
     except Exception as error:
@@ -418,16 +442,17 @@ def joined(batches: Sequence[Batch]) -> Batch:
 def _first_failure(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> tuple[int, Exception] | None:
     for slot, index in enumerate(indices):
         try:
-            _check(dataset.fetch(indices[slot : slot + 1]), 1, info)
+            alone = indices[slot : slot + 1]
+            _check(dataset.fetch(alone), 1, info, shape_of(dataset, info, alone))
         except Exception as error:  # noqa: BLE001 (reported with the index of its image)
             return int(index), error
     return None
 
 
-def _check(batch: Batch, count: int, info: DatasetInfo) -> None:
+def _check(batch: Batch, count: int, info: DatasetInfo, shape: tuple[int, int, int]) -> None:
     if not isinstance(batch, dict):
         raise DatasetError(f"fetch gives a {type(batch).__name__}, not a mapping of names to tensors")
-    wanted = {"images": (info.image_shape, torch.float32)} | info.condition_kind.entries
+    wanted = {"images": (shape, torch.float32)} | info.condition_kind.entries
     if missing := [name for name in wanted if name not in batch]:
         raise DatasetError(f"a batch has {', '.join(batch)} and no {missing[0]}, which the dataset says it gives")
     if taken := [name for name in batch if name in ADDED]:
