@@ -29,7 +29,7 @@ def introduce(state: RunState) -> None:
     config = state.config
     logger.info(
         f"{config.job.name}: {config.model.flavor}, {state.num_parameters:,} parameters, on {config.data.name} "
-        f"{'x'.join(map(str, state.info.image_shape))}; {state.layout.describe()} on "
+        f"{_shapes(state)}; {state.layout.describe()} on "
         f"{device_name(state.layout.device)}; "
         f"{config.training.global_batch_size} images per step, {state.data.microbatches_per_step} microbatches"
     )
@@ -48,6 +48,11 @@ def introduce(state: RunState) -> None:
         )
     if state.step:
         logger.info(f"resumed after step {state.step} of {config.training.steps}")
+
+
+def _shapes(state: RunState) -> str:
+    largest = "x".join(map(str, state.info.image_shape))
+    return largest if len(state.shapes) == 1 else f"of {len(state.shapes)} shapes up to {largest}"
 
 
 def closing_lines(

@@ -4,6 +4,7 @@ import logging
 import sys
 import time
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,8 @@ class Reports:
         self._first = state.layout.rank == 0
         self._device = state.layout.device
         self._rates = Rates(
-            state.data, flops_per_image=state.flops_per_image,
-            tokens_per_image=state.model.tokens_per_image(state.info.image_shape), world_size=state.layout.world_size,
-            peak_tflops=config.metrics.peak_tflops or peak_tflops(self._device),
+            state.data, flops_of=cache(state.flops_of), tokens_of=cache(state.tokens_of),
+            world_size=state.layout.world_size, peak_tflops=config.metrics.peak_tflops or peak_tflops(self._device),
         )  # fmt: skip
         self._evaluation = Evaluation(
             data=config.data, sampling=config.sampling, evaluation=config.evaluation, validation=config.validation,

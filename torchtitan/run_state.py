@@ -45,6 +45,7 @@ from torchtitan.models.magnitude import normalize_rows, normalized_weights
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.status import remove_status
 from torchtitan.settings.record import effective
+from torchtitan.training.buckets import images_of_shapes
 from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData, microbatches_per_step
 from torchtitan.training.ema import EMABank
@@ -85,7 +86,8 @@ class RunState:
         from_first_rank(check_macs, _model_on_meta(config), config.model.name)
         self._check_initial_weights()
         if config.float8.enable:
-            check_convertible(_model_on_meta(config), config.float8, config.training.local_batch_size)
+            shapes = dataset_info(config.data).shapes
+            check_convertible(_model_on_meta(config), config.float8, config.training.local_batch_size, shapes)
         if config.gns.enable and config.gns.single_pass:
             check_measurable(_model_on_meta(config))
         from_first_rank(self._open_folder)
@@ -94,6 +96,7 @@ class RunState:
         dataset = DATASETS[config.data.name](config.data, "train")
         self.images_per_epoch = len(dataset)
         self.info = dataset_info(config.data)
+        self._images_of_shapes = images_of_shapes(dataset, self.info)
         edges = sampler_of = taps = None
         if config.gns.enable:
             edges = bin_edges(config.gns, config.objective)
@@ -113,6 +116,7 @@ class RunState:
             compiling=config.compile,
             param_dtype=config.training.mixed_precision_param,
             reduce_dtype=config.training.mixed_precision_reduce,
+            num_shapes=len(self.shapes),
         )
         self.parameters = named_parameters(self.model)
         self._normalized = normalized_weights(self.model)
@@ -175,8 +179,24 @@ class RunState:
 
     @property
     def flops_per_image(self) -> int:
-        """Floating-point operations of training on one image."""
-        return self.model.flops_per_image(self.info.image_shape, self.objective.untrained_forwards)
+        """Floating-point operations of training on one image; of images of several shapes their mean over an epoch."""
+        total = sum(count * self.flops_of(shape) for shape, count in self._images_of_shapes.items())
+        return round(total / self.images_per_epoch)
+
+    def flops_of(self, shape: tuple[int, ...]) -> int:
+        """Floating-point operations of training on one image of a shape (C, H, W)."""
+        channels, height, width = shape
+        return self.model.flops_per_image((channels, height, width), self.objective.untrained_forwards)
+
+    def tokens_of(self, shape: tuple[int, ...]) -> int:
+        """Tokens of the network for one image of a shape (C, H, W)."""
+        channels, height, width = shape
+        return self.model.tokens_per_image((channels, height, width))
+
+    @property
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """Shapes (C, H, W) of the training images: one, or those of the buckets with images."""
+        return list(self._images_of_shapes)
 
     # ------------------------------------------------------------------ the loss of a microbatch
 

@@ -70,7 +70,7 @@ class Trainer:
         with self.supervision, StopRequest() as stop:
             with self.phases(BEFORE_FIRST_STEP):
                 require_finite_start(state)
-                self._settle_gradient_buckets()
+                self._warm_up()
             signal_number = self._loop(stop)
             with self.phases("finish"):
                 if state.gns:
@@ -210,19 +210,26 @@ class Trainer:
                 clamp_gradients(group, training.clip_value)
         return norms, zeroed
 
-    def _settle_gradient_buckets(self) -> None:
-        """Run one backward and discard it.
+    def _warm_up(self) -> None:
+        """Run a backward of an image of one shape, or of every shape, and discard it.
 
-        DDP arranges its buckets anew after the first backward, and the order of sums depends on them: without
-        this, a resumed run would differ from a straight one in the last bit.
+        DDP arranges its buckets of gradients anew after the first backward, and the order of sums depends on them: without
+        this, a resumed run would differ from a straight one in the last bit. A compiled model has graphs for each shape:
+        the first step of a rare shape would compile for minutes in the middle of a run, longer than its collectives wait.
         """
-        state = self.state
-        if state.layout.world_size == 1 or state.layout.sharded:
-            return
-        count = self.config.training.local_batch_size
-        batch = {"images": torch.zeros(count, *state.info.image_shape), "samples": torch.arange(count)}
+        state, layout = self.state, self.state.layout
+        shapes = state.shapes if self.config.compile.enable and len(state.shapes) > 1 else []
+        if not shapes and layout.world_size > 1 and not layout.sharded:
+            shapes = state.shapes[:1]
+        for shape in shapes:
+            self._discarded_backward(shape)
+
+    def _discarded_backward(self, shape: tuple[int, int, int]) -> None:
+        state, count = self.state, self.config.training.local_batch_size
+        batch = {"images": torch.zeros(count, *shape), "samples": torch.arange(count)}
         batch |= state.model.condition_kind.placeholder(count)
-        state.loss_terms(state.to_device(batch), GlobalBatch(0, count)).loss.mean().backward()
+        with accumulate_locally(state.train_module, last=True):
+            state.loss_terms(state.to_device(batch), GlobalBatch(0, count)).loss.mean().backward()
         state.optimizer.zero_grad(set_to_none=True)
         if state.gns:
             state.gns.forget()

@@ -50,7 +50,7 @@ def saved_while_training(layouts: dict[str, dict]) -> dict[str, dict]:
             contents[mode]["state.json"] = state
             trainer.close()
         resumed = make_trainer(folder, f"{name}-async", steps=10, accumulation=1, **layout, overrides=ENABLED)
-        resumed._settle_gradient_buckets()
+        resumed._warm_up()
         again = []
         for _ in range(2):
             resumed.state.step += 1
@@ -100,7 +100,7 @@ def resumed_from_a_store(replicas: int, shards: int) -> dict[str, object]:
 
 
 def train(trainer, last: int) -> list[float]:
-    trainer._settle_gradient_buckets()
+    trainer._warm_up()
     norms = []
     while trainer.state.step < last:
         trainer.state.step += 1

@@ -1,5 +1,6 @@
 """Images of several shapes: every global batch of one bucket, nothing lost, the same on any number of ranks."""
 
+import itertools
 import logging
 from collections import Counter
 
@@ -102,7 +103,7 @@ def test_each_bucket_reads_few_blocks_at_a_time():
     block_of_image = np.repeat(np.arange(7), [10, 10, 15, 5, 10, 10, 10])
     for row in rows:
         runs = [int(block) for block in block_of_image[row]]
-        assert sum(left != right for left, right in zip(runs, runs[1:], strict=False)) == len(set(runs)) - 1
+        assert sum(left != right for left, right in itertools.pairwise(runs)) == len(set(runs)) - 1
 
 
 # --- through the loader

@@ -17,31 +17,58 @@ from torchtitan.errors import unwrapped
 logger = logging.getLogger(__name__)
 
 
-def compile_blocks(blocks: list[nn.Module], memory_budget: float = 1.0, backend: str = "inductor") -> None:
+# Graphs of one function for each shape of the training images: of a step, of one that measures the gradients of single
+# samples, of a validation, and of the throw-away backward before the first step.
+_GRAPHS_PER_SHAPE = 4
+_GRAPHS_BESIDE = 8  # of sampling, and of batches of other sizes
+
+
+def compile_blocks(
+    blocks: list[nn.Module], memory_budget: float = 1.0, backend: str = "inductor", num_shapes: int = 1
+) -> None:
     """Compile each block in place; parameters keep their names.
 
     Blocks share one code object: where all are alike, the graph is compiled once. Otherwise each kind of block has a
-    graph of fixed sizes. fullgraph: a graph break is an error.
+    graph of fixed sizes, and of images of several shapes one for each. fullgraph: a graph break is an error.
 
     Args:
         blocks: modules.
         memory_budget: bytes that may be kept from forward to backward, as a share of what is kept without
             recomputation, in [0, 1]; the cheapest results to recompute are not kept.
         backend: name of torch's compiler backend.
+        num_shapes: shapes of the images, batches being of one.
     """
     alike = len({_shapes(block) for block in blocks}) <= 1
-    if not alike:  # torch's limit of graphs of one function is meant for one that is compiled again and again
-        dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 2 * len(blocks))
+    if not alike:
+        _allow_graphs(2 * len(blocks))
+    _allow_graphs_of_shapes(num_shapes, kinds=1 if alike else len(blocks))
+    fixed = not alike or num_shapes > 1
     for block in blocks:
-        block.compile(fullgraph=True, dynamic=None if alike else False, backend=_compiler(backend, memory_budget))
+        block.compile(fullgraph=True, dynamic=False if fixed else None, backend=_compiler(backend, memory_budget))
 
 
-def compile_model(model: nn.Module, memory_budget: float = 1.0, backend: str = "inductor") -> None:
+def compile_model(
+    model: nn.Module, memory_budget: float = 1.0, backend: str = "inductor", num_shapes: int = 1
+) -> None:
     """Compile a model's forward in place as one graph; for the arguments see `compile_blocks`.
 
     The forward alone: hooks of the model run outside of the graph and may contain code that cannot be compiled.
     """
-    model.forward = torch.compile(model.forward, fullgraph=True, backend=_compiler(backend, memory_budget))
+    _allow_graphs_of_shapes(num_shapes, kinds=1)
+    model.forward = torch.compile(
+        model.forward, fullgraph=True, dynamic=False if num_shapes > 1 else None, backend=_compiler(backend, memory_budget)
+    )
+
+
+def _allow_graphs_of_shapes(num_shapes: int, kinds: int) -> None:
+    if num_shapes > 1:
+        _allow_graphs(_GRAPHS_BESIDE + _GRAPHS_PER_SHAPE * num_shapes * kinds)
+
+
+def _allow_graphs(count: int) -> None:
+    """Allow that many graphs of one function: torch's limit is meant for one that is compiled again and again."""
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, count)
+    dynamo_config.accumulated_recompile_limit = max(dynamo_config.accumulated_recompile_limit, count)
 
 
 def _shapes(block: nn.Module) -> tuple:

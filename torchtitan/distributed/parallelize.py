@@ -25,6 +25,7 @@ def parallelize(
     compiling: CompileConfig | None = None,
     param_dtype: str = "float32",
     reduce_dtype: str = "float32",
+    num_shapes: int = 1,
 ) -> nn.Module:
     """Apply activation checkpointing, then compile, then FSDP2, HSDP or DDP.
 
@@ -34,6 +35,7 @@ def parallelize(
         checkpointing: recomputation in backward; None: nothing is recomputed.
         compiling: choice of compiled modules; None: nothing is compiled.
         param_dtype, reduce_dtype: dtype of compute and of the gradient reduction.
+        num_shapes: shapes of the images that it is trained on.
 
     Returns:
         the module whose forward trains: `model` itself, or DistributedDataParallel around it.
@@ -52,9 +54,9 @@ def parallelize(
     if compiling.enable:
         memory_budget = checkpointing.memory_budget if budgeted else 1.0
         if compiling.scope == "model":
-            compile_model(model, memory_budget)
+            compile_model(model, memory_budget, num_shapes=num_shapes)
         else:
-            compile_blocks(_blocks(model), memory_budget)
+            compile_blocks(_blocks(model), memory_budget, num_shapes=num_shapes)
     if layout.sharded:
         _shard(model, layout, param_dtype, reduce_dtype)
         return model

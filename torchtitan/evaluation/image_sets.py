@@ -25,6 +25,7 @@ from torchtitan.evaluation.sample_sets import RECORD
 from torchtitan.files.regular import LARGEST_RECORD
 from torchtitan.pictures.grids import to_rgb
 from torchtitan.processes.launch import launch_number
+from torchtitan.training.buckets import require_one_shape
 from torchtitan.training.data_loading import read_checked
 
 PROBED = 16  # images looked at before the work begins
@@ -305,6 +306,7 @@ class DatasetImages(ImageSet):
         if split == "all":
             splits = ["train", "validation"] if info.has_validation else ["train"]
         self._parts = [dataset(config, part) for part in splits]
+        require_one_shape(self._parts[0], "a set of images to compare")
         self._starts = np.cumsum([0, *map(len, self._parts)])
         self._config, self._info, self._split = config, info, split
 

@@ -25,6 +25,7 @@ from torchtitan.gns.statistics import GroupSums
 from torchtitan.models.base import DiffusionModel
 from torchtitan.statistics.ratio_intervals import fieller
 from torchtitan.statistics.student import student_quantile
+from torchtitan.training.buckets import require_one_shape
 
 # Offsets of the draws of one sample, added to its number.
 _TIMESTEP, _NOISE, _IMAGE, _MIRROR, _LABEL = (place << 40 for place in range(5))
@@ -212,7 +213,11 @@ class Gradients:
             device: of the model.
             dtype: of the forward, a name of DTYPES.
             batch_size: images at a time; a larger group is the sum of several.
+
+        Raises:
+            DatasetError: the split has images in buckets.
         """
+        require_one_shape(dataset, "a measurement of gradients")
         self.model = model.train().requires_grad_(True)
         self.objective = objective
         self.dataset = dataset

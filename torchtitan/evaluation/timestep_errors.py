@@ -16,6 +16,7 @@ from torchtitan.diffusion.predictions import noise_error_weight
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.eval_mode import evaluating
 from torchtitan.models.base import DiffusionModel
+from torchtitan.training.buckets import require_one_shape
 from torchtitan.training.data_loading import joined
 
 # Outside of these quantiles of the training density nothing can be said to have been learned.
@@ -97,8 +98,9 @@ def fixed_samples(dataset: Dataset, count: int, seed: int) -> FixedSamples:
         seed: of the order and of the noise.
 
     Raises:
-        DatasetError: the split has fewer readable images.
+        DatasetError: the split has fewer readable images, or images in buckets.
     """
+    require_one_shape(dataset, "a set of fixed samples")
     order = philox.uniform(seed, "evaluation", torch.arange(len(dataset))).argsort().numpy()
     found: list[Batch] = []
     for index in order:

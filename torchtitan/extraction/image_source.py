@@ -15,6 +15,7 @@ from torchtitan.conditions import Classes, Unconditional
 from torchtitan.files.regular import user_path
 from torchtitan.latents.index import SkippedImage
 from torchtitan.settings.schema import toml_value
+from torchtitan.training.buckets import require_one_shape
 from torchtitan.training.data_loading import read_checked
 
 SourceSplit = Literal["train", "validation", "all"]
@@ -51,6 +52,7 @@ class ImageSource:
         self._parts: list[Dataset] = [
             DATASETS[config.name](config, part) for part in splits if part == "train" or info.has_validation
         ]
+        require_one_shape(self._parts[0], "a latent store")
         self._starts = np.cumsum([0, *map(len, self._parts)])
 
     def __len__(self) -> int:

@@ -5,7 +5,7 @@ few rows to gain speed, and the projections into and out of the token stream are
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -75,13 +75,17 @@ def float8_problems(config: Float8Config, param_dtype: str, single_pass_taps: bo
         yield "float8.enable", "its products come out as bfloat16 (set training.mixed_precision_param to bfloat16)"
 
 
-def check_convertible(model: DiffusionModel, config: Float8Config, local_batch_size: int) -> None:
+def check_convertible(
+    model: DiffusionModel, config: Float8Config, local_batch_size: int,
+    shapes: Sequence[tuple[int, int, int]] = (),
+) -> None:  # fmt: skip
     """Raise Float8Error where nothing would be converted, or a batch's shape cannot be multiplied.
 
     Args:
         model: on any device, not converted yet.
         config: the section, enabled.
         local_batch_size: images in one forward.
+        shapes: (C, H, W) of the images, those of a batch alike; by default the model's.
     """
     if not any(isinstance(model.get_submodule(name), nn.Linear) for name in _over_tokens(model)):
         raise Float8Error(
@@ -93,12 +97,14 @@ def check_convertible(model: DiffusionModel, config: Float8Config, local_batch_s
             "float8.enable: no linear over tokens is left to convert: features must be multiples of 16, at least"
             f" float8.min_features = {config.min_features}, and no name in float8.filter_fqns (widen one of them)"
         )
-    rows = local_batch_size * model.tokens_per_image(model.image_shape)
-    if rows % _MULTIPLE and not config.emulate:
-        raise Float8Error(
-            f"training.local_batch_size: {local_batch_size} images are {rows} tokens, and float8 needs a multiple of"
-            f" {_MULTIPLE} (change it, or model.patch_size)"
-        )
+    for shape in shapes or (model.image_shape,):
+        rows = local_batch_size * model.tokens_per_image(shape)
+        if rows % _MULTIPLE and not config.emulate:
+            of_shape = f" of {'x'.join(map(str, shape))}" if shapes else ""
+            raise Float8Error(
+                f"training.local_batch_size: {local_batch_size} images{of_shape} are {rows} tokens, and float8 needs a multiple"
+                f" of {_MULTIPLE} (change it, or model.patch_size)"
+            )
 
 
 def convert_to_float8(model: DiffusionModel, config: Float8Config) -> list[str]:

@@ -56,6 +56,24 @@ def small_buckets(dataset: Dataset, info: DatasetInfo, global_batch_size: int) -
     )
 
 
+def images_of_shapes(dataset: Dataset, info: DatasetInfo) -> dict[tuple[int, int, int], int]:
+    """Number of images of each shape (C, H, W) that any has, in the order of the buckets."""
+    if dataset.buckets is None:
+        return {info.image_shape: len(dataset)}
+    found: dict[tuple[int, int, int], int] = {}
+    for shape, count in zip(info.bucket_shapes, dataset.buckets.tolist(), strict=True):
+        if count:
+            found[shape] = found.get(shape, 0) + count
+    return found
+
+
+def require_one_shape(dataset: Dataset, reader: str) -> None:
+    """Refuse images in buckets for a reader that puts any of them into one batch. Raises DatasetError."""
+    if dataset.buckets is not None:
+        name = type(dataset).Config.name
+        raise DatasetError(f"data.name = {name}: {reader} takes images of one shape, and these are in buckets (choose other data)")
+
+
 def held_out_parts(dataset: Dataset, total: int) -> Iterator[tuple[int, int, int]]:
     """Number of the first held-out image, its index, and the number of images, of each bucket: `total` in all."""
     ends = np.array([len(dataset)]) if dataset.buckets is None else np.cumsum(dataset.buckets)

@@ -1,7 +1,9 @@
 """Throughput of training between two logged points: images, tokens, TFLOP/s and MFU."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
 
 from torchtitan.training.data_loading import TrainingData
 from torchtitan.training.metrics import Stopwatch
@@ -11,20 +13,20 @@ class Rates:
     """Rates since the last lap; excluded work counts neither by its time nor by its images."""
 
     def __init__(
-        self, data: TrainingData, *, flops_per_image: int, tokens_per_image: int, world_size: int,
-        peak_tflops: float | None,
+        self, data: TrainingData, *, flops_of: Callable[[tuple[int, ...]], int], tokens_of: Callable[[tuple[int, ...]], int],
+        world_size: int, peak_tflops: float | None,
     ) -> None:  # fmt: skip
         """
         Args:
-            data: counts images, and seconds of waiting for them.
-            flops_per_image: of forward and backward.
-            tokens_per_image: of the network.
+            data: counts images by shape, and seconds of waiting for them.
+            flops_of: shape (C, H, W) of an image -> floating-point operations of its forward and backward.
+            tokens_of: shape -> tokens of the network.
             world_size: devices that share the images.
             peak_tflops: of one device in TFLOP/s, for the MFU; None: unknown, and no MFU is given.
         """
         self._data = data
-        self._flops_per_image = flops_per_image
-        self._tokens_per_image = tokens_per_image
+        self._flops_of = flops_of
+        self._tokens_of = tokens_of
         self._world_size = world_size
         self._peak_tflops = peak_tflops
         self._watch = Stopwatch()
@@ -36,7 +38,15 @@ class Rates:
         self._begin(step)
 
     def _begin(self, step: int) -> None:
-        self._step, self._images, self._waited = step, self._data.next_sample, self._data.data_seconds
+        self._step, self._work, self._waited = step, self._work_done(), self._data.data_seconds
+
+    def _work_done(self) -> np.ndarray:
+        """Images, tokens and FLOPs of all images that were delivered so far, by their shapes, float64 [3]."""
+        rows = [
+            (count, count * self._tokens_of(shape), count * self._flops_of(shape))
+            for shape, count in self._data.images_by_shape.items()
+        ]
+        return np.array(rows, np.float64).reshape(-1, 3).sum(0)
 
     def excluded(self) -> AbstractContextManager:
         """Exclude the time inside."""
@@ -45,11 +55,11 @@ class Rates:
     @contextmanager
     def excluded_step(self) -> Iterator[None]:
         """Exclude the train step inside: its time and its images."""
-        images, waited = self._data.next_sample, self._data.data_seconds
+        work, waited = self._work_done(), self._data.data_seconds
         with self._watch.excluded():
             yield
         self._step += 1
-        self._images += self._data.next_sample - images
+        self._work = self._work + self._work_done() - work
         self._waited += self._data.data_seconds - waited
 
     def lap(self, step: int) -> dict[str, float]:
@@ -57,13 +67,13 @@ class Rates:
         steps, seconds = step - self._step, self._watch.lap()
         if steps == 0:
             return {}
-        images = (self._data.next_sample - self._images) / seconds
+        images, tokens, flops = ((self._work_done() - self._work) / seconds).tolist()
         waited = self._data.data_seconds - self._waited
         self._begin(step)
-        tflops = images * self._flops_per_image / self._world_size / 1e12
+        tflops = flops / self._world_size / 1e12
         rates = {
             "throughput(img/s)": images,
-            "throughput(tps)": images * self._tokens_per_image,
+            "throughput(tps)": tokens,
             "tflops": tflops,
             "time_metrics/end_to_end(s)": seconds / steps,
             "time_metrics/data_loading(%)": 100.0 * waited / seconds,
