@@ -39,24 +39,27 @@ def one_process() -> Layout:
 class Problem:
     """A model with random weights, a batch with dropped conditions, and every sample's own gradient."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, shape: tuple[int, int, int] = SHAPE, seed: int = 0
+    ) -> None:
         torch.manual_seed(0)
         kind = Classes(CLASSES)
         if isinstance(config, FluxConfig):
             kind = Embeddings({TEXT: torch.ones(TEXT_TOKENS, config.text_dim), POOLED: torch.ones(config.pooled_dim)})
-        self.model = MODELS[config.name].build(config, SHAPE, kind).to(dtype)
+        self.model = MODELS[config.name].build(config, shape, kind).to(dtype)
         self.model.init_weights()
         for parameter in self.model.parameters():
             nn.init.normal_(parameter, std=0.2)
+        torch.manual_seed(seed)
         out_channels = self.model.out_channels
-        self.x, self.t = torch.randn(BATCH, *SHAPE, dtype=dtype), torch.rand(BATCH)
+        self.x, self.t = torch.randn(BATCH, *shape, dtype=dtype), torch.rand(BATCH)
         dropped = torch.arange(BATCH) % 3 == 0
         drawn = {"class": torch.randint(0, CLASSES, (BATCH,))}
         if isinstance(kind, Embeddings):
             drawn = {name: torch.randn(BATCH, *shape) for name, (shape, _) in kind.entries.items()}
         self.condition = kind.drop(kind.of(drawn), dropped)
         self.weight = torch.rand(BATCH, dtype=dtype)
-        self.target = torch.randn(BATCH, out_channels, *SHAPE[1:], dtype=dtype)
+        self.target = torch.randn(BATCH, out_channels, *shape[1:], dtype=dtype)
         self.one_hot = nn.functional.one_hot(torch.bucketize(self.t, EDGES), BINS).double()
         self.gradients = self._per_sample()
 
@@ -238,6 +241,31 @@ def test_microbatches_add_up_to_the_step():
         assert close(two.all_products[index], one.all_products[index], 1e-12)
     # Within microbatches fewer pairs are known, and their number is told.
     assert two.pairs.sum() < one.pairs.sum() == two.all_pairs.sum()
+
+
+def test_microbatches_of_several_shapes_add_up_to_the_step():
+    problems = [Problem(FLUX, torch.float64, shape, seed) for seed, shape in enumerate((SHAPE, (2, 4, 12), (2, 6, 2)))]
+    model, taps = problems[0].model, problems[0].taps(adam=False)
+    taps.begin_step(3, True, {}, BETA2, one_process())
+    for problem in problems:
+        taps.begin_microbatch(problem.t)
+        problem.model = model  # its own has the same parameters
+        (problem.loss().sum() / (3 * BATCH)).backward()
+        taps.end_microbatch(3 * BATCH, torch.zeros(BATCH))
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    sums = taps.end_step()
+    one_hot = torch.cat([problem.one_hot for problem in problems])
+    of_layers = {name: torch.cat([problem.gradients[name] for problem in problems]) for name in taps._layers}
+    assert torch.equal(sums.count, one_hot.sum(0))
+    for name, found in of_layers.items():
+        mean = found.mean(0)
+        whole = gradients[f"{name}.weight"]
+        assert close(whole, mean[:, :-1] if whole.ndim == 2 else mean[:, 0], 1e-10), name
+    for part in ("modulation", "embedding", "patch"):
+        flat = torch.cat([of_layers[name].flatten(1) for name in taps._parts if taps._parts[name] == part], dim=1)
+        assert close(sums.squares[PARTS.index(part), 0], one_hot.T @ flat.square().sum(1), 1e-10), part
+        if part == "patch":  # whole gradients: pairs of different microbatches are exact too
+            assert close(sums.all_products[PARTS.index(part), 0], one_hot.T @ (flat @ flat.T) @ one_hot, 1e-10)
 
 
 def squares_and_products(prepare) -> torch.Tensor:
