@@ -28,7 +28,7 @@ class BucketedConfig(DataConfig):
 
 
 class Bucketed(Dataset):
-    """Noise with its number in the first pixel, and a text that is a function of the number."""
+    """Noise with its number in the first pixel, by 64, and a text that is a function of the number."""
 
     Config = BucketedConfig
 
@@ -53,13 +53,17 @@ class Bucketed(Dataset):
         (bucket,) = set(buckets_of(indices, self.buckets))  # never of two
         numbers = torch.from_numpy(indices)
         images = philox.normal(0, "synthetic_data", numbers, SHAPES[bucket]) / 3
-        images[:, 0, 0, 0] = numbers
+        images[:, 0, 0, 0] = numbers / 64
         kind = Bucketed.info(None).condition_kind
         texts = {
             name: philox.normal(place, "synthetic_data", numbers + (1 << 33), shape)
             for place, (name, (shape, _)) in enumerate(kind.entries.items())
         }
         return {"images": images} | texts
+
+
+def numbers_of(batch) -> list[int]:
+    return (64 * batch["images"][:, 0, 0, 0]).round().to(torch.int64).tolist()
 
 
 def buckets_of(indices, counts) -> list[int]:

@@ -6,10 +6,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 
 from data import DatasetError
-from tests.bucketed_images import SHAPES, Bucketed, BucketedConfig, buckets_of
+from tests.bucketed_images import SHAPES, Bucketed, BucketedConfig, buckets_of, numbers_of
 from torchtitan.training.data_loading import TrainingData, validation_batches
 from torchtitan.training.sample_order import BucketOrder, SampleOrder
 
@@ -26,7 +25,7 @@ def batches_of(order, size, number, first=0):
 
 @pytest.mark.parametrize("size", [1, 4, 8, 30, 64])
 def test_batches_are_of_one_bucket_and_each_bucket_is_a_row_of_permutations(size):
-    epochs = 96
+    epochs = 40
     number = epochs * 200 // size
     batches = batches_of(order_of(size), size, number)
     buckets = [set(buckets_of(batch, COUNTS)) for batch in batches]
@@ -117,10 +116,6 @@ def training_data(rank=0, ranks=1, local=2, size=8, steps=40, config=None, datas
     )  # fmt: skip
 
 
-def numbers(batch):
-    return batch["images"][:, 0, 0, 0].to(torch.int64).tolist()
-
-
 def steps_of(ranks, local, steps=40, first=0, **keys):
     """Image numbers of each step in the order of samples, and the shapes of its microbatches."""
     datas = [training_data(rank, ranks, local, **keys) for rank in range(ranks)]
@@ -129,7 +124,7 @@ def steps_of(ranks, local, steps=40, first=0, **keys):
         data.load_state_dict({"next_sample": first * 8, "attempt": 0})
     for _ in range(steps - first):
         batches = [data.next_batch() for data in datas for _ in range(data.microbatches_per_step)]
-        pairs = [pair for batch in batches for pair in zip(batch["samples"].tolist(), numbers(batch), strict=True)]
+        pairs = [pair for batch in batches for pair in zip(batch["samples"].tolist(), numbers_of(batch), strict=True)]
         found.append((sorted(pairs), {tuple(batch["images"].shape[1:]) for batch in batches}))
     for data in datas:
         data.close()
@@ -211,7 +206,7 @@ def test_held_out_images_of_every_bucket_are_read_once(count, ranks, size):
         for batch in batches:
             assert len(batch["images"]) <= size
             places, weights = batch["indices"].tolist(), batch["weights"].tolist()
-            for place, number, weight in zip(places, numbers(batch), weights, strict=True):
+            for place, number, weight in zip(places, numbers_of(batch), weights, strict=True):
                 found[place, number] += weight
     total = min(count, 8)
     held = sorted(key for key, weight in found.items() if weight)

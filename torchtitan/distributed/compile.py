@@ -17,10 +17,9 @@ from torchtitan.errors import unwrapped
 logger = logging.getLogger(__name__)
 
 
-# Graphs of one function for each shape of the training images: of a step, of one that measures the gradients of single
-# samples, of a validation, and of the throw-away backward before the first step.
-_GRAPHS_PER_SHAPE = 4
-_GRAPHS_BESIDE = 8  # of sampling, and of batches of other sizes
+# Graphs of one function for each shape of the training images: of an ordinary step, and two of steps that measure the
+# gradients of single samples, in part or wholly.
+_GRAPHS_PER_SHAPE = 3
 
 
 def compile_blocks(
@@ -62,7 +61,7 @@ def compile_model(
 
 def _allow_graphs_of_shapes(num_shapes: int, kinds: int) -> None:
     if num_shapes > 1:
-        _allow_graphs(_GRAPHS_BESIDE + _GRAPHS_PER_SHAPE * num_shapes * kinds)
+        _allow_graphs(_GRAPHS_PER_SHAPE * num_shapes * kinds)
 
 
 def _allow_graphs(count: int) -> None:
