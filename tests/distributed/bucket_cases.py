@@ -14,7 +14,8 @@ from torchtitan.gns.raw_sums import read_sums
 from torchtitan.training.metrics import METRICS_FILE
 
 FLUX = (
-    "--model.name", "flux", "--model.num_double_layers", "1", "--model.num_single_layers", "1", "--data.name", "bucketed", "--data.counts", "[40, 24, 0, 17]",
+    "--model.name", "flux", "--model.num_double_layers", "1", "--model.num_single_layers", "1",
+    "--data.name", "bucketed", "--data.counts", "[40, 24, 0, 17]",
     "--optimizer.lr", "1e-3", "--gns.enable", "true", "--gns.num_bins", "3", "--gns.interval", "2", "--gns.sketch_size", "2",
 )  # fmt: skip
 

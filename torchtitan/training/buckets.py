@@ -70,8 +70,10 @@ def images_of_shapes(dataset: Dataset, info: DatasetInfo) -> dict[tuple[int, int
 def require_one_shape(dataset: Dataset, reader: str) -> None:
     """Refuse images in buckets for a reader that puts any of them into one batch. Raises DatasetError."""
     if dataset.buckets is not None:
-        name = type(dataset).Config.name
-        raise DatasetError(f"data.name = {name}: {reader} takes images of one shape, and these are in buckets (choose other data)")
+        raise DatasetError(
+            f"data.name = {type(dataset).Config.name}: {reader} takes images of one shape, and these are in buckets (choose "
+            "other data)"
+        )
 
 
 def held_out_parts(dataset: Dataset, total: int) -> Iterator[tuple[int, int, int]]:
