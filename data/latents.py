@@ -59,50 +59,70 @@ class Latents(Dataset):
 
     @staticmethod
     def info(config: LatentsConfig) -> DatasetInfo:
-        store = _open(config, "train")
-        has_validation = bool(config.validation_path) or bool(spread_evenly(len(store), config.validation_fraction).any())
-        _check_first("path", store)
-        if config.validation_path:
-            _check_first("validation_path", _open(config, "validation"))
-        return DatasetInfo(store.index.shape, _condition_kind(config, store), has_validation)
+        stores = _open(config, "train")
+        parts = [_held_out(config, store) for store in stores]
+        has_validation = bool(config.validation_path) or any(bool(part.any()) for part in parts)
+        for store in stores:
+            _check_first("path", store)
+        for store in _open(config, "validation") if config.validation_path else []:
+            _check_first("validation_path", store)
+        shapes = tuple(store.index.shape for store in stores)
+        kind = _condition_kind(config, stores[0])
+        return DatasetInfo(_largest(stores).index.shape, kind, has_validation, shapes if len(shapes) > 1 else ())
 
     def __init__(self, config: LatentsConfig, split: Split) -> None:
-        self._store = _open(config, split)
-        index = self._store.index
+        self._stores = _open(config, split)
+        index = self._stores[0].index
         self._sample = index.posterior if config.sample_posterior is None else config.sample_posterior
         self._mirror = index.mirrored if config.mirror is None else config.mirror
         if config.validation_path:
-            self._numbers = np.arange(len(self._store))
+            numbers = [np.arange(len(store)) for store in self._stores]
         else:
-            held_out = spread_evenly(len(self._store), config.validation_fraction)
-            self._numbers = np.flatnonzero(held_out if split == "validation" else ~held_out)
+            parts = [_held_out(config, store) for store in self._stores]
+            numbers = [np.flatnonzero(part if split == "validation" else ~part) for part in parts]
+        self._numbers = np.concatenate(numbers)  # in its store, of each image
         if len(self._numbers) == 0:
             raise DatasetError(f"data.validation_fraction: {config.validation_fraction} leaves no image for {split}")
-        self._captioned = _is_captioned(config, self._store)
+        counts = np.array([len(part) for part in numbers])
+        self._firsts = np.cumsum(counts) - counts  # of each store
+        self.buckets = self._of_each_bucket(config, counts)
+        self._captioned = _is_captioned(config, self._stores[0])
         # Held-out images are seen through the same map as those that are trained on.
-        normalization = _open(config, "train").index.normalization
+        normalization = _open(config, "train")[0].index.normalization
         self._shift = torch.tensor(normalization.shift)[:, None, None]  # [C, 1, 1]
         self._scale = torch.tensor(normalization.scale)[:, None, None]
 
     @staticmethod
     def store(config: LatentsConfig) -> LatentStore:
-        """Store for training. Raises DatasetError."""
-        return _open(config, "train")
+        """Store for training; of images in buckets that with most pixels. Raises DatasetError."""
+        return _largest(_open(config, "train"))
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def fetch(self, indices: np.ndarray) -> Batch:
-        numbers = self._numbers[indices]
-        return self._read(numbers, None, Draws(VALIDATION_SEED, torch.from_numpy(numbers)))
+        return self._read(indices, None, Draws(VALIDATION_SEED, torch.from_numpy(self._numbers[indices])))
 
     def fetch_drawn(self, indices: np.ndarray, draws: Draws) -> Batch:
         views = (draws.uniform("horizontal_flip") < 0.5).to(torch.int64).numpy() if self._mirror else None
-        return self._read(self._numbers[indices], views, draws)
+        return self._read(indices, views, draws)
 
-    def _read(self, numbers: np.ndarray, views: np.ndarray | None, draws: Draws) -> Batch:
+    def _of_each_bucket(self, config: LatentsConfig, counts: np.ndarray) -> np.ndarray | None:
+        """Number of images of each shape of the training store, of which a held-out one may lack some."""
+        shapes = [store.index.shape for store in _open(config, "train")]
+        if len(shapes) == 1:
+            return None
+        found = {store.index.shape: int(count) for store, count in zip(self._stores, counts, strict=True)}
+        return np.array([found.get(shape, 0) for shape in shapes])
+
+    def _store_of(self, indices: np.ndarray) -> LatentStore:
+        """Store of images of one bucket."""
+        return self._stores[int(np.searchsorted(self._firsts, indices[0], side="right")) - 1]
+
+    def _read(self, indices: np.ndarray, views: np.ndarray | None, draws: Draws) -> Batch:
+        store, numbers = self._store_of(indices), self._numbers[indices]
         try:
-            values, labels = self._store.read(numbers, views)  # [B, P, C, h, w]
+            values, labels = store.read(numbers, views)  # [B, P, C, h, w]
         except LatentStoreError as error:
             raise DatasetError(str(error)) from error
         latents = values[:, 0]
@@ -110,50 +130,61 @@ class Latents(Dataset):
             at_a_time = max(1, NUMBERS_AT_A_TIME // latents[0].numel())
             for first in range(0, len(latents), at_a_time):
                 slots = slice(first, first + at_a_time)
-                noise = draws[slots].normal("posterior", self._store.index.shape)
+                noise = draws[slots].normal("posterior", store.index.shape)
                 latents[slots].addcmul_(values[slots, 1], noise)
         batch = {"images": (latents - self._shift) * self._scale}
         if self._captioned:
-            return batch | self._read_captions(numbers)
-        return batch | {"class": labels} if self._store.index.num_classes else batch
-
-    def _read_captions(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        store = self._store
-        assert store.captions is not None  # or they would not be asked for
-        try:
-            return store.captions.read(store.caption_numbers(numbers))
-        except LatentStoreError as error:
-            raise DatasetError(str(error)) from error
+            return batch | _read_captions(store, numbers)
+        return batch | {"class": labels} if store.index.num_classes else batch
 
     def captions(self, indices: np.ndarray) -> list[str]:
-        if self._store.captions is None:
+        store = self._store_of(indices)
+        if store.captions is None:
             return super().captions(indices)
         try:
-            numbers = self._store.caption_numbers(self._numbers[indices]).tolist()
-            return [self._store.captions.text(number) for number in numbers]
+            numbers = store.caption_numbers(self._numbers[indices]).tolist()
+            return [store.captions.text(number) for number in numbers]
         except LatentStoreError as error:
             raise DatasetError(str(error)) from error
 
 
-def _open(config: LatentsConfig, split: Split) -> LatentStore:
-    """Open the store that holds a split. Raises DatasetError."""
-    from torchtitan.latents.store import LatentStore  # which no other dataset's configuration needs
+def _read_captions(store: LatentStore, numbers: np.ndarray) -> dict[str, torch.Tensor]:
+    assert store.captions is not None  # or they would not be asked for
+    try:
+        return store.captions.read(store.caption_numbers(numbers))
+    except LatentStoreError as error:
+        raise DatasetError(str(error)) from error
+
+
+def _open(config: LatentsConfig, split: Split) -> list[LatentStore]:
+    """Open the store that holds a split, one for each shape of its images. Raises DatasetError."""
+    from torchtitan.latents.bucketed import open_stores  # which no other dataset's configuration needs
 
     key = "validation_path" if split == "validation" and config.validation_path else "path"
     path = getattr(config, key)
     if not path:
         raise DatasetError(f"data.{key}: not given; latents needs a latent store (scripts/latents.py makes them)")
     try:
-        store = LatentStore(path, watched=True)
+        stores = open_stores(path, watched=True)
     except LatentStoreError as error:
         raise DatasetError(f"data.{key}: {error}") from error
-    if config.sample_posterior and not store.index.posterior:
+    if config.sample_posterior and not stores[0].index.posterior:
         raise DatasetError(f"data.sample_posterior: {path} keeps no standard deviations; leave the key out")
     if key == "validation_path":
-        _check_alike(config, store, _open(config, "train"))
-    elif config.mirror and not store.index.mirrored:
+        _check_alike(config, stores, _open(config, "train"))
+    elif config.mirror and not stores[0].index.mirrored:
         raise DatasetError(f"data.mirror: {path} keeps no mirror images; leave the key out")
-    return store
+    return stores
+
+
+def _held_out(config: LatentsConfig, store: LatentStore) -> np.ndarray:
+    """Which images of a training store are held out, bool [N]."""
+    return spread_evenly(len(store), config.validation_fraction)
+
+
+def _largest(stores: list[LatentStore]) -> LatentStore:
+    """Store of the largest images, the first of equals."""
+    return max(stores, key=lambda store: store.index.shape[1] * store.index.shape[2])
 
 
 def _is_captioned(config: LatentsConfig, store: LatentStore) -> bool:
@@ -189,7 +220,16 @@ def _check_first(key: str, store: LatentStore) -> None:
         raise DatasetError(f"data.{key}: {error}") from error
 
 
-def _check_alike(config: LatentsConfig, store: LatentStore, trained: LatentStore) -> None:
+def _check_alike(config: LatentsConfig, stores: list[LatentStore], trained_stores: list[LatentStore]) -> None:
+    """Check that held-out images are as those of training; of images in buckets, each of a shape that is there too."""
+    by_shape = {trained.index.shape: trained for trained in trained_stores}
+    order = [shape for shape in by_shape if shape in {store.index.shape for store in stores}]
+    stores.sort(key=lambda store: order.index(store.index.shape) if store.index.shape in order else len(order))
+    for store in stores:
+        _check_alike_one(config, store, by_shape.get(store.index.shape, trained_stores[0]))
+
+
+def _check_alike_one(config: LatentsConfig, store: LatentStore, trained: LatentStore) -> None:
     for name in ("shape", "posterior", "num_classes", "class_names", "autoencoder"):
         held_out, wanted = getattr(store.index, name), getattr(trained.index, name)
         if held_out != wanted:

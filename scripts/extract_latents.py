@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from data.base import DataConfig, DatasetError
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
 from torchtitan.config.job import ConfigError, load_data_section, split_data_words
-from torchtitan.distributed.collectives import group_for_work, of_all_ranks, on_all_ranks
+from torchtitan.distributed.collectives import from_first_rank, group_for_work, of_all_ranks, on_all_ranks
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.mesh import compute_device, init_process_group
@@ -42,13 +43,14 @@ from torchtitan.extraction.caption_encoding import Captions, collect_captions, p
 from torchtitan.extraction.describe import describe_store
 from torchtitan.extraction.extraction import begin_store, check_alike, extract, extract_captions, finish_store
 from torchtitan.extraction.extraction_plan import ExtractionOptions, estimated_size, plan_extraction
-from torchtitan.extraction.image_source import ImageSource
+from torchtitan.extraction.image_source import ImageSource, open_sources
 from torchtitan.extraction.stage_times import describe_times
 from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.regular import read_toml, user_path
+from torchtitan.latents.bucketed import begin_buckets, bucket_folder, finish_buckets
 from torchtitan.latents.captions import CAPTION_DTYPES
-from torchtitan.latents.index import CaptionDtype, CaptionPlan
+from torchtitan.latents.index import CaptionDtype, CaptionPlan, StoreIndex, StorePlan
 from torchtitan.processes.command_line import FirstRankParser, exit_code, readable_size
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
 from torchtitan.processes.launch import launch_number
@@ -60,8 +62,24 @@ TEXT_LENGTH = 256
 INTERRUPTED = 130
 MOST_WORKERS = 8
 BATCH_SIZES = {"cuda": 16, "cpu": 4}
+
 # Keys of [data] that only training reads, and what does the like here.
 OF_TRAINING = {"num_workers": "--num-workers", "prefetch_factor": "--num-workers", "horizontal_flip": "--mirror"}
+
+
+@dataclass
+class PlannedStore:
+    """Store of a source of images: all of a dataset, or one bucket of them.
+
+    Attributes:
+        pending: numbers of the shards that are not written yet.
+    """
+
+    folder: Path
+    source: ImageSource
+    captions: Captions | None
+    plan: StorePlan
+    pending: list[int] = field(default_factory=list)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -83,39 +101,77 @@ def run(arguments: argparse.Namespace, data_words: list[str]) -> int:
         init_process_group(CommConfig())
         group = group_for_work()
         options = options_of(arguments, config)
-        source = on_all_ranks(lambda: ImageSource(config, info, arguments.split), UNUSABLE, group)
+        sources = on_all_ranks(lambda: open_sources(config, info, arguments.split), UNUSABLE, group)
         autoencoder = on_all_ranks(lambda: open_autoencoder(arguments), UNUSABLE, group)
-        captions, encoders, planned = on_all_ranks(lambda: open_captions(arguments, source), UNUSABLE, group)
-        plan = on_all_ranks(lambda: plan_extraction(source, autoencoder, options, planned), UNUSABLE, group)
-        check_alike(of_all_ranks(plan, group))
-        pending = begin_store(arguments.output, plan, group)
+        encoders = on_all_ranks(lambda: open_text_encoders(arguments), UNUSABLE, group)
+        stores = on_all_ranks(lambda: plan_stores(arguments, sources, autoencoder, encoders, options), UNUSABLE, group)
+        for store in stores:
+            check_alike(of_all_ranks(store.plan, group))
+        if info.bucket_shapes:
+            from_first_rank(lambda: begin_buckets(arguments.output, [store.folder for store in stores]), group=group)
+        for store in stores:
+            store.pending = begin_store(store.folder, store.plan, group)
     except ConfigError as error:
         return refuse(*error.problems)
     except UNUSABLE as error:
         return refuse(one_line(error))
     except (RuntimeError, MemoryError) as error:
         return fail(error)
-    if is_first() and pending:
+    for store in stores:
+        if (code := write_store(arguments, store, autoencoder, encoders, options, group)) != 0:
+            return code
+    if info.bucket_shapes:
+        try:
+            from_first_rank(lambda: finish_buckets(arguments.output, [store.folder for store in stores]), group=group)
+        except UNUSABLE as error:
+            return refuse(one_line(error), code=FAILED)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def plan_stores(
+    arguments: argparse.Namespace, sources: list[ImageSource], autoencoder: Autoencoder, encoders: TextEncoders | None,
+    options: ExtractionOptions,
+) -> list[PlannedStore]:  # fmt: skip
+    """Plan the store of each source. Raises DatasetError: --report, which is of one store."""
+    if arguments.report and sources[0].bucket is not None:
+        raise DatasetError("--report: has the times of one store, and images in buckets make several (leave it out)")
+    stores = []
+    for source in sources:
+        captions, planned = plan_texts(arguments, source, encoders)
+        plan = plan_extraction(source, autoencoder, options, planned)
+        shape = source.info.image_shape
+        folder = arguments.output if source.bucket is None else bucket_folder(arguments.output, shape)
+        stores.append(PlannedStore(folder, source, captions, plan))
+    return stores
+
+
+def write_store(
+    arguments: argparse.Namespace, store: PlannedStore, autoencoder: Autoencoder, encoders: TextEncoders | None,
+    options: ExtractionOptions, group: dist.ProcessGroup | None,
+) -> int:  # fmt: skip
+    """Write what is missing of a store; return the exit code."""
+    plan, captions = store.plan, store.captions
+    if is_first() and store.pending:
         size = readable_size(estimated_size(plan))
-        print(f"{arguments.output}: {len(source):,} images in {plan.num_shards} files, about {size} in all", flush=True)
+        print(f"{store.folder}: {len(store.source):,} images in {plan.num_shards} files, about {size} in all", flush=True)
     try:
-        cut = extract_captions(arguments.output, plan, captions, encoders, group) if captions and encoders else 0
+        cut = extract_captions(store.folder, plan, captions, encoders, group) if captions and encoders else 0
         if cut and is_first():
             text = f"{cut:,} captions are longer than {arguments.text_length or TEXT_LENGTH} tokens (--text-length), and are cut"
-            print(f"{arguments.output}: {text}", file=sys.stderr)
-        summary = (
-            extract(arguments.output, pending, source, autoencoder, plan, options, captions, group) if pending else None
-        )
+            print(f"{store.folder}: {text}", file=sys.stderr)
+        summary = None
+        if store.pending:
+            summary = extract(store.folder, store.pending, store.source, autoencoder, plan, options, captions, group)
     except (*UNUSABLE, RuntimeError, MemoryError) as error:
         return fail(error)
     try:
-        index = finish_store(arguments.output, plan, options.max_skipped_share, group)
+        index = finish_store(store.folder, plan, options.max_skipped_share, group)
         if is_first():
-            report(arguments, index, summary)
+            report(arguments.report, store.folder, index, summary)
     except UNUSABLE as error:
         return refuse(one_line(error), code=FAILED)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return 0
 
 
@@ -214,27 +270,33 @@ def open_autoencoder(arguments: argparse.Namespace) -> Autoencoder:
     ).autoencoder  # fmt: skip
 
 
-def open_captions(
-    arguments: argparse.Namespace, source: ImageSource
-) -> tuple[Captions | None, TextEncoders | None, CaptionPlan | None]:
-    """Collect the captions, and open the encoders; None each if no encoders are asked for."""
+def open_text_encoders(arguments: argparse.Namespace) -> TextEncoders | None:
+    """Open the text encoders; None if none are asked for."""
     if not arguments.text_encoder:
-        return None, None, None
-    template = arguments.class_captions
-    captions = collect_captions(source, template, arguments.null_caption or "", arguments.prompts or [])
+        return None
     dtype = DTYPES[arguments.text_dtype or "bfloat16"]
     length = arguments.text_length or TEXT_LENGTH
-    encoders = open_encoders(arguments.text_encoder, arguments.pooled_encoder, length, dtype, compute_device())
+    return open_encoders(arguments.text_encoder, arguments.pooled_encoder, length, dtype, compute_device())
+
+
+def plan_texts(
+    arguments: argparse.Namespace, source: ImageSource, encoders: TextEncoders | None
+) -> tuple[Captions | None, CaptionPlan | None]:
+    """Collect and plan the captions of a source; None each without encoders."""
+    if encoders is None:
+        return None, None
+    template = arguments.class_captions
+    captions = collect_captions(source, template, arguments.null_caption or "", arguments.prompts or [])
     store_dtype: CaptionDtype = arguments.text_store_dtype or "bfloat16"
     planned = plan_captions(captions, encoders, store_dtype, arguments.images_per_shard, template is not None)
-    return captions, encoders, planned
+    return captions, planned
 
 
-def report(arguments: argparse.Namespace, index: Any, summary: dict[str, Any] | None) -> None:
+def report(file: Path | None, folder: Path, index: StoreIndex, summary: dict[str, Any] | None) -> None:
     lines = describe_times(summary) if summary else ["nothing was missing"]
-    print("\n".join(describe_store(arguments.output, index) + lines))
-    if arguments.report and summary:
-        replace_file(arguments.report, json.dumps(summary, indent=1) + "\n")
+    print("\n".join(describe_store(folder, index) + lines))
+    if file and summary:
+        replace_file(file, json.dumps(summary, indent=1) + "\n")
 
 
 def refuse(*lines: str, code: int = REFUSED) -> int:

@@ -4,6 +4,7 @@ Exit codes: 0; 1: verify found damage; 2: refused, nothing lost: the same comman
 """
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torchtitan.extraction.convert import convert, measure, plan_conversion
 from torchtitan.extraction.describe import describe_store
 from torchtitan.extraction.sources import open_source
 from torchtitan.files.regular import read_regular
+from torchtitan.latents.bucketed import BUCKETS_FILE, open_stores
 from torchtitan.latents.index import INDEX_FILE, Normalization, first_problem, read_index, write_sealed
 from torchtitan.latents.store import LatentStore, verify_shards
 from torchtitan.processes.command_line import OneLineParser, run_program
@@ -90,8 +92,8 @@ def convert_source(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    store = LatentStore(arguments.store)
-    print("\n".join(describe_store(store.folder, store.index)))
+    for store in open_stores(arguments.store):
+        print("\n".join(describe_store(store.folder, store.index)))
     return 0
 
 
@@ -101,8 +103,11 @@ def verify(arguments: argparse.Namespace) -> int:
         if not folder.is_dir():
             raise LatentStoreError(f"{folder}: no such folder")
         try:
-            index = read_index(folder)
-            problems = list(filter(None, tqdm(verify_shards(folder, index), total=len(index.files()), unit="shard")))
+            stores = open_stores(folder) if (folder / BUCKETS_FILE).is_file() else []
+            indexes = {store.folder: store.index for store in stores} or {folder: read_index(folder)}
+            found = itertools.chain(*(verify_shards(part, index) for part, index in indexes.items()))
+            count = sum(len(index.files()) for index in indexes.values())
+            problems = list(filter(None, tqdm(found, total=count, unit="shard")))
         except LatentStoreError as error:
             problems = [str(error)]
         damaged |= bool(problems)
@@ -111,6 +116,10 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def measure_store(arguments: argparse.Namespace) -> int:
+    if (arguments.store / BUCKETS_FILE).is_file():
+        raise LatentStoreError(f"{arguments.store}: has images of several shapes (measure a folder of it, as 512x768)")
+    if arguments.update and (arguments.store.absolute().parent / BUCKETS_FILE).is_file():
+        raise LatentStoreError(f"{arguments.store}: is of images of several shapes, with one normalization (leave --update out)")
     store = LatentStore(arguments.store)
     moments, before = measure(store), store.index.normalization
     print("channel        mean         std  normalised to mean, std")

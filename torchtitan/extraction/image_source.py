@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import os
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,15 +24,24 @@ SAMPLED_IMAGES = 16
 
 
 class ImageSource:
-    """Images of a dataset by number; survives pickling, as the dataset does.
+    """Images of a dataset, or of one of its buckets, by number; survives pickling, as the dataset does.
 
     Attributes:
-        info: of the dataset.
+        info: of the dataset, with the shape of the bucket.
         split: "all" is the training images and then those held out.
     """
 
-    def __init__(self, config: DataConfig, info: DatasetInfo, split: SourceSplit) -> None:
-        """Raises DatasetError: the dataset has no pixels to encode, or no image in that split."""
+    def __init__(self, config: DataConfig, info: DatasetInfo, split: SourceSplit, bucket: int | None = None) -> None:
+        """
+        Args:
+            config: of the dataset.
+            info: of the dataset.
+            split: to be read.
+            bucket: of a dataset with buckets, the number of one of them.
+
+        Raises:
+            DatasetError: the dataset has no pixels to encode, no image in that split, or buckets, and none is given.
+        """
         if config.name == "latents":
             raise DatasetError("data.name: latents are encoded already; name a dataset of images")
         if info.image_shape[0] != 3:
@@ -45,15 +55,20 @@ class ImageSource:
             )
         if split == "validation" and not info.has_validation:
             raise DatasetError(f"--split validation: {config.name} holds out no images here")
-        self.info = info
+        self.info = info if bucket is None else replace(info, image_shape=info.bucket_shapes[bucket], bucket_shapes=())
         self.split = split
+        self.bucket = bucket
+        self._whole_info = info
         self._config = config
         splits: list[Split] = ["train", "validation"] if split == "all" else [split]
         self._parts: list[Dataset] = [
             DATASETS[config.name](config, part) for part in splits if part == "train" or info.has_validation
         ]
-        require_one_shape(self._parts[0], "a latent store")
-        self._starts = np.cumsum([0, *map(len, self._parts)])
+        if bucket is None:
+            require_one_shape(self._parts[0], "a latent store")
+        ranges = [_range_of(part, bucket) for part in self._parts]
+        self._firsts = [numbers.start for numbers in ranges]
+        self._starts = np.cumsum([0, *map(len, ranges)])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -65,7 +80,10 @@ class ImageSource:
 
     def captions(self) -> list[str]:
         """Captions of all images. Raises DatasetError: they have none, or one cannot be read."""
-        return list(itertools.chain(*(part.captions(np.arange(len(part))) for part in self._parts)))
+        found: list[str] = []
+        for part, first, count in zip(self._parts, self._firsts, np.diff(self._starts).tolist(), strict=True):
+            found += part.captions(np.arange(first, first + count)) if count else []
+        return found
 
     @property
     def dataset(self) -> Dataset:
@@ -85,30 +103,31 @@ class ImageSource:
             DatasetError: any other failure than an image that cannot be decoded.
         """
         pieces = []
-        for part, start, end in zip(self._parts, self._starts, self._starts[1:], strict=False):
+        for part, first, start, end in zip(self._parts, self._firsts, self._starts, self._starts[1:], strict=False):
             inside = np.arange(max(numbers.start, start), min(numbers.stop, end))
             if len(inside):
-                pieces.append(self._read_part(part, int(start), inside - start))
+                pieces.append(self._read_part(part, int(start) - first, inside - start + first))
         images, labels, skipped = zip(*pieces, strict=True)
         return torch.cat(images), torch.cat(labels), list(itertools.chain(*skipped))
 
-    def _read_part(self, part: Dataset, start: int, indices: np.ndarray) -> tuple[Tensor, Tensor, list[SkippedImage]]:
+    def _read_part(self, part: Dataset, shift: int, indices: np.ndarray) -> tuple[Tensor, Tensor, list[SkippedImage]]:
+        """Read images of a part, whose number here is their index there + shift."""
         try:
-            return *self._images_and_labels(read_checked(part, self.info, indices)), []
+            return *self._images_and_labels(read_checked(part, self._whole_info, indices)), []
         except UnreadableImage:
             pass  # find out which, one by one
         images, labels = [torch.empty(0, *self.info.image_shape)], [torch.empty(0, dtype=torch.int64)]
         skipped = []
         for index in indices.tolist():
             try:
-                image, label = self._images_and_labels(read_checked(part, self.info, np.array([index])))
+                image, label = self._images_and_labels(read_checked(part, self._whole_info, np.array([index])))
                 images.append(image)
                 labels.append(label)
             except UnreadableImage as error:
                 if not error.damaged:  # left out, it would be for good
                     raise DatasetError(f"{error} (no damaged image; mend that)") from error
                 path = self._without_place(error.path)
-                skipped.append(SkippedImage(image=start + index, path=path, reason=error.reason))
+                skipped.append(SkippedImage(image=shift + index, path=path, reason=error.reason))
         return torch.cat(images), torch.cat(labels), skipped
 
     def _images_and_labels(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -126,7 +145,8 @@ class ImageSource:
             and name != "horizontal_flip"  # of training
             and not (name == "labels" and value)
         }
-        return {
+        buckets = {} if self.bucket is None else {"bucket": list(self.info.image_shape[1:])}
+        return buckets | {
             "data": keys, "split": self.split, "num_images": len(self), "listing": self._listing_digest(),
             "sample": self._sample_digest(),
         }  # fmt: skip
@@ -152,3 +172,23 @@ class ImageSource:
                 if path.startswith(f"{folder}/"):
                     return path[len(str(folder)) + 1 :]
         return path
+
+
+def open_sources(config: DataConfig, info: DatasetInfo, split: SourceSplit) -> list[ImageSource]:
+    """Open the images of a dataset: one source, or of images in buckets one for each bucket with images.
+
+    Raises:
+        DatasetError: the dataset has no pixels to encode, or no image in that split.
+    """
+    if not info.bucket_shapes:
+        return [ImageSource(config, info, split)]
+    sources = [ImageSource(config, info, split, bucket) for bucket in range(len(info.bucket_shapes))]
+    return [source for source in sources if len(source)]
+
+
+def _range_of(part: Dataset, bucket: int | None) -> range:
+    """Indices of a bucket's images, or all."""
+    if part.buckets is None or bucket is None:
+        return range(len(part))
+    end = int(part.buckets[: bucket + 1].sum())
+    return range(end - int(part.buckets[bucket]), end)

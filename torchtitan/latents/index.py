@@ -55,11 +55,13 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _OF_CAPTIONS = ("captions", "caption_shards")
 
 
-class _Record(BaseModel):
+class StoreRecord(BaseModel):
+    """Part of a store's index: no other keys, no other types."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Normalization(_Record):
+class Normalization(StoreRecord):
     """Normalisation per channel: normalised = (raw - shift) * scale.
 
     Attributes:
@@ -72,7 +74,7 @@ class Normalization(_Record):
     source: Literal["measured", "autoencoder", "given"]
 
 
-class FileRecord(_Record):
+class FileRecord(StoreRecord):
     """File of the store: bytes, and SHA-256."""
 
     size: Count
@@ -85,7 +87,7 @@ class ShardRecord(FileRecord):
     num_images: CountOrNone
 
 
-class CaptionPlan(_Record):
+class CaptionPlan(StoreRecord):
     """Plan of a store's captions: texts by number, each with its embeddings, and of each image the number of its text.
 
     Text 0 is the null caption, which stands for no condition.
@@ -134,7 +136,7 @@ class CaptionPlan(_Record):
         return self
 
 
-class SkippedImage(_Record):
+class SkippedImage(StoreRecord):
     """Image that could not be decoded, and is not in the store.
 
     Attributes:
@@ -148,7 +150,7 @@ class SkippedImage(_Record):
     reason: str
 
 
-class StorePlan(_Record):
+class StorePlan(StoreRecord):
     """Plan of a store: fixed before the first image is written, and equal for every writer.
 
     Attributes:
@@ -306,7 +308,7 @@ def read_index(folder: Path) -> StoreIndex:
     return parse_record(StoreIndex, read_sealed(folder / INDEX_FILE), folder / INDEX_FILE)
 
 
-def parse_record(kind: type[_Record], content: dict, path: Path) -> Any:
+def parse_record(kind: type[StoreRecord], content: dict, path: Path) -> Any:
     """Read a record from JSON's dicts and lists. Raises LatentStoreError."""
     try:
         return kind.model_validate_json(json.dumps(content))
