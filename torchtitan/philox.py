@@ -42,6 +42,7 @@ _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
+_WORDS_IN_CACHE = 2**15
 # Operands as tensors, which are not made anew for every operation as Python's numbers are; usable on every device.
 _MASK_OPERAND, _HALF_OPERAND = torch.tensor(_MASK, device="cpu"), torch.tensor(32, device="cpu")
 
@@ -69,7 +70,7 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, 
     return multiplied[0], mixed_in[0], multiplied[1], mixed_in[1]
 
 
-def random_words(seed: int, purpose: str, indices: Tensor, count: int, attempt: int = 0) -> Tensor:
+def random_words(seed: int, purpose: str, indices: Tensor, count: int, attempt: int = 0, first: int = 0) -> Tensor:
     """Draw `count` random 32-bit words for each index.
 
     Args:
@@ -78,11 +79,12 @@ def random_words(seed: int, purpose: str, indices: Tensor, count: int, attempt: 
         indices: sample numbers [B], int64, non-negative.
         count: words per index, 1 or more.
         attempt: changes after a rollback, so that a repeated step sees other draws, 0 <= attempt < 2^24.
+        first: words of each index that precede these, a multiple of 4.
 
     Returns:
         int64 [B, count], values in [0, 2^32), on the device of `indices`.
     """
-    blocks = torch.arange(-(-count // 4), device=indices.device)  # [N]
+    blocks = torch.arange(first // 4, -(-(first + count) // 4), device=indices.device)  # [N]
     low, high = (words[:, None] for words in _halves(indices))  # [B, 1]
     stream = torch.full_like(low, _stream(purpose, attempt))
     words = philox_4x32((blocks, low, high, stream), _halves(seed))
@@ -121,11 +123,30 @@ def middles(bits: Tensor) -> Tensor:
 def normal(seed: int, purpose: str, indices: Tensor, shape: tuple[int, ...], attempt: int = 0) -> Tensor:
     """Standard normal draws, float32 [B, *shape], by the Box-Muller transform."""
     count = math.prod(shape)
-    words = random_words(seed, purpose, indices, count + count % 2, attempt).to(torch.float32)
+    words = _float_words(seed, purpose, indices, count + count % 2, attempt)
     radius = torch.sqrt(-2.0 * torch.log((words[:, 0::2] + 1.0) * 2.0**-32))
     angle = words[:, 1::2] * (2.0 * math.pi * 2.0**-32)
     pairs = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1)  # [B, N/2, 2]
     return pairs.flatten(1)[:, :count].reshape(len(indices), *shape)
+
+
+def _float_words(seed: int, purpose: str, indices: Tensor, count: int, attempt: int) -> Tensor:
+    """Random words rounded to float32 [B, count]."""
+    # On a CPU in pieces, whose 64-bit words stay in the cache and are too few for torch to divide among busy cores.
+    piece = _WORDS_IN_CACHE if indices.device.type == "cpu" else max(count * len(indices), 4)
+    drawn = [
+        _joined([
+            random_words(seed, purpose, part, min(piece, count - first), attempt, first).to(torch.float32)
+            for first in range(0, count, piece)
+        ], dim=1)
+        for part in indices.split(max(1, piece // count))
+    ]  # fmt: skip
+    return _joined(drawn, dim=0)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """Join tensors; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _stream(purpose: str, attempt: int) -> int:

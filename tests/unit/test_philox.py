@@ -75,6 +75,23 @@ def test_draws_of_several_purposes_in_one_pass_are_those_of_each_alone():
     assert philox.uniform(seed, "timestep", many[:0]).shape == (0,)
 
 
+@pytest.mark.parametrize("shape", [(16, 64, 65), (3, 7, 5), (1,), (3, 32, 32)])
+def test_normal_draws_in_pieces_are_those_of_all_words_at_once(shape):
+    """Bit for bit, by images of more words than a piece and by pieces of many images."""
+    indices, count = torch.arange(25) + 2**40, math.prod(shape)
+    words = philox.random_words(3, "sampling", indices, count + count % 2, attempt=2).to(torch.float32)
+    radius = torch.sqrt(-2.0 * torch.log((words[:, 0::2] + 1.0) * 2.0**-32))
+    angle = words[:, 1::2] * (2.0 * math.pi * 2.0**-32)
+    pairs = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1).flatten(1)[:, :count]
+    assert torch.equal(philox.normal(3, "sampling", indices, shape, attempt=2), pairs.reshape(-1, *shape))
+
+
+def test_words_from_a_later_one_on_are_those_of_the_whole():
+    indices = torch.tensor([0, 7, 2**40])
+    whole = philox.random_words(5, "noise", indices, 30)
+    assert torch.equal(philox.random_words(5, "noise", indices, 22, first=8), whole[:, 8:])
+
+
 def test_purposes_are_numbered_apart_and_fit_their_bits():
     numbers = list(philox.PURPOSES.values())
     assert len(set(numbers)) == len(numbers) and max(numbers) < 256
