@@ -22,6 +22,7 @@ from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, SolverConfig
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
 from torchtitan.evaluation.sampling import ImageSampler
+from torchtitan.models.flux.config import FLAVORS
 from torchtitan.runs.sampling_options import method_keys, sampling_method
 from torchtitan.settings import setting
 from torchtitan.settings.record import dump_config
@@ -233,6 +234,8 @@ def method_of(script, monkeypatch, arguments: list[str], path_name: str = "recti
     monkeypatch.setattr("sys.argv", ["sample.py", *arguments])
     config = JobConfig()
     config.objective.path = path_name
+    if arguments[0] == "outputs/flux":
+        config.model = FLAVORS["dev"]
     return sampling_method(script.parse_arguments(), SimpleNamespace(config=config))
 
 
@@ -241,11 +244,12 @@ def test_commands_of_the_documentation_are_ways_to_sample(script, monkeypatch):
     commands = [shlex.split(line) for line in re.findall(r"^    python scripts/sample.py (.*)$", text, re.MULTILINE)]
     methods = [method_of(script, monkeypatch, command) for command in commands]
     assert [method.solver.name for method in methods] == [
-        "heun", "euler_maruyama", "edm_heun", "euler", *["edm_heun"] * 2, *["euler"] * 5
+        "heun", "euler_maruyama", "edm_heun", "euler", *["edm_heun"] * 2, *["euler"] * 8
     ]  # fmt: skip
     assert methods[2].solver.churn == 40 and methods[2].schedule.name == "edm"
     assert (methods[3].guidance_scale, methods[3].guidance_interval) == (3.0, [0.2, 0.8])
     assert (methods[5].state_dtype, methods[5].clip_x0, methods[5].solver.churn_noise) == ("float64", True, 1.007)
+    assert (methods[-4].embedded_guidance, methods[-4].num_steps) == (2.5, 28)
     assert methods[-1].guidance.interval == pytest.approx((0.3 / 1.3, 0.75))
     for section, key in re.findall(r"`(sampling)\.([a-z_]+)", text):
         assert hasattr(SamplingConfig(), key), f"{section}.{key}"
