@@ -124,8 +124,6 @@ def check(arguments: argparse.Namespace, drawing: Drawing) -> None:
         refuse_earlier_pictures(arguments.output, arguments)
     if arguments.judge and not judge_type(config.data):
         raise WeightsError(f"--judge: {data_text(config.data)} has no judge (leave it out)")
-    if arguments.judge and arguments.size is not None:
-        raise WeightsError("--judge: compares images of the data's own size (leave --size out)")
 
 
 def plan_set(arguments: argparse.Namespace, drawing: Drawing) -> SampleSet:
