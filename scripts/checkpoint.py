@@ -6,13 +6,13 @@ Exit codes: 0; 1: verify found damage, or diff a difference; 2: refused, nothing
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from data import dataset_info
@@ -24,7 +24,9 @@ from torchtitan.checkpoint.manifest import MANIFEST
 from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath, RemotePath
+from torchtitan.files.shard_files import write_tensors
 from torchtitan.files.weight_files import (
+    INDEX_SUFFIX,
     NotTensors,
     WeightsError,
     named_weights,
@@ -35,7 +37,7 @@ from torchtitan.files.weight_files import (
 )
 from torchtitan.models import MODELS, build_model
 from torchtitan.models.base import DiffusionModel
-from torchtitan.models.published_layouts import ConversionError, PublishedLayout
+from torchtitan.models.published_layouts import ComputedTensors, ConversionError, PublishedLayout
 from torchtitan.processes.command_line import OneLineParser, readable_size, run_program
 from torchtitan.runs.check import Finding, check_run
 from torchtitan.runs.trained_model import load_run, read_config
@@ -207,21 +209,21 @@ def export(arguments: argparse.Namespace) -> int:
     for warning in trained.warnings:
         print(warning, file=sys.stderr)
     model, config = trained.model, trained.config
-    weights, layout, unrounded = named_weights(model), None, frozenset(saved_buffers(model))
+    own = named_weights(model)
+    weights: Mapping[str, Tensor] = own
+    layout, unrounded = None, frozenset(saved_buffers(model))
     if arguments.format != OWN:
         layout = layout_of(arguments.format, config)
         if not arguments.approximate and (problem := layout.approximation(model)):
             raise WeightsError(f"{arguments.run}: {problem}")
         try:
-            weights, notes = layout.export_weights(weights, model)
+            weights, notes = layout.export_weights(own, model)
         except ConversionError as error:
             raise WeightsError(prefixed(arguments.run, error)) from error
         unrounded = layout.unrounded
         for note in (*notes, f"{trained_for(config)}; {layout.convention}"):
             print(f"note: {note}", file=sys.stderr)
-    weights = converted(weights, arguments.dtype, unrounded)
     metadata = {
-        "format": "pt",  # what loaders of safetensors look for
         "layout": arguments.format,
         "weights": f"{arguments.run.resolve().name}, {trained.label}",
         "model": config.model.flavor,
@@ -233,7 +235,7 @@ def export(arguments: argparse.Namespace) -> int:
             text = json.dumps(layout.folder_config(model), indent=2) + "\n"
             (path / "config.json").write_text(text, encoding="utf-8")
             path /= layout.folder_files[0]
-        save_file(weights, path, metadata)
+        write_converted(path, weights, arguments.dtype, unrounded, metadata)
     print(f"{arguments.output}: {trained.label}, {len(weights)} tensors, {arguments.format} layout")
     return 0
 
@@ -259,8 +261,8 @@ def import_(arguments: argparse.Namespace) -> int:
     for note in (*notes, layout.convention):
         print(f"note: {note}", file=sys.stderr)
     with written_whole(arguments.output, arguments.overwrite) as path:
-        weights = converted(weights, arguments.dtype, frozenset(saved_buffers(model)))
-        save_file(weights, path, {"format": "pt", "layout": OWN, "weights": source.name})
+        metadata = {"layout": OWN, "weights": source.name}
+        write_converted(path, weights, arguments.dtype, frozenset(saved_buffers(model)), metadata)
     print(f"{arguments.output}: {len(weights)} tensors")
     return 0
 
@@ -277,9 +279,11 @@ def published_file(path: Path, model: DiffusionModel, layout: PublishedLayout) -
     """Published file of weights, and the conflicts of a folder's config.json with the model."""
     if not path.is_dir() or not layout.folder_files:
         return path, []
-    source = next((path / name for name in layout.folder_files if (path / name).is_file()), None)
+    whole = layout.folder_files
+    names = [*whole, *(name.replace(".safetensors", INDEX_SUFFIX) for name in whole if name.endswith(".safetensors"))]
+    source = next((path / name for name in names if (path / name).is_file()), None)
     if source is None:
-        return path, [f"holds no {' or '.join(layout.folder_files)}"]
+        return path, [f"holds no {' or '.join(names)}"]
     try:
         document = json.loads(read_regular(path / "config.json"))
         return source, layout.folder_config_problems(document, model)
@@ -294,12 +298,18 @@ def read_published(path: Path, layout: PublishedLayout) -> tuple[dict[str, Tenso
         raise WeightsError(f"{error} ({layout.advice})" if layout.advice else str(error)) from error
 
 
-def converted(weights: dict[str, Tensor], dtype: str, unrounded: frozenset[str]) -> dict[str, Tensor]:
-    """Convert weights to another dtype, all but the `unrounded` tables."""
-    return {
-        name: tensor.contiguous() if name in unrounded else tensor.to(getattr(torch, dtype)).contiguous()
-        for name, tensor in weights.items()
-    }
+def write_converted(
+    path: Path, weights: Mapping[str, Tensor], dtype: str, unrounded: frozenset[str], metadata: dict[str, str]
+) -> None:
+    """Write weights in another dtype, all but the `unrounded` tables, one after the other. Raises OSError."""
+
+    def entry(name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        shape = weights.shapes[name] if isinstance(weights, ComputedTensors) else tuple(weights[name].shape)
+        return shape, weights[name].dtype if name in unrounded else getattr(torch, dtype)
+
+    entries = {name: entry(name) for name in weights}
+    entries = dict(sorted(entries.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
+    write_tensors(path, entries, (weights[name].to(kept) for name, (_, kept) in entries.items()), metadata)
 
 
 def trained_for(config: JobConfig) -> str:

@@ -1,12 +1,15 @@
 """Flux: its formulas, computed plainly in float64; its sizes; its published layouts; what it refuses."""
 
+import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from scripts.checkpoint import main
 from torchtitan.conditions import POOLED, TEXT, Classes, Embeddings
 from torchtitan.models import MODELS
 from torchtitan.models.flops import check_macs
@@ -239,13 +242,74 @@ def test_weights_of_another_model_are_refused_by_name():
         LAYOUTS["bfl"].import_weights(weights, guided)
     with pytest.raises(ConversionError, match="is no Flux"):
         LAYOUTS["bfl"].import_weights({}, guided)
-    cut = dict(of_guided["bfl"])
+    whole = dict(of_guided["bfl"])
+    cut = dict(whole)
     del cut["double_blocks.1.img_mlp.0.bias"]
     with pytest.raises(ConversionError, match=r"1 tensors are missing: double_blocks\.1\.img_mlp\.0\.bias"):
         LAYOUTS["bfl"].import_weights(cut, guided)
-    narrow = of_guided["bfl"] | {"txt_in.weight": torch.zeros(DEBUG.dim, 7)}
+    narrow = whole | {"txt_in.weight": torch.zeros(DEBUG.dim, 7)}
     with pytest.raises(ConversionError, match=r"txt_in.weight is \[64, 7\], this model needs \[64, 32\]"):
         LAYOUTS["bfl"].import_weights(narrow, guided)
+
+
+def test_tensors_are_converted_one_at_a_time():
+    """24 GB of weights pass through a machine that has less."""
+    model, read = build(DEBUG), []
+
+    class Files(dict):
+        def __getitem__(self, name):
+            read.append(name)
+            return super().__getitem__(name)
+
+    published, _ = LAYOUTS["diffusers"].export_weights({name: p.detach() for name, p in model.named_parameters()}, model)
+    weights, _ = LAYOUTS["diffusers"].import_weights(Files(published), model)
+    assert len(read) == len(published)  # their shapes; the tensors of files are mapped
+    assert weights.shapes == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    first, second = weights["output.modulation.weight"], weights["output.modulation.weight"]
+    assert torch.equal(first, second) and first.data_ptr() != second.data_ptr()
+
+
+def write_folder(folder, model, files=3):
+    """The model as diffusers publishes it: several files with an index, and config.json."""
+    published, _ = LAYOUTS["diffusers"].export_weights({name: p.detach() for name, p in model.named_parameters()}, model)
+    folder.mkdir()
+    places = {name: f"part-{number % files}.safetensors" for number, name in enumerate(published)}
+    for file in {*places.values()}:
+        save_file({name: published[name] for name in published if places[name] == file}, folder / file)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(LAYOUTS["diffusers"].folder_config(model)))
+    return folder
+
+
+def test_published_folder_of_several_files_is_imported(tmp_path, capsys):
+    model = build(DEBUG).float()
+    folder = write_folder(tmp_path / "published", model)
+    config = tmp_path / "config.toml"
+    config.write_text(
+        '[model]\nname = "flux"\nflavor = "debug"\n[data]\nname = "synthetic"\nshape = [3, 8, 12]\ntext_length = 5\n'
+        "text_dim = 32\npooled_dim = 24\n"
+    )
+    words = ["import", str(folder), "--format", "diffusers", "--config", str(config), "--output"]
+    assert main([*words, str(tmp_path / "own.safetensors")]) == 0, capsys.readouterr().err
+    found = load_file(tmp_path / "own.safetensors")
+    assert found.keys() == {name for name, _ in model.named_parameters()}
+    assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
+    capsys.readouterr()
+
+    for harm, message in (
+        (lambda: (folder / "part-1.safetensors").unlink(), f"{folder}/part-1.safetensors: missing, though diffusion_py"),
+        (lambda: save_file({"a": torch.zeros(1)}, folder / "part-1.safetensors"), f"{folder}/part-1.safetensors: lacks "),
+        (lambda: (folder / "part-1.safetensors").write_bytes(b"none"), "part-1.safetensors: is not a readable safetensors"),
+        (lambda: (folder / "diffusion_pytorch_model.safetensors.index.json").write_text('{"weight_map": {"a": "../a"}}'),
+         "lists something else than files beside it"),
+        (lambda: (folder / "diffusion_pytorch_model.safetensors.index.json").write_text("[]"), "is no index of safetensors"),
+    ):  # fmt: skip
+        harm()
+        assert main([*words, str(tmp_path / "other.safetensors")]) == 2
+        said = capsys.readouterr().err
+        assert message in said and said.count("\n") == 1
+        assert not (tmp_path / "other.safetensors").exists()
 
 
 @pytest.mark.parametrize("config", [DEBUG, GUIDED], ids=["schnell", "dev"])
@@ -256,7 +320,7 @@ def test_diffusers_computes_the_same(config):
     settings = {key: value for key, value in layout.folder_config(model).items() if key != "_class_name"}
     theirs = diffusers.FluxTransformer2DModel(**settings).eval()
     published, _ = layout.export_weights({name: p.detach() for name, p in model.named_parameters()}, model)
-    assert theirs.load_state_dict(published, strict=True)
+    assert theirs.load_state_dict(dict(published), strict=True)
     x, time, condition = (value for value in inputs(config))
     x, time, condition = x.float(), time.float(), {name: value.float() for name, value in condition.items()}
     rows, columns = IMAGE[1] // 2, IMAGE[2] // 2

@@ -1,6 +1,7 @@
 """Files of weights: read without running code from them, written whole or not at all."""
 
 import argparse
+import json
 import os
 import pickle
 import uuid
@@ -16,9 +17,12 @@ from torch import Tensor, nn
 
 from torchtitan.errors import CheckpointError, first_line
 from torchtitan.files.durable import make_folder, sync
+from torchtitan.files.regular import read_regular
 from torchtitan.files.removal import remove_folder
 from torchtitan.files.torch_archives import check_archive
 
+INDEX_SUFFIX = ".safetensors.index.json"
+_MOST_INDEX_BYTES = 16 << 20
 _NESTED = ("ema", "EMA", "model", "MODEL", "state_dict")  # where training scripts put a state dict, the best weights first
 
 
@@ -89,6 +93,9 @@ def fill(model: nn.Module, path: Path) -> None:
 def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
     """Read a state dict from safetensors or from a torch checkpoint; no code of the file is run.
 
+    Safetensors may be several files with an index, NAME.safetensors.index.json; their tensors are mapped, and read from
+    the disk where they are used.
+
     Returns:
         the tensors, and the key of the file under which they were nested, if any.
 
@@ -97,6 +104,8 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
     """
     if not path.is_file():
         raise WeightsError(f"{path}: no such file of weights")
+    if path.name.endswith(INDEX_SUFFIX):
+        return _read_sharded(path), None
     if path.suffix == ".safetensors":
         try:
             return load_file(path), None
@@ -120,6 +129,28 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
     if not isinstance(tensors, dict) or not tensors or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise WeightsError(f"{path}: holds no state dict (a dictionary of tensors, or one under {', '.join(_NESTED)})")
     return dict(tensors), nested
+
+
+def _read_sharded(path: Path) -> dict[str, Tensor]:
+    """Tensors of the files that an index lists. Raises WeightsError."""
+    try:
+        places = json.loads(read_regular(path, _MOST_INDEX_BYTES))["weight_map"]
+        known = all(isinstance(name, str) and Path(name).name == name for name in places.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightsError(f"{path}: is no index of safetensors files") from error
+    if not known or not places:
+        raise WeightsError(f"{path}: lists something else than files beside it")
+    found: dict[str, Tensor] = {}
+    for name in sorted({*places.values()}):
+        file = path.with_name(name)
+        if not file.is_file():
+            raise WeightsError(f"{file}: missing, though {path.name} lists it")
+        tensors, _ = read_state_dict(file)
+        wanted = {tensor for tensor, place in places.items() if place == name}
+        if lacking := sorted(wanted - tensors.keys()):
+            raise WeightsError(f"{file}: lacks {_some(lacking)}, which {path.name} lists there")
+        found |= {tensor: tensors[tensor] for tensor in wanted}
+    return found
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:

@@ -4,6 +4,7 @@ A family names its layouts in `ModelFamily.layouts`; `scripts/checkpoint.py` exp
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -11,6 +12,28 @@ from torch import Tensor
 
 class ConversionError(Exception):
     """Weights that do not fit the other layout; one line per problem."""
+
+
+class ComputedTensors(Mapping[str, Tensor]):
+    """Tensors by name, each computed when it is asked for: weights of many gigabytes need not be in memory at once.
+
+    Attributes:
+        shapes: of each.
+    """
+
+    def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], Callable[[], Tensor]]]) -> None:
+        """`tensors` gives the shape of each, and what computes it."""
+        self.shapes = {name: tuple(shape) for name, (shape, _) in tensors.items()}
+        self._compute = {name: compute for name, (_, compute) in tensors.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._compute[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
 
 
 class PublishedLayout(ABC):
@@ -29,7 +52,7 @@ class PublishedLayout(ABC):
     advice: ClassVar[str] = ""
 
     @abstractmethod
-    def export_weights(self, weights: dict[str, Tensor], model: Any) -> tuple[dict[str, Tensor], list[str]]:
+    def export_weights(self, weights: dict[str, Tensor], model: Any) -> tuple[Mapping[str, Tensor], list[str]]:
         """Export weights.
 
         Args:
@@ -37,14 +60,15 @@ class PublishedLayout(ABC):
             model: gives the shapes; may be on the meta device.
 
         Returns:
-            the published state dict, its tensors contiguous and sharing memory with nothing, and a line for each omission.
+            the published state dict, its tensors contiguous and sharing memory with nothing, `ComputedTensors` if it is
+            large, and a line for each omission.
 
         Raises:
             ConversionError: the layout cannot represent this model.
         """
 
     @abstractmethod
-    def import_weights(self, published: dict[str, Tensor], model: Any) -> tuple[dict[str, Tensor], list[str]]:
+    def import_weights(self, published: dict[str, Tensor], model: Any) -> tuple[Mapping[str, Tensor], list[str]]:
         """Import weights.
 
         Args:
@@ -52,7 +76,8 @@ class PublishedLayout(ABC):
             model: gives the shapes; may be on the meta device.
 
         Returns:
-            every parameter and saved buffer of `model` by name, and a line for each omission.
+            every parameter and saved buffer of `model` by name, `ComputedTensors` if they are large, and a line for each
+            omission.
 
         Raises:
             ConversionError: tensors are missing, superfluous, of another model, or in conflict with this model's

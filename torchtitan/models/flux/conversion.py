@@ -7,15 +7,16 @@ and computes none, so a round trip is exact. Differences of diffusers:
     output modulation       (scale, shift) there, (shift, scale) here
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from torchtitan.models.flux.config import FLAVORS, FluxConfig
 from torchtitan.models.flux.model import Flux
-from torchtitan.models.published_layouts import ConversionError, PublishedLayout
+from torchtitan.models.published_layouts import ComputedTensors, ConversionError, PublishedLayout
 
 _SWAPPED = "output.modulation"  # in diffusers
 _DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
@@ -32,23 +33,22 @@ class FluxLayout(PublishedLayout):
     name: str
     convention: str
 
-    def export_weights(self, weights: dict[str, Tensor], model: Flux) -> tuple[dict[str, Tensor], list[str]]:
+    def export_weights(self, weights: dict[str, Tensor], model: Flux) -> tuple[ComputedTensors, list[str]]:
         _require_flux(model)
-        published: dict[str, Tensor] = {}
+        published: dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]] = {}
         for name, pieces in self._tensors(model).items():
-            tensor = self._reordered(name, weights[name])
-            published |= {
-                piece: part.clone(memory_format=torch.contiguous_format)
-                for piece, part in zip(pieces, tensor.split(self._rows(name, model, len(pieces))), strict=True)
-            }
-        return published, []
+            rows = self._rows(name, model, len(pieces))
+            for place, piece in enumerate(pieces):
+                shape = (rows[place], *weights[name].shape[1:])
+                published[piece] = shape, partial(self._piece, name, weights[name], rows, place)
+        return ComputedTensors(published), []
 
-    def import_weights(self, published: Mapping[str, Tensor], model: Flux) -> tuple[dict[str, Tensor], list[str]]:
+    def import_weights(self, published: Mapping[str, Tensor], model: Flux) -> tuple[ComputedTensors, list[str]]:
         _require_flux(model)
         tensors = self._tensors(model)
         self._check_names(published, {piece for pieces in tensors.values() for piece in pieces}, model)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        weights = {}
+        weights: dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]] = {}
         for name, pieces in tensors.items():
             parts = [published[piece] for piece in pieces]
             rows = self._rows(name, model, len(pieces))
@@ -58,9 +58,17 @@ class FluxLayout(PublishedLayout):
                     raise ConversionError(f"{piece} is {list(part.shape)}, this model needs {list(wanted)}")
                 if not part.is_floating_point():
                     raise ConversionError(f"{piece} is {str(part.dtype).removeprefix('torch.')}, not floating point")
-            joined = torch.cat(parts) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
-            weights[name] = self._reordered(name, joined)
-        return weights, []
+            weights[name] = tuple(shapes[name]), partial(self._joined, name, parts)
+        return ComputedTensors(weights), []
+
+    def _joined(self, name: str, parts: list[Tensor]) -> Tensor:
+        """Parameter of published pieces."""
+        joined = torch.cat(parts) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+        return self._reordered(name, joined)
+
+    def _piece(self, name: str, tensor: Tensor, rows: list[int], place: int) -> Tensor:
+        """Published piece of a parameter."""
+        return self._reordered(name, tensor).split(rows)[place].clone(memory_format=torch.contiguous_format)
 
     def _tensors(self, model: Flux) -> dict[str, list[str]]:
         """Published pieces, to be joined along the first dimension, of each parameter."""
