@@ -17,8 +17,8 @@ from torchtitan.errors import unwrapped
 logger = logging.getLogger(__name__)
 
 
-# Graphs of one function for each shape of the training images: of an ordinary step, and two of steps that measure the
-# gradients of single samples, in part or wholly.
+# Most graphs of one function for each shape of the training images, if torch cannot find one for all: of an ordinary step,
+# and two of steps that measure the gradients of single samples, in part or wholly.
 _GRAPHS_PER_SHAPE = 3
 
 
@@ -28,7 +28,8 @@ def compile_blocks(
     """Compile each block in place; parameters keep their names.
 
     Blocks share one code object: where all are alike, the graph is compiled once. Otherwise each kind of block has a
-    graph of fixed sizes, and of images of several shapes one for each. fullgraph: a graph break is an error.
+    graph of fixed sizes. For images of several shapes a kind has a graph for the first, and one for any number of tokens.
+    fullgraph: a graph break is an error.
 
     Args:
         blocks: modules.
@@ -41,9 +42,9 @@ def compile_blocks(
     if not alike:
         _allow_graphs(2 * len(blocks))
     _allow_graphs_of_shapes(num_shapes, kinds=1 if alike else len(blocks))
-    fixed = not alike or num_shapes > 1
+    by_use = alike or num_shapes > 1  # torch finds the sizes that change; data have up to a hundred shapes
     for block in blocks:
-        block.compile(fullgraph=True, dynamic=False if fixed else None, backend=_compiler(backend, memory_budget))
+        block.compile(fullgraph=True, dynamic=None if by_use else False, backend=_compiler(backend, memory_budget))
 
 
 def compile_model(
@@ -54,9 +55,7 @@ def compile_model(
     The forward alone: hooks of the model run outside of the graph and may contain code that cannot be compiled.
     """
     _allow_graphs_of_shapes(num_shapes, kinds=1)
-    model.forward = torch.compile(
-        model.forward, fullgraph=True, dynamic=False if num_shapes > 1 else None, backend=_compiler(backend, memory_budget)
-    )
+    model.forward = torch.compile(model.forward, fullgraph=True, backend=_compiler(backend, memory_budget))
 
 
 def _allow_graphs_of_shapes(num_shapes: int, kinds: int) -> None:
