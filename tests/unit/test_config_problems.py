@@ -279,6 +279,28 @@ BAD_FILES = [
         " [0.3, 3.0])",
     ),
     (
+        "[validation]\nenable = true\ntimesteps = [0.0, 1.0, 1.5]",
+        "validation.timesteps: 1.5 is not a time of objective.path = rectified_flow (give times from 0 to 1: 0 is clean data,"
+        " 1 noise)",
+    ),
+    (
+        "[validation]\nenable = true\ntimesteps = [0.5, 1.0]\n[objective]\npath = 'ddpm_linear'\nprediction = 'noise'",
+        "validation.timesteps: 1 is not a time of objective.path = ddpm_linear (give times from 0.009901 to 0.9937: 0 is clean"
+        " data, 1 noise)",
+    ),
+    (
+        "[validation]\nenable = true\ntimesteps = [0.0]\n[objective]\nname = 'consistency'",
+        "validation.timesteps: 0 has no loss in an objective that compares it with an earlier time (give times above 0)",
+    ),
+    ("[validation]\nenable = true\ntimesteps = [0.5, 0.5]", "validation.timesteps: 0.5 is given twice (leave it out once)"),
+    (
+        "[validation]\nenable = true\ntimesteps = [0.2, 0.5]\nnum_images = 1",
+        "validation.timesteps: 2 times are more than validation.num_images = 1 (each image has one)",
+    ),
+    ("[validation]\nenable = true\ntimesteps = [nan]", "validation.timesteps[0]: must be a finite number, is nan"),
+    ("[validation]\ntimesteps = [0.5]", "validation.timesteps: has no effect when validation.enable = false; remove it or set"
+     " validation.enable = true"),
+    (
         "[sampling]\nclasses = [0, 10, -1]",
         "sampling.classes: [10, -1] is not in data.name = digits, which has the classes 0 to 9",
     ),

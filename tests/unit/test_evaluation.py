@@ -82,6 +82,49 @@ def test_held_out_draws_are_fixed_and_independent_of_the_batch():
     assert not torch.equal(other.t, whole.t) and not torch.equal(other.noise, whole.noise)
 
 
+EIGHTHS = [k / 8 for k in range(8)]
+
+
+@pytest.mark.parametrize("path", ["rectified_flow", "ddpm_linear", "ddpm_cosine_continuous"])
+def test_given_timesteps_are_taken_in_turn_by_the_number_of_the_image(path):
+    timesteps = EIGHTHS if path == "rectified_flow" else [0.02, 0.3, 0.9]
+    prediction = "velocity" if path == "rectified_flow" else "noise"
+    objective = build_objective(DenoisingConfig(path=path, prediction=prediction), seed=1)
+    whole = held_out_draw(objective, 1, torch.arange(30), 30, SHAPE, timesteps)
+    wanted = torch.tensor([timesteps[number % len(timesteps)] for number in range(30)])
+    if path == "ddpm_linear":  # trained at 1000 times only: none is farther from its neighbour than this
+        assert 0 < (whole.t - wanted).abs().max() < 0.005
+        index = objective.path.t_to_index(whole.t)
+        assert torch.equal(objective.path.index_to_t(index).float(), whole.t)
+    else:
+        assert torch.equal(whole.t, wanted)
+    assert torch.equal(whole.noise, held_out_draw(objective, 1, torch.arange(30), 30, SHAPE).noise)
+    for part in (*torch.arange(30).split(7), torch.tensor([29, 3])):
+        found = held_out_draw(objective, 1, part, 30, SHAPE, timesteps)
+        assert torch.equal(found.t, whole.t[part]) and torch.equal(found.noise, whole.noise[part])
+
+
+@pytest.mark.parametrize("batch_size", [5, 40])
+def test_validation_loss_by_given_timesteps_equals_direct_means(batch_size):
+    """The images of t = 0 are clean, those of t near 1 nearly noise; MLPerf's eight times, 23 images."""
+    model, objective, count = Toy(), build_objective(DenoisingConfig(), seed=0), 23
+    model.eval()
+    found = validation_loss(
+        model, objective, held_out(count, batch_size), count=count, seed=4, bin_edges=torch.tensor([0.5]),
+        param_dtype="float32", device=CPU, sharded=False, timesteps=EIGHTHS,
+    )
+    whole = next(held_out(count, count))
+    noise = philox.normal(4, "validation", torch.arange(count) + 2**40, SHAPE).double().numpy()
+    data, t = whole["images"].double().numpy(), np.arange(count) % 8 / 8
+    time = t.reshape(-1, 1, 1, 1)
+    output = np.tanh(0.7 * ((1 - time) * data + time * noise)) + time + 0.1 * whole["class"].numpy().reshape(-1, 1, 1, 1)
+    error = ((output - (noise - data)) ** 2).mean((1, 2, 3))
+    groups = {"": error} | {f"_by_time/{k}": error[t == k / 8] for k in range(8)}
+    wanted = {f"loss{name}": values.mean() for name, values in groups.items()}
+    wanted |= {f"loss_stderr{name}": values.std(ddof=1) / np.sqrt(len(values)) for name, values in groups.items()}
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
 def held_out(count: int, batch_size: int):
     """Batches as validation reads them: the last is filled up with weight 0."""
     images = philox.normal(9, "synthetic_data", torch.arange(count), SHAPE)

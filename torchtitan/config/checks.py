@@ -23,7 +23,7 @@ from torchtitan.diffusion.objectives import OBJECTIVES, build_objective, objecti
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.distributed.config import checkpoint_problems, compile_problems
 from torchtitan.errors import unwrapped
-from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS
+from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, timesteps_problem
 from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import float8_problems
@@ -276,6 +276,13 @@ def _held_out_images(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("validation.enable", text)
 
 
+def _held_out_timesteps(checked: ConfigView) -> Iterator[Problem]:
+    objective = checked.objective
+    loss_at_zero = OBJECTIVES[objective.name].loss_at_zero
+    if checked.validation.enable and (text := timesteps_problem(checked.validation, objective.path, loss_at_zero)):
+        yield Problem("validation.timesteps", text)
+
+
 def _ema_names(checked: ConfigView) -> Iterator[Problem]:
     names = [track.name for track in checked.ema.tracks]
     first = {name: index for index, name in reversed(list(enumerate(names)))}
@@ -417,6 +424,7 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _pinned_memory,
     _checkpoint_folder,
     _held_out_images,
+    _held_out_timesteps,
     *SAMPLING_CHECKS,
     *EVALUATION_CHECKS,
     _parameter_groups,

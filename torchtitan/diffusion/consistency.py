@@ -36,6 +36,7 @@ class Consistency(Objective):
 
     Config = ConsistencyConfig
     untrained_forwards = 1
+    loss_at_zero = False
 
     def loss(self, model: Network, x0: Tensor, condition: Condition, draw: Draw) -> LossTerms:
         earlier = self.config.step_ratio * draw.t

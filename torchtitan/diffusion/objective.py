@@ -117,11 +117,13 @@ class Objective(ABC):
         reads_by_state: why `predict` depends on state learned in training, and what to do without it; "" if it does not.
         learns_variance: whether the loss trains the variance of `model.learned_variance`.
         untrained_forwards: calls of the network for each sample that no gradient runs through, beside the trained one.
+        loss_at_zero: whether the loss is defined at t = 0, of clean images.
     """
 
     Config: ClassVar[type[ObjectiveConfig]]
     learns_variance: ClassVar[bool] = False
     untrained_forwards: ClassVar[int] = 0
+    loss_at_zero: ClassVar[bool] = True
     share_names: tuple[str, ...] = ()
     heads: Any = None
     learns_weights: bool = False

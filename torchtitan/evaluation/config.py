@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from data import DATASETS
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.diffusion.guidance import Guidance
-from torchtitan.diffusion.paths import PATHS
+from torchtitan.diffusion.paths import PATHS, has_indices
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, ScheduleConfig, SolverConfig
 from torchtitan.diffusion.solvers.contract import Trained
 from torchtitan.fidelity.metrics import METRICS
@@ -142,6 +144,10 @@ class ValidationConfig:
         trajectory=False,
     )
     batch_size: int = setting(128, "images at a time on each rank", ge=1, le=1_000_000, trajectory=False)
+    timesteps: list[float] = setting(
+        [], "times t, 0 clean data and 1 noise, that images take in turn by their number, as [0, 0.25, 0.5, 0.75]; empty: "
+        "times spread over the training density", trajectory=False,
+    )  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -202,6 +208,29 @@ def sampling_problems(
         text = "the network takes no guidance scale as an input, as with model.guidance_embedding (leave it out)"
         found.append(("embedded_guidance", text))
     return found
+
+
+def timesteps_problem(config: ValidationConfig, path_name: str, loss_at_zero: bool) -> str:
+    """Problem of `validation.timesteps` on a path: cause and remedy, "" if there is none.
+
+    Args:
+        config: of validation.
+        path_name: a key of PATHS, the path of the training.
+        loss_at_zero: as `Objective.loss_at_zero`.
+    """
+    path, timesteps = PATHS[path_name](), config.timesteps
+    if len(timesteps) > config.num_images:
+        return f"{len(timesteps)} times are more than validation.num_images = {config.num_images} (each image has one)"
+    lowest = path.index_to_t(torch.zeros(())).item() if has_indices(path) else 0.0
+    # A float32 time stands for the float64 one that it was rounded from.
+    if wrong := [t for t in timesteps if not lowest - 1e-7 <= t <= path.t_max + 1e-7]:
+        text = f"{wrong[0]:g} is not a time of objective.path = {path_name}"
+        return f"{text} (give times from {lowest:.4g} to {path.t_max:.4g}: 0 is clean data, 1 noise)"
+    if not loss_at_zero and 0.0 in timesteps:
+        return "0 has no loss in an objective that compares it with an earlier time (give times above 0)"
+    if twice := [t for t in timesteps if timesteps.count(t) > 1]:
+        return f"{twice[0]:g} is given twice (leave it out once)"
+    return ""
 
 
 def _interval_problem(config: SamplingConfig) -> str:

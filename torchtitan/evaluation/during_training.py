@@ -71,7 +71,7 @@ class Evaluation:
             with self._ema.weights(track, self._model):
                 losses = validation_loss(
                     self._model, self._objective, batches, count=count, seed=self._seed, bin_edges=self._bin_edges,
-                    param_dtype=self._param_dtype, device=layout.device, sharded=layout.sharded,
+                    param_dtype=self._param_dtype, device=layout.device, sharded=layout.sharded, timesteps=config.timesteps,
                 )
             prefix = "validation_metrics" if track == "none" else f"validation_metrics/{track}"
             metrics |= {f"{prefix}/{name}": value for name, value in losses.items()}

@@ -3,7 +3,7 @@ weights.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,13 +11,16 @@ from torch import Tensor
 
 from torchtitan import philox
 from torchtitan.diffusion.objective import Draw, Objective
+from torchtitan.diffusion.paths import indexed
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.eval_mode import evaluating
 from torchtitan.models.base import DiffusionModel
 
 
-def held_out_draw(objective: Objective, seed: int, indices: Tensor, count: int, shape: tuple[int, ...]) -> Draw:
-    """Draw of held-out images: the training density's quantiles, one per image, and fixed noise.
+def held_out_draw(
+    objective: Objective, seed: int, indices: Tensor, count: int, shape: tuple[int, ...], timesteps: Sequence[float] = ()
+) -> Draw:
+    """Draw of held-out images: the training density's quantiles, one per image, or given timesteps; and fixed noise.
 
     Args:
         objective: of the density of t.
@@ -25,11 +28,19 @@ def held_out_draw(objective: Objective, seed: int, indices: Tensor, count: int, 
         indices: numbers of the images [B] out of `count`.
         count: held-out images in all.
         shape: of one image.
+        timesteps: image i is at timestep i mod K of these K; on a path in steps, at the nearest one of the path.
     """
-    # Images are in the data's order; a fixed shuffle makes their timesteps independent of it.
-    order = philox.uniform(seed, "validation", torch.arange(count, device=indices.device)).argsort()
-    quantile = (order[indices].to(torch.float64) + 0.5) / count
-    t = objective.timestep_sampler.density.quantile(quantile).to(torch.float32)
+    if timesteps:
+        given = torch.tensor(timesteps, dtype=torch.float64, device=indices.device)
+        if objective.path.discrete:
+            path = indexed(objective.path)
+            given = path.index_to_t(path.t_to_index(given))
+        t = given[indices % len(given)].to(torch.float32)
+    else:
+        # Images are in the data's order; a fixed shuffle makes their timesteps independent of it.
+        order = philox.uniform(seed, "validation", torch.arange(count, device=indices.device)).argsort()
+        quantile = (order[indices].to(torch.float64) + 0.5) / count
+        t = objective.timestep_sampler.density.quantile(quantile).to(torch.float32)
     noise = philox.normal(seed, "validation", indices + (1 << 40), shape)
     return Draw(t, noise, torch.ones_like(t))
 
@@ -46,8 +57,9 @@ def validation_loss(
     param_dtype: str,
     device: torch.device,
     sharded: bool,
+    timesteps: Sequence[float] = (),
 ) -> dict[str, float]:
-    """Validation loss over held-out images, whole and by timestep bin; called by all ranks together.
+    """Validation loss over held-out images, whole and by timestep bin or timestep; called by all ranks together.
 
     Args:
         model: the whole or sharded model (not its DDP wrapper).
@@ -57,24 +69,25 @@ def validation_loss(
         seed: of timesteps and noise.
         bin_edges: inner edges in t, rising, [K - 1].
         param_dtype, device, sharded: of the model's compute.
+        timesteps: as of `held_out_draw`.
 
     Returns:
         {"loss": mean of `LossTerms.weighted`, "loss_stderr": its standard error, "loss_by_bin/k": mean of bin k's plain error,
         "loss_stderr_by_bin/k": its standard error}; without the bins that have no image, and without the errors of
         those that have one. The errors are those of independent draws; timesteps are spread evenly, so the true
-        ones are smaller.
+        ones are smaller. With `timesteps`, "by_time/k" of the k-th of them instead of "by_bin/k".
     """
-    bins = len(bin_edges) + 1
+    bins, part = (len(timesteps), "time") if timesteps else (len(bin_edges) + 1, "bin")
     # (weights, values, squares) of each bin, and of all images in the last place.
     sums = torch.zeros(3, bins + 1, dtype=torch.float64, device=device)
     with evaluating(model):
         for batch in batches:
             batch = {name: value.to(device) for name, value in batch.items()}
             images, indices, weights = (batch[key] for key in ("images", "indices", "weights"))
-            draw = held_out_draw(objective, seed, indices, count, images.shape[1:])
+            draw = held_out_draw(objective, seed, indices, count, images.shape[1:], timesteps)
             with compute_context(param_dtype, device, sharded):
                 terms = objective.loss(model, images, model.condition_kind.of(batch), draw)
-            which = torch.bucketize(terms.t, bin_edges)
+            which = indices % bins if timesteps else torch.bucketize(terms.t, bin_edges)
             whole = torch.full_like(which, bins)
             for where, values in ((which, terms.error), (whole, terms.weighted)):
                 values = values.to(torch.float64)
@@ -82,7 +95,8 @@ def validation_loss(
                 sums.index_add_(1, where, moments * weights)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)
-    names = {bins: ("loss", "loss_stderr")} | {k: (f"loss_by_bin/{k}", f"loss_stderr_by_bin/{k}") for k in range(bins)}
+    names = {bins: ("loss", "loss_stderr")}
+    names |= {k: (f"loss_by_{part}/{k}", f"loss_stderr_by_{part}/{k}") for k in range(bins)}
     metrics = {}
     for place, (mean_name, error_name) in names.items():
         number, total, squares = sums[:, place].tolist()

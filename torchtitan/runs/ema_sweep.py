@@ -271,6 +271,7 @@ def _held_out_loss(trained: TrainedModel, options: SweepOptions, device: torch.d
     losses = validation_loss(
         trained.model, trained.objective, batches, count=count, seed=options.seed or 0,
         bin_edges=torch.empty(0, device=device), param_dtype="float32", device=device, sharded=False,
+        timesteps=trained.config.validation.timesteps,
     )  # fmt: skip
     return {name: value for name, value in losses.items() if name in (LOSS, "loss_stderr")}
 
