@@ -138,9 +138,10 @@ class _Step:
         def mark(phase: str, block: int) -> None:
             self.live.open_window((self.microbatch, phase, block))
 
-        def mark_backward(block: int, output: Tensor) -> None:
-            if output.requires_grad:  # not of a call that an objective makes without gradients
-                output.register_hook(lambda _: mark("backward", block))
+        def mark_backward(block: int, output: Tensor | tuple[Tensor, ...]) -> None:
+            for tensor in output if isinstance(output, tuple) else (output,):
+                if tensor.requires_grad:  # not of a call that an objective makes without gradients
+                    tensor.register_hook(lambda _: mark("backward", block))
 
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(lambda *_, number=number: mark("forward", number))

@@ -50,11 +50,12 @@ def watched(model: nn.Module, watch: Watch) -> Iterator[None]:
 
 def _hook(name: str, watch: Watch):
     def look(module: nn.Module, inputs: tuple, output: object) -> None:
-        if not isinstance(output, Tensor):
-            return
-        watch.see(output, f"the output of {name}")
-        if output.requires_grad:
-            output.register_hook(lambda gradient: watch.see(gradient, f"the gradient of the output of {name}"))
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if not isinstance(tensor, Tensor):
+                continue
+            watch.see(tensor, f"the output of {name}")
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: watch.see(gradient, f"the gradient of the output of {name}"))
 
     return look
 
