@@ -14,11 +14,16 @@ WORDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_estimate_is_within_ten_percent_of_the_measured_peak(layout):
+FLUX = [
+    "--model.name", "flux", "--data.text_length", "4", "--data.text_dim", "32", "--data.pooled_dim", "24", "--model.flavor", "debug",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "more"), [*((layout, []) for layout in LAYOUTS), ("FSDP x 2", FLUX)])
+def test_estimate_is_within_ten_percent_of_the_measured_peak(layout, more):
     replicas, shards = LAYOUTS[layout]
     ranks = replicas * shards
-    words = [*WORDS, *degrees(replicas, shards)]
+    words = [*WORDS, *more, *degrees(replicas, shards)]
     estimated = estimate_memory(load_config(words, ranks), ranks).total
     for peak, unseen in run_on_ranks("tests.distributed.estimate_cases:peak", ranks, {"words": words, "ranks": ranks}):
         assert 0.9 * (peak - max(unseen, 0)) <= estimated <= 1.1 * peak

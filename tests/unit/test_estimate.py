@@ -69,6 +69,20 @@ def test_two_shallow_models_give_the_peak_of_a_deep_one_exactly():
         assert found.all_gradients == whole.held[GRADIENTS]
 
 
+def test_blocks_that_return_several_tensors_have_windows_of_their_own():
+    """Image and text of Flux's double blocks, of which less is kept where the blocks are computed again."""
+    words = [
+        "--model.name=flux", "--model.flavor=debug", "--data.name=synthetic", "--data.text_length=5", "--data.text_dim=32",
+        "--data.pooled_dim=24", "--training.local_batch_size=8",
+    ]  # fmt: skip
+    step = simulate_step(load_config(words, 1), 1)
+    assert {window[1:] for window in step.windows} >= {(phase, n) for phase in ("forward", "backward") for n in range(4)}
+    kept = [step.windows[0, "backward", block][ACTIVATIONS] for block in range(4)]
+    assert kept == sorted(kept)  # a block's activations are let go once its backward is done
+    full = load_config([*words, "--activation_checkpoint.mode=full"], 1)
+    assert estimate_memory(full, 1).activations < 0.5 * estimate_memory(load_config(words, 1), 1).activations
+
+
 def test_a_forward_without_gradients_keeps_nothing_in_the_blocks():
     found = {}
     for name in ("denoising", "consistency"):

@@ -277,6 +277,24 @@ def test_the_first_module_whose_output_is_not_finite_is_named():
     assert watch.found == ""  # nothing is watched outside
 
 
+def test_a_module_that_returns_several_tensors_is_watched():
+    class Halves(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).chunk(2, dim=1)
+
+    watch, halves = Watch(), Halves(4, 4)
+    model = nn.Sequential(halves)
+    with watched(model, watch):
+        first, second = model(torch.ones(1, 4))
+        (first.sum() + math.inf * second.sum()).backward()
+    assert watch.found == "the gradient of the output of 0"
+    with torch.no_grad():
+        halves.weight[3, 0] = math.nan  # in the second half
+    with watched(model, watch := Watch()):
+        model(torch.ones(1, 4))
+    assert watch.found == "the output of 0"
+
+
 def test_the_first_gradient_that_is_not_finite_is_named():
     model, watch = two_layers(), Watch()
     model[0][1].register_forward_hook(lambda *call: call[-1].register_hook(lambda g: g * math.nan) and None)
