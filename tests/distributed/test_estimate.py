@@ -14,9 +14,7 @@ WORDS = [
 ]  # fmt: skip
 
 
-FLUX = [
-    "--model.name", "flux", "--data.text_length", "4", "--data.text_dim", "32", "--data.pooled_dim", "24", "--model.flavor", "debug",
-]  # fmt: skip
+FLUX = ["--model.name", "flux", "--data.text_length", "4", "--data.text_dim", "32", "--data.pooled_dim", "24"]
 
 
 @pytest.mark.parametrize(("layout", "more"), [*((layout, []) for layout in LAYOUTS), ("FSDP x 2", FLUX)])

@@ -279,7 +279,7 @@ def _held_out_images(checked: ConfigView) -> Iterator[Problem]:
 def _held_out_timesteps(checked: ConfigView) -> Iterator[Problem]:
     objective = checked.objective
     loss_at_zero = OBJECTIVES[objective.name].loss_at_zero
-    if checked.validation.enable and (text := timesteps_problem(checked.validation, objective.path, loss_at_zero)):
+    if checked.validation.enable and (text := timesteps_problem(checked.whole("validation"), objective.path, loss_at_zero)):
         yield Problem("validation.timesteps", text)
 
 
