@@ -13,7 +13,7 @@ from typing import Literal, cast
 
 import numpy as np
 
-from data.base import DatasetError, DatasetInfo, Split
+from data.base import Batch, DatasetError, DatasetInfo, Split
 from data.captions import MAX_CAPTION_BYTES, TRIGGER, TRIGGER_KEY, CaptionedSource, captions_of
 from data.class_folders import read_classes
 from data.derived_classes import MOST_CLASSES, num_classes_of
@@ -24,10 +24,11 @@ from data.image_files import (
     SquareImagesConfig,
     check_readable,
 )
+from data.online_text import OnlineTextConfig, online_kind, with_captions
 from data.saved_index import Advance, Table, are_places, is_column, saved_tables
 from data.splits import chosen_positions, spread_evenly
 from data.tar_files import Member, OpenArchives, TarImages, read_members
-from torchtitan.conditions import Classes
+from torchtitan.conditions import Classes, Unconditional
 from torchtitan.files.regular import open_regular
 from torchtitan.settings import setting
 
@@ -52,7 +53,7 @@ MAX_SHARDS = 1 << 18
 
 
 @dataclass(kw_only=True)
-class WebDatasetConfig(SquareImagesConfig):
+class WebDatasetConfig(OnlineTextConfig, SquareImagesConfig):
     """`[data]` with name = "webdataset"."""
 
     name: Literal["webdataset"] = setting("webdataset", "dataset")
@@ -132,7 +133,9 @@ class WebDataset(SquareImages):
             check_readable(_open(config, "validation"), "data.validation_path")
         has_validation = bool(config.validation_path or spread_evenly(len(train), config.validation_fraction).any())
         if config.captions:
-            return DatasetInfo((3, size, size), has_validation=has_validation)
+            return DatasetInfo((3, size, size), online_kind(config) or Unconditional(), has_validation)
+        if config.text_encoder:
+            raise DatasetError("data.text_encoder: encodes captions, and data.captions = false reads none (set it to true)")
         names = tuple(read_classes(config.classes_file).values()) if config.classes_file else ()
         advice = "if it is meant, data.classes_file declares the classes"
         num_classes = len(names) or num_classes_of(train.labels, train.shown, advice)
@@ -151,7 +154,12 @@ class WebDataset(SquareImages):
             positions = chosen_positions(chosen, split, config.validation_fraction)
         labels = samples.labels[positions]
         super().__init__(samples, positions, labels, config.required_size(), labelled=not config.captions)
+        self._encoded = bool(config.text_encoder)
         self._captioned, self._trigger_word = config.captions, config.trigger_word
+
+    def fetch(self, indices: np.ndarray) -> Batch:
+        batch = super().fetch(indices)
+        return with_captions(batch, self.captions(indices)) if self._encoded else batch
 
     def captions(self, indices: np.ndarray) -> list[str]:
         """Captions of images, one line each, with the trigger word. Raises DatasetError: as where they are not read."""

@@ -16,6 +16,8 @@ from torchtitan import philox
 
 # Entries of a text condition: one vector per token [L, D], and one vector of the whole text [P].
 TEXT, POOLED = "text", "pooled"
+# Entry of a text that is not encoded yet: its letters in UTF-8, uint8 [bytes], and zeros behind them.
+CAPTION = "caption"
 
 # Conditions of a batch, images first in each tensor: None without a condition, the tensor itself where a kind has one
 # entry, and a mapping where it has several.
@@ -39,6 +41,11 @@ class ConditionKind(ABC):
     @abstractmethod
     def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape of one image's value, and its dtype, of each entry of a batch."""
+
+    @property
+    def batch_entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what a batch holds for an image, from which `of` makes the entries; most often these."""
+        return self.entries
 
     @abstractmethod
     def null(self, entry: str, like: Tensor) -> Tensor:
@@ -88,11 +95,11 @@ class ConditionKind(ABC):
         """Entries of a batch in which nothing but shapes and dtypes counts."""
         return {
             name: torch.zeros(count, *shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in self.entries.items()
+            for name, (shape, dtype) in self.batch_entries.items()
         }
 
     def bytes_per_image(self) -> int:
-        """Size of one image's entries."""
+        """Size of one image's entries in a batch."""
         return sum(value.nbytes for value in self.placeholder(1, "meta").values())
 
     def _each(self, condition: Condition, change: Callable[[Tensor, Tensor], Tensor]) -> Condition:
@@ -199,6 +206,54 @@ class Embeddings(ConditionKind):
         if not self.prompts:
             return _packed({name: null.expand(len(numbers), *null.shape) for name, null in self.nulls.items()})
         return _packed({name: self.prompts[name][numbers] for name in self.nulls})
+
+
+@dataclass(frozen=True, eq=False)
+class Texts(Embeddings):
+    """Texts that are encoded when a batch is used: their letters travel with the images.
+
+    Attributes:
+        encode: texts -> the entries [B, ...], on any device.
+        most_bytes: of a text in a batch.
+    """
+
+    wanted = "texts"
+
+    encode: Callable[[Sequence[str]], dict[str, Tensor]] = field(kw_only=True)
+    most_bytes: int = field(kw_only=True)
+
+    @property
+    def batch_entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {CAPTION: ((self.most_bytes,), torch.uint8)}
+
+    def of(self, batch: Mapping[str, Tensor]) -> Condition:
+        letters = batch[CAPTION]
+        if letters.is_meta:  # of a network that is only counted
+            entries = self.entries.items()
+            return {name: torch.empty(len(letters), *shape, dtype=dtype, device="meta") for name, (shape, dtype) in entries}
+        texts = texts_of(letters)
+        different = list(dict.fromkeys(texts))
+        found, place = self.encode(different), {text: number for number, text in enumerate(different)}
+        rows = torch.tensor([place[text] for text in texts])
+        return {
+            name: found[name][rows.to(found[name].device)].to(letters.device, dtype)
+            for name, (_, dtype) in self.entries.items()
+        }
+
+
+def letters_of(texts: Sequence[str], most_bytes: int) -> Tensor:
+    """Letters of texts in UTF-8, uint8 [B, most_bytes]; longer ones are cut, and the ends filled with zeros."""
+    found = torch.zeros(len(texts), most_bytes, dtype=torch.uint8)
+    for row, text in zip(found, texts, strict=True):
+        letters = text.encode()[:most_bytes]
+        if letters:
+            row[: len(letters)] = torch.frombuffer(bytearray(letters), dtype=torch.uint8)
+    return found
+
+
+def texts_of(letters: Tensor) -> list[str]:
+    """Inverse of `letters_of`; a letter that was cut in the middle is left out."""
+    return [row.numpy().tobytes().rstrip(b"\0").decode(errors="ignore") for row in letters.cpu()]
 
 
 def class_kind(num_classes: int, names: Sequence[str] = ()) -> ConditionKind:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from data import DATASETS
-from torchtitan.conditions import Embeddings
+from torchtitan.conditions import Embeddings, Texts
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import LatentStoreError
 from torchtitan.evaluation.config import LATENT_DATASETS
@@ -51,12 +51,16 @@ def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[
         WeightsError: the model takes no text, or a prompt cannot be encoded as its captions were.
     """
     data, kind = trained.config.data, trained.model.condition_kind
-    store = DATASETS[data.name].store(data) if data.name in LATENT_DATASETS else None
-    if not isinstance(kind, Embeddings) or store is None or store.captions is None:
-        raise WeightsError(f"--prompt: the model was trained on {kind.wanted}, not on encoded captions (leave it out)")
     for prompt in prompts:
         if len(prompt) > MOST_LETTERS:
             raise WeightsError(f"--prompt: {prompt[:40]!r}... has {len(prompt)} letters, more than {MOST_LETTERS}")
+    if isinstance(kind, Texts):
+        if places:
+            raise WeightsError(f"{OPTIONS[next(iter(places))]}: the run's data name their own encoders (leave it out)")
+        return _prompted(trained, kind, prompts, kind.encode(list(prompts)))
+    store = DATASETS[data.name].store(data) if data.name in LATENT_DATASETS else None
+    if not isinstance(kind, Embeddings) or store is None or store.captions is None:
+        raise WeightsError(f"--prompt: the model was trained on {kind.wanted}, not on encoded captions (leave it out)")
     plan = store.captions.plan
     try:
         numbers = {prompt: store.captions.number_of(prompt) for prompt in dict.fromkeys(prompts)}
@@ -73,6 +77,12 @@ def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[
     rows = {
         name: torch.cat([known[prompt][name].to(dtype) for prompt in prompts]) for name, (_, dtype) in kind.entries.items()
     }
+    return _prompted(trained, kind, prompts, rows)
+
+
+def _prompted(
+    trained: TrainedModel, kind: Embeddings, prompts: Sequence[str], rows: dict[str, torch.Tensor]
+) -> TrainedModel:
     prompted = dataclasses.replace(kind, prompts=rows, names=tuple(prompts))
     trained.model.condition_kind = prompted
     return dataclasses.replace(trained, info=dataclasses.replace(trained.info, condition_kind=prompted))

@@ -452,7 +452,7 @@ def _first_failure(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> 
 def _check(batch: Batch, count: int, info: DatasetInfo, image_shape: tuple[int, int, int]) -> None:
     if not isinstance(batch, dict):
         raise DatasetError(f"fetch gives a {type(batch).__name__}, not a mapping of names to tensors")
-    wanted = {"images": (image_shape, torch.float32)} | info.condition_kind.entries
+    wanted = {"images": (image_shape, torch.float32)} | info.condition_kind.batch_entries
     if missing := [name for name in wanted if name not in batch]:
         raise DatasetError(f"a batch has {', '.join(batch)} and no {missing[0]}, which the dataset says it gives")
     if taken := [name for name in batch if name in ADDED]:
