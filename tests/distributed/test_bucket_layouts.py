@@ -16,14 +16,15 @@ ON_TWO = {
     "DDP, accumulation 2": {"replicas": 2, "shards": 1, "accumulation": 2}, "FSDP": {"replicas": 1, "shards": 2},
     "DDP, twice": {"replicas": 2, "shards": 1, **TWICE},
     "FSDP, accumulation 2, twice": {"replicas": 1, "shards": 2, "accumulation": 2, **TWICE},
-}
+}  # fmt: skip
+ON_FOUR = {"HSDP": {"replicas": 2, "shards": 2}}
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict]:
     """Cases by name."""
     results = {}
-    for ranks, cases in ((1, ON_ONE), (2, ON_TWO)):
+    for ranks, cases in ((1, ON_ONE), (2, ON_TWO), (4, ON_FOUR)):
         results |= run_on_ranks("tests.distributed.bucket_cases:train_all", ranks, {"cases": cases})[0]
     return results
 
@@ -37,7 +38,7 @@ def largest_difference(rows: list[list[float]], reference: list[list[float]]) ->
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
 def test_loss_gradient_and_noise_equal_those_of_one_process(found, name):
     case, one = found[name], found["one, twice" if "twice" in name else "one"]
     assert case["shapes"] == one["shapes"]

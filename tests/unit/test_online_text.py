@@ -80,7 +80,8 @@ def test_a_run_resumes_with_loader_processes_and_draws_any_prompt(folder, tmp_pa
     shutil.rmtree(tmp_path / "again" / "one" / "checkpoint" / "step-00000004")
     (tmp_path / "again" / "one" / "summary.json").unlink()
     assert train(folder, tmp_path / "again", "--data.num_workers", "1") == points
-    words = ["sample.py", str(tmp_path / "first" / "one"), "--num-steps", "2", "--images-per-class", "1", "--prompt", "new", "text"]
+    source = str(tmp_path / "first" / "one")
+    words = ["sample.py", source, "--num-steps", "2", "--images-per-class", "1", "--prompt", "new", "text"]
     monkeypatch.setattr(sys, "argv", words)
     assert sample.main() == 0
     assert (tmp_path / "first" / "one" / "samples" / "drawn" / "grid-seed-0.png").exists()
