@@ -196,7 +196,8 @@ class Dataset(ABC):
 
     def captions(self, indices: np.ndarray) -> list[str]:
         """Captions of images, as they are trained on. Raises DatasetError: as where images have none."""
-        raise DatasetError(f"data.name = {self.Config.name}: its images have no captions")
+        advice = "--class-captions makes them of classes"
+        raise DatasetError(f"data.name = {self.Config.name}: its images have no captions ({advice})")
 
     def listing_digest(self) -> str:
         """Hash of which images are listed, where they are files or rows; not of their content."""

@@ -64,7 +64,7 @@ MOST_WORKERS = 8
 BATCH_SIZES = {"cuda": 16, "cpu": 4}
 
 # Keys of [data] that only training reads, and what does the like here.
-OF_TRAINING = {"num_workers": "--num-workers", "prefetch_factor": "--num-workers", "horizontal_flip": "--mirror"}
+OF_TRAINING = {"num_workers": "--num-workers", "prefetch_factor": "--num-workers", "horizontal_flip": "--mirror or --no-mirror"}
 
 
 @dataclass
@@ -190,7 +190,8 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--config", metavar="FILE", help="TOML file whose [data] section the --data keys override")
     add("--split", choices=("train", "validation", "all"), default="train",
         help="of the dataset; all: training images, then held-out ones (default: train)")
-    add("--mirror", action=argparse.BooleanOptionalAction, default=True, help="keep the latents of mirror images too")
+    add("--mirror", action=argparse.BooleanOptionalAction, help="keep the latents of mirror images too (default: yes, but "
+        "not with captions of the images' own, which may speak of left and right)")
     add("--store-dtype", choices=("float16", "bfloat16", "int8"), default="float16", help="of the stored values")
     add("--normalization", choices=("measured", "autoencoder"), default="measured",
         help="normalization of the store: mean 0 and variance 1 of each channel (default), or the autoencoder's "
@@ -251,8 +252,10 @@ def warn_of_training_keys(path: str | None) -> None:
 
 
 def options_of(arguments: argparse.Namespace, config: DataConfig) -> ExtractionOptions:
+    own_captions = bool(arguments.text_encoder) and arguments.class_captions is None
+    mirrored = not own_captions if arguments.mirror is None else arguments.mirror
     return ExtractionOptions(
-        mirrored=arguments.mirror,
+        mirrored=mirrored,
         dtype=arguments.store_dtype,
         normalization=arguments.normalization,
         batch_size=arguments.batch_size or BATCH_SIZES[compute_device().type],

@@ -100,6 +100,8 @@ def test_prompts_make_sets_that_are_their_own(trained, tmp_path):
     assert np.array_equal(pixels_of(tmp_path / "two"), before)
     ((code, said),) = sample(tmp_path / "set", run_folder, "--prompt", "another text", "a photo of a class1", *words)
     assert code == 2 and "prompts" in said and said.count("\n") == 1, said
+    ((code, said),) = sample(tmp_path / "long", run_folder, "--prompt", "one two three four five six", "--num-steps", "1")
+    assert code == 0 and "--prompt: 1 of the texts are longer than 5 tokens, and are cut" in said
     ((code, said),) = sample(tmp_path / "other", run_folder, "--prompt", "another text", "a photo of a class1", *words)
     other = pixels_of(tmp_path / "other")
     assert code == 0 and np.array_equal(other[1::2], before[1::2]) and not np.array_equal(other[::2], before[::2])
@@ -112,6 +114,7 @@ def test_prompts_make_sets_that_are_their_own(trained, tmp_path):
         (["--text-encoder", "stub:32"], "--text-encoder: has no effect without --prompt"),
         (["--prompt", "new", "--pooled-encoder", "stub:32"], "--pooled-encoder: stub:32 is another encoder than that of"),
         (["--prompt", "new", "--text-encoder", "/no/folder"], "--text-encoder: /no/folder: text encoders need"),
+        (["--prompt", "a photo of a class1", "--text-encoder", "stub:32"], "--text-encoder: has no effect on captions"),
         (["--prompt", "a" * 5000], "has 5000 letters, more than 4000"),
     ],
 )

@@ -37,7 +37,7 @@ def write_folder(folder: Path, sizes=SIZES) -> Path:
 def words_of(store, folder, *more):
     return [
         "--output", str(store), "--autoencoder", "identity", "--num-workers", "0", "--data.name", "captioned_folder",
-        "--data.path", str(folder), "--data.resolutions", "[128]", "--data.validation_fraction", "0", "--no-mirror",
+        "--data.path", str(folder), "--data.resolutions", "[128]", "--data.validation_fraction", "0",
         "--text-encoder", "stub:32", "--pooled-encoder", "stub:24", "--text-length", "6", *more,
     ]  # fmt: skip
 
@@ -66,6 +66,7 @@ def test_every_image_is_in_the_store_of_its_shape_with_its_caption(store, folder
     source = CaptionedFolder(CaptionedFolderConfig(path=str(folder), resolutions=[128], validation_fraction=0.0), "train")
     shapes = CaptionedFolder.info(CaptionedFolderConfig(path=str(folder), resolutions=[128])).bucket_shapes
     info, dataset = Latents.info(config_of(store)), Latents(config_of(store), "train")
+    assert not any(part.index.mirrored for part in open_stores(store))  # captions may speak of left and right
     assert len(shapes) >= 3 and info.bucket_shapes == shapes and info.image_shape in shapes
     assert np.array_equal(dataset.buckets, source.buckets) and len(dataset) == len(source) == len(SIZES)
     scale = torch.tensor(open_stores(store)[0].index.normalization.scale)[:, None, None]

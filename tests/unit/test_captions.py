@@ -14,6 +14,7 @@ from scripts.extract_latents import main
 from scripts.latents import main as latents_main
 from tests.extractions import write_photographs
 from torchtitan.conditions import POOLED, TEXT, Classes, Embeddings
+from torchtitan.config.job import ConfigError, load_config
 from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.caption_encoding import collect_captions, plan_captions
 from torchtitan.latents import LatentStore, verify_shards
@@ -155,6 +156,21 @@ def test_dataset_gives_classes_where_they_are_asked_for(store):
     assert Latents(config, "train").fetch(np.array([10, 0])).keys() == {"images", "class"}
 
 
+def test_other_texts_are_refused_with_the_reason(store, photographs, capsys):
+    for more, reason in (
+        (["--null-caption", "-"], "the null caption or a prompt was changed"), (["--prompts", "x"], "or prompts were added"),
+    ):  # fmt: skip
+        assert main(words_of(store, photographs, *ENCODERS, *TEMPLATE, *more)) == 2
+        assert reason in capsys.readouterr().err
+
+
+def test_dit_on_a_store_of_captions_is_told_of_its_classes(store):
+    words = ["--data.name", "latents", "--data.path", str(store), "--model.patch_size", "4"]
+    with pytest.raises(ConfigError, match="choose flux, or data.condition = class where the store has classes, or other data"):
+        load_config(words, 1)
+    assert load_config([*words, "--data.condition", "class"], 1).model.name == "dit"
+
+
 def test_condition_that_a_store_lacks_is_refused(store, photographs, tmp_path):
     assert main(words_of(tmp_path / "plain", photographs, "--data.labels", "false")) == 0
     for condition, message in (("captions", "keeps no captions"), ("class", "keeps no classes")):
@@ -204,7 +220,7 @@ def test_store_of_other_encoders_lengths_or_texts_is_not_added_to(store, photogr
         (["--pooled-encoder", "stub:8"], "--pooled-encoder: needs --text-encoder too"),
         (["--text-length", "8"], "--text-length: has no effect without --text-encoder and --pooled-encoder"),
         ([*ENCODERS, "--class-captions", "a photo"], "--class-captions: 'a photo' has no {} for the name of the class"),
-        (ENCODERS, "data.name = image_folder: its images have no captions"),
+        (ENCODERS, "its images have no captions (--class-captions makes them of classes)"),
         ([*ENCODERS, *TEMPLATE, "--text-encoder", "stub:0"], "--text-encoder: stub:0: give a width in 1..65536, as stub:64"),
         ([*ENCODERS, *TEMPLATE, "--text-length", "9000"], "--text-length: 9000 is not in 1..8192"),
         ([*ENCODERS, *TEMPLATE, "--data.labels", "false"], "--class-captions: data.name = image_folder has no names of classes"),

@@ -235,7 +235,7 @@ def problems_of(*arguments: str) -> list[str]:
     ("dit", "captions", "model.name: dit takes no condition or a class, and data.name = captions gives embeddings "
      "(choose flux or reader, or other data)"),
     ("reader", "digits", "model.name: reader takes embeddings, and data.name = digits gives a class "
-     "(choose dit or edm2, or other data)"),
+     "(choose dit or edm2, or captions encoded as docs/text.md describes, or other data)"),
 ])  # fmt: skip
 def test_a_model_that_does_not_take_what_data_give_is_refused_in_one_line(model, data, message):
     (problem,) = problems_of("--model.name", model, "--data.name", data)

@@ -16,6 +16,7 @@ import torch
 
 from data.base import DatasetError
 from torchtitan.checkpoint.location import folder_problem
+from torchtitan.conditions import Embeddings
 from torchtitan.config.evaluation_checks import EVALUATION_CHECKS
 from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, data_text, resolved_sampling, unconditional
 from torchtitan.config.view import ConfigView, RefusedValue
@@ -204,7 +205,12 @@ def _condition(checked: ConfigView) -> Iterator[Problem]:
         return
     taken = " or ".join(condition.wanted for condition in MODELS[name].conditions)
     others = " or ".join(other for other, family in MODELS.items() if family.takes(kind))
-    remedy = f"choose {others}, or other data" if others else "choose other data"
+    remedies = [others] if others else []
+    if isinstance(kind, Embeddings) and checked.data.name in LATENT_DATASETS:
+        remedies.append("data.condition = class where the store has classes")
+    elif Embeddings in MODELS[name].conditions:
+        remedies.append("captions encoded as docs/text.md describes")
+    remedy = "choose " + ", or ".join([*remedies, "other data"])
     yield Problem("model.name", f"{name} takes {taken}, and data.name = {checked.data.name} gives {kind.wanted} ({remedy})")
 
 

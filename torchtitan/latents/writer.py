@@ -51,6 +51,13 @@ _OF_THE_WRITER = re.compile(
     r"plan\.json|(shard|captions)-\d+\.safetensors\.json"
     r"|\.(plan\.json|index\.json|skipped\.jsonl|(shard|captions)-\d+\.safetensors(\.json)?)\.[0-9a-f]{32}(\.unfinished)?"
 )
+# What has changed where a digest or a number alone does not say it.
+_REASONS = {
+    "origin.listing": "a file, a row or a caption was added, removed or changed",
+    "origin.sample": "an image or a label was changed",
+    "captions.digest": "a caption, the null caption or a prompt was changed",
+    "captions.num_texts": "captions or prompts were added or removed",
+}
 
 
 class StoreWriter:
@@ -229,8 +236,9 @@ class StoreWriter:
     def _compare(self, begun: StorePlan, verb: str) -> None:
         if difference := first_difference(begun, self.plan):
             place, before, now = difference
+            reason = next((f" ({text})" for start, text in _REASONS.items() if place.startswith(start)), "")
             raise LatentStoreError(
-                f"{self.folder}: {verb} {place} = {before}, this would be {now}; give another folder, or the same "
+                f"{self.folder}: {verb} {place} = {before}, this would be {now}{reason}; give another folder, or the same "
                 "settings and source"
             )
 

@@ -65,9 +65,15 @@ def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[
     try:
         numbers = {prompt: store.captions.number_of(prompt) for prompt in dict.fromkeys(prompts)}
         known = {prompt: store.captions.read([number]) for prompt, number in numbers.items() if number is not None}
+        if places and len(known) == len(numbers):
+            option = OPTIONS[next(iter(places))]
+            raise WeightsError(f"{option}: has no effect on captions of the run's data, which are encoded (leave it out)")
         if new := [prompt for prompt, number in numbers.items() if number is None]:
             encoders = reopen_encoders(plan.encoders, places, plan.text_shape[0], compute_device())
-            encoded, _ = encoders.encode(new)
+            encoded, cut = encoders.encode(new)
+            if cut:
+                text = f"--prompt: {cut} of the texts are longer than {encoders.length} tokens, and are cut"
+                trained = dataclasses.replace(trained, warnings=(*trained.warnings, text))
             for place, prompt in enumerate(new):
                 known[prompt] = {name: value[place : place + 1] for name, value in encoded.items()}
     except LatentStoreError as error:
