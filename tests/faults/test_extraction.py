@@ -71,12 +71,12 @@ def test_store_is_the_same_on_any_number_of_ranks(words, straight, tmp_path, cou
 
 def test_store_is_the_same_after_kills_at_random_moments_on_other_numbers_of_ranks(words, straight, tmp_path):
     store, moments, left = tmp_path / "store", random.Random(7), []
-    for count in (2, 1, 4, 2, 1):
+    for count in (1, 2, 1, 2, 4):  # the last one's other ranks may come far before they are killed too
         ranks = Ranks(["--output", str(store), *words], count, kill_at=moments.randrange(1, 5))
         assert ranks.processes[0].wait(600) == -signal.SIGKILL, ranks.said()
         ranks.kill()
         left.append(27 - len(list((store / PARTIAL_FOLDER).glob("*-*"))))
-    assert left == sorted(left, reverse=True) and left[-1] > 0
+    assert left == sorted(left, reverse=True) and left[-2] > 0 and not (store / "index.json").exists()
     ranks = Ranks(["--output", str(store), *words], 2)
     assert ranks.wait() == [0, 0], ranks.said()
     assert content(store) == straight

@@ -158,8 +158,8 @@ def test_a_memory_budget_lies_between_full_and_none_under_the_compiler():
 
 def test_parallelize_hands_the_budget_to_the_compiler_and_refuses_one_without_it(monkeypatch):
     given = []
-    monkeypatch.setattr(parallelize_module, "compile_blocks", lambda blocks, budget: given.append((len(blocks), budget)))
-    monkeypatch.setattr(parallelize_module, "compile_model", lambda model, budget: given.append((model, budget)))
+    monkeypatch.setattr(parallelize_module, "compile_blocks", lambda blocks, budget, **_: given.append((len(blocks), budget)))
+    monkeypatch.setattr(parallelize_module, "compile_model", lambda model, budget, **_: given.append((model, budget)))
     layout = Layout(ParallelismConfig(data_parallel_replicate_degree=1, data_parallel_shard_degree=1))
     budgeted = ActivationCheckpointConfig(mode="memory_budget", memory_budget=0.3)
     parallelize(debug_model(), layout, checkpointing=budgeted, compiling=CompileConfig(enable=True))
