@@ -213,7 +213,7 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "[schnell]; [dev] takes 512)")
     add("--text-dtype", choices=tuple(DTYPES), help="of the text encoders' compute (default: bfloat16)")
     add("--text-store-dtype", choices=tuple(CAPTION_DTYPES), help="of the stored embeddings (default: bfloat16)")
-    add("--class-captions", metavar="TEMPLATE", help="make captions from the names of the classes, in the place of {}: "
+    add("--class-captions", metavar="TEMPLATE", help="make captions of the classes; {} becomes the class's name: "
         "'a photo of a {}' (default: the images' own captions)")
     add("--null-caption", metavar="TEXT", help="caption that stands for no condition (default: the empty text)")
     add("--prompts", nargs="+", metavar="TEXT", help="for the grids of samples that training draws (default: the "

@@ -31,8 +31,9 @@ class SamplingConfig:
     interval: int = setting(1000, "steps between grids", ge=1, trajectory=False)
     solver: SolverConfig = choice(Choice(SOLVERS, "euler"), "integrator from noise to image", trajectory=False)
     num_steps: int = setting(
-        50, "solver steps from noise to image; flux has a default of its own", ge=1, le=1_000_000, trajectory=False
-    )
+        50, "solver steps from noise to image; default of flux: 4, or 50 with a guidance embedding", ge=1, le=1_000_000,
+        trajectory=False,
+    )  # fmt: skip
     schedule: ScheduleConfig = choice(
         Choice(SCHEDULES, "uniform"), "times of the steps; default: those of the trained path, or of flux", trajectory=False
     )

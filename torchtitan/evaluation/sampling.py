@@ -137,7 +137,7 @@ class ImageSampler:
         _, start = path.coefficients(times[0])
 
         def draw_normal(numbers: Tensor) -> Tensor:
-            # On the CPU, whose logarithm and cosine differ from other devices' in the last digit: one seed, one noise.
+            # On the CPU: logarithms and cosines of other devices differ in the last digit, and a seed has one noise.
             return philox.normal(seed, purpose, numbers.cpu(), shape).to(self._device)
 
         @torch.no_grad()

@@ -49,7 +49,7 @@ def collect_captions(
 
     Args:
         source: of images, with captions unless a template is given.
-        class_template: captions are made from the names of classes, put in the place of {}; None: images have their own.
+        class_template: makes captions of classes: {} becomes a class's name; None: every image has a caption.
         null_caption: stands for no condition.
         prompts: texts for grids, encoded too; none: the classes' captions, or the first of the images'.
 
