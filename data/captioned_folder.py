@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.aspect_buckets import STEP, bucket_of
-from data.base import Batch, DatasetError, DatasetInfo, Split
+from data.base import DatasetError, DatasetInfo, Split
 from data.captions import MAX_CAPTION_BYTES, TRIGGER_KEY, caption_at
 from data.class_folders import existing_folder
 from data.image_decoding import decoding_problem, upright_size
@@ -24,7 +24,7 @@ from data.image_files import (
     list_files,
     shown_path,
 )
-from data.online_text import OnlineTextConfig, online_kind, with_captions
+from data.online_text import OnlineTextConfig, online_kind
 from data.splits import chosen_positions, spread_evenly
 from torchtitan.conditions import Unconditional
 from torchtitan.files.regular import read_text
@@ -125,13 +125,9 @@ class CaptionedFolder(SquareImages):
         self._ends = np.cumsum(entries.counts)
         if len(entries.sizes) > 1:
             self.buckets = entries.counts
-        self._captions, self._encoded = images.captions, bool(config.text_encoder)
+        self._captions, self.encodes_captions = images.captions, bool(config.text_encoder)
         no_labels = np.zeros(len(entries.positions), np.int64)
         super().__init__(images.files, entries.positions, no_labels, max(entries.sizes[-1]), labelled=False)
-
-    def fetch(self, indices: np.ndarray) -> Batch:
-        batch = super().fetch(indices)
-        return with_captions(batch, self.captions(indices)) if self._encoded else batch
 
     def captions(self, indices: np.ndarray) -> list[str]:
         """Captions of images, one line each, with the trigger word."""

@@ -6,11 +6,11 @@ from typing import Literal, cast
 
 import numpy as np
 
-from data.base import Batch, DatasetError, DatasetInfo, Split
+from data.base import DatasetError, DatasetInfo, Split
 from data.captions import TRIGGER_KEY, CaptionedSource, captions_of
 from data.hub_tables import HubImages, open_hub_table
 from data.image_files import SquareImages, SquareImagesConfig, check_readable
-from data.online_text import OnlineTextConfig, online_kind, with_captions
+from data.online_text import OnlineTextConfig, online_kind
 from data.parquet_files import RowGroups, read_footers, table_url
 from data.row_groups import RowGroupImages
 from data.splits import chosen_positions, spread_evenly
@@ -99,17 +99,13 @@ class HuggingFace(SquareImages):
         if columns.captioned or isinstance(images, HubImages):
             labels = np.zeros(len(positions), np.int64) if columns.captioned else images.labels[positions]
         super().__init__(images, positions, labels, config.required_size(), labelled=not columns.captioned)
-        self._encoded = bool(config.text_encoder)
+        self.encodes_captions = bool(config.text_encoder)
         self._captioned, self._trigger_word = columns.captioned, config.trigger_word
         if isinstance(images, RowGroupImages):
             groups = np.searchsorted(images.groups.starts, positions, side="right") - 1
             counts = np.bincount(groups)
             self.blocks = counts[counts > 0]
             self.blocks_at_a_time = config.shuffle_row_groups
-
-    def fetch(self, indices: np.ndarray) -> Batch:
-        batch = super().fetch(indices)
-        return with_captions(batch, self.captions(indices)) if self._encoded else batch
 
     def captions(self, indices: np.ndarray) -> list[str]:
         """Captions of images, one line each, with the trigger word. Raises DatasetError: as where images have none."""

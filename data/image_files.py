@@ -11,6 +11,7 @@ import torch
 
 from data.base import Batch, DataConfig, Dataset, DatasetError, UnreadableImage
 from data.image_decoding import MAX_FILE_BYTES, decode_cropped, decode_square, decoding_problem
+from data.online_text import with_captions
 from torchtitan.files.regular import UnsuitableFile, read_regular
 from torchtitan.settings import setting
 
@@ -125,7 +126,13 @@ class ImageList:
 
 
 class SquareImages(Dataset):
-    """Squares of a part of a source; the reading side of the datasets of encoded images."""
+    """Squares of a part of a source; the reading side of the datasets of encoded images.
+
+    Attributes:
+        encodes_captions: whether a batch holds the letters of its images' captions, to be encoded in training.
+    """
+
+    encodes_captions = False
 
     def __init__(
         self,
@@ -187,7 +194,8 @@ class SquareImages(Dataset):
                 raise UnreadableImage(int(index), shown, decoding_problem(error), not _may_pass(error)) from error
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2)  # [B, 3, H, W]
         pixels = pixels.to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1
-        return {"images": pixels} | ({"class": torch.from_numpy(labels)} if self._labelled else {})
+        batch = {"images": pixels} | ({"class": torch.from_numpy(labels)} if self._labelled else {})
+        return with_captions(batch, self.captions(indices)) if self.encodes_captions else batch
 
 
 def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:

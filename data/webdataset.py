@@ -13,7 +13,7 @@ from typing import Literal, cast
 
 import numpy as np
 
-from data.base import Batch, DatasetError, DatasetInfo, Split
+from data.base import DatasetError, DatasetInfo, Split
 from data.captions import MAX_CAPTION_BYTES, TRIGGER, TRIGGER_KEY, CaptionedSource, captions_of
 from data.class_folders import read_classes
 from data.derived_classes import MOST_CLASSES, num_classes_of
@@ -24,7 +24,7 @@ from data.image_files import (
     SquareImagesConfig,
     check_readable,
 )
-from data.online_text import OnlineTextConfig, online_kind, with_captions
+from data.online_text import OnlineTextConfig, online_kind
 from data.saved_index import Advance, Table, are_places, is_column, saved_tables
 from data.splits import chosen_positions, spread_evenly
 from data.tar_files import Member, OpenArchives, TarImages, read_members
@@ -154,12 +154,8 @@ class WebDataset(SquareImages):
             positions = chosen_positions(chosen, split, config.validation_fraction)
         labels = samples.labels[positions]
         super().__init__(samples, positions, labels, config.required_size(), labelled=not config.captions)
-        self._encoded = bool(config.text_encoder)
+        self.encodes_captions = bool(config.text_encoder)
         self._captioned, self._trigger_word = config.captions, config.trigger_word
-
-    def fetch(self, indices: np.ndarray) -> Batch:
-        batch = super().fetch(indices)
-        return with_captions(batch, self.captions(indices)) if self._encoded else batch
 
     def captions(self, indices: np.ndarray) -> list[str]:
         """Captions of images, one line each, with the trigger word. Raises DatasetError: as where they are not read."""
