@@ -39,10 +39,14 @@ class NormalizedWeight(nn.Module):
         """Draw the raw weight."""
         nn.init.normal_(self.weight)
 
+    def raw_weight(self) -> Tensor:
+        """Weight before its rows are normalised."""
+        return self.weight
+
     def scaled_weight(self, dtype: torch.dtype) -> Tensor:
         """Weight as it is used: rows of norm 1 (nearly: see WEIGHT_EPSILON), which keep the mean square of inputs."""
         fan_in = self.weight[0].numel()
-        return (normalized(self.weight, dim=None, eps=WEIGHT_EPSILON) / math.sqrt(fan_in)).to(dtype)
+        return (normalized(self.raw_weight(), dim=None, eps=WEIGHT_EPSILON) / math.sqrt(fan_in)).to(dtype)
 
 
 class MPLinear(NormalizedWeight):
@@ -140,8 +144,9 @@ def mp_cat(a: Tensor, b: Tensor, share: float, dim: int) -> Tensor:
 
 
 def normalized_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Raw weights of a model that are normalised before each step."""
-    return [module.weight for module in model.modules() if isinstance(module, NormalizedWeight)]
+    """Raw weights of a model that train and are normalised before each step."""
+    found = [module.weight for module in model.modules() if isinstance(module, NormalizedWeight)]
+    return [weight for weight in found if weight.requires_grad]
 
 
 @torch.no_grad()

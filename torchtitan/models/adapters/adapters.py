@@ -1,0 +1,249 @@
+"""Adapters of a network: added, drawn, filled, read back and merged."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.models.adapters.config import LoRAConfig
+from torchtitan.models.adapters.layers import ADAPTED, AdaptedLayer, AdaptedLinear, AdapterError, LowRank
+from torchtitan.models.adapters.target import Target
+from torchtitan.models.adapters.targets import check_rank, weight_of
+from torchtitan.models.base import DiffusionModel
+from torchtitan.models.dropout import dropout_keys
+
+TRAINED = "lora"  # name of the adapter that trains
+
+
+@dataclass(frozen=True)
+class LowRankWeights:
+    """Weights of one target of an adapter.
+
+    Attributes:
+        down: A, [rank, inputs, ...].
+        up: B, [outputs, rank].
+        alpha: the update is alpha / rank B A.
+    """
+
+    down: Tensor
+    up: Tensor
+    alpha: float
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+
+AdapterWeights = Mapping[Target, LowRankWeights]
+
+
+def add_trained_adapter(model: DiffusionModel, targets: list[Target], config: LoRAConfig) -> None:
+    """Freeze a network and add the adapter that trains, without values; in place, on the device of the layers.
+
+    Raises:
+        AdapterError: targets overlap.
+    """
+    model.requires_grad_(False)
+    for target in targets:
+        alpha = config.rank if config.alpha is None else config.alpha
+        update = _empty(model, target, config.rank, alpha)
+        layer = _adapted_layer(model, target.module)
+        layer.add(TRAINED, update)
+        if isinstance(layer, AdaptedLinear):
+            layer.dropped = config.dropout
+
+
+def draw_adapter(model: nn.Module, config: LoRAConfig, seed: int) -> None:
+    """Draw A of the adapter that trains, and set B to zero: the update is zero at first.
+
+    Kaiming's uniform with a = sqrt(5), as of kohya's and ai-toolkit's scripts, is U(-1 / sqrt(inputs), 1 / sqrt(inputs));
+    the normal one of deviation 1 / rank is that of diffusers' scripts.
+
+    Args:
+        seed: of the run; the same values on any device and layout.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for _, update in trained_updates(model):
+        values = torch.empty(update.down.shape)
+        if config.init == "kaiming":
+            bound = 1.0 / math.sqrt(values[0].numel())
+            values.uniform_(-bound, bound, generator=generator)
+        else:
+            values.normal_(0.0, 1.0 / update.rank, generator=generator)
+        with torch.no_grad():
+            update.down.copy_(values)
+            update.up.zero_()
+
+
+def add_frozen_adapter(
+    model: DiffusionModel, name: str, weights: AdapterWeights, training_weight: float, sampling_weight: float, source: str = "adapter"
+) -> None:  # fmt: skip
+    """Add an adapter that does not train, with its values; in place.
+
+    Args:
+        name: without dots.
+        weights: of its targets.
+        training_weight, sampling_weight: multiples of its update in train mode and in eval mode.
+        source: file or key, named in errors.
+
+    Raises:
+        AdapterError: a target is not of this network, or has another shape.
+    """
+    for target, values in weights.items():
+        check_shape(model, target, values, source)
+        update = _empty(model, target, values.rank, values.alpha)
+        update.training_weight, update.sampling_weight = training_weight, sampling_weight
+        with torch.no_grad():
+            update.down.copy_(values.down)
+            update.up.copy_(values.up)
+        _adapted_layer(model, target.module).add(name, update.requires_grad_(False))
+
+
+@torch.no_grad()
+def fill_adapter(model: DiffusionModel, weights: AdapterWeights, source: str = "adapter") -> None:
+    """Fill the adapter that trains with values of the same targets and ranks.
+
+    Raises:
+        AdapterError: targets, ranks or scales differ.
+    """
+    wanted = adapter_weights(model)
+    if missing := sorted(wanted.keys() ^ weights.keys()):
+        place = "lacks" if missing[0] in wanted else "also has"
+        raise AdapterError(f"{source}: {place} {_shown(missing[0])}: set lora.targets to the layers that it has adapters of")
+    for (target, update), values in zip(trained_updates(model), (weights[target] for target in wanted), strict=True):
+        if values.rank != update.rank:
+            raise AdapterError(f"{source}: has rank {values.rank} in {_shown(target)}, and lora.rank = {update.rank} (set it alike)")
+        if not math.isclose(values.alpha, update.alpha):
+            raise AdapterError(f"{source}: has alpha {values.alpha:g} in {_shown(target)}, the run {update.alpha:g} (set lora.alpha)")
+        check_shape(model, target, values, source)
+        update.down.copy_(values.down)
+        update.up.copy_(values.up)
+
+
+def check_shape(model: DiffusionModel, target: Target, values: LowRankWeights, source: str) -> None:
+    """Raise AdapterError if an adapter's weights do not fit a network's layer."""
+    try:
+        shape = weight_of(model, target.module)
+    except AttributeError:
+        raise AdapterError(f"{source}: is an adapter of another network, with {target.module}, which this one lacks") from None
+    wanted = (values.rank, *shape[1:]), (target.stop - target.start, values.rank)
+    found = tuple(values.down.shape), tuple(values.up.shape)
+    if target.stop > shape[0] or found != wanted:
+        raise AdapterError(
+            f"{source}: is an adapter of another network: {_shown(target)} needs A {list(wanted[0])} and B {list(wanted[1])},"
+            f" and it has {list(found[0])} and {list(found[1])}"
+        )
+    check_rank(model, target, values.rank, source)
+
+
+def trained_updates(model: nn.Module) -> Iterator[tuple[Target, LowRank]]:
+    """Updates of the adapter that trains, by target, in the order of the network."""
+    for name, layer in adapted_layers(model):
+        if TRAINED in layer.adapters:
+            for update in cast(list[LowRank], layer.adapters[TRAINED]):
+                yield Target(name, update.start, update.stop), update
+
+
+def adapter_weights(model: nn.Module) -> dict[Target, LowRankWeights]:
+    """Weights of the adapter that trains; the tensors themselves."""
+    return {
+        target: LowRankWeights(update.down.detach(), update.up.detach(), update.alpha)
+        for target, update in trained_updates(model)
+    }
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
+    """Layers with adapters, by name, in the order of the network."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, AdaptedLayer))
+
+
+def draw_adapter_dropout(model: nn.Module, seed: int, samples: Tensor, attempt: int = 0) -> None:
+    """Draw which inputs of the adapters the following forwards in training drop; as `DiffusionModel.draw_dropout`."""
+    layers = [layer for _, layer in adapted_layers(model) if isinstance(layer, AdaptedLinear) and layer.dropped]
+    if layers:
+        keys = dropout_keys(seed, samples, len(layers), attempt, purpose="adapter_dropout")
+        for layer, of_layer in zip(layers, keys, strict=True):
+            layer.keys = of_layer
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> None:
+    """Add the updates to the weights, as they are in eval mode, in place; forwards then cost as much as without adapters."""
+    for _, layer in adapted_layers(model):
+        if not layer.merged:
+            layer.weight.copy_(_merged(layer))
+            layer.merged = True
+
+
+@torch.no_grad()
+def unmerge(model: nn.Module) -> None:
+    """Subtract the updates that `merge` added; the weights are as before up to rounding."""
+    for _, layer in adapted_layers(model):
+        if layer.merged:
+            layer.weight.copy_(_merged(layer, -1.0))
+            layer.merged = False
+
+
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Weights of layers with adapters, in eval mode's multiples, merged in float32, one at a time: names as in the network.
+    """
+    for name, layer in adapted_layers(model):
+        yield f"{name}.weight", layer.weight.detach() if layer.merged else _merged(layer)
+
+
+def is_adapter_parameter(name: str) -> bool:
+    """Check whether a parameter's name is of an adapter, and not of the network that it is added to."""
+    return ".adapters." in name
+
+
+@contextmanager
+def without_adapter(model: nn.Module, name: str = TRAINED) -> Iterator[None]:
+    """Leave an adapter out inside the context."""
+    updates = [update for _, layer in adapted_layers(model) if name in layer.adapters for update in cast(Any, layer.adapters[name])]
+    before = [(update.training_weight, update.sampling_weight) for update in updates]
+    try:
+        for update in updates:
+            update.training_weight = update.sampling_weight = 0.0
+        yield
+    finally:
+        for update, (training, sampling) in zip(updates, before, strict=True):
+            update.training_weight, update.sampling_weight = training, sampling
+
+
+@torch.no_grad()
+def _merged(layer: AdaptedLayer, sign: float = 1.0) -> Tensor:
+    was_training = layer.training
+    layer.eval()
+    try:
+        update = layer.update_of_weight(always=True)
+    finally:
+        layer.train(was_training)
+    weight = layer.weight.detach().to(torch.float32)
+    return weight.clone() if update is None else weight + sign * update
+
+
+def _empty(model: DiffusionModel, target: Target, rank: int, alpha: float) -> LowRank:
+    layer = model.get_submodule(target.module)
+    inputs = weight_of(model, target.module)[1:]
+    return LowRank(target.start, target.stop, inputs, rank=rank, alpha=alpha, device=cast(nn.Parameter, layer.weight).device)
+
+
+def _adapted_layer(model: DiffusionModel, name: str) -> AdaptedLayer:
+    """Layer of that name, which is replaced where it has no adapters yet."""
+    layer = model.get_submodule(name)
+    if isinstance(layer, AdaptedLayer):
+        return layer
+    if type(layer) not in ADAPTED:
+        raise AdapterError(f"{name}: is {type(layer).__name__}, which can have no adapter")
+    parent, _, child = name.rpartition(".")
+    adapted = cast(Any, ADAPTED)[type(layer)](layer)
+    model.get_submodule(parent).register_module(child, adapted)
+    return adapted
+
+
+def _shown(target: Target) -> str:
+    return f"{target.module}[{target.start}:{target.stop}]"
