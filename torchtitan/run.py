@@ -26,6 +26,7 @@ from torchtitan.errors import (
 )
 from torchtitan.files.run_lock import Busy
 from torchtitan.gns.capture import CannotMeasure
+from torchtitan.models.adapters.layers import AdapterError
 from torchtitan.models.float8 import Float8Error
 from torchtitan.models.flops import MiscountedModel
 from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _REFUSALS = (
     AutoencoderError, RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure, Float8Error,
-    LaunchError, MiscountedModel, EvaluationError,
+    LaunchError, MiscountedModel, EvaluationError, AdapterError,
 )  # fmt: skip
 _WAIT = 3.0  # seconds for another rank to be seen gone, or to say why it ended
 _CLOSING_SECONDS = 60.0

@@ -32,17 +32,25 @@ from torchtitan.evaluation.decoding import run_decoder
 from torchtitan.evaluation.image_sets import DatasetImages
 from torchtitan.evaluation.sample_metrics import SampleMetrics
 from torchtitan.files.remote_path import AnyPath
-from torchtitan.files.weight_files import check_finite, check_fits, fill, saved_buffers
+from torchtitan.files.weight_files import check_finite, check_fits, saved_buffers
 from torchtitan.gns.capture import GradientTaps, check_measurable
 from torchtitan.gns.config import bin_edges
 from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.rank_monitor import RankMonitor
-from torchtitan.models import build_model
+from torchtitan.models.adapters.adapters import draw_adapter_dropout, trained_parameters
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.float8 import check_convertible, convert_to_float8
 from torchtitan.models.flops import check_macs
 from torchtitan.models.magnitude import normalize_rows, normalized_weights
 from torchtitan.runs.folder import RunFolder
+from torchtitan.runs.network import (
+    BASE_SHA256,
+    adapted_network,
+    adapter_targets,
+    check_base,
+    drawn_network,
+    network_on_meta,
+)
 from torchtitan.runs.status import remove_status
 from torchtitan.settings.record import effective
 from torchtitan.training.buckets import images_of_shapes
@@ -75,7 +83,7 @@ class RunState:
             AutoencoderError: before there is a process group.
             Busy: another process writes into the run's folder; on every rank.
             EvaluationError, RunFolderError, MiscountedModel, CannotMeasure, CheckpointError, DatasetError, OptimizerError,
-                Float8Error: on every rank, before anything is overwritten.
+                Float8Error, AdapterError: on every rank, before anything is overwritten.
         """
         self.config = config
         self.decoder = run_decoder(config.autoencoder, config.data, config.draws_pictures)
@@ -85,6 +93,8 @@ class RunState:
         self.folder = RunFolder(config)
         from_first_rank(check_macs, _model_on_meta(config), config.model.name)
         self._check_initial_weights()
+        if config.lora.enable:
+            adapter_targets(config, _model_on_meta(config))
         if config.float8.enable:
             shapes = dataset_info(config.data).shapes
             check_convertible(_model_on_meta(config), config.float8, config.training.local_batch_size, shapes)
@@ -118,7 +128,7 @@ class RunState:
             reduce_dtype=config.training.mixed_precision_reduce,
             num_shapes=len(self.shapes),
         )
-        self.parameters = named_parameters(self.model)
+        self.parameters = trained_parameters(named_parameters(self.model))
         self._normalized = normalized_weights(self.model)
         beside = self.objective.parameters()
         self.optimizer = build_optimizer(
@@ -174,7 +184,7 @@ class RunState:
 
     @property
     def num_parameters(self) -> int:
-        """Number of the network's parameters."""
+        """Number of parameters that train."""
         return sum(parameter.numel() for parameter in self.parameters.values())
 
     @property
@@ -211,6 +221,8 @@ class RunState:
         condition = self.condition(batch, samples.attempt)
         if self.config.model.dropout > 0:
             self.model.draw_dropout(self.config.debug.seed, batch["samples"], samples.attempt)
+        if self.config.lora.enable:
+            draw_adapter_dropout(self.model, self.config.debug.seed, batch["samples"], samples.attempt)
         if measure and self.gns:
             self.gns.begin_microbatch(draw.t)
         with self._precision:
@@ -258,7 +270,7 @@ class RunState:
             "ema_snapshots": self.snapshots.state_dict(),
             "reports": reports,
             "gns": self.gns.state_dict() if self.gns else {},
-        }
+        } | ({BASE_SHA256: self._base_sha256} if self.config.lora.enable else {})
 
     @property
     def snapshot_due(self) -> bool:
@@ -280,6 +292,8 @@ class RunState:
         checkpoint = checkpoint_path(self.folder.checkpoints, step)
         materialise_state(self.optimizer)
         state, tensors = read_state(checkpoint), self.tensors()
+        if self.config.lora.enable:
+            check_base(state, self._base_sha256, str(checkpoint), self.config.checkpoint.initial_weights)
         if self.gns and not self.gns.fits(state.get("gns", {})):
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("gns.")}
         read_tensors(checkpoint, tensors)
@@ -332,18 +346,19 @@ class RunState:
         """Check initial weights before the run's folder is made: they must fit and be finite. Raises CheckpointError.
         """
         path = self.config.checkpoint.initial_weights
-        if path and not checkpoint_steps(self.folder.checkpoints):
+        if path and (self.config.lora.enable or not checkpoint_steps(self.folder.checkpoints)):
             check_fits(Path(path), _model_on_meta(self.config))
             check_finite(Path(path))
 
     def _build_model(self, new: bool) -> DiffusionModel:
-        model = _model_on_meta(self.config)
-        # Drawn whole on every rank, before sharding: the same weights on any layout.
-        torch.manual_seed(self.config.debug.seed)
-        model.to_empty(device=self.layout.device)
-        model.init_weights()
-        if new and self.config.checkpoint.initial_weights:
-            fill(model, Path(self.config.checkpoint.initial_weights))
+        config, info, device = self.config, self.info, self.layout.device
+        if config.lora.enable:
+            if new and not config.checkpoint.initial_weights and self.layout.rank == 0:
+                logger.warning("lora: the frozen network is drawn at random (checkpoint.initial_weights names a trained one)")
+            model, self._base_sha256 = adapted_network(config, info, device)
+        else:
+            # Drawn whole on every rank, before sharding: the same weights on any layout.
+            model = drawn_network(config, info, device, config.checkpoint.initial_weights if new else "")
         return model.train()
 
     def _build_taps(self, edges: Tensor) -> GradientTaps:
@@ -389,9 +404,7 @@ class RunState:
 
 
 def _model_on_meta(config: JobConfig) -> DiffusionModel:
-    info = dataset_info(config.data)
-    with torch.device("meta"):
-        return build_model(config.model, info.image_shape, info.condition_kind)
+    return network_on_meta(config, dataset_info(config.data))
 
 
 def _checked_reports(state: dict, step: int) -> dict:

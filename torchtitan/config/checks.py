@@ -379,6 +379,23 @@ def _float8(checked: ConfigView) -> Iterator[Problem]:
         yield Problem(key, text)
 
 
+def _lora(checked: ConfigView) -> Iterator[Problem]:
+    if not checked.lora.enable:
+        return
+    sets = MODELS[checked.model.name].adapter_sets
+    if not checked.lora.patterns and checked.lora.targets not in ("blocks", *sets):
+        known = ", ".join(("blocks", *sets))
+        text = f"{quoted(checked.lora.targets)} is no set of layers of model.name = {checked.model.name} (one of {known})"
+        yield Problem("lora.targets", f"{text}, or give lora.patterns)".replace("),", ","))
+    if checked.float8.enable:
+        yield Problem("float8.enable", "computes products of weights that train, and lora freezes them (set it to false)")
+    if checked.gns.enable and checked.gns.single_pass:
+        yield Problem(
+            "gns.single_pass", "taps gradients of whole layers, and lora trains adapters (set it to false with"
+            " gns.rank_gradients, or gns.enable to false)",
+        )  # fmt: skip
+
+
 def _normalized_weights(checked: ConfigView) -> Iterator[Problem]:
     if not checked.whole("model").normalizes_weights:
         return
@@ -438,6 +455,7 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _compiler,
     _activation_checkpoint,
     _float8,
+    _lora,
     _normalized_weights,
     _profiling,
 ]

@@ -25,6 +25,7 @@ from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.gns.config import GNSConfig
 from torchtitan.models import MODELS
+from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.models.float8 import Float8Config
 from torchtitan.profiling.config import ProfilingConfig
 from torchtitan.settings import Choice, choice, has_key, section_of, setting
@@ -134,6 +135,7 @@ class JobConfig:
         ActivationCheckpointConfig, "recomputation of activations in backward"
     )
     float8: Float8Config = section_of(Float8Config, "float8 matrix products in the blocks")
+    lora: LoRAConfig = section_of(LoRAConfig, "low-rank adapters of a frozen network")
     ema: EMAConfig = section_of(EMAConfig, "averages of the weights")
     gns: GNSConfig = section_of(GNSConfig, "gradient noise scale of each timestep bin, and its uses")
     checkpoint: CheckpointConfig = section_of(CheckpointConfig, "saving, resuming, initial weights")

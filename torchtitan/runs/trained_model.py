@@ -13,6 +13,7 @@ from torchtitan.checkpoint.checkpointer import (
     checkpoint_path,
     checkpoint_steps,
     newest_good,
+    read_state,
     read_tensors,
     verify,
 )
@@ -22,9 +23,10 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.files.regular import read_toml
 from torchtitan.files.remote_path import AnyPath
-from torchtitan.files.weight_files import WeightsError, fill, mismatches, named_weights, saved_buffers
-from torchtitan.models import build_model
+from torchtitan.files.weight_files import WeightsError, fill, mismatches, saved_buffers
+from torchtitan.models.adapters.adapters import trained_parameters
 from torchtitan.models.base import DiffusionModel
+from torchtitan.runs.network import adapted_network, check_base, network_on_meta
 from torchtitan.runs.post_hoc_ema import Reconstruction, reconstruct, stored_averages
 from torchtitan.training.snapshot_series import SnapshotError
 
@@ -80,9 +82,10 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
     checkpoints = run_checkpoints(folder)
     step, warnings = _choose_step(checkpoints, step)
     info = dataset_info(config.data)
-    model = _empty_model(config, info, device)
+    model = _empty_model(config, info, device, checkpoint_path(checkpoints, step))
     prefix = "model." if track == "none" else f"ema.{track}."
-    wanted = {prefix + name: parameter.detach() for name, parameter in model.named_parameters()}
+    trained = trained_parameters(dict(model.named_parameters()))
+    wanted = {prefix + name: parameter.detach() for name, parameter in trained.items()}
     wanted |= {f"model.{name}": buffer for name, buffer in saved_buffers(model).items()}
     read_tensors(checkpoint_path(checkpoints, step), wanted)
     objective = build_objective(config.objective, config.debug.seed).to(device)
@@ -122,7 +125,7 @@ def empty_trained_model(folder: Path, device: torch.device) -> TrainedModel:
 @torch.no_grad()
 def fill_reconstructed(trained: TrainedModel, found: Reconstruction) -> None:
     """Fill model and objective from a run's snapshots. Raises SnapshotError, WeightsError."""
-    weights = named_weights(trained.model)
+    weights = trained_parameters(dict(trained.model.named_parameters())) | saved_buffers(trained.model)
     wanted = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     learned = trained.objective.tensors()
     wanted_beside = {name: tuple(tensor.shape) for name, tensor in learned.items()}
@@ -178,11 +181,18 @@ def _choose_step(checkpoints: AnyPath, step: int | None) -> tuple[int, list[str]
     return newest, skipped
 
 
-def _empty_model(config: JobConfig, info: DatasetInfo, device: torch.device) -> DiffusionModel:
-    with torch.device("meta"):
-        model = build_model(config.model, info.image_shape, info.condition_kind)
-    model.to_empty(device=device)
-    model.init_buffers()
+def _empty_model(
+    config: JobConfig, info: DatasetInfo, device: torch.device, checkpoint: AnyPath | None = None
+) -> DiffusionModel:
+    """Network whose trained weights have no values; with adapters the frozen ones have, compared with a checkpoint's."""
+    if config.lora.enable:
+        model, digest = adapted_network(config, info, device)
+        if checkpoint is not None:
+            check_base(read_state(checkpoint), digest, str(checkpoint), config.checkpoint.initial_weights)
+    else:
+        model = network_on_meta(config, info)
+        model.to_empty(device=device)
+        model.init_buffers()
     return model.eval().requires_grad_(False)
 
 

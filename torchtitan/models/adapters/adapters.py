@@ -80,7 +80,8 @@ def draw_adapter(model: nn.Module, config: LoRAConfig, seed: int) -> None:
 
 
 def add_frozen_adapter(
-    model: DiffusionModel, name: str, weights: AdapterWeights, training_weight: float, sampling_weight: float, source: str = "adapter"
+    model: DiffusionModel, name: str, weights: AdapterWeights, training_weight: float, sampling_weight: float,
+    source: str = "adapter",
 ) -> None:  # fmt: skip
     """Add an adapter that does not train, with its values; in place.
 
@@ -116,9 +117,10 @@ def fill_adapter(model: DiffusionModel, weights: AdapterWeights, source: str = "
         raise AdapterError(f"{source}: {place} {_shown(missing[0])}: set lora.targets to the layers that it has adapters of")
     for (target, update), values in zip(trained_updates(model), (weights[target] for target in wanted), strict=True):
         if values.rank != update.rank:
-            raise AdapterError(f"{source}: has rank {values.rank} in {_shown(target)}, and lora.rank = {update.rank} (set it alike)")
+            raise AdapterError(f"{source}: has rank {values.rank} in {_shown(target)}, the run {update.rank} (set lora.rank)")
         if not math.isclose(values.alpha, update.alpha):
-            raise AdapterError(f"{source}: has alpha {values.alpha:g} in {_shown(target)}, the run {update.alpha:g} (set lora.alpha)")
+            found, wanted_alpha = f"{values.alpha:g}", f"{update.alpha:g}"
+            raise AdapterError(f"{source}: has alpha {found} in {_shown(target)}, the run {wanted_alpha} (set lora.alpha)")
         check_shape(model, target, values, source)
         update.down.copy_(values.down)
         update.up.copy_(values.up)
@@ -195,15 +197,17 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield f"{name}.weight", layer.weight.detach() if layer.merged else _merged(layer)
 
 
-def is_adapter_parameter(name: str) -> bool:
-    """Check whether a parameter's name is of an adapter, and not of the network that it is added to."""
-    return ".adapters." in name
+def trained_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Parameters of a network that train, by name: those of its trained adapter or, where it has none, all."""
+    adapters = {name: parameter for name, parameter in parameters.items() if f".adapters.{TRAINED}." in name}
+    return adapters or dict(parameters)
 
 
 @contextmanager
 def without_adapter(model: nn.Module, name: str = TRAINED) -> Iterator[None]:
     """Leave an adapter out inside the context."""
-    updates = [update for _, layer in adapted_layers(model) if name in layer.adapters for update in cast(Any, layer.adapters[name])]
+    layers = [layer for _, layer in adapted_layers(model) if name in layer.adapters]
+    updates = [update for layer in layers for update in cast(Any, layer.adapters[name])]
     before = [(update.training_weight, update.sampling_weight) for update in updates]
     try:
         for update in updates:

@@ -9,7 +9,7 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2
 """
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +71,7 @@ class AdaptedLayer(nn.Module):
         merged: whether the updates are in the weight, see `merge`.
     """
 
-    weight: nn.Parameter
+    weight: Any  # a parameter; the layers that are replaced declare it differently
 
     def _adopt(self, layer: nn.Module) -> None:
         """Adopt the parameters and attributes of the layer that this one replaces."""

@@ -13,7 +13,10 @@ from torchtitan.models.base import DiffusionModel
 BLOCKS = "blocks"
 
 
-def find_targets(model: DiffusionModel, config: LoRAConfig, sets: Mapping[str, Callable[[DiffusionModel], list[Target]]]) -> list[Target]:
+TargetSets = Mapping[str, Callable[[DiffusionModel], list[Target]]]
+
+
+def find_targets(model: DiffusionModel, config: LoRAConfig, sets: TargetSets) -> list[Target]:
     """Find the targets that a configuration names, in the order of the network.
 
     Args:
@@ -72,7 +75,7 @@ def of_blocks(model: DiffusionModel) -> list[Target]:
     return [whole(model, name) for name in adaptable(model, model.blocks())]
 
 
-def _named(model: DiffusionModel, name: str, sets: Mapping[str, Callable[[DiffusionModel], list[Target]]]) -> list[Target]:
+def _named(model: DiffusionModel, name: str, sets: TargetSets) -> list[Target]:
     known: dict[str, Callable[[DiffusionModel], list[Target]]] = {BLOCKS: of_blocks, **sets}
     if name not in known:
         raise AdapterError(

@@ -1,0 +1,103 @@
+"""Network of a run: drawn or filled from its initial weights and, where the run trains adapters, frozen with them added.
+
+With `[lora]` a checkpoint holds the adapters alone. The frozen network is read, or drawn, again at every start, and
+`base_sha256` shows that it is the one that the adapters were trained with.
+"""
+
+from pathlib import Path
+
+import torch
+
+from data.base import DatasetInfo
+from torchtitan.config.job import JobConfig
+from torchtitan.distributed.precision import DTYPES
+from torchtitan.errors import CheckpointError
+from torchtitan.files.weight_files import fill, named_weights
+from torchtitan.files.weight_hash import weights_sha256
+from torchtitan.models import MODELS, build_model
+from torchtitan.models.adapters.adapters import add_trained_adapter, draw_adapter
+from torchtitan.models.adapters.target import Target
+from torchtitan.models.adapters.targets import find_targets
+from torchtitan.models.base import DiffusionModel
+
+# Key of a checkpoint's state with the hash of the frozen network.
+BASE_SHA256 = "lora_base_sha256"
+_ZERO_MATRIX_STD = 0.02
+
+
+def network_on_meta(config: JobConfig, info: DatasetInfo) -> DiffusionModel:
+    """Network without adapters on the meta device."""
+    with torch.device("meta"):
+        return build_model(config.model, info.image_shape, info.condition_kind)
+
+
+def drawn_network(config: JobConfig, info: DatasetInfo, device: torch.device, initial_weights: str = "") -> DiffusionModel:
+    """Network without adapters whose weights are drawn or read; the same on any layout.
+
+    Args:
+        device: of the network, which it is on whole.
+        initial_weights: file that fills it; none: it is drawn from the run's seed, for adapters without zero matrices.
+
+    Raises:
+        WeightsError.
+    """
+    model = network_on_meta(config, info)
+    if config.lora.enable:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(DTYPES[config.lora.base_dtype])
+    torch.manual_seed(config.debug.seed)
+    model.to_empty(device=device)
+    model.init_weights()
+    if initial_weights:
+        fill(model, Path(initial_weights))
+    elif config.lora.enable:
+        _draw_zero_matrices(model)
+    return model
+
+
+def adapted_network(config: JobConfig, info: DatasetInfo, device: torch.device) -> tuple[DiffusionModel, str]:
+    """Frozen network of a run that trains adapters, with them as they are at the run's start.
+
+    Returns:
+        the network; the hash of its frozen weights.
+
+    Raises:
+        WeightsError; AdapterError: it cannot have the adapters of `[lora]`.
+    """
+    model = drawn_network(config, info, device, config.checkpoint.initial_weights)
+    digest = weights_sha256(named_weights(model))
+    add_trained_adapter(model, adapter_targets(config, model), config.lora)
+    draw_adapter(model, config.lora, config.debug.seed)
+    return model, digest
+
+
+def adapter_targets(config: JobConfig, model: DiffusionModel) -> list[Target]:
+    """Targets of the adapter that trains. Raises AdapterError."""
+    return find_targets(model, config.lora, MODELS[config.model.name].adapter_sets)
+
+
+@torch.no_grad()
+def _draw_zero_matrices(model: DiffusionModel) -> None:
+    """Draw the matrices that a network starts from as zeros: frozen at zero, they would let no gradient through."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1 and not parameter.any():
+            parameter.normal_(std=_ZERO_MATRIX_STD)
+
+
+def check_base(state: dict, digest: str, place: str, initial_weights: str) -> None:
+    """Check that a frozen network is the one of a checkpoint's adapters.
+
+    Args:
+        state: the checkpoint's state.
+        digest: hash of the network's weights.
+        place: the checkpoint, named in the error.
+        initial_weights: where the weights are from.
+
+    Raises:
+        CheckpointError.
+    """
+    if state.get(BASE_SHA256) != digest:
+        source = f"checkpoint.initial_weights = {initial_weights}" if initial_weights else "those drawn from debug.seed"
+        raise CheckpointError(
+            f"{place}: its adapters were trained on other frozen weights than {source} (name the file of those)"
+        )
