@@ -24,8 +24,9 @@ def compute_context(param_dtype: str, device: torch.device, sharded: bool) -> Ab
 def fsdp_policy(param_dtype: str, reduce_dtype: str) -> MixedPrecisionPolicy:
     """FSDP2's cast policy: weights are cast, inputs are not.
 
-    x and t must reach the model, and rotary tables its blocks, in float32; the model casts activations itself.
+    x and t must reach the model, and rotary tables its blocks, in float32; the model casts activations itself. Weights are
+    stored in float32, or frozen in bfloat16: for float32 compute none is cast.
     """
     return MixedPrecisionPolicy(
-        param_dtype=DTYPES[param_dtype], reduce_dtype=DTYPES[reduce_dtype], cast_forward_inputs=False
+        param_dtype=None if param_dtype == "float32" else DTYPES[param_dtype], reduce_dtype=DTYPES[reduce_dtype], cast_forward_inputs=False
     )
