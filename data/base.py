@@ -95,12 +95,14 @@ class DataConfig:
         validation_path: where held-out data are.
         horizontal_flip: whether the loader mirrors each training image with probability 1/2.
         max_corrupt_share: share of unreadable images that ends a run.
+        classes: classes whose images are used; none: all.
     """
 
     path = ""
     validation_path = ""
     horizontal_flip = False
     max_corrupt_share = 0.2
+    classes = list[int]()
 
     name: str = setting("digits", "dataset")
     labels: bool = setting(True, "whether what comes with an image, as its class, conditions the network")

@@ -23,10 +23,11 @@ class DigitsConfig(DataConfig):
     """`[data]` with name = "digits"."""
 
     name: Literal["digits"] = setting("digits", "dataset")
+    classes: list[int] = setting([], "digits whose images are used, as [8, 9]; default: all; the network has ten classes always")
 
 
 class Digits(Dataset):
-    """1,500 training and 297 validation images [1, 8, 8] of the digits 0 to 9."""
+    """1,500 training and 297 validation images [1, 8, 8] of the digits 0 to 9, or those of some digits."""
 
     Config = DigitsConfig
 
@@ -34,6 +35,8 @@ class Digits(Dataset):
     def info(config: DigitsConfig) -> DatasetInfo:
         if not _file().exists():
             raise DatasetError(_MISSING)
+        if unknown := [digit for digit in config.classes if not 0 <= digit <= 9]:
+            raise DatasetError(f"data.classes: {unknown[0]} is no digit (0 to 9)")
         return DatasetInfo((1, 8, 8), Classes(10, tuple("0123456789")))
 
     def __init__(self, config: DigitsConfig, split: Split) -> None:
@@ -41,6 +44,8 @@ class Digits(Dataset):
         # The order on file follows the writers; raw Philox words are the same in every version of NumPy.
         order = np.argsort(np.random.Philox(key=SPLIT_KEY).random_raw(len(rows)), kind="stable")
         chosen = rows[order[:NUM_TRAIN] if split == "train" else order[NUM_TRAIN:]]
+        if config.classes:
+            chosen = chosen[torch.isin(chosen[:, 64], torch.tensor(config.classes))]
         images = chosen[:, :64].to(torch.float32).view(-1, 1, 8, 8)  # values 0..16
         self._images = images / 8 - 1
         self._labels = chosen[:, 64].contiguous()

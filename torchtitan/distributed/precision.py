@@ -28,5 +28,7 @@ def fsdp_policy(param_dtype: str, reduce_dtype: str) -> MixedPrecisionPolicy:
     stored in float32, or frozen in bfloat16: for float32 compute none is cast.
     """
     return MixedPrecisionPolicy(
-        param_dtype=None if param_dtype == "float32" else DTYPES[param_dtype], reduce_dtype=DTYPES[reduce_dtype], cast_forward_inputs=False
+        param_dtype=None if param_dtype == "float32" else DTYPES[param_dtype],
+        reduce_dtype=DTYPES[reduce_dtype],
+        cast_forward_inputs=False,
     )

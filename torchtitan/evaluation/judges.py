@@ -30,8 +30,9 @@ JUDGES: dict[str, type[Judge]] = {"digits": DigitsJudge}
 
 
 def judge_type(config: DataConfig) -> type[Judge] | None:
-    """Type of the judge of a dataset, which compares by label; None if there is none, or labels are left aside."""
-    return JUDGES.get(config.name) if config.labels else None
+    """Type of the judge of a dataset, which compares by label; None if there is none, or labels or some classes are left aside.
+    """
+    return JUDGES.get(config.name) if config.labels and not config.classes else None
 
 
 def build_judge(config: DataConfig) -> Judge:

@@ -2,8 +2,9 @@
 
     y = W x + w s B A x      s = alpha / rank, w the adapter's multiple, A [rank, inputs], B [outputs, rank]
 
-A linear adds the update to its output, and needs no gradient of W. A convolution, and a layer that normalises its
-weight, add it to the raw weight instead, so that a merged weight is the same function.
+A linear adds the update to its output, and needs no gradient of W. A convolution, a table of embeddings (its rows are
+the outputs) and a layer that normalises its weight add it to the raw weight instead, so that a merged weight is the same
+function.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685, section 4.1.
 """
@@ -175,7 +176,20 @@ class AdaptedConv2d(AdaptedLayer, nn.Conv2d):
         return self._conv_forward(x, self.adapted_weight(), self.bias)
 
 
-ADAPTED = {nn.Linear: AdaptedLinear, MPLinear: AdaptedMPLinear, MPConv2d: AdaptedMPConv2d, nn.Conv2d: AdaptedConv2d}
+class AdaptedEmbedding(AdaptedLayer, nn.Embedding):
+    """Table of embeddings with adapters."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        self._adopt(table)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return F.embedding(numbers, self.adapted_weight())
+
+
+ADAPTED = {
+    nn.Linear: AdaptedLinear, MPLinear: AdaptedMPLinear, MPConv2d: AdaptedMPConv2d, nn.Conv2d: AdaptedConv2d,
+    nn.Embedding: AdaptedEmbedding,
+}  # fmt: skip
 
 
 def _of_all_rows(pieces: list[LowRank], values: list[Tensor], rows: int, dim: int) -> Tensor:
