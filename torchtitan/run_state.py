@@ -13,7 +13,14 @@ from torch import Tensor
 
 from data import DATASETS, dataset_info
 from data.base import Batch
-from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, checkpoint_steps, read_state, read_tensors
+from torchtitan.checkpoint.checkpointer import (
+    Checkpointer,
+    checkpoint_path,
+    checkpoint_steps,
+    newest_good,
+    read_state,
+    read_tensors,
+)
 from torchtitan.conditions import Condition
 from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.objective import LossTerms
@@ -33,6 +40,7 @@ from torchtitan.evaluation.image_sets import DatasetImages
 from torchtitan.evaluation.sample_metrics import SampleMetrics
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import check_finite, check_fits, saved_buffers
+from torchtitan.files.weight_hash import file_sha256
 from torchtitan.gns.capture import GradientTaps, check_measurable
 from torchtitan.gns.config import bin_edges
 from torchtitan.gns.monitor import GNSMonitor
@@ -343,12 +351,16 @@ class RunState:
         return SampleMetrics(self.config.evaluation, self.layout.device, size, group_for_work(), open_split)
 
     def _check_initial_weights(self) -> None:
-        """Check initial weights before the run's folder is made: they must fit and be finite. Raises CheckpointError.
+        """Check initial weights before the run's folder is made: they must fit, be finite and, of a run that trained adapters
+        before, be those that it trained them with. Raises CheckpointError.
         """
         path = self.config.checkpoint.initial_weights
         if path and (self.config.lora.enable or not checkpoint_steps(self.folder.checkpoints)):
             check_fits(Path(path), _model_on_meta(self.config))
             check_finite(Path(path))
+        if path and self.config.lora.enable and (step := newest_good(self.folder.checkpoints)[0]) is not None:
+            checkpoint = checkpoint_path(self.folder.checkpoints, step)
+            check_base(read_state(checkpoint), file_sha256(Path(path)), str(checkpoint), path)
 
     def _build_model(self, new: bool) -> DiffusionModel:
         config, info, device = self.config, self.info, self.layout.device

@@ -13,7 +13,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.distributed.precision import DTYPES
 from torchtitan.errors import CheckpointError
 from torchtitan.files.weight_files import fill, named_weights
-from torchtitan.files.weight_hash import weights_sha256
+from torchtitan.files.weight_hash import file_sha256, weights_sha256
 from torchtitan.models import MODELS, build_model
 from torchtitan.models.adapters.adapters import add_trained_adapter, draw_adapter
 from torchtitan.models.adapters.target import Target
@@ -22,7 +22,7 @@ from torchtitan.models.base import DiffusionModel
 
 # Key of a checkpoint's state with the hash of the frozen network.
 BASE_SHA256 = "lora_base_sha256"
-_ZERO_MATRIX_STD = 0.02
+_ZERO_STD = 0.02
 
 
 def network_on_meta(config: JobConfig, info: DatasetInfo) -> DiffusionModel:
@@ -36,7 +36,7 @@ def drawn_network(config: JobConfig, info: DatasetInfo, device: torch.device, in
 
     Args:
         device: of the network, which it is on whole.
-        initial_weights: file that fills it; none: it is drawn from the run's seed, for adapters without zero matrices.
+        initial_weights: file that fills it; none: it is drawn from the run's seed, for adapters without zero gains and matrices.
 
     Raises:
         WeightsError.
@@ -51,7 +51,7 @@ def drawn_network(config: JobConfig, info: DatasetInfo, device: torch.device, in
     if initial_weights:
         fill(model, Path(initial_weights))
     elif config.lora.enable:
-        _draw_zero_matrices(model)
+        _draw_zeros(model)
     return model
 
 
@@ -59,13 +59,14 @@ def adapted_network(config: JobConfig, info: DatasetInfo, device: torch.device) 
     """Frozen network of a run that trains adapters, with them as they are at the run's start.
 
     Returns:
-        the network; the hash of its frozen weights.
+        the network; the hash of its frozen weights, before they are cast.
 
     Raises:
         WeightsError; AdapterError: it cannot have the adapters of `[lora]`.
     """
-    model = drawn_network(config, info, device, config.checkpoint.initial_weights)
-    digest = weights_sha256(named_weights(model))
+    initial_weights = config.checkpoint.initial_weights
+    model = drawn_network(config, info, device, initial_weights)
+    digest = file_sha256(Path(initial_weights)) if initial_weights else weights_sha256(named_weights(model))
     add_trained_adapter(model, adapter_targets(config, model), config.lora)
     draw_adapter(model, config.lora, config.debug.seed)
     return model, digest
@@ -77,11 +78,11 @@ def adapter_targets(config: JobConfig, model: DiffusionModel) -> list[Target]:
 
 
 @torch.no_grad()
-def _draw_zero_matrices(model: DiffusionModel) -> None:
-    """Draw the matrices that a network starts from as zeros: frozen at zero, they would let no gradient through."""
-    for parameter in model.parameters():
-        if parameter.ndim > 1 and not parameter.any():
-            parameter.normal_(std=_ZERO_MATRIX_STD)
+def _draw_zeros(model: DiffusionModel) -> None:
+    """Draw the matrices and gains that a network starts from as zeros: frozen at zero, they would let no gradient through."""
+    for name, parameter in model.named_parameters():
+        if (parameter.ndim > 1 or name.endswith("gain")) and not parameter.any():  # biases may be zero
+            parameter.normal_(std=_ZERO_STD)
 
 
 def check_base(state: dict, digest: str, place: str, initial_weights: str) -> None:

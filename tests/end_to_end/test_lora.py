@@ -1,0 +1,121 @@
+"""Runs that train adapters: what their checkpoints hold, which frozen weights they go on with, what is refused."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from data import dataset_info
+from tests.end_to_end.runs import checkpoint_tensors, write_config
+from tests.faults.forked import ForkedRun
+from tests.forked import run_script
+from torchtitan.config.job import load_config
+from torchtitan.files.weight_files import named_weights
+from torchtitan.runs.network import drawn_network
+
+QUICK = (
+    "--training.steps", "4", "--lr_scheduler.warmup_steps", "0", "--sampling.enable", "false", "--checkpoint.interval", "2",
+    "--lora.enable", "true", "--lora.rank", "3", "--metrics.log_freq", "1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    return write_config(tmp_path_factory.mktemp("lora"))
+
+
+@pytest.fixture(scope="module")
+def bases(config) -> list[Path]:
+    """Two files of weights for the configuration."""
+    found = []
+    for seed in (1, 2):
+        job = load_config(["--job.config_file", str(config), "--lora.enable", "true", "--debug.seed", str(seed)], 1)
+        info = dataset_info(job.data)
+        path = config.parent / f"base-{seed}.safetensors"
+        save_file(named_weights(drawn_network(job, info, torch.device("cpu"))), path)
+        found.append(path)
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(config, bases) -> ForkedRun:
+    run = ForkedRun(config, "trained", *QUICK, "--checkpoint.initial_weights", str(bases[0]))
+    run.finish()
+    return run
+
+
+def test_checkpoints_hold_adapters_alone(trained):
+    tensors = checkpoint_tensors(trained.folder / "checkpoint" / "step-00000004")
+    of_parts = {part: [name for name in tensors if name.startswith(part)] for part in ("model.", "optimizer.", "ema.ema.")}
+    assert all(names for names in of_parts.values())
+    assert all(".adapters.lora." in name for names in of_parts.values() for name in names)
+    downs = [tensor for name, tensor in tensors.items() if name.startswith("model.") and name.endswith(".down")]
+    assert {tensor.shape[0] for tensor in downs} == {3}
+    assert all(tensor.any() for name, tensor in tensors.items() if name.startswith("model.") and name.endswith(".up"))
+    assert trained.summary()["num_parameters"] == sum(t.numel() for name, t in tensors.items() if name.startswith("model."))
+
+
+def test_a_run_goes_on_with_its_own_frozen_weights_only(trained, config, bases):
+    losses = trained.losses()
+    shutil.rmtree(trained.folder / "checkpoint" / "step-00000004")
+    (trained.folder / "summary.json").unlink()
+    allow = ("--job.allow_config_change", "true")
+    other = ForkedRun(config, "trained", *QUICK, "--checkpoint.initial_weights", str(bases[1]), *allow)
+    (code,), (output,) = other.wait()
+    assert code == 2 and "its adapters were trained on other frozen weights" in output and bases[1].name in output
+    same = ForkedRun(config, "trained", *QUICK, "--checkpoint.initial_weights", str(bases[0]))
+    same.finish()
+    assert same.losses() == losses
+
+
+def test_samples_need_the_frozen_weights(trained, config, bases, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(trained.folder, copy)
+    saved = copy / "config.toml"
+    saved.write_text(saved.read_text().replace(bases[0].name, bases[1].name))
+    result = run_script("scripts/sample.py", str(copy), "--num-steps", "2", "--out", str(tmp_path / "grid"))
+    assert result.returncode == 2 and "other frozen weights" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragments"),
+    [
+        (["--lora.rank", "4000"], ["lora.rank: 4000", "at most"]),
+        (["--lora.targets", "kohya"], ["lora.targets", "model.name = dit", "blocks"]),
+        (["--lora.patterns", '["no_such_layer"]'], ["lora.patterns[0]", "no_such_layer"]),
+        (["--lora.patterns", '["("]'], ["lora.patterns[0]", "regular expression"]),
+        (["--gns.enable", "true"], ["gns.single_pass", "lora"]),
+        (["--lora.enable", "false"], ["lora.rank"]),
+        (["--lora.patterns", '["label_embed"]', "--lora.dropout", "0.5"], ["lora.dropout", "label_embed"]),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(config, overrides, fragments):
+    arguments = ["--job.config_file", str(config), "--job.dump_folder", str(config.parent / "outputs"), "--job.name", "bad"]
+    result = run_script("train.py", *arguments, *without(QUICK, overrides), *overrides)
+    assert result.returncode == 2 and result.stdout == ""
+    assert "Traceback" not in result.stderr and all(fragment in result.stderr for fragment in fragments), result.stderr
+    assert not (config.parent / "outputs" / "bad").exists()
+
+
+def without(words: tuple[str, ...], given: list[str]) -> list[str]:
+    """Words without the keys that are given anew."""
+    pairs = zip(words[::2], words[1::2], strict=True)
+    return [word for key, value in pairs if key not in given for word in (key, value)]
+
+
+EDM2 = [
+    "--model.name=edm2", "--model.flavor=cifar", "--model.channels=32", "--model.channel_mults=[1]", "--model.num_blocks=1",
+    "--model.attention_resolutions=[8]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family", [["--model.flavor=debug", "--model.magnitude_preserving=true"], EDM2, [*EDM2, "--model.config=G"]]
+)
+def test_adapters_of_every_family_train(config, family, request):
+    name = f"family-{request.node.callspec.indices['family']}"
+    run = ForkedRun(config, name, *QUICK, *family)
+    run.finish()
+    assert all(norm > 0 for _, _, norm in run.losses())
