@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 
 from torchtitan.conditions import Condition, ConditionKind, Unconditional
+from torchtitan.models.adapters.layouts import AdapterLayout
 from torchtitan.models.adapters.target import Target
 from torchtitan.models.published_layouts import PublishedLayout
 from torchtitan.settings import setting
@@ -213,6 +214,7 @@ class ModelFamily:
         many_shapes: whether a network takes images of any shape that `problems` has no objection to, not only of the one
             that it was built for.
         adapter_sets: published sets of layers with low-rank adapters, by name: network -> targets.
+        adapter_layouts: layouts of files of such adapters, by name, besides this program's own.
     """
 
     config_class: type[ModelConfig]
@@ -224,6 +226,7 @@ class ModelFamily:
     condition_problems: Callable[[Any, ConditionKind], list[str]] = lambda config, kind: []
     many_shapes: bool = False
     adapter_sets: Mapping[str, Callable[[Any], list[Target]]] = field(default_factory=dict)
+    adapter_layouts: Mapping[str, AdapterLayout] = field(default_factory=dict)
 
     def takes(self, kind: ConditionKind) -> bool:
         """Check whether the family's networks can be trained on data with conditions of a kind."""

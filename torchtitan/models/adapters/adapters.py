@@ -3,42 +3,22 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from torchtitan.files.weight_files import named_weights
 from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.models.adapters.layers import ADAPTED, AdaptedLayer, AdaptedLinear, AdapterError, LowRank
-from torchtitan.models.adapters.target import Target
-from torchtitan.models.adapters.targets import check_rank, weight_of
+from torchtitan.models.adapters.target import AdapterWeights, LowRankWeights, Target
+from torchtitan.models.adapters.targets import weight_of
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.dropout import dropout_keys
+from torchtitan.models.published_layouts import ComputedTensors
 
 TRAINED = "lora"  # name of the adapter that trains
-
-
-@dataclass(frozen=True)
-class LowRankWeights:
-    """Weights of one target of an adapter.
-
-    Attributes:
-        down: A, [rank, inputs, ...].
-        up: B, [outputs, rank].
-        alpha: the update is alpha / rank B A.
-    """
-
-    down: Tensor
-    up: Tensor
-    alpha: float
-
-    @property
-    def rank(self) -> int:
-        return self.down.shape[0]
-
-
-AdapterWeights = Mapping[Target, LowRankWeights]
 
 
 def add_trained_adapter(model: DiffusionModel, targets: list[Target], config: LoRAConfig) -> None:
@@ -114,13 +94,13 @@ def fill_adapter(model: DiffusionModel, weights: AdapterWeights, source: str = "
     wanted = adapter_weights(model)
     if missing := sorted(wanted.keys() ^ weights.keys()):
         place = "lacks" if missing[0] in wanted else "also has"
-        raise AdapterError(f"{source}: {place} {_shown(missing[0])}: set lora.targets to the layers that it has adapters of")
+        raise AdapterError(f"{source}: {place} {missing[0]}: set lora.targets to the layers that it has adapters of")
     for (target, update), values in zip(trained_updates(model), (weights[target] for target in wanted), strict=True):
         if values.rank != update.rank:
-            raise AdapterError(f"{source}: has rank {values.rank} in {_shown(target)}, the run {update.rank} (set lora.rank)")
-        if not math.isclose(values.alpha, update.alpha):
+            raise AdapterError(f"{source}: has rank {values.rank} in {target}, the run {update.rank} (set lora.rank)")
+        if not math.isclose(values.alpha, update.alpha, rel_tol=1e-6):  # files have it in float32
             found, wanted_alpha = f"{values.alpha:g}", f"{update.alpha:g}"
-            raise AdapterError(f"{source}: has alpha {found} in {_shown(target)}, the run {wanted_alpha} (set lora.alpha)")
+            raise AdapterError(f"{source}: has alpha {found} in {target}, the run {wanted_alpha} (set lora.alpha)")
         check_shape(model, target, values, source)
         update.down.copy_(values.down)
         update.up.copy_(values.up)
@@ -136,10 +116,9 @@ def check_shape(model: DiffusionModel, target: Target, values: LowRankWeights, s
     found = tuple(values.down.shape), tuple(values.up.shape)
     if target.stop > shape[0] or found != wanted:
         raise AdapterError(
-            f"{source}: is an adapter of another network: {_shown(target)} needs A {list(wanted[0])} and B {list(wanted[1])},"
+            f"{source}: is an adapter of another network: {target} needs A {list(wanted[0])} and B {list(wanted[1])},"
             f" and it has {list(found[0])} and {list(found[1])}"
         )
-    check_rank(model, target, values.rank, source)
 
 
 def trained_updates(model: nn.Module) -> Iterator[tuple[Target, LowRank]]:
@@ -190,11 +169,16 @@ def unmerge(model: nn.Module) -> None:
             layer.merged = False
 
 
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Weights of layers with adapters, in eval mode's multiples, merged in float32, one at a time: names as in the network.
+def merged_weights(model: nn.Module) -> ComputedTensors:
+    """Weights of the network as if it had no adapters: their updates, in eval mode's multiples, are added in float32.
+
+    Those of a layer with adapters are merged when they are asked for; all others are the tensors themselves.
     """
-    for name, layer in adapted_layers(model):
-        yield f"{name}.weight", layer.weight.detach() if layer.merged else _merged(layer)
+    merged = {f"{name}.weight": layer for name, layer in adapted_layers(model) if not layer.merged}
+    return ComputedTensors({
+        name: (tuple(tensor.shape), partial(_merged, merged[name]) if name in merged else partial(_itself, tensor))
+        for name, tensor in named_weights(model).items() if ".adapters." not in name
+    })
 
 
 def trained_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -218,6 +202,10 @@ def without_adapter(model: nn.Module, name: str = TRAINED) -> Iterator[None]:
             update.training_weight, update.sampling_weight = training, sampling
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 @torch.no_grad()
 def _merged(layer: AdaptedLayer, sign: float = 1.0) -> Tensor:
     was_training = layer.training
@@ -226,7 +214,8 @@ def _merged(layer: AdaptedLayer, sign: float = 1.0) -> Tensor:
         update = layer.update_of_weight(always=True)
     finally:
         layer.train(was_training)
-    weight = layer.weight.detach().to(torch.float32)
+    weight = layer.weight.detach()
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     return weight.clone() if update is None else weight + sign * update
 
 
@@ -247,7 +236,3 @@ def _adapted_layer(model: DiffusionModel, name: str) -> AdaptedLayer:
     adapted = cast(Any, ADAPTED)[type(layer)](layer)
     model.get_submodule(parent).register_module(child, adapted)
     return adapted
-
-
-def _shown(target: Target) -> str:
-    return f"{target.module}[{target.start}:{target.stop}]"

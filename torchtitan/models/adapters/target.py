@@ -1,6 +1,9 @@
-"""Target of a low-rank adapter."""
+"""Target of a low-rank adapter, and the weights of one."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
 
 
 @dataclass(frozen=True, order=True)
@@ -16,3 +19,32 @@ class Target:
     module: str
     start: int
     stop: int
+
+    def __str__(self) -> str:
+        return f"{self.module}[{self.start}:{self.stop}]"
+
+
+@dataclass(frozen=True)
+class LowRankWeights:
+    """Weights of one target of an adapter.
+
+    Attributes:
+        down: A, [rank, inputs, ...].
+        up: B, [outputs, rank].
+        alpha: the update is alpha / rank B A.
+    """
+
+    down: Tensor
+    up: Tensor
+    alpha: float
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+AdapterWeights = Mapping[Target, LowRankWeights]

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchtitan.models.adapters.target import Target
 from torchtitan.models.flux.config import FLAVORS, FluxConfig
 from torchtitan.models.flux.model import Flux
 from torchtitan.models.published_layouts import ComputedTensors, ConversionError, PublishedLayout
 
-_SWAPPED = "output.modulation"  # in diffusers
+SWAPPED = "output.modulation"  # layer whose halves of rows diffusers has in the other order
 _DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 
 
@@ -72,7 +73,7 @@ class FluxLayout(PublishedLayout):
 
     def _tensors(self, model: Flux) -> dict[str, list[str]]:
         """Published pieces, to be joined along the first dimension, of each parameter."""
-        modules = _diffusers_modules(model.config) if self.name == "diffusers" else _bfl_modules(model.config)
+        modules = MODULES[self.name](model.config)
         found = {}
         for name, _ in model.named_parameters():
             module, _, kind = name.rpartition(".")
@@ -83,16 +84,11 @@ class FluxLayout(PublishedLayout):
 
     def _rows(self, name: str, model: Flux, pieces: int) -> list[int]:
         """Rows of each published piece of a parameter."""
-        rows, config = model.get_parameter(name).shape[0], model.config
-        if pieces == 4:
-            return [config.dim] * 3 + [config.mlp_hidden_dim]
-        return [rows // pieces] * pieces
+        return _rows_of_pieces(model.config, model.get_parameter(name).shape[0], pieces)
 
     def _reordered(self, name: str, tensor: Tensor) -> Tensor:
         """Swap the halves that diffusers has in another order; its own inverse."""
-        if self.name == "diffusers" and name.startswith(_SWAPPED):
-            return torch.cat(tuple(reversed(tensor.chunk(2))))
-        return tensor
+        return swap_halves(tensor) if self.name == "diffusers" and name.startswith(SWAPPED) else tensor
 
     def _check_names(self, published: Mapping[str, Tensor], wanted: set[str], model: Flux) -> None:
         if problem := _other_layout(published, self.name) or _other_flavor(published, self.name, model.config):
@@ -149,6 +145,36 @@ LAYOUTS: dict[str, PublishedLayout] = {
     "bfl": FluxLayout("bfl", _CONVENTION),
     "diffusers": DiffusersLayout("diffusers", _CONVENTION),
 }
+
+
+def published_linears(model: Flux, layout: str) -> dict[str, Target]:
+    """Linears of a published layout by name, in its order of the network: the rows of this model's linears that they are.
+
+    Args:
+        model: on any device, with or without adapters.
+        layout: key of LAYOUTS.
+    """
+    found = {}
+    for name, pieces in MODULES[layout](model.config).items():
+        if name.endswith("_norm") or (name.startswith("guidance_embed") and model.guidance_embed is None):
+            continue
+        linear, start = model.get_submodule(name), 0
+        assert isinstance(linear, nn.Linear)
+        for piece, rows in zip(pieces, _rows_of_pieces(model.config, linear.out_features, len(pieces)), strict=True):
+            found[piece] = Target(name, start, start + rows)
+            start += rows
+    return found
+
+
+def swap_halves(rows: Tensor) -> Tensor:
+    """Swap the first half of the rows and the second; its own inverse."""
+    return torch.cat(tuple(reversed(rows.chunk(2))))
+
+
+def _rows_of_pieces(config: FluxConfig, rows: int, pieces: int) -> list[int]:
+    if pieces == 4:  # queries, keys, values and the hidden layer
+        return [config.dim] * 3 + [config.mlp_hidden_dim]
+    return [rows // pieces] * pieces
 
 
 def _bfl_modules(config: FluxConfig) -> dict[str, list[str]]:
@@ -213,7 +239,11 @@ def _diffusers_modules(config: FluxConfig) -> dict[str, list[str]]:
             f"{ours}.k_norm": [f"{block}.attn.norm_k"],
             f"{ours}.out": [f"{block}.proj_out"],
         }
-    return modules | {_SWAPPED: ["norm_out.linear"], "output.linear": ["proj_out"]}
+    return modules | {SWAPPED: ["norm_out.linear"], "output.linear": ["proj_out"]}
+
+
+# Layout -> this model's module -> the layout's modules that its rows are divided into.
+MODULES: dict[str, Callable[[FluxConfig], dict[str, list[str]]]] = {"bfl": _bfl_modules, "diffusers": _diffusers_modules}
 
 
 def _require_flux(model: object) -> None:

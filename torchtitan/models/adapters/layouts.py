@@ -1,0 +1,56 @@
+"""Layouts of files of adapters: names and shapes under which programs keep them."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torchtitan.models.adapters.layers import AdapterError
+from torchtitan.models.adapters.target import AdapterWeights, LowRankWeights, Target
+
+
+@dataclass(frozen=True)
+class AdapterLayout(ABC):
+    """Layout of adapters of a family's networks.
+
+    Attributes:
+        name: by which it is asked for.
+        prefix: first part of the names of all its tensors, by which it is recognised.
+        down, up: last parts of the names of A and B.
+        alphas: whether alpha is written always, for adapters of a scale or rank that readers would not guess, or never,
+            and B is scaled instead.
+    """
+
+    name: str
+    prefix: str
+    down: str
+    up: str
+    alphas: Literal["always", "where needed", "never"]
+
+    @abstractmethod
+    def published(self, weights: AdapterWeights, model: Any) -> dict[str, LowRankWeights]:
+        """Adapter by the layout's names of layers. Raises AdapterError: it has no names for them."""
+
+    @abstractmethod
+    def own(self, published: Mapping[str, LowRankWeights], model: Any) -> dict[Target, LowRankWeights]:
+        """Adapter of a network, from the layout's names of layers. Raises AdapterError: it is of another network."""
+
+
+class NativeLayout(AdapterLayout):
+    """Names of this program's own layers, with their rows: `adapter.blocks.0.attention.qkv[0:64].down`."""
+
+    def published(self, weights: AdapterWeights, model: Any) -> dict[str, LowRankWeights]:
+        return {str(target): values for target, values in weights.items()}
+
+    def own(self, published: Mapping[str, LowRankWeights], model: Any) -> dict[Target, LowRankWeights]:
+        found = {}
+        for name, values in published.items():
+            match = re.fullmatch(r"(.+)\[(\d{1,9}):(\d{1,9})\]", name)
+            if match is None:
+                raise AdapterError(f"{self.prefix}{name} names no rows, as layer[0:64] does")
+            found[Target(match[1], int(match[2]), int(match[3]))] = values
+        return found
+
+
+NATIVE = NativeLayout("native", "adapter.", "down", "up", "always")
