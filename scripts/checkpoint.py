@@ -21,6 +21,7 @@ from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_path,
 from torchtitan.checkpoint.comparison import TensorSource, compare, ema_tracks, open_checkpoint, open_weights
 from torchtitan.checkpoint.location import location, run_checkpoints
 from torchtitan.checkpoint.manifest import MANIFEST
+from torchtitan.checkpoint.reading import read_state
 from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath, RemotePath
@@ -35,15 +36,22 @@ from torchtitan.files.weight_files import (
     saved_buffers,
     written_whole,
 )
-from torchtitan.models import MODELS, build_model
+from torchtitan.models import MODELS
+from torchtitan.models.adapters.adapter_files import DTYPES, known_layouts, read_adapter, write_adapter
+from torchtitan.models.adapters.adapters import adapter_weights, merged_weights
+from torchtitan.models.adapters.layers import AdapterError
+from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.published_layouts import ComputedTensors, ConversionError, PublishedLayout
 from torchtitan.processes.command_line import OneLineParser, readable_size, run_program
 from torchtitan.runs.check import Finding, check_run
-from torchtitan.runs.trained_model import load_run, read_config
+from torchtitan.runs.network import BASE_SHA256, network_on_meta
+from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
 
 OWN = "safetensors"
 LAYOUTS = tuple(name for family in MODELS.values() for name in family.layouts)
+KEPT_METADATA = ("step", "weights", "model", "base", "base_sha256", "trigger_word")  # of adapters that are converted
+ADAPTER_LAYOUTS = (NATIVE.name, *(name for family in MODELS.values() for name in family.adapter_layouts))
 
 
 def main(words: list[str] | None = None) -> int:
@@ -51,7 +59,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
         return arguments.command(arguments)
-    except (ConfigError, CheckpointError, DatasetError) as error:
+    except (ConfigError, CheckpointError, DatasetError, AdapterError) as error:
         print(error, file=sys.stderr)
         return 2
 
@@ -78,7 +86,9 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     command.add_argument("run", type=Path, help="a run's folder")
     command.add_argument("--step", type=int, help="checkpoint of this step (default: the newest good one)")
     command.add_argument("--ema", metavar="TRACK", help="EMA track, or 'none' (default: sampling.ema_track)")
-    command.add_argument("--format", choices=(OWN, *LAYOUTS), required=True)
+    what = command.add_mutually_exclusive_group(required=True)
+    what.add_argument("--format", choices=(OWN, *LAYOUTS), help="layout of the network; adapters are merged into it")
+    what.add_argument("--adapter", choices=ADAPTER_LAYOUTS, help="write the adapter alone, in this layout")
     command.add_argument("--approximate", action="store_true",
         help="export even though the layout's network computes another sinusoid of the timestep "
         "(model.timestep_frequencies)")
@@ -90,12 +100,19 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     command.add_argument("--format", choices=LAYOUTS, required=True)
     command.add_argument("--config", type=Path, required=True, help="configuration of the model")
     add_output(command, "file to write")
+
+    command = commands.add_parser("convert-adapter", help="write a file of an adapter in another layout")
+    command.set_defaults(command=convert_adapter)
+    command.add_argument("file", type=Path, help=".safetensors file of an adapter, in any layout that is known")
+    command.add_argument("--adapter", choices=ADAPTER_LAYOUTS, required=True, help="layout to write")
+    command.add_argument("--config", type=Path, required=True, help="configuration of the model")
+    add_output(command, "file to write")
     return parser.parse_args(words)
 
 
 def add_output(command: argparse.ArgumentParser, description: str) -> None:
     command.add_argument("--output", type=Path, required=True, help=description)
-    command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    command.add_argument("--dtype", choices=DTYPES, default="float32")
     command.add_argument("--overwrite", action="store_true", help="replace existing files")
 
 
@@ -208,9 +225,18 @@ def export(arguments: argparse.Namespace) -> int:
     trained = load_run(arguments.run, arguments.ema, arguments.step, torch.device("cpu"))
     for warning in trained.warnings:
         print(warning, file=sys.stderr)
+    if arguments.adapter:
+        return export_adapter(arguments, trained)
     model, config = trained.model, trained.config
-    own = named_weights(model)
-    weights: Mapping[str, Tensor] = own
+    own: Mapping[str, Tensor] = named_weights(model)
+    if config.lora.enable:
+        if config.lora.base_dtype not in ("float32", "bfloat16"):
+            raise WeightsError(
+                f"{arguments.run}: its frozen weights are {config.lora.base_dtype}, to which merging would round the adapter"
+                " (export the adapter alone: --adapter)"
+            )
+        model, own = network_on_meta(config, trained.info), merged_weights(model)
+    weights = own
     layout, unrounded = None, frozenset(saved_buffers(model))
     if arguments.format != OWN:
         layout = layout_of(arguments.format, config)
@@ -246,8 +272,7 @@ def import_(arguments: argparse.Namespace) -> int:
         raise WeightsError(f"{arguments.output}: must end in .safetensors, the format of the output")
     config = read_config(arguments.config)
     info = dataset_info(config.data)
-    with torch.device("meta"):
-        model = build_model(config.model, info.image_shape, info.condition_kind)
+    model = network_on_meta(config, info)
     layout = layout_of(arguments.format, config)
     source, problems = published_file(arguments.file, model, layout)
     if problems:
@@ -265,6 +290,52 @@ def import_(arguments: argparse.Namespace) -> int:
         write_converted(path, weights, arguments.dtype, frozenset(saved_buffers(model)), metadata)
     print(f"{arguments.output}: {len(weights)} tensors")
     return 0
+
+
+def export_adapter(arguments: argparse.Namespace, trained: TrainedModel) -> int:
+    config, model = trained.config, trained.model
+    if not config.lora.enable:
+        raise WeightsError(f"{arguments.run}: has no adapter, its whole network was trained (give --format)")
+    layout = adapter_layout(arguments.adapter, config)
+    trigger_word = getattr(config.data, "trigger_word", "")
+    metadata = {
+        "step": str(trained.step),
+        "weights": f"{arguments.run.resolve().name}, {trained.label}",
+        "model": f"{config.model.name} {config.model.flavor}",
+        "base": config.checkpoint.initial_weights.rpartition("/")[2] or "drawn at random",
+        "base_sha256": read_state(checkpoints_of(arguments.run)[-1]).get(BASE_SHA256, ""),
+        **({"trigger_word": trigger_word} if trigger_word else {}),
+    }
+    count = write_adapter(
+        arguments.output, adapter_weights(model), model, layout,
+        dtype=arguments.dtype, metadata=metadata, overwrite=arguments.overwrite,
+    )  # fmt: skip
+    print(f"{arguments.output}: {trained.label}, {count} tensors, {layout.name} layout of adapters")
+    return 0
+
+
+def convert_adapter(arguments: argparse.Namespace) -> int:
+    refuse_existing(arguments.output, arguments.overwrite)
+    config = read_config(arguments.config)
+    model = network_on_meta(config, dataset_info(config.data))
+    layout = adapter_layout(arguments.adapter, config)
+    found = read_adapter(arguments.file, model, MODELS[config.model.name].adapter_layouts)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    kept = {key: text for key, text in found.metadata.items() if key in KEPT_METADATA}
+    count = write_adapter(
+        arguments.output, found.weights, model, layout,
+        dtype=arguments.dtype, metadata=kept, overwrite=arguments.overwrite,
+    )  # fmt: skip
+    print(f"{arguments.output}: {count} tensors, from the {found.layout} layout of adapters to {layout.name}")
+    return 0
+
+
+def adapter_layout(name: str, config: JobConfig) -> AdapterLayout:
+    known = known_layouts(MODELS[config.model.name].adapter_layouts)
+    if name not in known:
+        raise WeightsError(f"--adapter {name}: is not of model.name = {config.model.name} (there are {', '.join(known)})")
+    return known[name]
 
 
 def layout_of(name: str, config: JobConfig) -> PublishedLayout:

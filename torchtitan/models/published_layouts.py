@@ -52,7 +52,7 @@ class PublishedLayout(ABC):
     advice: ClassVar[str] = ""
 
     @abstractmethod
-    def export_weights(self, weights: dict[str, Tensor], model: Any) -> tuple[Mapping[str, Tensor], list[str]]:
+    def export_weights(self, weights: Mapping[str, Tensor], model: Any) -> tuple[Mapping[str, Tensor], list[str]]:
         """Export weights.
 
         Args:

@@ -177,8 +177,13 @@ def merged_weights(model: nn.Module) -> ComputedTensors:
     merged = {f"{name}.weight": layer for name, layer in adapted_layers(model) if not layer.merged}
     return ComputedTensors({
         name: (tuple(tensor.shape), partial(_merged, merged[name]) if name in merged else partial(_itself, tensor))
-        for name, tensor in named_weights(model).items() if ".adapters." not in name
+        for name, tensor in named_weights(model).items() if not is_adapter_parameter(name)
     })
+
+
+def is_adapter_parameter(name: str) -> bool:
+    """Check whether a parameter's name is of an adapter, and not of the network that it was added to."""
+    return ".adapters." in name
 
 
 def trained_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -61,6 +61,16 @@ def folded(values: LowRankWeights) -> LowRankWeights:
     return LowRankWeights(values.down, up, float(values.rank))
 
 
+def padded(values: LowRankWeights, rank: int) -> LowRankWeights:
+    """The same update at a higher rank, filled up with zeros."""
+    if values.rank == rank:
+        return values
+    down = values.down.new_zeros(rank, *values.down.shape[1:])
+    up = values.up.new_zeros(len(values.up), rank)
+    down[: values.rank], up[:, : values.rank] = values.down, values.up
+    return LowRankWeights(down, up, values.scale * rank)
+
+
 def _only(up: torch.Tensor, block: slice) -> bool:
     """Check whether B has values in one block of its columns alone."""
     return not up[:, : block.start].any() and not up[:, block.stop :].any()

@@ -10,6 +10,7 @@ of DiTTransformer2DModel. A conversion copies numbers and computes none, so a ro
     timestep and class embedding   one copy per block in diffusers, all equal when the weights come from a DiT
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -53,7 +54,7 @@ class DiTLayout(PublishedLayout):
     unrounded = frozenset({"pos_embed"})  # a table, not a weight
     _frequencies: ClassVar[str] = "dit"
 
-    def export_weights(self, weights: dict[str, Tensor], model: DiT) -> tuple[dict[str, Tensor], list[str]]:
+    def export_weights(self, weights: Mapping[str, Tensor], model: DiT) -> tuple[dict[str, Tensor], list[str]]:
         return export_weights(weights, model, self.name), []
 
     def import_weights(self, published: dict[str, Tensor], model: DiT) -> tuple[dict[str, Tensor], list[str]]:
@@ -98,7 +99,7 @@ LAYOUTS: dict[str, PublishedLayout] = {
 }
 
 
-def export_weights(weights: dict[str, Tensor], model: DiT, layout: str) -> dict[str, Tensor]:
+def export_weights(weights: Mapping[str, Tensor], model: DiT, layout: str) -> dict[str, Tensor]:
     """Export weights to a published layout.
 
     Args:

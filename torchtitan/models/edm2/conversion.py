@@ -15,6 +15,7 @@ A conversion copies numbers, so a round trip is exact; but turns are rounded to 
 import math
 import re
 from abc import abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class EDM2Layout(PublishedLayout):
     name: str
     mark: str
 
-    def export_weights(self, weights: dict[str, Tensor], model: EDM2UNet) -> tuple[dict[str, Tensor], list[str]]:
+    def export_weights(self, weights: Mapping[str, Tensor], model: EDM2UNet) -> tuple[dict[str, Tensor], list[str]]:
         _check(self.problems(model))
         published = {
             place: self.exported(name, weights[name], model).clone(memory_format=torch.contiguous_format)

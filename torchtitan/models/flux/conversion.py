@@ -34,14 +34,14 @@ class FluxLayout(PublishedLayout):
     name: str
     convention: str
 
-    def export_weights(self, weights: dict[str, Tensor], model: Flux) -> tuple[ComputedTensors, list[str]]:
+    def export_weights(self, weights: Mapping[str, Tensor], model: Flux) -> tuple[ComputedTensors, list[str]]:
         _require_flux(model)
         published: dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]] = {}
         for name, pieces in self._tensors(model).items():
             rows = self._rows(name, model, len(pieces))
             for place, piece in enumerate(pieces):
-                shape = (rows[place], *weights[name].shape[1:])
-                published[piece] = shape, partial(self._piece, name, weights[name], rows, place)
+                shape = (rows[place], *model.get_parameter(name).shape[1:])
+                published[piece] = shape, partial(self._piece, name, weights, rows, place)
         return ComputedTensors(published), []
 
     def import_weights(self, published: Mapping[str, Tensor], model: Flux) -> tuple[ComputedTensors, list[str]]:
@@ -67,9 +67,9 @@ class FluxLayout(PublishedLayout):
         joined = torch.cat(parts) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
         return self._reordered(name, joined)
 
-    def _piece(self, name: str, tensor: Tensor, rows: list[int], place: int) -> Tensor:
+    def _piece(self, name: str, weights: Mapping[str, Tensor], rows: list[int], place: int) -> Tensor:
         """Published piece of a parameter."""
-        return self._reordered(name, tensor).split(rows)[place].clone(memory_format=torch.contiguous_format)
+        return self._reordered(name, weights[name]).split(rows)[place].clone(memory_format=torch.contiguous_format)
 
     def _tensors(self, model: Flux) -> dict[str, list[str]]:
         """Published pieces, to be joined along the first dimension, of each parameter."""
