@@ -174,9 +174,9 @@ def merged_weights(model: nn.Module) -> ComputedTensors:
 
     Those of a layer with adapters are merged when they are asked for; all others are the tensors themselves.
     """
-    merged = {f"{name}.weight": layer for name, layer in adapted_layers(model) if not layer.merged}
+    layers = {f"{name}.weight": layer for name, layer in adapted_layers(model)}
     return ComputedTensors({
-        name: (tuple(tensor.shape), partial(_merged, merged[name]) if name in merged else partial(_itself, tensor))
+        name: (tuple(tensor.shape), partial(_weight_of, tensor, layers.get(name)))
         for name, tensor in named_weights(model).items() if not is_adapter_parameter(name)
     })
 
@@ -207,8 +207,8 @@ def without_adapter(model: nn.Module, name: str = TRAINED) -> Iterator[None]:
             update.training_weight, update.sampling_weight = training, sampling
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+def _weight_of(tensor: Tensor, layer: AdaptedLayer | None) -> Tensor:
+    return tensor if layer is None or layer.merged else _merged(layer)
 
 
 @torch.no_grad()

@@ -92,6 +92,7 @@ class AdaptedLayer(nn.Module):
         pieces = cast(nn.ModuleList, self.adapters[name])
         if any(other.start < update.stop and update.start < other.stop for other in cast(list[LowRank], pieces)):
             raise AdapterError(f"rows {update.start} to {update.stop} of a layer overlap others of the same adapter")
+        update.train(self.training)  # its multiple is that of the mode
         self.adapters[name] = nn.ModuleList(sorted([*pieces, update], key=lambda piece: cast(int, piece.start)))
 
     def updates(self) -> Iterator[list[LowRank]]:
