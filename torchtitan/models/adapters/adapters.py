@@ -13,7 +13,7 @@ from torchtitan.files.weight_files import named_weights
 from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.models.adapters.layers import ADAPTED, AdaptedLayer, AdaptedLinear, AdapterError, LowRank
 from torchtitan.models.adapters.target import AdapterWeights, LowRankWeights, Target
-from torchtitan.models.adapters.targets import weight_of
+from torchtitan.models.adapters.targets import can_adapt, weight_of
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.dropout import dropout_keys
 from torchtitan.models.published_layouts import ComputedTensors
@@ -108,10 +108,9 @@ def fill_adapter(model: DiffusionModel, weights: AdapterWeights, source: str = "
 
 def check_shape(model: DiffusionModel, target: Target, values: LowRankWeights, source: str) -> None:
     """Raise AdapterError if an adapter's weights do not fit a network's layer."""
-    try:
-        shape = weight_of(model, target.module)
-    except AttributeError:
-        raise AdapterError(f"{source}: is an adapter of another network, with {target.module}, which this one lacks") from None
+    if not can_adapt(model, target.module):
+        raise AdapterError(f"{source}: is an adapter of another network, with {target.module}, which this one lacks")
+    shape = weight_of(model, target.module)
     wanted = (values.rank, *shape[1:]), (target.stop - target.start, values.rank)
     found = tuple(values.down.shape), tuple(values.up.shape)
     if target.stop > shape[0] or found != wanted:

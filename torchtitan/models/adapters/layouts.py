@@ -47,7 +47,7 @@ class NativeLayout(AdapterLayout):
         found = {}
         for name, values in published.items():
             match = re.fullmatch(r"(.+)\[(\d{1,9}):(\d{1,9})\]", name)
-            if match is None:
+            if match is None or int(match[2]) >= int(match[3]):
                 raise AdapterError(f"{self.prefix}{name} names no rows, as layer[0:64] does")
             found[Target(match[1], int(match[2]), int(match[3]))] = values
         return found

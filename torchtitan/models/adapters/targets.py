@@ -61,6 +61,15 @@ def check_rank(model: DiffusionModel, target: Target, rank: int, key: str) -> No
         )
 
 
+def can_adapt(model: DiffusionModel, module: str) -> bool:
+    """Check whether a network has a layer of that name that can have adapters."""
+    try:
+        layer = model.get_submodule(module)
+    except AttributeError:
+        return False
+    return type(layer) in ADAPTED or isinstance(layer, AdaptedLayer)
+
+
 def adaptable(model: DiffusionModel, within: Iterable[nn.Module] = ()) -> list[str]:
     """Names of the layers that can have adapters, in the network's order; of the modules `within` only, if given."""
     wanted = {inner for module in within for inner in module.modules()}
