@@ -93,7 +93,10 @@ def write_adapter(
     """
     if path.suffix != ".safetensors":
         raise AdapterError(f"{path}: must end in .safetensors, the format of the output")
-    published = layout.published(weights, model)
+    try:
+        published = layout.published(weights, model)
+    except AdapterError as error:
+        raise AdapterError(f"{path}: {error}") from error
     if layout.alphas == "never":
         rank = max(values.rank for values in published.values())
         published = {name: padded(folded(values), rank) for name, values in published.items()}

@@ -57,7 +57,10 @@ class SplitLayout(FluxAdapterLayout):
     def published(self, weights: AdapterWeights, model: Any) -> dict[str, LowRankWeights]:
         names = {target: name for name, target in self._linears(model).items()}
         parts = parts_of(weights, list(names))
-        return {name: self._reordered(target, parts[target]) for target, name in names.items() if target in parts}
+        found = {name: self._reordered(target, parts[target]) for target, name in names.items() if target in parts}
+        if self.alphas == "where needed":
+            _check_alphas(found)
+        return found
 
 
 class FusedLayout(FluxAdapterLayout):
@@ -97,6 +100,18 @@ def parts_of(weights: AdapterWeights, places: list[Target]) -> dict[Target, LowR
         parts = [values] if len(inside) == 1 else cut(values, rows)
         found |= {place: part for place, part in zip(inside, parts, strict=True) if part is not None}
     return found
+
+
+def _check_alphas(published: Mapping[str, LowRankWeights]) -> None:
+    """Raise AdapterError if diffusers would apply an alpha to other layers too: it compares endings of names."""
+    last = published.get("proj_out")
+    others = {name: values for name, values in published.items() if name.endswith(".proj_out")}
+    for name, values in others.items():
+        if last is not None and values.alpha != last.alpha:
+            raise AdapterError(
+                f"diffusers would take the alpha of proj_out, {last.alpha:g}, for {name} too, which has {values.alpha:g}"
+                " (write the ai-toolkit layout, in which B is scaled instead)"
+            )
 
 
 _PEFT, _KOHYA = ("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_up.weight")
