@@ -46,6 +46,7 @@ from torchtitan.gns.config import bin_edges
 from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.models.adapters.adapters import draw_adapter_dropout, trained_parameters
+from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.float8 import check_convertible, convert_to_float8
 from torchtitan.models.flops import check_macs
@@ -204,7 +205,7 @@ class RunState:
     def flops_of(self, shape: tuple[int, ...]) -> int:
         """Floating-point operations of training on one image of a shape (C, H, W)."""
         channels, height, width = shape
-        return self.model.flops_per_image((channels, height, width), self.objective.untrained_forwards)
+        return training_flops(self.model, (channels, height, width), self.objective.untrained_forwards)
 
     def tokens_of(self, shape: tuple[int, ...]) -> int:
         """Tokens of the network for one image of a shape (C, H, W)."""

@@ -4,6 +4,7 @@ A model file describes mathematics on one device. Sharding, checkpointing, compi
 around it from outside, through the few methods below.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -117,18 +118,20 @@ class DiffusionModel(nn.Module):
         """Multiply-accumulates of all attention products (queries x keys, scores x values) of one image."""
         raise NotImplementedError
 
-    def forward_macs_per_image(self, image_shape: tuple[int, int, int]) -> int:
-        """Multiply-accumulates of one image's forward: matrix products only, embeddings and norms not counted.
+    def applications(self, image_shape: tuple[int, int, int]) -> dict[str, int]:
+        """Times that each layer multiplies its weight with an input for one image (C, H, W), by qualified name.
 
-        A linear counts once per token, or once per image where it acts on one vector per image (adaLN, timestep
+        A linear is applied once per token, or once per image where it acts on one vector per image (adaLN, timestep
         embedding); counting those per token overstates a DiT by nearly half.
         """
         num_tokens = self.tokens_per_image(image_shape)
-        macs = self.attention_macs(num_tokens)
-        for name, role in self.linear_roles().items():
-            linear = cast(nn.Linear, self.get_submodule(name))
-            macs += linear.in_features * linear.out_features * (1 if role == "vector" else num_tokens)
-        return macs
+        return {name: 1 if role == "vector" else num_tokens for name, role in self.linear_roles().items()}
+
+    def forward_macs_per_image(self, image_shape: tuple[int, int, int]) -> int:
+        """Multiply-accumulates of one image's forward: matrix products only, embeddings and norms not counted."""
+        layers = self.applications(image_shape).items()
+        macs = sum(math.prod(cast(Tensor, self.get_submodule(name).weight).shape) * times for name, times in layers)
+        return self.attention_macs(self.tokens_per_image(image_shape)) + macs
 
     def flops_per_image(self, image_shape: tuple[int, int, int], untrained_forwards: int = 0) -> int:
         """Floating-point operations of training on one image: MFU divides them by time.

@@ -132,15 +132,15 @@ class EDM2UNet(DiffusionModel):
             for name, module in self.named_modules() if isinstance(module, Attention)
         )
 
-    def forward_macs_per_image(self, image_shape: tuple[int, int, int]) -> int:
-        tokens = self.tokens_per_image(image_shape)
-        macs = self.attention_macs(tokens)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 4:  # of a convolution, applied at the size of its block's output
-                macs += parameter.numel() * (tokens >> 2 * self._level(name))
-            elif parameter.ndim == 2:
-                macs += parameter.numel()
-        return macs
+    def applications(self, image_shape: tuple[int, int, int]) -> dict[str, int]:
+        pixels, times = self.tokens_per_image(image_shape), {}
+        for name, module in self.named_modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, Tensor) and weight.ndim == 4:  # a convolution, applied at the size of its block's output
+                times[name] = pixels >> 2 * self._level(name)
+            elif isinstance(weight, Tensor) and weight.ndim == 2:
+                times[name] = 1
+        return times
 
     def _build_encoder(self, widths: list[int]) -> tuple[nn.ModuleDict, list[int]]:
         """Encoder's blocks, and the widths of the skip connections, that of the input convolution included."""

@@ -131,7 +131,7 @@ class Flux(DiffusionModel):
     def attention_macs(self, num_tokens: int) -> int:
         return self.config.depth * 2 * (self.num_text_tokens + num_tokens) ** 2 * self.config.dim
 
-    def forward_macs_per_image(self, image_shape: tuple[int, int, int]) -> int:
+    def applications(self, image_shape: tuple[int, int, int]) -> dict[str, int]:
         image, text = self.tokens_per_image(image_shape), self.num_text_tokens
 
         def times(name: str, role: LinearRole) -> int:
@@ -141,12 +141,7 @@ class Flux(DiffusionModel):
                 return text
             return image + text if name.startswith("single_layers") else image
 
-        macs = self.attention_macs(image)
-        for name, role in self.linear_roles().items():
-            linear = self.get_submodule(name)
-            assert isinstance(linear, nn.Linear)
-            macs += linear.in_features * linear.out_features * times(name, role)
-        return macs
+        return {name: times(name, role) for name, role in self.linear_roles().items()}
 
     def _num_tokens(self) -> int:
         return self.tokens_per_image(self.image_shape)
