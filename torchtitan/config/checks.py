@@ -28,6 +28,7 @@ from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, timestep
 from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import float8_problems
+from torchtitan.models.quantized import quantization_problems
 from torchtitan.processes.launch import launch_number
 from torchtitan.profiling.config import profiling_problems
 from torchtitan.settings import has_key
@@ -387,6 +388,8 @@ def _lora(checked: ConfigView) -> Iterator[Problem]:
         known = ", ".join(("blocks", *sets))
         text = f"{quoted(checked.lora.targets)} is no set of layers of model.name = {checked.model.name} (one of {known})"
         yield Problem("lora.targets", f"{text}, or give lora.patterns)".replace("),", ","))
+    for text in quantization_problems(checked.lora.base_dtype):
+        yield Problem("lora.base_dtype", text)
     if checked.float8.enable:
         yield Problem("float8.enable", "computes products of weights that train, and lora freezes them (set it to false)")
     if checked.gns.enable and checked.gns.single_pass:

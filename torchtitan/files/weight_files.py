@@ -83,9 +83,16 @@ def fill(model: nn.Module, path: Path) -> None:
     """Fill a model with the weights of a safetensors file, under the names of `named_weights`. Raises WeightsError."""
     check_fits(path, model)
     weights = named_weights(model)
+    for name, tensor in each_tensor(path):
+        weights[name].copy_(tensor)
+
+
+def each_tensor(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Read the tensors of a safetensors file one after the other, with their names. Raises WeightsError."""
     try:
-        for name, tensor in load_file(path).items():
-            weights[name].copy_(tensor)
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (a file is no mapping)
+                yield name, file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from error
 

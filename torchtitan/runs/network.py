@@ -5,6 +5,7 @@ With `[lora]` a checkpoint holds the adapters alone. The frozen network is read,
 """
 
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -12,13 +13,23 @@ from data.base import DatasetInfo
 from torchtitan.config.job import JobConfig
 from torchtitan.distributed.precision import DTYPES
 from torchtitan.errors import CheckpointError
-from torchtitan.files.weight_files import fill, named_weights
+from torchtitan.files.weight_files import check_fits, each_tensor, fill, named_weights
 from torchtitan.files.weight_hash import file_sha256, weights_sha256
 from torchtitan.models import MODELS, build_model
 from torchtitan.models.adapters.adapters import add_trained_adapter, draw_adapter
+from torchtitan.models.adapters.layers import AdapterError
 from torchtitan.models.adapters.target import Target
 from torchtitan.models.adapters.targets import find_targets
 from torchtitan.models.base import DiffusionModel
+from torchtitan.models.quantized import (
+    KINDS,
+    Kind,
+    QuantizationError,
+    check_quantizable,
+    quantize_base,
+    quantized_tensors,
+    quantized_weights,
+)
 
 # Key of a checkpoint's state with the hash of the frozen network.
 BASE_SHA256 = "lora_base_sha256"
@@ -42,9 +53,17 @@ def drawn_network(config: JobConfig, info: DatasetInfo, device: torch.device, in
         WeightsError.
     """
     model = network_on_meta(config, info)
+    kind = _quantized_kind(config)
     if config.lora.enable:
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(DTYPES[config.lora.base_dtype])
+            parameter.data = parameter.data.to(torch.bfloat16 if kind else DTYPES[config.lora.base_dtype])
+    if kind and initial_weights:
+        check_fits(Path(initial_weights), model)
+        quantize_base(model, kind)
+        model.to_empty(device=device)
+        model.init_buffers()
+        _fill_quantized(model, Path(initial_weights))
+        return model
     torch.manual_seed(config.debug.seed)
     model.to_empty(device=device)
     model.init_weights()
@@ -52,6 +71,8 @@ def drawn_network(config: JobConfig, info: DatasetInfo, device: torch.device, in
         fill(model, Path(initial_weights))
     elif config.lora.enable:
         _draw_zeros(model)
+    if kind:
+        quantize_base(model, kind)
     return model
 
 
@@ -66,15 +87,38 @@ def adapted_network(config: JobConfig, info: DatasetInfo, device: torch.device) 
     """
     initial_weights = config.checkpoint.initial_weights
     model = drawn_network(config, info, device, initial_weights)
-    digest = file_sha256(Path(initial_weights)) if initial_weights else weights_sha256(named_weights(model))
+    drawn = named_weights(model) | quantized_tensors(model)
+    digest = file_sha256(Path(initial_weights)) if initial_weights else weights_sha256(drawn)
     add_trained_adapter(model, adapter_targets(config, model), config.lora)
     draw_adapter(model, config.lora, config.debug.seed)
     return model, digest
 
 
 def adapter_targets(config: JobConfig, model: DiffusionModel) -> list[Target]:
-    """Targets of the adapter that trains. Raises AdapterError."""
+    """Targets of the adapter that trains. Raises AdapterError: also where the frozen network cannot be quantised."""
+    kind = _quantized_kind(config)
+    if kind and not quantized_weights(model):
+        try:
+            check_quantizable(model, kind)
+        except QuantizationError as error:
+            raise AdapterError(str(error)) from error
     return find_targets(model, config.lora, MODELS[config.model.name].adapter_sets)
+
+
+def _quantized_kind(config: JobConfig) -> Kind | None:
+    """Kind of the quantised weights; None: there are none."""
+    return cast(Kind, config.lora.base_dtype) if config.lora.enable and config.lora.base_dtype in KINDS else None
+
+
+@torch.no_grad()
+def _fill_quantized(model: DiffusionModel, path: Path) -> None:
+    """Fill a network that is partly quantised, tensor by tensor: no more than one is in memory whole. Raises WeightsError."""
+    weights, quantized = named_weights(model), quantized_weights(model)
+    for name, tensor in each_tensor(path):
+        if name in quantized:
+            quantized[name].quantize(tensor)
+        else:
+            weights[name].copy_(tensor)
 
 
 @torch.no_grad()

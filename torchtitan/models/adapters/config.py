@@ -36,6 +36,9 @@ class LoRAConfig:
     init: Literal["kaiming", "gaussian"] = setting(
         "kaiming", "draw of A: Kaiming's uniform of bound 1 / sqrt(inputs), or normal of deviation 1 / rank; B is 0"
     )
-    base_dtype: Literal["float32", "bfloat16"] = setting("float32", "dtype of the frozen weights; adapters are float32")
+    base_dtype: Literal["float32", "bfloat16", "float8", "int8", "int4"] = setting(
+        "float32", "dtype of the frozen weights; float8, int8 and int4 quantise the linears of the blocks (needs torchao), the"
+        " rest is then bfloat16; adapters are float32",
+    )
     initial_adapter: str = setting("", "file of an adapter to start from; default: one drawn anew")
     extra: list[ExtraAdapterConfig] = setting([], "further adapters, frozen, such as one that assists the training")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torchtitan.models.dropout import dropout
 from torchtitan.models.magnitude import MPConv2d, MPLinear
+from torchtitan.models.quantized import QuantizedLinear, QuantizedWeight
 
 
 class AdapterError(Exception):
@@ -81,6 +82,8 @@ class AdaptedLayer(nn.Module):
         self.__dict__.update(kept)
         for name, parameter in layer._parameters.items():
             self.register_parameter(name, parameter)
+        for name, module in layer._modules.items():
+            self.register_module(name, module)
         self.adapters = nn.ModuleDict()
         self.merged = False
         self.train(layer.training)
@@ -105,6 +108,11 @@ class AdaptedLayer(nn.Module):
 
     def update_of_weight(self, *, always: bool = False) -> Tensor | None:
         """Sum of all updates, of the shape of the weight; None where no adapter counts; always: merged ones too."""
+        if isinstance(self.weight, QuantizedWeight):
+            raise AdapterError(
+                f"lora.base_dtype: a weight in {self.weight.kind} cannot take adapters into itself (export the adapter, or set it"
+                " to bfloat16)"
+            )
         merged, self.merged = self.merged, self.merged and not always
         try:
             rows, total = self.weight.shape[0], None
@@ -145,6 +153,13 @@ class AdaptedLinear(AdaptedLayer, nn.Linear):
     def product(self, x: Tensor) -> Tensor:
         """Output of the frozen weight and bias alone."""
         return F.linear(x, self.weight, self.bias)
+
+
+class AdaptedQuantizedLinear(AdaptedLinear):
+    """Linear with a quantised weight and adapters."""
+
+    def product(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.weight.product(x, self.bias))
 
 
 class AdaptedMPLinear(AdaptedLayer, MPLinear):
@@ -189,7 +204,7 @@ class AdaptedEmbedding(AdaptedLayer, nn.Embedding):
 
 ADAPTED = {
     nn.Linear: AdaptedLinear, MPLinear: AdaptedMPLinear, MPConv2d: AdaptedMPConv2d, nn.Conv2d: AdaptedConv2d,
-    nn.Embedding: AdaptedEmbedding,
+    nn.Embedding: AdaptedEmbedding, QuantizedLinear: AdaptedQuantizedLinear,
 }  # fmt: skip
 
 

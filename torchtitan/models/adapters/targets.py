@@ -9,6 +9,7 @@ from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.models.adapters.layers import ADAPTED, AdaptedLayer, AdapterError
 from torchtitan.models.adapters.target import Target
 from torchtitan.models.base import DiffusionModel
+from torchtitan.models.quantized import QuantizedWeight
 
 BLOCKS = "blocks"
 
@@ -44,7 +45,7 @@ def whole(model: DiffusionModel, module: str) -> Target:
 def weight_of(model: DiffusionModel, module: str) -> tuple[int, ...]:
     """Shape of a layer's weight [outputs, inputs, ...]."""
     layer = model.get_submodule(module)
-    assert isinstance(layer.weight, nn.Parameter)
+    assert isinstance(layer.weight, nn.Parameter | QuantizedWeight)
     return tuple(layer.weight.shape)
 
 
