@@ -12,8 +12,10 @@ from torchtitan.config.job import JobConfig
 from torchtitan.distributed.config import ActivationCheckpointConfig, CheckpointMode
 from torchtitan.estimate.live_storages import ACTIVATIONS, COMMUNICATION, GRADIENTS, PARAMETERS
 from torchtitan.estimate.simulation import SimulatedStep, Window, simulate_step
-from torchtitan.models import build_model
+from torchtitan.models import MODELS, build_model
+from torchtitan.models.adapters.frozen_network import freeze_and_adapt
 from torchtitan.models.base import DiffusionModel
+from torchtitan.models.quantized import quantized_tensors, quantized_weights
 
 # Prefetching of parameters reaches from one block to the next, so the first and the last differ from those between.
 _EDGE = 1
@@ -27,7 +29,8 @@ class MemoryEstimate:
     activations in the optimizer's step.
 
     Attributes:
-        parameters: weights, or this rank's shards, float32, and the model's fixed tables.
+        parameters: weights, or this rank's shards, float32, and the model's fixed tables; with `[lora]` the frozen ones
+            as lora.base_dtype stores them, quantised ones as codes, scales and zeros, whole on every rank.
         gradients: gradients, or their shards, float32; DDP's buckets, which exist throughout.
         optimizer: state of the optimizer.
         ema: all averages of the weights.
@@ -111,15 +114,27 @@ def _estimate(config: JobConfig, world_size: int) -> MemoryEstimate:
         communication=peak[COMMUNICATION],
         phase=window[1],
         all_gradients=step.held[GRADIENTS],
-        start_up=sum(tensor.nbytes for tensor in model_on_meta(config).parameters()),
+        start_up=_start_up_bytes(config),
     )
 
 
 def model_on_meta(config: JobConfig) -> DiffusionModel:
-    """Configured model, whole and without values."""
+    """Configured model, whole and without values; with `[lora]` frozen and with the adapter that trains."""
     info = dataset_info(config.data)
     with torch.device("meta"):
-        return build_model(config.model, info.image_shape, info.condition_kind)
+        model = build_model(config.model, info.image_shape, info.condition_kind)
+        return freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets)
+
+
+def _start_up_bytes(config: JobConfig) -> int:
+    """Bytes of the model when it has its first values: quantised weights are read one at a time, or else drawn whole."""
+    model, drawn = model_on_meta(config), not config.checkpoint.initial_weights
+    weights = quantized_weights(model).values()
+    before = sum(2 * weight.shape.numel() for weight in weights) if drawn else 0  # bfloat16, with the codes of one
+    codes = max((weight.codes.nbytes for weight in weights), default=0) if drawn else sum(
+        tensor.nbytes for tensor in quantized_tensors(model).values()
+    )
+    return sum(tensor.nbytes for tensor in model.parameters()) + before + codes
 
 
 def _of_full_depth(config: JobConfig, world_size: int) -> SimulatedStep:
@@ -132,7 +147,8 @@ def _of_full_depth(config: JobConfig, world_size: int) -> SimulatedStep:
     end = _EDGE + period
     shallow_depth = 2 * end + (depth - 2 * end) % period
     deeper_depth = shallow_depth + period
-    if depth <= deeper_depth or config.model.of_depth(depth) is None:
+    some_blocks = config.lora.enable and config.lora.patterns  # the pattern may name a block
+    if depth <= deeper_depth or config.model.of_depth(depth) is None or some_blocks:
         return simulate_step(config, world_size)
     shallow, deeper = (
         simulate_step(dataclasses.replace(config, model=config.model.of_depth(blocks)), world_size)

@@ -9,6 +9,7 @@ from torchtitan.estimate.devices import Device
 from torchtitan.estimate.memory import PARTS, MemoryEstimate
 from torchtitan.estimate.roofline import Efficiency, StepTime, training_flops_per_image
 from torchtitan.models.base import DiffusionModel
+from torchtitan.models.quantized import quantized_weights
 
 # Left for the CUDA context, libraries' workspaces and buffers, and gaps between tensors.
 _USABLE = 0.9
@@ -54,7 +55,7 @@ def as_text(
         f"{config.model.flavor} on {ranks} x {device.name}: {layout.data_parallel_replicate_degree} replicas x "
         f"{layout.data_parallel_shard_degree} shards, {config.training.local_batch_size} images per rank and forward, "
         f"{config.training.global_batch_size} per step, {config.training.mixed_precision_param}",
-        f"parameters            {model.num_parameters():,}",
+        f"parameters            {model.num_parameters():,}{_frozen(config, model)}",
         f"FLOPs per image       {training_flops_per_image(config, model):.4g} (training)",
         f"memory per rank, at the peak of a step ({memory.phase}):",
         *(f"  {part:20}{_gib(getattr(memory, part))}{notes.get(part, '')}" for part in PARTS),
@@ -65,6 +66,8 @@ def as_text(
     ]
     if config.gns.enable:
         lines.append("  gns.enable: memory of the gradient noise scale's measurement is not counted")
+    if config.lora.enable and config.lora.extra:
+        lines.append("  lora.extra: further adapters are not counted")
     if memory.least is not None:
         lines.append("the compiler's recomputation is not in the times below: up to a third more compute")
     return "\n".join(lines + _time_lines(time, efficiency))
@@ -76,6 +79,14 @@ def _checkpointing(config: ActivationCheckpointConfig) -> str:
     kept = f", keeps {' and '.join(config.keep)}" if config.mode == "selective" else ""
     every = f", every {config.every} blocks" if config.mode != "none" and config.every > 1 else ""
     return config.mode + kept + every
+
+
+def _frozen(config: JobConfig, model: DiffusionModel) -> str:
+    if not config.lora.enable:
+        return ""
+    count = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    count += sum(weight.shape.numel() for weight in quantized_weights(model).values())
+    return f" of adapters, {count:,} frozen in {config.lora.base_dtype}"
 
 
 def _range_lines(memory: MemoryEstimate) -> list[str]:

@@ -7,6 +7,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.estimate.devices import Device
 from torchtitan.estimate.memory import MemoryEstimate
+from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.base import DiffusionModel
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -57,7 +58,7 @@ class StepTime:
 
 def training_flops_per_image(config: JobConfig, model: DiffusionModel) -> int:
     """Floating-point operations of training the model on one image, by the run's objective."""
-    return model.flops_per_image(model.image_shape, OBJECTIVES[config.objective.name].untrained_forwards)
+    return training_flops(model, model.image_shape, OBJECTIVES[config.objective.name].untrained_forwards)
 
 
 def estimate_step_time(
@@ -78,9 +79,11 @@ def estimate_step_time(
     images = training.global_batch_size / world_size  # of each rank
     flops = images * training_flops_per_image(config, model)
     compute = (1 + recomputed_share(config, model)) * flops / (peak * efficiency.compute)
-    communication = _communication_seconds(config, model.num_parameters(), device) / efficiency.link
-    # Gradients are read; everything else is read and written.
-    moved = 2 * (memory.parameters + memory.optimizer + memory.ema) + memory.all_gradients
+    trained, gathered = model.num_parameters(), sum(parameter.numel() for parameter in model.parameters())
+    communication = _communication_seconds(config, trained, gathered, device) / efficiency.link
+    # Gradients are read; everything that trains, and only that, is read and written.
+    weights = 4 * trained / layout.data_parallel_shard_degree if config.lora.enable else memory.parameters
+    moved = 2 * (weights + memory.optimizer + memory.ema) + memory.all_gradients
     optimizer = moved / (1e9 * device.memory_gb_per_s * efficiency.memory)
     step = max(compute, efficiency.overlap * communication) + (1 - efficiency.overlap) * communication + optimizer
     hours = step * training.steps / 3600
@@ -91,7 +94,8 @@ def estimate_step_time(
 
 
 def recomputed_share(config: JobConfig, model: DiffusionModel) -> float:
-    """Recomputed share: FLOPs of recomputation over the training FLOPs, products alone; at most 1/3, a whole forward again.
+    """Recomputed share: FLOPs of recomputation over the training FLOPs, products alone; at most 1/3, a whole forward again, or
+    nearly 1/2 with a frozen network and adapters.
 
     With a memory budget the compiler chooses, and 0 is the least.
     """
@@ -104,30 +108,35 @@ def recomputed_share(config: JobConfig, model: DiffusionModel) -> float:
     macs = {"attention": of_attention, "matmul": forward - of_attention}
     kept = sum(macs[name] for name in checkpointing.keep) if checkpointing.mode == "selective" else 0
     wrapped = math.ceil(blocks / checkpointing.every) / blocks
-    return wrapped * (forward - kept) / forward / (3 + OBJECTIVES[config.objective.name].untrained_forwards)
+    return wrapped * 2 * (forward - kept) / training_flops_per_image(config, model)
 
 
-def communication_bytes(config: JobConfig, num_parameters: int) -> dict[str, float]:
+def communication_bytes(config: JobConfig, num_parameters: int, gathered: int | None = None) -> dict[str, float]:
     """Communicated bytes of each rank in one step, by group: "shard" and "replicate".
 
     Ring collectives over n ranks send (n - 1) / n of the whole for a gather or a reduce-scatter, twice that for an
     all-reduce. FSDP2 gathers the weights in the dtype of compute in every forward and every backward, and reduces
     float32 gradients once a step; HSDP then sums the shards over the copies, DDP the whole gradient.
+
+    Args:
+        config: a resolved configuration.
+        num_parameters: that train, and so have gradients.
+        gathered: parameters that are sharded, frozen ones too; default: those that train. Quantised weights are not.
     """
     layout, training = config.parallelism, config.training
     replicas, shards = layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree
     microbatches = training.global_batch_size // (training.local_batch_size * replicas * shards)
     gathers = 2 * microbatches * _DTYPE_BYTES[training.mixed_precision_param]
     return {
-        "shard": (shards - 1) / shards * num_parameters * (gathers + 4) if shards > 1 else 0.0,
+        "shard": (shards - 1) / shards * (gathers * (gathered or num_parameters) + 4 * num_parameters) if shards > 1 else 0.0,
         "replicate": 2 * (replicas - 1) / replicas * 4 * num_parameters / shards,
     }
 
 
-def _communication_seconds(config: JobConfig, num_parameters: int, device: Device) -> float:
+def _communication_seconds(config: JobConfig, num_parameters: int, gathered: int, device: Device) -> float:
     layout = config.parallelism
     shards = layout.data_parallel_shard_degree
-    sent = communication_bytes(config, num_parameters)
+    sent = communication_bytes(config, num_parameters, gathered)
     # Ranks that share a copy are neighbours; copies of one shard are `shards` ranks apart.
     reach = {"shard": shards, "replicate": shards * layout.data_parallel_replicate_degree}
     links = {

@@ -21,7 +21,9 @@ from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import accumulate_locally, local, parallelize
 from torchtitan.distributed.precision import compute_context
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
-from torchtitan.models import build_model
+from torchtitan.models import MODELS, build_model
+from torchtitan.models.adapters.adapters import draw_adapter_dropout
+from torchtitan.models.adapters.frozen_network import freeze_and_adapt
 from torchtitan.models.base import DiffusionModel
 from torchtitan.training.config import OptimizerConfig
 from torchtitan.training.data_loading import microbatches_per_step
@@ -64,7 +66,14 @@ def simulate_step(config: JobConfig, world_size: int) -> SimulatedStep:
     with _fake_process_group(world_size):
         layout = Layout(config.parallelism, torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live:
-            model = build_model(config.model, info.image_shape, info.condition_kind).train()
+            if config.lora.enable:
+                with torch.device("meta"):
+                    model = build_model(config.model, info.image_shape, info.condition_kind)
+                    freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets)
+                model.to_empty(device="cpu")
+            else:
+                model = build_model(config.model, info.image_shape, info.condition_kind)
+            model.train()
             return _Step(model, layout, config, objective, live).simulate()
 
 
@@ -78,8 +87,8 @@ class _Step:
     def simulate(self) -> SimulatedStep:
         live, config = self.live, self.config
         self._parallelize()
-        self.parameters = list(self.model.parameters())
-        live.hold([*self.parameters, *self.model.buffers()], PARAMETERS)
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        live.hold([*self.model.parameters(), *self.model.buffers()], PARAMETERS)
         held = Counter({PARAMETERS: live.now()[PARAMETERS], "optimizer": self._optimizer_bytes()})
         held["ema"] = len(config.ema.tracks) * sum(_bytes(local(p.detach())) for p in self.parameters)
         self._take_gradients()
@@ -152,7 +161,9 @@ class _Step:
         self.last = last
         config, live = self.config, self.live
         live.open_window((self.microbatch, "forward", -1))
-        self.model.draw_dropout(config.debug.seed, torch.arange(config.training.local_batch_size))
+        samples = torch.arange(config.training.local_batch_size)
+        self.model.draw_dropout(config.debug.seed, samples)
+        draw_adapter_dropout(self.model, config.debug.seed, samples)
         batch, shape = config.training.local_batch_size, self.model.image_shape
         images, noise = torch.empty(batch, *shape), torch.empty(batch, *shape)
         t, importance = torch.empty(batch), torch.empty(batch)
@@ -171,7 +182,8 @@ class _Step:
 
     def _orthogonalise_largest(self) -> None:
         """Orthogonalise the largest matrix: the one optimizer step that takes more than a few rows besides its state."""
-        matrices = [p for block in self.model.blocks() for p in block.parameters() if p.ndim == 2]
+        of_blocks = [p for block in self.model.blocks() for p in block.parameters()]
+        matrices = [p for p in of_blocks if p.ndim == 2 and p.requires_grad]
         largest = max(matrices, key=lambda p: p.numel())
         ahead = local(largest.detach()).clone()
         whole = torch.empty(largest.shape)

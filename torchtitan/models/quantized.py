@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchtitan.models.base import DiffusionModel
 
 Kind = Literal["float8", "int8", "int4"]
-KINDS = ("float8", "int8", "int4")
+KINDS: tuple[Kind, ...] = ("float8", "int8", "int4")
 
 _GROUP = 64  # inputs that have a scale and a zero of int4 in common
 _NIBBLES = 16
@@ -87,7 +87,7 @@ class QuantizedWeight(nn.Module):
             found = Float8Tensor.from_hp(weight, granularity=PerRow())
             codes = found.qdata.view(torch.uint8)
         else:
-            found = IntxUnpackedToInt8Tensor.from_hp(weight, (1, _GROUP), torch.int4, mapping_type=MappingType.ASYMMETRIC)
+            found = IntxUnpackedToInt8Tensor.from_hp(weight, (1, _GROUP), cast(Any, torch).int4, mapping_type=MappingType.ASYMMETRIC)
             unsigned = (found.qdata + _NIBBLES // 2).to(torch.uint8)
             codes = unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)
             cast(Tensor, self.zero).copy_(found.zero_point + _NIBBLES // 2)
@@ -141,7 +141,7 @@ def quantize_base(model: DiffusionModel, kind: Kind) -> list[str]:
     for name in names:
         linear = cast(nn.Linear, model.get_submodule(name))
         quantized = QuantizedLinear(linear, kind)
-        if not linear.weight.is_meta:
+        if linear.weight.device.type != "meta":
             quantized.weight.quantize(linear.weight)
         parent, _, child = name.rpartition(".")
         model.get_submodule(parent).register_module(child, quantized)

@@ -5,25 +5,22 @@ With `[lora]` a checkpoint holds the adapters alone. The frozen network is read,
 """
 
 from pathlib import Path
-from typing import cast
 
 import torch
 
 from data.base import DatasetInfo
 from torchtitan.config.job import JobConfig
-from torchtitan.distributed.precision import DTYPES
 from torchtitan.errors import CheckpointError
 from torchtitan.files.weight_files import check_fits, each_tensor, fill, named_weights
 from torchtitan.files.weight_hash import file_sha256, weights_sha256
 from torchtitan.models import MODELS, build_model
 from torchtitan.models.adapters.adapters import add_trained_adapter, draw_adapter
+from torchtitan.models.adapters.frozen_network import cast_base, quantized_kind
 from torchtitan.models.adapters.layers import AdapterError
 from torchtitan.models.adapters.target import Target
 from torchtitan.models.adapters.targets import find_targets
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.quantized import (
-    KINDS,
-    Kind,
     QuantizationError,
     check_quantizable,
     quantize_base,
@@ -53,10 +50,9 @@ def drawn_network(config: JobConfig, info: DatasetInfo, device: torch.device, in
         WeightsError.
     """
     model = network_on_meta(config, info)
-    kind = _quantized_kind(config)
+    kind = quantized_kind(config.lora)
     if config.lora.enable:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16 if kind else DTYPES[config.lora.base_dtype])
+        cast_base(model, config.lora)
     if kind and initial_weights:
         check_fits(Path(initial_weights), model)
         quantize_base(model, kind)
@@ -96,18 +92,13 @@ def adapted_network(config: JobConfig, info: DatasetInfo, device: torch.device) 
 
 def adapter_targets(config: JobConfig, model: DiffusionModel) -> list[Target]:
     """Targets of the adapter that trains. Raises AdapterError: also where the frozen network cannot be quantised."""
-    kind = _quantized_kind(config)
+    kind = quantized_kind(config.lora)
     if kind and not quantized_weights(model):
         try:
             check_quantizable(model, kind)
         except QuantizationError as error:
             raise AdapterError(str(error)) from error
     return find_targets(model, config.lora, MODELS[config.model.name].adapter_sets)
-
-
-def _quantized_kind(config: JobConfig) -> Kind | None:
-    """Kind of the quantised weights; None: there are none."""
-    return cast(Kind, config.lora.base_dtype) if config.lora.enable and config.lora.base_dtype in KINDS else None
 
 
 @torch.no_grad()

@@ -155,7 +155,8 @@ def merge(model: nn.Module) -> None:
     """Add the updates to the weights, as they are in eval mode, in place; forwards then cost as much as without adapters."""
     for _, layer in adapted_layers(model):
         if not layer.merged:
-            layer.weight.copy_(_merged(layer))
+            merged = _merged(layer)
+            layer.weight.copy_(merged)
             layer.merged = True
 
 
