@@ -66,14 +66,8 @@ def simulate_step(config: JobConfig, world_size: int) -> SimulatedStep:
     with _fake_process_group(world_size):
         layout = Layout(config.parallelism, torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live:
-            if config.lora.enable:
-                with torch.device("meta"):
-                    model = build_model(config.model, info.image_shape, info.condition_kind)
-                    freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets)
-                model.to_empty(device="cpu")
-            else:
-                model = build_model(config.model, info.image_shape, info.condition_kind)
-            model.train()
+            model = build_model(config.model, info.image_shape, info.condition_kind)
+            freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets).train()
             return _Step(model, layout, config, objective, live).simulate()
 
 

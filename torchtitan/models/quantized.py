@@ -87,7 +87,8 @@ class QuantizedWeight(nn.Module):
             found = Float8Tensor.from_hp(weight, granularity=PerRow())
             codes = found.qdata.view(torch.uint8)
         else:
-            found = IntxUnpackedToInt8Tensor.from_hp(weight, (1, _GROUP), cast(Any, torch).int4, mapping_type=MappingType.ASYMMETRIC)
+            four_bits = cast(Any, torch).int4  # unknown to type checkers
+            found = IntxUnpackedToInt8Tensor.from_hp(weight, (1, _GROUP), four_bits, mapping_type=MappingType.ASYMMETRIC)
             unsigned = (found.qdata + _NIBBLES // 2).to(torch.uint8)
             codes = unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)
             cast(Tensor, self.zero).copy_(found.zero_point + _NIBBLES // 2)
@@ -124,11 +125,12 @@ class QuantizedLinear(nn.Linear):
         return cast(Tensor, self.weight.product(x, self.bias))
 
 
-def quantize_base(model: DiffusionModel, kind: Kind) -> list[str]:
+def quantize_base(model: DiffusionModel, kind: Kind, *, values: bool = True) -> list[str]:
     """Replace the linears of the blocks by quantised ones, one after the other, so that one float weight at a time exists twice.
 
     Args:
-        model: without adapters, sharding or compilation; on the meta device the new ones have no values either.
+        model: without adapters, sharding or compilation.
+        values: whether it has values; otherwise the new ones have none either.
 
     Returns:
         names of the quantised linears.
@@ -141,7 +143,7 @@ def quantize_base(model: DiffusionModel, kind: Kind) -> list[str]:
     for name in names:
         linear = cast(nn.Linear, model.get_submodule(name))
         quantized = QuantizedLinear(linear, kind)
-        if linear.weight.device.type != "meta":
+        if values:
             quantized.weight.quantize(linear.weight)
         parent, _, child = name.rpartition(".")
         model.get_submodule(parent).register_module(child, quantized)

@@ -55,7 +55,7 @@ def drawn_network(config: JobConfig, info: DatasetInfo, device: torch.device, in
         cast_base(model, config.lora)
     if kind and initial_weights:
         check_fits(Path(initial_weights), model)
-        quantize_base(model, kind)
+        quantize_base(model, kind, values=False)
         model.to_empty(device=device)
         model.init_buffers()
         _fill_quantized(model, Path(initial_weights))

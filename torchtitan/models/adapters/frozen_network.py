@@ -22,10 +22,10 @@ def quantized_kind(config: LoRAConfig) -> Kind | None:
 
 
 def freeze_and_adapt(model: DiffusionModel, config: LoRAConfig, sets: TargetSets) -> DiffusionModel:
-    """Freeze, quantise and adapt a network on the meta device as `[lora]` says; in place; without `lora.enable` nothing.
+    """Freeze, quantise and adapt a network without values as `[lora]` says; in place; without `lora.enable` nothing.
 
     Args:
-        model: on the meta device.
+        model: on the meta device, or of fake tensors.
         config: the section.
         sets: published sets of the model's family, by name.
 
@@ -35,6 +35,6 @@ def freeze_and_adapt(model: DiffusionModel, config: LoRAConfig, sets: TargetSets
     if config.enable:
         cast_base(model, config)
         if kind := quantized_kind(config):
-            quantize_base(model, kind)
+            quantize_base(model, kind, values=False)
         add_trained_adapter(model, find_targets(model, config, sets), config)
     return model
