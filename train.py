@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     if not check_only:
         from torchtitan.run import run  # the configuration is checked before anything heavy is imported
 
-        return run(config)
+        return run(config, lambda: load_config(arguments, world_size))
     if problem := _decoder_problem(config):
         print(problem, file=sys.stderr)
         return REFUSED
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
 
 def _decoder_problem(config: JobConfig) -> Exception | None:
     """Problem of opening a configuration's autoencoder; None if there is none."""
-    if config.autoencoder.name == "none":
+    if config.autoencoder.name == "none" or config.cache.enable:  # an unfilled cache has opened it
         return None
     from data import DatasetError
     from torchtitan.autoencoders.base import AutoencoderError

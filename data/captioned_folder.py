@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from data.aspect_buckets import STEP, bucket_of
 from data.base import DatasetError, DatasetInfo, Split
-from data.captions import MAX_CAPTION_BYTES, TRIGGER_KEY, caption_at
+from data.captions import MAX_CAPTION_BYTES, caption_at
 from data.class_folders import existing_folder
 from data.image_decoding import decoding_problem, upright_size
 from data.image_files import (
@@ -26,6 +26,7 @@ from data.image_files import (
 )
 from data.online_text import OnlineTextConfig, online_kind
 from data.splits import chosen_positions, spread_evenly
+from data.trigger_words import TRIGGER_KEY
 from torchtitan.conditions import Unconditional
 from torchtitan.files.regular import read_text
 from torchtitan.settings import setting
@@ -68,11 +69,13 @@ class CaptionedImages:
         files: the images.
         captions: of each, one line, the trigger word filled in.
         sizes: width and height of each, in pixels, as it is shown.
+        digests: SHA-256 of the bytes of each file.
     """
 
     files: ImageList
     captions: tuple[str, ...]
     sizes: tuple[tuple[int, int], ...]
+    digests: tuple[bytes, ...]
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,14 @@ class CaptionedFolder(SquareImages):
         return self._sizes[buckets[0]]
 
 
+def content_digest(config: CaptionedFolderConfig) -> str:
+    """Digest of every name, caption and byte of the images of both splits. Raises DatasetError."""
+    splits: tuple[Split, ...] = ("train", "validation") if config.validation_path else ("train",)
+    found = [_open(config, split) for split in splits]
+    described = [(images.files.names.letters.tobytes(), images.captions, images.digests) for images in found]
+    return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
 def _check_keys(config: CaptionedFolderConfig) -> None:
     """Check keys that belong together. Raises DatasetError."""
     if config.resolutions and config.image_size is not None:
@@ -193,7 +204,8 @@ def _read_folder(key: str, path: str, trigger_word: str) -> CaptionedImages:
     captions = tuple(_read_caption(os.path.join(root, texts[stem]), trigger_word) for stem in stems)
     files = ImageList.of(root, [[images[stem] for stem in stems]])
     numbers = tqdm(range(len(files)), "reading the sizes of images", delay=2)
-    return CaptionedImages(files, captions, tuple(_read_size(files, position) for position in numbers))
+    sizes, digests = zip(*(_read_size_and_digest(files, position) for position in numbers), strict=True)
+    return CaptionedImages(files, captions, sizes, digests)
 
 
 def _is_caption_name(name: bytes) -> bool:
@@ -220,9 +232,10 @@ def _read_caption(path: bytes, trigger_word: str) -> str:
     return caption_at(shown_path(path), lambda: read_text(path, MAX_CAPTION_BYTES), trigger_word)
 
 
-def _read_size(files: ImageList, position: int) -> tuple[int, int]:
+def _read_size_and_digest(files: ImageList, position: int) -> tuple[tuple[int, int], bytes]:
     try:
-        return upright_size(files.content(position))
+        content = files.content(position)
+        return upright_size(content), hashlib.sha256(content).digest()
     except Exception as error:  # a damaged file fails in any way, and its bucket is not known
         raise DatasetError(f"{files.shown(position)}: {decoding_problem(error)} (mend or remove it)") from error
 

@@ -1,6 +1,5 @@
 """Captions of images: one line of text each, with the place of a trigger word filled in."""
 
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -9,9 +8,8 @@ import numpy as np
 
 from data.base import DatasetError
 from data.image_files import ImageSource
+from data.trigger_words import filled, has_trigger
 
-TRIGGER = "[trigger]"
-TRIGGER_KEY = "word in place of [trigger] in captions, put first where a caption has neither"
 MAX_CAPTION_BYTES = 1 << 16
 
 
@@ -64,14 +62,7 @@ def caption_line(text: str, trigger_word: str = "") -> str:
     """
     if len(text) > MAX_CAPTION_BYTES:
         raise ValueError(f"a caption of {len(text):,} characters, more than {MAX_CAPTION_BYTES:,}")
-    caption, word = " ".join(text.split()), " ".join(trigger_word.split())
-    if not caption:
+    if not text.split():
         raise ValueError("the caption is empty")
-    if not word:
-        if TRIGGER in caption:
-            raise ValueError(
-                f"the caption has {TRIGGER}, and data.trigger_word is not given (give the word, or write it in the caption)"
-            )
-        return caption
-    caption = caption.replace(TRIGGER, word)
-    return caption if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", caption) else f"{word} {caption}"
+    caption = filled(text, trigger_word)
+    return caption if has_trigger(caption, trigger_word) else f"{' '.join(trigger_word.split())} {caption}"

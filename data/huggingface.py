@@ -7,13 +7,14 @@ from typing import Literal, cast
 import numpy as np
 
 from data.base import DatasetError, DatasetInfo, Split
-from data.captions import TRIGGER_KEY, CaptionedSource, captions_of
+from data.captions import CaptionedSource, captions_of
 from data.hub_tables import HubImages, open_hub_table
 from data.image_files import SquareImages, SquareImagesConfig, check_readable
 from data.online_text import OnlineTextConfig, online_kind
 from data.parquet_files import RowGroups, read_footers, table_url
 from data.row_groups import RowGroupImages
 from data.splits import chosen_positions, spread_evenly
+from data.trigger_words import TRIGGER_KEY
 from torchtitan.conditions import class_kind
 from torchtitan.settings import setting
 

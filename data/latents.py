@@ -38,6 +38,9 @@ class LatentsConfig(DataConfig):
     condition: Literal["captions", "class"] | None = setting(
         None, "what conditions each image: its encoded caption, or its class; default: captions where the store has them"
     )
+    trigger_word: str = setting(
+        "", "word that was trained on; previews of prompts without it show what training changed besides", trajectory=False
+    )
     validation_path: str = setting("", "latent store of held-out images")
     validation_fraction: float = setting(
         0.05, "share of data.path held out, spread evenly over its order", ge=0, lt=1,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from data.base import Batch, DatasetError
+from data.trigger_words import filled
 from torchtitan.conditions import CAPTION, POOLED, TEXT, Texts, letters_of
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.settings import setting
@@ -21,7 +22,9 @@ _OPTIONS = {"--text-encoder": "data.text_encoder", "--pooled-encoder": "data.poo
 
 @dataclass(kw_only=True)
 class OnlineTextConfig:
-    """Keys of datasets with captions."""
+    """Keys of datasets with captions; those with a trigger word declare it, in others there is none."""
+
+    trigger_word = ""
 
     text_encoder: str = setting(
         "", "encode captions in training: their tokens by this folder or hub name of a T5 encoder or CLIP text model, or by "
@@ -30,8 +33,21 @@ class OnlineTextConfig:
     pooled_encoder: str = setting("", "encoder of whole captions: a CLIP text model, or stub:WIDTH", applies=_ENCODED)
     text_length: int = setting(256, "tokens of every caption", ge=1, le=8192, applies=_ENCODED)
     text_dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of the encoders' compute", applies=_ENCODED)
-    null_caption: str = setting("", "caption that stands for no condition", applies=_ENCODED)
-    prompts: list[str] = setting([], "texts that grids of samples show; default: the null caption", applies=_ENCODED)
+    null_caption: str = setting("", "caption that stands for no condition; may have [trigger]", applies=_ENCODED)
+    prompts: list[str] = setting(
+        [], "texts that grids of samples show, [trigger] filled in; default: the null caption, or with cache.enable the first "
+        "captions", applies=_ENCODED,
+    )  # fmt: skip
+
+    def filled_texts(self) -> tuple[str, list[str]]:
+        """Null caption and prompts with the trigger word. Raises DatasetError: one has "[trigger]", and there is no word."""
+        found, keys = [], ["null_caption", *["prompts"] * len(self.prompts)]
+        for key, text in zip(keys, (self.null_caption, *self.prompts), strict=True):
+            try:
+                found.append(filled(text, self.trigger_word))
+            except ValueError as error:
+                raise DatasetError(f"data.{key}: {error}") from error
+        return found[0], found[1:]
 
 
 @dataclass(frozen=True)
@@ -69,10 +85,11 @@ def online_kind(config: OnlineTextConfig) -> Texts | None:
     if not config.pooled_encoder:
         raise DatasetError("data.pooled_encoder: not given; captions need an encoder of tokens and one of whole texts")
     encode = OnlineEncoders(config.text_encoder, config.pooled_encoder, config.text_length, config.text_dtype)
-    found = encode([config.null_caption, *config.prompts])
+    null_caption, shown = config.filled_texts()
+    found = encode([null_caption, *shown])
     nulls = {name: found[name][0] for name in (TEXT, POOLED)}
-    prompts = {name: found[name][1:] for name in (TEXT, POOLED)} if config.prompts else {}
-    return Texts(nulls, prompts, tuple(config.prompts), encode=encode, most_bytes=MOST_BYTES)
+    prompts = {name: found[name][1:] for name in (TEXT, POOLED)} if shown else {}
+    return Texts(nulls, prompts, tuple(shown), encode=encode, most_bytes=MOST_BYTES)
 
 
 def with_captions(batch: Batch, captions: Sequence[str]) -> Batch:

@@ -14,7 +14,7 @@ from typing import Literal, cast
 import numpy as np
 
 from data.base import DatasetError, DatasetInfo, Split
-from data.captions import MAX_CAPTION_BYTES, TRIGGER, TRIGGER_KEY, CaptionedSource, captions_of
+from data.captions import MAX_CAPTION_BYTES, CaptionedSource, captions_of
 from data.class_folders import read_classes
 from data.derived_classes import MOST_CLASSES, num_classes_of
 from data.image_files import (
@@ -28,6 +28,7 @@ from data.online_text import OnlineTextConfig, online_kind
 from data.saved_index import Advance, Table, are_places, is_column, saved_tables
 from data.splits import chosen_positions, spread_evenly
 from data.tar_files import Member, OpenArchives, TarImages, read_members
+from data.trigger_words import TRIGGER, TRIGGER_KEY
 from torchtitan.conditions import Classes, Unconditional
 from torchtitan.files.regular import open_regular
 from torchtitan.settings import setting

@@ -8,10 +8,10 @@ same. Exit codes: 0; 1: failed at work, finished shards stay; 2: refused, nothin
 """
 
 import argparse
+import functools
 import json
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +34,29 @@ from data.base import DataConfig, DatasetError
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
 from torchtitan.config.job import ConfigError, load_data_section, split_data_words
-from torchtitan.distributed.collectives import from_first_rank, group_for_work, of_all_ranks, on_all_ranks
+from torchtitan.distributed.collectives import group_for_work, on_all_ranks
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.mesh import compute_device, init_process_group
 from torchtitan.errors import LatentStoreError, first_line, unwrapped
-from torchtitan.extraction.caption_encoding import Captions, collect_captions, plan_captions
+from torchtitan.extraction.dataset_stores import (
+    CaptionOptions,
+    PlannedStore,
+    begin_stores,
+    finish_stores,
+    plan_stores,
+    write_store,
+)
 from torchtitan.extraction.describe import describe_store
-from torchtitan.extraction.extraction import begin_store, check_alike, extract, extract_captions, finish_store
-from torchtitan.extraction.extraction_plan import ExtractionOptions, estimated_size, plan_extraction
+from torchtitan.extraction.extraction import finish_store
+from torchtitan.extraction.extraction_plan import ExtractionOptions, estimated_size
 from torchtitan.extraction.image_source import ImageSource, open_sources
 from torchtitan.extraction.stage_times import describe_times
 from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.regular import read_toml, user_path
-from torchtitan.latents.bucketed import begin_buckets, bucket_folder, finish_buckets
 from torchtitan.latents.captions import CAPTION_DTYPES
-from torchtitan.latents.index import CaptionDtype, CaptionPlan, StoreIndex, StorePlan
+from torchtitan.latents.index import StoreIndex
 from torchtitan.processes.command_line import FirstRankParser, exit_code, readable_size
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
 from torchtitan.processes.launch import launch_number
@@ -65,21 +71,6 @@ BATCH_SIZES = {"cuda": 16, "cpu": 4}
 
 # Keys of [data] that only training reads, and what does the like here.
 OF_TRAINING = {"num_workers": "--num-workers", "prefetch_factor": "--num-workers", "horizontal_flip": "--mirror or --no-mirror"}
-
-
-@dataclass
-class PlannedStore:
-    """Store of a source of images: all of a dataset, or one bucket of them.
-
-    Attributes:
-        pending: numbers of the shards that are not written yet.
-    """
-
-    folder: Path
-    source: ImageSource
-    captions: Captions | None
-    plan: StorePlan
-    pending: list[int] = field(default_factory=list)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -104,13 +95,11 @@ def run(arguments: argparse.Namespace, data_words: list[str]) -> int:
         sources = on_all_ranks(lambda: open_sources(config, info, arguments.split), UNUSABLE, group)
         autoencoder = on_all_ranks(lambda: open_autoencoder(arguments), UNUSABLE, group)
         encoders = on_all_ranks(lambda: open_text_encoders(arguments), UNUSABLE, group)
-        stores = on_all_ranks(lambda: plan_stores(arguments, sources, autoencoder, encoders, options), UNUSABLE, group)
-        for store in stores:
-            check_alike(of_all_ranks(store.plan, group))
-        if info.bucket_shapes:
-            from_first_rank(lambda: begin_buckets(arguments.output, [store.folder for store in stores]), group=group)
-        for store in stores:
-            store.pending = begin_store(store.folder, store.plan, group)
+        refuse_report_of_buckets(arguments, sources)
+        captions = caption_options(arguments)
+        plan = functools.partial(plan_stores, arguments.output, sources, autoencoder, encoders, options, captions)
+        stores = on_all_ranks(plan, UNUSABLE, group)
+        begin_stores(arguments.output, stores, group)
     except ConfigError as error:
         return refuse(*error.problems)
     except UNUSABLE as error:
@@ -118,54 +107,39 @@ def run(arguments: argparse.Namespace, data_words: list[str]) -> int:
     except (RuntimeError, MemoryError) as error:
         return fail(error)
     for store in stores:
-        if (code := write_store(arguments, store, autoencoder, encoders, options, group)) != 0:
+        if (code := write_and_report(arguments, store, autoencoder, encoders, options, group)) != 0:
             return code
-    if info.bucket_shapes:
-        try:
-            from_first_rank(lambda: finish_buckets(arguments.output, [store.folder for store in stores]), group=group)
-        except UNUSABLE as error:
-            return refuse(one_line(error), code=FAILED)
+    try:
+        finish_stores(arguments.output, stores, group)
+    except UNUSABLE as error:
+        return refuse(one_line(error), code=FAILED)
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
 
 
-def plan_stores(
-    arguments: argparse.Namespace, sources: list[ImageSource], autoencoder: Autoencoder, encoders: TextEncoders | None,
-    options: ExtractionOptions,
-) -> list[PlannedStore]:  # fmt: skip
-    """Plan the store of each source. Raises DatasetError: --report, which is of one store."""
+def refuse_report_of_buckets(arguments: argparse.Namespace, sources: list[ImageSource]) -> None:
+    """Refuse --report, which is of one store, for several. Raises DatasetError."""
     if arguments.report and sources[0].bucket is not None:
         raise DatasetError("--report: has the times of one store, and images in buckets make several (leave it out)")
-    stores = []
-    for source in sources:
-        captions, planned = plan_texts(arguments, source, encoders)
-        plan = plan_extraction(source, autoencoder, options, planned)
-        shape = source.info.image_shape
-        folder = arguments.output if source.bucket is None else bucket_folder(arguments.output, shape)
-        stores.append(PlannedStore(folder, source, captions, plan))
-    return stores
 
 
-def write_store(
+def write_and_report(
     arguments: argparse.Namespace, store: PlannedStore, autoencoder: Autoencoder, encoders: TextEncoders | None,
     options: ExtractionOptions, group: dist.ProcessGroup | None,
 ) -> int:  # fmt: skip
     """Write what is missing of a store; return the exit code."""
-    plan, captions = store.plan, store.captions
+    plan = store.plan
     if is_first() and store.pending:
         size = readable_size(estimated_size(plan))
         print(f"{store.folder}: {len(store.source):,} images in {plan.num_shards} files, about {size} in all", flush=True)
     try:
-        cut = extract_captions(store.folder, plan, captions, encoders, group) if captions and encoders else 0
-        if cut and is_first():
-            text = f"{cut:,} captions are longer than {arguments.text_length or TEXT_LENGTH} tokens (--text-length), and are cut"
-            print(f"{store.folder}: {text}", file=sys.stderr)
-        summary = None
-        if store.pending:
-            summary = extract(store.folder, store.pending, store.source, autoencoder, plan, options, captions, group)
+        cut, summary = write_store(store, autoencoder, encoders, options, group)
     except (*UNUSABLE, RuntimeError, MemoryError) as error:
         return fail(error)
+    if cut and is_first():
+        text = f"{cut:,} captions are longer than {arguments.text_length or TEXT_LENGTH} tokens (--text-length), and are cut"
+        print(f"{store.folder}: {text}", file=sys.stderr)
     try:
         index = finish_store(store.folder, plan, options.max_skipped_share, group)
         if is_first():
@@ -282,17 +256,13 @@ def open_text_encoders(arguments: argparse.Namespace) -> TextEncoders | None:
     return open_encoders(arguments.text_encoder, arguments.pooled_encoder, length, dtype, compute_device())
 
 
-def plan_texts(
-    arguments: argparse.Namespace, source: ImageSource, encoders: TextEncoders | None
-) -> tuple[Captions | None, CaptionPlan | None]:
-    """Collect and plan the captions of a source; None each without encoders."""
-    if encoders is None:
-        return None, None
-    template = arguments.class_captions
-    captions = collect_captions(source, template, arguments.null_caption or "", arguments.prompts or [])
-    store_dtype: CaptionDtype = arguments.text_store_dtype or "bfloat16"
-    planned = plan_captions(captions, encoders, store_dtype, arguments.images_per_shard, template is not None)
-    return captions, planned
+def caption_options(arguments: argparse.Namespace) -> CaptionOptions:
+    return CaptionOptions(
+        template=arguments.class_captions,
+        null_caption=arguments.null_caption or "",
+        prompts=arguments.prompts or (),
+        dtype=arguments.text_store_dtype or "bfloat16",
+    )
 
 
 def report(file: Path | None, folder: Path, index: StoreIndex, summary: dict[str, Any] | None) -> None:

@@ -4,14 +4,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from data.base import DatasetError
 from torchtitan.autoencoders.base import AutoencoderError
-from torchtitan.config.job import JobConfig
+from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.distributed.collectives import requests_ignored_at_the_end
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.mesh import process_group
@@ -24,6 +24,7 @@ from torchtitan.errors import (
     first_line,
     unwrapped,
 )
+from torchtitan.extraction.cache_filling import fill_cache
 from torchtitan.files.run_lock import Busy
 from torchtitan.gns.capture import CannotMeasure
 from torchtitan.models.adapters.layers import AdapterError
@@ -46,8 +47,12 @@ _WAIT = 3.0  # seconds for another rank to be seen gone, or to say why it ended
 _CLOSING_SECONDS = 60.0
 
 
-def run(config: JobConfig) -> int:
+def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None) -> int:
     """Run the training of a configuration.
+
+    Args:
+        config: resolved.
+        reload: reads the same configuration again; needed where it has a cache that is to be filled first.
 
     Returns:
         0: completed, now or before; 1: failed; 2: refused before anything was written; 75: another
@@ -61,7 +66,15 @@ def run(config: JobConfig) -> int:
         return 0
     with _bounded_end() as deadline, process_group():
         try:
+            if config.cache.enable and reload:
+                fill_cache(config)
+                config = reload()
             trainer = Trainer(config)
+        except ConfigError as error:  # of what the cache turned out to hold
+            write_status(None, "refused", REFUSED, str(error))
+            if _speaks_for_its_machine():
+                print(error, file=sys.stderr)
+            return REFUSED
         except StoreError as error:  # it may answer when the run is started again
             logger.error(f"rank {_rank()}: {error}")
             write_status(None, "failed", FAILED, str(error))
@@ -76,7 +89,12 @@ def run(config: JobConfig) -> int:
             if _speaks_for_its_machine():
                 print(error, file=sys.stderr)
             return REFUSED
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
+            if isinstance(error, OSError) and config.cache.enable:  # of the cache: everything else says its own
+                said = f"{error.filename2 or error.filename or 'cache.folder'}: {error.strerror}"
+                logger.error(f"rank {_rank()}: {said}; the same command resumes")
+                write_status(None, "failed", FAILED, said)
+                return FAILED
             if not (is_out_of_memory(error) or is_lost_rank(error)):
                 raise
             said = _out_of_memory(error) if is_out_of_memory(error) else f"lost another rank: {first_line(error)}"

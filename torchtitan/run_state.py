@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from data import DATASETS, dataset_info
-from data.base import Batch
+from data.base import Batch, DatasetError
 from torchtitan.checkpoint.checkpointer import (
     Checkpointer,
     checkpoint_path,
@@ -23,6 +23,7 @@ from torchtitan.checkpoint.checkpointer import (
 )
 from torchtitan.conditions import Condition
 from torchtitan.config.job import JobConfig
+from torchtitan.config.latent_cache import cache_folder
 from torchtitan.diffusion.objective import LossTerms
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps
@@ -95,6 +96,8 @@ class RunState:
                 Float8Error, AdapterError: on every rank, before anything is overwritten.
         """
         self.config = config
+        if config.cache.enable:
+            raise DatasetError(f"cache.enable: {cache_folder(config)} is not filled yet (scripts/train.sh fills it)")
         self.decoder = run_decoder(config.autoencoder, config.data, config.draws_pictures)
         init_process_group(config.comm)
         self.layout = layout = Layout(config.parallelism)

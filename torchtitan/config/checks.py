@@ -18,6 +18,7 @@ from data.base import DatasetError
 from torchtitan.checkpoint.location import folder_problem
 from torchtitan.conditions import Embeddings
 from torchtitan.config.evaluation_checks import EVALUATION_CHECKS
+from torchtitan.config.latent_cache import cache_problems, stored_section
 from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, data_text, resolved_sampling, unconditional
 from torchtitan.config.view import ConfigView, RefusedValue
 from torchtitan.diffusion.objectives import OBJECTIVES, build_objective, objective_problems
@@ -51,7 +52,7 @@ def find_problems(checked: ConfigView, fields: dict[str, Any]) -> list[Problem]:
 
 
 def resolve(checked: ConfigView, config: Any) -> None:
-    """Resolve in place: replace -1 by numbers, and defaults by values that follow from other keys."""
+    """Resolve in place: replace -1 by numbers, defaults by values that follow from other keys, images by their finished cache."""
     layout, training = config.parallelism, config.training
     if layout.data_parallel_replicate_degree == -1:
         layout.data_parallel_replicate_degree = checked.world_size // layout.data_parallel_shard_degree
@@ -69,6 +70,8 @@ def resolve(checked: ConfigView, config: Any) -> None:
     if cannot_guide(checked):
         config.sampling.guidance_scale = 1.0
     config.objective.timesteps = config.objective.timesteps.resolved(PATHS[config.objective.path]())
+    if config.cache.enable and (stored := stored_section(config)) is not None:
+        config.data, config.cache = stored, type(config.cache)()
 
 
 def _problems_of(check: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Problem]:
@@ -177,7 +180,7 @@ def _dataset_is_usable(checked: ConfigView) -> Iterator[Problem]:
     found = checked.open_dataset()
     if isinstance(found, DatasetError):
         text = unwrapped(found)
-        named = re.match(r"(data\.\w+): ", text)
+        named = re.match(r"((?:data|autoencoder)\.\w+): ", text)
         path = "data.path" if has_key(checked.whole("data"), "path") else "data.name"
         yield Problem(named[1], text[named.end() :]) if named else Problem(path, text)
 
@@ -241,9 +244,15 @@ def _heads(checked: ConfigView) -> Iterator[Problem]:
 
 def _autoencoder(checked: ConfigView) -> Iterator[Problem]:
     name = checked.autoencoder.name
-    if name in WITH_WEIGHTS and not checked.autoencoder.path and checked.data.name in LATENT_DATASETS:
+    of_latents = checked.data.name in LATENT_DATASETS or checked.cache.enable
+    if name in WITH_WEIGHTS and not checked.autoencoder.path and of_latents:
         text = f"is missing (give the folder of the weights of {name}; scripts/download.py --list shows public ones)"
         yield Problem("autoencoder.path", text)
+
+
+def _cache(checked: ConfigView) -> Iterator[Problem]:
+    for key, text in cache_problems(checked):
+        yield Problem(key, text)
 
 
 def _objective(checked: ConfigView) -> Iterator[Problem]:
@@ -437,6 +446,7 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _learned_variance,
     _heads,
     _autoencoder,
+    _cache,
     _objective,
     _gns,
     _label_dropout,

@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn, get_type_hints
 from data import DATASETS, DataConfig, DatasetInfo
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.checks import find_problems, resolve
+from torchtitan.config.latent_cache import CacheConfig
 from torchtitan.config.view import ConfigView
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.objectives import OBJECTIVES
@@ -124,6 +125,7 @@ class JobConfig:
     job: JobSection = section_of(JobSection, "name of the run, its folder, its TOML file")
     model: Any = choice(_MODEL, "family of networks")
     data: Any = choice(_DATA, "dataset")
+    cache: CacheConfig = section_of(CacheConfig, "latent store of the dataset, encoded before training")
     autoencoder: AutoencoderConfig = section_of(AutoencoderConfig, "decoder of latents, for grids of images")
     objective: ObjectiveConfig = choice(_OBJECTIVE, "path, prediction, weighting, timesteps of the loss")
     optimizer: OptimizerConfig = section_of(OptimizerConfig, "update rule, learning rate, decay, parameter groups")

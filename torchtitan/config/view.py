@@ -4,6 +4,7 @@ from typing import Any
 
 from data import dataset_info
 from data.base import DatasetError, DatasetInfo
+from torchtitan.config.latent_cache import cached_info
 from torchtitan.settings.sections import choices
 
 
@@ -36,11 +37,14 @@ class ConfigView:
         return getattr(self._config, section)
 
     def open_dataset(self) -> DatasetInfo | DatasetError:
-        """Open the dataset: its properties, or the reason why it cannot be used."""
+        """Open the dataset that the network sees: its properties, or the reason why it cannot be used."""
         if self._dataset is None:
             section = self.whole("data")
+            cached = all(map(self.whole, ("cache", "autoencoder", "model", "job"))) and self._config.cache.enable
+            if cached and self._config.autoencoder.name == "none":
+                raise RefusedValue  # which a check reports
             try:
-                self._dataset = dataset_info(section)
+                self._dataset = cached_info(self._config) if cached else dataset_info(section)
             except DatasetError as error:
                 self._dataset = error
             except OSError as error:  # a path too long, a folder that may not be read

@@ -19,7 +19,7 @@ DECODERS = ("none", *AUTOENCODERS)
 WITH_WEIGHTS = tuple(name for name in AUTOENCODERS if name != "identity")
 LATENT_DATASETS = tuple(name for name, dataset in DATASETS.items() if dataset.holds_latents)
 OF_PIXELS = tuple(name for name in DATASETS if name not in LATENT_DATASETS)
-OF_LATENTS = {"data.name": LATENT_DATASETS}
+OF_LATENTS = {"data.name or cache.enable": (*LATENT_DATASETS, True)}
 
 
 @only_with("enable")
@@ -153,11 +153,11 @@ class ValidationConfig:
 
 @dataclass(kw_only=True)
 class AutoencoderConfig:
-    """`[autoencoder]`: decodes the latents of data.name = "latents", in grids and in scripts/sample.py."""
+    """`[autoencoder]`: decodes the latents of data.name = "latents", in grids and in scripts/sample.py; encodes for `[cache]`."""
 
     name: OneOf[str, DECODERS] = setting(
         "none", "autoencoder that decodes drawn latents to images; none: grids show latent channels as colours",
-        applies=OF_LATENTS, because="training encodes no images (scripts/extract_latents.py does, once)",
+        applies=OF_LATENTS, because="training encodes no images (cache.enable or scripts/extract_latents.py does, once)",
         trajectory=False,
     )  # fmt: skip
     path: str = setting(

@@ -1,0 +1,163 @@
+"""`[cache]`: train on the latents of a folder of images and captions, which a run encodes by itself before it trains.
+
+The store lies in a folder named by a digest of all that decides its content: another picture, caption, encoder or size has
+another store. Once it is finished, the configuration is that of a run on this store: `data.name = "latents"`.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from data import dataset_info
+from data.base import DatasetError, DatasetInfo
+from data.captioned_folder import CaptionedFolderConfig, content_digest
+from data.latents import LatentsConfig
+from torchtitan.autoencoders import build_autoencoder
+from torchtitan.autoencoders.base import AutoencoderError
+from torchtitan.conditions import POOLED, TEXT, Embeddings, Unconditional
+from torchtitan.files.regular import user_path
+from torchtitan.latents.bucketed import BUCKETS_FILE
+from torchtitan.latents.index import INDEX_FILE
+from torchtitan.settings import only_with, setting
+
+if TYPE_CHECKING:
+    from torchtitan.config.job import JobConfig
+
+CACHED_DATASETS = ("captioned_folder",)
+SPLITS = ("train", "validation")
+_VERSION = 1  # of what the same keys encode to
+_NAME_LENGTH = 40
+
+
+@only_with("enable")
+@dataclass(kw_only=True)
+class CacheConfig:
+    """`[cache]`"""
+
+    enable: bool = setting(
+        False, "encode images and captions once, before training, into a latent store, and train on that",
+        applies={"data.name": CACHED_DATASETS}, because="of other data, scripts/extract_latents.py makes stores",
+    )  # fmt: skip
+    folder: str = setting(
+        "", "folder of the stores; default: latents in job.dump_folder", trajectory=False, writes="shared"
+    )
+
+
+def images_only(data: CaptionedFolderConfig) -> CaptionedFolderConfig:
+    """`[data]` of the images alone: their captions are read, and condition nothing."""
+    return dataclasses.replace(data, text_encoder="", pooled_encoder="", null_caption="", prompts=[])
+
+
+def cache_folder(config: "JobConfig") -> Path:
+    """Folder of the stores of a configuration, one for each split. Raises DatasetError: the images cannot be used."""
+    data, autoencoder = config.data, config.autoencoder
+    null_caption, prompts = data.filled_texts()
+    texts = [data.text_encoder, data.pooled_encoder, data.text_length, data.text_dtype, null_caption, prompts]
+    decisive = {
+        "version": _VERSION,
+        "images": [content_digest(data), data.resolutions, data.image_size, data.horizontal_flip],
+        "held_out": data.validation_fraction if not data.validation_path else "path",
+        "autoencoder": [autoencoder.name, autoencoder.path, autoencoder.dtype, autoencoder.tile, autoencoder.overlap],
+        "texts": texts if data.text_encoder else [],
+    }
+    digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+    place = user_path(config.cache.folder) if config.cache.folder else Path(config.job.dump_folder) / "latents"
+    name = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in user_path(data.path).resolve().name)
+    return place / f"{name[:_NAME_LENGTH]}-{digest}"
+
+
+def splits_of(info: DatasetInfo) -> tuple[str, ...]:
+    """Splits of a dataset that have images."""
+    return SPLITS if info.has_validation else SPLITS[:1]
+
+
+def stored_section(config: "JobConfig") -> LatentsConfig | None:
+    """`[data]` of the finished store; None while there is none. Raises DatasetError: the images cannot be used."""
+    folder, data = cache_folder(config), config.data
+    splits = splits_of(dataset_info(images_only(data)))
+    if not all(is_finished(folder / split) for split in splits):
+        return None
+    held_out = {"validation_path": str(folder / SPLITS[1])} if SPLITS[1] in splits else {"validation_fraction": 0.0}
+    return LatentsConfig(
+        path=str(folder / SPLITS[0]), trigger_word=data.trigger_word, labels=data.labels, num_workers=data.num_workers,
+        prefetch_factor=data.prefetch_factor, **held_out,
+    )  # fmt: skip
+
+
+def is_finished(store: Path) -> bool:
+    """Check whether a store has its index, which is written last."""
+    return any((store / name).is_file() for name in (INDEX_FILE, BUCKETS_FILE))
+
+
+def cached_info(config: "JobConfig") -> DatasetInfo:
+    """Describe the latents that a configuration trains on: those of its store, or those that will be in it.
+
+    Raises:
+        DatasetError: the images, their captions, the autoencoder or a finished store cannot be used.
+    """
+    stored = stored_section(config)
+    if stored is not None:
+        return dataset_info(stored)
+    images = dataset_info(images_only(config.data))
+    channels, downscale = _channels_and_downscale(config.autoencoder.name, config.autoencoder.path, config.autoencoder.dtype)
+
+    def latent(shape: tuple[int, int, int]) -> tuple[int, int, int]:
+        _, height, width = shape
+        if height % downscale or width % downscale:
+            text = f"{height} x {width} pixels are not divided by {downscale}, of which {config.autoencoder.name} makes a latent"
+            raise DatasetError(f"data.image_size: {text} (give a multiple)")
+        return channels, height // downscale, width // downscale
+
+    kind = _text_kind(config) if config.data.text_encoder else Unconditional()
+    if not config.data.labels:
+        kind = Unconditional()
+    buckets = tuple(map(latent, images.bucket_shapes))
+    return DatasetInfo(latent(images.image_shape), kind, images.has_validation, buckets)
+
+
+def _text_kind(config: "JobConfig") -> Embeddings:
+    """Kind of the captions that will be encoded; their widths are those that the network wants until encoders are open."""
+    data, model = config.data, config.model
+    if not data.pooled_encoder:
+        raise DatasetError("data.pooled_encoder: not given; captions need an encoder of tokens and one of whole texts")
+    shapes = {
+        TEXT: (data.text_length, getattr(model, "text_dim", 1)),
+        POOLED: (getattr(model, "pooled_dim", 1),),
+    }  # fmt: skip
+    nulls = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    _, prompts = data.filled_texts()
+    values = {name: null.expand(len(prompts), *null.shape) for name, null in nulls.items()} if prompts else {}
+    return Embeddings(nulls, values, tuple(prompts))
+
+
+@functools.lru_cache(maxsize=4)
+def _channels_and_downscale(name: str, path: str, dtype: str | None) -> tuple[int, int]:
+    """Channels of an autoencoder's latents, and pixels per latent position. Raises DatasetError."""
+    try:
+        with torch.random.fork_rng(devices=[]):  # networks are filled with random numbers before their weights
+            autoencoder = build_autoencoder(name, path, getattr(torch, dtype) if dtype else None)
+    except AutoencoderError as error:
+        raise DatasetError(f"autoencoder.path: {error}") from error
+    return autoencoder.channels, autoencoder.downscale
+
+
+def cache_problems(config: Any) -> list[tuple[str, str]]:
+    """Problems of a cache with other sections: dotted key, and cause with remedy, of each.
+
+    Args:
+        config: a JobConfig, or a view of one.
+    """
+    found = []
+    if not config.cache.enable:
+        return found
+    if config.autoencoder.name == "none":
+        found.append(("autoencoder.name", "is none, and cache.enable encodes images (name the autoencoder of their latents)"))
+    if config.sampling.clip_x0:
+        found.append(("sampling.clip_x0", "latents have no such limits (set it to false)"))
+    return found

@@ -1,0 +1,156 @@
+"""Filling of a run's `[cache]`: what is missing of its latent stores is encoded before the run is built."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from data import dataset_info
+from data.base import DatasetError
+from data.captioned_folder import CaptionedFolderConfig
+from torchtitan.autoencoders import build_autoencoder
+from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
+from torchtitan.autoencoders.tiling import in_tiles
+from torchtitan.config.job import JobConfig
+from torchtitan.config.latent_cache import cache_folder, images_only, is_finished, splits_of
+from torchtitan.distributed.collectives import from_first_rank, group_for_work, on_all_ranks
+from torchtitan.distributed.mesh import compute_device, init_process_group
+from torchtitan.errors import LatentStoreError
+from torchtitan.extraction.dataset_stores import CaptionOptions, begin_stores, finish_stores, plan_stores, write_store
+from torchtitan.extraction.extraction import finish_store
+from torchtitan.extraction.extraction_plan import ExtractionOptions
+from torchtitan.extraction.image_source import SourceSplit, open_sources
+from torchtitan.files.durable import make_folder
+from torchtitan.files.run_lock import RunLock
+from torchtitan.texts import TextEncoderError, TextEncoders, open_encoders
+from torchtitan.texts.opening import open_encoder
+
+logger = logging.getLogger(__name__)
+
+_UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, TextEncoderError, OSError)
+_KEYS = {"--text-encoder": "data.text_encoder", "--pooled-encoder": "data.pooled_encoder", "--text-length": "data.text_length"}
+
+
+def fill_cache(config: JobConfig) -> None:
+    """Encode what is missing of the stores of a configuration with a cache; collective.
+
+    The ranks share the work as in scripts/extract_latents.py, and wait for one another as long as it lasts. An interrupted
+    filling resumes at the first file that is not whole, to the same bytes. The encoders are gone from memory afterwards.
+
+    Raises:
+        AutoencoderError, DatasetError: an encoder or the images cannot be used, or one of them is damaged.
+        OSError: the stores cannot be written.
+        RuntimeError: another rank was lost, or the device's memory has run out.
+    """
+    init_process_group(config.comm)
+    group = group_for_work()
+    folder = cache_folder(config)
+    with _fixed_threads(), _one_at_a_time(folder, group):
+        try:
+            autoencoder = on_all_ranks(lambda: _open_autoencoder(config), _UNUSABLE, group)
+            encoders = on_all_ranks(lambda: _open_text_encoders(config.data), _UNUSABLE, group)
+            for split in splits_of(dataset_info(images_only(config.data))):
+                if not from_first_rank(is_finished, folder / split, group=group):
+                    _fill(folder / split, split, config.data, autoencoder, encoders, group)
+        except LatentStoreError as error:
+            raise DatasetError(f"cache.folder: {error}") from error
+        except TextEncoderError as error:
+            option, colon, text = str(error).partition(":")
+            raise DatasetError(f"{_KEYS.get(option, option)}{colon}{text}") from error
+        finally:
+            open_encoder.cache_clear()
+            autoencoder = encoders = None
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
+def _fill(
+    store: Path, split: SourceSplit, data: CaptionedFolderConfig, autoencoder: Autoencoder, encoders: TextEncoders | None,
+    group: dist.ProcessGroup | None,
+) -> None:  # fmt: skip
+    images = images_only(data)
+    options = ExtractionOptions(
+        mirrored=data.horizontal_flip,
+        # Published weights are of latents in the autoencoder's own scale.
+        normalization="measured" if autoencoder.normalization is None else "autoencoder",
+        batch_size=1,  # the largest bucket fits wherever the network does
+        num_workers=data.num_workers,
+        max_skipped_share=0.0,  # of images with captions by hand, each is meant
+    )
+    null_caption, prompts = data.filled_texts()
+
+    def planned() -> list:
+        sources = open_sources(images, dataset_info(images), split)
+        return plan_stores(store, sources, autoencoder, encoders, options, CaptionOptions(None, null_caption, prompts))
+
+    stores = on_all_ranks(planned, _UNUSABLE, group)
+    begin_stores(store, stores, group)
+    if _first():
+        count = sum(len(each.source) for each in stores)
+        sizes = f" of {len(stores)} sizes" if len(stores) > 1 else ""
+        logger.info(f"encoding {count:,} images{sizes} for {split} into {store}")
+    for each in stores:
+        cut, _ = write_store(each, autoencoder, encoders, options, group)
+        if cut and _first():
+            logger.warning(f"{cut:,} captions are longer than data.text_length = {data.text_length} tokens, and are cut")
+        _finish(each.folder, each.plan, options, group)
+    finish_stores(store, stores, group)
+
+
+def _finish(folder: Path, plan: Any, options: ExtractionOptions, group: dist.ProcessGroup | None) -> None:
+    try:
+        finish_store(folder, plan, options.max_skipped_share, group)
+    except DatasetError as error:
+        raise DatasetError(f"data.path: {error} (mend or remove it)") from error
+
+
+def _open_autoencoder(config: JobConfig) -> Autoencoder:
+    section = config.autoencoder
+    with torch.random.fork_rng(devices=[]):  # networks are filled with random numbers before their weights
+        dtype = getattr(torch, section.dtype) if section.dtype else None
+        autoencoder = build_autoencoder(section.name, section.path, dtype, compute_device())
+    return in_tiles(autoencoder, section.tile, section.overlap) if section.tile else autoencoder
+
+
+def _open_text_encoders(data: CaptionedFolderConfig) -> TextEncoders | None:
+    if not data.text_encoder:
+        return None
+    dtype = getattr(torch, data.text_dtype)
+    return open_encoders(data.text_encoder, data.pooled_encoder, data.text_length, dtype, compute_device())
+
+
+@contextlib.contextmanager
+def _fixed_threads() -> Iterator[None]:
+    """One thread of torch per rank: the last bits of latents depend on their number, and a resumed filling may have others."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let one run at a time fill a folder; another one waits, and then finds it filled."""
+    lock = RunLock(folder)
+
+    def acquire() -> None:
+        make_folder(folder)
+        if owner := lock.acquire():
+            logger.info(f"{folder}: waiting for the process that writes it: {owner}")
+            lock.wait()
+
+    from_first_rank(acquire, group=group)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
