@@ -46,13 +46,18 @@ def run_rank(words: list[str], kill_at: int) -> int:
     """The command as one process, which dies as by SIGKILL before it renames its file number `kill_at`, from 0."""
     from scripts.extract_latents import main
 
-    replace, left = os.replace, iter(range(kill_at, -1, -1))
+    die_at_rename(kill_at)
+    return main(words)
+
+
+def die_at_rename(number: int) -> None:
+    """Have this process die as by SIGKILL before it renames its file of that number, from 0; below 0: never."""
+    replace, left = os.replace, iter(range(number, -1, -1))
 
     def counted(*names):
         if next(left, None) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         replace(*names)
 
-    if kill_at >= 0:
+    if number >= 0:
         os.replace = counted
-    return main(words)

@@ -10,12 +10,12 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from data import dataset_info
-from data.base import DatasetError, DatasetInfo
+from data.base import DatasetError, DatasetInfo, Split
 from data.captioned_folder import CaptionedFolderConfig, content_digest
 from data.latents import LatentsConfig
 from torchtitan.autoencoders import build_autoencoder
@@ -26,11 +26,8 @@ from torchtitan.latents.bucketed import BUCKETS_FILE
 from torchtitan.latents.index import INDEX_FILE
 from torchtitan.settings import only_with, setting
 
-if TYPE_CHECKING:
-    from torchtitan.config.job import JobConfig
-
 CACHED_DATASETS = ("captioned_folder",)
-SPLITS = ("train", "validation")
+SPLITS: tuple[Split, ...] = ("train", "validation")
 _VERSION = 1  # of what the same keys encode to
 _NAME_LENGTH = 40
 
@@ -54,8 +51,8 @@ def images_only(data: CaptionedFolderConfig) -> CaptionedFolderConfig:
     return dataclasses.replace(data, text_encoder="", pooled_encoder="", null_caption="", prompts=[])
 
 
-def cache_folder(config: "JobConfig") -> Path:
-    """Folder of the stores of a configuration, one for each split. Raises DatasetError: the images cannot be used."""
+def cache_folder(config: Any) -> Path:
+    """Folder of the stores of a JobConfig, one for each split. Raises DatasetError: the images cannot be used."""
     data, autoencoder = config.data, config.autoencoder
     null_caption, prompts = data.filled_texts()
     texts = [data.text_encoder, data.pooled_encoder, data.text_length, data.text_dtype, null_caption, prompts]
@@ -72,12 +69,12 @@ def cache_folder(config: "JobConfig") -> Path:
     return place / f"{name[:_NAME_LENGTH]}-{digest}"
 
 
-def splits_of(info: DatasetInfo) -> tuple[str, ...]:
+def splits_of(info: DatasetInfo) -> tuple[Split, ...]:
     """Splits of a dataset that have images."""
     return SPLITS if info.has_validation else SPLITS[:1]
 
 
-def stored_section(config: "JobConfig") -> LatentsConfig | None:
+def stored_section(config: Any) -> LatentsConfig | None:
     """`[data]` of the finished store; None while there is none. Raises DatasetError: the images cannot be used."""
     folder, data = cache_folder(config), config.data
     splits = splits_of(dataset_info(images_only(data)))
@@ -95,7 +92,7 @@ def is_finished(store: Path) -> bool:
     return any((store / name).is_file() for name in (INDEX_FILE, BUCKETS_FILE))
 
 
-def cached_info(config: "JobConfig") -> DatasetInfo:
+def cached_info(config: Any) -> DatasetInfo:
     """Describe the latents that a configuration trains on: those of its store, or those that will be in it.
 
     Raises:
@@ -121,7 +118,7 @@ def cached_info(config: "JobConfig") -> DatasetInfo:
     return DatasetInfo(latent(images.image_shape), kind, images.has_validation, buckets)
 
 
-def _text_kind(config: "JobConfig") -> Embeddings:
+def _text_kind(config: Any) -> Embeddings:
     """Kind of the captions that will be encoded; their widths are those that the network wants until encoders are open."""
     data, model = config.data, config.model
     if not data.pooled_encoder:
@@ -153,7 +150,7 @@ def cache_problems(config: Any) -> list[tuple[str, str]]:
     Args:
         config: a JobConfig, or a view of one.
     """
-    found = []
+    found: list[tuple[str, str]] = []
     if not config.cache.enable:
         return found
     if config.autoencoder.name == "none":

@@ -4,7 +4,7 @@ from typing import Any
 
 from data import dataset_info
 from data.base import DatasetError, DatasetInfo
-from torchtitan.config.latent_cache import cached_info
+from torchtitan.config.latent_cache import CACHED_DATASETS, cached_info
 from torchtitan.settings.sections import choices
 
 
@@ -41,8 +41,8 @@ class ConfigView:
         if self._dataset is None:
             section = self.whole("data")
             cached = all(map(self.whole, ("cache", "autoencoder", "model", "job"))) and self._config.cache.enable
-            if cached and self._config.autoencoder.name == "none":
-                raise RefusedValue  # which a check reports
+            if cached and (section.name not in CACHED_DATASETS or self._config.autoencoder.name == "none"):
+                raise RefusedValue  # which other checks report
             try:
                 self._dataset = cached_info(self._config) if cached else dataset_info(section)
             except DatasetError as error:

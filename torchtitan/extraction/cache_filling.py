@@ -4,7 +4,6 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,18 +93,19 @@ def _fill(
         sizes = f" of {len(stores)} sizes" if len(stores) > 1 else ""
         logger.info(f"encoding {count:,} images{sizes} for {split} into {store}")
     for each in stores:
-        cut, _ = write_store(each, autoencoder, encoders, options, group)
+        try:
+            cut, _ = write_store(each, autoencoder, encoders, options, group)
+            finish_store(each.folder, each.plan, options.max_skipped_share, group)
+        except DatasetError as error:
+            raise DatasetError(f"data.{_key(split, data)}: {error}") from error
         if cut and _first():
             logger.warning(f"{cut:,} captions are longer than data.text_length = {data.text_length} tokens, and are cut")
-        _finish(each.folder, each.plan, options, group)
     finish_stores(store, stores, group)
 
 
-def _finish(folder: Path, plan: Any, options: ExtractionOptions, group: dist.ProcessGroup | None) -> None:
-    try:
-        finish_store(folder, plan, options.max_skipped_share, group)
-    except DatasetError as error:
-        raise DatasetError(f"data.path: {error} (mend or remove it)") from error
+def _key(split: SourceSplit, data: CaptionedFolderConfig) -> str:
+    """Key that names the images of a split."""
+    return "validation_path" if split == "validation" and data.validation_path else "path"
 
 
 def _open_autoencoder(config: JobConfig) -> Autoencoder:

@@ -67,6 +67,8 @@ def encode_shards(
 
 def check_skipped(skipped: list[SkippedImage], largest_share: float, plan: StorePlan) -> None:
     """Check the images left out; raise DatasetError if they are more than that share of a source."""
+    if skipped and largest_share == 0:
+        raise DatasetError(f"{skipped[0].path}: {skipped[0].reason} (mend or remove it)")
     if len(skipped) > largest_share * plan.num_source_images:
         raise DatasetError(
             f"{len(skipped)} of {plan.num_source_images} images cannot be decoded, more than a share of "

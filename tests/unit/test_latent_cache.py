@@ -1,0 +1,195 @@
+"""Cache of a run's captioned images: filled before training, resumed to the same bytes, renewed by what changes, refused."""
+
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import torchtitan.extraction.cache_filling as cache_filling
+from tests.extractions import content, die_at_rename
+from tests.forked import ForkedProcess
+from tests.launcher import free_port
+from torchtitan.conditions import TEXT
+from torchtitan.config.job import ConfigError, load_config
+from torchtitan.config.latent_cache import cache_folder
+from torchtitan.latents.bucketed import open_stores
+from torchtitan.run import run
+from torchtitan.texts.stub import StubEncoder
+
+SIZES = [(140, 130), (70, 64), (130, 200), (128, 128), (64, 96)]
+
+
+def write_pictures(folder):
+    """Pictures of noise with captions, of which the first lacks the trigger."""
+    folder.mkdir()
+    random = np.random.default_rng(1)
+    for number, (width, height) in enumerate(SIZES):
+        Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"a [trigger] thing, number {number}" if number else "a thing", "utf-8")
+    return folder
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    return write_pictures(tmp_path / "pictures")
+
+
+def words(pictures, dump_folder, *more):
+    return [
+        "--model.name", "flux", "--model.flavor", "debug", "--model.patch_size", "4", "--data.name", "captioned_folder",
+        "--data.path", str(pictures), "--data.trigger_word", "sks", "--data.resolutions", "[64, 128]",
+        "--data.text_encoder", "stub:32", "--data.pooled_encoder", "stub:24", "--data.text_length", "6",
+        "--data.prompts", '["[trigger] on a beach", "a red house"]', "--cache.enable", "true", "--autoencoder.name", "identity",
+        "--job.dump_folder", str(dump_folder), "--training.local_batch_size", "1", "--training.steps", "2",
+        "--sampling.interval", "2", "--sampling.num_steps", "1", "--sampling.images_per_class", "1", *more,
+    ]  # fmt: skip
+
+
+def fill(given):
+    config = load_config(given, 1)
+    cache_filling.fill_cache(config)
+    return cache_folder(config)
+
+
+def test_a_run_fills_its_cache_and_trains_on_the_latents(pictures, tmp_path):
+    given = words(pictures, tmp_path / "out")
+    config = load_config(given, 1)
+    assert config.data.name == "captioned_folder" and config.cache.enable
+    folder = cache_folder(config)
+    assert run(config, lambda: load_config(given, 1)) == 0
+    resolved = load_config(["--job.config_file", str(tmp_path / "out" / "run" / "config.toml")], 1)
+    assert resolved.data.name == "latents" and resolved.data.path == str(folder / "train") and not resolved.cache.enable
+    assert load_config(given, 1).data == resolved.data  # the same command finds it
+    stores = open_stores(folder / "train")
+    # Of resolution 64 four squares and one 64 x 96, whose buckets have no such height; of 128 what covers 128 x 128.
+    counts = {store.index.shape[1:]: len(store) for store in stores}
+    assert sum(count for shape, count in counts.items() if shape == (64, 64)) == 5
+    assert sum(counts.values()) == 8 and all(side % 64 == 0 for shape in counts for side in shape)
+    captions = stores[0].captions
+    assert [captions.text(number) for number in captions.plan.prompts] == ["sks on a beach", "a red house"]
+    assert captions.text(0) == ""
+    texts = {store.captions.text(number) for store in stores for number in range(len(store.captions))}
+    assert texts == {"", "sks a thing", "sks on a beach", "a red house", *(f"a sks thing, number {n}" for n in range(1, 5))}
+    number = captions.number_of("sks on a beach")
+    expected = StubEncoder(32).encode(["sks on a beach"], 6).tokens[0].to(torch.bfloat16)
+    assert torch.equal(captions.read([number])[TEXT][0], expected)
+
+
+def test_a_filled_cache_opens_no_encoder_again(pictures, tmp_path, monkeypatch):
+    given = words(pictures, tmp_path / "out")
+    folder = fill(given)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    monkeypatch.setattr(cache_filling, "open_encoders", lambda *arguments: pytest.fail("opened again"))
+    assert run(load_config(given, 1), lambda: load_config(given, 1)) == 0
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def train_rank(given, kill_at):
+    from train import main
+
+    die_at_rename(kill_at)
+    return main(given)
+
+
+def ranks(given, count, kill_at=-1):
+    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    started = [
+        ForkedProcess(train_rank, (given, -1 if rank else kill_at), shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(count)
+    ]
+    if kill_at >= 0:
+        started[0].wait(120)
+        for process in started[1:]:
+            process.kill()
+    return [process.wait(120) for process in started]
+
+
+def test_killed_filling_resumes_on_other_numbers_of_ranks_to_the_same_bytes(pictures, tmp_path):
+    straight = content(fill(words(pictures, tmp_path / "straight")) / "train")
+    given = words(pictures, tmp_path / "killed")
+    folder = cache_folder(load_config(given, 1)) / "train"
+    for count, kill_at in ((1, 2), (2, 4), (1, 3)):
+        assert ranks(given, count, kill_at)[0] == -signal.SIGKILL
+        assert not (folder / "buckets.json").exists()
+    assert ranks([*given, "--training.steps", "1"], 2) == [0, 0]
+    assert content(folder) == straight
+
+
+def test_what_decides_the_latents_names_the_cache(pictures, tmp_path):
+    def name(path=pictures, *more):
+        from data.captioned_folder import _read_folder
+
+        _read_folder.cache_clear()
+        return cache_folder(load_config(words(path, tmp_path / "out", *more), 1)).name
+
+    first = name()
+    (tmp_path / "elsewhere").mkdir()
+    assert name(shutil.copytree(pictures, tmp_path / "elsewhere" / "pictures")) == first  # wherever it lies
+    assert name(pictures, "--training.steps", "9", "--data.num_workers", "1") == first
+    others = {name(pictures, key, value) for key, value in {
+        "--data.resolutions": "[64]", "--data.trigger_word": "xyz", "--data.text_encoder": "stub:16",
+        "--data.text_length": "7", "--data.null_caption": "[trigger]", "--data.prompts": '["a red house"]',
+        "--data.horizontal_flip": "true",
+    }.items() if key != "--data.text_encoder"}  # fmt: skip
+    (pictures / "0.txt").write_text("another thing")
+    others.add(name())
+    image = np.asarray(Image.open(pictures / "0.png")).copy()
+    image[0, 0, 0] ^= 1
+    Image.fromarray(image).save(pictures / "0.png")
+    others.add(name())
+    assert len(others | {first}) == 9
+
+
+def test_a_run_is_not_resumed_on_another_cache(pictures, tmp_path, capsys):
+    given = words(pictures, tmp_path / "out")
+    assert run(load_config(given, 1), lambda: load_config(given, 1)) == 0
+    longer = [*given, "--data.null_caption", "[trigger]", "--training.steps", "3", "--job.allow_config_change", "false"]
+    capsys.readouterr()
+    assert run(load_config(longer, 1), lambda: load_config(longer, 1)) == 2
+    assert "data.path: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: [path.unlink() for path in folder.iterdir()], "has no images in it"),
+        (lambda folder: (folder / "2.txt").unlink(), "an image without a caption (add 2.txt"),
+        (lambda folder: (folder / "2.png").write_bytes(b"no picture"), "2.png: "),
+        (lambda folder: (folder / "2.txt").write_text(" "), "the caption is empty"),
+    ],
+)
+def test_unusable_pictures_are_refused_in_a_line(pictures, tmp_path, spoil, said):
+    spoil(pictures)
+    with pytest.raises(ConfigError) as refused:
+        load_config(words(pictures, tmp_path / "out"), 1)
+    (line,) = refused.value.problems
+    assert "data.path: " in line and said in line
+
+
+def test_a_picture_that_ends_early_is_refused_before_training(pictures, tmp_path, capsys):
+    path = pictures / "2.png"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    given = words(pictures, tmp_path / "out")
+    assert run(load_config(given, 1), lambda: load_config(given, 1)) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("data.path: ") and "2.png" in said and "mend or remove it" in said
+    assert not (tmp_path / "out" / "run").exists()
+
+
+def test_keys_that_contradict_a_cache_are_refused(pictures, tmp_path):
+    def refused(*more):
+        with pytest.raises(ConfigError) as found:
+            load_config(words(pictures, tmp_path / "out", *more), 1)
+        return found.value.problems
+
+    assert refused("--autoencoder.name", "none") == [
+        "command line: --autoencoder.name: is none, and cache.enable encodes images (name the autoencoder of their latents)"
+    ]
+    (line,) = refused("--data.trigger_word", "")
+    assert "data.prompts" in line and "[trigger]" in line
+    (line,) = refused("--data.name", "digits", "--model.name", "dit")[:1]
+    assert "unknown key" in line or "no effect" in line
