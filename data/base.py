@@ -96,6 +96,7 @@ class DataConfig:
         horizontal_flip: whether the loader mirrors each training image with probability 1/2.
         max_corrupt_share: share of unreadable images that ends a run.
         classes: classes whose images are used; none: all.
+        trigger_word: stands in captions for what is trained on.
     """
 
     path = ""
@@ -103,6 +104,7 @@ class DataConfig:
     horizontal_flip = False
     max_corrupt_share = 0.2
     classes = list[int]()
+    trigger_word = ""
 
     name: str = setting("digits", "dataset")
     labels: bool = setting(True, "whether what comes with an image, as its class, conditions the network")

@@ -15,6 +15,7 @@ from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE
 from torchtitan.processes.launch import launch_number
 from torchtitan.run_state import RunState
+from torchtitan.runs.previews import PAGE_FILE
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
 from torchtitan.training.hardware import device_name
 from torchtitan.training.metrics import METRICS_FILE
@@ -61,9 +62,11 @@ def closing_lines(
     """Closing lines: how the run ended, the paths of its outputs, its sample quality and its gradient noise scale."""
     folder, config = state.folder, state.config
     found = grids(folder.samples)
+    previews = folder.samples / PAGE_FILE
     noise_scale = folder.path / GNS_FOLDER / PICTURE_FILE
     places = {
         "sample grid": found[-1][1] if found else None,
+        "previews": previews if os.path.exists(previews) else None,
         "held-out": held_out if os.path.exists(held_out) else None,
         "noise scale": noise_scale if os.path.exists(noise_scale) else None,
         "animation": animation if os.path.exists(animation) else None,

@@ -24,6 +24,7 @@ from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE
 from torchtitan.pictures.grids import save_animation
 from torchtitan.run_state import RunState
+from torchtitan.runs.previews import PAGE_FILE, save_previews, write_page
 from torchtitan.settings.record import effective
 from torchtitan.summary import RunSummary
 from torchtitan.training.hardware import (
@@ -212,13 +213,25 @@ class Reports:
         """Draw the grid of samples of this step; collective."""
         with self.excluded():
             self._show_held_out()
-            picture = self._evaluation.sample_grid()
-            if picture is None or not self._log:
+            grid = self._evaluation.sample_grid()
+            if grid is None or not self._log:
                 return
-            path = self._state.folder.samples / f"step-{self._state.step:08d}.png"
+            samples, step = self._state.folder.samples, self._state.step
+            path = samples / f"step-{step:08d}.png"
             with self._outputs.attempt("the grid of samples", path):
-                self._write_picture(path, picture)
-            self._log.write_image(self._state.step, "samples", picture)
+                self._write_picture(path, grid.picture)
+            self._log.write_image(step, "samples", grid.picture)
+            if self._config.sampling.previews:
+                with self._outputs.attempt("the previews", samples / PAGE_FILE):
+                    save_previews(samples, step, grid.first)
+                    self._write_previews()
+
+    def _write_previews(self) -> dict[str, float]:
+        """Write the page of previews; return the change of each prompt since the start. Raises OSError."""
+        config = self._config
+        return write_page(
+            self._state.folder.samples, config.job.name, self._evaluation.row_names, config.data.trigger_word
+        )
 
     def evaluate(self) -> None:
         """Measure newly drawn samples by the metrics of `[evaluation]`; collective.
@@ -278,6 +291,9 @@ class Reports:
         self._results |= self._memory_over_ranks()
         if self._first:
             self._animate()
+            if sampling.enable and sampling.previews:
+                with self._outputs.attempt("the previews", self._state.folder.samples / PAGE_FILE):
+                    self._results["preview_change_percent"] = self._write_previews()
         arguments = (self._log, status, self._results, training_seconds)
         if problem := from_first_rank(self._summary.close, *arguments):
             raise TrainingError(f"step {state.step}: {problem}")

@@ -71,6 +71,8 @@ class Trainer:
             with self.phases(BEFORE_FIRST_STEP):
                 require_finite_start(state)
                 self._warm_up()
+                if state.step == 0 and self.config.sampling.enable and self.config.sampling.previews:
+                    self.reports.sample_grid()
             signal_number = self._loop(stop)
             with self.phases("finish"):
                 if state.gns:

@@ -67,6 +67,10 @@ class SamplingConfig:
         "float32", "dtype of the solver's state, not of the networks' compute", trajectory=False
     )
     classes: list[int] = setting([], "classes or prompts of the grid, a row each; empty: the first ten", trajectory=False)
+    previews: bool = setting(
+        False, "draw before the first step too, keep the first sample of every row as a picture, and show all steps on one page "
+        "with the change of each from the start", trajectory=False,
+    )  # fmt: skip
     images_per_class: int = setting(8, "columns of the grid", ge=1, le=10_000, trajectory=False)
     ema_track: str = setting(
         "ema", "weights to sample with: a name of ema.tracks, or 'none' for the trained weights",

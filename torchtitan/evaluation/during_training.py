@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,19 @@ from torchtitan.models.base import DiffusionModel
 from torchtitan.pictures.grids import class_labels, image_grid, to_rgb
 from torchtitan.training.data_loading import validation_batches
 from torchtitan.training.ema import EMABank
+
+
+@dataclass(frozen=True)
+class SampleGrid:
+    """Grid of samples.
+
+    Attributes:
+        picture: of all.
+        first: sample of each row, in its own size.
+    """
+
+    picture: Image.Image
+    first: list[Image.Image]
 
 
 class Evaluation:
@@ -77,8 +91,15 @@ class Evaluation:
             metrics |= {f"{prefix}/{name}": value for name, value in losses.items()}
         return metrics
 
-    def sample_grid(self) -> Image.Image | None:
-        """Draw the grid of samples, a row per condition; the first rank's picture."""
+    @property
+    def row_names(self) -> list[str]:
+        """Names of the grid's rows: prompts, or classes; "" each where they have none."""
+        kind = self._info.condition_kind
+        rows = grid_choices(self._sampling.classes, kind.choices, 1).tolist()
+        return [kind.choice_names[row] for row in rows] if kind.choice_names else [""] * len(rows)
+
+    def sample_grid(self) -> SampleGrid | None:
+        """Draw the grid of samples, a row per condition; on the first rank."""
         config = self._sampling
         kind = self._info.condition_kind
         choices = grid_choices(config.classes, kind.choices, config.images_per_class)
@@ -89,7 +110,9 @@ class Evaluation:
             return None
         rows = choices[:: config.images_per_class].tolist()
         title = f"guidance {config.guidance_scale:g}"  # the animation writes the step
-        return image_grid(images, len(rows), config.images_per_class, class_labels(rows, kind.choice_names), title)
+        labels = class_labels(rows, kind.choice_names)
+        picture = image_grid(images, len(rows), config.images_per_class, labels, title)
+        return SampleGrid(picture, [Image.fromarray(each) for each in to_rgb(images[:: config.images_per_class].numpy())])
 
     def held_out_picture(self) -> Image.Image | None:
         """Picture of decoded held-out latents, which shows whether scale and shift are right; None without a decoder.
