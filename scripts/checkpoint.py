@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-from data import dataset_info
 from data.base import DatasetError
 from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_path, checkpoint_steps, newest_good, verify
 from torchtitan.checkpoint.comparison import TensorSource, compare, ema_tracks, open_checkpoint, open_weights
@@ -23,6 +22,7 @@ from torchtitan.checkpoint.location import location, run_checkpoints
 from torchtitan.checkpoint.manifest import MANIFEST
 from torchtitan.checkpoint.reading import read_state
 from torchtitan.config.job import ConfigError, JobConfig
+from torchtitan.config.latent_cache import trained_info
 from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.files.shard_files import write_tensors
@@ -271,7 +271,7 @@ def import_(arguments: argparse.Namespace) -> int:
     if arguments.output.suffix != ".safetensors":
         raise WeightsError(f"{arguments.output}: must end in .safetensors, the format of the output")
     config = read_config(arguments.config)
-    info = dataset_info(config.data)
+    info = trained_info(config)
     model = network_on_meta(config, info)
     layout = layout_of(arguments.format, config)
     source, problems = published_file(arguments.file, model, layout)

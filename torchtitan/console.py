@@ -15,6 +15,7 @@ from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE
 from torchtitan.processes.launch import launch_number
 from torchtitan.run_state import RunState
+from torchtitan.runs.final_weights import final_weights_path
 from torchtitan.runs.previews import PAGE_FILE
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
 from torchtitan.training.hardware import device_name
@@ -63,6 +64,7 @@ def closing_lines(
     folder, config = state.folder, state.config
     found = grids(folder.samples)
     previews = folder.samples / PAGE_FILE
+    weights = final_weights_path(folder.path, config.job.name, state.step)
     noise_scale = folder.path / GNS_FOLDER / PICTURE_FILE
     places = {
         "sample grid": found[-1][1] if found else None,
@@ -74,6 +76,7 @@ def closing_lines(
         "TensorBoard": folder.path / "tb" if config.metrics.enable_tensorboard else None,
         "corrupt": folder.path / CORRUPT_IMAGES_FILE if "corrupt_images" in results else None,
         "checkpoints": folder.checkpoints if config.checkpoint.enable else None,
+        "weights": weights if os.path.exists(weights) else None,
         "summary": folder.summary if os.path.exists(folder.summary) else None,
     }
     lines = [f"{status} after step {state.step}"]

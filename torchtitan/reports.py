@@ -12,18 +12,21 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+from torchtitan.checkpoint.checkpointer import checkpoint_path
 from torchtitan.console import closing_lines, grids, introduce, value_text
-from torchtitan.distributed.collectives import from_first_rank, highest_over_ranks
+from torchtitan.distributed.collectives import from_first_rank, group_for_work, highest_over_ranks
 from torchtitan.distributed.compile import CompileCounter
-from torchtitan.errors import EvaluationError, RunFolderError, TrainingError, reason
+from torchtitan.errors import CheckpointError, EvaluationError, RunFolderError, TrainingError, reason
 from torchtitan.evaluation.during_training import Evaluation
 from torchtitan.evaluation.targets import described, newly_reached, scalars
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.optional import OptionalOutputs
+from torchtitan.files.weight_files import WeightsError, saved_buffers
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE
 from torchtitan.pictures.grids import save_animation
 from torchtitan.run_state import RunState
+from torchtitan.runs.final_weights import final_weights_path, write_final_weights
 from torchtitan.runs.previews import PAGE_FILE, save_previews, write_page
 from torchtitan.settings.record import effective
 from torchtitan.summary import RunSummary
@@ -274,7 +277,7 @@ class Reports:
                 self._held_out_picture = None
 
     def finish(self, status: str) -> None:
-        """Finish: judge the samples, write the animation and the summary, and log the paths; collective.
+        """Finish: judge the samples, write animation, final weights and summary, and log the paths; collective.
 
         Raises:
             TrainingError: a file of a completed run that a later start needs could not be written.
@@ -294,11 +297,26 @@ class Reports:
             if sampling.enable and sampling.previews:
                 with self._outputs.attempt("the previews", self._state.folder.samples / PAGE_FILE):
                     self._results["preview_change_percent"] = self._write_previews()
+        if status == "completed":
+            self._write_final_weights()
         arguments = (self._log, status, self._results, training_seconds)
         if problem := from_first_rank(self._summary.close, *arguments):
             raise TrainingError(f"step {state.step}: {problem}")
         if self._first:
             self._say("\n".join(closing_lines(state, status, self._results, self._held_out, self._animation)))
+
+    def _write_final_weights(self) -> None:
+        """Write the final weights, if the run does; collective. Raises TrainingError."""
+        state, config = self._state, self._config
+        if not config.checkpoint.enable or config.checkpoint.final_weights == "none":
+            return
+        path = final_weights_path(state.folder.path, config.job.name, state.step)
+        checkpoint = checkpoint_path(state.folder.checkpoints, state.step)
+        arguments = (path, checkpoint, config, state.step, frozenset(saved_buffers(state.model)))
+        try:
+            from_first_rank(write_final_weights, *arguments, group=group_for_work())
+        except (CheckpointError, WeightsError) as error:
+            raise TrainingError(f"step {state.step}: {error} (the same command writes it again)") from error
 
     def fail(self, status: str, reason: str) -> None:
         """Close the summary of a failed run; called by one rank, any, since others may be gone."""

@@ -118,6 +118,15 @@ def cached_info(config: Any) -> DatasetInfo:
     return DatasetInfo(latent(images.image_shape), kind, images.has_validation, buckets)
 
 
+def trained_info(config: Any) -> DatasetInfo:
+    """Describe what a resolved JobConfig trains on, for programs that build its network without filling a cache.
+
+    Raises:
+        DatasetError: see `cached_info`.
+    """
+    return cached_info(config) if config.cache.enable else dataset_info(config.data)
+
+
 def _text_kind(config: Any) -> Embeddings:
     """Kind of the captions that will be encoded; their widths are those that the network wants until encoders are open."""
     data, model = config.data, config.model

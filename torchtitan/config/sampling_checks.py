@@ -59,7 +59,7 @@ def _sampled_classes(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _sampled_tracks(checked: ConfigView) -> Iterator[Problem]:
-    if not checked.sampling.enable:
+    if not checked.sampling.enable and (not checked.checkpoint.enable or checked.checkpoint.final_weights == "none"):
         return
     drawn, guide = checked.sampling.ema_track, checked.sampling.guide_track
     known = list(dict.fromkeys(track.name for track in checked.ema.tracks)) + ["none"]

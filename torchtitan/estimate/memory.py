@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from data import dataset_info
 from torchtitan.config.job import JobConfig
+from torchtitan.config.latent_cache import trained_info
 from torchtitan.distributed.config import ActivationCheckpointConfig, CheckpointMode
 from torchtitan.estimate.live_storages import ACTIVATIONS, COMMUNICATION, GRADIENTS, PARAMETERS
 from torchtitan.estimate.simulation import SimulatedStep, Window, simulate_step
@@ -120,7 +120,7 @@ def _estimate(config: JobConfig, world_size: int) -> MemoryEstimate:
 
 def model_on_meta(config: JobConfig) -> DiffusionModel:
     """Configured model, whole and without values; with `[lora]` frozen and with the adapter that trains."""
-    info = dataset_info(config.data)
+    info = trained_info(config)
     with torch.device("meta"):
         model = build_model(config.model, info.image_shape, info.condition_kind)
         return freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets)

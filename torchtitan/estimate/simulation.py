@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from data import dataset_info
 from torchtitan.config.job import JobConfig
+from torchtitan.config.latent_cache import trained_info
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
@@ -61,7 +61,7 @@ def simulate_step(config: JobConfig, world_size: int) -> SimulatedStep:
     Raises:
         RuntimeError: this process belongs to a process group already.
     """
-    info = dataset_info(config.data)
+    info = trained_info(config)
     objective = build_objective(config.objective, config.debug.seed)
     with _fake_process_group(world_size):
         layout = Layout(config.parallelism, torch.device("cpu"))
