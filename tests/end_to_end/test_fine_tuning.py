@@ -1,0 +1,108 @@
+"""Fine-tuning on captioned pictures in one command: cache, adapters, previews, final file and page, killed and resumed."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.extractions import die_at_rename
+from tests.forked import ForkedProcess
+from tests.unit.test_latent_cache import write_pictures
+from torchtitan.checkpoint.checkpointer import read_tensors
+from torchtitan.runs.previews import pixel_change, preview_path
+
+CONFIG = Path(__file__).resolve().parents[2] / "train_configs" / "flux_lora_tiny.toml"
+ROWS = 3
+
+
+def train(given, kill_at=-1):
+    from train import main
+
+    die_at_rename(kill_at)
+    return main(given)
+
+
+def run(folder, pictures, kill_at=-1, *more):
+    """The command of docs/fine_tuning.md in small; returns its exit code, and what it said."""
+    given = [
+        "--job.config_file", str(CONFIG), "--data.path", str(pictures), "--data.trigger_word", "sks", "--data.resolutions", "[64]",
+        "--job.dump_folder", str(folder), "--training.steps", "4", "--checkpoint.interval", "2", "--sampling.interval", "2",
+        "--metrics.log_freq", "1", "--metrics.enable_tensorboard", "false", *more,
+    ]  # fmt: skip
+    process = ForkedProcess(train, (given, kill_at), dict(os.environ))
+    return process.wait(120), process.said()
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    return write_pictures(tmp_path_factory.mktemp("given") / "pictures")
+
+
+@pytest.fixture(scope="module")
+def straight(pictures, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("straight")
+    code, said = run(folder, pictures)
+    assert code == 0, said
+    return folder / "flux_lora_tiny"
+
+
+def outputs(run_folder):
+    """What must not depend on kills: pictures, the page, the final file, and the numbers of every step."""
+    kept = ("samples/previews/*.png", "samples/previews.*", "*.safetensors")
+    files = {path.relative_to(run_folder): path.read_bytes() for pattern in kept for path in run_folder.glob(pattern)}
+    points = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    return files, [{tag: point[tag] for tag in point if tag.startswith(("step", "loss", "grad_norm"))} for point in points]
+
+
+def test_a_run_leaves_previews_of_every_interval_and_a_final_file_that_carries_its_step(straight):
+    names = sorted(path.name for path in (straight / "samples" / "previews").iterdir())
+    assert names == [f"step-{step:08d}-{row:02d}.png" for step in (0, 2, 4) for row in range(ROWS)]
+    final = straight / "flux_lora_tiny-step-00000004.safetensors"
+    written = load_file(final)
+    expected = {f"ema.ema.{name}": torch.empty_like(tensor) for name, tensor in written.items()}
+    read_tensors(straight / "checkpoint" / "step-00000004", expected)
+    assert all(torch.equal(tensor, expected[f"ema.ema.{name}"]) for name, tensor in written.items())
+    with safe_open(final, "pt") as file:
+        assert file.metadata()["weights"] == "flux_lora_tiny, step 4, ema"
+    assert all("lora" in name for name in written) and any(tensor.any() for name, tensor in written.items() if "up" in name)
+
+
+def test_changes_in_the_summary_are_those_of_the_pictures(straight):
+    changes = json.loads((straight / "summary.json").read_text())["preview_change_percent"]
+    for row, (prompt, change) in enumerate(changes.items()):
+        pair = [Image.open(preview_path(straight / "samples", step, row)) for step in (0, 4)]
+        assert change == round(pixel_change(*pair), 4)
+        assert ("sks" in prompt) == (row < 2)
+    page = (straight / "samples" / "previews.html").read_text()
+    drift = page[page.index('id="drift"') : page.index('id="previews"')]
+    assert "lighthouse" in drift and "sks on a beach" not in drift
+
+
+def test_a_run_killed_twice_is_the_uninterrupted_one(pictures, straight, tmp_path):
+    for kill_at in (3, 14):
+        code, said = run(tmp_path, pictures, kill_at)
+        assert code == -signal.SIGKILL, said
+    assert not (tmp_path / "flux_lora_tiny" / "summary.json").exists()
+    code, said = run(tmp_path, pictures)
+    assert code == 0, said
+    assert outputs(tmp_path / "flux_lora_tiny") == outputs(straight)
+
+
+def test_a_lost_final_file_is_written_again_from_the_last_checkpoint(pictures, straight, tmp_path):
+    shutil.copytree(straight.parent, tmp_path / "copy")
+    run_folder = tmp_path / "copy" / "flux_lora_tiny"
+    final = run_folder / "flux_lora_tiny-step-00000004.safetensors"
+    content = final.read_bytes()
+    final.unlink()
+    (run_folder / "summary.json").unlink()
+    # The copy's cache lies elsewhere, which is another data.path.
+    code, said = run(tmp_path / "copy", pictures, -1, "--job.allow_config_change", "true")
+    assert code == 0, said
+    assert final.read_bytes() == content

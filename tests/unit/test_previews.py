@@ -1,0 +1,73 @@
+"""Previews of a run: files by step and row, the change since step 0, the page and its picture."""
+
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from torchtitan.runs.previews import MOST_STEPS, pixel_change, preview_path, preview_rows, save_previews, write_page
+
+PROMPTS = ["sks on a beach", "a red house"]
+
+
+def plain(value, size=(32, 24)):
+    return Image.fromarray(np.full((size[1], size[0], 3), value, np.uint8))
+
+
+@pytest.fixture
+def samples(tmp_path):
+    for step in (0, 5, 10):
+        save_previews(tmp_path, step, [plain(100 + 5 * step), plain(100 + step)])
+    return tmp_path
+
+
+def test_change_is_the_mean_absolute_difference_in_percent_of_the_range():
+    random = np.random.default_rng(0)
+    a, b = (random.integers(0, 256, (9, 7, 3), np.uint8) for _ in range(2))
+    brute = sum(abs(int(x) - int(y)) for x, y in zip(a.flat, b.flat, strict=True)) / a.size / 255 * 100
+    assert pixel_change(Image.fromarray(a), Image.fromarray(b)) == pytest.approx(brute, rel=1e-12)
+    assert pixel_change(plain(7), plain(7)) == 0
+
+
+def test_page_shows_prompts_by_steps_and_the_drift_of_those_without_the_trigger(samples):
+    changes = write_page(samples, "dog", PROMPTS, "sks")
+    assert changes == {"sks on a beach": round(50 / 2.55, 4), "a red house": round(10 / 2.55, 4)}
+    page = (samples / "previews.html").read_text()
+    assert page.count("<img ") == 6 and "step 10" in page and "before training" in page
+    drift = page[page.index('id="drift"') : page.index('id="previews"')]
+    assert "a red house: 3.92 %" in drift and "beach" not in drift
+    links = re.findall(r'href="([^"]+)"', page)
+    assert len(links) == 6 and all((samples / link).is_file() for link in links)
+    width, height = Image.open(samples / "previews.png").size
+    assert width > 3 * 64 and height > 2 * 64
+
+
+def test_without_a_trigger_word_nothing_is_called_drift(samples):
+    write_page(samples, "dog", PROMPTS, "")
+    assert 'id="drift"' not in (samples / "previews.html").read_text()
+
+
+def test_a_missing_or_damaged_preview_leaves_a_gap(samples):
+    preview_path(samples, 5, 0).unlink()
+    preview_path(samples, 0, 1).write_bytes(b"cut off")
+    assert write_page(samples, "dog", PROMPTS, "sks") == {"sks on a beach": round(50 / 2.55, 4)}
+    assert (samples / "previews.html").read_text().count('class="missing">missing') == 2
+
+
+def test_a_prompt_is_text_on_the_page(samples):
+    write_page(samples, "<b>run</b>", ["<script>alert(1)</script>", "b"], "sks")
+    page = (samples / "previews.html").read_text()
+    assert "<script>" not in page and "&lt;script&gt;" in page
+
+
+def test_many_steps_are_shown_evenly_with_the_first_and_the_last(tmp_path):
+    for step in range(0, 300, 10):
+        save_previews(tmp_path, step, [plain(step % 256)])
+    steps, (row,) = preview_rows(tmp_path, ["a"], "")
+    assert len(steps) == MOST_STEPS and (steps[0], steps[-1]) == (0, 290) and steps == sorted(set(steps))
+    assert len(row.previews) == MOST_STEPS
+
+
+def test_no_previews_no_page(tmp_path):
+    assert write_page(tmp_path, "dog", PROMPTS, "sks") == {} and not list(tmp_path.iterdir())
