@@ -12,7 +12,7 @@ import torch.distributed as dist
 from data.base import DatasetError
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.config.job import ConfigError, JobConfig
-from torchtitan.distributed.collectives import requests_ignored_at_the_end
+from torchtitan.distributed.collectives import Interrupted, interruptible, requests_ignored_at_the_end
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.mesh import process_group
 from torchtitan.errors import (
@@ -57,7 +57,7 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None) -> int
     Returns:
         0: completed, now or before; 1: failed; 2: refused before anything was written; 75: another
         process writes into the folder, nothing was written; 128 + signal: interrupted
-        and saved.
+        and saved, or with its cache partly filled.
     """
     if RunFolder(config).is_finished() and config.checkpoint.load_step < 0:
         if _first():
@@ -67,9 +67,13 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None) -> int
     with _bounded_end() as deadline, process_group():
         try:
             if config.cache.enable and reload:
-                fill_cache(config)
+                with interruptible():
+                    fill_cache(config)
                 config = reload()
             trainer = Trainer(config)
+        except Interrupted as request:
+            write_status(None, "requeue", 128 + request.number, "interrupted by a signal while the cache was filled")
+            return 128 + request.number
         except ConfigError as error:  # of what the cache turned out to hold
             write_status(None, "refused", REFUSED, str(error))
             if _speaks_for_its_machine():

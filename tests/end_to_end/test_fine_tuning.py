@@ -32,9 +32,9 @@ def train(given, kill_at=-1):
 def run(folder, pictures, kill_at=-1, *more):
     """The command of docs/fine_tuning.md in small; returns its exit code, and what it said."""
     given = [
-        "--job.config_file", str(CONFIG), "--data.path", str(pictures), "--data.trigger_word", "sks", "--data.resolutions", "[64]",
-        "--job.dump_folder", str(folder), "--training.steps", "4", "--checkpoint.interval", "2", "--sampling.interval", "2",
-        "--metrics.log_freq", "1", "--metrics.enable_tensorboard", "false", *more,
+        "--job.config_file", str(CONFIG), "--data.path", str(pictures), "--data.trigger_word", "sks",
+        "--data.resolutions", "[64]", "--job.dump_folder", str(folder), "--training.steps", "4", "--checkpoint.interval", "2",
+        "--sampling.interval", "2", "--metrics.log_freq", "1", "--metrics.enable_tensorboard", "false", *more,
     ]  # fmt: skip
     process = ForkedProcess(train, (given, kill_at), dict(os.environ))
     return process.wait(120), process.said()
@@ -85,8 +85,8 @@ def test_changes_in_the_summary_are_those_of_the_pictures(straight):
     assert "lighthouse" in drift and "sks on a beach" not in drift
 
 
-def test_a_run_killed_twice_is_the_uninterrupted_one(pictures, straight, tmp_path):
-    for kill_at in (3, 14):
+def test_a_run_killed_three_times_is_the_uninterrupted_one(pictures, straight, tmp_path):
+    for kill_at in (3, 14, 13):  # in the cache, before the first checkpoint, and after it
         code, said = run(tmp_path, pictures, kill_at)
         assert code == -signal.SIGKILL, said
     assert not (tmp_path / "flux_lora_tiny" / "summary.json").exists()

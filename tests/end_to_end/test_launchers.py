@@ -150,6 +150,39 @@ def test_a_refused_job_is_not_queued_again(slurm, tmp_path):
     assert not (tmp_path / "requeued").exists()
 
 
+@pytest.mark.parametrize(("code", "queued"), [(75, "17\n"), (0, ""), (1, ""), (2, "")])
+def test_a_job_on_one_node_finds_the_repository_and_queues_an_interrupted_run_again(tmp_path, code, queued):
+    repository, spool = tmp_path / "repository", tmp_path / "spool"
+    (repository / "scripts").mkdir(parents=True)
+    (repository / "torchtitan").symlink_to(ROOT / "torchtitan")
+    (repository / "scripts" / "status.sh").symlink_to(ROOT / "scripts" / "status.sh")
+    train = repository / "scripts" / "train.sh"
+    train.write_text(f'#!/usr/bin/env bash\necho "$PWD $NGPU $*"\nexit {code}\n')
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(SCONTROL)
+    for path in (train, scontrol):
+        path.chmod(0o755)
+    spool.mkdir()
+    (spool / "slurm_script").write_text((ROOT / "scripts" / "one_node.slurm").read_text())  # as Slurm starts it
+    (tmp_path / "requeued").touch()
+
+    def job(**variables):
+        environment = os.environ | {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}", "REQUEUED": str(tmp_path / "requeued"), "SLURM_JOB_ID": "17",
+            "SLURM_GPUS_ON_NODE": "8", **variables,
+        }  # fmt: skip
+        command = ["bash", str(spool / "slurm_script"), "a.toml", "--training.steps", "3"]
+        return subprocess.run(command, text=True, env=environment, capture_output=True, cwd=spool, timeout=60)
+
+    submitted = job(SLURM_SUBMIT_DIR=str(repository))
+    assert (submitted.returncode, submitted.stdout) == (code, f"{repository} 8 a.toml --training.steps 3\n"), submitted
+    assert (tmp_path / "requeued").read_text() == queued
+    named = job(SLURM_SUBMIT_DIR=str(spool), REPOSITORY=str(repository), NGPU="1")
+    assert named.stdout == f"{repository} 1 a.toml --training.steps 3\n"
+    elsewhere = job(SLURM_SUBMIT_DIR=str(spool))
+    assert elsewhere.returncode == 2 and "is not the repository" in elsewhere.stderr
+
+
 def test_shards_that_lie_across_nodes_are_pointed_out():
     def advice(replicas: int, shards: int, per_node: int) -> str | None:
         return crosses_nodes(SimpleNamespace(replicas=replicas, shards=shards), per_node)

@@ -16,6 +16,7 @@ from tests.decoding import write_encoded_store
 from tests.encoded_images import image_bytes
 from tests.launcher import ROOT, run_on_ranks
 from tests.unit.test_image_folder import write_tinyimagenet
+from tests.unit.test_latent_cache import write_pictures
 from torchtitan.config.job import load_config
 
 SMALL = [
@@ -79,7 +80,11 @@ def folders(cifar10, tmp_path_factory):
         "--output", str(captions), "--autoencoder", "identity", "--text-encoder", "stub:16", "--pooled-encoder", "stub:8",
         "--text-length", "5", "--class-captions", "a photo of a {}", "--data.name", "cifar10", "--data.path", str(cifar10),
     ]) == 0  # fmt: skip
-    return {"cifar10": cifar10, "cifar100": cifar10, "tinyimagenet": tiny, "imagenet": imagenet, "captions": captions}
+    pictures = write_pictures(tmp_path_factory.mktemp("captioned") / "pictures")
+    return {
+        "captioned_folder": pictures, "cifar10": cifar10, "cifar100": cifar10, "tinyimagenet": tiny, "imagenet": imagenet,
+        "captions": captions,
+    }  # fmt: skip
 
 
 def small(name: str, folders: dict, latents: list[str], dump_folder) -> list[str]:
@@ -94,6 +99,10 @@ def small(name: str, folders: dict, latents: list[str], dump_folder) -> list[str
         words += ["--lr_scheduler.warmup_steps", "1"]
     if preset["data"].get("labels", True):
         words += ["--sampling.classes", "[0, 1]" if data == "imagenet" else "[1, 2]"]
+    if "cache" in preset:
+        words += ["--data.path", str(folders[data]), "--data.trigger_word", "sks", "--data.resolutions", "[64]"]
+        words += ["--data.text_encoder", "stub:16", "--data.pooled_encoder", "stub:8", "--data.text_length", "5"]
+        return [*words, "--autoencoder.name", "identity", "--model.patch_size", "8"]
     if model == "flux":
         words += ["--data.path", str(folders["captions"]), "--data.num_workers", "0", "--autoencoder.name", "identity"]
         words += ["--data.validation_path", str(folders["captions"])] if "validation_path" in preset["data"] else []
@@ -133,9 +142,14 @@ def test_shipped_configurations_train_when_made_small(folders, latents, tmp_path
 
 
 def train_all(arguments: list[list[str]]) -> None:
+    from torchtitan.extraction.cache_filling import fill_cache
     from torchtitan.trainer import Trainer
 
     for argv in arguments:
-        trainer = Trainer(load_config(argv, 1))
+        config = load_config(argv, 1)
+        if config.cache.enable:
+            fill_cache(config)
+            config = load_config(argv, 1)
+        trainer = Trainer(config)
         assert trainer.train() == 0
         trainer.close()

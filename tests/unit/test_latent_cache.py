@@ -119,6 +119,24 @@ def test_killed_filling_resumes_on_other_numbers_of_ranks_to_the_same_bytes(pict
     assert content(folder) == straight
 
 
+def test_a_signal_while_filling_asks_for_the_same_command_again(pictures, tmp_path, monkeypatch):
+    given, write_store = words(pictures, tmp_path / "out"), cache_filling.write_store
+    monkeypatch.setenv("TRAIN_STATUS_FILE", str(tmp_path / "status"))
+
+    def interrupted(*arguments):
+        written = write_store(*arguments)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return written
+
+    before = signal.getsignal(signal.SIGUSR1)
+    monkeypatch.setattr(cache_filling, "write_store", interrupted)
+    assert run(load_config(given, 1), lambda: load_config(given, 1)) == 128 + signal.SIGUSR1
+    assert '"status": "requeue"' in (tmp_path / "status").read_text()
+    assert signal.getsignal(signal.SIGUSR1) == before
+    monkeypatch.setattr(cache_filling, "write_store", write_store)
+    assert run(load_config(given, 1), lambda: load_config(given, 1)) == 0
+
+
 def test_what_decides_the_latents_names_the_cache(pictures, tmp_path):
     def name(path=pictures, *more):
         from data.captioned_folder import _read_folder

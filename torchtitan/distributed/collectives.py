@@ -70,6 +70,33 @@ def highest_over_ranks(*values: float) -> list[float]:
     return highest.tolist()
 
 
+class Interrupted(Exception):
+    """Signal that asked this process to stop in work that resumes by itself.
+
+    Attributes:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by signal {number}")
+        self.number = number
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise Interrupted at a stop request in the block, wherever it is: for work that may be left at any moment."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted(number)
+
+    previous = {number: signal.signal(number, interrupt) for number in StopRequest.SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 @contextmanager
 def requests_ignored_at_the_end() -> Iterator[None]:
     """Ignore stop requests around training and its closing, where no StopRequest listens inside.
