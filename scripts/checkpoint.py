@@ -21,7 +21,7 @@ from torchtitan.checkpoint.comparison import TensorSource, compare, ema_tracks, 
 from torchtitan.checkpoint.location import location, run_checkpoints
 from torchtitan.checkpoint.manifest import MANIFEST
 from torchtitan.checkpoint.reading import read_state
-from torchtitan.config.job import ConfigError, JobConfig
+from torchtitan.config.job import ConfigError, JobConfig, split_data_words
 from torchtitan.config.latent_cache import trained_info
 from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath, RemotePath
@@ -56,7 +56,8 @@ ADAPTER_LAYOUTS = (NATIVE.name, *(name for family in MODELS.values() for name in
 
 def main(words: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    arguments = parse_arguments(words)
+    own, data_words = split_data_words(sys.argv[1:] if words is None else words)
+    arguments = parse_arguments(own, data_words)
     try:
         return arguments.command(arguments)
     except (ConfigError, CheckpointError, DatasetError, AdapterError) as error:
@@ -64,7 +65,8 @@ def main(words: list[str] | None = None) -> int:
         return 2
 
 
-def parse_arguments(words: list[str] | None) -> argparse.Namespace:
+def parse_arguments(words: list[str], data_words: list[str]) -> argparse.Namespace:
+    """Parse the command's own words; `data_words` are those of the configuration's data, which `import` takes."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -98,7 +100,8 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     command.set_defaults(command=import_)
     command.add_argument("file", type=Path, help=".safetensors or .pt file; for diffusers also its folder")
     command.add_argument("--format", choices=LAYOUTS, required=True)
-    command.add_argument("--config", type=Path, required=True, help="configuration of the model")
+    command.add_argument("--config", type=Path, required=True,
+        help="configuration of the model; --data.KEY VALUE completes its [data]")
     add_output(command, "file to write")
 
     command = commands.add_parser("convert-adapter", help="write a file of an adapter in another layout")
@@ -107,7 +110,11 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     command.add_argument("--adapter", choices=ADAPTER_LAYOUTS, required=True, help="layout to write")
     command.add_argument("--config", type=Path, required=True, help="configuration of the model")
     add_output(command, "file to write")
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    if data_words and arguments.command not in (import_, convert_adapter):
+        parser.error(f"{data_words[0]}: is for import and convert-adapter alone")
+    arguments.data_words = data_words
+    return arguments
 
 
 def add_output(command: argparse.ArgumentParser, description: str) -> None:
@@ -270,7 +277,7 @@ def import_(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output, arguments.overwrite)
     if arguments.output.suffix != ".safetensors":
         raise WeightsError(f"{arguments.output}: must end in .safetensors, the format of the output")
-    config = read_config(arguments.config)
+    config = read_config(arguments.config, arguments.data_words)
     info = trained_info(config)
     model = network_on_meta(config, info)
     layout = layout_of(arguments.format, config)
@@ -316,7 +323,7 @@ def export_adapter(arguments: argparse.Namespace, trained: TrainedModel) -> int:
 
 def convert_adapter(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output, arguments.overwrite)
-    config = read_config(arguments.config)
+    config = read_config(arguments.config, arguments.data_words)
     model = network_on_meta(config, dataset_info(config.data))
     layout = adapter_layout(arguments.adapter, config)
     found = read_adapter(arguments.file, model, MODELS[config.model.name].adapter_layouts)

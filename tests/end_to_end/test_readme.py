@@ -12,6 +12,7 @@ from PIL import Image
 
 from tests.forked import run_script
 from tests.launcher import ROOT
+from tests.unit.test_latent_cache import write_pictures
 
 README, INDEX = (ROOT / "README.md").read_text(), (ROOT / "docs" / "index.md").read_text()
 ROWS = [line.strip("| ").split(" | ") for line in (README + INDEX).splitlines() if line.startswith("| ")]
@@ -37,7 +38,9 @@ def test_tables_are_read_whole():
 @pytest.mark.parametrize(
     "command", [command for command in COMMANDS if "scripts/train.sh" in command or command.startswith("--")]
 )
-def test_training_command_passes_the_check(command, folder):
+def test_training_command_passes_the_check(command, folder, tmp_path):
+    if "PICTURES" in command:
+        command = command.replace("PICTURES", str(write_pictures(tmp_path / "pictures", enlarged=2)))
     words = shlex.split(command.replace("FOLDER", str(folder)))
     environment = {}
     if "=" in words[0] and not words[0].startswith("--"):

@@ -8,27 +8,32 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import torchtitan.extraction.cache_filling as cache_filling
+from scripts.checkpoint import main as checkpoint_tool
 from tests.extractions import content, die_at_rename
 from tests.forked import ForkedProcess
 from tests.launcher import free_port
 from torchtitan.conditions import TEXT
 from torchtitan.config.job import ConfigError, load_config
-from torchtitan.config.latent_cache import cache_folder
+from torchtitan.config.latent_cache import cache_folder, trained_info
+from torchtitan.files.weight_files import named_weights
 from torchtitan.latents.bucketed import open_stores
+from torchtitan.models import MODELS, build_model
 from torchtitan.run import run
 from torchtitan.texts.stub import StubEncoder
 
 SIZES = [(140, 130), (70, 64), (130, 200), (128, 128), (64, 96)]
 
 
-def write_pictures(folder):
-    """Pictures of noise with captions, of which the first lacks the trigger."""
+def write_pictures(folder, enlarged=1):
+    """Pictures of noise with captions, of which the first lacks the trigger; enlarged: factor of their sides."""
     folder.mkdir()
     random = np.random.default_rng(1)
     for number, (width, height) in enumerate(SIZES):
-        Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8)).save(folder / f"{number}.png")
+        pixels = random.integers(0, 256, (height * enlarged, width * enlarged, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
         (folder / f"{number}.txt").write_text(f"a [trigger] thing, number {number}" if number else "a thing", "utf-8")
     return folder
 
@@ -211,3 +216,26 @@ def test_keys_that_contradict_a_cache_are_refused(pictures, tmp_path):
     assert "data.prompts" in line and "[trigger]" in line
     (line,) = refused("--data.name", "digits", "--model.name", "dit")[:1]
     assert "unknown key" in line or "no effect" in line
+
+
+def test_published_weights_are_imported_for_a_configuration_whose_cache_is_not_filled(pictures, tmp_path):
+    config = load_config(words(pictures, tmp_path / "out"), 1)
+    info = trained_info(config)
+    assert info.image_shape[0] == 3 and config.cache.enable
+    torch.manual_seed(0)
+    model = build_model(config.model, info.image_shape, info.condition_kind)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    published, _ = MODELS["flux"].layouts["bfl"].export_weights(named_weights(model), model)
+    save_file({name: published[name].contiguous() for name in published}, tmp_path / "bfl.safetensors")
+    (tmp_path / "mine.toml").write_text(
+        "[model]\nname = 'flux'\nflavor = 'debug'\npatch_size = 4\n[data]\nname = 'captioned_folder'\nresolutions = [64, 128]\n"
+        "text_encoder = 'stub:32'\npooled_encoder = 'stub:24'\n[cache]\nenable = true\n[autoencoder]\nname = 'identity'\n"
+    )
+    given = ["import", str(tmp_path / "bfl.safetensors"), "--format", "bfl", "--config", str(tmp_path / "mine.toml")]
+    given += ["--output", str(tmp_path / "own.safetensors"), "--data.path", str(pictures), "--data.trigger_word", "sks"]
+    assert checkpoint_tool(given) == 0
+    assert {name: tensor.tolist() for name, tensor in load_file(tmp_path / "own.safetensors").items()} == {
+        name: tensor.tolist() for name, tensor in named_weights(model).items()
+    }
+    assert not (tmp_path / "out").exists()

@@ -1,6 +1,7 @@
 """Trained model, read back for sampling: from a run folder's checkpoint, or from a file of weights."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,15 +154,15 @@ def _reconstructed(folder: Path, track: str, step: int | None, device: torch.dev
     return dataclasses.replace(trained, label=label, step=step, track=track, warnings=warnings)
 
 
-def read_config(path: Path) -> JobConfig:
-    """Read the resolved configuration, for the number of processes that it had then."""
+def read_config(path: Path, words: Sequence[str] = ()) -> JobConfig:
+    """Read the resolved configuration, for the number of processes that it had then; `words` override its keys."""
     try:
         degrees = read_toml(path).get("parallelism", {})
         processes = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]
         processes = max(int(processes), 1)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         processes = 1  # what is wrong is reported by load_config
-    return load_config(["--job.config_file", str(path)], processes)
+    return load_config(["--job.config_file", str(path), *words], processes)
 
 
 def _choose_step(checkpoints: AnyPath, step: int | None) -> tuple[int, list[str]]:
