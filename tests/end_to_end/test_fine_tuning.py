@@ -16,6 +16,8 @@ from tests.extractions import die_at_rename
 from tests.forked import ForkedProcess
 from tests.unit.test_latent_cache import write_pictures
 from torchtitan.checkpoint.checkpointer import read_tensors
+from torchtitan.config.job import load_config
+from torchtitan.diffusion.paths import PATHS
 from torchtitan.runs.previews import pixel_change, preview_path
 
 CONFIG = Path(__file__).resolve().parents[2] / "train_configs" / "flux_lora_tiny.toml"
@@ -106,3 +108,22 @@ def test_a_lost_final_file_is_written_again_from_the_last_checkpoint(pictures, s
     code, said = run(tmp_path / "copy", pictures, -1, "--job.allow_config_change", "true")
     assert code == 0, said
     assert final.read_bytes() == content
+
+
+@pytest.mark.parametrize(("flavor", "steps", "times"), [
+    ("schnell", 4, [1.0, 0.75, 0.5, 0.25, 0.0]),
+    # [dev] at 1024 x 1024, 4096 tokens: mu = 1.15.
+    ("dev", 4, [1.0, 0.904531, 0.759511, 0.512844, 0.0]),
+])  # fmt: skip
+def test_previews_are_drawn_by_the_schedule_with_which_the_network_is_used(pictures, tmp_path, flavor, steps, times):
+    given = [
+        "--job.config_file", str(CONFIG.with_name("flux_schnell_lora.toml")), "--data.path", str(pictures),
+        "--data.trigger_word", "sks", "--data.resolutions", "[64]", "--data.text_encoder", "stub:4096",
+        "--data.pooled_encoder", "stub:768", "--autoencoder.name", "identity", "--model.flavor", flavor, "--job.dump_folder",
+        str(tmp_path),
+    ]  # fmt: skip
+    sampling = load_config(given, 1).sampling
+    assert sampling.previews and sampling.guidance_scale == 1 and sampling.ema_track == "ema"
+    assert sampling.num_steps == {"schnell": 4, "dev": 50}[flavor]
+    found = sampling.schedule.times(PATHS["rectified_flow"](), steps, lambda: 4096)
+    assert found.tolist() == pytest.approx(times, abs=1e-6)
