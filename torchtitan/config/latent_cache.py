@@ -22,8 +22,6 @@ from torchtitan.autoencoders import build_autoencoder
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.conditions import POOLED, TEXT, Embeddings, Unconditional
 from torchtitan.files.regular import user_path
-from torchtitan.latents.bucketed import BUCKETS_FILE
-from torchtitan.latents.index import INDEX_FILE
 from torchtitan.settings import only_with, setting
 
 CACHED_DATASETS = ("captioned_folder",)
@@ -89,6 +87,9 @@ def stored_section(config: Any) -> LatentsConfig | None:
 
 def is_finished(store: Path) -> bool:
     """Check whether a store has its index, which is written last."""
+    from torchtitan.latents.bucketed import BUCKETS_FILE  # which most configurations do not need
+    from torchtitan.latents.index import INDEX_FILE
+
     return any((store / name).is_file() for name in (INDEX_FILE, BUCKETS_FILE))
 
 
