@@ -426,6 +426,11 @@ def _model_on_meta(config: JobConfig) -> DiffusionModel:
 def _checked_reports(state: dict, step: int) -> dict:
     """Check the state of reports in a checkpoint of a step. Raises ValueError, TypeError: it is no such state."""
     results, lines = state.get("results", {}), state.get("unsaved_metrics", [])
-    if not all(isinstance(value, int | float) for value in dict(results).values()):
+    if not _are_numbers(dict(results)):
         raise ValueError("the results are no numbers")
     return {"results": dict(results), "unsaved_metrics": checked_lines(lines, step)}
+
+
+def _are_numbers(results: dict) -> bool:
+    """Check whether results are numbers by name, or tables of them, as of a measurement."""
+    return all(_are_numbers(value) if isinstance(value, dict) else isinstance(value, int | float) for value in results.values())

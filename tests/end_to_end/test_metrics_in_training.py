@@ -41,7 +41,7 @@ def test_metrics_are_logged_alike_on_other_ranks_and_after_a_kill_and_leave_the_
     said = straight.finish()[0]
     assert straight.losses() == plain.losses()
     killed = ForkedRun(config, "moved", *measured_every_eight_steps(reference))
-    killed.wait_for_step(10)
+    killed.wait_for_step(12)  # a checkpoint with a measurement is there
     killed.send(signal.SIGKILL)
     killed.wait()
     moved = ForkedRun(config, "moved", *measured_every_eight_steps(reference), ranks=2, shards=2)
