@@ -324,7 +324,7 @@ def export_adapter(arguments: argparse.Namespace, trained: TrainedModel) -> int:
 def convert_adapter(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output, arguments.overwrite)
     config = read_config(arguments.config, arguments.data_words)
-    model = network_on_meta(config, dataset_info(config.data))
+    model = network_on_meta(config, trained_info(config))
     layout = adapter_layout(arguments.adapter, config)
     found = read_adapter(arguments.file, model, MODELS[config.model.name].adapter_layouts)
     for note in found.notes:
