@@ -213,7 +213,7 @@ def test_keys_that_contradict_a_cache_are_refused(pictures, tmp_path):
         "command line: --autoencoder.name: is none, and cache.enable encodes images (name the autoencoder of their latents)"
     ]
     (line,) = refused("--data.trigger_word", "")
-    assert "data.prompts" in line and "[trigger]" in line
+    assert "1.txt" in line and "[trigger]" in line
     (line,) = refused("--data.name", "digits", "--model.name", "dit")[:1]
     assert "unknown key" in line or "no effect" in line
 

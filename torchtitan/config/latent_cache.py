@@ -52,11 +52,12 @@ def images_only(data: CaptionedFolderConfig) -> CaptionedFolderConfig:
 def cache_folder(config: Any) -> Path:
     """Folder of the stores of a JobConfig, one for each split. Raises DatasetError: the images cannot be used."""
     data, autoencoder = config.data, config.autoencoder
+    images = [content_digest(data), data.resolutions, data.image_size, data.horizontal_flip]
     null_caption, prompts = data.filled_texts()
     texts = [data.text_encoder, data.pooled_encoder, data.text_length, data.text_dtype, null_caption, prompts]
     decisive = {
         "version": _VERSION,
-        "images": [content_digest(data), data.resolutions, data.image_size, data.horizontal_flip],
+        "images": images,
         "held_out": data.validation_fraction if not data.validation_path else "path",
         "autoencoder": [autoencoder.name, autoencoder.path, autoencoder.dtype, autoencoder.tile, autoencoder.overlap],
         "texts": texts if data.text_encoder else [],
