@@ -1,0 +1,63 @@
+"""Recover a run's clock at its start: from its checkpoint, and from what was written after it."""
+
+import json
+from pathlib import Path
+
+from torchtitan.files.regular import read_regular
+from torchtitan.training.clock import PARTS, ClockTotals
+from torchtitan.training.metric_points import iter_points
+
+_LARGEST_SUMMARY = 16 << 20  # bytes
+_LAST_TAG = '"clock/wall(s)"'
+
+
+def recovered(checkpoint: ClockTotals, step: int, metrics: Path, summary: Path) -> ClockTotals:
+    """Recover the totals of a run that resumes; before its metrics are cut back.
+
+    What a process did after its last logged point is unknown, unless it closed the run with a summary.
+
+    Args:
+        checkpoint: totals in the checkpoint; zero without one.
+        step: of the checkpoint; 0 without one.
+        metrics: metrics.jsonl, with points beyond the checkpoint if the last process went beyond it.
+        summary: summary.json of the last process that wrote one.
+    """
+    start, latest = checkpoint, checkpoint
+    if (closed := _summary_totals(summary)) is not None:
+        closed_step, totals = closed
+        if closed_step == step and totals.wall_ns > start.wall_ns:  # saved, then ended: nothing is lost
+            start = totals
+        if closed_step >= step:
+            latest = _later(latest, totals)
+    for reached, totals in _point_totals(metrics):
+        if reached > step:
+            latest = _later(latest, totals)
+    return start.after_loss(latest)
+
+
+def _later(one: ClockTotals, other: ClockTotals) -> ClockTotals:
+    return other if other.wall_ns > one.wall_ns else one
+
+
+def _summary_totals(path: Path) -> tuple[int, ClockTotals] | None:
+    try:
+        summary = json.loads(read_regular(path, _LARGEST_SUMMARY))
+        step, clock = summary["step"], summary["clock"]
+        totals = ClockTotals.from_seconds(clock, clock["steps"], clock.get("energy_joules"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return (step, totals) if type(step) is int and totals is not None else None
+
+
+def _point_totals(path: Path) -> list[tuple[int, ClockTotals]]:
+    try:
+        points = [point for point in iter_points(path, _LAST_TAG)]
+    except OSError:
+        return []
+    found = []
+    for point in points:
+        seconds = {name: point.get(f"clock/{name}(s)") for name in PARTS}
+        totals = ClockTotals.from_seconds(seconds, point.get("clock/steps"), point.get("clock/energy(J)"))
+        if totals is not None:
+            found.append((point["step"], totals))
+    return found
