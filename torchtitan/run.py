@@ -35,6 +35,7 @@ from torchtitan.processes.launch import LaunchError, launch_number
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.status import write_status
 from torchtitan.trainer import Trainer
+from torchtitan.training.clock import RunClock, process_start
 from torchtitan.training.optimizer import OptimizerError
 
 logger = logging.getLogger(__name__)
@@ -66,11 +67,14 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None) -> int
         return 0
     with _bounded_end() as deadline, process_group():
         try:
+            clock = RunClock(started=process_start())
             if config.cache.enable and reload:
+                clock.switch("encode", clock.now())
                 with interruptible():
                     fill_cache(config)
+                clock.switch("start_up", clock.now())
                 config = reload()
-            trainer = Trainer(config)
+            trainer = Trainer(config, clock)
         except Interrupted as request:
             write_status(None, "requeue", 128 + request.number, "interrupted by a signal while the cache was filled")
             return 128 + request.number

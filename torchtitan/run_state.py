@@ -21,7 +21,7 @@ from torchtitan.checkpoint.checkpointer import (
     read_state,
     read_tensors,
 )
-from torchtitan.conditions import Condition
+from torchtitan.conditions import Condition, Texts
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import cache_folder
 from torchtitan.diffusion.objective import LossTerms
@@ -64,6 +64,7 @@ from torchtitan.runs.network import (
 from torchtitan.runs.status import remove_status
 from torchtitan.settings.record import effective
 from torchtitan.training.buckets import images_of_shapes
+from torchtitan.training.clock import ClockTotals
 from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData, microbatches_per_step
 from torchtitan.training.ema import EMABank
@@ -216,6 +217,11 @@ class RunState:
         return self.model.tokens_per_image((channels, height, width))
 
     @property
+    def encodes_texts(self) -> bool:
+        """True if the captions of each batch are encoded while the network trains."""
+        return isinstance(self.model.condition_kind, Texts)
+
+    @property
     def shapes(self) -> list[tuple[int, int, int]]:
         """Shapes (C, H, W) of the training images: one, or those of the buckets with images."""
         return list(self._images_of_shapes)
@@ -226,11 +232,21 @@ class RunState:
         """Move a microbatch to the model's device."""
         return {name: value.to(self.layout.device, non_blocking=True) for name, value in batch.items()}
 
-    def loss_terms(self, batch: Batch, samples: GlobalBatch, *, measure: bool = False) -> LossTerms:
-        """Losses of a microbatch of a global batch; measure: notify the monitor of gradient noise."""
+    def loss_terms(
+        self, batch: Batch, samples: GlobalBatch, condition: Condition = None, *, measure: bool = False
+    ) -> LossTerms:
+        """Losses of a microbatch of a global batch.
+
+        Args:
+            batch: on the model's device.
+            samples: of the global batch.
+            condition: of the microbatch, as from `condition`; None: formed here.
+            measure: notify the monitor of gradient noise.
+        """
         images = batch["images"]
         draw = self.objective.draw(tuple(images.shape[1:]), samples, batch["samples"])
-        condition = self.condition(batch, samples.attempt)
+        if condition is None:
+            condition = self.condition(batch, samples.attempt)
         if self.config.model.dropout > 0:
             self.model.draw_dropout(self.config.debug.seed, batch["samples"], samples.attempt)
         if self.config.lora.enable:
@@ -428,7 +444,9 @@ def _checked_reports(state: dict, step: int) -> dict:
     results, lines = state.get("results", {}), state.get("unsaved_metrics", [])
     if not _are_numbers(dict(results)):
         raise ValueError("the results are no numbers")
-    return {"results": dict(results), "unsaved_metrics": checked_lines(lines, step)}
+    clock = ClockTotals.from_state(state.get("clock", {}))
+    return {"results": dict(results), "unsaved_metrics": checked_lines(lines, step), "clock": clock}
+
 
 
 def _are_numbers(results: dict) -> bool:

@@ -1,7 +1,8 @@
 """The train loop: batch -> clean images -> objective -> backward -> clip -> optimizer -> EMA -> reports."""
 
 import logging
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from torchtitan.supervision.heartbeat import remove_heartbeats
 from torchtitan.supervision.phases import BEFORE_FIRST_STEP, Phases
 from torchtitan.supervision.recovery import gone_back, require_finite_start
 from torchtitan.supervision.supervision import Supervision
+from torchtitan.training.clock import RunClock
 from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.numerical_guard import StepSamples, backward
 from torchtitan.training.optimizer import set_lr
@@ -41,15 +43,24 @@ class Trainer:
     Attributes:
         state: of the run.
         phases: of the loop.
+        clock: what the process's time was spent on.
     """
 
-    def __init__(self, config: JobConfig) -> None:
-        """Build the run, or resume it; collective. Raises as RunState does."""
+    def __init__(self, config: JobConfig, clock: RunClock | None = None) -> None:
+        """Build the run, or resume it; collective. Raises as RunState does.
+
+        Args:
+            config: of the run.
+            clock: of this process; None: one that starts now.
+        """
         self.config = config
-        self.phases = Phases()
+        self.clock = clock or RunClock()
+        self.phases = Phases(self.clock.now, self.clock.switch)
         self.state = RunState(config)
+        if config.metrics.exact_clock:
+            self.phases.settle = self._wait_for_device
         from_first_rank(remove_heartbeats, self.state.folder.path)
-        self.reports = Reports(self.state)
+        self.reports = Reports(self.state, self.clock, self.phases)
         self.profiler = Profiler(config.profiling, self.state.folder.path, self.state.layout, self.reports.excluded)
         self.supervision = Supervision(self.state, self.phases, self.reports.fail)
         self._starting = True  # until this process has made its first step
@@ -77,7 +88,8 @@ class Trainer:
             with self.phases("finish"):
                 if state.gns:
                     state.gns.flush()
-                state.checkpointer.require_saved()
+                with self.phases("checkpoint"):
+                    state.checkpointer.require_saved()
                 self.reports.finish("interrupted" if signal_number else "completed")
         return 128 + signal_number if signal_number else 0
 
@@ -95,16 +107,16 @@ class Trainer:
                 save_due = False
                 continue
             if state.snapshot_due:  # before the checkpoint, which names it
-                with self.phases("checkpoint"), self.reports.excluded():
+                with self._beside_training("checkpoint"), self.reports.excluded():
                     state.save_snapshot()
             if self.config.validation.enable and self._due(self.config.validation.interval):
-                with self.phases("validation"):
+                with self._beside_training("validation"):
                     self.reports.validate()
             if self.config.sampling.enable and self._due(self.config.sampling.interval):
-                with self.phases("sampling"):
+                with self._beside_training("sampling"):
                     self.reports.sample_grid()
             if self.config.evaluation.enable and self._due(self.config.evaluation.interval):
-                with self.phases("evaluation"):
+                with self._beside_training("evaluation"):
                     self.reports.evaluate()
             signal_number = stop.poll()
             if signal_number and not save_due and self._gone_back(saving=True):
@@ -112,17 +124,31 @@ class Trainer:
             if signal_number or state.last_step or (save_due and not state.guard.in_doubt):
                 save_due = False
                 if self.config.checkpoint.enable:
-                    with self.phases("checkpoint"):
+                    with self._beside_training("checkpoint"):
                         self._save()
         return signal_number
 
+    @contextmanager
+    def _beside_training(self, name: str) -> Iterator[None]:
+        """Enter a phase that trains nothing: what the device has yet to do of the steps before counts as training."""
+        if self.state.layout.device.type == "cuda":
+            with self.phases("waiting"):
+                self._wait_for_device()
+        with self.phases(name):
+            yield
+
+    def _wait_for_device(self) -> None:
+        if self.state.layout.device.type == "cuda":
+            torch.cuda.synchronize(self.state.layout.device)
+
     def _report(self, norm: Tensor, lr: float) -> None:
         state = self.state
-        with self.phases("report"):
-            logged = state.step == 1 or state.step % self.config.metrics.log_freq == 0 or state.last_step
+        logged = state.step == 1 or state.step % self.config.metrics.log_freq == 0 or state.last_step
+        gns_logged = state.gns is not None and self._due(self.config.gns.log_interval)
+        with self._beside_training("report") if logged or gns_logged else self.phases("report"):
             if logged:
                 self.reports.log(norm, lr)
-            if state.gns and self._due(self.config.gns.log_interval):
+            if gns_logged:
                 self.reports.log_gns()
             self.reports.advance()
             self.supervision.step_done(state.step, logged)
@@ -135,24 +161,25 @@ class Trainer:
         state.batch_size = factor * config.training.global_batch_size
         samples = GlobalBatch(state.data.next_sample, state.batch_size, state.data.attempt)
         microbatches = factor * state.data.microbatches_per_step
-        state.normalize_weights()
-        if state.gns:
-            state.gns.begin_step(state.step, state.optimizer.state, config.optimizer.beta2)
+        with self.phases("optimizer"):
+            state.normalize_weights()
+            if state.gns:
+                state.gns.begin_step(state.step, state.optimizer.state, config.optimizer.beta2)
         for number in range(microbatches):
             with self.phases("data"):
                 batch = state.to_device(state.data.next_batch())
             self._forward_backward(batch, samples, number, microbatches)
         with self.phases("gradients"):
             norms, zeroed = self._treat_gradients(microbatches)
+            skip = state.guard.judge(StepSamples(state.step, samples, microbatches), *norms, zeroed=zeroed)
         training = config.training
         of_step = lr_factor(config.lr_scheduler, state.progress + 1, training.steps, training.global_batch_size)
         lr = config.optimizer.lr * of_step * lr_multiple(factor)
-        set_lr(state.optimizer, lr)
-        skip = state.guard.judge(StepSamples(state.step, samples, microbatches), *norms, zeroed=zeroed)
-        state.objective.update(skip)
-        if state.gns:
-            state.gns.conclude(skip if zeroed is None else skip | zeroed.any())
         with self.phases("optimizer"):
+            set_lr(state.optimizer, lr)
+            state.objective.update(skip)
+            if state.gns:
+                state.gns.conclude(skip if zeroed is None else skip | zeroed.any())
             state.optimizer.step(skip)
             state.optimizer.zero_grad(set_to_none=True)
         state.progress += factor
@@ -162,14 +189,19 @@ class Trainer:
             set_train_timeout(config.comm, state.layout)
             self.supervision.first_step_done()
             self._starting = False
+        self.clock.steps += 1
         return norms[0], lr
 
     def _forward_backward(self, batch: Batch, samples: GlobalBatch, number: int, microbatches: int) -> None:
         state = self.state
         reduce_now = number == microbatches - 1 or (state.gns is not None and state.gns.separate_microbatches)
         with accumulate_locally(state.train_module, last=reduce_now):
+            condition = None
+            if state.encodes_texts:
+                with self.phases("encode"):
+                    condition = state.condition(batch, samples.attempt)
             with self.phases("forward"):
-                terms = state.loss_terms(batch, samples, measure=state.gns is not None)
+                terms = state.loss_terms(batch, samples, condition, measure=state.gns is not None)
             with self.phases("backward"):
                 # The mean over the global batch: ranks are averaged by the reduction, microbatches here.
                 backward(terms.loss.mean() / microbatches)
@@ -243,8 +275,9 @@ class Trainer:
 
     def _gone_back(self, saving: bool) -> bool:
         """Roll back after bad steps, reports included; whether that was needed; collective."""
-        if not gone_back(self.state, self.phases, saving):
-            return False
+        with self._beside_training("checkpoint") if saving else nullcontext():
+            if not gone_back(self.state, self.phases, saving):
+                return False
         self.reports.rewind()
         return True
 

@@ -70,6 +70,14 @@ def highest_over_ranks(*values: float) -> list[float]:
     return highest.tolist()
 
 
+def sum_over_ranks(value: float) -> float:
+    """Sum of a value over all ranks; collective."""
+    total = torch.tensor([value], dtype=torch.float64)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total.item()
+
+
 class Interrupted(Exception):
     """Signal that asked this process to stop in work that resumes by itself.
 

@@ -18,8 +18,8 @@ OnEnd = Callable[[str, int, int, int], None]
 class Phases:
     """Phases of the train loop; `with phases("forward"): ...`, and phases may be nested.
 
-    A phase costs two readings of the clock, and a range in the profiler's trace while the profiler is on. Nothing
-    waits for the device, so on a GPU a phase is the host's. Other threads may read the attributes.
+    A phase costs two readings of the clock, and a range in the profiler's trace while the profiler is on. Without `settle`
+    nothing waits for the device, so on a GPU a phase is the host's. Other threads may read the attributes.
 
     Attributes:
         step: optimizer step, set by the train loop.
@@ -27,15 +27,26 @@ class Phases:
         since: time of its entry, of the return to it, or of `touch`; nanoseconds of `clock`.
         changes: entries and exits so far, the same number on all ranks at the same place of the program.
         broken: phase that the first exception left; None without one.
+        on_end: called after a phase with its name, step, start and duration, in nanoseconds.
+        settle: called before each boundary of phases, as to wait for the device; None: nothing is.
     """
 
-    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(
+        self, clock: Callable[[], int] = time.perf_counter_ns, on_change: Callable[[str, int], None] | None = None
+    ) -> None:
+        """
+        Args:
+            clock: reads the time, in nanoseconds.
+            on_change: called at each boundary with the phase that begins or continues there, and the time.
+        """
         self.step = 0
         self.name = BETWEEN_STEPS
         self.changes = 0
         self.broken: str | None = None
-        self.on_end: OnEnd | None = None  # called with name, step, start and duration in ns
+        self.on_end: OnEnd | None = None
+        self.settle: Callable[[], None] | None = None
         self.clock = clock
+        self._on_change = on_change
         self.since = clock()
         self._open: list[tuple[str, int, record_function | None]] = []
         self._known: dict[str, _Phase] = {}
@@ -61,18 +72,26 @@ class Phases:
         if torch.autograd._profiler_enabled():
             traced = record_function(name)
             traced.__enter__()
+        if self.settle is not None:
+            self.settle()
         now = self.clock()
         self._open.append((self.name, now, traced))
         self.name, self.since = name, now
         self.changes += 1
+        if self._on_change is not None:
+            self._on_change(name, now)
 
     def _exit(self, failed: bool) -> None:
+        if self.settle is not None and not failed:
+            self.settle()
         name, now = self.name, self.clock()
         outer, start, traced = self._open.pop()
         if failed and self.broken is None:
             self.broken = name
         self.name, self.since = outer, now
         self.changes += 1
+        if self._on_change is not None:
+            self._on_change(outer, now)
         if traced is not None:
             traced.__exit__(None, None, None)
         if self.on_end is not None:

@@ -1,6 +1,7 @@
 """Recover a run's clock at its start: from its checkpoint, and from what was written after it."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from torchtitan.files.regular import read_regular
@@ -29,10 +30,7 @@ def recovered(checkpoint: ClockTotals, step: int, metrics: Path, summary: Path) 
             start = totals
         if closed_step >= step:
             latest = _later(latest, totals)
-    for reached, totals in _point_totals(metrics):
-        if reached > step:
-            latest = _later(latest, totals)
-    return start.after_loss(latest)
+    return start.after_loss(_latest_beyond(step, metrics, latest))
 
 
 def _later(one: ClockTotals, other: ClockTotals) -> ClockTotals:
@@ -49,15 +47,12 @@ def _summary_totals(path: Path) -> tuple[int, ClockTotals] | None:
     return (step, totals) if type(step) is int and totals is not None else None
 
 
-def _point_totals(path: Path) -> list[tuple[int, ClockTotals]]:
-    try:
-        points = [point for point in iter_points(path, _LAST_TAG)]
-    except OSError:
-        return []
-    found = []
-    for point in points:
-        seconds = {name: point.get(f"clock/{name}(s)") for name in PARTS}
-        totals = ClockTotals.from_seconds(seconds, point.get("clock/steps"), point.get("clock/energy(J)"))
-        if totals is not None:
-            found.append((point["step"], totals))
-    return found
+def _latest_beyond(step: int, path: Path, latest: ClockTotals) -> ClockTotals:
+    """Latest totals: those given, or of a logged point after a step."""
+    with suppress(OSError):  # a run that begins has no metrics; other causes are reported where they are opened to be written
+        for point in iter_points(path, _LAST_TAG):
+            seconds = {name: point.get(f"clock/{name}(s)") for name in PARTS}
+            totals = ClockTotals.from_seconds(seconds, point.get("clock/steps"), point.get("clock/energy(J)"))
+            if point["step"] > step and totals is not None:
+                latest = _later(latest, totals)
+    return latest

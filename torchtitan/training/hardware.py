@@ -1,11 +1,16 @@
-"""Hardware: peaks of known devices, and memory in use."""
+"""Hardware: its description, peaks of known devices, and memory in use."""
 
+import os
 import platform
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from torchtitan.training.nvml import ManagedDevice
 
 # Dense bfloat16 peak in TFLOP/s by name fragment, the first that fits, from the makers' data sheets (without sparsity).
 # Superchips (GB200, GB300) have more power than the same GPUs in a node of eight.
@@ -32,6 +37,34 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def describe_hardware(device: torch.device, num_devices: int) -> dict[str, Any]:
+    """Hardware as found, for records: `device`, `memory_gib` of one, `num_devices`, `cpu`, `threads`, `torch`; on a GPU
+    `cuda`, and as far as its driver tells `driver` and clocks in MHz, the highest and at present."""
+    found: dict[str, Any] = {
+        "device": device_name(device), "memory_gib": round(_memory_gib(device), 3), "num_devices": num_devices,
+        "cpu": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__,
+    }  # fmt: skip
+    if device.type == "cuda":
+        found["cuda"] = torch.version.cuda
+    return found | ManagedDevice(device).description()
+
+
+def cpu_name() -> str:
+    """Model of the CPU by its maker, or its architecture where the system has no name for it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model") and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 2**30
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def peak_tflops(device: torch.device) -> float | None:

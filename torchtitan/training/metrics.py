@@ -4,9 +4,10 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -159,10 +160,10 @@ class MetricsLog:
             self._add_resumed()
             self._lines.sync()
 
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one point to every sink."""
+    def write(self, step: int, metrics: dict[str, float], beside: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Append one point to every sink; beside: more values of it, for metrics.jsonl alone."""
         self._add_resumed()
-        self._lines.add(json.dumps({"step": step, **metrics}).encode() + b"\n")
+        self._lines.add(json.dumps({"step": step, **metrics, **beside}).encode() + b"\n")
         self._num_points += 1
         if self._tensorboard:
             self._tensorboard.add_scalars(step, metrics)
