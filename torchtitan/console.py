@@ -58,9 +58,11 @@ def _shapes(state: RunState) -> str:
 
 
 def closing_lines(
-    state: RunState, status: str, results: dict[str, Any], held_out: Path, animation: Path
+    state: RunState, status: str, results: dict[str, Any], clock: dict[str, Any], held_out: Path, animation: Path
 ) -> list[str]:
-    """Closing lines: how the run ended, the paths of its outputs, its sample quality and its gradient noise scale."""
+    """Closing lines: how the run ended, its speed and cost, the paths of its outputs, its sample quality and its gradient
+    noise scale.
+    """
     folder, config = state.folder, state.config
     found = grids(folder.samples)
     previews = folder.samples / PAGE_FILE
@@ -79,7 +81,7 @@ def closing_lines(
         "weights": weights if os.path.exists(weights) else None,
         "summary": folder.summary if os.path.exists(folder.summary) else None,
     }
-    lines = [f"{status} after step {state.step}"]
+    lines = [f"{status} after step {state.step}", *_speed(clock)]
     lines += [f"  {name:<12} {path}" for name, path in places.items() if path]
     lines += _verdict(results)
     lines += _metrics(results, config.evaluation)
@@ -96,6 +98,25 @@ def grids(samples: Path) -> list[tuple[int, Path]]:
     except OSError:
         return []
     return [(int(found[1]), samples / name) for name in names if (found := _GRID.fullmatch(name))]
+
+
+def _speed(clock: dict[str, Any]) -> list[str]:
+    """Lines of the run's clock: both speeds, then energy and cost where they are known."""
+    lines = [
+        f"  {'speed':<12} {clock['steps_per_second_train']:.4g} steps/s of training alone, "
+        f"{clock['steps_per_second_wall']:.4g} steps/s in all ({clock['steps']:,} steps in {clock['train_seconds']:.1f} s and "
+        f"{clock['wall_seconds']:.1f} s)"
+    ]
+    if "energy_joules" in clock:
+        lines.append(f"  {'energy':<12} {clock['energy_joules'] / 3.6e6:.4g} kWh")
+    if "cost" in clock:
+        unit = f" {clock['currency']}" if "currency" in clock else ""
+        each = (
+            f", {clock['cost_per_step_train']:.3g}{unit} per step of training alone, "
+            f"{clock['cost_per_step_wall']:.3g}{unit} in all" if "cost_per_step_wall" in clock else ""
+        )
+        lines.append(f"  {'cost':<12} {clock['cost']:.4g}{unit} so far{each}")
+    return lines
 
 
 def _verdict(results: dict[str, Any]) -> list[str]:

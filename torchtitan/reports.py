@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from torchtitan.checkpoint.checkpointer import checkpoint_path
 from torchtitan.console import closing_lines, grids, introduce, value_text
-from torchtitan.distributed.collectives import from_first_rank, group_for_work, highest_over_ranks
+from torchtitan.distributed.collectives import from_first_rank, group_for_work, highest_over_ranks, sum_over_ranks
 from torchtitan.distributed.compile import CompileCounter
 from torchtitan.errors import CheckpointError, EvaluationError, RunFolderError, TrainingError, reason
 from torchtitan.evaluation.during_training import Evaluation
@@ -30,9 +30,13 @@ from torchtitan.runs.final_weights import final_weights_path, write_final_weight
 from torchtitan.runs.previews import PAGE_FILE, save_previews, write_page
 from torchtitan.settings.record import effective
 from torchtitan.summary import RunSummary
+from torchtitan.supervision.phases import Phases
+from torchtitan.training.clock import ClockTotals, RunClock
+from torchtitan.training.clock_records import recovered
 from torchtitan.training.hardware import (
     ALLOCATOR_RETRIES,
     PEAK_MEMORY,
+    describe_hardware,
     memory_metrics,
     peak_tflops,
     reset_peak_memory,
@@ -40,10 +44,13 @@ from torchtitan.training.hardware import (
 from torchtitan.training.metric_points import iter_points
 from torchtitan.training.metric_sinks import as_png
 from torchtitan.training.metrics import METRICS_FILE, MetricsLog
+from torchtitan.training.nvml import EnergyMeter, ManagedDevice
 from torchtitan.training.rates import Rates
 
 logger = logging.getLogger(__name__)
 
+# Of the clock: TensorBoard and Weights & Biases show these, metrics.jsonl has all.
+_SHOWN_TIMES = ("clock/wall(s)", "clock/train(s)")
 # From the start of the process on: after them, every graph that is trained with has been compiled.
 _STEPS_TO_COMPILE = 3
 
@@ -54,9 +61,18 @@ class Reports:
     A failing disk loses a picture, never the run; points of metrics wait for it.
     """
 
-    def __init__(self, state: RunState) -> None:
-        """Raises RunFolderError on every rank: metrics.jsonl cannot be written; collective."""
-        self._state = state
+    def __init__(self, state: RunState, clock: RunClock, phases: Phases) -> None:
+        """Open the reports; collective.
+
+        Args:
+            state: of the run.
+            clock: of this process; gets the totals of the processes before it.
+            phases: of the train loop.
+
+        Raises:
+            RunFolderError: metrics.jsonl cannot be written; on every rank.
+        """
+        self._state, self._clock, self._phases = state, clock, phases
         self._config = config = state.config
         self._first = state.layout.rank == 0
         self._device = state.layout.device
@@ -75,11 +91,18 @@ class Reports:
         self._compilations = CompileCounter(expected)
         self._results: dict[str, Any] = dict(state.reported.get("results", {}))
         self._outputs = OptionalOutputs()
-        self._summary = RunSummary(state, self._outputs, self._compilations)
+        self._hardware = describe_hardware(self._device, state.layout.world_size)
+        self._managed = ManagedDevice(self._device)
+        self._summary = RunSummary(state, self._outputs, self._compilations, clock, self._hardware)
         self._held_out_shown = False
         self._held_out_picture: Image.Image | None = None  # until it is written
         self._peak_memory: float = 0.0  # GiB, of this rank, up to the last logged point
         self._allocator_retries: float = 0
+        meter = EnergyMeter(self._managed)
+        self._meter = meter if sum_over_ranks(meter.works) == state.layout.world_size else None
+        self._joules_before: float | None = None  # of the processes before this one
+        if self._first:
+            self._recover_clock()
         self._log = self._new_log() if self._first else None
         from_first_rank(self._open)
         if self._first:
@@ -96,6 +119,7 @@ class Reports:
         if self._log:
             self._log.close()
             self._log = self._new_log()
+        self._clock.roll_back(self._state.reported["clock"])
         self._results = dict(self._state.reported.get("results", {}))
         self._bar.n = self._state.progress
         self._bar.refresh()
@@ -107,6 +131,14 @@ class Reports:
             state.folder.path, config.metrics, config.job.name, effective(config), state.step,
             state.reported.get("unsaved_metrics", ()),
         )  # fmt: skip
+
+    def _recover_clock(self) -> None:
+        """Recover the clock, before opening the log cuts back what tells of a lost attempt."""
+        state = self._state
+        checkpoint = state.reported.get("clock", ClockTotals())
+        totals = recovered(checkpoint, state.step, state.folder.path / METRICS_FILE, state.folder.summary)
+        self._clock.resume(totals)
+        self._joules_before = totals.joules
 
     def _open(self) -> None:
         path = self._state.folder.path / METRICS_FILE
@@ -120,8 +152,11 @@ class Reports:
                 remove_unfinished(folder)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return results and unwritten metrics, for a run that resumes from here: for the first rank's checkpoint."""
-        return {"results": self._results, "unsaved_metrics": self._log.unsaved() if self._log else []}
+        """Return results, unwritten metrics and clock, for a run that resumes from here: for the first rank's checkpoint."""
+        return {
+            "results": self._results, "unsaved_metrics": self._log.unsaved() if self._log else [],
+            "clock": self._clock.totals().state_dict(),
+        }  # fmt: skip
 
     def sync(self) -> None:
         """Sync metrics and lists to the disk, as far as it allows; any thread may call it, during training."""
@@ -151,7 +186,8 @@ class Reports:
             lr: learning rate of this step.
         """
         state, config = self._state, self._config
-        metrics = state.window.reduce() | {"grad_norm": float(norm), "lr": lr}
+        with self._phases("waiting"):  # for other ranks
+            metrics = state.window.reduce() | {"grad_norm": float(norm), "lr": lr}
         metrics |= self._rates.lap(state.step) | self._memory()
         metrics |= self._evaluation.log_uncertainties(config.metrics.loss_bins)
         if config.compile.enable:
@@ -162,8 +198,12 @@ class Reports:
             metrics["data/corrupt_images"] = num_corrupt
         metrics |= state.guard.counts()
         reset_peak_memory(self._device)
+        self._measure_energy()
+        self._hardware |= self._managed.description()  # its clocks under load
         if self._log:
-            self._log.write(state.step, metrics)
+            times = self._clock.totals().metrics()
+            metrics |= {tag: times.pop(tag) for tag in _SHOWN_TIMES}
+            self._log.write(state.step, metrics, times)
             self._show(metrics)
 
     def _show(self, metrics: dict[str, float]) -> None:
@@ -288,10 +328,12 @@ class Reports:
         if status == "completed" and sampling.enable and sampling.judge_images:
             if self._first:
                 logger.info(f"drawing 2 x {self._evaluation.num_judged} images to judge, guided and unguided")
-            self._results |= self._evaluation.judge()
+            with self._phases("evaluation"):
+                self._results |= self._evaluation.judge()
         if num_corrupt := state.corrupt_images.count():
             self._results["corrupt_images"] = num_corrupt
         self._results |= self._memory_over_ranks()
+        self._measure_energy()
         if self._first:
             self._animate()
             if sampling.enable and sampling.previews:
@@ -303,7 +345,9 @@ class Reports:
         if problem := from_first_rank(self._summary.close, *arguments):
             raise TrainingError(f"step {state.step}: {problem}")
         if self._first:
-            self._say("\n".join(closing_lines(state, status, self._results, self._held_out, self._animation)))
+            self._say("\n".join(closing_lines(
+                state, status, self._results, self._summary.clock(), self._held_out, self._animation
+            )))
 
     def _write_final_weights(self) -> None:
         """Write the final weights, if the run does; collective. Raises TrainingError."""
@@ -328,6 +372,11 @@ class Reports:
             self._log.close()
 
     # ------------------------------------------------------------------ inside
+
+    def _measure_energy(self) -> None:
+        """Measure the energy of all ranks' devices; collective where it can be measured."""
+        if self._meter:
+            self._clock.joules = (self._joules_before or 0.0) + sum_over_ranks(self._meter.read())
 
     def _memory(self) -> dict[str, float]:
         metrics = memory_metrics(self._device)

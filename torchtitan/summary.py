@@ -10,6 +10,7 @@ from torchtitan.distributed.compile import CompileCounter
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.run_state import RunState
 from torchtitan.runs.folder import versions
+from torchtitan.training.clock import RunClock
 from torchtitan.training.hardware import device_name
 from torchtitan.training.metrics import METRICS_FILE, MetricsLog, tail_medians
 
@@ -30,10 +31,27 @@ LAST_TRIES_SECONDS = 10.0  # for what a completed run cannot write
 class RunSummary:
     """Summary of a run, `summary.json`; used by one rank."""
 
-    def __init__(self, state: RunState, outputs: OptionalOutputs, compilations: CompileCounter) -> None:
+    def __init__(
+        self, state: RunState, outputs: OptionalOutputs, compilations: CompileCounter, clock: RunClock,
+        hardware: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            state: of the run.
+            outputs: says which files cannot be written.
+            compilations: counts the compiler's graphs.
+            clock: of this process.
+            hardware: as found so far; the caller may add to it.
+        """
         self._state = state
+        self._clock, self._hardware = clock, hardware
         self._outputs = outputs
         self._compilations = compilations
+
+    def clock(self) -> dict[str, Any]:
+        """Totals of the run's clock, with speeds and cost."""
+        config = self._state.config.metrics
+        return self._clock.totals().summary(config.price_per_hour, config.currency)
 
     def close(self, log: MetricsLog, status: str, results: dict[str, Any], training_seconds: float) -> str | None:
         """Close: write the last metrics and the summary.
@@ -84,10 +102,12 @@ class RunSummary:
             **({"rollbacks": state.guard.rollbacks} if state.guard.rollbacks else {}),
             "layout": state.layout.describe(),
             "device": device_name(state.layout.device),
+            "hardware": self._hardware,
             "num_parameters": state.num_parameters,
             "flops_per_image": state.flops_per_image,
             "tail_medians": self._tail_medians(),
             **({"compile": self._compilations.counts()} if config.compile.enable else {}),
+            "clock": self.clock(),
             **results,
             **({"checkpoint_failures": state.checkpointer.failures} if state.checkpointer.failures else {}),
             "versions": versions(),

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from torchtitan.training.nvml import ManagedDevice
-
 # Dense bfloat16 peak in TFLOP/s by name fragment, the first that fits, from the makers' data sheets (without sparsity).
 # Superchips (GB200, GB300) have more power than the same GPUs in a node of eight.
 PEAK_TFLOPS_BF16 = {
@@ -40,15 +38,22 @@ def device_name(device: torch.device) -> str:
 
 
 def describe_hardware(device: torch.device, num_devices: int) -> dict[str, Any]:
-    """Hardware as found, for records: `device`, `memory_gib` of one, `num_devices`, `cpu`, `threads`, `torch`; on a GPU
-    `cuda`, and as far as its driver tells `driver` and clocks in MHz, the highest and at present."""
+    """Describe the hardware as found, for records.
+
+    Args:
+        device: of compute.
+        num_devices: such devices, or processes on the CPU.
+
+    Returns:
+        `device` by name, `memory_gib` of one, `num_devices`, `cpu`, `threads`, `torch` and, on a GPU, `cuda`.
+    """
     found: dict[str, Any] = {
         "device": device_name(device), "memory_gib": round(_memory_gib(device), 3), "num_devices": num_devices,
         "cpu": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__,
     }  # fmt: skip
     if device.type == "cuda":
         found["cuda"] = torch.version.cuda
-    return found | ManagedDevice(device).description()
+    return found
 
 
 def cpu_name() -> str:
