@@ -36,11 +36,11 @@ from torchtitan.training.clock_records import recovered
 from torchtitan.training.hardware import (
     ALLOCATOR_RETRIES,
     PEAK_MEMORY,
-    describe_hardware,
     memory_metrics,
     peak_tflops,
     reset_peak_memory,
 )
+from torchtitan.training.hardware_description import describe_hardware
 from torchtitan.training.metric_points import iter_points
 from torchtitan.training.metric_sinks import as_png
 from torchtitan.training.metrics import METRICS_FILE, MetricsLog

@@ -70,7 +70,7 @@ def differences(one, other) -> np.ndarray:
 
 def test_training_is_the_same_bit_for_bit_with_and_without_decoding(runs):
     (decoded, _), (plain, _) = runs["decoded"], runs["plain"]
-    timed = ("time", "throughput", "memory", "tflops", "mfu")
+    timed = ("clock", "time", "throughput", "memory", "tflops", "mfu")
     learned = [
         [{tag: value for tag, value in point.items() if not tag.startswith(timed)} for point in run.points()]
         for run in (decoded, plain)

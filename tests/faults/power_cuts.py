@@ -34,7 +34,7 @@ from torchtitan.runs.check import check_run
 
 RESULTS = Path(__file__).with_name("power_cuts.json")
 MAX_CUTS = 4
-_TIMES = ("throughput", "tflops", "mfu", "time_metrics/", "memory/")  # of a point, and its like in no other run
+_TIMES = ("throughput", "tflops", "mfu", "time_metrics/", "memory/", "clock/")  # of a point, and its like in no other run
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,9 @@
-"""Hardware: its description, peaks of known devices, and memory in use."""
+"""Hardware: peaks of known devices, and memory in use."""
 
-import os
 import platform
 import resource
 import sys
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,41 +32,6 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def describe_hardware(device: torch.device, num_devices: int) -> dict[str, Any]:
-    """Describe the hardware as found, for records.
-
-    Args:
-        device: of compute.
-        num_devices: such devices, or processes on the CPU.
-
-    Returns:
-        `device` by name, `memory_gib` of one, `num_devices`, `cpu`, `threads`, `torch` and, on a GPU, `cuda`.
-    """
-    found: dict[str, Any] = {
-        "device": device_name(device), "memory_gib": round(_memory_gib(device), 3), "num_devices": num_devices,
-        "cpu": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__,
-    }  # fmt: skip
-    if device.type == "cuda":
-        found["cuda"] = torch.version.cuda
-    return found
-
-
-def cpu_name() -> str:
-    """Model of the CPU by its maker, or its architecture where the system has no name for it."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("model name", "Model") and value.strip():
-                return value.strip()
-    return platform.processor() or platform.machine()
-
-
-def _memory_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory / 2**30
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def peak_tflops(device: torch.device) -> float | None:
