@@ -1,0 +1,56 @@
+"""Training under a clock that ticks once per reading, in a process that can kill itself after a step."""
+
+import os
+import signal
+import threading
+
+from torchtitan.config.job import load_config
+from torchtitan.trainer import Trainer
+from torchtitan.training.clock import RunClock
+
+TICK = 1_000_000  # nanoseconds
+
+
+class TickingClock:
+    """A tick per reading of the train loop's thread; the watchdog's readings change nothing."""
+
+    def __init__(self) -> None:
+        self._time = 0
+
+    def __call__(self) -> int:
+        if threading.current_thread() is threading.main_thread():
+            self._time += TICK
+        return self._time
+
+
+class FakeMeter:
+    """A joule per reading."""
+
+    works = True
+
+    def __init__(self, device: object) -> None:
+        self._joules = 0.0
+
+    def read(self) -> float:
+        self._joules += 1.0
+        return self._joules
+
+
+def train(arguments: list[str], kill_after: int) -> int:
+    """Train by the ticking clock, with a meter of energy; the process kills itself within that step's report."""
+    import torchtitan.reports as reports
+
+    reports.EnergyMeter = FakeMeter  # type: ignore[assignment, misc]
+    trainer = Trainer(load_config(arguments, 1), RunClock(TickingClock()))
+    advance = trainer.reports.advance
+
+    def advance_or_die() -> None:
+        if trainer.state.step == kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        advance()
+
+    trainer.reports.advance = advance_or_die  # type: ignore[method-assign]
+    try:
+        return trainer.train()
+    finally:
+        trainer.close()
