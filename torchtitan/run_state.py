@@ -217,6 +217,11 @@ class RunState:
         return self.model.tokens_per_image((channels, height, width))
 
     @property
+    def has_normalized_weights(self) -> bool:
+        """True if the network preserves magnitudes by weights that are normalised at the start of each step."""
+        return bool(self._normalized)
+
+    @property
     def encodes_texts(self) -> bool:
         """True if the captions of each batch are encoded while the network trains."""
         return isinstance(self.model.condition_kind, Texts)
@@ -263,7 +268,7 @@ class RunState:
 
     def normalize_weights(self) -> None:
         """Normalise the raw weights of a magnitude-preserving network in place, as at the start of each step."""
-        if self._normalized:
+        if self.has_normalized_weights:
             normalize_rows([local(weight.detach()) for weight in self._normalized])
             release_unsharded(self.model)
 

@@ -161,9 +161,11 @@ class Trainer:
         state.batch_size = factor * config.training.global_batch_size
         samples = GlobalBatch(state.data.next_sample, state.batch_size, state.data.attempt)
         microbatches = factor * state.data.microbatches_per_step
-        with self.phases("optimizer"):
-            state.normalize_weights()
-            if state.gns:
+        if state.has_normalized_weights:
+            with self.phases("optimizer"):
+                state.normalize_weights()
+        if state.gns:
+            with self.phases("gradients"):
                 state.gns.begin_step(state.step, state.optimizer.state, config.optimizer.beta2)
         for number in range(microbatches):
             with self.phases("data"):
