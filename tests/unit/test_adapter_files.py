@@ -87,8 +87,10 @@ def test_names_are_the_published_ones(tmp_path):
     }
     assert names["diffusers"] == names["ai-toolkit"] and len(names["diffusers"]) == 2 * (14 * 2 + 6 * 2)
     assert len(names["kohya"]) == len(names["comfyui"]) == 3 * (10 * 2 + 3 * 2)
-    double = "norm1.linear norm1_context.linear attn.to_q attn.to_k attn.to_v attn.to_out.0 attn.add_q_proj attn.add_k_proj" \
-        " attn.add_v_proj attn.to_add_out ff.net.0.proj ff.net.2 ff_context.net.0.proj ff_context.net.2"
+    double = (
+        "norm1.linear norm1_context.linear attn.to_q attn.to_k attn.to_v attn.to_out.0 attn.add_q_proj attn.add_k_proj"
+        + " attn.add_v_proj attn.to_add_out ff.net.0.proj ff.net.2 ff_context.net.0.proj ff_context.net.2"
+    )
     assert names["diffusers"] == {
         f"transformer.{block}.{layer}.{part}.weight"
         for number in (0, 1) for part in ("lora_A", "lora_B")
