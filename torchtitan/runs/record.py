@@ -74,17 +74,37 @@ class Series:
 
         At the start, where curves are steep, over as many as fit on both sides; at the end over the remaining ones.
         """
-        if len(self) < 3:
+        half = self._points_beside(width)
+        if not half:
             return self
-        spacing = statistics.median(after - before for before, after in itertools.pairwise(self.steps))
-        half = int(width / 2 / spacing)
         sums = [0.0, *itertools.accumulate(self.values)]
         means = list(self.values)
-        for i in range(1, len(self)) if half else ():
-            reach = min(half, i)
-            end = min(i + reach + 1, len(self))
-            means[i] = (sums[end] - sums[i - reach]) / (end - i + reach)
+        for i in range(1, len(self)):
+            start, end = self._around(i, half)
+            means[i] = (sums[end] - sums[start]) / (end - start)
         return Series(self.steps, tuple(means))
+
+    def running_intervals(self, width: float, most: int) -> list[tuple[int, Interval]]:
+        """Intervals of the means that `smoothed` gives, Student's over the points within each, taken as independent.
+
+        Args:
+            width: in steps; below two points' spacing there are none.
+            most: about how many places of all, evenly chosen.
+        """
+        half = self._points_beside(width)
+        places = range(1, len(self), -(-len(self) // most)) if half else range(0)
+        around = ((i, self._around(i, half)) for i in places)
+        return [(self.steps[i], mean_interval(self.values[start:end])) for i, (start, end) in around]
+
+    def _points_beside(self, width: float) -> int:
+        """Points on each side of one that lie within half a width of steps; 0 where nothing is to be smoothed."""
+        if len(self) < 3:
+            return 0
+        return int(width / 2 / statistics.median(after - before for before, after in itertools.pairwise(self.steps)))
+
+    def _around(self, place: int, half: int) -> tuple[int, int]:
+        reach = min(half, place)
+        return place - reach, min(place + reach + 1, len(self))
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchtitan.pictures.page_charts import Line
+from torchtitan.pictures.page_charts import MOST_POINTS, Line
 from torchtitan.runs.record import RunGroup, RunRecord, Series, align
 
 Tag = str | Callable[[RunRecord], str | None]
@@ -24,8 +24,13 @@ def held_out_tag(track: str) -> Tag:
 
 def group_lines(
     number: int, group: RunGroup, tag: Tag, smoothing: float, marked: bool,
-    over_images: bool, faint_raw: bool,
+    over_images: bool, faint_raw: bool, window_band: bool = False,
 ) -> list[Line]:
+    """Lines of a group over steps or images: of one run its curve, of several their mean and its band.
+
+    Args:
+        window_band: give one run alone the band of its running mean, 95 % over the points within the window.
+    """
     runs = [run for run in group.runs if run.images_per_step or not over_images]
     raw = [(run, one) for run in runs if (one := series_of(run, tag))]
     if not raw:
@@ -39,7 +44,9 @@ def group_lines(
     if len(raw) == 1:
         run, series = raw[0]
         lines = [line(series, f"{run.name}, as logged", faint=True)] if smoothing and faint_raw else []
-        return [*lines, line(series.smoothed(smoothing), run.name, marked=marked)]
+        intervals = series.running_intervals(smoothing, MOST_POINTS) if window_band else []
+        band = [(step * scale, one.lower, one.upper) for step, one in intervals]
+        return [*lines, line(series.smoothed(smoothing), run.name, marked=marked, band=band)]
     smooth = [series.smoothed(smoothing) for _, series in raw]
     lines = [line(series, run.name, faint=True, marked=marked) for (run, _), series in zip(raw, smooth, strict=True)]
     mean = align(smooth)

@@ -1,18 +1,14 @@
 """Page that compares runs: one self-contained HTML file of tables, charts and sample grids."""
 
-import io
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from data.image_decoding import open_image
-from torchtitan.files.regular import read_regular
-from torchtitan.pictures.page_charts import Bar, Step, bar_chart, bin_chart, line_chart, spans_much
-from torchtitan.runs.compare.lines import Tag, after_warm_up, group_lines, held_out, held_out_tag, reach, series_of
+from torchtitan.pictures.page_charts import Bar, bar_chart
+from torchtitan.runs.compare.charts import Charts
+from torchtitan.runs.compare.lines import after_warm_up
+from torchtitan.runs.compare.samples import samples_of
 from torchtitan.runs.compare.tables import (
     COSTS,
     Name,
@@ -23,14 +19,10 @@ from torchtitan.runs.compare.tables import (
     quality_table,
     result_table,
 )
-from torchtitan.runs.compare.text import MISSING, track_name
-from torchtitan.runs.pages import png_source, render_page
-from torchtitan.runs.record import TRAINING_LOSS, RunGroup, RunRecord, group_by_seed
-from torchtitan.statistics.interval import mean_interval, percentile
-
-MOST_GRIDS = 40  # steps of sample grids on the page, per run
-WIDEST_GRID = 800  # pixels; larger ones are made smaller
-_LARGEST_GRID = 1 << 26  # bytes of a file
+from torchtitan.runs.compare.text import MISSING
+from torchtitan.runs.pages import render_page
+from torchtitan.runs.record import RunRecord, group_by_seed
+from torchtitan.statistics.interval import percentile
 
 # Beginning of every page, which identifies an earlier one.
 PAGE_START = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Comparison of '
@@ -46,130 +38,16 @@ def compare_page(runs: Sequence[RunRecord], smoothing: float | None = None) -> s
     """
     groups = group_by_seed(runs)
     tracks = list(dict.fromkeys(track for run in runs for track in run.held_out_tags()))
-    charts = _Charts(runs, groups, smoothing)
+    charts = Charts(runs, groups, smoothing)
     names = [Name(run.name, n) for run in runs for n, group in enumerate(groups) if run in group.runs]
     return render_page(
         "compare.html", title="Comparison of " + (runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
         runs=len(runs), groups=groups, missing=MISSING, notes=notes(runs),
         over_seeds=group_table(groups, tracks) if any(len(group.runs) > 1 for group in groups) else None,
         results=result_table(names, runs, tracks), quality=quality_table(groups), hardware=hardware_table(names, runs),
-        curves=charts.curves(tracks), bins=charts.bins(), costs=_costs(names, runs), samples=_samples(names, runs),
+        curves=charts.curves(tracks), bins=charts.bins(), costs=_costs(names, runs), samples=samples_of(names, runs),
         configuration=configuration(runs, groups),
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Figure with the chart over images and the one over steps, of which the page shows one; None: not known."""
-
-    title: str
-    note: str | None
-    charts: dict[str, Markup | None]
-
-
-class _Charts:
-    def __init__(self, runs: Sequence[RunRecord], groups: list[RunGroup], smoothing: float | None) -> None:
-        self.runs, self.groups = runs, groups
-        width = round(0.03 * max(run.last_step for run in runs)) if smoothing is None else smoothing
-        losses = [run.series(TRAINING_LOSS) for run in runs]
-        self.smoothing = width * any(loss != loss.smoothed(width) for loss in losses)
-
-    def curves(self, tracks: Sequence[str]) -> list[Panel]:
-        alone = any(len(group.runs) == 1 for group in self.groups)
-        smoothed = f"Centred running mean over {self.smoothing:,} steps" if self.smoothing else "Not smoothed"
-        smoothed += "; the logged points of single runs are faint behind." if self.smoothing and alone else "."
-        held_out_values = [y for run in self.runs for track in tracks for y in held_out(run, track).values]
-        panels = [self._panel("Training loss", TRAINING_LOSS, "loss", smoothed, self.smoothing, log=True)]
-        panels += [
-            self._panel(
-                f"Held-out loss, {track_name(track)}", held_out_tag(track), "loss",
-                "Not smoothed; every point is one measurement. All held-out charts share one axis.",
-                log=True, y_values=held_out_values, marked=True,
-            )
-            for track in tracks
-        ]  # fmt: skip
-        panels += [
-            self._panel("Gradient norm", "grad_norm", "norm before clipping", smoothed, self.smoothing, log=True),
-            self._panel("Learning rate", "lr", "learning rate", "Not smoothed."),
-        ]
-        return [panel for panel in panels if panel]
-
-    def _panel(
-        self, title: str, tag: Tag, y_label: str, note: str | None, smoothing: float = 0, *, log: bool = False,
-        y_values: Sequence[float] | None = None, marked: bool = False, small: bool = False,
-    ) -> Panel | None:
-        if not any(series_of(run, tag) for run in self.runs):
-            return None
-        charts: dict[str, Markup | None] = {}
-        for axis, label in (("images", "images seen"), ("steps", "step")):
-            over_images, charts[axis] = axis == "images", None
-            lines = [
-                line for n, group in enumerate(self.groups)
-                for line in group_lines(n, group, tag, smoothing, marked, over_images, faint_raw=not small)
-            ]  # fmt: skip
-            if lines:
-                values = y_values or [y for line in lines for _, y in line.points]
-                logarithmic = log and spans_much(values)
-                extent = max(run.last_step * ((run.images_per_step or 0) if over_images else 1) for run in self.runs)
-                charts[axis] = line_chart(
-                    lines, x_label=label, y_label=y_label, log=logarithmic, x_values=(0, extent),
-                    y_values=reach(values, lines, logarithmic), small=small,
-                )  # fmt: skip
-        return Panel(title, note, charts)
-
-    def bins(self) -> dict[str, Any] | None:
-        """Loss by timestep at the end and over training; None where it was not logged."""
-        numbers = sorted({number for run in self.runs for number in run.bin_tags()})
-        if not numbers:
-            return None
-        binned = [run for run in self.runs if run.bin_tags()]
-        edges = [of_run for run in binned if (of_run := run.bin_edges)]
-        in_t = len(edges) == len(binned)
-        same = in_t and all(one == edges[0] for one in edges)
-        series = [(group.name, n, self._steps(group, numbers, in_t)) for n, group in enumerate(self.groups)]
-        series = [one for one in series if one[2]]
-        note = (
-            "Plain squared error by timestep, median of the last half of the logged points. Bars are as wide as the "
-            "bin. Whiskers: of a group, the 95 % interval of the mean over its seeds; of a single run, the 10th to "
-            "90th percentile of its logged points, which is not an interval of the mean."
-        )
-        smoothed = f"centred running mean over {self.smoothing:,} steps" if self.smoothing else "not smoothed"
-        each = f"Each chart has its own vertical axis, logarithmic where it spans a factor of five; {smoothed}."
-        if not in_t:
-            note += " Where the bins' edges lie is not known for all runs: bins of one number may be other timesteps."
-        elif not same:
-            note += " The runs have different bins (each holds an equal share of its run's timesteps)."
-        if not same:
-            each += " Bins are numbered from the data to the noise; they are not the same timesteps in all runs."
-        panels = [
-            self._panel(
-                f"t in {edges[0][number]:.2f}–{edges[0][number + 1]:.2f}" if same else f"bin {number}",
-                f"loss_by_bin/{number}", "squared error", None, self.smoothing, log=True, small=True,
-            )
-            for number in numbers
-        ]  # fmt: skip
-        chart = bin_chart(
-            series, x_label="timestep t (0 is clean data, 1 is noise)" if in_t else "bin (0 is next to the data)",
-            y_label="squared error",
-            log=spans_much(y for _, _, found in series for one in found for y in (one.value, one.low, one.high)),
-        )  # fmt: skip
-        return {
-            "note": note, "at_the_end": chart, "note_over_training": each,
-            "over_training": [panel for panel in panels if panel],
-        }  # fmt: skip
-
-    def _steps(self, group: RunGroup, numbers: Sequence[int], in_t: bool) -> list[Step]:
-        places = (group.runs[0].bin_edges if in_t else None) or [*range(max(numbers) + 2)]
-        found = []
-        for number in numbers:
-            tails = [one for run in group.runs if (one := run.series(f"loss_by_bin/{number}"))]
-            if tails and number + 1 < len(places):
-                mean = mean_interval([statistics.median(one.tail()) for one in tails])
-                low, high = mean.lower, mean.upper
-                if not mean.bounded:
-                    low, high = percentile(tails[0].tail(), 0.1), percentile(tails[0].tail(), 0.9)
-                found.append(Step(places[number], places[number + 1], mean.value, low, high))
-        return found
 
 
 def _costs(names: Sequence[Name], runs: Sequence[RunRecord]) -> list[tuple[str, Markup]]:
@@ -185,51 +63,3 @@ def _costs(names: Sequence[Name], runs: Sequence[RunRecord]) -> list[tuple[str, 
             ]  # fmt: skip
             figures.append((title, bar_chart(bars, unit=unit)))
     return figures
-
-
-# ---------------------------------------------------------------------- samples
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Grids of chosen steps, that of `first` shown at the start."""
-
-    names: Sequence[Name]
-    runs: Sequence[RunRecord]
-    steps: Sequence[int]
-    first: int
-    note: str
-
-    def grids(self, step: int) -> Iterator[tuple[Name, str, str]]:
-        """Sources: each run's name and the source of its grid, or the reason why there is none."""
-        for name, run in zip(self.names, self.runs, strict=True):
-            try:
-                yield (name, _grid_source(run.samples[step]), "") if step in run.samples else (
-                    name, "", f"no grid at step {step:,}",
-                )  # fmt: skip
-            except (OSError, SyntaxError, ValueError):
-                yield name, "", f"{run.samples[step].name} cannot be read"
-
-
-def _samples(names: Sequence[Name], runs: Sequence[RunRecord]) -> Samples | None:
-    steps = sorted({step for run in runs for step in run.samples})
-    if not steps:
-        return None
-    shown, note = steps, f"Grids of {len(steps)} steps"
-    if len(steps) > MOST_GRIDS:
-        shown = sorted({steps[round(i * (len(steps) - 1) / (MOST_GRIDS - 1))] for i in range(MOST_GRIDS)})
-        note = f"Grids of {len(shown)} steps, evenly chosen of {len(steps)}"
-    first = max(shown, key=lambda step: (sum(step in run.samples for run in runs), step))
-    return Samples(names, runs, shown, first, note)
-
-
-def _grid_source(path: Path) -> str:
-    content = read_regular(path, _LARGEST_GRID)
-    with open_image(content) as picture:
-        picture.load()
-        if picture.width > WIDEST_GRID:
-            height = round(picture.height * WIDEST_GRID / picture.width)
-            smaller = io.BytesIO()
-            picture.convert("RGB").resize((WIDEST_GRID, max(height, 1))).save(smaller, "PNG", optimize=True)
-            content = smaller.getvalue()
-    return png_source(content)
