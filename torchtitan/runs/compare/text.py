@@ -47,6 +47,13 @@ def lowest_text(series: Series) -> str:
     return f"{significant(found[0])} at {found[1]:,}" if found else MISSING
 
 
+def ends_text(interval: Interval) -> str:
+    """Format an estimate with the ends of its interval, which need not be as far from it."""
+    if not interval.bounded:
+        return significant(interval.value)
+    return f"{significant(interval.value)} ({significant(interval.lower)} to {significant(interval.upper)})"
+
+
 def interval_text(interval: Interval | None) -> str:
     if interval is None:
         return MISSING

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,23 +70,18 @@ def measure(drawing: Drawing, batch_sizes: Sequence[int], warm_up: int, repeats:
     """
     sampler, choices = drawing.sampler(), drawing.trained.model.condition_kind.choices
 
-    def draw(batch_size: int, seed: int) -> None:
+    def draw(batch_size: int, seed: int) -> float:
+        start = time.perf_counter()
         images = sampler.draw(balanced_choices(batch_size, choices), seed, **drawing.method(), batch_size=batch_size)
         if drawing.decoder:
             drawing.decoder.decode(images)
+        return time.perf_counter() - start  # the images are on the host, so the device has finished
 
     for batch_size in sorted(set(batch_sizes)):
         for seed in range(warm_up):
             draw(batch_size, seed)
-        seconds = tuple(_timed(lambda seed=seed: draw(batch_size, seed)) for seed in range(warm_up, warm_up + repeats))
+        seconds = tuple(draw(batch_size, seed) for seed in range(warm_up, warm_up + repeats))
         yield Measurement(batch_size, seconds, warm_up)
-
-
-def _timed(work: Callable[[], None]) -> float:
-    """Seconds of a work that ends with its results on the host, so that the device has finished."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def method_of(drawing: Drawing) -> dict[str, Any]:

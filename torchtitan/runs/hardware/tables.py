@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.runs.compare.tables import Name, Rows, Table
-from torchtitan.runs.compare.text import MISSING, as_number, interval_text, setting_text, value_text
+from torchtitan.runs.compare.text import MISSING, ends_text, interval_text, setting_text, value_text
 from torchtitan.runs.hardware import published
 from torchtitan.runs.hardware.clocked_runs import CLOCK_NAMES, CLOCKS, WALL, ClockedRun, Hardware
 from torchtitan.runs.hardware.inference import Inference
@@ -140,7 +140,7 @@ def published_remarks() -> list[str]:
     ratios = published.speed_ups()
     images = published.SECONDS_AN_IMAGE
     told = ", ".join(f"{ratio:.4f} over {steps:,} steps" for steps, ratio in ratios.items())
-    shown = " and ".join(f"{ratio:.2f}x" for ratio in sorted(set(round(each, 2) for each in ratios.values())))
+    shown = " and ".join(f"{ratio:.2f}x" for ratio in sorted({round(each, 2) for each in ratios.values()}))
     return [
         *published.REMARKS,
         f"Speed-up of the A100 over the A40 from the same table: {told}, that is {shown}, against the claimed average of "
@@ -165,8 +165,8 @@ def inference_table(groups: Sequence[Hardware], found: Sequence[Inference | None
             each = one.seconds_an_image
             first = first_of_batch(found, one.batch_size)
             base = None if first is inference or first is None else of_batch(first, one.batch_size)
-            ratio = interval_text(ratio_of_independent_means(base, [value / one.batch_size for value in one.seconds])) \
-                if base else "1 (reference)"
+            own = [value / one.batch_size for value in one.seconds]
+            ratio = ends_text(ratio_of_independent_means(base, own)) if base else "1 (reference)"
             rows.append([
                 name, str(one.batch_size), interval_text(each), value_text(1 / each.value), ratio, str(len(one.seconds)),
                 str(one.warm_up),
@@ -194,7 +194,7 @@ def _names(groups: Sequence[Hardware]) -> list[Name]:
 
 
 def _estimate_texts(estimate: Estimate | None) -> list[str]:
-    return [interval_text(estimate.interval), estimate.basis] if estimate else [MISSING, MISSING]
+    return [ends_text(estimate.interval), estimate.basis] if estimate else [MISSING, MISSING]
 
 
 def _scaled(value: float | None, factor: float) -> float | None:
