@@ -77,7 +77,7 @@ def parse_comparison(words: list[str]) -> argparse.Namespace:
     add("--same", metavar="KEY", action="append", default=[],
         help="key of a place that may differ between the runs because both places hold the same, as data.path; repeatable")
     add("--smoothing", type=number_from(0), metavar="STEPS",
-        help="steps of the running mean of the loss by timestep; 0: none (default: 3 %% of the longest run)")
+        help="steps of the running mean of the loss by timestep; 0: none (default: 10 %% of the longest run)")
     add("--open", action="store_true", help="show the page in the browser")
     return parser.parse_args(words)
 

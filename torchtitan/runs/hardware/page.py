@@ -104,11 +104,13 @@ def hardware_page(comparison: Comparison, smoothing: float | None = None) -> str
 
     Args:
         comparison: of at least one run.
-        smoothing: steps of the running mean of the losses; 0 is none; default: 3 % of the longest run.
+        smoothing: steps of the running mean of the losses; 0 is none; default: 10 % of the longest run.
     """
     groups = comparison.groups
     run_groups = [RunGroup(group.name, tuple(run.record for run in group.runs)) for group in groups]
-    charts = Charts([run for group in run_groups for run in group.runs], run_groups, smoothing, window_bands=True)
+    records = [run for group in run_groups for run in group.runs]
+    width = round(0.1 * max(record.last_step for record in records)) if smoothing is None else smoothing
+    charts = Charts(records, run_groups, width, window_bands=True)
     shown = _of_one_seed(groups)
     return render_page(
         "hardware.html", title="Hardware compared: " + comparison.title, comparison=comparison, groups=run_groups,
