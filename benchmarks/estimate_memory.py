@@ -107,7 +107,8 @@ def measured_peak(words: list[str], world_size: int) -> tuple[int, int]:
 
 
 def _state_bytes(trainer: Trainer) -> int:
-    tensors = [*trainer.state.tensors().values(), *trainer.state.model.buffers()]
+    model = trainer.state.model
+    tensors = [*trainer.state.tensors().values(), *(p.detach() for p in model.parameters()), *model.buffers()]
     storages = {id(storage): storage for storage in (local(tensor).untyped_storage() for tensor in tensors)}
     buckets = 0
     if isinstance(trainer.state.train_module, DistributedDataParallel):

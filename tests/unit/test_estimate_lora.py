@@ -1,17 +1,24 @@
 """Estimates of runs that train adapters: FLOPs against torch's count, memory against a measured step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.estimate_memory import measured_peak
 from torchtitan.conditions import POOLED, TEXT, Classes, Embeddings
+from torchtitan.config.job import load_config
+from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapters import LowRankWeights, add_frozen_adapter, add_trained_adapter, draw_adapter
 from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.models.adapters.flops import training_flops
+from torchtitan.models.adapters.frozen_network import freeze_and_adapt
 from torchtitan.models.adapters.target import Target
 from torchtitan.models.adapters.targets import find_targets, weight_of
+from torchtitan.models.quantized import quantized_tensors
 
 
 def network(family, flavor, kind, shape):
@@ -64,3 +71,36 @@ def test_flops_of_adapted_convolutions_are_those_of_whole_weights():
     assert model.forward_macs_per_image((3, 16, 16)) == before
     found = training_flops(model, (3, 16, 16))
     assert 0.9 < found / model.flops_per_image((3, 16, 16)) < 1.0
+
+
+@pytest.mark.parametrize("more", [[], ["--activation_checkpoint.mode", "full"], ["--lora.dropout", "0.1"]])
+def test_memory_is_that_of_a_measured_step(more, tmp_path):
+    words = [
+        "--model.flavor", "debug", "--training.local_batch_size", "2", "--data.name", "synthetic", "--data.kind", "noise",
+        "--data.shape", "[4, 8, 8]", "--lora.enable", "true", "--lora.rank", "8", *more,
+    ]  # fmt: skip
+    estimated = estimate_memory(load_config(words, 1), 1)
+    peak, unseen = measured_peak([*words, "--job.dump_folder", str(tmp_path)], 1)
+    assert 0.97 * (peak - max(unseen, 0)) <= estimated.total <= 1.03 * peak
+    trained = model_on_meta(load_config(words, 1)).num_parameters()
+    assert estimated.all_gradients == 4 * trained and estimated.ema == 4 * trained  # one track of averages
+
+
+def test_a_quantised_base_is_estimated_as_its_codes():
+    def parameters(kind):
+        config = load_config(["--model.flavor", "DiT-S/2", "--data.name", "synthetic", "--data.shape", "[4, 16, 16]",
+                              "--lora.enable", "true"], 1)  # fmt: skip
+        lora = replace(config.lora, base_dtype=kind)
+        with_adapters = freeze_and_adapt(plain(config), lora, {})
+        frozen = [p for p in with_adapters.parameters() if not p.requires_grad]
+        codes = quantized_tensors(with_adapters).values()
+        return sum(tensor.nbytes for tensor in [*frozen, *codes])
+
+    def plain(config):
+        with torch.device("meta"):
+            return MODELS["dit"].build(config.model, (4, 16, 16), Classes(10))
+
+    found = {kind: parameters(kind) for kind in ("float32", "bfloat16", "float8", "int8", "int4")}
+    assert found["float32"] == 2 * found["bfloat16"]
+    assert 0.5 < found["int8"] / found["bfloat16"] < 0.53 and found["float8"] >= found["int8"]
+    assert 4.375 / 16 < found["int4"] / found["bfloat16"] < 0.30
