@@ -39,8 +39,8 @@ from torchtitan.files.weight_files import (
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import DTYPES, known_layouts, read_adapter, write_adapter
 from torchtitan.models.adapters.adapters import adapter_weights, merged_weights
-from torchtitan.models.adapters.layers import AdapterError
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
+from torchtitan.models.adapters.target import AdapterError
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.published_layouts import ComputedTensors, ConversionError, PublishedLayout
 from torchtitan.processes.command_line import OneLineParser, readable_size, run_program

@@ -41,7 +41,6 @@ from torchtitan.evaluation.image_sets import DatasetImages
 from torchtitan.evaluation.sample_metrics import SampleMetrics
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import check_finite, check_fits, saved_buffers
-from torchtitan.files.weight_hash import file_sha256
 from torchtitan.gns.capture import GradientTaps, check_measurable
 from torchtitan.gns.config import bin_edges
 from torchtitan.gns.monitor import GNSMonitor
@@ -56,9 +55,10 @@ from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.network import (
     BASE_SHA256,
     adapted_network,
-    adapter_targets,
+    check_adapters,
     check_base,
     drawn_network,
+    frozen_sha256,
     network_on_meta,
 )
 from torchtitan.runs.status import remove_status
@@ -107,7 +107,7 @@ class RunState:
         from_first_rank(check_macs, _model_on_meta(config), config.model.name)
         self._check_initial_weights()
         if config.lora.enable:
-            adapter_targets(config, _model_on_meta(config))
+            check_adapters(config, dataset_info(config.data))
         if config.float8.enable:
             shapes = dataset_info(config.data).shapes
             check_convertible(_model_on_meta(config), config.float8, config.training.local_batch_size, shapes)
@@ -385,7 +385,7 @@ class RunState:
             check_finite(Path(path))
         if path and self.config.lora.enable and (step := newest_good(self.folder.checkpoints)[0]) is not None:
             checkpoint = checkpoint_path(self.folder.checkpoints, step)
-            check_base(read_state(checkpoint), file_sha256(Path(path)), str(checkpoint), path)
+            check_base(read_state(checkpoint), frozen_sha256(self.config), str(checkpoint), path)
 
     def _build_model(self, new: bool) -> DiffusionModel:
         config, info, device = self.config, self.info, self.layout.device

@@ -1,5 +1,6 @@
 """scripts/compare_hardware.py on small run folders written by hand; its numbers are worked out anew from metrics.jsonl."""
 
+import itertools
 import json
 import math
 import shutil
@@ -59,7 +60,7 @@ def call(*words: object):
 
 def window_seconds(folder: Path, tag: str) -> list[float]:
     totals = [json.loads(line)[tag] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [later - earlier for earlier, later in zip(totals, totals[1:], strict=False)]
+    return [later - earlier for earlier, later in itertools.pairwise(totals)]
 
 
 @pytest.fixture

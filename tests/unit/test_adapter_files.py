@@ -14,9 +14,8 @@ from tests.adapted_models import CLASSES, DEBUG, PIXELS, drawn, flux, flux_input
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import known_layouts, read_adapter, write_adapter
 from torchtitan.models.adapters.fusing import cut, join
-from torchtitan.models.adapters.layers import AdapterError
 from torchtitan.models.adapters.layouts import NATIVE
-from torchtitan.models.adapters.target import LowRankWeights, Target
+from torchtitan.models.adapters.target import AdapterError, LowRankWeights, Target
 from torchtitan.models.adapters.targets import of_blocks
 from torchtitan.models.edm2.config import EDM2Config
 

@@ -10,8 +10,7 @@ from tests.adapted_models import IMAGE, TOKENS, drawn, flux, flux_inputs, with_a
 from torchtitan.conditions import POOLED, TEXT
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import read_adapter, write_adapter
-from torchtitan.models.adapters.layers import AdapterError
-from torchtitan.models.adapters.target import LowRankWeights, Target
+from torchtitan.models.adapters.target import AdapterError, LowRankWeights, Target
 from torchtitan.models.flux.conversion import LAYOUTS as NETWORKS
 from torchtitan.models.flux.conversion import published_linears
 

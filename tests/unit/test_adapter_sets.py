@@ -10,8 +10,7 @@ from torchtitan.conditions import POOLED, TEXT, Embeddings
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapters import add_trained_adapter, trained_parameters
 from torchtitan.models.adapters.config import LoRAConfig
-from torchtitan.models.adapters.layers import AdapterError
-from torchtitan.models.adapters.target import Target
+from torchtitan.models.adapters.target import AdapterError, Target
 from torchtitan.models.adapters.targets import find_targets
 from torchtitan.models.flux.config import FLAVORS
 from torchtitan.models.flux.model import Flux

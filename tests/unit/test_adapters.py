@@ -25,8 +25,8 @@ from torchtitan.models.adapters.adapters import (
     without_adapter,
 )
 from torchtitan.models.adapters.config import LoRAConfig
-from torchtitan.models.adapters.layers import AdaptedLinear, AdapterError, LowRank
-from torchtitan.models.adapters.target import Target
+from torchtitan.models.adapters.layers import AdaptedLinear, LowRank
+from torchtitan.models.adapters.target import AdapterError, Target
 from torchtitan.models.adapters.targets import find_targets
 from torchtitan.models.dit.config import FLAVORS as DIT_FLAVORS
 from torchtitan.models.edm2.config import EDM2Config

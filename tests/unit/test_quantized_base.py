@@ -23,7 +23,7 @@ from torchtitan.models.adapters.adapters import (
     trained_updates,
 )
 from torchtitan.models.adapters.config import LoRAConfig
-from torchtitan.models.adapters.layers import AdapterError
+from torchtitan.models.adapters.target import AdapterError
 from torchtitan.models.adapters.targets import find_targets
 from torchtitan.models.quantized import (
     KINDS,

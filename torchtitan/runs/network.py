@@ -4,6 +4,7 @@ With `[lora]` a checkpoint holds the adapters alone. The frozen network is read,
 `base_sha256` shows that it is the one that the adapters were trained with.
 """
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -14,10 +15,10 @@ from torchtitan.errors import CheckpointError
 from torchtitan.files.weight_files import check_fits, each_tensor, fill, named_weights
 from torchtitan.files.weight_hash import file_sha256, weights_sha256
 from torchtitan.models import MODELS, build_model
-from torchtitan.models.adapters.adapters import add_trained_adapter, draw_adapter
+from torchtitan.models.adapters.adapter_files import read_adapter
+from torchtitan.models.adapters.adapters import add_frozen_adapter, add_trained_adapter, draw_adapter, fill_adapter
 from torchtitan.models.adapters.frozen_network import cast_base, quantized_kind
-from torchtitan.models.adapters.layers import AdapterError
-from torchtitan.models.adapters.target import Target
+from torchtitan.models.adapters.target import AdapterError, AdapterWeights, Target
 from torchtitan.models.adapters.targets import find_targets
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.quantized import (
@@ -84,10 +85,39 @@ def adapted_network(config: JobConfig, info: DatasetInfo, device: torch.device) 
     initial_weights = config.checkpoint.initial_weights
     model = drawn_network(config, info, device, initial_weights)
     drawn = named_weights(model) | quantized_tensors(model)
-    digest = file_sha256(Path(initial_weights)) if initial_weights else weights_sha256(drawn)
+    digest = frozen_sha256(config) if initial_weights else weights_sha256(drawn)
     add_trained_adapter(model, adapter_targets(config, model), config.lora)
     draw_adapter(model, config.lora, config.debug.seed)
+    if config.lora.initial_adapter:
+        fill_adapter(model, read_configured(config, info, config.lora.initial_adapter), config.lora.initial_adapter)
+    for number, extra in enumerate(config.lora.extra):
+        weights = read_configured(config, info, extra.path)
+        add_frozen_adapter(model, f"extra{number}", weights, extra.weight, extra.sampling_weight, extra.path)
     return model, digest
+
+
+def frozen_sha256(config: JobConfig) -> str:
+    """Hash of the files of a run's frozen weights: its initial weights, and its further adapters with their multiples."""
+    base = file_sha256(Path(config.checkpoint.initial_weights))
+    if not config.lora.extra:
+        return base
+    extras = [(file_sha256(Path(extra.path)), extra.weight, extra.sampling_weight) for extra in config.lora.extra]
+    return hashlib.sha256(repr((base, extras)).encode()).hexdigest()
+
+
+def read_configured(config: JobConfig, info: DatasetInfo, path: str) -> AdapterWeights:
+    """Read an adapter for a run's network, from a file in any layout that is known. Raises AdapterError."""
+    return read_adapter(Path(path), network_on_meta(config, info), MODELS[config.model.name].adapter_layouts).weights
+
+
+def check_adapters(config: JobConfig, info: DatasetInfo) -> None:
+    """Check that a run's network can have the adapters of `[lora]`, and that their files fit. Raises AdapterError."""
+    model = network_on_meta(config, info)
+    add_trained_adapter(model, adapter_targets(config, model), config.lora)
+    if config.lora.initial_adapter:
+        fill_adapter(model, read_configured(config, info, config.lora.initial_adapter), config.lora.initial_adapter)
+    for extra in config.lora.extra:
+        read_configured(config, info, extra.path)
 
 
 def adapter_targets(config: JobConfig, model: DiffusionModel) -> list[Target]:

@@ -13,10 +13,9 @@ from torchtitan.files.shard_files import write_tensors
 from torchtitan.files.weight_files import WeightsError, read_state_dict, written_whole
 from torchtitan.models.adapters.adapters import check_shape
 from torchtitan.models.adapters.fusing import folded, padded
-from torchtitan.models.adapters.layers import AdapterError
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
 from torchtitan.models.adapters.peft_header import KEY, read_scales
-from torchtitan.models.adapters.target import AdapterWeights, LowRankWeights
+from torchtitan.models.adapters.target import AdapterError, AdapterWeights, LowRankWeights
 from torchtitan.models.base import DiffusionModel
 
 DTYPES = ("float32", "float16", "bfloat16")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from torchtitan.files.weight_files import named_weights
 from torchtitan.models.adapters.config import LoRAConfig
-from torchtitan.models.adapters.layers import ADAPTED, AdaptedLayer, AdaptedLinear, AdapterError, LowRank
-from torchtitan.models.adapters.target import AdapterWeights, LowRankWeights, Target
+from torchtitan.models.adapters.layers import ADAPTED, AdaptedLayer, AdaptedLinear, LowRank
+from torchtitan.models.adapters.target import AdapterError, AdapterWeights, LowRankWeights, Target
 from torchtitan.models.adapters.targets import can_adapt, weight_of
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.dropout import dropout_keys

@@ -16,13 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.models.adapters.target import AdapterError
 from torchtitan.models.dropout import dropout
 from torchtitan.models.magnitude import MPConv2d, MPLinear
 from torchtitan.models.quantized import QuantizedLinear, QuantizedWeight
-
-
-class AdapterError(Exception):
-    """Adapters that a network cannot have; the message is one line."""
 
 
 class LowRank(nn.Module):
@@ -144,10 +141,10 @@ class AdaptedLinear(AdaptedLayer, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.product(x)
-        if self.training and self.keys is not None:
-            x = dropout(x, self.keys, self.dropped)
+        dropped = dropout(x, self.keys, self.dropped) if self.training and self.keys is not None else x
         for pieces in self.updates():
-            y = y + _of_all_rows(pieces, [piece(x) for piece in pieces], self.out_features, dim=-1).to(y.dtype)
+            x_of = dropped if pieces[0].up.requires_grad else x  # frozen adapters assist whole
+            y = y + _of_all_rows(pieces, [piece(x_of) for piece in pieces], self.out_features, dim=-1).to(y.dtype)
         return y
 
     def product(self, x: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torchtitan.models.adapters.layers import AdapterError
-from torchtitan.models.adapters.target import AdapterWeights, LowRankWeights, Target
+from torchtitan.models.adapters.target import AdapterError, AdapterWeights, LowRankWeights, Target
 
 
 @dataclass(frozen=True)

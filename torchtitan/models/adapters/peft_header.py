@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.models.adapters.layers import AdapterError
+from torchtitan.models.adapters.target import AdapterError
 
 KEY = "lora_adapter_metadata"
 

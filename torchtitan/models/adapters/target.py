@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
+class AdapterError(Exception):
+    """Adapters that a network cannot have; the message is one line."""
+
+
 @dataclass(frozen=True, order=True)
 class Target:
     """Rows of a layer's weight that have a low-rank update in common.

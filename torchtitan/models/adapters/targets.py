@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import nn
 
 from torchtitan.models.adapters.config import LoRAConfig
-from torchtitan.models.adapters.layers import ADAPTED, AdaptedLayer, AdapterError
-from torchtitan.models.adapters.target import Target
+from torchtitan.models.adapters.layers import ADAPTED, AdaptedLayer
+from torchtitan.models.adapters.target import AdapterError, Target
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.quantized import QuantizedWeight
 

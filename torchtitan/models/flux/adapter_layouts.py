@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.models.adapters.fusing import cut, join
-from torchtitan.models.adapters.layers import AdapterError
 from torchtitan.models.adapters.layouts import AdapterLayout
-from torchtitan.models.adapters.target import AdapterWeights, LowRankWeights, Target
+from torchtitan.models.adapters.target import AdapterError, AdapterWeights, LowRankWeights, Target
 from torchtitan.models.flux.conversion import SWAPPED, published_linears, swap_halves
 
 
