@@ -14,8 +14,9 @@ from tests.adapted_models import CLASSES, DEBUG, PIXELS, drawn, flux, flux_input
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import known_layouts, read_adapter, write_adapter
 from torchtitan.models.adapters.fusing import cut, join
+from torchtitan.models.adapters.layers import AdapterError
 from torchtitan.models.adapters.layouts import NATIVE
-from torchtitan.models.adapters.target import AdapterError, LowRankWeights, Target
+from torchtitan.models.adapters.target import LowRankWeights, Target
 from torchtitan.models.adapters.targets import of_blocks
 from torchtitan.models.edm2.config import EDM2Config
 
@@ -88,7 +89,7 @@ def test_names_are_the_published_ones(tmp_path):
     assert len(names["kohya"]) == len(names["comfyui"]) == 3 * (10 * 2 + 3 * 2)
     double = (
         "norm1.linear norm1_context.linear attn.to_q attn.to_k attn.to_v attn.to_out.0 attn.add_q_proj attn.add_k_proj"
-        + " attn.add_v_proj attn.to_add_out ff.net.0.proj ff.net.2 ff_context.net.0.proj ff_context.net.2"
+        " attn.add_v_proj attn.to_add_out ff.net.0.proj ff.net.2 ff_context.net.0.proj ff_context.net.2"
     )
     assert names["diffusers"] == {
         f"transformer.{block}.{layer}.{part}.weight"
