@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from data import dataset_info
 from tests.end_to_end.runs import checkpoint_tensors, write_config
@@ -119,3 +120,31 @@ def test_adapters_of_every_family_train(config, family, request):
     run = ForkedRun(config, name, *QUICK, *family)
     run.finish()
     assert all(norm > 0 for _, _, norm in run.losses())
+
+
+def test_adapter_and_merged_network_are_exported(trained, bases, config, tmp_path):
+    """Merged weights are the base's plus s B A of the exported adapter, layer by layer."""
+    adapter, merged = tmp_path / "adapter.safetensors", tmp_path / "merged.safetensors"
+    for words in (("--adapter", "native", "--output", str(adapter)), ("--format", "safetensors", "--output", str(merged))):
+        result = run_script("scripts/checkpoint.py", "export", str(trained.folder), "--ema", "none", *words)
+        assert result.returncode == 0, result.stderr
+    with safe_open(adapter, framework="pt") as file:
+        metadata = file.metadata()
+    assert (metadata["step"], metadata["rank"], metadata["alpha"], metadata["base"]) == ("4", "3", "3", bases[0].name)
+    assert len(metadata["base_sha256"]) == 64
+    base, tensors, found = (load_file(path) for path in (bases[0], adapter, merged))
+    assert found.keys() == base.keys()
+    changed = set()
+    for name in tensors:
+        if name.endswith(".up"):
+            layer = name.removeprefix("adapter.").partition("[")[0]
+            update = tensors[name] @ tensors[name.replace(".up", ".down")].flatten(1)
+            wanted = base[f"{layer}.weight"] + update.reshape(base[f"{layer}.weight"].shape)
+            torch.testing.assert_close(found[f"{layer}.weight"], wanted, rtol=1e-6, atol=1e-7)
+            assert update.any()
+            changed.add(f"{layer}.weight")
+    assert changed and all(torch.equal(found[name], base[name]) for name in base.keys() - changed)
+    result = run_script(
+        "scripts/checkpoint.py", "export", str(trained.folder), "--adapter", "kohya", "--output", str(tmp_path / "x.safetensors")
+    )
+    assert result.returncode == 2 and "--adapter kohya: is not of model.name = dit (there are native)" in result.stderr
