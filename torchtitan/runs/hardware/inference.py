@@ -16,7 +16,7 @@ from torchtitan.runs.drawing import Drawing
 from torchtitan.runs.record import is_number
 from torchtitan.runs.sample_settings import set_settings
 from torchtitan.statistics.interval import Interval, mean_interval
-from torchtitan.training.hardware import describe_hardware
+from torchtitan.training.hardware_description import describe_hardware
 
 FILE = "inference.json"
 _START = '{\n "kind": "seconds an image at inference"'
