@@ -102,7 +102,7 @@ def small(name: str, folders: dict, latents: list[str], dump_folder) -> list[str
     if "cache" in preset:
         words += ["--data.path", str(folders[data]), "--data.trigger_word", "sks", "--data.resolutions", "[64]"]
         words += ["--data.text_encoder", "stub:16", "--data.pooled_encoder", "stub:8", "--data.text_length", "5"]
-        return [*words, "--autoencoder.name", "identity", "--model.patch_size", "8"]
+        return [*words, "--autoencoder.name", "identity", "--model.patch_size", "8", "--lora.rank", "4", "--lora.alpha", "4"]
     if model == "flux":
         words += ["--data.path", str(folders["captions"]), "--data.num_workers", "0", "--autoencoder.name", "identity"]
         words += ["--data.validation_path", str(folders["captions"])] if "validation_path" in preset["data"] else []

@@ -1,7 +1,7 @@
 """Adapters of a network: added, drawn, filled, read back and merged."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -92,6 +92,7 @@ def fill_adapter(model: DiffusionModel, weights: AdapterWeights, source: str = "
         AdapterError: targets, ranks or scales differ.
     """
     wanted = adapter_weights(model)
+    weights = _joined(weights, wanted)
     if missing := sorted(wanted.keys() ^ weights.keys()):
         place = "lacks" if missing[0] in wanted else "also has"
         raise AdapterError(f"{source}: {place} {missing[0]}: set lora.targets to the layers that it has adapters of")
@@ -104,6 +105,24 @@ def fill_adapter(model: DiffusionModel, weights: AdapterWeights, source: str = "
         check_shape(model, target, values, source)
         update.down.copy_(values.down)
         update.up.copy_(values.up)
+
+
+def _joined(weights: AdapterWeights, wanted: Iterable[Target]) -> dict[Target, LowRankWeights]:
+    """Join targets with one A in common, as files of split layers have them, where a target of all their rows is wanted."""
+    found = dict(weights)
+    for target in wanted:
+        if target in found:
+            continue
+        parts = sorted(part for part in found if part.module == target.module)
+        ends = [target.start, *(part.stop for part in parts)]
+        values = [found[part] for part in parts]
+        covers = ends[:-1] == [part.start for part in parts] and ends[-1] == target.stop
+        alike = all(torch.equal(each.down, values[0].down) and each.alpha == values[0].alpha for each in values)
+        if parts and covers and alike:
+            for part in parts:
+                del found[part]
+            found[target] = LowRankWeights(values[0].down, torch.cat([each.up for each in values]), values[0].alpha)
+    return found
 
 
 def check_shape(model: DiffusionModel, target: Target, values: LowRankWeights, source: str) -> None:

@@ -57,7 +57,7 @@ TIMES = (
 REMARKS = (
     "The rows of 500 steps exclude the sampling, those of 2,000 include it: the table mixes two clocks, and a rate of one must "
     "not be set against a rate of the other.",
-    "The A100's rows hold gaps of 36 h (500 steps) and 20 h (2,000 steps) between samples and were pieced together.",
+    "The A100's rows hold gaps of 36 h (500 steps) and 20 h (2,000 steps) between samples and are no single uninterrupted run.",
     "An A40 has 48 GB, not 40 as published.",
     "One run each: the table has no repeats, and so no intervals.",
 )
