@@ -33,7 +33,7 @@ if importlib.util.find_spec("torchao"):  # quantised weights: the codes are whol
         "DDP, int8": {"replicas": 2, "resumed": True, "overrides": (*INT8, FULL)},
         "FSDP, int8": {"shards": 2, "overrides": INT8},
     }
-    LIKE |= {name: "int8" for name in ("DDP, int8", "FSDP, int8")}
+    LIKE |= dict.fromkeys(("DDP, int8", "FSDP, int8"), "int8")
 
 
 @pytest.fixture(scope="module")
