@@ -24,6 +24,7 @@ from PIL import Image
 
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.features.registry import open_extractor
+from torchtitan.pictures.grids import image_grid
 from torchtitan.runs.folder import versions
 from torchtitan.statistics.interval import Interval, binomial_interval
 from torchtitan.training.hardware import device_name
@@ -69,9 +70,7 @@ def main() -> None:
     }  # fmt: skip
     results = ROOT / "benchmarks" / "results"
     (results / "lora_new_digits.json").write_text(json.dumps(result, indent=1) + "\n")
-    tiled = np.concatenate([np.concatenate(list(row), axis=1) for row in pictures])
-    picture = Image.fromarray(tiled)
-    picture.resize((picture.width * 6, picture.height * 6), Image.Resampling.NEAREST).save(results / "lora_new_digits.png")
+    picture(list(rows), pictures).save(results / "lora_new_digits.png")
     print(json.dumps(result, indent=1))
 
 
@@ -102,6 +101,12 @@ def share(images: np.ndarray, group: tuple[int, ...]) -> dict[str, float]:
     right = found == np.array(group)[np.arange(len(images)) % len(group)]
     interval: Interval = binomial_interval(int(right.sum()), len(right))
     return {"value": interval.value, "lower": interval.lower, "upper": interval.upper}
+
+
+def picture(names: list[str], rows: list[np.ndarray]) -> Image.Image:
+    """Picture of images [N, H, W, 3] of each run, a row for each."""
+    images = torch.from_numpy(np.concatenate(rows).transpose(0, 3, 1, 2).copy()).float() / 127.5 - 1
+    return image_grid(images, len(rows), len(rows[0]), row_labels=names, title="digits 0 to 7, then 8 and 9")
 
 
 def num_parameters(name: str) -> int:
