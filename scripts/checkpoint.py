@@ -56,8 +56,7 @@ ADAPTER_LAYOUTS = (NATIVE.name, *(name for family in MODELS.values() for name in
 
 def main(words: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    own, data_words = split_data_words(sys.argv[1:] if words is None else words)
-    arguments = parse_arguments(own, data_words)
+    arguments = parse_arguments(sys.argv[1:] if words is None else words)
     try:
         return arguments.command(arguments)
     except (ConfigError, CheckpointError, DatasetError, AdapterError) as error:
@@ -65,8 +64,9 @@ def main(words: list[str] | None = None) -> int:
         return 2
 
 
-def parse_arguments(words: list[str], data_words: list[str]) -> argparse.Namespace:
-    """Parse the command's own words; `data_words` are those of the configuration's data, which `import` takes."""
+def parse_arguments(words: list[str]) -> argparse.Namespace:
+    """Parse a command line; `--data.KEY VALUE` are words for the configuration's data."""
+    words, data_words = split_data_words(words)
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
