@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -148,3 +149,28 @@ def test_adapter_and_merged_network_are_exported(trained, bases, config, tmp_pat
         "scripts/checkpoint.py", "export", str(trained.folder), "--adapter", "kohya", "--output", str(tmp_path / "x.safetensors")
     )
     assert result.returncode == 2 and "--adapter kohya: is not of model.name = dit (there are native)" in result.stderr
+
+
+def test_the_frozen_file_with_the_exported_adapter_draws_the_pictures_of_the_run(trained, bases, config, tmp_path):
+    adapter = tmp_path / "adapter.safetensors"
+    run_script("scripts/checkpoint.py", "export", str(trained.folder), "--adapter", "native", "--output", str(adapter))
+    from_file = (str(bases[0]), "--config", str(config))
+    pictures = {}
+    for name, words in {
+        "run": (str(trained.folder),), "file": (*from_file, "--lora", str(adapter)), "base": from_file,
+        "none": (*from_file, "--lora", f"{adapter}:0"),
+    }.items():  # fmt: skip
+        out = tmp_path / name
+        result = run_script("scripts/sample.py", *words, "--count", "4", "--num-steps", "2", "--format", "npz", "--out", str(out))
+        assert result.returncode == 0, result.stderr
+        with np.load(out / "samples.npz") as file:
+            pictures[name] = file["arr_0"]
+    assert np.array_equal(pictures["run"], pictures["file"]) and np.array_equal(pictures["base"], pictures["none"])
+    assert not np.array_equal(pictures["run"], pictures["base"])
+
+
+def test_adapters_that_cannot_be_drawn_with_are_refused(bases, config, tmp_path):
+    for word, said in ((f"{bases[0]}:0.5", bases[0].name), (f"{bases[0]}:nan", "no finite multiple"), ("x:1", "x: no such file")):
+        words = (str(bases[0]), "--config", str(config), "--lora", word, "--out", str(tmp_path / "x"))
+        result = run_script("scripts/sample.py", *words)
+        assert result.returncode == 2 and said in result.stderr and "Traceback" not in result.stderr, result.stderr

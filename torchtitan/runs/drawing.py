@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ from torchtitan.evaluation.decoding import LatentDecoder, open_decoder
 from torchtitan.evaluation.sample_plans import SampleSetError, SetPlan, choices_of, read_seeds
 from torchtitan.evaluation.sampling import ImageSampler
 from torchtitan.models import MODELS
+from torchtitan.models.adapters.adapter_files import read_adapter
+from torchtitan.models.adapters.adapters import add_frozen_adapter
+from torchtitan.models.adapters.target import AdapterError, LowRankWeights
 from torchtitan.runs.drawn_size import drawn_shape
 from torchtitan.runs.guides import LoadedGuide, open_guide
 from torchtitan.runs.sample_settings import set_settings
@@ -103,6 +107,8 @@ def add_drawing_options(parser: argparse._ActionsContainer) -> None:
         "this run (@STEP, :TRACK), another run, or a safetensors file; none: the null condition (default: "
         "sampling.guide_track)")
     add_method_options(parser)
+    add("--lora", nargs="+", metavar="FILE[:WEIGHT]", help="files of adapters to draw with, in any known layout, each with a"
+        " multiple of its update (default: 1)")
     add("--size", metavar="HEIGHTxWIDTH", help="of the images, in pixels also where latents are drawn, for models of images "
         "of any size (default: the largest of training)")
     add("--batch-size", type=int, help=f"images at a time on each rank (default: {BATCH_SIZE})")
@@ -118,7 +124,7 @@ def open_drawing(arguments: argparse.Namespace) -> Drawing:
     Raises:
         WeightsError, ConfigError, CheckpointError, AutoencoderError: it cannot be used as they say.
     """
-    trained = _open_model(arguments)
+    trained = _with_adapters(_open_model(arguments), arguments.lora or [])
     batch_size = BATCH_SIZE if arguments.batch_size is None else arguments.batch_size
     if batch_size < 1:
         raise WeightsError(f"--batch-size: must be at least 1, is {batch_size}")
@@ -155,6 +161,39 @@ def _open_model(arguments: argparse.Namespace) -> TrainedModel:
     if arguments.ema or arguments.step is not None:
         raise WeightsError(f"{arguments.source}: --ema and --step choose from a run folder, this is one set of weights")
     return load_weights(arguments.source, arguments.config, compute_device())
+
+
+def _with_adapters(trained: TrainedModel, given: list[str]) -> TrainedModel:
+    """Add adapters `FILE[:WEIGHT]` to a model. Raises WeightsError."""
+    notes: list[str] = []
+    for number, word in enumerate(given):
+        path, weight = _weighted(word)
+        try:
+            found = read_adapter(Path(path), trained.model, MODELS[trained.config.model.name].adapter_layouts)
+            # The multiple is in B, so that the recorded hash of the weights sees it.
+            scaled = {
+                target: LowRankWeights(values.down, weight * values.up, values.alpha) for target, values in found.weights.items()
+            }
+            add_frozen_adapter(trained.model, f"drawn{number}", scaled, 1.0, 1.0, path)
+        except AdapterError as error:
+            raise WeightsError(str(error)) from error
+        notes += found.notes
+    label = ", ".join([trained.label, *given])
+    return dataclasses.replace(trained, label=label, warnings=(*trained.warnings, *notes)) if given else trained
+
+
+def _weighted(word: str) -> tuple[str, float]:
+    """Path and multiple of `FILE[:WEIGHT]`. Raises WeightsError."""
+    path, colon, text = word.rpartition(":")
+    if not colon or Path(word).exists():
+        return word, 1.0
+    try:
+        weight = float(text)
+    except ValueError:
+        return word, 1.0  # a path with a colon, which is missed when it is read
+    if not math.isfinite(weight):
+        raise WeightsError(f"--lora: {word} has no finite multiple (give FILE:WEIGHT, as adapter.safetensors:0.8)")
+    return path, weight
 
 
 def _open_autoencoder(arguments: argparse.Namespace, trained: TrainedModel) -> LatentDecoder | None:

@@ -98,7 +98,7 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
 
 
 def load_weights(path: Path, config_file: Path, device: torch.device) -> TrainedModel:
-    """Load a safetensors file of weights for a configuration, under the names of the model.
+    """Load a safetensors file of weights for a configuration, under the names of the model, without adapters.
 
     Raises:
         WeightsError: not a safetensors file, tensors are missing, superfluous or of another shape, or the heads' shares
@@ -106,6 +106,7 @@ def load_weights(path: Path, config_file: Path, device: torch.device) -> Trained
         ConfigError: the configuration is refused.
     """
     config = read_config(config_file)
+    config.lora.enable = False  # the file is of a whole network
     info = dataset_info(config.data)
     objective = build_objective(config.objective, config.debug.seed).to(device)
     if objective.reads_by_state:
