@@ -382,3 +382,10 @@ def test_command_converts_files_and_keeps_what_the_header_says_of_their_training
         status, said = convert(*words)
         assert status == 2 and message in said.err and said.err.count("\n") == 1
     assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_parts_that_were_cut_from_a_layer_join_to_its_own_rank():
+    draw = torch.Generator().manual_seed(0)
+    whole = LowRankWeights(torch.randn(4, 8, generator=draw), torch.randn(12, 4, generator=draw), 2.0)
+    joined = join(cut(whole, [3, 5, 4]), [3, 5, 4])
+    assert torch.equal(joined.down, whole.down) and torch.equal(joined.up, whole.up) and joined.alpha == whole.alpha

@@ -40,8 +40,14 @@ def join(parts: Sequence[LowRankWeights | None], rows: Sequence[int]) -> LowRank
     Args:
         parts: update of each part, None where it has none; at least one has. Smaller ranks are filled up with zeros.
         rows: of each part, in order.
+
+    Returns:
+        of the parts' rank where they have one A and one scale in common, as those of `cut`; else of the sum of ranks.
     """
     given = [part for part in parts if part is not None]
+    alike = [part for part in given if part.alpha == given[0].alpha and torch.equal(part.down, given[0].down)]
+    if len(alike) == len(parts):
+        return LowRankWeights(given[0].down, torch.cat([part.up for part in alike]), given[0].alpha)
     first, rank = given[0], max(part.rank for part in given)
     down = first.down.new_zeros(rank * len(rows), *first.down.shape[1:])
     up = first.up.new_zeros(sum(rows), rank * len(rows))
