@@ -95,8 +95,8 @@ class DataConfig:
         validation_path: where held-out data are.
         horizontal_flip: whether the loader mirrors each training image with probability 1/2.
         max_corrupt_share: share of unreadable images that ends a run.
-        classes: classes whose images are used; none: all.
-        trigger_word: stands in captions for what is trained on.
+        classes: numbers of the classes to use; empty: all.
+        trigger_word: word for the subject in captions; empty: none.
     """
 
     path = ""

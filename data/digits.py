@@ -23,7 +23,7 @@ class DigitsConfig(DataConfig):
     """`[data]` with name = "digits"."""
 
     name: Literal["digits"] = setting("digits", "dataset")
-    classes: list[int] = setting([], "digits whose images are used, as [8, 9]; default: all; the network has ten classes always")
+    classes: list[int] = setting([], "digits to use, as [8, 9]; default: all; the network has ten classes either way")
 
 
 class Digits(Dataset):

@@ -1,13 +1,13 @@
-"""Trigger words: a word that stands for what a network is fine-tuned on, in captions and prompts."""
+"""Trigger words: the name of the fine-tuned subject in captions and prompts."""
 
 import re
 
 TRIGGER = "[trigger]"
-TRIGGER_KEY = "word in place of [trigger] in captions, put first where a caption has neither"
+TRIGGER_KEY = "replaces [trigger] in captions, and begins a caption that has neither"
 
 
 def filled(text: str, trigger_word: str) -> str:
-    """Text in one line, with the trigger word in place of each "[trigger]", and nowhere else.
+    """Text in one line, with each "[trigger]" replaced by the trigger word.
 
     Raises:
         ValueError: the text has "[trigger]", and there is no word.
@@ -21,6 +21,6 @@ def filled(text: str, trigger_word: str) -> str:
 
 
 def has_trigger(text: str, trigger_word: str) -> bool:
-    """Check whether a text has the trigger word as a word of its own; true where there is no trigger word."""
+    """Check whether a text has the trigger word between word boundaries; true without a trigger word."""
     word = " ".join(trigger_word.split())
     return not word or re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None

@@ -40,12 +40,12 @@ from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import DTYPES, known_layouts, read_adapter, write_adapter
 from torchtitan.models.adapters.adapters import adapter_weights, merged_weights
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
-from torchtitan.models.adapters.target import AdapterError
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.published_layouts import ComputedTensors, ConversionError, PublishedLayout
 from torchtitan.processes.command_line import OneLineParser, readable_size, run_program
 from torchtitan.runs.check import Finding, check_run
-from torchtitan.runs.network import BASE_SHA256, network_on_meta
+from torchtitan.runs.final_weights import adapter_header
+from torchtitan.runs.network import network_on_meta
 from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
 
 OWN = "safetensors"
@@ -59,7 +59,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(sys.argv[1:] if words is None else words)
     try:
         return arguments.command(arguments)
-    except (ConfigError, CheckpointError, DatasetError, AdapterError) as error:
+    except (ConfigError, CheckpointError, DatasetError) as error:
         print(error, file=sys.stderr)
         return 2
 
@@ -237,11 +237,6 @@ def export(arguments: argparse.Namespace) -> int:
     model, config = trained.model, trained.config
     own: Mapping[str, Tensor] = named_weights(model)
     if config.lora.enable:
-        if config.lora.base_dtype not in ("float32", "bfloat16"):
-            raise WeightsError(
-                f"{arguments.run}: its frozen weights are {config.lora.base_dtype}, to which merging would round the adapter"
-                " (export the adapter alone: --adapter)"
-            )
         model, own = network_on_meta(config, trained.info), merged_weights(model)
     weights = own
     layout, unrounded = None, frozenset(saved_buffers(model))
@@ -304,15 +299,8 @@ def export_adapter(arguments: argparse.Namespace, trained: TrainedModel) -> int:
     if not config.lora.enable:
         raise WeightsError(f"{arguments.run}: has no adapter, its whole network was trained (give --format)")
     layout = adapter_layout(arguments.adapter, config)
-    trigger_word = getattr(config.data, "trigger_word", "")
-    metadata = {
-        "step": str(trained.step),
-        "weights": f"{arguments.run.resolve().name}, {trained.label}",
-        "model": f"{config.model.name} {config.model.flavor}",
-        "base": config.checkpoint.initial_weights.rpartition("/")[2] or "drawn at random",
-        "base_sha256": read_state(checkpoints_of(arguments.run)[-1]).get(BASE_SHA256, ""),
-        **({"trigger_word": trigger_word} if trigger_word else {}),
-    }
+    label = f"{arguments.run.resolve().name}, {trained.label}"
+    metadata = adapter_header(config, trained.step, label, read_state(checkpoints_of(arguments.run)[-1]))
     count = write_adapter(
         arguments.output, adapter_weights(model), model, layout,
         dtype=arguments.dtype, metadata=metadata, overwrite=arguments.overwrite,

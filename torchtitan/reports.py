@@ -21,7 +21,7 @@ from torchtitan.evaluation.during_training import Evaluation
 from torchtitan.evaluation.targets import described, newly_reached, scalars
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.optional import OptionalOutputs
-from torchtitan.files.weight_files import WeightsError, saved_buffers
+from torchtitan.files.weight_files import saved_buffers
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE
 from torchtitan.pictures.grids import save_animation
@@ -359,7 +359,7 @@ class Reports:
         arguments = (path, checkpoint, config, state.step, frozenset(saved_buffers(state.model)))
         try:
             from_first_rank(write_final_weights, *arguments, group=group_for_work())
-        except (CheckpointError, WeightsError) as error:
+        except CheckpointError as error:
             raise TrainingError(f"step {state.step}: {error} (the same command writes it again)") from error
 
     def fail(self, status: str, reason: str) -> None:

@@ -27,7 +27,6 @@ from torchtitan.errors import (
 from torchtitan.extraction.cache_filling import fill_cache
 from torchtitan.files.run_lock import Busy
 from torchtitan.gns.capture import CannotMeasure
-from torchtitan.models.adapters.target import AdapterError
 from torchtitan.models.float8 import Float8Error
 from torchtitan.models.flops import MiscountedModel
 from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _REFUSALS = (
     AutoencoderError, RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure, Float8Error,
-    LaunchError, MiscountedModel, EvaluationError, AdapterError,
+    LaunchError, MiscountedModel, EvaluationError,
 )  # fmt: skip
 _WAIT = 3.0  # seconds for another rank to be seen gone, or to say why it ended
 _CLOSING_SECONDS = 60.0
@@ -78,7 +77,7 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None) -> int
         except Interrupted as request:
             write_status(None, "requeue", 128 + request.number, "interrupted by a signal while the cache was filled")
             return 128 + request.number
-        except ConfigError as error:  # of what the cache turned out to hold
+        except ConfigError as error:  # of the filled cache
             write_status(None, "refused", REFUSED, str(error))
             if _speaks_for_its_machine():
                 print(error, file=sys.stderr)

@@ -41,6 +41,7 @@ from torchtitan.evaluation.image_sets import DatasetImages
 from torchtitan.evaluation.sample_metrics import SampleMetrics
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import check_finite, check_fits, saved_buffers
+from torchtitan.files.weight_hash import file_sha256
 from torchtitan.gns.capture import GradientTaps, check_measurable
 from torchtitan.gns.config import bin_edges
 from torchtitan.gns.monitor import GNSMonitor
@@ -94,7 +95,7 @@ class RunState:
             AutoencoderError: before there is a process group.
             Busy: another process writes into the run's folder; on every rank.
             EvaluationError, RunFolderError, MiscountedModel, CannotMeasure, CheckpointError, DatasetError, OptimizerError,
-                Float8Error, AdapterError: on every rank, before anything is overwritten.
+                Float8Error: on every rank, before anything is overwritten.
         """
         self.config = config
         if config.cache.enable:
@@ -385,7 +386,7 @@ class RunState:
             check_finite(Path(path))
         if path and self.config.lora.enable and (step := newest_good(self.folder.checkpoints)[0]) is not None:
             checkpoint = checkpoint_path(self.folder.checkpoints, step)
-            check_base(read_state(checkpoint), frozen_sha256(self.config), str(checkpoint), path)
+            check_base(read_state(checkpoint), frozen_sha256(self.config, file_sha256(Path(path))), str(checkpoint), path)
 
     def _build_model(self, new: bool) -> DiffusionModel:
         config, info, device = self.config, self.info, self.layout.device

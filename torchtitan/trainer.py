@@ -43,7 +43,7 @@ class Trainer:
     Attributes:
         state: of the run.
         phases: of the loop.
-        clock: what the process's time was spent on.
+        clock: of the process's time.
     """
 
     def __init__(self, config: JobConfig, clock: RunClock | None = None) -> None:
@@ -130,7 +130,7 @@ class Trainer:
 
     @contextmanager
     def _beside_training(self, name: str) -> Iterator[None]:
-        """Enter a phase that trains nothing: what the device has yet to do of the steps before counts as training."""
+        """Enter a phase that trains nothing; unfinished work of the device on earlier steps counts as training."""
         if self.state.layout.device.type == "cuda":
             with self.phases("waiting"):
                 self._wait_for_device()

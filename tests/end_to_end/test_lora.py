@@ -1,5 +1,6 @@
-"""Runs that train adapters: what their checkpoints hold, which frozen weights they go on with, what is refused."""
+"""Runs that train adapters: content of checkpoints, frozen weights at a resume, exports, drawing, refusals."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -174,3 +175,22 @@ def test_adapters_that_cannot_be_drawn_with_are_refused(bases, config, tmp_path)
         words = (str(bases[0]), "--config", str(config), "--lora", word, "--out", str(tmp_path / "x"))
         result = run_script("scripts/sample.py", *words)
         assert result.returncode == 2 and said in result.stderr and "Traceback" not in result.stderr, result.stderr
+
+
+def test_further_adapters_are_frozen_weights_too(trained, config, tmp_path):
+    adapter = tmp_path / "adapter.safetensors"
+    run_script("scripts/checkpoint.py", "export", str(trained.folder), "--adapter", "native", "--output", str(adapter))
+
+    def run(weight: float, *more: str) -> ForkedRun:
+        extra = json.dumps([{"path": str(adapter), "weight": weight}])
+        return ForkedRun(config, "assisted", *QUICK, "--lora.extra", extra, *more)
+
+    run(1.0).finish()
+    folder = config.parent / "outputs" / "assisted"
+    shutil.rmtree(folder / "checkpoint" / "step-00000004")
+    (folder / "summary.json").unlink()
+    (code,), (output,) = run(0.5, "--job.allow_config_change", "true").wait()
+    assert code == 2 and "its adapters were trained on other frozen weights" in output
+    adapter.unlink()
+    result = run_script("scripts/sample.py", str(folder), "--num-steps", "2", "--out", str(tmp_path / "x"))
+    assert result.returncode == 2 and f"{adapter}: no such file of weights" in result.stderr

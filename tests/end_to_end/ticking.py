@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from unittest.mock import patch
 
 from torchtitan.config.job import load_config
 from torchtitan.trainer import Trainer
@@ -40,7 +41,7 @@ def train(arguments: list[str], kill_after: int) -> int:
     """Train by the ticking clock, with a meter of energy; the process kills itself within that step's report."""
     import torchtitan.reports as reports
 
-    reports.EnergyMeter = FakeMeter  # type: ignore[assignment, misc]
+    patch.object(reports, "EnergyMeter", FakeMeter).start()  # for the rest of this process
     trainer = Trainer(load_config(arguments, 1), RunClock(TickingClock()))
     advance = trainer.reports.advance
 
@@ -49,8 +50,8 @@ def train(arguments: list[str], kill_after: int) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         advance()
 
-    trainer.reports.advance = advance_or_die  # type: ignore[method-assign]
     try:
-        return trainer.train()
+        with patch.object(trainer.reports, "advance", advance_or_die):
+            return trainer.train()
     finally:
         trainer.close()

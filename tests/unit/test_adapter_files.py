@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from scripts.checkpoint import main
 from tests.adapted_models import CLASSES, DEBUG, PIXELS, drawn, flux, flux_inputs, randomised, with_adapter
+from torchtitan.files.weight_files import WeightsError
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import known_layouts, read_adapter, write_adapter
 from torchtitan.models.adapters.fusing import cut, join
@@ -310,10 +311,10 @@ def test_files_that_would_be_another_function_are_refused_in_one_line(tmp_path, 
 
 def test_no_file_and_damaged_files_are_refused(tmp_path):
     model = flux()
-    with pytest.raises(AdapterError, match="no such file of weights"):
+    with pytest.raises(WeightsError, match="no such file of weights"):
         read(tmp_path / "none.safetensors", model)
     (tmp_path / "bad.safetensors").write_bytes(b"none")
-    with pytest.raises(AdapterError, match="is not a readable safetensors file"):
+    with pytest.raises(WeightsError, match="is not a readable safetensors file"):
         read(tmp_path / "bad.safetensors", model)
 
 

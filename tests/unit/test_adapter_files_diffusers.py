@@ -138,7 +138,7 @@ def test_layers_outside_of_the_blocks_are_lost_in_diffusers_conversion_of_fused_
 @pytest.mark.parametrize("source", ["ai-toolkit", "kohya"])
 @pytest.mark.parametrize("layout", ["kohya", "comfyui"])
 def test_fused_layouts_through_the_conversion_of_diffusers(diffusers, tmp_path, layout, source):
-    """All but single blocks' first layer, whose rows that conversion takes to be FLUX.1's: see the next test."""
+    """Without the first layer of single blocks: the conversion assumes its rows to be those of FLUX.1 (see the next test)."""
     model = flux()
     targets = [target for target in FAMILY.adapter_sets[source](model) if not target.module.endswith("qkv_hidden")]
     compared(diffusers, tmp_path, drawn(model, targets, 2, 3.0), layout)

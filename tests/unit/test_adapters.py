@@ -22,7 +22,6 @@ from torchtitan.models.adapters.adapters import (
     merged_weights,
     trained_parameters,
     unmerge,
-    without_adapter,
 )
 from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.models.adapters.layers import AdaptedLinear, LowRank
@@ -40,6 +39,10 @@ CONFIGS = {
     **{f"edm2 {letter}": replace(EDM2, config=letter) for letter in "CEG"},
 }
 each_network = pytest.mark.parametrize("name", CONFIGS)
+
+UNIT_ROUNDOFF = 2.0**-53  # of float64
+# A gradient is of sums over 20 images, 6 inputs and 9 outputs, and comes by two ways: their terms, twice.
+TERMS = 2 * (20 + 6 + 9)
 
 
 def build(name):
@@ -194,7 +197,9 @@ def test_first_step_is_the_full_gradient_seen_through_the_rows_of_a(rank):
     gradient, = torch.autograd.grad((x @ full.T - y).square().mean(), full)
     step([update.down, update.up], (layer(x) - y).square().mean(), 0.1)
     change = 2.0 * update.up @ update.down
-    torch.testing.assert_close(change, -0.1 * 4.0 * gradient @ update.down.T @ update.down, rtol=1e-12, atol=1e-14)
+    expected = -0.1 * 4.0 * gradient @ update.down.T @ update.down
+    size = 0.1 * 4.0 * gradient.norm() * update.down.norm() ** 2
+    assert (change - expected).norm() <= TERMS * UNIT_ROUNDOFF * size
     if rank == 6:
         assert torch.linalg.matrix_rank(change) == 6 == torch.linalg.matrix_rank(gradient)
 
@@ -208,10 +213,11 @@ def test_full_rank_with_orthonormal_a_is_full_fine_tuning_step_by_step():
         update.down.copy_(orthonormal)
     full = layer.weight.clone().requires_grad_()
     x, y = (torch.randn(20, size, generator=generator, dtype=torch.float64) for size in (6, 9))
-    for _ in range(25):
+    for number in range(1, 26):
         step([full], (x @ full.T - y).square().mean(), 0.5)
         step([update.up], (layer(x) - y).square().mean(), 0.5 / 3.0**2)
-        torch.testing.assert_close(layer.adapted_weight(), full, rtol=1e-12, atol=1e-13)
+        # The steps shrink a difference, and each adds the rounding of its sums at most.
+        assert (layer.adapted_weight() - full).norm() <= number * TERMS * UNIT_ROUNDOFF * full.norm()
     assert (full - layer.weight).abs().max() > 0.1
 
 
@@ -248,9 +254,6 @@ def test_an_assistant_counts_in_training_and_is_taken_away_in_sampling(name):
         explicit = with_adapter(build(name), wanted)(*values)
         assert (found - explicit).abs().max() <= 1e-6 * explicit.abs().max()
     assert (training - sampling).abs().max() > 1e-3 * training.abs().max()
-    with without_adapter(model, "assistant"):
-        assert torch.equal(model(*values), build(name)(*values))
-    assert torch.equal(model(*values), training)
 
 
 def test_updates_of_the_same_rows_are_refused_in_one_adapter_and_summed_in_two():

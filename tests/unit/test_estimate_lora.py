@@ -54,7 +54,7 @@ def test_flops_are_those_that_torch_counts(name):
     outputs, inputs = weight_of(model, assisted)
     extra = LowRankWeights(torch.zeros(2, inputs), torch.zeros(outputs, 2), alpha=2.0)
     add_frozen_adapter(model, "extra", {Target(assisted, 0, outputs): extra}, training_weight=1.0, sampling_weight=0.0)
-    uncounted = 0  # inputs' gradients of layers whose inputs have none
+    uncounted = 0  # gradients of inputs that autograd does not compute: nothing trains before them
     for layer, times in model.applications(shape).items():
         if layer.startswith(BEFORE) or layer.endswith("modulation"):
             rows, columns = weight_of(model, layer)

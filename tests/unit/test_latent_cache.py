@@ -70,7 +70,7 @@ def test_a_run_fills_its_cache_and_trains_on_the_latents(pictures, tmp_path):
     assert resolved.data.name == "latents" and resolved.data.path == str(folder / "train") and not resolved.cache.enable
     assert load_config(given, 1).data == resolved.data  # the same command finds it
     stores = open_stores(folder / "train")
-    # Of resolution 64 four squares and one 64 x 96, whose buckets have no such height; of 128 what covers 128 x 128.
+    # Resolution 64: four squares, and the 64 x 96 picture in the square bucket. Resolution 128: pictures of 128 x 128 and more.
     counts = {store.index.shape[1:]: len(store) for store in stores}
     assert sum(count for shape, count in counts.items() if shape == (64, 64)) == 5
     assert sum(counts.values()) == 8 and all(side % 64 == 0 for shape in counts for side in shape)

@@ -173,7 +173,7 @@ def test_merging_into_codes_is_refused():
     quantize_base(model, "int8")
     add_trained_adapter(model, find_targets(model, config, {}), config)
     draw_adapter(model, config, 0)
-    for attempt in (lambda: merge(model), lambda: list(merged_weights(model))):
+    for attempt in (lambda: merge(model), lambda: merged_weights(model)):
         with pytest.raises(AdapterError, match="lora.base_dtype: a weight in int8 .*export the adapter, or set it to bfloat16"):
             attempt()
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import partial
 
 import fsspec
 import numpy as np
@@ -147,7 +148,7 @@ def test_the_shared_folder_drops_what_was_used_longest_ago_and_mends_what_is_dam
 
     cache = NodeCache(tmp_path / "cache", 3 * size)
     for key in ("0000", "0001", "0002", "0000", "0003", "0000"):
-        assert cache.get(key, lambda: make(key)).equals(tables[key])  # noqa: B023
+        assert cache.get(key, partial(make, key)).equals(tables[key])
     assert made == ["0000", "0001", "0002", "0003"]
     assert sorted(path.stem for path in (tmp_path / "cache").glob("*.arrow")) == ["0000", "0002", "0003"]
     (tmp_path / "cache" / "0002.arrow").write_bytes(b"ARROW1")

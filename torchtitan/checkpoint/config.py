@@ -25,8 +25,8 @@ class CheckpointConfig:
     keep_latest_k: int = setting(3, "checkpoints kept, older ones are deleted; 0 keeps all", ge=0, trajectory=False)
     load_step: int = setting(-1, "step to resume from; -1 is the newest good one", ge=-1, trajectory=False)
     final_weights: Literal["none", "float32", "bfloat16"] = setting(
-        "none", "dtype of the file NAME-step-STEP.safetensors in the run's folder: at the end, what trained, averaged by "
-        "sampling.ema_track", trajectory=False,
+        "none", "dtype of the final weights, NAME-step-STEP.safetensors in the run's folder, of the average sampling.ema_track; "
+        "none: no such file", trajectory=False,
     )  # fmt: skip
     initial_weights: str = setting(
         "", "safetensors file of initial weights, named as the model's parameters; not read when a run resumes"

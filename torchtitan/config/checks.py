@@ -394,9 +394,8 @@ def _lora(checked: ConfigView) -> Iterator[Problem]:
         return
     sets = MODELS[checked.model.name].adapter_sets
     if not checked.lora.patterns and checked.lora.targets not in ("blocks", *sets):
-        known = ", ".join(("blocks", *sets))
-        text = f"{quoted(checked.lora.targets)} is no set of layers of model.name = {checked.model.name} (one of {known})"
-        yield Problem("lora.targets", f"{text}, or give lora.patterns)".replace("),", ","))
+        text = f"{quoted(checked.lora.targets)} is no set of layers of model.name = {checked.model.name}"
+        yield Problem("lora.targets", f"{text} (one of {', '.join(('blocks', *sets))}, or give lora.patterns)")
     for text in quantization_problems(checked.lora.base_dtype):
         yield Problem("lora.base_dtype", text)
     if checked.float8.enable:

@@ -26,7 +26,7 @@ from torchtitan.settings import only_with, setting
 
 CACHED_DATASETS = ("captioned_folder",)
 SPLITS: tuple[Split, ...] = ("train", "validation")
-_VERSION = 1  # of what the same keys encode to
+_VERSION = 1  # of the encoding that equal keys stand for
 _NAME_LENGTH = 40
 
 
@@ -121,7 +121,7 @@ def cached_info(config: Any) -> DatasetInfo:
 
 
 def trained_info(config: Any) -> DatasetInfo:
-    """Describe what a resolved JobConfig trains on, for programs that build its network without filling a cache.
+    """Describe the images that a resolved JobConfig trains on, for programs that build its network without filling a cache.
 
     Raises:
         DatasetError: see `cached_info`.

@@ -1,4 +1,4 @@
-"""Filling of a run's `[cache]`: what is missing of its latent stores is encoded before the run is built."""
+"""Filling of a run's `[cache]`: its latent stores are completed before the run is built."""
 
 import contextlib
 import logging
@@ -35,7 +35,7 @@ _KEYS = {"--text-encoder": "data.text_encoder", "--pooled-encoder": "data.pooled
 
 
 def fill_cache(config: JobConfig) -> None:
-    """Encode what is missing of the stores of a configuration with a cache; collective.
+    """Complete the stores of a configuration with a cache; collective.
 
     The ranks share the work as in scripts/extract_latents.py, and wait for one another as long as it lasts. An interrupted
     filling resumes at the first file that is not whole, to the same bytes. The encoders are gone from memory afterwards.

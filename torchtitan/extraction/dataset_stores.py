@@ -76,7 +76,7 @@ def plan_stores(
 
 
 def begin_stores(folder: Path, stores: Sequence[PlannedStore], group: dist.ProcessGroup | None) -> None:
-    """Begin or resume the stores of a dataset, and note what is missing of each; collective.
+    """Begin or resume the stores of a dataset, and note the missing shards of each; collective.
 
     Raises, on all ranks:
         LatentStoreError: the ranks would write different stores, the folder holds something else, or the disk is too small.
@@ -94,7 +94,7 @@ def write_store(
     store: PlannedStore, autoencoder: Autoencoder, encoders: TextEncoders | None, options: ExtractionOptions,
     group: dist.ProcessGroup | None,
 ) -> tuple[int, dict[str, Any] | None]:  # fmt: skip
-    """Write what is missing of a store; called by every rank.
+    """Complete a store; called by every rank.
 
     Returns:
         captions that lost their ends, and the times of `stage_times.summarize`, None where no image was missing.

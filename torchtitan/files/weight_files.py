@@ -91,7 +91,8 @@ def each_tensor(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Read the tensors of a safetensors file one after the other, with their names. Raises WeightsError."""
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (a file is no mapping)
+            names = list(file.keys())
+            for name in names:
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from error

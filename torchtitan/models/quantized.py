@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.models.adapters.target import AdapterError
 from torchtitan.models.base import DiffusionModel
 
 Kind = Literal["float8", "int8", "int4"]
@@ -29,8 +30,8 @@ _NIBBLES = 16
 _LEAST_SHARE = 0.5
 
 
-class QuantizationError(Exception):
-    """Network whose weights cannot be quantised; the message is one line."""
+class QuantizationError(AdapterError):
+    """Weights that cannot be quantised; the message is one line."""
 
 
 def quantization_problems(kind: str) -> Iterator[str]:

@@ -21,7 +21,7 @@ from torchtitan.evaluation.sampling import ImageSampler
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import read_adapter
 from torchtitan.models.adapters.adapters import add_frozen_adapter
-from torchtitan.models.adapters.target import AdapterError, LowRankWeights
+from torchtitan.models.adapters.target import LowRankWeights
 from torchtitan.runs.drawn_size import drawn_shape
 from torchtitan.runs.guides import LoadedGuide, open_guide
 from torchtitan.runs.sample_settings import set_settings
@@ -168,15 +168,12 @@ def _with_adapters(trained: TrainedModel, given: list[str]) -> TrainedModel:
     notes: list[str] = []
     for number, word in enumerate(given):
         path, weight = _weighted(word)
-        try:
-            found = read_adapter(Path(path), trained.model, MODELS[trained.config.model.name].adapter_layouts)
-            # The multiple is in B, so that the recorded hash of the weights sees it.
-            scaled = {
-                target: LowRankWeights(values.down, weight * values.up, values.alpha) for target, values in found.weights.items()
-            }
-            add_frozen_adapter(trained.model, f"drawn{number}", scaled, 1.0, 1.0, path)
-        except AdapterError as error:
-            raise WeightsError(str(error)) from error
+        found = read_adapter(Path(path), trained.model, MODELS[trained.config.model.name].adapter_layouts)
+        # The multiple is in B, so that the recorded hash of the weights sees it.
+        scaled = {
+            target: LowRankWeights(values.down, weight * values.up, values.alpha) for target, values in found.weights.items()
+        }
+        add_frozen_adapter(trained.model, f"drawn{number}", scaled, 1.0, 1.0, path)
         notes += found.notes
     label = ", ".join([trained.label, *given])
     return dataclasses.replace(trained, label=label, warnings=(*trained.warnings, *notes)) if given else trained

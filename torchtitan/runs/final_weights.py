@@ -1,26 +1,27 @@
-"""Final weights of a run: what trained, in one safetensors file of the run's folder whose name carries its step."""
+"""Final weights of a run: one safetensors file in its folder, with the step in the name."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from data import dataset_info
 from torchtitan.checkpoint.comparison import TensorSource, open_checkpoint
+from torchtitan.checkpoint.reading import read_state
 from torchtitan.config.job import JobConfig
 from torchtitan.distributed.precision import DTYPES
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.shard_files import write_tensors
-from torchtitan.files.weight_files import WeightsError, written_whole
+from torchtitan.files.weight_files import written_whole
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import known_layouts, write_adapter
-from torchtitan.models.adapters.adapters import TRAINED, adapted_layers, add_trained_adapter
+from torchtitan.models.adapters.adapters import TRAINED, adapted_layers
 from torchtitan.models.adapters.layers import LowRank
 from torchtitan.models.adapters.layouts import NATIVE
-from torchtitan.models.adapters.target import AdapterError, LowRankWeights, Target
-from torchtitan.runs.network import adapter_targets, network_on_meta
+from torchtitan.models.adapters.target import LowRankWeights, Target
+from torchtitan.runs.network import BASE_SHA256, adapted_network_on_meta
 
 _MODEL = "model."
 
@@ -49,7 +50,7 @@ def write_final_weights(path: Path, checkpoint: AnyPath, config: JobConfig, step
     """
     source = open_checkpoint(checkpoint)
     if config.lora.enable:
-        _write_adapter(path, source, config, step)
+        _write_adapter(path, checkpoint, source, config, step)
         return
     track, dtype = config.sampling.ema_track, DTYPES[config.checkpoint.final_weights]
     prefix = _MODEL if track == "none" else f"ema.{track}."
@@ -59,16 +60,15 @@ def write_final_weights(path: Path, checkpoint: AnyPath, config: JobConfig, step
         name: (source.shapes[place][0], source.shapes[place][1] if name in buffers else dtype) for name, place in places.items()
     }
     entries = dict(sorted(entries.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
-    label = "trained weights" if track == "none" else track
-    metadata = {"layout": "safetensors", "weights": f"{config.job.name}, step {step}, {label}", "model": config.model.flavor}
+    label = f"{config.job.name}, step {step}, {_track_name(track)}"
+    metadata = {"layout": "safetensors", "weights": label, "model": config.model.flavor}
     with written_whole(path, overwrite=True) as unfinished:
         write_tensors(unfinished, entries, _read(source, places, entries), metadata)
 
 
-def _write_adapter(path: Path, source: TensorSource, config: JobConfig, step: int) -> None:
-    model = network_on_meta(config, dataset_info(config.data))
-    add_trained_adapter(model, adapter_targets(config, model), config.lora)
-    track = config.sampling.ema_track
+def _write_adapter(path: Path, checkpoint: AnyPath, source: TensorSource, config: JobConfig, step: int) -> None:
+    model = adapted_network_on_meta(config, dataset_info(config.data))
+    track, layouts = config.sampling.ema_track, known_layouts(MODELS[config.model.name].adapter_layouts)
     prefix = _MODEL if track == "none" else f"ema.{track}."
     weights = {}
     for name, layer in adapted_layers(model):
@@ -76,20 +76,30 @@ def _write_adapter(path: Path, source: TensorSource, config: JobConfig, step: in
             down, up = (f"{prefix}{name}.adapters.{TRAINED}.{number}.{part}" for part in ("down", "up"))
             values = source.read([down, up])
             weights[Target(name, update.start, update.stop)] = LowRankWeights(values[down], values[up], update.alpha)
-    layouts = known_layouts(MODELS[config.model.name].adapter_layouts)
-    layout = layouts.get("diffusers", NATIVE)
-    trigger_word = getattr(config.data, "trigger_word", "")
-    metadata = {
-        "step": str(step), "weights": f"{config.job.name}, step {step}, {'trained weights' if track == 'none' else track}",
-        "model": f"{config.model.name} {config.model.flavor}",
+    header = adapter_header(config, step, f"{config.job.name}, step {step}, {_track_name(track)}", read_state(checkpoint))
+    layout, dtype = layouts.get("diffusers", NATIVE), config.checkpoint.final_weights
+    write_adapter(path, weights, model, layout, dtype=dtype, metadata=header, overwrite=True)
+
+
+def adapter_header(config: JobConfig, step: int | None, label: str, state: Mapping[str, Any]) -> dict[str, str]:
+    """Header of a file of a run's adapter.
+
+    Args:
+        config: of the run.
+        step: of the weights.
+        label: says which weights they are.
+        state: of a checkpoint of the run.
+    """
+    trigger_word = config.data.trigger_word
+    return {
+        "step": str(step), "weights": label, "model": f"{config.model.name} {config.model.flavor}",
         "base": config.checkpoint.initial_weights.rpartition("/")[2] or "drawn at random",
-        **({"trigger_word": trigger_word} if trigger_word else {}),
+        "base_sha256": state.get(BASE_SHA256, ""), **({"trigger_word": trigger_word} if trigger_word else {}),
     }  # fmt: skip
-    try:
-        dtype = config.checkpoint.final_weights
-        write_adapter(path, weights, model, layout, dtype=dtype, metadata=metadata, overwrite=True)
-    except AdapterError as error:
-        raise WeightsError(str(error)) from error
+
+
+def _track_name(track: str) -> str:
+    return "trained weights" if track == "none" else track
 
 
 def _read(

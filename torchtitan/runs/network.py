@@ -1,7 +1,7 @@
 """Network of a run: drawn or filled from its initial weights and, where the run trains adapters, frozen with them added.
 
-With `[lora]` a checkpoint holds the adapters alone. The frozen network is read, or drawn, again at every start, and
-`base_sha256` shows that it is the one that the adapters were trained with.
+With `[lora]` a checkpoint holds the adapters alone. The frozen network is read, or drawn, again at every start, and a hash
+in the checkpoint shows that it is the one that the adapters were trained with.
 """
 
 import hashlib
@@ -17,17 +17,11 @@ from torchtitan.files.weight_hash import file_sha256, weights_sha256
 from torchtitan.models import MODELS, build_model
 from torchtitan.models.adapters.adapter_files import read_adapter
 from torchtitan.models.adapters.adapters import add_frozen_adapter, add_trained_adapter, draw_adapter, fill_adapter
-from torchtitan.models.adapters.frozen_network import cast_base, quantized_kind
-from torchtitan.models.adapters.target import AdapterError, AdapterWeights, Target
+from torchtitan.models.adapters.frozen_network import cast_base, freeze_and_adapt, quantized_kind
+from torchtitan.models.adapters.target import AdapterWeights
 from torchtitan.models.adapters.targets import find_targets
 from torchtitan.models.base import DiffusionModel
-from torchtitan.models.quantized import (
-    QuantizationError,
-    check_quantizable,
-    quantize_base,
-    quantized_tensors,
-    quantized_weights,
-)
+from torchtitan.models.quantized import quantize_base, quantized_tensors, quantized_weights
 
 # Key of a checkpoint's state with the hash of the frozen network.
 BASE_SHA256 = "lora_base_sha256"
@@ -41,7 +35,7 @@ def network_on_meta(config: JobConfig, info: DatasetInfo) -> DiffusionModel:
 
 
 def drawn_network(config: JobConfig, info: DatasetInfo, device: torch.device, initial_weights: str = "") -> DiffusionModel:
-    """Network without adapters whose weights are drawn or read; the same on any layout.
+    """Network without adapters, drawn or read; the same on any layout.
 
     Args:
         device: of the network, which it is on whole.
@@ -77,28 +71,27 @@ def adapted_network(config: JobConfig, info: DatasetInfo, device: torch.device) 
     """Frozen network of a run that trains adapters, with them as they are at the run's start.
 
     Returns:
-        the network; the hash of its frozen weights, before they are cast.
+        the network; the hash of all frozen weights, before they are cast.
 
     Raises:
         WeightsError; AdapterError: it cannot have the adapters of `[lora]`.
     """
-    initial_weights = config.checkpoint.initial_weights
+    initial_weights, sets = config.checkpoint.initial_weights, MODELS[config.model.name].adapter_sets
     model = drawn_network(config, info, device, initial_weights)
     drawn = named_weights(model) | quantized_tensors(model)
-    digest = frozen_sha256(config) if initial_weights else weights_sha256(drawn)
-    add_trained_adapter(model, adapter_targets(config, model), config.lora)
+    base = file_sha256(Path(initial_weights)) if initial_weights else weights_sha256(drawn)
+    add_trained_adapter(model, find_targets(model, config.lora, sets), config.lora)
     draw_adapter(model, config.lora, config.debug.seed)
     if config.lora.initial_adapter:
         fill_adapter(model, read_configured(config, info, config.lora.initial_adapter), config.lora.initial_adapter)
     for number, extra in enumerate(config.lora.extra):
         weights = read_configured(config, info, extra.path)
         add_frozen_adapter(model, f"extra{number}", weights, extra.weight, extra.sampling_weight, extra.path)
-    return model, digest
+    return model, frozen_sha256(config, base)
 
 
-def frozen_sha256(config: JobConfig) -> str:
-    """Hash of the files of a run's frozen weights: its initial weights, and its further adapters with their multiples."""
-    base = file_sha256(Path(config.checkpoint.initial_weights))
+def frozen_sha256(config: JobConfig, base: str) -> str:
+    """Hash of a run's frozen weights: of its network, given, and of its further adapters with their multiples."""
     if not config.lora.extra:
         return base
     extras = [(file_sha256(Path(extra.path)), extra.weight, extra.sampling_weight) for extra in config.lora.extra]
@@ -106,29 +99,25 @@ def frozen_sha256(config: JobConfig) -> str:
 
 
 def read_configured(config: JobConfig, info: DatasetInfo, path: str) -> AdapterWeights:
-    """Read an adapter for a run's network, from a file in any layout that is known. Raises AdapterError."""
+    """Read an adapter for a run's network, from a file in any layout that is known. Raises WeightsError, AdapterError."""
     return read_adapter(Path(path), network_on_meta(config, info), MODELS[config.model.name].adapter_layouts).weights
 
 
-def check_adapters(config: JobConfig, info: DatasetInfo) -> None:
-    """Check that a run's network can have the adapters of `[lora]`, and that their files fit. Raises AdapterError."""
+def adapted_network_on_meta(config: JobConfig, info: DatasetInfo) -> DiffusionModel:
+    """Network with the adapter that trains, on the meta device. Raises AdapterError: it cannot have it."""
     model = network_on_meta(config, info)
-    add_trained_adapter(model, adapter_targets(config, model), config.lora)
+    with torch.device("meta"):
+        return freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets)
+
+
+def check_adapters(config: JobConfig, info: DatasetInfo) -> None:
+    """Check that a run's network can have the adapters of `[lora]`, and that their files fit. Raises WeightsError, AdapterError.
+    """
+    model = adapted_network_on_meta(config, info)
     if config.lora.initial_adapter:
         fill_adapter(model, read_configured(config, info, config.lora.initial_adapter), config.lora.initial_adapter)
     for extra in config.lora.extra:
         read_configured(config, info, extra.path)
-
-
-def adapter_targets(config: JobConfig, model: DiffusionModel) -> list[Target]:
-    """Targets of the adapter that trains. Raises AdapterError: also where the frozen network cannot be quantised."""
-    kind = quantized_kind(config.lora)
-    if kind and not quantized_weights(model):
-        try:
-            check_quantizable(model, kind)
-        except QuantizationError as error:
-            raise AdapterError(str(error)) from error
-    return find_targets(model, config.lora, MODELS[config.model.name].adapter_sets)
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@
 Every step draws a prompt from the same noise, so what differs between two steps is training. Step 0 is the network before it.
 """
 
-import io
 import os
 import re
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.regular import read_regular
 from torchtitan.pictures.grids import image_grid
 from torchtitan.runs.pages import png_source, render_page
+from torchtitan.training.metric_sinks import as_png
 
 FOLDER, PAGE_FILE, PICTURE_FILE = "previews", "previews.html", "previews.png"
 MOST_STEPS = 12  # columns of the page
@@ -72,7 +72,7 @@ def save_previews(samples: Path, step: int, pictures: Sequence[Image.Image]) -> 
     """Save the first sample of each row of a step's grid. Raises OSError."""
     make_folder(samples / FOLDER)
     for row, picture in enumerate(pictures):
-        replace_file(preview_path(samples, step, row), _png(picture))
+        replace_file(preview_path(samples, step, row), as_png(picture))
 
 
 def pixel_change(before: Image.Image, after: Image.Image) -> float:
@@ -115,7 +115,7 @@ def write_page(samples: Path, run: str, prompts: Sequence[str], trigger_word: st
         drift=[row for row in rows if row.drifts and row.change is not None],
     )  # fmt: skip
     replace_file(samples / PAGE_FILE, page)
-    replace_file(samples / PICTURE_FILE, _png(_picture(samples, run, steps, rows)))
+    replace_file(samples / PICTURE_FILE, as_png(_picture(samples, run, steps, rows)))
     return {row.prompt: round(row.change, 4) for row in rows if row.change is not None}
 
 
@@ -137,7 +137,7 @@ def _preview(samples: Path, step: int, row: int, first: Image.Image | None) -> P
         return Preview(None, link, None)
     comparable = step > 0 and first is not None and first.size == picture.size
     change = pixel_change(first, picture) if comparable and first is not None else None
-    return Preview(png_source(_png(_reduced(picture))), link, change)
+    return Preview(png_source(as_png(_reduced(picture))), link, change)
 
 
 def _picture(samples: Path, run: str, steps: list[int], rows: list[PromptRow]) -> Image.Image:
@@ -169,9 +169,3 @@ def _reduced(picture: Image.Image) -> Image.Image:
     small = picture.copy()
     small.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
     return small
-
-
-def _png(picture: Image.Image) -> bytes:
-    content = io.BytesIO()
-    picture.save(content, "PNG")
-    return content.getvalue()

@@ -186,7 +186,7 @@ def _choose_step(checkpoints: AnyPath, step: int | None) -> tuple[int, list[str]
 def _empty_model(
     config: JobConfig, info: DatasetInfo, device: torch.device, checkpoint: AnyPath | None = None
 ) -> DiffusionModel:
-    """Network whose trained weights have no values; with adapters the frozen ones have, compared with a checkpoint's."""
+    """Network without values of its trained weights; frozen ones are read and compared with a checkpoint's."""
     if config.lora.enable:
         model, digest = adapted_network(config, info, device)
         if checkpoint is not None:

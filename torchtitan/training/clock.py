@@ -26,7 +26,7 @@ PARTS = (
 )  # fmt: skip
 # What the host waits for are steps that the device has not finished: without it, training on a GPU would lack them.
 TRAIN_PARTS = ("data", "forward", "backward", "gradients", "optimizer", "averages", "waiting")
-# Of an attempt that is lost, they stay what they are: the next attempt repeats steps, not these.
+# Parts of a lost attempt that remain: the next attempt repeats steps, not these.
 _NEVER_LOST = ("start_up", "saving", "repeated")
 _PART_OF_PHASE = {
     "start": "start_up", "ema": "averages", "checkpoint": "saving", "report": "reports", "finish": "reports",
@@ -120,8 +120,8 @@ class ClockTotals:
     def after_loss(self, last: "ClockTotals") -> "ClockTotals":
         """Totals of a run that resumes from these, after it had come to later ones.
 
-        The time of the lost steps, and of the work between them, counts as repeated. Starts and saved checkpoints remain
-        what they were. Energy is spent whether the steps are lost or not.
+        The time of the lost steps, and of the work between them, counts as repeated. Starts and saved checkpoints keep
+        their parts. Energy is spent whether the steps are lost or not.
         """
         later = {name: max(last.parts[name], self.parts[name]) for name in PARTS}
         parts = {name: (later if name in _NEVER_LOST else self.parts)[name] for name in PARTS}
@@ -168,7 +168,7 @@ class RunClock:
         self.steps, self.joules = totals.steps, totals.joules
 
     def roll_back(self, totals: ClockTotals) -> None:
-        """Roll back to the totals of a checkpoint; what came after it counts as repeated."""
+        """Roll back to the totals of a checkpoint; later time counts as repeated."""
         self.switch(self._part, self.now())
         rolled_back = totals.after_loss(ClockTotals(self._parts, self.steps, self.joules))
         self._parts, self.steps = dict(rolled_back.parts), rolled_back.steps

@@ -1,4 +1,4 @@
-"""Recover a run's clock at its start: from its checkpoint, and from what was written after it."""
+"""Recover a run's clock at its start: from its checkpoint, and from later records."""
 
 import json
 from contextlib import suppress

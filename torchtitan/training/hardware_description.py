@@ -12,7 +12,7 @@ from torchtitan.training.memory_monitor import host_memory
 
 
 def describe_hardware(device: torch.device, num_devices: int) -> dict[str, Any]:
-    """Describe the hardware as found; what a GPU's driver adds is `ManagedDevice.description`.
+    """Describe the hardware as found; `ManagedDevice.description` adds the answers of a GPU's driver.
 
     Args:
         device: of compute.

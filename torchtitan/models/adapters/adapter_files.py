@@ -32,7 +32,7 @@ class AdapterFile:
         weights: float32, of the network that it was read for.
         layout: name of the file's layout.
         metadata: texts of its header.
-        notes: what was left out, one line each.
+        notes: left-out parts, one line each.
     """
 
     weights: AdapterWeights
@@ -55,13 +55,11 @@ def read_adapter(path: Path, model: DiffusionModel, layouts: Mapping[str, Adapte
         layouts: published ones of the network's family.
 
     Raises:
-        AdapterError: it cannot be read, is no adapter of this network, or has another update than alpha / rank B A.
+        WeightsError: it cannot be read.
+        AdapterError: it is no adapter of this network, or has another update than alpha / rank B A.
     """
-    try:
-        tensors, _ = read_state_dict(path)
-        metadata = _metadata(path)
-    except WeightsError as error:
-        raise AdapterError(str(error)) from error
+    tensors, _ = read_state_dict(path)
+    metadata = _metadata(path)
     try:
         of_network, notes = _without_text_encoders(tensors)
         layout = _recognised(of_network, known_layouts(layouts))
@@ -78,7 +76,7 @@ def write_adapter(
     path: Path, weights: AdapterWeights, model: DiffusionModel, layout: AdapterLayout, *, dtype: str = "float32",
     metadata: Mapping[str, str] | None = None, overwrite: bool = False,
 ) -> int:  # fmt: skip
-    """Write an adapter to a safetensors file, whose header gives layout, rank and alpha besides the metadata.
+    """Write an adapter to a safetensors file, with layout, rank and alpha in its header besides the metadata.
 
     Args:
         dtype: one of DTYPES, that of A and B; alphas are float32.
@@ -88,7 +86,8 @@ def write_adapter(
         number of tensors.
 
     Raises:
-        AdapterError: the layout has no names for it, or the dtype no range; WeightsError: the file cannot be written.
+        AdapterError: the layout has no names for it, or the dtype no range.
+        WeightsError: the file cannot be written.
     """
     if path.suffix != ".safetensors":
         raise AdapterError(f"{path}: must end in .safetensors, the format of the output")
@@ -145,7 +144,7 @@ def _recognised(names: Iterable[str], layouts: Mapping[str, AdapterLayout]) -> A
     for name in names:
         if name.startswith(_RAW_PEFT):
             raise AdapterError(
-                f"is a raw peft file ({name}), whose scale is in another file, adapter_config.json: load it in diffusers with"
+                f"is a raw peft file ({name}) with its scale in another file, adapter_config.json: load it in diffusers with"
                 " peft and save it with FluxPipeline.save_lora_weights, or name its tensors transformer.LAYER.lora_A.weight"
                 " and .lora_B.weight, with lora_alpha as transformer.LAYER.alpha"
             )
@@ -185,7 +184,7 @@ def _joined(name: str, parts: Mapping[str, Tensor]) -> LowRankWeights:
             raise AdapterError(f"{name} lacks {meaning}, its {part} projection")
     down, up, alpha = parts["down"], parts["up"], parts.get("alpha")
     ranked = down.ndim > 1 and up.ndim > 1 and down.numel() and up.shape[1] == down.shape[0]
-    if not ranked or up.shape[2:].numel() != 1:  # that of a convolution has a kernel of 1 x 1, or none
+    if not ranked or up.shape[2:].numel() != 1:  # B of a convolution has a kernel of 1 x 1, or none
         raise AdapterError(f"{name} has A {list(down.shape)} and B {list(up.shape)}, which have no rank in common")
     if alpha is not None and (alpha.numel() != 1 or alpha.item() == 0):
         raise AdapterError(f"{name}.alpha is no number, or 0")

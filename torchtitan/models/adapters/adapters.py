@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -11,12 +10,14 @@ from torch import Tensor, nn
 
 from torchtitan.files.weight_files import named_weights
 from torchtitan.models.adapters.config import LoRAConfig
-from torchtitan.models.adapters.layers import ADAPTED, AdaptedLayer, AdaptedLinear, LowRank
+from torchtitan.models.adapters.fusing import join
+from torchtitan.models.adapters.layers import ADAPTED, AdaptedLayer, AdaptedLinear, LowRank, refuse_merging
 from torchtitan.models.adapters.target import AdapterError, AdapterWeights, LowRankWeights, Target
 from torchtitan.models.adapters.targets import can_adapt, weight_of
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.dropout import dropout_keys
 from torchtitan.models.published_layouts import ComputedTensors
+from torchtitan.models.quantized import quantized_weights
 
 TRAINED = "lora"  # name of the adapter that trains
 
@@ -41,7 +42,7 @@ def draw_adapter(model: nn.Module, config: LoRAConfig, seed: int) -> None:
     """Draw A of the adapter that trains, and set B to zero: the update is zero at first.
 
     Kaiming's uniform with a = sqrt(5), as of kohya's and ai-toolkit's scripts, is U(-1 / sqrt(inputs), 1 / sqrt(inputs));
-    the normal one of deviation 1 / rank is that of diffusers' scripts.
+    diffusers' scripts draw from a normal of deviation 1 / rank.
 
     Args:
         seed: of the run; the same values on any device and layout.
@@ -92,7 +93,7 @@ def fill_adapter(model: DiffusionModel, weights: AdapterWeights, source: str = "
         AdapterError: targets, ranks or scales differ.
     """
     wanted = adapter_weights(model)
-    weights = _joined(weights, wanted)
+    weights = _joined_as(wanted, weights)
     if missing := sorted(wanted.keys() ^ weights.keys()):
         place = "lacks" if missing[0] in wanted else "also has"
         raise AdapterError(f"{source}: {place} {missing[0]}: set lora.targets to the layers that it has adapters of")
@@ -107,21 +108,14 @@ def fill_adapter(model: DiffusionModel, weights: AdapterWeights, source: str = "
         update.up.copy_(values.up)
 
 
-def _joined(weights: AdapterWeights, wanted: Iterable[Target]) -> dict[Target, LowRankWeights]:
-    """Join targets with one A in common, as files of split layers have them, where a target of all their rows is wanted."""
+def _joined_as(wanted: Iterable[Target], weights: AdapterWeights) -> dict[Target, LowRankWeights]:
+    """Join the targets that make up a wanted one, as files of split layers have them."""
     found = dict(weights)
     for target in wanted:
-        if target in found:
-            continue
         parts = sorted(part for part in found if part.module == target.module)
         ends = [target.start, *(part.stop for part in parts)]
-        values = [found[part] for part in parts]
-        covers = ends[:-1] == [part.start for part in parts] and ends[-1] == target.stop
-        alike = all(torch.equal(each.down, values[0].down) and each.alpha == values[0].alpha for each in values)
-        if parts and covers and alike:
-            for part in parts:
-                del found[part]
-            found[target] = LowRankWeights(values[0].down, torch.cat([each.up for each in values]), values[0].alpha)
+        if len(parts) > 1 and ends[:-1] == [part.start for part in parts] and ends[-1] == target.stop:
+            found[target] = join([found.pop(part) for part in parts], [part.stop - part.start for part in parts])
     return found
 
 
@@ -192,7 +186,12 @@ def merged_weights(model: nn.Module) -> ComputedTensors:
     """Weights of the network as if it had no adapters: their updates, in eval mode's multiples, are added in float32.
 
     Those of a layer with adapters are merged when they are asked for; all others are the tensors themselves.
+
+    Raises:
+        AdapterError: a weight is quantised.
     """
+    for weight in quantized_weights(model).values():
+        refuse_merging(weight)
     layers = {f"{name}.weight": layer for name, layer in adapted_layers(model)}
     return ComputedTensors({
         name: (tuple(tensor.shape), partial(_weight_of, tensor, layers.get(name)))
@@ -209,21 +208,6 @@ def trained_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.P
     """Parameters of a network that train, by name: those of its trained adapter or, where it has none, all."""
     adapters = {name: parameter for name, parameter in parameters.items() if f".adapters.{TRAINED}." in name}
     return adapters or dict(parameters)
-
-
-@contextmanager
-def without_adapter(model: nn.Module, name: str = TRAINED) -> Iterator[None]:
-    """Leave an adapter out inside the context."""
-    layers = [layer for _, layer in adapted_layers(model) if name in layer.adapters]
-    updates = [update for layer in layers for update in cast(Any, layer.adapters[name])]
-    before = [(update.training_weight, update.sampling_weight) for update in updates]
-    try:
-        for update in updates:
-            update.training_weight = update.sampling_weight = 0.0
-        yield
-    finally:
-        for update, (training, sampling) in zip(updates, before, strict=True):
-            update.training_weight, update.sampling_weight = training, sampling
 
 
 def _weight_of(tensor: Tensor, layer: AdaptedLayer | None) -> Tensor:

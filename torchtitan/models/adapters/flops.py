@@ -14,12 +14,12 @@ def training_flops(model: DiffusionModel, image_shape: tuple[int, int, int], unt
     """Count floating-point operations of training on one image, of which MFU is a share.
 
     Without adapters they are `DiffusionModel.flops_per_image`. With them a frozen weight has one product in the backward,
-    that of its input's gradient, where a weight that trains has two:
+    for the gradient of its input; a weight that trains has two:
 
         frozen linear                    2 + 2 per multiply-accumulate of the forward
         A and B of a trained adapter     2 + 4
         A and B of a frozen adapter      2 + 2, where its multiple in training is not 0
-        layer with adapters of its raw weight (convolutions)  2 + 4: the gradient of the sum is that of a whole weight
+        layer with adapters of its raw weight (convolutions)  2 + 4: the sum has the gradient of a whole weight
         attention                        2 + 4: of its two factors both have gradients
 
     Recomputation is not counted. The inputs' gradients of the few layers before the first adapter are, though they are not

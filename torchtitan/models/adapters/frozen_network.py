@@ -1,4 +1,4 @@
-"""Frozen network of adapters without values: dtypes and shapes of what a run holds."""
+"""Frozen network with adapters, without values: dtypes and shapes of a run."""
 
 import torch
 

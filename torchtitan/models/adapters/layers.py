@@ -10,7 +10,7 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2
 """
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +92,7 @@ class AdaptedLayer(nn.Module):
         pieces = cast(nn.ModuleList, self.adapters[name])
         if any(other.start < update.stop and update.start < other.stop for other in cast(list[LowRank], pieces)):
             raise AdapterError(f"rows {update.start} to {update.stop} of a layer overlap others of the same adapter")
-        update.train(self.training)  # its multiple is that of the mode
+        update.train(self.training)  # the mode chooses its multiple
         self.adapters[name] = nn.ModuleList(sorted([*pieces, update], key=lambda piece: cast(int, piece.start)))
 
     def updates(self) -> Iterator[list[LowRank]]:
@@ -106,10 +106,7 @@ class AdaptedLayer(nn.Module):
     def update_of_weight(self, *, always: bool = False) -> Tensor | None:
         """Sum of all updates, of the shape of the weight; None where no adapter counts; always: merged ones too."""
         if isinstance(self.weight, QuantizedWeight):
-            raise AdapterError(
-                f"lora.base_dtype: a weight in {self.weight.kind} cannot take adapters into itself (export the adapter, or set it"
-                " to bfloat16)"
-            )
+            refuse_merging(self.weight)
         merged, self.merged = self.merged, self.merged and not always
         try:
             rows, total = self.weight.shape[0], None
@@ -203,6 +200,13 @@ ADAPTED = {
     nn.Linear: AdaptedLinear, MPLinear: AdaptedMPLinear, MPConv2d: AdaptedMPConv2d, nn.Conv2d: AdaptedConv2d,
     nn.Embedding: AdaptedEmbedding, QuantizedLinear: AdaptedQuantizedLinear,
 }  # fmt: skip
+
+
+def refuse_merging(weight: QuantizedWeight) -> NoReturn:
+    """Raise AdapterError: a quantised weight would round the update away."""
+    raise AdapterError(
+        f"lora.base_dtype: a weight in {weight.kind} cannot take adapters into itself (export the adapter, or set it to bfloat16)"
+    )
 
 
 def _of_all_rows(pieces: list[LowRank], values: list[Tensor], rows: int, dim: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Header entry in which diffusers keeps the scales of an adapter: a JSON object of peft's LoraConfig.
 
-Each key has the prefix of the network, as `transformer.lora_alpha`; `alpha_pattern` gives some layers alphas of their own.
+Each key has the prefix of the network, as `transformer.lora_alpha`; `alpha_pattern` gives some layers other alphas.
 Source: diffusers' loaders/lora_base.py and peft's tuners/lora/config.py, for facts.
 """
 

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from torchtitan.files.weight_files import WeightsError
 
-class AdapterError(Exception):
-    """Adapters that a network cannot have; the message is one line."""
+
+class AdapterError(WeightsError):
+    """Adapters that a network cannot have, or a file of them that cannot be used; the message is one line."""
 
 
 @dataclass(frozen=True, order=True)

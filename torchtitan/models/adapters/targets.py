@@ -1,5 +1,6 @@
 """Targets of low-rank adapters: which rows of which layers have one."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 
@@ -12,7 +13,6 @@ from torchtitan.models.base import DiffusionModel
 from torchtitan.models.quantized import QuantizedWeight
 
 BLOCKS = "blocks"
-
 
 TargetSets = Mapping[str, Callable[[DiffusionModel], list[Target]]]
 
@@ -51,10 +51,7 @@ def weight_of(model: DiffusionModel, module: str) -> tuple[int, ...]:
 
 def check_rank(model: DiffusionModel, target: Target, rank: int, key: str) -> None:
     """Raise AdapterError if a rank is above the smaller side of a target."""
-    shape = weight_of(model, target.module)
-    outputs, inputs = target.stop - target.start, 1
-    for size in shape[1:]:
-        inputs *= size
+    outputs, inputs = target.stop - target.start, math.prod(weight_of(model, target.module)[1:])
     if rank > min(outputs, inputs):
         raise AdapterError(
             f"{key}: {rank} is above the smaller side of {target.module} ({outputs} x {inputs}), beyond which it adds nothing"
@@ -68,7 +65,7 @@ def can_adapt(model: DiffusionModel, module: str) -> bool:
         layer = model.get_submodule(module)
     except AttributeError:
         return False
-    return type(layer) in ADAPTED or isinstance(layer, AdaptedLayer)
+    return _is_adaptable(layer)
 
 
 def adaptable(model: DiffusionModel, within: Iterable[nn.Module] = ()) -> list[str]:
@@ -76,8 +73,12 @@ def adaptable(model: DiffusionModel, within: Iterable[nn.Module] = ()) -> list[s
     wanted = {inner for module in within for inner in module.modules()}
     return [
         name for name, module in model.named_modules()
-        if (type(module) in ADAPTED or isinstance(module, AdaptedLayer)) and (not wanted or module in wanted)
+        if _is_adaptable(module) and (not wanted or module in wanted)
     ]  # fmt: skip
+
+
+def _is_adaptable(layer: nn.Module) -> bool:
+    return type(layer) in ADAPTED or isinstance(layer, AdaptedLayer)
 
 
 def of_blocks(model: DiffusionModel) -> list[Target]:

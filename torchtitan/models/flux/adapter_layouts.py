@@ -22,7 +22,7 @@ class FluxAdapterLayout(AdapterLayout):
     """One of the layouts of adapters of Flux.
 
     Attributes:
-        network: layout of the network whose layers it names, of flux/conversion.py.
+        network: layout of flux/conversion.py with the names of the layers.
         separator: between the parts of their names.
     """
 

@@ -19,7 +19,7 @@ from torchtitan.models.flux.config import FLAVORS, FluxConfig
 from torchtitan.models.flux.model import Flux
 from torchtitan.models.published_layouts import ComputedTensors, ConversionError, PublishedLayout
 
-SWAPPED = "output.modulation"  # layer whose halves of rows diffusers has in the other order
+SWAPPED = "output.modulation"  # layer with its halves of rows in the other order in diffusers
 _DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 
 

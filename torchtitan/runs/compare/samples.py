@@ -18,7 +18,7 @@ _LARGEST_GRID = 1 << 26  # bytes of a file
 
 @dataclass(frozen=True)
 class Samples:
-    """Grids of chosen steps, that of `first` shown at the start."""
+    """Grids of chosen steps; the page shows the one of `first` at the start."""
 
     names: Sequence[Name]
     runs: Sequence[RunRecord]

@@ -102,7 +102,7 @@ def read_clocked_runs(folders: Sequence[Path], same: Collection[str] = ()) -> li
 
     Args:
         folders: of runs, at least one.
-        same: keys of places whose values differ but hold the same.
+        same: keys of places with different values and the same content.
 
     Raises:
         RunRecordError: with one line per problem.
@@ -171,7 +171,7 @@ def _unusable(record: RunRecord) -> str | None:
 def _difference(records: Sequence[RunRecord], same: Collection[str]) -> str | None:
     """Line that names the settings in which runs differ; None where they compare."""
     known = {key for record in records for key in record.settings}
-    if wrong := [key for key in same if key not in known or not key.rpartition(".")[2].endswith(_PLACES)]:
+    if wrong := [key for key in same if key not in known or not _is_place(key)]:
         return f"--same {wrong[0]}: takes a key of the runs that names a place, as data.path"
     differing = [key for key in differing_settings(records)[0] if not key.startswith(_FREE) and key not in same]
     if len({tuple(str(record.settings.get(key)) for key in _DEGREES) for record in records}) > 1:
@@ -181,6 +181,15 @@ def _difference(records: Sequence[RunRecord], same: Collection[str]) -> str | No
     lines = [f"{key} ({settings_text([record.settings.get(key) for record in records])})" for key in differing[:_MOST_KEYS]]
     more = f" and {len(differing) - _MOST_KEYS} more" if len(differing) > _MOST_KEYS else ""
     advice = "compare runs of one configuration"
-    if places := [key for key in differing if key.rpartition(".")[2].endswith(_PLACES)]:
+    if places := [key for key in differing if _is_place(key)]:
         advice += f"; --same {places[0]} if both places hold the same"
     return f"the runs differ in settings: {', '.join(lines)}{more} ({advice})"
+
+
+def differing_places(runs: Sequence[ClockedRun]) -> list[str]:
+    """Keys of places that differ between runs that compare: they were given as the same."""
+    return [key for key in differing_settings([run.record for run in runs])[0] if _is_place(key) and not key.startswith(_FREE)]
+
+
+def _is_place(key: str) -> bool:
+    return key.rpartition(".")[2].endswith(_PLACES)

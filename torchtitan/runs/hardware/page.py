@@ -13,7 +13,14 @@ from torchtitan.runs.compare.samples import samples_of
 from torchtitan.runs.compare.tables import Name, Table, notes
 from torchtitan.runs.compare.text import MISSING, settings_text
 from torchtitan.runs.hardware import published
-from torchtitan.runs.hardware.clocked_runs import CLOCK_NAMES, CLOCKS, ClockedRun, Hardware, by_hardware
+from torchtitan.runs.hardware.clocked_runs import (
+    CLOCK_NAMES,
+    CLOCKS,
+    ClockedRun,
+    Hardware,
+    by_hardware,
+    differing_places,
+)
 from torchtitan.runs.hardware.inference import FILE, Inference, read_inference
 from torchtitan.runs.hardware.rates import Estimate, ratio_of_independent_means, speed_up, steps_per_second
 from torchtitan.runs.hardware.tables import (
@@ -30,7 +37,7 @@ from torchtitan.runs.hardware.tables import (
     whole_run_table,
 )
 from torchtitan.runs.pages import render_page
-from torchtitan.runs.record import RunGroup, differing_settings
+from torchtitan.runs.record import RunGroup
 from torchtitan.statistics.interval import Interval
 
 # Beginnings of every page and of its tables in Markdown, which identify earlier ones.
@@ -55,7 +62,7 @@ class Comparison:
 
     Attributes:
         title: short.
-        notes: what was left out or is to be kept in mind.
+        notes: left-out parts and cautions.
         hardware, speed, whole_runs, parts, times, inference, published: tables; None: nothing is known of it.
         groups: hardware with its runs.
         inferences: of each hardware.
@@ -143,10 +150,9 @@ def hardware_markdown(comparison: Comparison) -> str:
 def _differences(runs: Sequence[ClockedRun]) -> list[str]:
     """Notes on what else differs: places that were given as the same, and versions of this program."""
     records = [run.record for run in runs]
-    places = [key for key in differing_settings(records)[0] if key.rpartition(".")[2] == "path"]
     found = [
         f"{key} differs ({settings_text([record.settings.get(key) for record in records])}) and was given as the same"
-        for key in places
+        for key in differing_places(runs)
     ]
     versions = [(record.summary or {}).get("versions") for record in records]
     commits = {str(one.get("git_commit")) for one in versions if isinstance(one, dict)}
@@ -186,7 +192,7 @@ def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def _of_one_seed(groups: Sequence[Hardware]) -> dict[int, ClockedRun]:
-    """Run of each hardware whose samples are shown: of the first seed that most hardware has, with samples."""
+    """Run of each hardware for the samples: of the first seed that most hardware has, with samples."""
     with_samples = [[run for run in group.runs if run.record.samples] for group in groups]
     seeds = [run.record.seed for runs in with_samples for run in runs]
     if not seeds:

@@ -20,7 +20,7 @@ class PublishedTime:
         steps: trained.
         seconds: told as the runtime.
         clock: of the runtime, `train` without and `wall` with the sampling every 250 steps, as far as it can be told.
-        remark: how that is known, and what is wrong.
+        remark: its evidence, and the row's faults.
     """
 
     device: str

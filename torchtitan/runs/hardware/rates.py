@@ -19,7 +19,7 @@ class Estimate:
 
     Attributes:
         interval: unbounded where there is nothing to take one from.
-        basis: what the interval is over, in words.
+        basis: observations of the interval, in words.
     """
 
     interval: Interval

@@ -124,7 +124,7 @@ def steps_of_table(groups: Sequence[Hardware], with_published: bool) -> list[int
 
 
 def published_table() -> Table:
-    """Published rows with the clock of each and what is wrong with it."""
+    """Published rows with the clock of each and its faults."""
     rows: Rows = [
         [
             f"published: {one.device}", f"{one.steps:,}", f"{one.seconds:,.0f}", f"{one.steps_per_second:.4f}",
