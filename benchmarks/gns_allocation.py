@@ -41,8 +41,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data import DATASETS
 from torchtitan.config.job import load_config
+from torchtitan.data import DATASETS
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps, bin_masses, bin_means
 from torchtitan.gns.allocate import FROM_WEIGHT, NEYMAN, STRATIFIED, neyman_shares, predicted_ratios, weight_shares

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data import DATASETS
 from torchtitan.config.job import load_config
+from torchtitan.data import DATASETS
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.runs.folder import versions

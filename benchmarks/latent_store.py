@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
-from data.base import Draws
-from data.latents import Latents, LatentsConfig
+from torchtitan.data.base import Draws
+from torchtitan.data.latents import Latents, LatentsConfig
 from torchtitan.latents import LatentStore, Normalization, StorePlan, StoreWriter, images_per_shard
 from torchtitan.latents.index import INDEX_FILE, ShardRecord, StoreIndex, shard_name, write_sealed
 from torchtitan.runs.folder import versions

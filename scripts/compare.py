@@ -1,68 +1,11 @@
-"""Compare runs on one page: scripts/compare.py RUN_FOLDER... [--output compare.html] [--open]
+"""Compare runs on one page: torchtitan_dit/commands/compare.py."""
 
-The page is a single file without any connection to the network: tables, curves, loss by timestep, speed, sample grids
-and the differences between the configurations. Runs that differ in debug.seed only are averaged, with an interval.
-"""
-
-import argparse
 import sys
-import webbrowser
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.files.durable import make_folder, replace_file
-from torchtitan.files.ownership import refuse_foreign_file
-from torchtitan.processes.command_line import OneLineParser, run_program
-from torchtitan.runs.compare.page import PAGE_START, compare_page
-from torchtitan.runs.record import RunRecordError, read_runs
-
-
-def main(words: list[str] | None = None) -> int:
-    arguments = parse_arguments(words)
-    try:
-        refuse_foreign_file(arguments.output, PAGE_START.encode())
-        runs = read_runs(arguments.runs)
-    except RunRecordError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except OSError as error:
-        return refuse_output(arguments.output, error)
-    page = compare_page(runs, arguments.smoothing)
-    try:
-        make_folder(arguments.output.parent)
-        replace_file(arguments.output, page)
-    except OSError as error:
-        return refuse_output(arguments.output, error)
-    print(f"{arguments.output}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {len(page.encode()) / 1e6:.1f} MB")
-    if arguments.open:
-        webbrowser.open(arguments.output.resolve().as_uri())
-    return 0
-
-
-def refuse_output(path: Path, error: OSError) -> int:
-    print(f"{path}: cannot be written: {error.strerror or error} (give another --output)", file=sys.stderr)
-    return 2
-
-
-def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("runs", metavar="RUN_FOLDER", type=Path, nargs="+", help="a run's folder, as outputs/digits")
-    add("--output", type=Path, default=Path("compare.html"), help="file to write (default: compare.html)")
-    add("--smoothing", type=not_negative, metavar="STEPS",
-        help="steps of the running mean of training loss, gradient norm and loss by timestep; 0: none (default: "
-        "3 %% of the longest run)")
-    add("--open", action="store_true", help="show the page in the browser")
-    return parser.parse_args(words)
-
-
-def not_negative(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, is {value}")
-    return value
-
+from torchtitan_dit.cli import run_command
 
 if __name__ == "__main__":
-    run_program(main)
+    run_command("compare")

@@ -1,74 +1,11 @@
-"""Measure the critical batch size of a run's checkpoint: scripts/critical_batch.py RUN_FOLDER [options].
+"""Measure the critical batch size of a run's checkpoint: torchtitan_dit/commands/critical_batch.py."""
 
-From one checkpoint (weights and optimizer state) branches train on equally many samples at several batch sizes, and are
-compared by held-out loss. Results lie in RUN_FOLDER/critical_batch/step-N: results.csv, critical_batch_size.csv,
-critical_batch.png and summary.md, and a run per branch. A measurement that was stopped resumes, and more factors or
-seeds may be asked for later.
-"""
-
-import argparse
-import logging
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.base import DatasetError
-from studies.branch_training import SCHEDULES
-from studies.critical_batch import open_measurement, run_measurement
-from studies.critical_batch_report import report
-from studies.equal_samples import LR_RULES, rule_name
-from torchtitan.checkpoint.checkpointer import CheckpointError
-from torchtitan.config.job import ConfigError
-from torchtitan.experiments.folder import StudyError
-from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
-from torchtitan.runs.trained_model import WeightsError
-
-
-def main(words: list[str] | None = None) -> int:
-    arguments = parse_arguments(words)
-    try:
-        measurement = open_measurement(arguments)
-        summary = report(measurement, run_measurement(measurement))
-    except (StudyError, ConfigError, CheckpointError, WeightsError, DatasetError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command resumes", file=sys.stderr)
-        return 130
-    print(summary.read_text(encoding="utf-8").split("\n## ")[0].strip())
-    print(summary)
-    return 0
-
-
-def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="critical_batch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("run", metavar="RUN_FOLDER", type=Path, help="a run's folder, as outputs/digits")
-    add("--step", type=int, help="checkpoint to branch from (default: the newest good one)")
-    add("--factors", type=float, nargs="+", default=[0.5, 1, 2, 4], metavar="K", help="batch sizes as multiples of "
-        "the run's (default: 0.5 1 2 4); the smallest is the reference")
-    add("--samples", type=int, help="of every branch, a multiple of every batch size (default: 32 steps of the "
-        "largest)")
-    add("--seeds", type=int, default=3, help="branches of each batch size (default: 3)")
-    add("--tolerance", type=float, default=0.01, help="tolerated excess of held-out loss (default: 0.01)")
-    add("--lr", type=float, help="learning rate at factor 1 (default: the run's at that step)")
-    add("--lr-rule", type=rule_name, choices=LR_RULES, default="sqrt",
-        help="its growth with the factor (default: sqrt, Adam's)")
-    add("--schedule", choices=SCHEDULES, default="constant", help="of the learning rate over a branch; linear and "
-        "cosine fall to 0 (default: constant)")
-    add("--held-out", type=int, default=4096, metavar="TRIPLES", help="held-out (image, timestep, noise) triples "
-        "(default: 4096; images are used again with other noise)")
-    add("--nproc", type=int, default=1, help="processes of each branch (default: 1)")
-    add("--retry-failed", action="store_true", help="train failed branches again")
-    add("--keep-checkpoints", action="store_true", help="of branches that are measured (default: deleted)")
-    add("--output", type=Path, help="folder of the results (default: RUN_FOLDER/critical_batch/step-N)")
-    return parser.parse_args(words)
-
+from torchtitan_dit.cli import run_command
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING)
-    interrupt_by_signals()
-    run_program(main)
+    run_command("critical_batch")

@@ -1,7 +1,7 @@
 """Draw which room imports which, on the floors of docs/architecture.md: python scripts/draw_architecture.py
 
-Writes docs/images/architecture.png. A room is a folder or a file directly below torchtitan/, or a folder or file at the
-top of the repository. tests/unit/test_architecture.py holds the rule itself, on the same graph.
+Writes docs/images/architecture.png. A room is a folder or a file directly in torchtitan/ or torchtitan_dit/, or a folder or
+file at the top of the repository. tests/unit/test_architecture.py holds the rule itself, on the same graph.
 """
 
 import argparse
@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 PICTURE = ROOT / "docs" / "images" / "architecture.png"
 PACKAGE = "torchtitan"
-PROGRAMS = ("studies", "benchmarks", "scripts")  # and every file at the top
+PROGRAMS = ("torchtitan_dit", "benchmarks", "scripts")  # and every file at the top
+_OF_ROOMS = (PACKAGE, "torchtitan_dit")  # packages with rooms inside
 
 _WIDTH, _GAP, _HEIGHT = 100.0, 2.0, 0.56  # of the picture, between rooms, of a room on a floor of height 1
 _PER_LINE, _LETTER = 0.0042, 1.0  # width of a line of code, and at least of a letter of the name
@@ -59,7 +60,7 @@ class Floor:
 
 def read_modules(root: Path = ROOT) -> dict[str, Path]:
     """Dotted name -> file, of every module of the repository but its tests."""
-    folders = [root / name for name in (PACKAGE, "data", *PROGRAMS)]
+    folders = [root / name for name in (PACKAGE, *PROGRAMS)]
     files = [*root.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
     return {_dotted(file.relative_to(root)): file for file in sorted(files)}
 
@@ -78,7 +79,7 @@ def read_imports(modules: dict[str, Path], root: Path = ROOT) -> list[Import]:
 def room_of(module: str) -> str:
     """Room of a module."""
     first, *rest = module.split(".")
-    return rest[0] if first == PACKAGE and rest else first
+    return rest[0] if first in _OF_ROOMS and rest else first
 
 
 def read_floors(page: Path = PAGE) -> list[Floor]:

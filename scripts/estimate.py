@@ -1,105 +1,11 @@
-"""Estimate the cost of a run: scripts/estimate.py CONFIG --world-size N --device NAME [--section.key value ...]
+"""Estimate the cost of a run: torchtitan_dit/commands/estimate.py."""
 
-Parameters, FLOPs, memory of each rank by part, step time, images per second and hours, without a GPU and without
-running anything: a training step on tensors that have no memory. See docs/estimating.md.
-"""
-
-import argparse
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.config.job import ConfigError, load_config
-from torchtitan.estimate.devices import DEVICES, Device
-from torchtitan.estimate.memory import estimate_memory, model_on_meta
-from torchtitan.estimate.report import as_record, as_text
-from torchtitan.estimate.roofline import Efficiency, estimate_step_time
-from torchtitan.processes.command_line import OneLineParser, run_program
-
-
-def main(words: list[str] | None = None) -> int:
-    arguments, overrides = parse_arguments(words)
-    try:
-        config = load_config(["--job.config_file", arguments.config, *overrides], arguments.world_size)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    efficiency = Efficiency(arguments.compute, arguments.bandwidth, arguments.link, arguments.overlap)
-    model, memory = model_on_meta(config), estimate_memory(config, arguments.world_size)
-    time = estimate_step_time(config, model, memory, arguments.device, efficiency)
-    if arguments.json:
-        print(json.dumps(as_record(config, model, memory, time, arguments.device, efficiency), indent=1))
-    else:
-        print(as_text(config, model, memory, time, arguments.device, efficiency))
-    return 0
-
-
-def parse_arguments(words: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Parse arguments, `device` as a Device, and the words of the configuration."""
-    parser = OneLineParser(
-        prog="estimate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add, known = parser.add_argument, Efficiency()
-    add("config", metavar="CONFIG", help="TOML file of the run")
-    add("--world-size", type=_count, required=True, metavar="N", help="processes")
-    add("--device", required=True, metavar="NAME", help=f"{', '.join(DEVICES)}, or CPU with the five numbers below")
-    add("--memory", type=_positive, metavar="GIB", help="memory of each process")
-    add("--tflops", type=_positive, help="peak of matrix products in the run's precision, TFLOP/s")
-    add("--memory-bandwidth", type=_positive, metavar="GB_PER_S", help="of the memory")
-    add("--node-bandwidth", type=_positive, metavar="GB_PER_S", help="between processes of a node; 8 are one")
-    add("--network-bandwidth", type=_positive, metavar="GB_PER_S", help="between nodes, per process")
-    add("--compute", type=_share, default=known.compute, help=f"share of the compute peak (default: {known.compute})")
-    add("--bandwidth", type=_share, default=known.memory, help=f"share of the memory's (default: {known.memory})")
-    add("--link", type=_share, default=known.link, help=f"share of the links' (default: {known.link})")
-    add("--overlap", type=_share, default=known.overlap,
-        help=f"share of communication hidden behind compute (default: {known.overlap})")
-    add("--json", action="store_true", help="a JSON object: bytes, seconds, FLOPs")
-    arguments, overrides = parser.parse_known_args(words)
-    arguments.device = _device(parser, arguments)
-    return arguments, overrides
-
-
-def _device(parser: OneLineParser, arguments: argparse.Namespace) -> Device:
-    own = ["memory", "tflops", "memory_bandwidth", "node_bandwidth", "network_bandwidth"]
-    given = [name for name in own if getattr(arguments, name) is not None]
-    if arguments.device in DEVICES:
-        if given:
-            parser.error(f"--{given[0].replace('_', '-')} is for --device CPU; {arguments.device} has its own")
-        return DEVICES[arguments.device]
-    if arguments.device != "CPU":
-        parser.error(f"--device: {arguments.device!r} is none of {', '.join(DEVICES)}, CPU")
-    if missing := [f"--{name.replace('_', '-')}" for name in own if name not in given]:
-        parser.error(f"--device CPU needs {', '.join(missing)}")
-    peak = arguments.tflops
-    return Device(
-        "CPU", arguments.memory, peak, peak, arguments.memory_bandwidth, arguments.node_bandwidth,
-        arguments.network_bandwidth,
-    )  # fmt: skip
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be positive, is {text}")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _positive(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"must be at most 1, is {text}")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, is {text}")
-    return value
-
+from torchtitan_dit.cli import run_command
 
 if __name__ == "__main__":
-    run_program(main)
+    run_command("estimate")

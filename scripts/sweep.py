@@ -1,93 +1,11 @@
-"""Run a grid of configurations, each cell in fresh processes: scripts/sweep.py SWEEP.toml [options].
+"""Run a grid of configurations, each cell in fresh processes: torchtitan_dit/commands/sweep.py."""
 
-Results lie in outputs/<sweep>: a run folder per cell and repeat, and sweep.jsonl, which says how each of them ended. A
-sweep that was stopped, in any way, resumes when it is started again. See docs/sweeps.md.
-"""
-
-import argparse
 import sys
-from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.experiments.command_lines import run_name
-from torchtitan.experiments.grid import SweepError, read_sweep
-from torchtitan.experiments.record import SweepFolder
-from torchtitan.experiments.runner import SweepPlan, plan_sweep, run_sweep
-from torchtitan.experiments.table import sweep_table
-from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
-
-
-def main(words: list[str] | None = None) -> int:
-    arguments = parse_arguments(words)
-    try:
-        sweep = read_sweep(arguments.sweep)
-        folder = SweepFolder(arguments.output or Path("outputs") / sweep.settings.name)
-        plan = plan_sweep(sweep, folder, only=_by_axis(arguments.only), retry_failed=arguments.retry_failed)
-        if arguments.dry_run:
-            show(plan)
-            return 0
-        run_sweep(sweep, folder, plan, arguments.jobs)
-    except SweepError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command resumes", file=sys.stderr)
-        return 130
-    rows = [plan.rows[task.key] for task in plan.tasks]
-    print(sweep_table(rows, folder.path, sweep.settings.warmup_steps))
-    counts = Counter(row["status"] for row in rows)
-    print(f"{folder.path}: {len(rows)} runs: {', '.join(f'{count} {status}' for status, count in counts.items())}")
-    return 0
-
-
-def show(plan: SweepPlan) -> None:
-    """Print every run and its planned action."""
-    missing = {task.key for task in plan.missing}
-    for task in plan.tasks:
-        state = plan.rows[task.key]["status"] if task.key not in missing else "to run"
-        if task.cell.id in plan.refused and state == "to run":
-            state = f"refused ({plan.refused[task.cell.id]})"
-        print(f"{run_name(task.cell, task.repeat)}  {task.cell.processes} processes  {state}")
-    print(f"{len(plan.tasks)} runs, {len(missing)} to run")
-
-
-def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(prog="sweep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("sweep", metavar="SWEEP.toml", type=Path, help="a file as those in train_configs/sweeps")
-    add("--jobs", type=positive, default=1, metavar="N",
-        help="concurrent runs; on CUDA each has separate devices (default: 1)")
-    add("--only", type=axis_value, action="append", default=[], metavar="AXIS=VALUE", help="run these cells only; "
-        "may be given several times")
-    add("--retry-failed", action="store_true", help="repeat runs that failed, timed out or were refused")
-    add("--dry-run", action="store_true", help="check everything and list the runs; nothing is written")
-    add("--output", type=Path, metavar="FOLDER", help="of the results (default: outputs/<sweep>)")
-    return parser.parse_args(words)
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, is {value}")
-    return value
-
-
-def axis_value(text: str) -> tuple[str, str]:
-    axis, equals, value = text.partition("=")
-    if not (axis and equals and value):
-        raise argparse.ArgumentTypeError(f"must be AXIS=VALUE, is {text!r}")
-    return axis, value
-
-
-def _by_axis(pairs: list[tuple[str, str]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for axis, value in pairs:
-        found.setdefault(axis, []).append(value)
-    return found
-
+from torchtitan_dit.cli import run_command
 
 if __name__ == "__main__":
-    interrupt_by_signals()
-    run_program(main)
+    run_command("sweep")

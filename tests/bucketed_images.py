@@ -9,9 +9,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from data import DATASETS, DataConfig, Dataset, DatasetInfo, UnreadableImage
 from torchtitan import philox
 from torchtitan.conditions import POOLED, TEXT, Embeddings
+from torchtitan.data import DATASETS, DataConfig, Dataset, DatasetInfo, UnreadableImage
 from torchtitan.models.flux.config import FLAVORS
 from torchtitan.settings import setting
 

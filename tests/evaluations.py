@@ -66,8 +66,8 @@ def extracted_on_this_rank(images: str, cache: str, chunk: int) -> list[Any]:
 
 def damaged_split_on_this_rank(images: int) -> str:
     """Measure against a split with a damaged last image, as one of the running ranks: what the measurement says."""
-    from data import DATASETS
-    from data.digits import DigitsConfig
+    from torchtitan.data import DATASETS
+    from torchtitan.data.digits import DigitsConfig
     from torchtitan.distributed.collectives import group_for_work
     from torchtitan.evaluation.config import EvaluationConfig
     from torchtitan.evaluation.image_sets import DatasetImages

@@ -44,7 +44,7 @@ def content(store: Path) -> dict[str, bytes]:
 
 def run_rank(words: list[str], kill_at: int) -> int:
     """The command as one process, which dies as by SIGKILL before it renames its file number `kill_at`, from 0."""
-    from scripts.extract_latents import main
+    from torchtitan_dit.commands.extract_latents import main
 
     die_at_rename(kill_at)
     return main(words)

@@ -18,7 +18,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
-IMPORTED = ["train", "torchtitan.run", "torchtitan.pictures.style", "tests.faults.moments", "tests.distributed.cases"]
+IMPORTED = [
+    "torchtitan_dit.commands.train", "torchtitan.run", "torchtitan.pictures.style", "tests.faults.moments",
+    "tests.distributed.cases",
+]
 
 
 class ForkedProcess:

@@ -6,9 +6,9 @@ import fsspec
 import pyarrow as pa
 from pyarrow import parquet
 
-from data import huggingface, row_groups
-from data.huggingface import HuggingFaceConfig
 from tests.encoded_images import SIDE, image_bytes
+from torchtitan.data import huggingface, row_groups
+from torchtitan.data.huggingface import HuggingFaceConfig
 
 NAMES = ["ant", "bee", "cow", "dog", "elk"]
 FEATURES = {"picture": {"_type": "Image"}, "kind": {"_type": "ClassLabel", "names": NAMES}}

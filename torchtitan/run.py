@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from data.base import DatasetError
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.config.job import ConfigError, JobConfig
+from torchtitan.data.base import DatasetError
 from torchtitan.distributed.collectives import Interrupted, interruptible, requests_ignored_at_the_end
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.mesh import process_group

@@ -11,8 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data import DATASETS, dataset_info
-from data.base import Batch, DatasetError
 from torchtitan.checkpoint.checkpointer import (
     Checkpointer,
     checkpoint_path,
@@ -24,6 +22,8 @@ from torchtitan.checkpoint.checkpointer import (
 from torchtitan.conditions import Condition, Texts
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import cache_folder
+from torchtitan.data import DATASETS, dataset_info
+from torchtitan.data.base import Batch, DatasetError
 from torchtitan.diffusion.objective import LossTerms
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps

@@ -7,8 +7,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from data.base import Batch
 from torchtitan.config.job import JobConfig
+from torchtitan.data.base import Batch
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.collectives import StopRequest, from_first_rank
 from torchtitan.distributed.mesh import set_train_timeout

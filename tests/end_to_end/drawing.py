@@ -38,4 +38,4 @@ def _call(name: str, words: list[str]) -> int:
     sys.argv = [f"{name}.py", *words]
     from torchtitan.processes.command_line import exit_code
 
-    return exit_code(importlib.import_module(f"scripts.{name}").main)  # which reads RANK when it is imported
+    return exit_code(importlib.import_module(f"torchtitan_dit.commands.{name}").main)  # which reads RANK when it is imported

@@ -9,11 +9,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from optimization_analysis import main
 from tests import analysis_outputs as planted
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
 from tests.forked import run_script
+from torchtitan_dit.commands.optimization_analysis import main
 
 T_OF_2 = 4.302652729911275  # 0.975 quantile of Student's t with two degrees of freedom, from tables
 TAGS = {

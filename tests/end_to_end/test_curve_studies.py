@@ -9,17 +9,17 @@ import pytest
 import torch
 from PIL import Image
 
-from data.synthetic import Synthetic, optimal_noise_loss
-from studies import loss_curve
-from studies.curve_table import LossCurve, read_curves, read_errors
 from tests.end_to_end.tools import rows_of, rows_of_killed
 from tests.faults.forked import ForkedRun
 from tests.forked import run_script
 from tests.unit.test_timestep_errors import BestDenoiser
+from torchtitan.data.synthetic import Synthetic, optimal_noise_loss
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges
 from torchtitan.evaluation.timestep_errors import fixed_samples, in_parametrisation, timestep_errors, timestep_nodes
 from torchtitan.runs.trained_model import read_config
+from torchtitan_dit.studies import loss_curve
+from torchtitan_dit.studies.curve_table import LossCurve, read_curves, read_errors
 
 # One patch is the whole image: little more than a filter has to be learned. The variance puts the first inner edge
 # at index 38, where 5 % are two indices. Trained in v, whose error counts at every timestep: that of the noise at high

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts import evaluate
 from tests.end_to_end.drawing import results_of, start_command
 from tests.evaluations import random_images, write_folder
 from torchtitan.runs.run_evaluation import is_run
+from torchtitan_dit.commands import evaluate
 
 EARLIER = Path(__file__).parents[1] / "fixtures" / "earlier" / "run"
 DIGITS = ("--extractor", "digits")

@@ -27,7 +27,7 @@ ROWS = 3
 
 
 def train(given, kill_at=-1):
-    from train import main
+    from torchtitan_dit.commands.train import main
 
     die_at_rename(kill_at)
     return main(given)

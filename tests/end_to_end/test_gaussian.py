@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from data.synthetic import Synthetic, optimal_velocity_loss
 from tests.launcher import run_on_ranks
 from torchtitan.config.job import load_config
+from torchtitan.data.synthetic import Synthetic, optimal_velocity_loss
 from torchtitan.diffusion.paths import per_image
 from torchtitan.evaluation.validation import held_out_draw
 

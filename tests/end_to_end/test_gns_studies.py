@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from studies import STUDIES, load_study
-from studies.published_estimator import COLUMNS
 from tests.end_to_end.tools import rows_of, rows_of_killed
 from tests.faults.forked import ForkedRun
+from torchtitan_dit.studies import STUDIES, load_study
+from torchtitan_dit.studies.published_estimator import COLUMNS
 
 CONFIG = """
 [model]

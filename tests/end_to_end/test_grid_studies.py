@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from studies import grid_plots, paired_runs
-from studies.compare_settings import read_arms
-from studies.sampler_specs import parse_samplers
 from tests.end_to_end.tools import load_tool, table
 from tests.faults.forked import _train
 from tests.forked import ForkedProcess
@@ -21,6 +18,9 @@ from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
 from torchtitan.experiments import training
 from torchtitan.experiments.process import Outcome
 from torchtitan.files.run_lock import RunLock
+from torchtitan_dit.studies import grid_plots, paired_runs
+from torchtitan_dit.studies.compare_settings import read_arms
+from torchtitan_dit.studies.sampler_specs import parse_samplers
 
 CONFIG = """
 [model]

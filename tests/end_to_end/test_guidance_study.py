@@ -2,11 +2,11 @@
 
 import pytest
 
-from studies.guidance import NONE, Method, read_methods
 from tests.end_to_end.runs import write_config
 from tests.end_to_end.tools import caller, load_tool, rows_of
 from tests.faults.forked import ForkedRun
 from torchtitan.experiments.folder import StudyError
+from torchtitan_dit.studies.guidance import NONE, Method, read_methods
 
 SHORT = (
     "--training.steps", "4", "--lr_scheduler.warmup_steps", "0", "--checkpoint.interval", "2",

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.digits import Digits, DigitsConfig
-from studies.probe_passes import chosen_images
 from tests.end_to_end.runs import write_config
 from tests.end_to_end.tools import rows_of, rows_of_killed
 from tests.faults.forked import ForkedRun
+from torchtitan.data.digits import Digits, DigitsConfig
+from torchtitan_dit.studies.probe_passes import chosen_images
 
 SHORT = (
     "--training.steps", "2", "--lr_scheduler.warmup_steps", "0", "--checkpoint.interval", "2", "--sampling.enable", "false",

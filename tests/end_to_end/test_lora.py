@@ -10,11 +10,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from data import dataset_info
 from tests.end_to_end.runs import checkpoint_tensors, write_config
 from tests.faults.forked import ForkedRun
 from tests.forked import run_script
 from torchtitan.config.job import load_config
+from torchtitan.data import dataset_info
 from torchtitan.files.weight_files import named_weights
 from torchtitan.runs.network import drawn_network
 

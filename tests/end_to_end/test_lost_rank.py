@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.timeline import main
 from tests.end_to_end.runs import write_config
 from tests.launcher import ROOT
 from torchtitan.supervision.heartbeat import process_state
+from torchtitan_dit.commands.timeline import main
 
 LAUNCH = f"set -euo pipefail; source {ROOT}/scripts/status.sh; run_for_status \"$@\""
 

@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from scripts import evaluate
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
+from torchtitan_dit.commands import evaluate
 
 STEPS = ("--training.steps", "20", "--sampling.interval", "20", "--sampling.num_steps", "2", "--checkpoint.interval", "5")
 

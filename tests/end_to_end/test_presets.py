@@ -11,13 +11,13 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from scripts.extract_latents import main as extract_latents
 from tests.decoding import write_encoded_store
 from tests.encoded_images import image_bytes
 from tests.launcher import ROOT, run_on_ranks
 from tests.unit.test_image_folder import write_tinyimagenet
 from tests.unit.test_latent_cache import write_pictures
 from torchtitan.config.job import load_config
+from torchtitan_dit.commands.extract_latents import main as extract_latents
 
 SMALL = [
     "--training.steps", "3", "--training.global_batch_size", "4", "--training.mixed_precision_param", "float32",

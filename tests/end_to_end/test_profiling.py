@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from scripts.breakdown import main
 from tests.distributed.cases import make_trainer
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
@@ -13,6 +12,7 @@ from torchtitan import run as run_module
 from torchtitan.config.job import load_config
 from torchtitan.profiling.profiler import Profiler
 from torchtitan.profiling.trace import PHASES, read_trace
+from torchtitan_dit.commands.breakdown import main
 
 ON = (
     "--profiling.enable_profiling", "true", "--profiling.profile_freq", "6", "--profiling.profiler_active", "2",

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from data import DATASETS
-from studies.sampling_sweep import VALUES
 from tests.end_to_end.runs import write_config
 from tests.end_to_end.tools import caller, load_tool, rows_of
 from tests.faults.forked import ForkedRun
+from torchtitan.data import DATASETS
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.features.registry import open_extractor
 from torchtitan.fidelity.frechet import frechet_distance
 from torchtitan.fidelity.moments import moments_of_rows
 from torchtitan.pictures.grids import to_rgb
 from torchtitan.runs.trained_model import load_run
+from torchtitan_dit.studies.sampling_sweep import VALUES
 
 SHORT = (
     "--training.steps", "8", "--lr_scheduler.warmup_steps", "0", "--checkpoint.interval", "8", "--sampling.enable", "false",

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scripts.extract_latents import main as extract_latents
 from tests.end_to_end.drawing import results_of, sample, start_sampling
 from tests.extractions import write_photographs
 from torchtitan.config.job import load_config
 from torchtitan.run import run
+from torchtitan_dit.commands.extract_latents import main as extract_latents
 
 ENCODERS = ["--text-encoder", "stub:32", "--pooled-encoder", "stub:24", "--text-length", "5"]  # as the debug flavor's
 

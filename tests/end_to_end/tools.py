@@ -13,7 +13,7 @@ from tests.launcher import ROOT
 
 def load_tool(name: str) -> ModuleType:
     """The script of this name as a module."""
-    specification = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / "scripts" / f"{name}.py")
+    specification = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / "torchtitan_dit" / "commands" / f"{name}.py")
     tool = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(tool)
     return tool

@@ -24,7 +24,7 @@ def _train(arguments: list[str]) -> int:
     """What train.py does as a program."""
     from tests.faults import failing_disk
     from tests.faults.moments import arm
-    from train import main
+    from torchtitan_dit.commands.train import main
 
     if FAULT in os.environ:
         rank, moment, occurrence = os.environ[FAULT].split(":")

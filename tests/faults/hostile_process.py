@@ -150,10 +150,9 @@ def _import_everything() -> None:
     import scipy.io  # noqa: F401
     from PIL import Image
 
-    import cosmos_latent_decoder  # noqa: F401
-    import optimization_analysis  # noqa: F401
-    import torchtitan.experiments.runner  # noqa: F401
-    import train  # noqa: F401
+    import torchtitan_dit.commands.cosmos_latent_decoder
+    import torchtitan_dit.commands.optimization_analysis
+    import torchtitan_dit.commands.train  # noqa: F401
     from tests.end_to_end.tools import load_tool
     from torchtitan.config.job import load_config
 

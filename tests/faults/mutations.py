@@ -24,7 +24,6 @@ from unittest.mock import patch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from studies.critical_batch import _hold_to_settings
 from tests.faults.confinement import Output, TooLong, WriteWatch, bounded, peak_bytes
 from tests.faults.damage import (
     Damage,
@@ -46,6 +45,7 @@ from torchtitan.run import run as run_program
 from torchtitan.runs.check import check_run
 from torchtitan.runs.record import RunRecordError, read_run
 from torchtitan.trainer import Trainer
+from torchtitan_dit.studies.critical_batch import _hold_to_settings
 
 RESULTS = Path(__file__).with_name("mutations.json")
 SECONDS, MORE_MAPPED, MORE_RESIDENT = 60, 4 << 30, 500 << 20

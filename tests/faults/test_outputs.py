@@ -57,7 +57,7 @@ class ImpatientRun(ForkedRun):
 
 def _train_impatiently(arguments: list[str]) -> int:
     from torchtitan import reports, summary
-    from train import main
+    from torchtitan_dit.commands.train import main
 
     summary.LAST_TRIES_SECONDS = 1.0
     advance = reports.Reports.advance

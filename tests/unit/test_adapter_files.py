@@ -9,7 +9,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from scripts.checkpoint import main
 from tests.adapted_models import CLASSES, DEBUG, PIXELS, drawn, flux, flux_inputs, randomised, with_adapter
 from torchtitan.files.weight_files import WeightsError
 from torchtitan.models import MODELS
@@ -20,6 +19,7 @@ from torchtitan.models.adapters.layouts import NATIVE
 from torchtitan.models.adapters.target import LowRankWeights, Target
 from torchtitan.models.adapters.targets import of_blocks
 from torchtitan.models.edm2.config import EDM2Config
+from torchtitan_dit.commands.checkpoint import main
 
 FAMILY = MODELS["flux"]
 LAYOUTS = known_layouts(FAMILY.adapter_layouts)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from studies.published_estimator import p1_shares, softmax_shares
 from torchtitan.gns.allocate import (
     FROM_WEIGHT,
     NEYMAN,
@@ -24,6 +23,7 @@ from torchtitan.gns.allocate import (
     predicted_ratios,
     weight_shares,
 )
+from torchtitan_dit.studies.published_estimator import p1_shares, softmax_shares
 
 MASS = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64)
 NOISE = torch.tensor([9.0, 1.0, 4.0, 0.25], dtype=torch.float64)

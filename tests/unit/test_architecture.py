@@ -23,7 +23,7 @@ from scripts.draw_architecture import (
 )
 
 LARGEST_SHARE = 0.15
-LIBRARY = (PACKAGE, "data")
+LIBRARY = (PACKAGE,)
 # (importing room, imported room) that runs up, with the reason. A mended one must leave this table.
 EXCEPTIONS: dict[tuple[str, str], str] = {}
 
@@ -46,7 +46,7 @@ def upward(arrows, floors):
 
 def test_every_room_is_on_one_floor():
     rooms = [room for floor in read_floors() for room in floor.rooms]
-    assert sorted(rooms) == sorted({room_of(module) for module in modules()} - {PACKAGE})
+    assert sorted(rooms) == sorted({room_of(module) for module in modules()} - {PACKAGE, "torchtitan_dit"})
 
 
 def test_no_import_runs_upwards():
@@ -117,7 +117,7 @@ def test_the_tree_on_the_page_is_the_one_on_the_disk():
     tree = tree_of_the_page()
     assert not [path for path in tree if not (ROOT / path).exists()]
     folders = {file.parent.relative_to(ROOT) for module, file in modules().items() if module.startswith(PACKAGE)}
-    assert sorted(path for path in tree if path.startswith(f"{PACKAGE}/")) == sorted(f"{folder}/" for folder in folders)
+    assert sorted(path for path in tree if path.startswith(PACKAGE)) == sorted(f"{folder}/" for folder in folders)
 
 
 def test_files_named_on_the_page_exist():

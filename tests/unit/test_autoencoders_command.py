@@ -11,10 +11,10 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import cosmos_latent_decoder
-from cosmos_latent_decoder import CosmosLatentDecoder
 from tests.unit.autoencoder_files import write_tokenizer
 from torchtitan.autoencoders import build_autoencoder
+from torchtitan_dit.commands import cosmos_latent_decoder
+from torchtitan_dit.commands.cosmos_latent_decoder import CosmosLatentDecoder
 
 
 @pytest.fixture(scope="module")

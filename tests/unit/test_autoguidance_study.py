@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from scripts.study import parse_arguments
-from studies import load_study
-from studies.fractal_mixture import fractal_mixtures
 from tests.end_to_end.tools import rows_of
 from torchtitan.experiments.folder import StudyError
+from torchtitan_dit.commands.study import parse_arguments
+from torchtitan_dit.studies import load_study
+from torchtitan_dit.studies.fractal_mixture import fractal_mixtures
 
 
 @pytest.mark.parametrize("sigma", [0.0, 0.3])

@@ -242,7 +242,8 @@ def test_probes_train_the_same_steps_without_the_rest(arguments, tmp_path):
 
 @pytest.fixture(scope="module")
 def script():
-    specification = importlib.util.spec_from_file_location("autotune_script", ROOT / "scripts/autotune_batch_size.py")
+    program = ROOT / "torchtitan_dit" / "commands" / "autotune_batch_size.py"
+    specification = importlib.util.spec_from_file_location("autotune_script", program)
     loaded = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(loaded)
     return loaded

@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from data import DatasetError
 from tests.bucketed_images import SHAPES, Bucketed, BucketedConfig, buckets_of, numbers_of
+from torchtitan.data import DatasetError
 from torchtitan.training.data_loading import TrainingData, validation_batches
 from torchtitan.training.sample_order import BucketOrder, SampleOrder
 

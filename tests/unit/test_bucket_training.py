@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from data import DatasetError
 from tests.bucketed_images import SHAPES, Bucketed, BucketedConfig, registered
 from tests.distributed.cases import compiler
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.data import DatasetError
 from torchtitan.distributed import compile as compile_module
 from torchtitan.evaluation.image_sets import DatasetImages
 from torchtitan.evaluation.offline_gradients import Gradients

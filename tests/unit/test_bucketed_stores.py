@@ -8,17 +8,17 @@ import pytest
 import torch
 from PIL import Image
 
-from data.base import DatasetError
-from data.captioned_folder import CaptionedFolder, CaptionedFolderConfig
-from data.latents import Latents, LatentsConfig
-from scripts.extract_latents import main
-from scripts.latents import main as latents_main
 from torchtitan.conditions import POOLED, TEXT
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.data.base import DatasetError
+from torchtitan.data.captioned_folder import CaptionedFolder, CaptionedFolderConfig
+from torchtitan.data.latents import Latents, LatentsConfig
 from torchtitan.latents.bucketed import BUCKETS_FILE, open_stores
 from torchtitan.latents.statistics import ChannelMoments
 from torchtitan.texts import open_encoder
 from torchtitan.training.data_loading import TrainingData
+from torchtitan_dit.commands.extract_latents import main
+from torchtitan_dit.commands.latents import main as latents_main
 
 SIZES = [(192, 128), (128, 128), (200, 130), (130, 200), (140, 140), (128, 192), (129, 150)]
 WORDS = "one two three four five six seven".split()

@@ -10,14 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
-from data import DatasetError, UnreadableImage, dataset_info
-from data.aspect_buckets import BASE_SIZES, bucket_of, bucket_sizes
-from data.captioned_folder import CaptionedFolder, CaptionedFolderConfig
-from data.captions import caption_line
-from data.image_decoding import decode_whole, resize_and_crop, upright_size
 from tests.configurations import problems
 from tests.encoded_images import decoded
 from torchtitan.conditions import Unconditional
+from torchtitan.data import DatasetError, UnreadableImage, dataset_info
+from torchtitan.data.aspect_buckets import BASE_SIZES, bucket_of, bucket_sizes
+from torchtitan.data.captioned_folder import CaptionedFolder, CaptionedFolderConfig
+from torchtitan.data.captions import caption_line
+from torchtitan.data.image_decoding import decode_whole, resize_and_crop, upright_size
 
 NOISE = np.random.default_rng(0)
 

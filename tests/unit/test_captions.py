@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from data.base import DatasetError
-from data.latents import Latents, LatentsConfig
-from scripts.extract_latents import main
-from scripts.latents import main as latents_main
 from tests.extractions import write_photographs
 from torchtitan.conditions import POOLED, TEXT, Classes, Embeddings
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.data.base import DatasetError
+from torchtitan.data.latents import Latents, LatentsConfig
 from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.caption_encoding import collect_captions, plan_captions
 from torchtitan.latents import LatentStore, verify_shards
 from torchtitan.latents.captions import NULL_CAPTION, texts_digest
 from torchtitan.latents.index import read_index
 from torchtitan.texts import TextEncoderError, open_encoder, open_encoders, reopen_encoders
+from torchtitan_dit.commands.extract_latents import main
+from torchtitan_dit.commands.latents import main as latents_main
 
 WIDTH, POOLED_WIDTH, LENGTH = 8, 4, 5
 ENCODERS = ["--text-encoder", f"stub:{WIDTH}", "--pooled-encoder", f"stub:{POOLED_WIDTH}", "--text-length", str(LENGTH)]

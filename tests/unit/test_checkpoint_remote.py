@@ -10,7 +10,6 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
-from scripts.checkpoint import main as checkpoint_tool
 from tests.unit.test_checkpoint import content, damage, restore, some_tensors
 from torchtitan.checkpoint import reading as checkpoint_reading
 from torchtitan.checkpoint.checkpointer import (
@@ -31,6 +30,7 @@ from torchtitan.config.job import ConfigError, dump_config, load_config
 from torchtitan.errors import RunFolderError
 from torchtitan.files.remote_path import RemotePath
 from torchtitan.runs.folder import RunFolder
+from torchtitan_dit.commands.checkpoint import main as checkpoint_tool
 
 
 class ClientError(Exception):

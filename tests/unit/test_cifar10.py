@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from data import DatasetError, cifar
-from data.cifar10 import Cifar10, Cifar10Config
-from data.cifar100 import Cifar100, Cifar100Config
 from tests.faults.confinement import bounded
+from torchtitan.data import DatasetError, cifar
+from torchtitan.data.cifar10 import Cifar10, Cifar10Config
+from torchtitan.data.cifar100 import Cifar100, Cifar100Config
 
 
 def random_images(count, seed=0):

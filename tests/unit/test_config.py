@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from data import DATASETS
 from tests.configurations import load
 from torchtitan.conditions import Classes
 from torchtitan.config.job import (
@@ -24,6 +23,7 @@ from torchtitan.config.job import (
     load_config,
     report_and_exit,
 )
+from torchtitan.data import DATASETS
 from torchtitan.models import MODELS
 from torchtitan.settings import setting
 from torchtitan.settings.record import effective

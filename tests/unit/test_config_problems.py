@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from data import DATASETS, DataConfig, DatasetError
 from tests.configurations import problems
+from torchtitan.data import DATASETS, DataConfig, DatasetError
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.models import MODELS
 from torchtitan.settings import setting

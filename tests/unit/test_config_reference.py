@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import train
-from data import DATASETS
 from tests.configurations import load
 from tests.forked import run_script
 from tests.unit.test_config import every_section
@@ -23,7 +21,9 @@ from torchtitan.config.job import (
     json_schema,
     load_config,
 )
+from torchtitan.data import DATASETS
 from torchtitan.settings.sections import keys
+from torchtitan_dit.commands import train
 
 ROOT = Path(__file__).parents[2]
 

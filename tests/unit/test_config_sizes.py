@@ -8,7 +8,7 @@ import pytest
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.experiments.grid import SweepError, read_sweep
 from torchtitan.settings.schema import MOST_ENTRIES
-from train import main as train
+from torchtitan_dit.commands.train import main as train
 
 BASE = ["--data.name=synthetic", "--model.flavor=debug"]
 HUGE = [str(10**12), str(2**62), str(2**63 - 1)]

@@ -7,10 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data import DATASETS
-from studies.branch_training import TRACK, branch_config, run_lr, write_config, write_start
-from studies.critical_batch import HeldOut, _default_folder, _hold_to_settings
-from studies.critical_batch_decision import (
+from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, verify
+from torchtitan.checkpoint.comparison import open_checkpoint
+from torchtitan.checkpoint.config import CheckpointConfig
+from torchtitan.config.job import JobConfig, load_config
+from torchtitan.data import DATASETS
+from torchtitan.experiments.folder import ResultsFolder, StudyError
+from torchtitan.experiments.training import begin_branch
+from torchtitan.statistics.interval import Interval, mean_interval
+from torchtitan.training.ema import kept_share
+from torchtitan_dit.studies.branch_training import TRACK, branch_config, run_lr, write_config, write_start
+from torchtitan_dit.studies.critical_batch import HeldOut, _default_folder, _hold_to_settings
+from torchtitan_dit.studies.critical_batch_decision import (
     CriticalBatch,
     Excess,
     critical_batch,
@@ -18,16 +26,8 @@ from studies.critical_batch_decision import (
     progress,
     ratio_to_estimate,
 )
-from studies.critical_batch_report import Finding, NoiseScale, critical_text, interval_text, noise_scales
-from studies.equal_samples import plan_batches, rule_name
-from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, verify
-from torchtitan.checkpoint.comparison import open_checkpoint
-from torchtitan.checkpoint.config import CheckpointConfig
-from torchtitan.config.job import JobConfig, load_config
-from torchtitan.experiments.folder import ResultsFolder, StudyError
-from torchtitan.experiments.training import begin_branch
-from torchtitan.statistics.interval import Interval, mean_interval
-from torchtitan.training.ema import kept_share
+from torchtitan_dit.studies.critical_batch_report import Finding, NoiseScale, critical_text, interval_text, noise_scales
+from torchtitan_dit.studies.equal_samples import plan_batches, rule_name
 
 SIZES = [8, 16, 32, 64]
 

@@ -20,14 +20,14 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
-from data import DATASETS, DataConfig, Dataset, DatasetError, DatasetInfo, dataset_info
-from data.digits import Digits, DigitsConfig
-from data.image_folder import ImageFolderConfig
 from tests.distributed.cases import make_trainer
 from tests.encoded_images import image_bytes, write_tar
 from tests.latent_stores import plan_of, write_store
 from torchtitan import philox
 from torchtitan.conditions import Classes, Unconditional
+from torchtitan.data import DATASETS, DataConfig, Dataset, DatasetError, DatasetInfo, dataset_info
+from torchtitan.data.digits import Digits, DigitsConfig
+from torchtitan.data.image_folder import ImageFolderConfig
 from torchtitan.extraction.image_source import ImageSource
 from torchtitan.runs.trained_model import load_run
 from torchtitan.settings import has_key, setting

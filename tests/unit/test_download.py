@@ -17,9 +17,9 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 
-from scripts import download as program
 from tests.launcher import ROOT
 from torchtitan.features.published import PUBLISHED, PublishedWeights
+from torchtitan_dit.commands import download as program
 
 COMMIT = "c" * 40
 ENCODER = bytes(range(256)) * 4000

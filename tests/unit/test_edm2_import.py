@@ -10,13 +10,13 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from scripts.import_edm2_config import main
 from torchtitan.config.edm2_yaml import KEYS
 from torchtitan.config.job import JobConfig, load_config
 from torchtitan.estimate.memory import model_on_meta
 from torchtitan.files.plain_yaml import PlainYamlError, read_plain_yaml
 from torchtitan.settings.record import effective
 from torchtitan.training.lr_scheduler import lr_factor
+from torchtitan_dit.commands.import_edm2_config import main
 
 ROOT = Path(__file__).resolve().parents[2]
 

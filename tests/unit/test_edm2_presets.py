@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
-from data import DATASETS, dataset_info
 from torchtitan.config.job import JobConfig, load_config
+from torchtitan.data import DATASETS, dataset_info
 from torchtitan.diffusion.uncertainty import LogUncertainty
 from torchtitan.estimate.memory import model_on_meta
 from torchtitan.training.ema import kept_share

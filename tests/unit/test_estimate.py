@@ -195,7 +195,7 @@ def test_bytes_sent_are_those_of_ring_collectives():
 
 
 def run_script(*words: str) -> int:
-    spec = importlib.util.spec_from_file_location("estimate_script", ROOT / "scripts" / "estimate.py")
+    spec = importlib.util.spec_from_file_location("estimate_script", ROOT / "torchtitan_dit" / "commands" / "estimate.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     return script.main(list(words))

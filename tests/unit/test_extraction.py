@@ -12,16 +12,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from data.base import DatasetError
-from data.class_folders import list_class_folders
-from data.latents import Latents, LatentsConfig
-from scripts.extract_latents import main, open_autoencoder, options_of, parse_arguments
 from tests.extractions import SIDE, content, write_inputs, write_photographs
 from tests.unit.test_full_disk import files_end_at
 from torchtitan.autoencoders.base import Autoencoder
 from torchtitan.autoencoders.base import Latents as Encoded
 from torchtitan.autoencoders.identity import IdentityAutoencoder
 from torchtitan.config.job import ConfigError, load_data_section
+from torchtitan.data.base import DatasetError
+from torchtitan.data.class_folders import list_class_folders
+from torchtitan.data.latents import Latents, LatentsConfig
 from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.extraction import check_alike
 from torchtitan.extraction.extraction_plan import plan_extraction
@@ -29,6 +28,7 @@ from torchtitan.extraction.image_source import ImageSource
 from torchtitan.extraction.stage_times import StageTimes, summarize
 from torchtitan.latents import LatentStore, verify_shards
 from torchtitan.latents.index import PARTIAL_FOLDER, SKIPPED_FILE
+from torchtitan_dit.commands.extract_latents import main, open_autoencoder, options_of, parse_arguments
 
 COUNT = 18
 BAD = (1, 6, 7, 8, 17)  # of shards of three: one in the middle, all of the third, the very last

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from scripts.checkpoint import main
 from torchtitan.conditions import POOLED, TEXT, Classes, Embeddings
 from torchtitan.models import MODELS
 from torchtitan.models.flops import check_macs
@@ -17,6 +16,7 @@ from torchtitan.models.flux.config import FLAVORS, FluxConfig
 from torchtitan.models.flux.conversion import LAYOUTS
 from torchtitan.models.flux.model import Flux, condition_problems, problems
 from torchtitan.models.published_layouts import ConversionError
+from torchtitan_dit.commands.checkpoint import main
 
 DEBUG = FLAVORS["debug"]
 GUIDED = replace(DEBUG, guidance_embedding=True, guidance=2.5)

@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from data import DATASETS, DataConfig, Dataset, DatasetInfo
 from tests.configurations import load, problems
 from tests.objectives import schedule, solver
 from torchtitan import philox
 from torchtitan.conditions import POOLED, TEXT, Embeddings
 from torchtitan.config.job import dump_config
+from torchtitan.data import DATASETS, DataConfig, Dataset, DatasetInfo
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.guidance import Guidance, Guide
 from torchtitan.diffusion.objectives import build_objective
@@ -255,7 +255,7 @@ def trained(folder: Path, name: str, *more: str) -> list[dict]:
 
 
 def script():
-    specification = importlib.util.spec_from_file_location("sample_script", ROOT / "scripts" / "sample.py")
+    specification = importlib.util.spec_from_file_location("sample_script", ROOT / "torchtitan_dit" / "commands" / "sample.py")
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module

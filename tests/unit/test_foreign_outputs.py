@@ -8,17 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from optimization_analysis import main as analyse
-from scripts.breakdown import main as breakdown
-from scripts.compare import main as compare
-from scripts.download import PARTIAL
-from scripts.sample import refuse_earlier_pictures
-from scripts.timeline import main as timeline
 from torchtitan.config.job import write_schema
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.weight_files import WeightsError, written_whole
 from torchtitan.profiling.breakdown import refuse_other_files
 from torchtitan.supervision.timeline import write_timeline
+from torchtitan_dit.commands.breakdown import main as breakdown
+from torchtitan_dit.commands.compare import main as compare
+from torchtitan_dit.commands.download import PARTIAL
+from torchtitan_dit.commands.optimization_analysis import main as analyse
+from torchtitan_dit.commands.sample import refuse_earlier_pictures
+from torchtitan_dit.commands.timeline import main as timeline
 
 
 @pytest.fixture

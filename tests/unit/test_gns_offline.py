@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from data.base import Dataset, Draws, UnreadableImage
 from tests.objectives import timesteps
 from torchtitan.conditions import Classes
+from torchtitan.data.base import Dataset, Draws, UnreadableImage
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective

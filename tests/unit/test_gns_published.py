@@ -7,7 +7,8 @@ from statistics import median
 import pytest
 import torch
 
-from studies.published_estimator import (
+from torchtitan.evaluation.offline_gradients import EstimateFailed, GroupNorms, noise_scale, sub_batch_sizes
+from torchtitan_dit.studies.published_estimator import (
     COLUMNS,
     PublishedRow,
     TableError,
@@ -20,8 +21,7 @@ from studies.published_estimator import (
     reported_table,
     softmax_shares,
 )
-from studies.synthetic import SyntheticGradients
-from torchtitan.evaluation.offline_gradients import EstimateFailed, GroupNorms, noise_scale, sub_batch_sizes
+from torchtitan_dit.studies.synthetic import SyntheticGradients
 
 PROBLEM = SyntheticGradients()
 

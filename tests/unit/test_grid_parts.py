@@ -4,8 +4,16 @@ import math
 
 import pytest
 
-from studies.equal_samples import batch_overrides, study_base, whole_samples
-from studies.grid_statistics import (
+from tests.objectives import timesteps
+from torchtitan.config.job import load_config
+from torchtitan.diffusion.denoising import DenoisingConfig
+from torchtitan.diffusion.objectives import build_objective
+from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
+from torchtitan.experiments.folder import StudyError
+from torchtitan.statistics.interval import paired_difference
+from torchtitan.training.ema import kept_share
+from torchtitan_dit.studies.equal_samples import batch_overrides, study_base, whole_samples
+from torchtitan_dit.studies.grid_statistics import (
     counts_text,
     direction,
     mean_log_loss,
@@ -15,17 +23,9 @@ from studies.grid_statistics import (
     uniform_log_loss,
     verdict,
 )
-from studies.sampler_specs import parse_samplers, without_sampler
-from studies.slot_nodes import PUBLISHED_EDGES, timestep_bins
-from studies.training_grid import configure
-from tests.objectives import timesteps
-from torchtitan.config.job import load_config
-from torchtitan.diffusion.denoising import DenoisingConfig
-from torchtitan.diffusion.objectives import build_objective
-from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
-from torchtitan.experiments.folder import StudyError
-from torchtitan.statistics.interval import paired_difference
-from torchtitan.training.ema import kept_share
+from torchtitan_dit.studies.sampler_specs import parse_samplers, without_sampler
+from torchtitan_dit.studies.slot_nodes import PUBLISHED_EDGES, timestep_bins
+from torchtitan_dit.studies.training_grid import configure
 
 # Student's t at 0.975 in closed form: one and two degrees of freedom.
 T1, T2 = math.tan(0.475 * math.pi), 0.95 * math.sqrt(2.0 / (4 * 0.975 * 0.025))

@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from studies import grid_plots
-from studies.grid_results import GridResults
-from studies.slot_nodes import timestep_bins
-from studies.trained_grid_report import write
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.pictures.style import label_log_axis, new_figure
 from torchtitan.statistics.interval import Interval
+from torchtitan_dit.studies import grid_plots
+from torchtitan_dit.studies.grid_results import GridResults
+from torchtitan_dit.studies.slot_nodes import timestep_bins
+from torchtitan_dit.studies.trained_grid_report import write
 
 BINS = timestep_bins(build_objective(DenoisingConfig(), 0), 1)[:2]
 # ln loss by seed; None: the run failed. Without its hard seed, "lost" has the lowest mean of all.

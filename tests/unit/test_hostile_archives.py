@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, load_file, save_file
 
-from data import DatasetError, class_folders, imagenet_metadata, webdataset
-from data.derived_classes import num_classes_of
-from data.image_folder import ImageFolder, ImageFolderConfig
-from data.imagenet_metadata import find_validation_wnids
-from data.saved_index import _checksum
-from data.tar_files import read_members
-from data.tar_headers import Entry, TarError, walk
-from data.webdataset import WebDataset, WebDatasetConfig, find_shards
 from tests.encoded_images import SIDE, image_bytes, write_tar
 from tests.faults.confinement import bounded
+from torchtitan.data import DatasetError, class_folders, imagenet_metadata, webdataset
+from torchtitan.data.derived_classes import num_classes_of
+from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig
+from torchtitan.data.imagenet_metadata import find_validation_wnids
+from torchtitan.data.saved_index import _checksum
+from torchtitan.data.tar_files import read_members
+from torchtitan.data.tar_headers import Entry, TarError, walk
+from torchtitan.data.webdataset import WebDataset, WebDatasetConfig, find_shards
 
 MIB = 1 << 20
 END = bytes(1024)

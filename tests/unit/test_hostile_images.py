@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import UnreadableImage, image_decoding
-from data.image_decoding import MAX_EXIF_BYTES, MAX_PIXELS, decode_square, open_image, to_rgb
-from data.image_files import ImageList, SquareImages
 from tests.faults.confinement import bounded
+from torchtitan.data import UnreadableImage, image_decoding
+from torchtitan.data.image_decoding import MAX_EXIF_BYTES, MAX_PIXELS, decode_square, open_image, to_rgb
+from torchtitan.data.image_files import ImageList, SquareImages
 
 SIDE = 8
 MIB = 1 << 20

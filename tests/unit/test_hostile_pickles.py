@@ -6,11 +6,11 @@ import struct
 import numpy as np
 import pytest
 
-from data import DatasetError, numpy_pickle
-from data.cifar10 import Cifar10, Cifar10Config
-from data.numpy_pickle import read_table
 from tests.faults.confinement import bounded
 from tests.unit.test_cifar10 import BATCH, write_batches
+from torchtitan.data import DatasetError, numpy_pickle
+from torchtitan.data.cifar10 import Cifar10, Cifar10Config
+from torchtitan.data.numpy_pickle import read_table
 
 MIB = 1 << 20
 TABLE = {

@@ -7,14 +7,14 @@ from html.parser import HTMLParser
 
 import pytest
 
-from optimization_analysis import main as analyse
-from scripts.compare import main as compare
-from studies import gns_plots
 from torchtitan.pictures import page_charts
 from torchtitan.pictures.markdown import Markdown, bullet, inline, markdown_table
 from torchtitan.pictures.style import new_figure
 from torchtitan.runs.analysis.tables import write_csv
 from torchtitan.terminal import PrintableStream, shortened
+from torchtitan_dit.commands.compare import main as compare
+from torchtitan_dit.commands.optimization_analysis import main as analyse
+from torchtitan_dit.studies import gns_plots
 
 NAMES = [
     "a|b `code` **bold**", "<script>alert(1)</script>", "![x](http:||e) [y](z)", "$\\frac$ $x", "esc\x1b[2J\u202e",

@@ -11,10 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from optimization_analysis import main as analyse
-from scripts.compare import main as compare
-from studies.critical_batch_report import noise_scales
-from studies.curve_table import read_curves
 from torchtitan.experiments.autotune.record import RecordError, SearchRecord
 from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.grid import SweepError
@@ -28,6 +24,10 @@ from torchtitan.statistics.interval import median_interval
 from torchtitan.supervision.timeline import TimelineError, build_timeline
 from torchtitan.training import metric_points
 from torchtitan.training.metric_points import read_points
+from torchtitan_dit.commands.compare import main as compare
+from torchtitan_dit.commands.optimization_analysis import main as analyse
+from torchtitan_dit.studies.critical_batch_report import noise_scales
+from torchtitan_dit.studies.curve_table import read_curves
 
 DIGITS = "9" * 400  # beyond float64
 DEEP = "[" * 500 + "]" * 500

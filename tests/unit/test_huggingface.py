@@ -11,10 +11,6 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from data import DatasetError, huggingface
-from data.huggingface import HuggingFace
-from data.parquet_files import table_url
-from data.row_groups import RowGroupImages
 from tests.encoded_images import SIDE, assert_resumes_in_mid_epoch, decoded, everything, image_bytes
 from tests.faults.confinement import bounded
 from tests.hub_tables import (
@@ -29,6 +25,10 @@ from tests.hub_tables import (
     write_table,
 )
 from torchtitan.conditions import Unconditional
+from torchtitan.data import DatasetError, huggingface
+from torchtitan.data.huggingface import HuggingFace
+from torchtitan.data.parquet_files import table_url
+from torchtitan.data.row_groups import RowGroupImages
 from torchtitan.training.sample_order import SampleOrder
 
 
@@ -211,7 +211,7 @@ def test_a_hub_out_of_reach_is_said_in_one_line(monkeypatch, package):
         raise ConnectionError("no\nnetwork")
 
     monkeypatch.setattr(package, "load_dataset", fail)
-    monkeypatch.setattr("data.parquet_files.open_storage", fail)
+    monkeypatch.setattr("torchtitan.data.parquet_files.open_storage", fail)
     for streaming, what in ((False, "'owner/name'"), (True, "hf://datasets/owner/name")):
         with pytest.raises(DatasetError, match=rf"^data.path: {what} cannot be read .*\(ConnectionError: no network\)"):
             HuggingFace.info(config_of("owner/name", streaming=streaming))

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from data import DatasetError, UnreadableImage
-from data.image_decoding import resize_and_crop
-from data.image_files import ImageList, list_images, read_square
-from data.image_folder import ImageFolder, ImageFolderConfig
-from data.tinyimagenet import TinyImageNet, TinyImageNetConfig
 from tests.launcher import run_on_ranks
 from tests.unit.test_data import write_tinyimagenet
+from torchtitan.data import DatasetError, UnreadableImage
+from torchtitan.data.image_decoding import resize_and_crop
+from torchtitan.data.image_files import ImageList, list_images, read_square
+from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig
+from torchtitan.data.tinyimagenet import TinyImageNet, TinyImageNetConfig
 from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData, validation_batches
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from data import DatasetError, UnreadableImage, imagenet, imagenet_metadata, saved_index
-from data.imagenet import ImageNet, ImageNetConfig
 from tests.encoded_images import SIDE, assert_resumes_in_mid_epoch, decoded, everything, image_bytes, write_tar
+from torchtitan.data import DatasetError, UnreadableImage, imagenet, imagenet_metadata, saved_index
+from torchtitan.data.imagenet import ImageNet, ImageNetConfig
 
 WNIDS = ("n00000007", "n00000003", "n00000005")
 PER_CLASS = 30
@@ -175,7 +175,7 @@ def test_an_archive_is_read_through_once_until_it_changes(tmp_path, monkeypatch)
     reads = []
 
     def open_again(index_path=""):
-        from data import imagenet
+        from torchtitan.data import imagenet
 
         imagenet._open.cache_clear()
         read = imagenet.read_members

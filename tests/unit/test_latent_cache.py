@@ -11,7 +11,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import torchtitan.extraction.cache_filling as cache_filling
-from scripts.checkpoint import main as checkpoint_tool
 from tests.extractions import content, die_at_rename
 from tests.forked import ForkedProcess
 from tests.launcher import free_port
@@ -23,6 +22,7 @@ from torchtitan.latents.bucketed import open_stores
 from torchtitan.models import MODELS, build_model
 from torchtitan.run import run
 from torchtitan.texts.stub import StubEncoder
+from torchtitan_dit.commands.checkpoint import main as checkpoint_tool
 
 SIZES = [(140, 130), (70, 64), (130, 200), (128, 128), (64, 96)]
 
@@ -94,7 +94,7 @@ def test_a_filled_cache_opens_no_encoder_again(pictures, tmp_path, monkeypatch):
 
 
 def train_rank(given, kill_at):
-    from train import main
+    from torchtitan_dit.commands.train import main
 
     die_at_rename(kill_at)
     return main(given)
@@ -144,7 +144,7 @@ def test_a_signal_while_filling_asks_for_the_same_command_again(pictures, tmp_pa
 
 def test_what_decides_the_latents_names_the_cache(pictures, tmp_path):
     def name(path=pictures, *more):
-        from data.captioned_folder import _read_folder
+        from torchtitan.data.captioned_folder import _read_folder
 
         _read_folder.cache_clear()
         return cache_folder(load_config(words(path, tmp_path / "out", *more), 1)).name

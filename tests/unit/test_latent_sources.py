@@ -10,14 +10,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from data.latents import LatentsConfig
-from scripts.latents import main, parse_arguments
 from tests.latent_stores import plan_of, write_store
+from torchtitan.data.latents import LatentsConfig
 from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.sources import Int8File, MirroredShards, NpyFolders, open_source
 from torchtitan.files.npy_files import map_npy
 from torchtitan.latents import LatentStore
 from torchtitan.latents.index import INDEX_FILE, PARTIAL_FOLDER
+from torchtitan_dit.commands.latents import main, parse_arguments
 
 SHAPE = (4, 8, 8)
 COUNT = 20

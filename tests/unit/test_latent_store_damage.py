@@ -13,10 +13,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from data import DatasetError
-from data.latents import Latents, LatentsConfig
 from tests.faults.confinement import bounded
 from tests.latent_stores import images, plan_of, write_store
+from torchtitan.data import DatasetError
+from torchtitan.data.latents import Latents, LatentsConfig
 from torchtitan.errors import LatentStoreError
 from torchtitan.files.npy_files import map_npy
 from torchtitan.latents import LatentStore, StoreWriter, verify_shards

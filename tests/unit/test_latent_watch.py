@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from data import DatasetError
-from data.latents import Latents, LatentsConfig
 from tests.latent_stores import plan_of, write_store
+from torchtitan.data import DatasetError
+from torchtitan.data.latents import Latents, LatentsConfig
 from torchtitan.errors import LatentStoreError
 from torchtitan.latents import LatentStore, watch
 

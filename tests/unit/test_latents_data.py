@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from data import DatasetError
-from data.latents import Latents, LatentsConfig
 from tests.latent_stores import SHAPE, images, plan_of, write_store
 from torchtitan import philox
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.data import DatasetError
+from torchtitan.data.latents import Latents, LatentsConfig
 from torchtitan.latents import LatentStore, Normalization
 from torchtitan.training.data_loading import TrainingData, validation_batches
 from torchtitan.training.sample_order import SampleOrder
@@ -207,5 +207,5 @@ def test_keys_of_latents_are_refused_by_other_datasets_and_where_they_have_no_ef
 def test_noise_of_a_large_batch_is_that_of_its_samples(path, monkeypatch):
     config = config_of(path)
     whole = read_epochs(config)["images"]
-    monkeypatch.setattr("data.latents.NUMBERS_AT_A_TIME", 3 * 4 * 8 * 8)  # three images at a time, of batches of four
+    monkeypatch.setattr("torchtitan.data.latents.NUMBERS_AT_A_TIME", 3 * 4 * 8 * 8)  # three images at a time, of batches of four
     torch.testing.assert_close(read_epochs(config)["images"], whole)

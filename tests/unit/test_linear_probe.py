@@ -8,12 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.base import Dataset, UnreadableImage
-from studies import linear_probe, probe_passes
-from studies.probe_passes import Passes, chosen_images
 from tests.objectives import timesteps
 from torchtitan import philox
 from torchtitan.conditions import Classes, Unconditional
+from torchtitan.data.base import Dataset, UnreadableImage
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.evaluation.block_features import BlockFeatures, captured, conditions
@@ -23,6 +21,8 @@ from torchtitan.models.base import ProbePoint
 from torchtitan.models.dit import FLAVORS, build
 from torchtitan.models.edm2 import FAMILY as EDM2_FAMILY
 from torchtitan.models.edm2 import EDM2Config, EDM2UNet
+from torchtitan_dit.studies import linear_probe, probe_passes
+from torchtitan_dit.studies.probe_passes import Passes, chosen_images
 
 EDM = {"path": "edm", "prediction": "edm", "preconditioning": "edm", "timesteps": timesteps("lognormal_sigma")}
 SMALL_UNET = EDM2Config(config="G", channels=8, channel_mults=[1, 2], num_blocks=1, attention_resolutions=[4], dropout=0.0)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils.data._utils import signal_handling
 
-from data import DatasetError
 from tests.forked import ForkedProcess
 from tests.small_shared_memory import needs_mounts, shrink_shared_memory
+from torchtitan.data import DatasetError
 from torchtitan.training import loader_processes
 from torchtitan.training.loader_processes import (
     LoaderProcesses,

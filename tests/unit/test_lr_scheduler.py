@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from studies.branch_training import run_lr
-from studies.equal_samples import batch_overrides
 from tests.distributed.cases import make_trainer
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.experiments.autotune.probe import probe_config
 from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig
 from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.optimizer import build_optimizer
+from torchtitan_dit.studies.branch_training import run_lr
+from torchtitan_dit.studies.equal_samples import batch_overrides
 
 # Warm-up over 200 epochs of CIFAR, decay from epoch 400 on.
 PER_EPOCH = LRSchedulerConfig(

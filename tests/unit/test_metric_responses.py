@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from scripts.study import main, parse_arguments
-from studies.metric_responses import NOISE, SAMPLES, Pool, Responses, read_pool
-from studies.metric_responses_report import MUST, VALUES, bounds, summary
+from torchtitan_dit.commands.study import main, parse_arguments
+from torchtitan_dit.studies.metric_responses import NOISE, SAMPLES, Pool, Responses, read_pool
+from torchtitan_dit.studies.metric_responses_report import MUST, VALUES, bounds, summary
 
 
 @pytest.fixture(scope="module")

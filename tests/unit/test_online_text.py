@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from data.base import DatasetError
-from data.captioned_folder import CaptionedFolder, CaptionedFolderConfig
-from data.latents import Latents, LatentsConfig
-from scripts import sample
-from scripts.extract_latents import main as extract_latents
 from tests.unit.test_bucketed_stores import write_folder
 from torchtitan.conditions import CAPTION, POOLED, TEXT, letters_of, texts_of
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.data.base import DatasetError
+from torchtitan.data.captioned_folder import CaptionedFolder, CaptionedFolderConfig
+from torchtitan.data.latents import Latents, LatentsConfig
 from torchtitan.run import run
+from torchtitan_dit.commands import sample
+from torchtitan_dit.commands.extract_latents import main as extract_latents
 
 SIZES = [(32, 32)] * 7
 KEYS = dict(text_encoder="stub:32", pooled_encoder="stub:24", text_length=6)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from data import UnreadableImage
 from tests.unit.test_gns_pool import EDGES, GEOMETRIES, assert_rows, made_up, written
 from tests.unit.test_profiling import CPU
+from torchtitan.data import UnreadableImage
 from torchtitan.errors import RunFolderError
 from torchtitan.gns import raw_sums
 from torchtitan.gns.raw_sums import RawSums, raw_files

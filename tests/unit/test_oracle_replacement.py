@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from studies.oracle_replacement import ancestral_chain, posterior, unit_errors, visited_indices
 from torchtitan.diffusion.paths import PATHS
+from torchtitan_dit.studies.oracle_replacement import ancestral_chain, posterior, unit_errors, visited_indices
 
 PATH = PATHS["ddpm_linear"]()
 VARIANCE, BIAS, SIZE = 0.25, 0.3, 4096

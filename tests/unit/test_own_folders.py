@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from studies import gns_published, posterior_coefficients
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.grid import SweepError, read_sweep
 from torchtitan.experiments.record import ResultTable, SweepFolder
@@ -16,6 +15,7 @@ from torchtitan.experiments.training import begin_branch, remove_checkpoints
 from torchtitan.files.durable import append_synced
 from torchtitan.files.ownership import begins_with, foreign_entry
 from torchtitan.files.run_lock import Busy
+from torchtitan_dit.studies import gns_published, posterior_coefficients
 
 COLUMNS, KEY = ("model", "value"), ("model",)
 UNFINISHED = ".results.csv." + 32 * "a" + ".unfinished"

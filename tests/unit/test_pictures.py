@@ -6,10 +6,10 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
-from studies import gns_plots
 from torchtitan.gns import pictures as gns_pictures
 from torchtitan.pictures.grids import ACCENT, EMPTY, GAP, MARGIN, NOT_FINITE, PAPER, image_grid, save_animation
 from torchtitan.pictures.style import new_figure
+from torchtitan_dit.studies import gns_plots
 
 
 def as_array(picture: Image.Image) -> np.ndarray:

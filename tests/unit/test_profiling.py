@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scripts.breakdown import main
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.profiling import breakdown, profiler
 from torchtitan.profiling.breakdown import as_record, as_text, break_down
 from torchtitan.profiling.config import ProfilingConfig
 from torchtitan.profiling.profiler import Profiler
 from torchtitan.profiling.trace import Span, TraceError, find_trace, read_trace, trace_path
+from torchtitan_dit.commands.breakdown import main
 
 CPU = SimpleNamespace(device=torch.device("cpu"), rank=0)
 

@@ -191,7 +191,7 @@ def lora_config(tmp_path, *words, steps=4):
 @needs_torchao
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_of_a_file_are_quantised_as_those_of_a_network(kind, tmp_path):
-    from data import dataset_info
+    from torchtitan.data import dataset_info
 
     source = drawn("dit")
     save_file(named_weights(source), tmp_path / "base.safetensors")

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from data import DATASETS
-from data.digits import DigitsConfig
-from scripts import evaluate
 from tests.configurations import problems
 from tests.launcher import run_on_ranks
+from torchtitan.data import DATASETS
+from torchtitan.data.digits import DigitsConfig
 from torchtitan.errors import EvaluationError
 from torchtitan.evaluation import sample_metrics
 from torchtitan.evaluation.config import EvaluationConfig
@@ -23,6 +22,7 @@ from torchtitan.fidelity.measurement import Options
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.pictures.grids import to_rgb
 from torchtitan.statistics.interval import Interval
+from torchtitan_dit.commands import evaluate
 
 CPU = torch.device("cpu")
 

@@ -224,7 +224,7 @@ def test_schedules_follow_the_path():
 
 @pytest.fixture(scope="module")
 def script():
-    specification = importlib.util.spec_from_file_location("sample_script", ROOT / "scripts" / "sample.py")
+    specification = importlib.util.spec_from_file_location("sample_script", ROOT / "torchtitan_dit" / "commands" / "sample.py")
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module

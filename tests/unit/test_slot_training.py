@@ -6,19 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data.synthetic import Synthetic, SyntheticConfig
-from studies.by_image import cosine, from_text, log_ratio, root_mean, to_text, with_student
-from studies.slot_training import (
-    curve_nodes,
-    edges_of_curve,
-    finetune,
-    gradient_products,
-    make_slots,
-    restored,
-    slot_nodes,
-)
 from tests.objectives import timesteps
 from torchtitan.conditions import Unconditional
+from torchtitan.data.synthetic import Synthetic, SyntheticConfig
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges
@@ -27,6 +17,16 @@ from torchtitan.evaluation.timestep_errors import fixed_samples, timestep_errors
 from torchtitan.models.base import DiffusionModel
 from torchtitan.training.config import OptimizerConfig
 from torchtitan.training.optimizer import build_optimizer
+from torchtitan_dit.studies.by_image import cosine, from_text, log_ratio, root_mean, to_text, with_student
+from torchtitan_dit.studies.slot_training import (
+    curve_nodes,
+    edges_of_curve,
+    finetune,
+    gradient_products,
+    make_slots,
+    restored,
+    slot_nodes,
+)
 
 VARIANCE = 0.25
 DEVICE = torch.device("cpu")

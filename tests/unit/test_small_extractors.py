@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
-from data.digits import Digits, DigitsConfig
-from scripts import train_extractor
+from torchtitan.data.digits import Digits, DigitsConfig
 from torchtitan.features.base import ExtractorError
 from torchtitan.features.registry import EXTRACTORS, open_extractor
 from torchtitan.features.small import (
@@ -29,6 +28,7 @@ from torchtitan.features.small import (
     weights_metadata,
 )
 from torchtitan.statistics.interval import binomial_interval
+from torchtitan_dit.commands import train_extractor
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGEST = 400_000  # bytes

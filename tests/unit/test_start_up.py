@@ -21,7 +21,7 @@ PROGRAM = """
 import json, sys
 import torch
 before = set(sys.modules)
-import train
+from torchtitan_dit.commands import train
 code = train.main(sys.argv[1:])
 print(json.dumps([code, sorted(set(sys.modules) - before)]))
 """

@@ -11,13 +11,13 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from data import DatasetError, UnreadableImage, huggingface, row_groups
-from data.huggingface import HuggingFace
-from data.node_cache import NodeCache
-from data.row_groups import RowGroupImages
 from tests.encoded_images import decoded, everything, image_bytes
 from tests.faults.confinement import bounded
 from tests.hub_tables import GROUP, ROWS, config_of, forget_tables, write_files
+from torchtitan.data import DatasetError, UnreadableImage, huggingface, row_groups
+from torchtitan.data.huggingface import HuggingFace
+from torchtitan.data.node_cache import NodeCache
+from torchtitan.data.row_groups import RowGroupImages
 from torchtitan.training.sample_order import SampleOrder
 
 

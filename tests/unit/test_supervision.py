@@ -9,12 +9,12 @@ import subprocess
 
 import pytest
 
-from scripts.timeline import main
 from tests.launcher import ROOT
 from torchtitan.runs.status import write_status
 from torchtitan.supervision.events import EventLog
 from torchtitan.supervision.garbage import GarbageControl
 from torchtitan.training.memory_monitor import MemoryMonitor, host_memory
+from torchtitan_dit.commands.timeline import main
 
 GIB = 2**30
 

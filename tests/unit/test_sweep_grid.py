@@ -186,7 +186,7 @@ def test_the_grids_that_come_with_the_program_are_valid(path, tmp_path):
     ],
 )
 def test_command_line(arguments, words, tmp_path, capsys):
-    from scripts.sweep import main
+    from torchtitan_dit.commands.sweep import main
 
     try:
         code = main([*arguments, "--output", str(tmp_path / "out")])

@@ -6,18 +6,18 @@ import sys
 
 import pytest
 
-from data import DATASETS
-from studies.equal_samples import study_base
-from studies.grid_options import read_base
-from studies.training_grid import GridRun, plan_grid
 from torchtitan.config.job import JobConfig, load_config
 from torchtitan.config.places import place_problems, written_places
+from torchtitan.data import DATASETS
 from torchtitan.experiments import process
 from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.grid import SweepError, read_sweep
 from torchtitan.experiments.process import run_processes
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import plan_sweep
+from torchtitan_dit.studies.equal_samples import study_base
+from torchtitan_dit.studies.grid_options import read_base
+from torchtitan_dit.studies.training_grid import GridRun, plan_grid
 
 SWEEP = """
 [fixed]

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from data import DatasetError
-from data.synthetic import NUM_VALIDATION, Synthetic, SyntheticConfig, mode_variances, optimal_velocity_loss
 from tests.configurations import problems
 from torchtitan.conditions import POOLED, TEXT, Embeddings
 from torchtitan.config.job import load_config
+from torchtitan.data import DatasetError
+from torchtitan.data.synthetic import NUM_VALIDATION, Synthetic, SyntheticConfig, mode_variances, optimal_velocity_loss
 from torchtitan.estimate.memory import model_on_meta
 
 
@@ -78,7 +78,7 @@ def test_synthetic_images_are_functions_of_their_index():
 def test_synthetic_images_do_not_depend_on_how_many_are_drawn_at_a_time(monkeypatch):
     config = SyntheticConfig(shape=[1, 8, 8])
     images = Synthetic(config, "train").fetch(np.arange(10))["images"]
-    monkeypatch.setattr("data.synthetic.WORDS_AT_A_TIME", 200)
+    monkeypatch.setattr("torchtitan.data.synthetic.WORDS_AT_A_TIME", 200)
     assert torch.equal(Synthetic(config, "train").fetch(np.arange(10))["images"], images)
 
 

@@ -9,12 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from data.synthetic import Synthetic, SyntheticConfig, mode_variances, optimal_noise_loss, optimal_velocity_loss
-from studies import slots
-from studies.curve_table import LossCurve, curve_of, write_curves, write_errors
 from tests.objectives import timesteps
 from tests.unit.test_timestep_samplers import power_law_curve, scalar_curve
 from torchtitan.conditions import Unconditional
+from torchtitan.data.synthetic import (
+    Synthetic,
+    SyntheticConfig,
+    mode_variances,
+    optimal_noise_loss,
+    optimal_velocity_loss,
+)
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
@@ -29,6 +33,8 @@ from torchtitan.evaluation.timestep_errors import (
     timestep_nodes,
 )
 from torchtitan.experiments.folder import StudyError
+from torchtitan_dit.studies import slots
+from torchtitan_dit.studies.curve_table import LossCurve, curve_of, write_curves, write_errors
 
 POWER_LAW = SyntheticConfig(shape=[1, 4, 8], spectrum_alpha=3.0, pixel_variance=1.0, num_classes=0)
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from studies.equal_samples import study_base
-from studies.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
 from torchtitan.config.job import dump_config, load_config
 from torchtitan.experiments import training
 from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.process import Outcome
+from torchtitan_dit.studies.equal_samples import study_base
+from torchtitan_dit.studies.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
 
 STEPS = 4
 

@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from data import DatasetError, UnreadableImage, saved_index, webdataset
-from data.webdataset import WebDataset, WebDatasetConfig, expand_braces
 from tests.encoded_images import SIDE, assert_resumes_in_mid_epoch, decoded, everything, image_bytes, write_tar
 from torchtitan.conditions import Unconditional
+from torchtitan.data import DatasetError, UnreadableImage, saved_index, webdataset
+from torchtitan.data.webdataset import WebDataset, WebDatasetConfig, expand_braces
 
 PER_SHARD = 25
 

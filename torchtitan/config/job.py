@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_type_hints
 
-from data import DATASETS, DataConfig, DatasetInfo
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.checks import find_problems, resolve
 from torchtitan.config.latent_cache import CacheConfig
 from torchtitan.config.view import ConfigView
+from torchtitan.data import DATASETS, DataConfig, DatasetInfo
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.distributed.config import ActivationCheckpointConfig, CommConfig, CompileConfig, ParallelismConfig

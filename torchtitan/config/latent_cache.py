@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from data import dataset_info
-from data.base import DatasetError, DatasetInfo, Split
-from data.captioned_folder import CaptionedFolderConfig, content_digest
-from data.latents import LatentsConfig
 from torchtitan.autoencoders import build_autoencoder
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.conditions import POOLED, TEXT, Embeddings, Unconditional
+from torchtitan.data import dataset_info
+from torchtitan.data.base import DatasetError, DatasetInfo, Split
+from torchtitan.data.captioned_folder import CaptionedFolderConfig, content_digest
+from torchtitan.data.latents import LatentsConfig
 from torchtitan.files.regular import user_path
 from torchtitan.settings import only_with, setting
 

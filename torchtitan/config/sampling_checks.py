@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from data import DataConfig
 from torchtitan.conditions import Unconditional
 from torchtitan.config.view import ConfigView
+from torchtitan.data import DataConfig
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
 from torchtitan.evaluation.judges import judge_type
 from torchtitan.settings import has_key

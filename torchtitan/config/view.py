@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from data import dataset_info
-from data.base import DatasetError, DatasetInfo
 from torchtitan.config.latent_cache import CACHED_DATASETS, cached_info
+from torchtitan.data import dataset_info
+from torchtitan.data.base import DatasetError, DatasetInfo
 from torchtitan.settings.sections import choices
 
 

@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import torch
 
-from data import DATASETS
 from torchtitan.autoencoders import AUTOENCODERS
+from torchtitan.data import DATASETS
 from torchtitan.diffusion.guidance import Guidance
 from torchtitan.diffusion.paths import PATHS, has_indices
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, ScheduleConfig, SolverConfig

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
-from data import DATASETS, DataConfig, Dataset
 from torchtitan.autoencoders import build_autoencoder
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Normalization, denormalize
 from torchtitan.autoencoders.tiling import in_tiles
+from torchtitan.data import DATASETS, DataConfig, Dataset
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import LatentStoreError
 from torchtitan.evaluation.config import AutoencoderConfig

@@ -12,7 +12,7 @@ from torchtitan.fidelity.frechet import FrechetReference
 from torchtitan.fidelity.moments import moments_of_rows
 
 if TYPE_CHECKING:
-    from data.base import Dataset
+    from torchtitan.data.base import Dataset
 
 SUBSETS = 10
 COPY_PERCENTILE = 1.0

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from data import DATASETS, DataConfig, DatasetInfo
 from torchtitan.conditions import Condition
+from torchtitan.data import DATASETS, DataConfig, DatasetInfo
 from torchtitan.diffusion.guidance import Guide
 from torchtitan.diffusion.objective import Objective
 from torchtitan.distributed.collectives import from_first_rank

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from data import DATASETS, DataConfig, DatasetError, DatasetInfo
-from data.base import Split
-from data.image_decoding import decode_whole, decoding_problem, open_image
-from data.image_files import ImageList, list_images, shown_path
 from torchtitan.checkpoint.manifest import read_json
+from torchtitan.data import DATASETS, DataConfig, DatasetError, DatasetInfo
+from torchtitan.data.base import Split
+from torchtitan.data.image_decoding import decode_whole, decoding_problem, open_image
+from torchtitan.data.image_files import ImageList, list_images, shown_path
 from torchtitan.errors import DamagedFile, EvaluationError, first_line, unwrapped
 from torchtitan.evaluation.npz_images import NPZ_SUFFIX, NPZArray, open_npz
 from torchtitan.evaluation.sample_sets import RECORD

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Protocol, Self
 
 import numpy as np
 
-from data import DATASETS, DataConfig, Dataset
+from torchtitan.data import DATASETS, DataConfig, Dataset
 from torchtitan.evaluation.digits_judge import DigitsJudge
 
 

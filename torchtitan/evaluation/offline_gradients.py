@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.base import Batch, Dataset, Draws, UnreadableImage
 from torchtitan import philox
 from torchtitan.conditions import Condition, each_tensor
+from torchtitan.data.base import Batch, Dataset, Draws, UnreadableImage
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.diffusion.paths import has_indices, indexed
 from torchtitan.distributed.precision import compute_context

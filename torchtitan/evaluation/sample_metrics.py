@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.base import DatasetError
+from torchtitan.data.base import DatasetError
 from torchtitan.distributed.collectives import from_first_rank, of_all_ranks, on_all_ranks
 from torchtitan.errors import EvaluationError
 from torchtitan.evaluation.config import SPLITS, EvaluationConfig

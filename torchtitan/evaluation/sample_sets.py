@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data import DataConfig
+from torchtitan.data import DataConfig
 from torchtitan.distributed.collectives import from_first_rank, of_all_ranks
 from torchtitan.distributed.shared_work import SharedProgress
 from torchtitan.evaluation.decoding import LatentDecoder

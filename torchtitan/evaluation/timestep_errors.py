@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.base import Batch, Dataset, DatasetError, UnreadableImage
 from torchtitan import philox
 from torchtitan.conditions import each_tensor
+from torchtitan.data.base import Batch, Dataset, DatasetError, UnreadableImage
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.diffusion.paths import indexed
 from torchtitan.diffusion.predictions import noise_error_weight

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from data.base import DatasetError
 from torchtitan.checkpoint.checkpointer import CheckpointError
+from torchtitan.data.base import DatasetError
 from torchtitan.errors import unwrapped
 from torchtitan.evaluation.offline_gradients import EstimateFailed, GradientError
 from torchtitan.experiments.engine import Advance, settle_cells

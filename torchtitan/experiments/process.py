@@ -20,7 +20,7 @@ from torchtitan.errors import DamagedFile, unwrapped
 
 Status = Literal["ok", "oom", "failed", "timeout", "refused"]
 
-ROOT = Path(__file__).resolve().parents[2]
+_TRAIN = Path(__file__).resolve().parents[2] / "train.py"  # of the checkout, which need not be installed
 _GUARD = Path(__file__).with_name("guard.py")
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _POLL_SECONDS = 0.1
@@ -162,7 +162,8 @@ def _command(arguments: list[str], processes: int) -> list[str]:
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    return [*launcher, str(ROOT / "train.py"), *arguments]
+    program = [str(_TRAIN)] if _TRAIN.is_file() else ["-m", "torchtitan_dit", "train"]
+    return [*launcher, *program, *arguments]
 
 
 def _environment(processes: int, extra: dict[str, str], devices: list[int] | None) -> dict[str, str]:

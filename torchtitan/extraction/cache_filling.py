@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data import dataset_info
-from data.base import DatasetError
-from data.captioned_folder import CaptionedFolderConfig
 from torchtitan.autoencoders import build_autoencoder
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
 from torchtitan.autoencoders.tiling import in_tiles
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import cache_folder, images_only, is_finished, splits_of
+from torchtitan.data import dataset_info
+from torchtitan.data.base import DatasetError
+from torchtitan.data.captioned_folder import CaptionedFolderConfig
 from torchtitan.distributed.collectives import from_first_rank, group_for_work, on_all_ranks
 from torchtitan.distributed.mesh import compute_device, init_process_group
 from torchtitan.errors import LatentStoreError

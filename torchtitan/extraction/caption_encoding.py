@@ -9,8 +9,8 @@ import pydantic
 import torch
 from torch import Tensor
 
-from data.base import DatasetError
 from torchtitan.conditions import POOLED, TEXT
+from torchtitan.data.base import DatasetError
 from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.image_source import ImageSource
 from torchtitan.latents.captions import CAPTION_DTYPES, texts_digest

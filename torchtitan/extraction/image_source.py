@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import DATASETS
-from data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Split, UnreadableImage
 from torchtitan.conditions import Classes, Unconditional
+from torchtitan.data import DATASETS
+from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Split, UnreadableImage
 from torchtitan.files.regular import user_path
 from torchtitan.latents.index import SkippedImage
 from torchtitan.settings.schema import toml_value

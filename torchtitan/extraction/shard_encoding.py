@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.base import DatasetError
 from torchtitan.autoencoders.base import Autoencoder
+from torchtitan.data.base import DatasetError
 from torchtitan.extraction.caption_encoding import Captions
 from torchtitan.extraction.extraction_plan import ExtractionOptions
 from torchtitan.extraction.image_source import ImageSource

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data import DATASETS
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import AutoencoderError
+from torchtitan.data import DATASETS
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.config import LATENT_DATASETS, AutoencoderConfig, SamplingConfig
 from torchtitan.evaluation.decoding import LatentDecoder, open_decoder

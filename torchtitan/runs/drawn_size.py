@@ -3,7 +3,7 @@
 import math
 import re
 
-from data import DATASETS
+from torchtitan.data import DATASETS
 from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.evaluation.decoding import LatentDecoder
 from torchtitan.models import MODELS

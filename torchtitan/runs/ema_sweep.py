@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from data import DATASETS
 from torchtitan.checkpoint.manifest import MANIFEST, hash_file, read_json
 from torchtitan.config.sampling_checks import data_text
+from torchtitan.data import DATASETS
 from torchtitan.diffusion.guidance import Guide
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.errors import DamagedFile, first_line

@@ -7,10 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from data import dataset_info
 from torchtitan.checkpoint.comparison import TensorSource, open_checkpoint
 from torchtitan.checkpoint.reading import read_state
 from torchtitan.config.job import JobConfig
+from torchtitan.data import dataset_info
 from torchtitan.distributed.precision import DTYPES
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.shard_files import write_tensors

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from data import DATASETS
 from torchtitan.conditions import ConditionKind, Unconditional
+from torchtitan.data import DATASETS
 from torchtitan.diffusion.guidance import Guide
 from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, load_weights

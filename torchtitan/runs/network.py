@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from data.base import DatasetInfo
 from torchtitan.config.job import JobConfig
+from torchtitan.data.base import DatasetInfo
 from torchtitan.errors import CheckpointError
 from torchtitan.files.weight_files import check_fits, each_tensor, fill, named_weights
 from torchtitan.files.weight_hash import file_sha256, weights_sha256

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from data.image_decoding import open_image
-from data.trigger_words import has_trigger
+from torchtitan.data.image_decoding import open_image
+from torchtitan.data.trigger_words import has_trigger
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.regular import read_regular
 from torchtitan.pictures.grids import image_grid

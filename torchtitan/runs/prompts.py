@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from data import DATASETS
 from torchtitan.conditions import Embeddings, Texts
+from torchtitan.data import DATASETS
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import LatentStoreError
 from torchtitan.evaluation.config import LATENT_DATASETS

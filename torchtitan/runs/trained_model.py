@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-from data import dataset_info
-from data.base import DatasetInfo
 from torchtitan.checkpoint.checkpointer import (
     CheckpointError,
     checkpoint_path,
@@ -20,6 +18,8 @@ from torchtitan.checkpoint.checkpointer import (
 )
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.config.job import ConfigError, JobConfig, load_config
+from torchtitan.data import dataset_info
+from torchtitan.data.base import DatasetInfo
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.files.regular import read_toml

@@ -10,6 +10,7 @@ from typing import Any
 from torchtitan.errors import unwrapped
 from torchtitan.settings.schema import quoted, shown_name
 
+SHIPPED = Path(__file__).resolve().parents[1] / "train_configs"
 _LARGEST_FILE = 4 << 20  # bytes
 _DEEPEST = 50
 
@@ -40,13 +41,24 @@ def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     return texts, problems
 
 
+def _shipped(path: str) -> str | None:
+    """Path of the configuration that the package brings as `train_configs/NAME.toml`, `NAME.toml` or NAME."""
+    name = Path(path)
+    if name.is_absolute() or ".." in name.parts or name.exists():
+        return None
+    inside = Path(*name.parts[1:]) if name.parts[:1] == (SHIPPED.name,) else name
+    found = SHIPPED / inside.with_name(f"{inside.name.removesuffix('.toml')}.toml") if inside.name else SHIPPED
+    return str(found) if found.is_file() else None
+
+
 def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
-    """Read a TOML file.
+    """Read a TOML file: of this path or, if there is none, the shipped configuration of this name.
 
     Returns:
         the document, empty if it cannot be read, and in that case one line with the reason.
     """
     try:
+        path = _shipped(path) or path
         mode = Path(path).stat().st_mode
         if stat.S_ISDIR(mode):
             return {}, [f"{shown_file(path)}: is a folder (give a TOML file)"]

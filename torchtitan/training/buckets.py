@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from data.base import Dataset, DatasetError, DatasetInfo
+from torchtitan.data.base import Dataset, DatasetError, DatasetInfo
 
 
 def bucket_range(dataset: Dataset, index: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data.base import UnreadableImage
+from torchtitan.data.base import UnreadableImage
 from torchtitan.distributed.collectives import of_all_ranks
 from torchtitan.files.patient_file import PatientFile
 

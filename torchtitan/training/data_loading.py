@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, UnreadableImage
 from torchtitan import philox
+from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, UnreadableImage
 from torchtitan.errors import unwrapped
 from torchtitan.processes.launch import launch_number
 from torchtitan.training.buckets import bucket_range, check_buckets, held_out_parts, shape_of, small_buckets

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from data.base import DatasetError
+from torchtitan.data.base import DatasetError
 from torchtitan.errors import unwrapped
 from torchtitan.processes.command_line import readable_size
 from torchtitan.processes.parent_death import end_with_parent

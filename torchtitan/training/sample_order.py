@@ -5,8 +5,8 @@ from bisect import bisect_right
 import numpy as np
 import torch
 
-from data.base import Dataset
 from torchtitan import philox
+from torchtitan.data.base import Dataset
 
 
 class SampleOrder:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.image_decoding import open_image
+from torchtitan.data.image_decoding import open_image
 from torchtitan.files.regular import read_regular
 from torchtitan.runs.compare.tables import Name
 from torchtitan.runs.pages import png_source

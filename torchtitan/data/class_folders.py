@@ -1,0 +1,93 @@
+"""Class folders of images: their listing, numbers and names."""
+
+import functools
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from torchtitan.data.base import DatasetError
+from torchtitan.data.derived_classes import MOST_CLASSES
+from torchtitan.data.image_files import ImageList, list_folders, list_images, shown_names, shown_path
+from torchtitan.files.regular import read_regular, user_path
+
+MAX_CLASSES_BYTES = 16 << 20  # of a file that names classes
+
+
+@functools.lru_cache(maxsize=4)  # a run opens the same folder several times, and may have a million files
+def list_class_folders(key: str, path: str) -> tuple[list[bytes], ImageList]:
+    """List class folders by name, and the images in them.
+
+    Args:
+        key: of the configuration, for messages.
+        path: the folder that holds the class folders.
+
+    Raises:
+        DatasetError: no such folder, no images in it, or a class folder without any.
+    """
+    root = existing_folder(key, path)
+    folders = list_folders(root)
+    names_by_class = [list_images(os.path.join(root, name), name + b"/") for name in folders]
+    if not any(names_by_class):
+        where = "has images, but not in" if not folders and list_images(root) else "has no images in"
+        raise DatasetError(f"{key}: {path!r} {where} folders, one per class")
+    empty = [name for name, names in zip(folders, names_by_class, strict=True) if not names]
+    if empty:
+        raise DatasetError(
+            f"{key}: {len(empty)} of the {len(folders)} class folders have no images, first "
+            f"{shown_path(os.path.join(root, empty[0]))} (fill or remove them)"
+        )
+    return folders, ImageList.of(root, names_by_class)
+
+
+def existing_folder(key: str, path: str) -> bytes:
+    """Resolve an existing folder's path for the file system. Raises DatasetError where it is no folder."""
+    folder = user_path(path)
+    if not folder.exists():
+        raise DatasetError(f"{key}: {path!r} does not exist")
+    if not folder.is_dir():
+        raise DatasetError(f"{key}: {path!r} is a file; give its folder")
+    return os.fsencode(folder)
+
+
+def class_numbers(folders: list[bytes], classes_file: str) -> np.ndarray:
+    """Class number of each class folder, int64: its place, or its line in the given file.
+
+    Raises:
+        DatasetError: the file cannot be read, or lacks a folder.
+    """
+    if not classes_file:
+        return np.arange(len(folders))
+    known = {folder: number for number, folder in enumerate(read_classes(classes_file))}
+    unknown = [folder for folder in shown_names(folders) if folder not in known]
+    if unknown:
+        raise DatasetError(f"data.classes_file: {classes_file}: class folder {unknown[0]!r} is not in it")
+    return np.array([known[folder] for folder in shown_names(folders)])
+
+
+def read_classes(path: str) -> Mapping[str, str]:
+    """Read folder -> name, in the order of a file with one "folder name" a line. Raises DatasetError."""
+    try:
+        return _parsed(path, read_regular(user_path(path), MAX_CLASSES_BYTES).decode("utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise DatasetError(f"data.classes_file: {path}: cannot be read: {reason}") from error
+
+
+@functools.lru_cache(maxsize=2)  # a run reads the same file several times, and it may have a million lines
+def _parsed(path: str, text: str) -> Mapping[str, str]:
+    lines = text.splitlines()
+    if len(lines) > MOST_CLASSES:
+        raise DatasetError(f"data.classes_file: {path}: {len(lines):,} lines, more than {MOST_CLASSES:,} classes")
+    names: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        folder, _, name = line.strip().partition(" ")
+        if not folder:
+            raise DatasetError(f"data.classes_file: {path}: line {number} is empty")
+        if folder in names:
+            raise DatasetError(f"data.classes_file: {path}: line {number}: {folder!r} is listed twice")
+        names[folder] = name.strip() or folder
+    if not names:
+        raise DatasetError(f"data.classes_file: {path}: has no classes")
+    return MappingProxyType(names)

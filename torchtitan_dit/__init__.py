@@ -1,0 +1,1 @@
+"""Programs of the trainer, its studies, and what other Python code calls."""

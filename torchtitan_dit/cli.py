@@ -1,0 +1,87 @@
+"""The command `torchtitan-dit NAME ...`: every program of the project under one name, each in torchtitan_dit/commands/."""
+
+import importlib
+import sys
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import NoReturn
+
+from torchtitan.processes.exit_codes import REFUSED
+from torchtitan.processes.parent_death import end_with_launcher
+
+PROGRAM = "torchtitan-dit"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A word after `torchtitan-dit`.
+
+    Attributes:
+        module: file of torchtitan_dit/commands/.
+        help: one line.
+        words: arguments that come before those given.
+    """
+
+    module: str
+    help: str
+    words: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "train": Command("train", "train a model, or resume its run"),
+    "sample": Command("sample", "draw images from a run or a file of weights"),
+    "evaluate": Command("evaluate", "judge images by FID, KID, inception score, precision and recall"),
+    "extract": Command("extract_latents", "encode a dataset of images into a latent store"),
+    "latents": Command("latents", "convert, show, verify and measure latent stores"),
+    "decode": Command("cosmos_latent_decoder", "latents to images, with an autoencoder", ("decode",)),
+    "encode": Command("cosmos_latent_decoder", "images to latents, with an autoencoder", ("encode",)),
+    "check-autoencoder": Command("cosmos_latent_decoder", "measure an autoencoder's reconstruction quality", ("check",)),
+    "checkpoint": Command("checkpoint", "list, verify and compare checkpoints; export and import weights"),
+    "export": Command("checkpoint", "write a run's weights in a published layout", ("export",)),
+    "import": Command("checkpoint", "make a checkpoint of published weights", ("import",)),
+    "download": Command("download", "fetch public autoencoders, latents and feature extractors"),
+    "ema": Command("ema", "choose the length of a weight average after training"),
+    "estimate": Command("estimate", "memory, speed and hours of a run before its launch"),
+    "autotune": Command("autotune_batch_size", "find the largest or the fastest batch size"),
+    "sweep": Command("sweep", "run a grid of configurations"),
+    "study": Command("study", "run a study of checkpoints, or of runs that it trains"),
+    "critical-batch": Command("critical_batch", "measure the critical batch size of a checkpoint"),
+    "compare": Command("compare", "compare runs on one page"),
+    "compare-hardware": Command("compare_hardware", "compare hardware by runs of one configuration"),
+    "analyse": Command("optimization_analysis", "speed and memory of a folder of runs"),
+    "breakdown": Command("breakdown", "time of a training step by kind of operation"),
+    "timeline": Command("timeline", "timeline of all ranks of a run"),
+    "train-extractor": Command("train_extractor", "train a small feature extractor"),
+    "import-edm2-config": Command("import_edm2_config", "import a configuration of EDM2's multi-GPU port"),
+}
+
+
+def run_command(module: str) -> NoReturn:
+    """Run a program of torchtitan_dit/commands/ on the words of `sys.argv`, and end the process with its exit code."""
+    end_with_launcher()  # before the seconds that importing torch takes
+    importlib.import_module(f"torchtitan_dit.commands.{module}").run()
+    raise AssertionError(f"{module} has not ended the process")
+
+
+def main() -> NoReturn:
+    """Run `torchtitan-dit NAME ...`, or `python -m torchtitan_dit NAME ...`, which torchrun can start too."""
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(_usage())
+        sys.exit(0 if words else REFUSED)
+    name, *rest = words
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1)
+        advice = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
+        print(f"{PROGRAM}: {name}: no such command ({advice})", file=sys.stderr)
+        sys.exit(REFUSED)
+    command = COMMANDS[name]
+    # What argparse calls the program in its messages, up to the command's own first words.
+    sys.argv = [f"{PROGRAM} {name}" if not command.words else PROGRAM, *command.words, *rest]
+    run_command(command.module)
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join([f"{PROGRAM} COMMAND ...   (`{PROGRAM} COMMAND --help` describes one)", "", *lines])

@@ -1,0 +1,96 @@
+"""Find the local batch size for this device: scripts/autotune_batch_size.py CONFIG [options] [--section.key value ...]
+
+Each batch size is tried by a few steps of train.py in fresh processes. The number for training.local_batch_size is
+printed to stdout, all else to stderr. Tries are kept in <job.dump_folder>/autotune: the same question again is answered
+from there, and an interrupted search resumes. Exit codes: 0 found, 1 nothing fits or a try failed, 2 refused.
+from typing import NoReturn
+"""
+
+import argparse
+import logging
+import sys
+
+from torchtitan.config.job import ConfigError
+from torchtitan.experiments.autotune.candidates import AutotuneRefused
+from torchtitan.experiments.autotune.probe import ProbeFailed
+from torchtitan.experiments.autotune.record import RecordError
+from torchtitan.experiments.autotune.tuning import GOALS, MAX_BATCH_SIZE, NothingFits, autotune
+from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
+from torchtitan.settings.sources import read_command_line
+
+
+def main(words: list[str] | None = None) -> int:
+    own, overrides = split_arguments(sys.argv[1:] if words is None else words)
+    options = parse_arguments(own)
+    arguments = ["--job.config_file", options.config, *overrides]
+    try:
+        _refuse_given_batch_size(overrides)
+        result = autotune(
+            arguments, options.processes, goal=options.goal, memory_gib=options.memory, headroom=options.headroom,
+            multiple_of=options.multiple_of, max_batch_size=options.max, fresh=options.fresh, timeout_s=options.timeout,
+            report=_say,
+        )  # fmt: skip
+    except (ConfigError, AutotuneRefused, RecordError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (NothingFits, ProbeFailed) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; the same command resumes", file=sys.stderr)
+        return 130
+    _say(f"{result.goal}: training.local_batch_size = {result.batch_size} ({result.record})")
+    print(result.batch_size)
+    return 0
+
+
+def split_arguments(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split this script's options from train.py's, which have a dot in their names."""
+    own, overrides, rest = [], [], list(words)
+    while rest:
+        word = rest.pop(0)
+        if not (word.startswith("--") and "." in word.partition("=")[0]):
+            own.append(word)
+            continue
+        overrides.append(word)
+        if "=" not in word and rest and not rest[0].startswith("--"):
+            overrides.append(rest.pop(0))
+    return own, overrides
+
+
+def parse_arguments(words: list[str]) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="autotune_batch_size.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="TOML file of the run")
+    add("--goal", choices=GOALS, default="largest", help="largest: that fits; fastest: the smallest within 3 %% of the "
+        "best images per second (default: largest)")
+    add("--multiple-of", type=int, default=1, metavar="M", help="try multiples of M only (default: 1)")
+    add("--max", type=int, default=MAX_BATCH_SIZE, metavar="B", help=f"largest to try (default: {MAX_BATCH_SIZE})")
+    add("--headroom", type=float, default=0.1, help="share of the memory to leave free (default: 0.1)")
+    add("--memory", type=float, metavar="GIB", help="of each process (default: the CUDA device's; needed on the CPU)")
+    add("--processes", type=int, default=1, metavar="N", help="of the run (default: 1)")
+    add("--timeout", type=float, default=1800.0, metavar="SECONDS", help="for one try (default: 1800)")
+    add("--fresh", action="store_true", help="do not use results of earlier searches")
+    options = parser.parse_args(words)
+    if options.processes < 1:
+        parser.error(f"argument --processes: must be at least 1, is {options.processes}")
+    return options
+
+
+def _refuse_given_batch_size(overrides: list[str]) -> None:
+    if "training.local_batch_size" in read_command_line(overrides)[0]:
+        raise AutotuneRefused("command line: --training.local_batch_size: is the result of the search (remove it)")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def run() -> NoReturn:
+    """Run as a program, and end the process."""
+    logging.basicConfig(level=logging.WARNING)
+    interrupt_by_signals()
+    run_program(main)

@@ -1,0 +1,336 @@
+"""Judge samples by FID and others: scripts/evaluate.py RUN|FOLDER|NPZ --reference REF --metrics fid,kid,is,prdc
+
+    evaluate.py RUN ...            draws a set of samples from the run first, as scripts/sample.py --count does
+    evaluate.py FOLDER|NPZ ...     reads the images of a folder, a set of samples, or an npz file (arr_0)
+    evaluate.py reference SOURCE --name NAME ...    makes a reference of a dataset, a folder or an npz file
+
+Under torchrun the ranks share drawing and features; the result is that of one process. A killed evaluation resumes when the
+same command is given again. Results are kept in evaluation.json, and in the run's TensorBoard. Exit codes: 0; 1: failed at
+work; 2: refused.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from torchtitan.autoencoders.base import AutoencoderError
+from torchtitan.checkpoint.checkpointer import CheckpointError
+from torchtitan.config.job import ConfigError, load_data_section, split_data_words
+from torchtitan.data import DATASETS, DatasetError
+from torchtitan.distributed.collectives import from_first_rank, group_for_work, on_all_ranks
+from torchtitan.distributed.config import CommConfig
+from torchtitan.distributed.mesh import compute_device, init_process_group
+from torchtitan.errors import EvaluationError, unwrapped
+from torchtitan.evaluation.evaluation_file import EVALUATION_FILE, EvaluationFile, describe, scalars
+from torchtitan.evaluation.evaluation_table import result_lines
+from torchtitan.evaluation.feature_files import (
+    BATCH_SIZE,
+    ExtractionFailed,
+    FeatureFolder,
+    extract_features,
+    hash_images,
+)
+from torchtitan.evaluation.image_sets import DatasetImages, ImageSet, open_images
+from torchtitan.evaluation.measuring import (
+    DEFAULT_EXTRACTOR,
+    Compared,
+    Request,
+    check_request,
+    hash_compared,
+    known_metrics,
+    measure,
+)
+from torchtitan.evaluation.references import (
+    DEFAULT_ROWS,
+    REFERENCES,
+    Reference,
+    add_features,
+    begin_reference,
+    kept_outputs,
+    open_reference,
+)
+from torchtitan.evaluation.sample_files import SET_FORMATS
+from torchtitan.evaluation.sample_plans import SampleNotFinite, SampleSetError
+from torchtitan.evaluation.sample_sets import RECORD as SET_RECORD
+from torchtitan.features.base import ExtractorError, FeatureExtractor
+from torchtitan.features.registry import open_extractor
+from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals
+from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
+from torchtitan.runs.drawing import Drawing, add_drawing_options, check_classes, open_drawing
+from torchtitan.runs.folder import versions
+from torchtitan.runs.run_evaluation import draw_samples, is_run, log_scalars, origin
+from torchtitan.runs.sampling_options import option
+
+FIRST = os.environ.get("RANK", "0") == "0"
+UNUSABLE = (
+    AutoencoderError, CheckpointError, ConfigError, DatasetError, EvaluationError, ExtractorError, SampleSetError,
+)  # fmt: skip
+INTERRUPTED = 130
+COUNT = 50_000
+METRICS = "fid,kid,is,prdc"
+OTHER_METRICS = "fd,kid,is,prdc"
+WEIGHTS = ".safetensors"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run as one of the started processes; return the exit code."""
+    words = sys.argv[1:] if words is None else words
+    try:
+        if words[:1] == ["reference"]:
+            own, of_data = split_data_words(words[1:])
+            arguments = parse_reference(own)
+            init_process_group(CommConfig())
+            make_reference(arguments, of_data)
+        else:
+            arguments = parse_evaluation(words)
+            init_process_group(CommConfig())
+            evaluate(arguments)
+    except (ExtractionFailed, SampleNotFinite) as error:  # of this rank alone
+        print(unwrapped(error), file=sys.stderr)
+        return REFUSED
+    except UNUSABLE as error:
+        if FIRST:
+            print(unwrapped(error), file=sys.stderr)
+        return REFUSED
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror or error}; the same command resumes", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        if FIRST:
+            print("stopped; the same command resumes", file=sys.stderr)
+        return INTERRUPTED
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def parse_evaluation(words: list[str]) -> argparse.Namespace:
+    parser = FirstRankParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("source", type=Path, metavar="RUN|FOLDER|NPZ", help="a run, a file of weights (with --config), or images")
+    add("--reference", metavar="REF", help="name of a reference, or path of one, of an npz file or of images")
+    add("--metrics", help="names with commas between (default: fid,kid,is,prdc; fd instead of fid where --extractor is given)")
+    add("--held-out", metavar="REF", help="images that were not trained on, for the threshold of memorisation")
+    add("--sets", type=int, default=1, metavar="K", help="measure K disjoint sets of the samples too, and their spread")
+    add("--seed", type=int, default=0, help="of subsets, disjoint sets and intervals (default: 0)")
+    add("--allow-small", action="store_true", help="measure covariances of fewer images than features")
+    add("--output", type=Path, metavar="FILE.json", help="file of the results (default: RUN/evaluation.json)")
+    add("--cache", type=Path, metavar="FOLDER", help="of features (default: named as the file of the results, beside it)")
+    add_extractor_options(parser, "network of the features of metrics that do not name their own")
+    add("--count", type=int, help=f"samples: as many are drawn (default: {COUNT}), or the first ones are read (default: all)")
+    drawn = parser.add_argument_group("samples of a run or of weights")
+    add_drawn_options(drawn)
+    arguments = parser.parse_args(words)
+    arguments.extractor = arguments.extractor or DEFAULT_EXTRACTOR
+    default = METRICS if arguments.extractor == DEFAULT_EXTRACTOR else OTHER_METRICS
+    arguments.metrics = (arguments.metrics or default).replace(" ", "").split(",")
+    return arguments
+
+
+def add_drawn_options(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--seeds", metavar="SEEDS", help="draw these seeds, as 0-49999 (default: 0 to count - 1)")
+    parser.add_argument("--classes", type=int, nargs="+", help="classes by turns (default: drawn for each seed)")
+    parser.add_argument("--format", choices=list(SET_FORMATS), help="files of the set (default: png)")
+    add_drawing_options(parser)
+
+
+def parse_reference(words: list[str]) -> argparse.Namespace:
+    parser = FirstRankParser(
+        prog="evaluate.py reference", allow_abbrev=False,
+        description="Make a reference: features of a dataset's, a folder's or an npz file's images, named and hashed.",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("source", metavar="DATASET|FOLDER|NPZ", help=f"a dataset ({', '.join(DATASETS)}) with its --data.KEY VALUE, or images")
+    add("--name", required=True, help="of the reference, in every result")
+    add("--split", choices=("train", "validation", "all"), help="of the dataset (default: train)")
+    add("--config", metavar="FILE", help="TOML file with a [data] section, which the --data keys override")
+    add("--count", type=int, help="the first images only (default: all)")
+    add("--rows", default=str(DEFAULT_ROWS), metavar="N|all", help="images to keep the features of, beside the moments, for "
+        f"kid, prdc and memorisation, which needs all (default: {DEFAULT_ROWS} at random)")
+    add("--output", type=Path, metavar="FOLDER", help=f"of the reference (default: {REFERENCES}/NAME)")
+    add_extractor_options(parser, "networks of the features, with commas between")
+    arguments = parser.parse_args(words)
+    if not NAME.fullmatch(arguments.name):
+        parser.error(f"--name: {arguments.name[:40]!r} is no name of letters, digits, '.', '_' and '-'")
+    if arguments.rows != "all" and not re.fullmatch(r"\d{1,12}", arguments.rows):
+        parser.error(f"--rows: {arguments.rows[:40]!r} is neither a number of images nor 'all'")
+    arguments.extractor = list(dict.fromkeys((arguments.extractor or DEFAULT_EXTRACTOR).split(",")))
+    return arguments
+
+
+def add_extractor_options(parser: argparse.ArgumentParser, text: str) -> None:
+    add = parser.add_argument
+    add("--extractor", metavar="NAME|PATH", help=f"{text} (default: {DEFAULT_EXTRACTOR})")
+    add("--weights", action="append", default=[], metavar="[NAME=]FILE", help="of an extractor, if not where "
+        "scripts/download.py puts them; once for each extractor")
+    add("--feature-batch-size", type=int, default=BATCH_SIZE, help=f"images at a time, of features (default: {BATCH_SIZE})")
+
+
+def evaluate(arguments: argparse.Namespace) -> None:
+    """Measure samples, print the results and keep them. Raises UNUSABLE, Busy, OSError."""
+    group = group_for_work()
+    source: Path = arguments.source
+    drawn = source.is_dir() and is_run(source) or source.suffix == WEIGHTS
+    request = request_of(arguments)
+    if not source.exists():
+        raise EvaluationError(f"{source}: no such run, file of weights, folder of images or npz file")
+    if not drawn:
+        refuse_drawing_options(arguments)
+    output = arguments.output or default_output(source)
+    if output.suffix != ".json":  # the cache has its name without that
+        raise EvaluationError(f"--output: {output} is no name of a .json file (give {output.name}.json)")
+    file = EvaluationFile(output)
+    from_first_rank(file.check, group=group)
+    extractors = on_all_ranks(lambda: open_extractors(request.extractors(), arguments.weights), UNUSABLE, group)
+    references = on_all_ranks(lambda: [each and open_reference(*each) for each in given_references(arguments)], UNUSABLE, group)
+    if drawn:
+        drawing = on_all_ranks(lambda: open_drawing(arguments), UNUSABLE, group)
+        images = draw(arguments, request, extractors, references, drawing, group)
+    else:
+        images = on_all_ranks(lambda: open_images(source).first(arguments.count), UNUSABLE, group)
+    check_request(request, extractors, len(images), images.size, *references)
+    compared = Compared(images, *references)
+    hash_compared(request, extractors, compared, group, progress=True)
+    results = measure(request, extractors, compared, arguments.cache or output.with_suffix(""), group, progress=True)
+    if FIRST:
+        print("\n".join(result_lines(request, compared, results)))
+        file.add(describe(request, extractors, compared, results, versions(), origin(drawing) if drawn else {}))
+        if drawn and source.is_dir() and drawing.trained.config.metrics.enable_tensorboard:
+            log_scalars(source, drawing.trained.step or 0, scalars(results))
+        print(output)
+
+
+def request_of(arguments: argparse.Namespace) -> Request:
+    """Request of the options. Raises EvaluationError: a metric is unknown, or is not of the extractor."""
+    extractor = arguments.extractor
+    metrics = known_metrics(arguments.metrics)
+    if "fid" in metrics and extractor != DEFAULT_EXTRACTOR:
+        raise EvaluationError(f"--metrics: fid is of {DEFAULT_EXTRACTOR} features (with --extractor {extractor} it is fd)")
+    check_batch_size(arguments)
+    if not 0 <= arguments.seed < 2**63:
+        raise EvaluationError(f"--seed: must be in 0..2^63 - 1, is {arguments.seed}")
+    return Request(
+        metrics, extractor, arguments.sets, arguments.allow_small, arguments.seed, str(compute_device()),
+        arguments.feature_batch_size,
+    )  # fmt: skip
+
+
+def check_batch_size(arguments: argparse.Namespace) -> None:
+    if arguments.feature_batch_size < 1:
+        raise EvaluationError(f"--feature-batch-size: must be at least 1, is {arguments.feature_batch_size}")
+
+
+def refuse_drawing_options(arguments: argparse.Namespace) -> None:
+    """Refuse options of drawing for images that are there. Raises EvaluationError."""
+    parser = argparse.ArgumentParser()
+    add_drawn_options(parser)
+    for name in vars(parser.parse_args([])):
+        if getattr(arguments, name) is not None:
+            raise EvaluationError(f"{option(name)}: has no effect on images that are there (leave it out, or give a run)")
+
+
+def given_references(arguments: argparse.Namespace) -> list[tuple[str, str] | None]:
+    """Reference and held-out images, each with its option. Raises EvaluationError: one is a run."""
+    given = (arguments.reference, "--reference"), (arguments.held_out, "--held-out")
+    for text, name in given:
+        refuse_run(text or os.devnull, name)
+    return [(text, name) if text is not None else None for text, name in given]
+
+
+def refuse_run(path: str, name: str) -> None:
+    """Refuse a run: its pictures are grids and charts, not images to compare with. Raises EvaluationError."""
+    if is_run(Path(path)):
+        raise EvaluationError(f"{name}: {path} is a run (give a set of its samples, of scripts/sample.py --count)")
+
+
+def open_extractors(names: Sequence[str], weights: Sequence[str]) -> dict[str, FeatureExtractor]:
+    """Open extractors by name on this process's device. Raises EvaluationError, ExtractorError."""
+    files: dict[str, Path] = {}
+    for text in weights:
+        name, separator, path = text.partition("=")
+        if not separator or name not in names:
+            if len(names) > 1:
+                raise EvaluationError(f"--weights: {text}: of which extractor? (NAME={text}; NAME is {' or '.join(names)})")
+            name, path = names[0], text
+        if name in files:
+            raise EvaluationError(f"--weights: two files for {name} (give one)")
+        files[name] = Path(path)
+    return {name: open_extractor(name, files.get(name), compute_device()) for name in names}
+
+
+def draw(
+    arguments: argparse.Namespace, request: Request, extractors: dict[str, FeatureExtractor],
+    references: list[Reference | None], drawing: Drawing, group: dist.ProcessGroup | None,
+) -> ImageSet:  # fmt: skip
+    """Draw the samples that are missing, once it is known that they can be measured; collective."""
+    for warning in drawing.warnings if FIRST else ():
+        print(warning, file=sys.stderr)
+    classes = arguments.classes or []
+    check_classes(classes, drawing.trained)
+    count = COUNT if arguments.count is None and arguments.seeds is None else arguments.count
+    plan = drawing.plan(arguments.seeds, count, classes)
+    _, height, width = drawing.image_shape
+    check_request(request, extractors, len(plan.seeds), None if drawing.decoder else (height, width), *references)
+    return draw_samples(drawing, plan, arguments.format or "png", group, progress=True)
+
+
+def default_output(source: Path) -> Path:
+    """File of results: in a run's folder or a set's, or beside other images."""
+    if source.is_dir() and (is_run(source) or (source / SET_RECORD).exists()):
+        return source / EVALUATION_FILE
+    return source.with_name(f"{source.resolve().name}.{EVALUATION_FILE}")
+
+
+def make_reference(arguments: argparse.Namespace, data_words: list[str]) -> None:
+    """Make a reference, or add an extractor's features to it. Raises UNUSABLE, Busy, OSError."""
+    check_batch_size(arguments)
+    group = group_for_work()
+    images = on_all_ranks(lambda: source_of(arguments, data_words).first(arguments.count), UNUSABLE, group)
+    extractors = on_all_ranks(lambda: open_extractors(arguments.extractor, arguments.weights), UNUSABLE, group)
+    folder = arguments.output or REFERENCES / arguments.name
+    hashed = hash_images(images, group, progress=True)
+    from_first_rank(begin_reference, folder, arguments.name, hashed, versions(), group=group)
+    most = len(images) if arguments.rows == "all" else int(arguments.rows)
+    for extractor in extractors.values():
+        kept = kept_outputs(extractor, most)
+        features = FeatureFolder(folder / "features", extractor)
+        with features.opened(group):
+            outputs = [each.output for each in kept]
+            extract_features(hashed, outputs, features, arguments.feature_batch_size, group, progress=True)
+            from_first_rank(add_features, folder, hashed, features, kept, group=group)
+        from_first_rank(features.remove, group=group)
+    if FIRST:
+        print(f"{folder}: reference {arguments.name} of {len(images):,} images, hash {hashed.sha256[:12]}")
+        print(f"holds {open_reference(str(folder)).contents()}")
+
+
+def source_of(arguments: argparse.Namespace, data_words: list[str]) -> ImageSet:
+    """Images of a reference. Raises EvaluationError, ConfigError, DatasetError."""
+    if arguments.source in DATASETS:
+        config, info = load_data_section(["--data.name", arguments.source, *data_words], arguments.config)
+        images = DatasetImages(config, info, arguments.split or "train")
+        images.check()
+        return images
+    for name, given in (("--split", arguments.split), ("--config", arguments.config), ("--data keys", data_words)):
+        if given:
+            raise EvaluationError(f"{name}: of a dataset, and {arguments.source} is none (leave it out)")
+    refuse_run(arguments.source, "reference")
+    return open_images(Path(arguments.source))
+
+
+def run() -> NoReturn:
+    """Run as a program, and end the process."""
+    interrupt_by_signals()
+    code = exit_code(main)
+    if code not in (0, FAILED):
+        forbid_restart()
+    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down

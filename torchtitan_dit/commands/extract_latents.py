@@ -1,0 +1,310 @@
+"""Encode a dataset of images: scripts/extract_latents.py --output STORE --autoencoder NAME --data.name DATASET ...
+
+    torchrun --nproc_per_node N scripts/extract_latents.py ...    shares the work among N processes
+    --data.KEY VALUE                                              keys of the dataset's [data] section, as of train.py
+
+An interrupted extraction resumes when the same command is given again, on any number of processes; the store is the
+same. Exit codes: 0; 1: failed at work, finished shards stay; 2: refused, nothing lost.
+"""
+
+import argparse
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+# Before torch is imported. An encoder's activations are large and fresh each time: on the CPU a third of its time went
+# into their page faults, half of which large pages save.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.autoencoders import AUTOENCODERS
+from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
+from torchtitan.config.job import ConfigError, load_data_section, split_data_words
+from torchtitan.data.base import DataConfig, DatasetError
+from torchtitan.distributed.collectives import group_for_work, on_all_ranks
+from torchtitan.distributed.config import CommConfig
+from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
+from torchtitan.distributed.mesh import compute_device, init_process_group
+from torchtitan.errors import LatentStoreError, first_line, unwrapped
+from torchtitan.extraction.dataset_stores import (
+    CaptionOptions,
+    PlannedStore,
+    begin_stores,
+    finish_stores,
+    plan_stores,
+    write_store,
+)
+from torchtitan.extraction.describe import describe_store
+from torchtitan.extraction.extraction import finish_store
+from torchtitan.extraction.extraction_plan import ExtractionOptions, estimated_size
+from torchtitan.extraction.image_source import ImageSource, open_sources
+from torchtitan.extraction.stage_times import describe_times
+from torchtitan.files.durable import replace_file
+from torchtitan.files.ownership import refuse_foreign_file
+from torchtitan.files.regular import read_toml, user_path
+from torchtitan.latents.captions import CAPTION_DTYPES
+from torchtitan.latents.index import StoreIndex
+from torchtitan.processes.command_line import FirstRankParser, exit_code, readable_size
+from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
+from torchtitan.processes.launch import launch_number
+from torchtitan.texts import TextEncoderError, TextEncoders, open_encoders
+from torchtitan.texts.opening import OPTIONS
+from torchtitan_dit.commands.cosmos_latent_decoder import DTYPES, CosmosLatentDecoder, at_least
+
+UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, TextEncoderError, OSError)
+TEXT_LENGTH = 256
+INTERRUPTED = 130
+MOST_WORKERS = 8
+BATCH_SIZES = {"cuda": 16, "cpu": 4}
+
+# Keys of [data] that only training reads, and what does the like here.
+OF_TRAINING = {"num_workers": "--num-workers", "prefetch_factor": "--num-workers", "horizontal_flip": "--mirror or --no-mirror"}
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run as one of the started processes; return the exit code."""
+    arguments, data_words = parse_arguments(sys.argv[1:] if words is None else words)
+    try:
+        return extract(arguments, data_words)
+    except KeyboardInterrupt:
+        return refuse("interrupted; the same command resumes", code=INTERRUPTED)
+
+
+def extract(arguments: argparse.Namespace, data_words: list[str]) -> int:
+    torch.set_num_threads(arguments.threads)
+    try:
+        if arguments.report:
+            refuse_foreign_file(arguments.report, b'{\n "images":')
+        config, info = load_data_section(data_words, arguments.config)
+        warn_of_training_keys(arguments.config)
+        init_process_group(CommConfig())
+        group = group_for_work()
+        options = options_of(arguments, config)
+        sources = on_all_ranks(lambda: open_sources(config, info, arguments.split), UNUSABLE, group)
+        autoencoder = on_all_ranks(lambda: open_autoencoder(arguments), UNUSABLE, group)
+        encoders = on_all_ranks(lambda: open_text_encoders(arguments), UNUSABLE, group)
+        refuse_report_of_buckets(arguments, sources)
+        captions = caption_options(arguments)
+        plan = functools.partial(plan_stores, arguments.output, sources, autoencoder, encoders, options, captions)
+        stores = on_all_ranks(plan, UNUSABLE, group)
+        begin_stores(arguments.output, stores, group)
+    except ConfigError as error:
+        return refuse(*error.problems)
+    except UNUSABLE as error:
+        return refuse(one_line(error))
+    except (RuntimeError, MemoryError) as error:
+        return fail(error)
+    for store in stores:
+        if (code := write_and_report(arguments, store, autoencoder, encoders, options, group)) != 0:
+            return code
+    try:
+        finish_stores(arguments.output, stores, group)
+    except UNUSABLE as error:
+        return refuse(one_line(error), code=FAILED)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def refuse_report_of_buckets(arguments: argparse.Namespace, sources: list[ImageSource]) -> None:
+    """Refuse --report, which is of one store, for several. Raises DatasetError."""
+    if arguments.report and sources[0].bucket is not None:
+        raise DatasetError("--report: has the times of one store, and images in buckets make several (leave it out)")
+
+
+def write_and_report(
+    arguments: argparse.Namespace, store: PlannedStore, autoencoder: Autoencoder, encoders: TextEncoders | None,
+    options: ExtractionOptions, group: dist.ProcessGroup | None,
+) -> int:  # fmt: skip
+    """Write what is missing of a store; return the exit code."""
+    plan = store.plan
+    if is_first() and store.pending:
+        size = readable_size(estimated_size(plan))
+        print(f"{store.folder}: {len(store.source):,} images in {plan.num_shards} files, about {size} in all", flush=True)
+    try:
+        cut, summary = write_store(store, autoencoder, encoders, options, group)
+    except (*UNUSABLE, RuntimeError, MemoryError) as error:
+        return fail(error)
+    if cut and is_first():
+        text = f"{cut:,} captions are longer than {arguments.text_length or TEXT_LENGTH} tokens (--text-length), and are cut"
+        print(f"{store.folder}: {text}", file=sys.stderr)
+    try:
+        index = finish_store(store.folder, plan, options.max_skipped_share, group)
+        if is_first():
+            report(arguments.report, store.folder, index, summary)
+    except UNUSABLE as error:
+        return refuse(one_line(error), code=FAILED)
+    return 0
+
+
+def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command's own options, and those of the dataset."""
+    parser = FirstRankParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--output", type=user_path, required=True, metavar="STORE", help="folder to write, or to resume")
+    add("--autoencoder", choices=tuple(AUTOENCODERS), required=True)
+    add("--path", default="", help="the autoencoder's folder, or its name on the Hugging Face hub")
+    add("--dtype", choices=tuple(DTYPES), help="of compute (default: float32; for cosmos that of its files)")
+    add("--tile", metavar="PIXELS", type=at_least(1), help="side of the tiles that large images are cut into")
+    add("--overlap", metavar="PIXELS", type=at_least(1), help="of neighbouring tiles (default: a quarter of them)")
+    add("--config", metavar="FILE", help="TOML file whose [data] section the --data keys override")
+    add("--split", choices=("train", "validation", "all"), default="train",
+        help="of the dataset; all: training images, then held-out ones (default: train)")
+    add("--mirror", action=argparse.BooleanOptionalAction, help="keep the latents of mirror images too (default: yes, but "
+        "not with captions of the images' own, which may speak of left and right)")
+    add("--store-dtype", choices=("float16", "bfloat16", "int8"), default="float16", help="of the stored values")
+    add("--normalization", choices=("measured", "autoencoder"), default="measured",
+        help="normalization of the store: mean 0 and variance 1 of each channel (default), or the autoencoder's "
+        "own configuration")
+    add("--batch-size", type=at_least(1),
+        help=f"images encoded at once (default: {BATCH_SIZES['cuda']} on a GPU, {BATCH_SIZES['cpu']} on the CPU, "
+        "where more of them need more memory and are not faster)")
+    add("--num-workers", type=at_least(0), default=default_workers(),
+        help=f"processes that decode images, for each rank (here: {default_workers()}); 0: the encoding process "
+        "decodes")
+    add("--images-per-shard", type=at_least(1), help="images per file (default: 1024, or as many as make 1,000 files)")
+    add("--threads", type=at_least(1), default=1, help="of each rank's encoder on the CPU (default: 1; start a rank "
+        "per core). The last bits of latents depend on it, and on --batch-size")
+    add("--text-encoder", default="", metavar="ENCODER", help="keep captions too, their tokens encoded by this: folder "
+        "or hub name of a T5 encoder or a CLIP text model, or stub:WIDTH, a stand-in with a random vector per word")
+    add("--pooled-encoder", default="", metavar="ENCODER", help="encoder of each whole caption: a CLIP text model, or "
+        "stub:WIDTH")
+    add("--text-length", type=at_least(1), metavar="TOKENS", help="of every caption (default: 256, as for FLUX.1 "
+        "[schnell]; [dev] takes 512)")
+    add("--text-dtype", choices=tuple(DTYPES), help="of the text encoders' compute (default: bfloat16)")
+    add("--text-store-dtype", choices=tuple(CAPTION_DTYPES), help="of the stored embeddings (default: bfloat16)")
+    add("--class-captions", metavar="TEMPLATE", help="make captions of the classes; {} becomes the class's name: "
+        "'a photo of a {}' (default: the images' own captions)")
+    add("--null-caption", metavar="TEXT", help="caption that stands for no condition (default: the empty text)")
+    add("--prompts", nargs="+", metavar="TEXT", help="for the grids of samples that training draws (default: the "
+        "captions of the classes, or of the first images)")
+    add("--report", type=Path, metavar="FILE", help="JSON file for the times of each stage")
+    own, data_words = split_data_words(words)
+    arguments = parser.parse_args(own)
+    if bool(arguments.text_encoder) != bool(arguments.pooled_encoder):
+        given, other = OPTIONS.values() if arguments.text_encoder else reversed(OPTIONS.values())
+        parser.error(f"{given}: needs {other} too")
+    of_captions = ("text_length", "text_dtype", "text_store_dtype", "class_captions", "null_caption", "prompts")
+    if idle := [name for name in of_captions if not arguments.text_encoder and getattr(arguments, name) is not None]:
+        parser.error(f"--{idle[0].replace('_', '-')}: has no effect without --text-encoder and --pooled-encoder")
+    if arguments.overlap is not None and arguments.tile is None:
+        parser.error("--overlap: has no effect without --tile")
+    for word in data_words:
+        if (instead := OF_TRAINING.get(word.removeprefix("--data.").partition("=")[0])) is not None:
+            parser.error(f"{word.partition('=')[0]}: is for training; here it is {instead}")
+    if arguments.config is not None and not Path(arguments.config).is_file():
+        parser.error(f"--config: {arguments.config}: no such file")
+    return arguments, data_words
+
+
+def default_workers() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MOST_WORKERS, max(1, cores // launch_number("LOCAL_WORLD_SIZE", 1)))
+
+
+def warn_of_training_keys(path: str | None) -> None:
+    """Warn of keys for training in the [data] section of a file, which are not used."""
+    given = read_toml(path).get("data", {}) if path else {}
+    found = {key: instead for key, instead in OF_TRAINING.items() if key in given}
+    if found and speaks():
+        listed = ", ".join(f"{key} ({instead})" for key, instead in found.items())
+        print(f"{path}: keys of [data] for training, which have other options here: {listed}", file=sys.stderr)
+
+
+def options_of(arguments: argparse.Namespace, config: DataConfig) -> ExtractionOptions:
+    own_captions = bool(arguments.text_encoder) and arguments.class_captions is None
+    mirrored = not own_captions if arguments.mirror is None else arguments.mirror
+    return ExtractionOptions(
+        mirrored=mirrored,
+        dtype=arguments.store_dtype,
+        normalization=arguments.normalization,
+        batch_size=arguments.batch_size or BATCH_SIZES[compute_device().type],
+        shard_images=arguments.images_per_shard,
+        threads=arguments.threads,
+        num_workers=arguments.num_workers,
+        max_skipped_share=config.max_corrupt_share,
+    )
+
+
+def open_autoencoder(arguments: argparse.Namespace) -> Autoencoder:
+    return CosmosLatentDecoder(
+        arguments.path, arguments.autoencoder, DTYPES.get(arguments.dtype), tile=arguments.tile,
+        overlap=arguments.overlap,
+    ).autoencoder  # fmt: skip
+
+
+def open_text_encoders(arguments: argparse.Namespace) -> TextEncoders | None:
+    """Open the text encoders; None if none are asked for."""
+    if not arguments.text_encoder:
+        return None
+    dtype = DTYPES[arguments.text_dtype or "bfloat16"]
+    length = arguments.text_length or TEXT_LENGTH
+    return open_encoders(arguments.text_encoder, arguments.pooled_encoder, length, dtype, compute_device())
+
+
+def caption_options(arguments: argparse.Namespace) -> CaptionOptions:
+    return CaptionOptions(
+        template=arguments.class_captions,
+        null_caption=arguments.null_caption or "",
+        prompts=arguments.prompts or (),
+        dtype=arguments.text_store_dtype or "bfloat16",
+    )
+
+
+def report(file: Path | None, folder: Path, index: StoreIndex, summary: dict[str, Any] | None) -> None:
+    lines = describe_times(summary) if summary else ["nothing was missing"]
+    print("\n".join(describe_store(folder, index) + lines))
+    if file and summary:
+        replace_file(file, json.dumps(summary, indent=1) + "\n")
+
+
+def refuse(*lines: str, code: int = REFUSED) -> int:
+    """Refuse with a message known to all ranks, on one of them, or before they are joined on one of each machine."""
+    if speaks():
+        print(*lines, sep="\n", file=sys.stderr)
+    return code
+
+
+def fail(error: BaseException) -> int:
+    """Report this rank's own failure at work."""
+    if is_out_of_memory(error):
+        text = "out of memory (in a new store: a smaller --batch-size, or --tile)"
+    elif is_lost_rank(error):
+        text = f"lost another rank: {first_line(error)}"
+    elif isinstance(error, UNUSABLE):
+        text = one_line(error)
+    else:
+        raise error
+    rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    print(f"{rank}{text}; finished shards stay, and the same command resumes", file=sys.stderr)
+    return FAILED
+
+
+def one_line(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, OSError) and (file := error.filename2 or error.filename):
+        text = f"{file}: {error.strerror}"
+    return unwrapped(text)
+
+
+def speaks() -> bool:
+    return is_first() if dist.is_initialized() else os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def run() -> NoReturn:
+    """Run as a program, and end the process."""
+    code = exit_code(main)
+    if code not in (0, FAILED):
+        forbid_restart()
+    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down

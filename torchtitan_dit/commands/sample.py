@@ -1,0 +1,198 @@
+"""Draw images from a trained model: scripts/sample.py RUN_FOLDER (or WEIGHTS.safetensors --config FILE).
+
+Without --count and --seeds a grid is drawn; with one of them a set of images, which resumes after a kill. Under torchrun
+the images are divided among the ranks; they are the same on any number of them.
+"""
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from safetensors.torch import save_file
+
+from torchtitan.autoencoders.base import AutoencoderError
+from torchtitan.checkpoint.checkpointer import CheckpointError
+from torchtitan.config.job import ConfigError
+from torchtitan.config.sampling_checks import data_text
+from torchtitan.data import DATASETS
+from torchtitan.distributed.collectives import group_for_work
+from torchtitan.distributed.config import CommConfig
+from torchtitan.distributed.mesh import init_process_group
+from torchtitan.evaluation.config import LATENT_DATASETS
+from torchtitan.evaluation.judges import judge_type
+from torchtitan.evaluation.sample_files import SET_FORMATS
+from torchtitan.evaluation.sample_plans import SampleNotFinite, SampleSetError
+from torchtitan.evaluation.sample_sets import SampleSet, draw_set
+from torchtitan.evaluation.sampling import grid_choices
+from torchtitan.pictures.grids import class_labels, image_grid, save_image
+from torchtitan.processes.command_line import OneLineParser, exit_code
+from torchtitan.runs.drawing import Drawing, add_drawing_options, beside, check_classes, open_drawing
+from torchtitan.runs.prompts import add_prompt_options, places, with_prompts
+from torchtitan.runs.sampling_options import option
+from torchtitan.runs.trained_model import WeightsError
+
+FIRST = os.environ.get("RANK", "0") == "0"
+# Options of the grid, and their defaults; none has an effect on a set.
+GRID_OPTIONS = {"images_per_class": 8, "seed": 0, "files": False, "latents": False}
+SET_OPTIONS = ("format", "judge")
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    try:
+        refuse_unused(arguments)
+        encoders = places(arguments)
+        drawing = open_drawing(arguments)
+        if arguments.prompt:
+            trained = with_prompts(drawing.trained, arguments.prompt, encoders)
+            drawing = dataclasses.replace(drawing, trained=trained, prompts=tuple(arguments.prompt))
+        check(arguments, drawing)
+        samples = plan_set(arguments, drawing) if arguments.set else None
+    except (AutoencoderError, ConfigError, CheckpointError, SampleSetError, WeightsError) as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # processes are not joined yet: one of each machine says it
+            print(error, file=sys.stderr)
+        return 2
+    for warning in drawing.warnings if FIRST else ():
+        print(warning, file=sys.stderr)
+    init_process_group(CommConfig())
+    if samples is None:
+        draw_grid(arguments, drawing)
+        return 0
+    return draw(arguments, drawing, samples)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("source", type=Path, help="a run's folder, or a safetensors file of weights")
+    add("--classes", type=int, nargs="+", help="classes: one row of the grid each (default: the run's), or those of a "
+        "set, by turns (default: drawn for each seed)")
+    add_prompt_options(parser)
+    add("--images-per-class", type=int, help="columns of the grid (default: 8)")
+    add("--seed", type=int, help="of the grid's noise (default: 0)")
+    add("--count", type=int, help="draw a set of this many images")
+    add("--seeds", metavar="SEEDS", help="draw a set of these seeds, as 0-49999 or 1,5,10-19 (default: 0 to count - 1)")
+    add("--format", choices=list(SET_FORMATS), help="files of a set (default: png)")
+    add("--judge", action="store_true", help="judge the set against real images, as at the end of a run")
+    add_drawing_options(parser)
+    add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, for a set RUN/samples/set, or the "
+        "weights' folder)")
+    add("--files", action="store_true", help="one PNG per image besides the grid")
+    add("--latents", action="store_true", help="also a file of the drawn latents, for cosmos_latent_decoder.py")
+    arguments = parser.parse_args()
+    arguments.set = arguments.count is not None or arguments.seeds is not None
+    return arguments
+
+
+def refuse_unused(arguments: argparse.Namespace) -> None:
+    """Refuse options of a grid for a set, and of a set for a grid, then fill in the defaults. Raises WeightsError."""
+    unused = GRID_OPTIONS if arguments.set else SET_OPTIONS
+    for name in unused:
+        if getattr(arguments, name) is not None and getattr(arguments, name) is not False:
+            reason = "a set (--count, --seeds; leave it out)" if arguments.set else "a grid (give --count or --seeds too)"
+            raise WeightsError(f"{option(name)}: has no effect on {reason}")
+    for name, default in GRID_OPTIONS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+
+
+def check(arguments: argparse.Namespace, drawing: Drawing) -> None:
+    """Check the options of a grid or a set. Raises WeightsError: one cannot be used."""
+    config = drawing.trained.config
+    if arguments.prompt and arguments.classes is not None:
+        raise WeightsError("--classes: has no effect with --prompt (leave one out)")
+    if arguments.prompt:
+        arguments.classes = list(range(len(arguments.prompt)))
+    elif arguments.classes is None:
+        arguments.classes = [] if arguments.set else config.sampling.classes
+    if arguments.images_per_class < 1:
+        raise WeightsError(f"--images-per-class: must be at least 1, is {arguments.images_per_class}")
+    if not 0 <= arguments.seed < 2**64:
+        raise WeightsError(f"--seed: must be in 0..2^64 - 1, is {arguments.seed}")
+    check_classes(arguments.classes, drawing.trained)
+    if arguments.output and not arguments.set:
+        refuse_earlier_pictures(arguments.output, arguments)
+    if arguments.judge and not judge_type(config.data):
+        raise WeightsError(f"--judge: {data_text(config.data)} has no judge (leave it out)")
+
+
+def plan_set(arguments: argparse.Namespace, drawing: Drawing) -> SampleSet:
+    """Plan the set of the options. Raises SampleSetError: there can be none."""
+    plan = drawing.plan(arguments.seeds, arguments.count, arguments.classes)
+    return SampleSet(arguments.output or beside(arguments.source, "set"), plan, arguments.format or "png")
+
+
+def refuse_earlier_pictures(folder: Path, arguments: argparse.Namespace) -> None:
+    """Refuse to overwrite files in a folder of the user's. Raises WeightsError."""
+    names = [f"grid-seed-{arguments.seed}.png"]
+    names += [f"latents-seed-{arguments.seed}.safetensors"] if arguments.latents else []
+    names += [f"class-*-image-*-seed-{arguments.seed}.png"] if arguments.files else []
+    if there := [path for name in names for path in folder.glob(name)]:
+        raise WeightsError(f"{min(there)}: exists already (give another --output or --seed)")
+
+
+def draw(arguments: argparse.Namespace, drawing: Drawing, samples: SampleSet) -> int:
+    """Draw a set, or the rest of it, and judge it if asked to."""
+    try:
+        found = draw_set(
+            samples, drawing.sampler(), drawing.method(), drawing.decoder, group_for_work(), progress=True
+        )
+        if FIRST:
+            print(f"{found}: {len(samples.plan.seeds)} images")
+        if FIRST and arguments.judge:
+            for name, score in samples.judge(drawing.trained.config.data).items():
+                print(f"{name:28} {score:.4f}")
+    except SampleNotFinite as error:  # of this rank alone
+        print(error, file=sys.stderr)
+        return 1
+    except SampleSetError as error:
+        if FIRST:
+            print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{samples.folder}: cannot be written: {error.strerror or error} (the same command resumes)", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        if FIRST:
+            print("stopped; the same command resumes", file=sys.stderr)
+        return 130
+    return 0
+
+
+def draw_grid(arguments: argparse.Namespace, drawing: Drawing) -> None:
+    trained = drawing.trained
+    kind = trained.info.condition_kind
+    choices = grid_choices(arguments.classes, kind.choices, arguments.images_per_class)
+    drawn = drawing.sampler().draw(
+        choices, arguments.seed, **drawing.method(), batch_size=drawing.batch_size, progress=FIRST
+    )
+    images = drawing.decoder.decode(drawn) if drawing.decoder else drawn
+    if not FIRST:
+        return
+    folder = arguments.output or beside(arguments.source, "drawn")
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = choices[:: arguments.images_per_class].tolist()
+    names = class_labels(rows, kind.choice_names)
+    grid = folder / f"grid-seed-{arguments.seed}.png"
+    image_grid(images, len(rows), arguments.images_per_class, names, trained.label).save(grid)
+    print(grid)
+    if arguments.files:
+        for number, (image, label) in enumerate(zip(images, choices.tolist(), strict=True)):
+            save_image(image, folder / f"class-{label:04d}-image-{number:06d}-seed-{arguments.seed}.png")
+        print(f"{folder}: {len(images)} images")
+    if arguments.latents:
+        file = folder / f"latents-seed-{arguments.seed}.safetensors"
+        data = trained.config.data
+        metadata = DATASETS[data.name].store(data).index.metadata() if data.name in LATENT_DATASETS else None
+        save_file({"latents": drawn.float().contiguous(), "labels": choices}, file, metadata)
+        print(file)
+
+
+def run() -> NoReturn:
+    """Run as a program, and end the process."""
+    logging.basicConfig(level=logging.WARNING)
+    os._exit(exit_code(main))  # a gloo thread may abort the interpreter while it shuts down

@@ -1,0 +1,84 @@
+"""Train a diffusion transformer: python train.py --job.config_file FILE [--section.key value ...].
+
+    --check-only      check the configuration and stop
+    --help            list the sections of a configuration
+    --help NAME ...   describe the keys of a section (objective), those that one of its names brings (data.webdataset),
+                      or one key (optimizer.lr)
+"""
+
+import itertools
+import logging
+import os
+import sys
+from typing import NoReturn
+
+from torchtitan.config.job import ConfigError, JobConfig, help_text, load_config, report_and_exit
+from torchtitan.processes.command_line import exit_code
+from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
+from torchtitan.processes.launch import launch_number
+
+
+def main(arguments: list[str]) -> int:
+    """Run one training process.
+
+    Returns:
+        its exit code: see `torchtitan.run.run`; 2 also for a refused configuration.
+    """
+    for place, argument in enumerate(arguments, start=1):
+        if argument in ("--help", "-h"):
+            return _help([*itertools.takewhile(lambda word: not word.startswith("-"), arguments[place:])])
+    check_only = "--check-only" in arguments
+    arguments = [argument for argument in arguments if argument != "--check-only"]
+    rank, world_size = launch_number("RANK", 0), launch_number("WORLD_SIZE", 1)
+    if check_only:  # before a launcher has set WORLD_SIZE
+        world_size = launch_number("NGPU", world_size)
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
+    )
+    try:
+        config = load_config(arguments, world_size)
+    except ConfigError as error:
+        report_and_exit(error)
+    if not check_only:
+        from torchtitan.run import run  # the configuration is checked before anything heavy is imported
+
+        return run(config, lambda: load_config(arguments, world_size))
+    if problem := _decoder_problem(config):
+        print(problem, file=sys.stderr)
+        return REFUSED
+    print(f"{config.job.config_file or 'configuration'}: ok")
+    return 0
+
+
+def _decoder_problem(config: JobConfig) -> Exception | None:
+    """Problem of opening a configuration's autoencoder; None if there is none."""
+    if config.autoencoder.name == "none" or config.cache.enable:  # an unfilled cache has opened it
+        return None
+    from torchtitan.autoencoders.base import AutoencoderError
+    from torchtitan.data import DatasetError
+    from torchtitan.evaluation.decoding import run_decoder
+
+    try:
+        run_decoder(config.autoencoder, config.data, config.draws_pictures)
+    except (AutoencoderError, DatasetError) as error:
+        return error
+    return None
+
+
+def _help(topics: list[str]) -> int:
+    try:
+        text = help_text(topics)
+    except ConfigError as error:
+        report_and_exit(error)
+    print(text if topics else f"{__doc__}\n{text}", end="")
+    return 0
+
+
+def run() -> NoReturn:
+    """Run as a program, and end the process."""
+    code = exit_code(lambda: main(sys.argv[1:]))
+    logging.shutdown()
+    if code not in (0, FAILED):  # refused, busy, or ended by a signal
+        forbid_restart()
+    # A gloo thread may abort the interpreter while it shuts down.
+    os._exit(code)

@@ -1,0 +1,82 @@
+"""Results of a grid of trained runs: losses by group, arm, seed and timestep bin."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torchtitan.experiments.cells import Row
+from torchtitan_dit.studies.frame import number
+
+Score = Callable[[Sequence[float], Sequence[float]], float]
+
+
+@dataclass
+class GridResults:
+    """Results of a grid, by group, arm and seed.
+
+    Attributes:
+        rows: of the table.
+        arms: (group, label) in order; the first of a group is its reference.
+        arm_column: column that differs between arms.
+        weights: to compare.
+    """
+
+    rows: list[Row]
+    arms: list[tuple[str, str]]
+    arm_column: str
+    weights: str
+    _errors: dict[tuple, dict[int, float]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._errors = {}
+        for row in self.rows:
+            if row["status"] == "ok":
+                key = (row["group"], row[self.arm_column], int(row["seed"]), row["weights"], int(row["samples"]))
+                self._errors.setdefault(key, {})[int(row["bin"])] = number(row, "error")
+        # What was to be measured counts, failed or not: a bin, a checkpoint or a seed must not drop out unseen.
+        asked = [row for row in self.rows if row["bin"]]
+        bins = {int(row["bin"]): number(row, "share") for row in asked}
+        self.shares = [bins[place] for place in sorted(bins)]
+        self.seeds = sorted({int(row["seed"]) for row in self.rows})
+        self.samples = sorted({int(row["samples"]) for row in asked})
+        self.images = max((int(row["images"]) for row in asked), default=0)
+        self.parametrisation = self.rows[0]["currency"] if self.rows else ""
+
+    @property
+    def measured(self) -> bool:
+        """True if there is anything to report."""
+        return bool(self._errors)
+
+    @property
+    def groups(self) -> list[str]:
+        return list(dict.fromkeys(group for group, _ in self.arms))
+
+    def labels(self, group: str) -> list[str]:
+        """Labels of a group's arms, its reference first."""
+        return [label for of_group, label in self.arms if of_group == group]
+
+    def legend(self, group: str, arm: str) -> str:
+        """Legend: the arm's label, with the number of its seeds if it lost some."""
+        there = sum(bool(self.errors(group, arm, seed, self.samples[-1])) for seed in self.seeds)
+        return arm if there == len(self.seeds) else f"{arm} ({there} of {len(self.seeds)} seeds)"
+
+    def errors(self, group: str, arm: str, seed: int, samples: int, weights: str | None = None) -> list[float]:
+        """Errors in every bin, or nothing if some are missing."""
+        found = self._errors.get((group, arm, seed, weights or self.weights, samples), {})
+        complete = len(found) == len(self.shares)
+        return [found[place] for place in sorted(found)] if complete else []
+
+    def scores(
+        self, group: str, arm: str, score: Score, samples: int | None = None, weights: str | None = None
+    ) -> dict[int, float]:
+        """Scores: seed -> ln loss at a number of samples, the last by default."""
+        found = {}
+        for seed in self.seeds:
+            if errors := self.errors(group, arm, seed, samples or self.samples[-1], weights):
+                found[seed] = score(errors, self.shares)
+        return found
+
+    def of_bin(self, group: str, arm: str, place: int) -> dict[int, float]:
+        """Losses of one bin at the end: seed -> ln loss."""
+        found = {seed: self.errors(group, arm, seed, self.samples[-1]) for seed in self.seeds}
+        return {seed: math.log(errors[place]) for seed, errors in found.items() if errors}
