@@ -9,6 +9,7 @@ from typing import NoReturn
 import argparse
 import logging
 import sys
+from typing import NoReturn
 
 from torchtitan.config.job import ConfigError
 from torchtitan.experiments.autotune.candidates import AutotuneRefused
