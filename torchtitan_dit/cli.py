@@ -1,15 +1,15 @@
 """The command `torchtitan-dit NAME ...`: every program of the project under one name, each in torchtitan_dit/commands/."""
 
 import importlib
+import importlib.metadata
+import re
 import sys
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import NoReturn
 
-from torchtitan.processes.exit_codes import REFUSED
-from torchtitan.processes.parent_death import end_with_launcher
-
 PROGRAM = "torchtitan-dit"
+_REFUSED = 2  # as in torchtitan.processes.exit_codes, which another torchtitan would not have
 
 
 @dataclass(frozen=True)
@@ -58,23 +58,36 @@ COMMANDS = {
 
 def run_command(module: str) -> NoReturn:
     """Run a program of torchtitan_dit/commands/ on the words of `sys.argv`, and end the process with its exit code."""
+    from torchtitan.processes.parent_death import end_with_launcher
+
     end_with_launcher()  # before the seconds that importing torch takes
-    importlib.import_module(f"torchtitan_dit.commands.{module}").run()
+    program = importlib.import_module(f"torchtitan_dit.commands.{module}")
+    if sys.argv[0].startswith(PROGRAM):  # its help speaks of itself under the name that it was called by
+        program.__doc__ = re.sub(rf"(python )?(scripts/)?{module}\.py", sys.argv[0], program.__doc__)
+    program.run()
     raise AssertionError(f"{module} has not ended the process")
 
 
 def main() -> NoReturn:
     """Run `torchtitan-dit NAME ...`, or `python -m torchtitan_dit NAME ...`, which torchrun can start too."""
+    try:
+        importlib.metadata.distribution("torchtitan")
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    else:
+        text = "the package torchtitan is installed here too, and its modules have the same name"
+        print(f"{PROGRAM}: {text} (use an environment without it: {sys.executable} -m pip uninstall torchtitan)", file=sys.stderr)
+        sys.exit(_REFUSED)
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
         print(_usage())
-        sys.exit(0 if words else REFUSED)
+        sys.exit(0 if words else _REFUSED)
     name, *rest = words
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
         advice = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
         print(f"{PROGRAM}: {name}: no such command ({advice})", file=sys.stderr)
-        sys.exit(REFUSED)
+        sys.exit(_REFUSED)
     command = COMMANDS[name]
     # What argparse calls the program in its messages, up to the command's own first words.
     sys.argv = [f"{PROGRAM} {name}" if not command.words else PROGRAM, *command.words, *rest]

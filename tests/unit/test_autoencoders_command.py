@@ -190,7 +190,7 @@ def test_an_interruption_says_how_to_go_on(tokenizer, latents, tmp_path, capsys,
         raise KeyboardInterrupt
 
     write(tmp_path / "z.safetensors", latents)
-    monkeypatch.setattr("cosmos_latent_decoder.save_image", interrupt)
+    monkeypatch.setattr("torchtitan_dit.commands.cosmos_latent_decoder.save_image", interrupt)
     assert run("decode", tmp_path / "z.safetensors", "--path", tokenizer) == 130
     assert "interrupted; images that were written stay" in capsys.readouterr().err
     assert not list((tmp_path / "z").iterdir())

@@ -305,7 +305,8 @@ def test_a_folder_belongs_to_one_run_and_to_its_newest_launch(tmp_path, memory):
     ("abfs://box/x?sig=secret", "nothing else"),
     ("simplecache::s3://bucket/x", "nothing else"),
     ("file://", "names no bucket or folder"),
-    ("nowhere://bucket/x", "needs the package no_such_package, which is not installed (pip install no_such_package)"),
+    ("nowhere://bucket/x", "needs the package no_such_package, which is not installed ("),
+    ("nowhere://bucket/x", "-m pip install no_such_package)"),
 ])  # fmt: skip
 def test_a_folder_that_cannot_be_used_is_refused_with_the_configuration(monkeypatch, url, words):
     monkeypatch.setitem(known_implementations, "nowhere", {"class": "no_such_package.Files"})

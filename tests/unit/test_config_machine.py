@@ -6,6 +6,7 @@ import pytest
 
 from tests.configurations import load, problems
 from torchtitan.config import checks as config_checks
+from torchtitan.extras import install_packages
 
 
 @pytest.fixture(autouse=True)
@@ -17,8 +18,7 @@ def in_empty_folder(tmp_path, monkeypatch):
 def test_logger_without_its_package_is_refused(package, key, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(config_checks.importlib.util, "find_spec", lambda name: None if name == package else found(name))
-    requirement = {"tensorboard": "tensorboard", "wandb": "'.[wandb]'"}[package]
-    advice = f"the package {package} is not installed (pip install {requirement}, or set it to false)"
+    advice = f"the package {package} is not installed ({install_packages(package)}, or set it to false)"
     assert problems(f"[metrics]\n{key} = true") == [f"run.toml: metrics.{key}: {advice}"]
 
 

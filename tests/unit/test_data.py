@@ -310,7 +310,7 @@ def test_digits_are_split_into_disjoint_fixed_parts():
 
 def test_digits_without_scikit_learn_name_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DatasetError, match=r"pip install .\[digits\]"):
+    with pytest.raises(DatasetError, match="-m pip install scikit-learn"):
         Digits.info(DigitsConfig())
 
 

@@ -211,7 +211,7 @@ def test_what_cannot_run_is_refused_in_a_line_that_says_what_to_do(monkeypatch):
 
     pretend_torchao(monkeypatch, None)
     (missing,) = refused(*ON)
-    assert "pip install '.[lowbit]'" in missing
+    assert "-m pip install 'torchao>=0.18'" in missing
 
 
 def test_a_model_without_anything_to_convert_is_refused_before_its_folder_is_made(tmp_path, capsys, monkeypatch):

@@ -202,7 +202,7 @@ def test_a_description_nested_without_end_is_none(tmp_path):
 
 def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DatasetError, match=r"needs the package datasets: pip install .\[hub\]"):
+    with pytest.raises(DatasetError, match=r"needs the package datasets: .*-m pip install datasets huggingface_hub"):
         HuggingFace.info(config_of(tmp_path))
 
 

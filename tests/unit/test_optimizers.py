@@ -13,6 +13,7 @@ from tests.distributed.cases import make_trainer
 from torchtitan.config import checks as config_checks
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.distributed.parallelize import clamp_gradients
+from torchtitan.extras import install
 from torchtitan.run import REFUSED, run
 from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig, ParameterGroupConfig
 from torchtitan.training.lr_scheduler import lr_factor
@@ -143,7 +144,7 @@ def test_a_run_with_such_a_pattern_ends_with_code_two_in_one_line(tmp_path, caps
      "optimizer.name = Muon"),
     (["--optimizer.name=AdamW8bit"],
      "command line: --optimizer.name: AdamW8bit needs the package torchao, which is not installed "
-     "(pip install '.[lowbit]', or set AdamW)"),
+     f"({install('lowbit')}, or set AdamW)"),
 ])
 def test_impossible_optimizers_are_refused(arguments, line, monkeypatch):
     find = importlib.util.find_spec

@@ -225,7 +225,7 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(
         quantized.importlib.util, "find_spec", lambda name, *rest: None if name == "torchao" else FIND_SPEC(name, *rest)
     )
-    with pytest.raises(ConfigError, match=r"lora.base_dtype: needs the package torchao.*pip install '.\[lowbit\]'"):
+    with pytest.raises(ConfigError, match=r"lora.base_dtype: needs the package torchao.*-m pip install 'torchao>=0.18'"):
         lora_config(tmp_path, "--lora.base_dtype", "int8")
     lora_config(tmp_path, "--lora.base_dtype", "bfloat16")
 

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents, Normalization, compute_dtype
+from torchtitan.extras import install
 from torchtitan.files.hub import local_folder
 from torchtitan.files.weight_hash import weights_sha256
 
@@ -89,7 +90,7 @@ def _load(folder: Path, kind: str) -> torch.nn.Module:
         import diffusers
     except ImportError as error:
         raise AutoencoderError(
-            "diffusers: needs the package diffusers, which is not installed (pip install '.[diffusers]')"
+            f"diffusers: needs the package diffusers, which is not installed ({install('diffusers')})"
         ) from error
     try:
         # Only safetensors: the other kind of file is a pickle. In float32, which the hash is taken in.

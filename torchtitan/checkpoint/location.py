@@ -5,6 +5,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from torchtitan.errors import CheckpointError
+from torchtitan.extras import install_packages
 from torchtitan.files.regular import read_toml
 from torchtitan.files.remote_path import AnyPath, RemotePath
 
@@ -83,7 +84,7 @@ def folder_problem(text: str) -> str | None:
         try:
             importlib.import_module(package)
         except ImportError:
-            return f"needs the package {package}, which is not installed (pip install {package})"
+            return f"needs the package {package}, which is not installed ({install_packages(package)})"
         return f"the package {package} cannot be used for it: {known_implementations[protocol].get('err', '')}"
     if not rest.strip("/") and protocol != "memory":
         return "names no bucket or folder (write protocol://bucket/prefix)"

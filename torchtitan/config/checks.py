@@ -26,6 +26,7 @@ from torchtitan.diffusion.paths import PATHS
 from torchtitan.distributed.config import checkpoint_problems, compile_problems
 from torchtitan.errors import unwrapped
 from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, timesteps_problem
+from torchtitan.extras import EXTRAS, install_packages
 from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import float8_problems
@@ -320,10 +321,10 @@ def _ema_snapshots(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _packages(checked: ConfigView) -> Iterator[Problem]:
-    packages = {"enable_tensorboard": ("tensorboard", "tensorboard"), "enable_wandb": ("wandb", "'.[wandb]'")}
-    for key, (package, requirement) in packages.items():
+    packages = {"enable_tensorboard": "tensorboard", "enable_wandb": "wandb"}
+    for key, package in packages.items():
         if getattr(checked.metrics, key) and importlib.util.find_spec(package) is None:
-            text = f"the package {package} is not installed (pip install {requirement}, or set it to false)"
+            text = f"the package {package} is not installed ({install_packages(package)}, or set it to false)"
             yield Problem(f"metrics.{key}", text)
 
 
@@ -351,7 +352,8 @@ def _parameter_groups(checked: ConfigView) -> Iterator[Problem]:
 def _low_bit_optimizer(checked: ConfigView) -> Iterator[Problem]:
     if checked.optimizer.name == "AdamW8bit":
         if importlib.util.find_spec("torchao") is None:
-            text = "AdamW8bit needs the package torchao, which is not installed (pip install '.[lowbit]', or set AdamW)"
+            command = install_packages(*EXTRAS["lowbit"])
+            text = f"AdamW8bit needs the package torchao, which is not installed ({command}, or set AdamW)"
             yield Problem("optimizer.name", text)
         if _no_compiler():
             text = "AdamW8bit is compiled: none of g++, clang++, $CXX is there (install g++, or set AdamW)"

@@ -17,6 +17,7 @@ from torchtitan.data.bounded_tables import MAX_REPEATED_BYTES, read_rows
 from torchtitan.data.image_decoding import decoding_problem, open_image
 from torchtitan.data.numpy_pickle import read_table
 from torchtitan.errors import one_line
+from torchtitan.extras import install
 from torchtitan.files.regular import check_regular, user_path
 from torchtitan.settings import setting
 
@@ -251,7 +252,7 @@ class _HubDataset:
             import datasets
         except ImportError as error:
             raise DatasetError(
-                f"data.path: {name!r} is no folder here; to read it from the Hugging Face hub: pip install .[hub]"
+                f"data.path: {name!r} is no folder here; to read it from the Hugging Face hub: {install('hub')}"
             ) from error
         self._package = datasets
         self._splits: dict[str, Any] | None = None

@@ -12,6 +12,7 @@ import torch
 
 from torchtitan.conditions import Classes
 from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Split
+from torchtitan.extras import install
 from torchtitan.settings import setting
 
 NUM_TRAIN = 1500  # the other 297 are the validation split
@@ -34,7 +35,7 @@ class Digits(Dataset):
     @staticmethod
     def info(config: DigitsConfig) -> DatasetInfo:
         if not _file().exists():
-            raise DatasetError(_MISSING)
+            raise DatasetError(f"dataset digits needs scikit-learn: {install('digits')}")
         if unknown := [digit for digit in config.classes if not 0 <= digit <= 9]:
             raise DatasetError(f"data.classes: {unknown[0]} is no digit (0 to 9)")
         return DatasetInfo((1, 8, 8), Classes(10, tuple("0123456789")))
@@ -61,7 +62,7 @@ class Digits(Dataset):
 def _file() -> Path:
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
-        raise DatasetError(_MISSING)
+        raise DatasetError(f"dataset digits needs scikit-learn: {install('digits')}")
     return Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
 
 
@@ -70,7 +71,5 @@ def _stored() -> np.ndarray:
     try:
         return np.loadtxt(_file(), dtype=np.int64, delimiter=",")
     except FileNotFoundError as error:
-        raise DatasetError(_MISSING) from error
+        raise DatasetError(f"dataset digits needs scikit-learn: {install('digits')}") from error
 
-
-_MISSING = "dataset digits needs scikit-learn: pip install .[digits]"

@@ -15,6 +15,7 @@ from torchtitan.data.derived_classes import num_classes_of
 from torchtitan.data.image_columns import Columns, find_columns
 from torchtitan.data.image_decoding import MAX_FILE_BYTES
 from torchtitan.errors import one_line
+from torchtitan.extras import install
 from torchtitan.files.regular import read_regular, user_path
 
 
@@ -77,7 +78,7 @@ def open_hub_table(
     try:
         import datasets
     except ImportError as error:
-        raise DatasetError('data.name: "huggingface" needs the package datasets: pip install .[hub]') from error
+        raise DatasetError(f"data.name: huggingface needs the package datasets: {install('hub')}") from error
     folder = user_path(path)
     if folder.exists() and revision:
         raise DatasetError(f"data.revision: {path!r} is a folder here; leave the key out")

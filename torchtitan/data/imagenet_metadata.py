@@ -13,6 +13,7 @@ from torchtitan.data.class_folders import read_classes
 from torchtitan.data.derived_classes import MOST_CLASSES
 from torchtitan.data.tar_headers import REGULAR, TarError, walk
 from torchtitan.errors import one_line
+from torchtitan.extras import install
 from torchtitan.files.regular import read_regular
 
 SYNSET_MAPPING = "LOC_synset_mapping.txt"
@@ -36,7 +37,7 @@ def find_class_names(roots: list[Path]) -> dict[str, str]:
     if content is None:
         return {}
     if not _has_scipy():
-        advice = "pip install .[imagenet], or give data.classes_file"
+        advice = f"{install('imagenet')}, or give data.classes_file"
         raise DatasetError(f"data.path: {roots[0]}: reading class names from the devkit's meta.mat needs scipy: {advice}")
     return {wnid: _first(words) for wnid, words in _synsets(content).values()}
 
@@ -56,7 +57,7 @@ def find_validation_wnids(roots: list[Path]) -> dict[str, str]:
             f"nor {DEVKIT}.tar.gz lies there to say their classes (put one there)"
         )
     if not _has_scipy():
-        raise DatasetError(f"data.path: {roots[0]}: reading the devkit's meta.mat needs scipy: pip install .[imagenet]")
+        raise DatasetError(f"data.path: {roots[0]}: reading the devkit's meta.mat needs scipy: {install('imagenet')}")
     synsets = _synsets(content)
     try:
         wnids = [synsets[int(line)][0] for line in numbers.decode("ascii").split()]

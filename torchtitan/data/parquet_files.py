@@ -20,6 +20,7 @@ from torchtitan.data.bounded_tables import check_types
 from torchtitan.data.derived_classes import num_classes_of
 from torchtitan.data.image_columns import Columns, arrow_features, find_columns
 from torchtitan.errors import one_line
+from torchtitan.extras import install
 from torchtitan.files.regular import check_regular
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -104,7 +105,7 @@ def reaching(url: str, ask: Callable[[], Any]) -> Any:
     except DatasetError:
         raise
     except ImportError as error:
-        extras = "pip install .[hub] for hf://, .[remote] for s3:// and gs://"
+        extras = f"for hf://: {install('hub')}; for s3:// and gs://: {install('remote')}"
         raise DatasetError(f"data.path: {url}: {error} ({extras})") from error
     except Exception as error:  # each store's package has its own
         raise DatasetError(f"data.path: {url} cannot be read ({one_line(error)})") from error

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from torchtitan.errors import first_line
+from torchtitan.extras import install
 from torchtitan.files.regular import user_path
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -33,7 +34,7 @@ def local_folder(model: str, path: str, patterns: list[str], error_class: type[E
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise error_class(
-            f"{model}: {path}: no such folder here; to fetch it from the Hugging Face hub: pip install .[hub]"
+            f"{model}: {path}: no such folder here; to fetch it from the Hugging Face hub: {install('hub')}"
         ) from error
     prefix = f"{subfolder}/" if subfolder else ""
     try:

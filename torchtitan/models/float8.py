@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from torchtitan.extras import install
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.converters import convert
 from torchtitan.settings import only_with, setting
@@ -53,7 +54,7 @@ def float8_problems(config: Float8Config, param_dtype: str, single_pass_taps: bo
         pairs of a dotted key and the reason.
     """
     if importlib.util.find_spec("torchao") is None:
-        text = "needs the package torchao, which is not installed (pip install '.[lowbit]', or set it to false)"
+        text = f"needs the package torchao, which is not installed ({install('lowbit')}, or set it to false)"
         yield "float8.enable", text
     if single_pass_taps:
         yield "float8.enable", (

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.extras import install
 from torchtitan.models.adapters.target import AdapterError
 from torchtitan.models.base import DiffusionModel
 
@@ -37,7 +38,7 @@ class QuantizationError(AdapterError):
 def quantization_problems(kind: str) -> Iterator[str]:
     """Find reasons against quantised weights in this installation."""
     if kind in KINDS and importlib.util.find_spec("torchao") is None:
-        yield "needs the package torchao, which is not installed (pip install '.[lowbit]', or set it to bfloat16)"
+        yield f"needs the package torchao, which is not installed ({install('lowbit')}, or set it to bfloat16)"
 
 
 class QuantizedWeight(nn.Module):

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from torchtitan.errors import first_line
+from torchtitan.extras import install
 from torchtitan.files.hub import local_folder
 from torchtitan.files.weight_hash import weights_sha256
 from torchtitan.texts.base import EncodedTexts, TextEncoder, TextEncoderError
@@ -51,7 +52,7 @@ class TransformersEncoder(TextEncoder):
         try:
             import transformers
         except ImportError as error:
-            raise TextEncoderError(f"{path}: text encoders need the transformers package: pip install .[text]") from error
+            raise TextEncoderError(f"{path}: text encoders need the transformers package: {install('text')}") from error
         transformers.utils.logging.set_verbosity_error()
         folder = local_folder("text encoder", path, [*_WEIGHT_FILES, *_TOKENIZER_FILES, *_PICKLED_FILES], TextEncoderError)
         self._kind = _kind(folder)

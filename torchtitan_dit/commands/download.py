@@ -2,7 +2,7 @@
 
 --list shows the names. Each goes to a separate folder, downloads/NAME, with a source.json that names its source. Every
 file is compared with a known checksum or the hub's, and gets its name only when they agree; an interrupted download
-resumes. Files of the Hugging Face hub need the package huggingface_hub (pip install '.[hub]').
+resumes. Files of the Hugging Face hub need the package huggingface_hub (the extra hub).
 """
 
 import argparse
@@ -24,6 +24,7 @@ from urllib.request import Request, urlopen
 from tqdm import tqdm
 
 from torchtitan.errors import first_line
+from torchtitan.extras import install
 from torchtitan.features.published import PUBLISHED, PublishedWeights
 from torchtitan.files.durable import make_folder, replace_file, sync
 from torchtitan.files.ownership import refuse_foreign_file
@@ -132,7 +133,7 @@ class HubPiece(Piece):
         try:
             from huggingface_hub import HfApi
         except ImportError as error:
-            raise DownloadError("huggingface_hub is needed, and is not installed (pip install '.[hub]')") from error
+            raise DownloadError(f"huggingface_hub is needed, and is not installed ({install('hub')})") from error
         with hub_errors_as_os_errors():
             info = HfApi().repo_info(self.repository, repo_type=self.kind, revision=revision, files_metadata=True)
         entries = {entry.rfilename: entry for entry in info.siblings or []}

@@ -1,0 +1,43 @@
+"""Every program under one name, and under the names that it has in the checkout."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import data
+import torchtitan.data
+from torchtitan_dit.cli import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+DRAWS_ONLY = ROOT / "scripts" / "draw_architecture.py"  # a tool of the project itself, not a program of its users
+PROGRAMS = sorted({*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py")} - {ROOT / "data.py", DRAWS_ONLY})
+
+
+def test_every_command_has_a_name_and_a_program_in_the_checkout():
+    modules = {command.module for command in COMMANDS.values()}
+    assert modules == {path.stem for path in (ROOT / "torchtitan_dit" / "commands").glob("[!_]*.py")}
+    assert modules == {path.stem for path in PROGRAMS}
+    assert all(command.help and not command.help.endswith(".") for command in COMMANDS.values())
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
+def test_programs_of_the_checkout_only_call_the_command(program):
+    calls = [node for node in ast.walk(ast.parse(program.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    called = [ast.unparse(call) for call in calls if "run_command" in ast.unparse(call)]
+    assert called == [f"run_command('{program.stem}')"]
+    assert len(program.read_text(encoding="utf-8").splitlines()) <= 11
+
+
+def test_data_of_the_checkout_is_the_same_package():
+    import data.digits as of_the_checkout
+
+    import torchtitan.data.digits as of_the_package
+
+    assert data is torchtitan.data and of_the_checkout is of_the_package
+    names = "from data.base import DatasetError as a; from torchtitan.data.base import DatasetError as b"
+    code = f"{names}; assert a is b; import data.nothing"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ended.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'torchtitan.data.nothing'"

@@ -1,0 +1,30 @@
+"""Optional packages, and the command that installs them into the Python that runs."""
+
+import shlex
+import sys
+from pathlib import Path
+
+# As the extras of pyproject.toml. The packages are named, not `.[extra]`, which works in the checkout's folder only.
+EXTRAS = {
+    "diffusers": ("diffusers>=0.32", "huggingface_hub"),
+    "digits": ("scikit-learn",),
+    "energy": ("nvidia-ml-py",),
+    "hub": ("datasets", "huggingface_hub"),
+    "imagenet": ("scipy",),
+    "lowbit": ("torchao>=0.18",),
+    "remote": ("gcsfs", "s3fs"),
+    "text": ("huggingface_hub", "sentencepiece", "transformers>=4.46"),
+    "wandb": ("wandb",),
+}
+
+
+def install(extra: str) -> str:
+    """Command line that installs an extra from any folder. Raises KeyError: there is no such extra."""
+    return install_packages(*EXTRAS[extra])
+
+
+def install_packages(*packages: str) -> str:
+    """Command line that installs packages into the environment of this process, from any folder."""
+    program = Path(sys.executable)
+    here = program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program
+    return shlex.join([str(here), "-m", "pip", "install", *packages])
