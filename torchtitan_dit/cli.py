@@ -63,7 +63,7 @@ def run_command(module: str) -> NoReturn:
     end_with_launcher()  # before the seconds that importing torch takes
     program = importlib.import_module(f"torchtitan_dit.commands.{module}")
     if sys.argv[0].startswith(PROGRAM):  # its help speaks of itself under the name that it was called by
-        program.__doc__ = re.sub(rf"(python )?(scripts/)?{module}\.py", sys.argv[0], program.__doc__)
+        program.__doc__ = re.sub(rf"(python )?(scripts/)?{module}\.py", sys.argv[0], program.__doc__ or "")
     program.run()
     raise AssertionError(f"{module} has not ended the process")
 
