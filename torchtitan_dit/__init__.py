@@ -1,1 +1,20 @@
-"""Programs of the trainer, its studies, and what other Python code calls."""
+"""Train diffusion transformers, and sample from them, in Python: `load`, `sample`, `train`.
+
+The commands are in `torchtitan_dit.commands`, published questions answered on runs in `torchtitan_dit.studies`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchtitan_dit.api import Model, Run, load, sample, train
+
+__all__ = ["Model", "Run", "load", "sample", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch only when one of the names is used: the commands' help is to be quick."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torchtitan_dit import api
+
+    return getattr(api, name)

@@ -125,6 +125,11 @@ def open_drawing(arguments: argparse.Namespace) -> Drawing:
         WeightsError, ConfigError, CheckpointError, AutoencoderError: it cannot be used as they say.
     """
     trained = _with_adapters(_open_model(arguments), arguments.lora or [])
+    return drawing_of(arguments, trained, _open_autoencoder(arguments, trained))
+
+
+def drawing_of(arguments: argparse.Namespace, trained: TrainedModel, decoder: LatentDecoder | None) -> Drawing:
+    """Drawing by the method of the options, with what is loaded already. Raises as `open_drawing` does."""
     batch_size = BATCH_SIZE if arguments.batch_size is None else arguments.batch_size
     if batch_size < 1:
         raise WeightsError(f"--batch-size: must be at least 1, is {batch_size}")
@@ -132,7 +137,6 @@ def open_drawing(arguments: argparse.Namespace) -> Drawing:
     guide = open_guide(
         arguments.guide, arguments.source, arguments.config, trained, sampling.guidance_scale, compute_device()
     )
-    decoder = _open_autoencoder(arguments, trained)
     shape = drawn_shape(arguments.size, trained, decoder)
     if guide and arguments.size is not None and not MODELS[guide.model.config.model.name].many_shapes:
         raise WeightsError("--size: the guide takes images of one shape only (leave it out)")

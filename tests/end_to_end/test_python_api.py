@@ -1,0 +1,111 @@
+"""`torchtitan_dit` in Python: docs/python_api.ipynb as it stands, and what it refuses."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import torchtitan_dit
+from tests.forked import run_script
+from torchtitan_dit import load, sample, train
+from torchtitan_dit.api import ConfigError, TrainingFailed, WeightsError
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOK = ROOT / "docs" / "python_api.ipynb"
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory):
+    """Names after the notebook's cells were executed one after the other in an empty folder, with fewer steps."""
+    folder, names, printed = tmp_path_factory.mktemp("notebook"), {"__name__": "notebook"}, io.StringIO()
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(printed):
+            for number, cell in enumerate(cells):
+                text = "".join(cell["source"]).replace("STEPS = 300", "STEPS = 6")
+                exec(compile(text, f"cell {number}", "exec"), names)
+    finally:
+        os.chdir(before)
+    return names | {"folder": folder, "printed": printed.getvalue()}
+
+
+def test_the_notebook_does_what_it_says(notebook):
+    run, model = notebook["run"], notebook["model"]
+    assert run.folder == Path("outputs/notebook") and run.summary["status"] == "completed"
+    assert [step for step, _ in run.series()][-1] == 6
+    assert isinstance(notebook["grid"], Image.Image) and notebook["grid"].width > 100
+    assert notebook["tensor"].shape == (4, 1, 8, 8) and notebook["tensor"].dtype == torch.float32
+    assert [image.size for image in notebook["images"]] == [(8, 8)] * 4
+    assert model.class_names == tuple(str(digit) for digit in range(10)) and model.image_shape == (1, 8, 8)
+    assert "step 6" in repr(model) and notebook["printed"].count("\n") >= 2
+    assert notebook["small"].summary["status"] == "completed"
+
+
+def test_images_are_those_of_the_command(notebook, tmp_path):
+    run = notebook["folder"] / notebook["run"].folder
+    options = {"ema": "none", "num_steps": 3, "guidance_scale": 2.0}
+    images = sample(run, [3, 7], images_per_class=2, seed=5, **options)
+    again = load(run, **options).sample([3, 7], images_per_class=2, seed=5)
+    words = ["--classes", "3", "7", "--images-per-class", "2", "--seed", "5", "--files", "--output", str(tmp_path / "files")]
+    words += ["--ema", "none", "--num-steps", "3", "--guidance-scale", "2"]
+    done = run_script("scripts/sample.py", str(run), *words)
+    assert done.returncode == 0, done.stderr
+    files = sorted((tmp_path / "files").glob("class-*.png"), key=lambda path: path.name.partition("image-")[2])
+    drawn = [Image.open(path).convert("RGB").tobytes() for path in files]
+    assert [image.tobytes() for image in images] == [image.tobytes() for image in again] == drawn and len(set(drawn)) == 4
+    values = load(run, **options).sample([3], images_per_class=1, seed=5, output="tensor")
+    assert torch.equal(((values.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)[0, 0].flatten(),
+                       torch.frombuffer(bytearray(drawn[0]), dtype=torch.uint8)[::3])  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ({"classes": [10]}, "10 is not in 0..9"),
+    ({"output": "jpeg"}, "output: must be \"pil\", \"tensor\" or \"latents\", is 'jpeg'"),
+    ({"images_per_class": 0}, "images_per_class: must be at least 1, is 0"),
+    ({"seed": -1}, "seed: must be in"),
+    ({"classes": [1], "prompts": ["a dog"]}, "has no effect with prompts"),
+    ({"prompts": ["a dog"]}, "--prompt: the model was trained on"),
+    ({"solver": "hoin"}, "invalid choice: 'hoin'"),
+    ({"num_steps": "many"}, "invalid int value: 'many'"),
+    ({"encoders": {"image": "x"}, "prompts": ["a dog"]}, "encoders: 'image' is none of"),
+    ({"churn": 3.0}, "has no effect"),
+])  # fmt: skip
+def test_what_cannot_be_drawn_is_an_exception_of_one_line(notebook, options, text):
+    with pytest.raises(WeightsError) as refused:
+        notebook["model"].sample(**options)
+    assert text in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_unknown_options_and_places_are_refused(notebook, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TypeError, match="'cfg' is no option \\(there are: autoencoder, "):
+        notebook["model"].sample(cfg=3)
+    with pytest.raises(WeightsError, match="nowhere: no such run folder or weights file"):
+        load("nowhere")
+    with pytest.raises(ConfigError, match="^overrides: training.stepz: unknown key"):
+        train("digits", {"training.stepz": 3}, progress=False)
+    with pytest.raises(ConfigError, match="^config: training.steps: must be at least 1"):
+        train({"data": {"name": "digits"}, "training": {"steps": -1}}, progress=False)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = torchtitan_dit.trian
+    with pytest.raises(KeyError, match="loss: not measured in .* \\(there are: "):
+        torchtitan_dit.Run(notebook["folder"] / notebook["run"].folder).series("loss")
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "notes").write_text("mine")
+    with pytest.raises(TrainingFailed, match="notes"):
+        train("digits", {"job.name": "notes", "training.steps": 1, "lr_scheduler.warmup_steps": 0}, progress=False)
+    assert (tmp_path / "outputs" / "notes").read_text() == "mine"
+
+
+def test_importing_the_package_imports_no_torch():
+    code = "import sys, torchtitan_dit\nassert 'torch' not in sys.modules and len(dir(torchtitan_dit)) > 1"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

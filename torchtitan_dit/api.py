@@ -1,0 +1,311 @@
+"""What Python code calls: load a model and draw from it, train a configuration. The commands do the same in files."""
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NoReturn, overload
+
+import tomli_w
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from torchtitan.config.job import ConfigError, JobConfig, load_config
+from torchtitan.evaluation.sampling import grid_choices
+from torchtitan.experiments.training import TrainingFailed
+from torchtitan.experiments.training import train as train_to_the_end
+from torchtitan.files.regular import read_regular
+from torchtitan.models.base import DiffusionModel
+from torchtitan.pictures.grids import class_labels, image_grid, to_rgb
+from torchtitan.runs.drawing import Drawing, add_drawing_options, check_classes, drawing_of, open_drawing
+from torchtitan.runs.folder import RunFolder
+from torchtitan.runs.prompts import with_prompts
+from torchtitan.runs.sampling_options import option
+from torchtitan.runs.trained_model import WeightsError
+from torchtitan.texts.opening import OPTIONS
+from torchtitan.training.metrics import METRICS_FILE
+
+_LARGEST_SUMMARY = 1 << 24  # bytes
+
+
+class Model:
+    """Model that is loaded once and drawn from many times; `load` makes one.
+
+    Attributes:
+        config: the configuration of its training.
+        network: the network, in eval mode, float32: `forward(x [B, C, H, W], noise, condition)`.
+        label: origin of the weights, such as `step 1000, ema`.
+        warnings: damaged checkpoints that were skipped, limits of a reconstructed average.
+        image_shape: (C, H, W) of what the network draws: an image's, or a latent's.
+        class_names: of its classes, by number; empty where there are none.
+    """
+
+    def __init__(self, drawing: Drawing, options: Mapping[str, Any]) -> None:
+        self._drawing, self._options = drawing, dict(options)
+
+    @property
+    def config(self) -> JobConfig:
+        return self._drawing.trained.config
+
+    @property
+    def network(self) -> DiffusionModel:
+        return self._drawing.trained.model
+
+    @property
+    def label(self) -> str:
+        return self._drawing.trained.label
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(self._drawing.warnings)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        return self._drawing.image_shape
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return tuple(self._drawing.trained.info.condition_kind.choice_names)
+
+    def __repr__(self) -> str:
+        model = self.config.model
+        return f"Model({model.name}, {self.label}, draws {'x'.join(map(str, self.image_shape))})"
+
+    @overload
+    def sample(
+        self, classes: Sequence[int] | None = ..., *, prompts: Sequence[str] | None = ..., images_per_class: int = ...,
+        seed: int = ..., output: Literal["pil"] = ..., encoders: Mapping[str, str] | None = ..., progress: bool = ...,
+        **method: Any,
+    ) -> list[Image.Image]: ...  # fmt: skip
+
+    @overload
+    def sample(
+        self, classes: Sequence[int] | None = ..., *, prompts: Sequence[str] | None = ..., images_per_class: int = ...,
+        seed: int = ..., output: Literal["tensor", "latents"], encoders: Mapping[str, str] | None = ...,
+        progress: bool = ..., **method: Any,
+    ) -> Tensor: ...  # fmt: skip
+
+    def sample(
+        self,
+        classes: Sequence[int] | None = None,
+        *,
+        prompts: Sequence[str] | None = None,
+        images_per_class: int = 1,
+        seed: int = 0,
+        output: Literal["pil", "tensor", "latents"] = "pil",
+        encoders: Mapping[str, str] | None = None,
+        progress: bool = False,
+        **method: Any,
+    ) -> list[Image.Image] | Tensor:
+        """Draw images; the same arguments give the same images.
+
+        Args:
+            classes: numbers of classes; None: `sampling.classes` of the training, or the first ten.
+            prompts: texts instead, for a model of captions.
+            images_per_class: of each class or prompt, one after the other.
+            seed: of the noise, 0 to 2^64 - 1.
+            output: "pil": a list of PIL images; "tensor": float32 [N, C, H, W] on the CPU, an image's values in -1 to 1;
+                "latents": as "tensor", of latents that are not decoded.
+            encoders: of prompts that are no captions of the training: `text` and `pooled` -> folder or hub name.
+            progress: show a bar.
+            method: options of `torchtitan-dit sample` that say how an image is drawn, with _ for -, such as
+                guidance_scale=3, num_steps=50, solver="heun". Left out: those of the training.
+
+        Raises:
+            WeightsError: an argument cannot be used with this model; the message is one line.
+            TypeError: there is no such option.
+        """
+        if output not in ("pil", "tensor", "latents"):
+            raise WeightsError(f'output: must be "pil", "tensor" or "latents", is {output!r}')
+        if images_per_class < 1:
+            raise WeightsError(f"images_per_class: must be at least 1, is {images_per_class}")
+        if not 0 <= seed < 2**64:
+            raise WeightsError(f"seed: must be in 0..2^64 - 1, is {seed}")
+        if classes is not None and prompts:
+            raise WeightsError("classes: has no effect with prompts (leave one out)")
+        arguments = _options(self._drawing.source, self._options | method)
+        trained, decoder = self._drawing.trained, self._drawing.decoder
+        if prompts:
+            trained = with_prompts(trained, list(prompts), _places(encoders or {}))
+        drawing = dataclasses.replace(drawing_of(arguments, trained, decoder), prompts=tuple(prompts or ()))
+        rows = list(range(len(prompts))) if prompts else list(self.config.sampling.classes if classes is None else classes)
+        check_classes(rows, trained)
+        choices = grid_choices(rows, trained.info.condition_kind.choices, images_per_class)
+        drawn = drawing.sampler().draw(
+            choices, seed, **drawing.method(), batch_size=drawing.batch_size, progress=progress
+        )
+        if decoder and output != "latents":
+            drawn = decoder.decode(drawn)
+        return [Image.fromarray(pixels) for pixels in to_rgb(drawn.numpy())] if output == "pil" else drawn
+
+    def grid(self, classes: Sequence[int] | None = None, *, images_per_class: int = 8, **options: Any) -> Image.Image:
+        """One picture of samples, a labelled row for each class. Arguments and errors: as of `sample`."""
+        images = self.sample(classes, images_per_class=images_per_class, output="tensor", **options)
+        rows = len(images) // images_per_class
+        chosen = list(self.config.sampling.classes if classes is None else classes) or list(range(rows))
+        names = options.get("prompts") or class_labels(chosen, self.class_names)
+        return image_grid(images, rows, images_per_class, names, self.label)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Finished run.
+
+    Attributes:
+        folder: with its configuration, metrics, checkpoints and samples.
+    """
+
+    folder: Path
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Contents of summary.json: status, final losses, throughput, memory."""
+        return json.loads(read_regular(self.folder / "summary.json", _LARGEST_SUMMARY))
+
+    @cached_property
+    def metrics(self) -> list[dict[str, float]]:
+        """Points of metrics.jsonl, a mapping each: `step`, `loss_metrics/global_avg_loss` and others."""
+        lines = (self.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    def series(self, name: str = "loss_metrics/global_avg_loss") -> list[tuple[int, float]]:
+        """Pairs of step and value of one metric. Raises KeyError: no point has it."""
+        found = [(int(point["step"]), point[name]) for point in self.metrics if name in point]
+        if not found:
+            names = sorted({key for point in self.metrics for key in point})
+            raise KeyError(f"{name}: not measured in {self.folder} (there are: {', '.join(names)})")
+        return found
+
+    def load(self, **options: Any) -> Model:
+        """Load its model; options as of `load`."""
+        return load(self.folder, **options)
+
+
+def load(source: str | Path, **options: Any) -> Model:
+    """Load a model to draw from.
+
+    Args:
+        source: folder of a run, or safetensors file of weights.
+        options: those of `torchtitan-dit sample`, with _ for -: step=1000 (of the checkpoint), ema="none" (an EMA track,
+            or the trained weights), config="x.toml" (of a file of weights), autoencoder, autoencoder_path, lora, size,
+            dtype, batch_size; also those of `Model.sample`, as its defaults.
+
+    Raises:
+        WeightsError, ConfigError, CheckpointError, AutoencoderError: it cannot be loaded so; the message says why, and
+            what to do.
+        TypeError: there is no such option.
+    """
+    return Model(open_drawing(_options(Path(source), options)), options)
+
+
+def sample(source: str | Path, classes: Sequence[int] | None = None, **options: Any) -> list[Image.Image]:
+    """Draw PIL images from a run or a file, once: `load` and `Model.sample` in one. Arguments: as of both."""
+    of_images = {"prompts", "images_per_class", "seed", "encoders", "progress"}
+    images = {name: options.pop(name) for name in of_images & options.keys()}
+    return load(source, **options).sample(classes, **images)
+
+
+def train(
+    config: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    processes: int = 1,
+    progress: bool = True,
+) -> Run:
+    """Train a configuration to its end in separate processes; the same call resumes a run that was stopped.
+
+    Args:
+        config: TOML file, name of a shipped configuration such as "digits", or its contents as nested mappings:
+            {"model": {"flavor": "DiT-S/2"}, "data": {"name": "cifar10", "path": "cifar"}}.
+        overrides: keys with dots and their values, over those of `config`: {"training.steps": 200}.
+        processes: how many train together, with a share of the batch each.
+        progress: show a bar over the images.
+
+    Returns:
+        the run, in `job.dump_folder` / `job.name`.
+
+    Raises:
+        ConfigError: the configuration cannot run.
+        TrainingFailed: the run did not finish; the message has its reason.
+        KeyboardInterrupt: stopped; the run has saved a checkpoint if there was time.
+    """
+    words = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in (overrides or {}).items()]
+    with tempfile.TemporaryDirectory() as scratch:
+        path = str(config)
+        if isinstance(config, Mapping):
+            path = str(Path(scratch) / "config.toml")
+            Path(path).write_text(tomli_w.dumps(_plain(config)), encoding="utf-8")
+        try:
+            resolved = load_config(["--job.config_file", path, *words], processes)
+        except ConfigError as error:
+            places = {path: "config"} if isinstance(config, Mapping) else {}
+            raise ConfigError([_named(line, places | {"command line: --": "overrides: "}) for line in error.problems]) from None
+        images = resolved.training.steps * resolved.training.global_batch_size
+        with tqdm(total=images, unit="image", unit_scale=True, disable=not progress) as bar:
+            def advance(seen: int) -> None:
+                if seen:
+                    bar.update(seen)
+
+            train_to_the_end(resolved, processes, Path(scratch) / "run.toml", Path(scratch) / "log", advance)
+    return Run(RunFolder(resolved).path)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser of the command's own options; what it refuses is an exception here."""
+
+    def error(self, message: str) -> NoReturn:
+        raise WeightsError(message)
+
+
+def _options(source: Path, options: Mapping[str, Any]) -> argparse.Namespace:
+    """Options as of a command line, checked and converted by the parser of `torchtitan-dit sample`."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_drawing_options(parser)
+    known = {action.dest for action in parser._actions}
+    if unknown := sorted(options.keys() - known):
+        raise TypeError(f"{unknown[0]!r} is no option (there are: {', '.join(sorted(known))})")
+    words = []
+    for name, value in options.items():
+        if value is not None:
+            several = isinstance(value, Sequence) and not isinstance(value, str)
+            words += [option(name), *(_word(each) for each in (value if several else [value]))]
+    arguments = parser.parse_args(words)
+    arguments.source = source
+    return arguments
+
+
+def _named(line: str, places: Mapping[str, str]) -> str:
+    """Line of a refusal, with its beginning as the caller of Python knows it."""
+    for shown, name in places.items():
+        line = line.replace(shown, name, 1) if line.startswith(shown) else line
+    return line
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _places(encoders: Mapping[str, str]) -> dict[str, str]:
+    names = {entry.removesuffix("_encoder"): entry for entry in OPTIONS}
+    if unknown := sorted(encoders.keys() - names.keys() - OPTIONS.keys()):
+        raise WeightsError(f"encoders: {unknown[0]!r} is none of {', '.join(OPTIONS)}")
+    return {names.get(name, name): place for name, place in encoders.items()}
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Mapping as TOML has it: paths as text, tuples as lists, nothing that is None."""
+    plain: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            plain[key] = _plain(value)
+        elif value is not None:
+            plain[key] = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+    return plain
+
+
+__all__ = ["ConfigError", "Model", "Run", "TrainingFailed", "WeightsError", "load", "sample", "train"]
