@@ -58,7 +58,7 @@ def test_named_file_exists(path):
 
 
 def test_index_names_every_page_script_and_benchmark():
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    pages = {path.name for kind in ("md", "ipynb") for path in (ROOT / "docs").glob(f"*.{kind}")} - {"index.md"}
     assert pages == set(re.findall(r"^\| \[([\w.]+)\]\(\1\)", INDEX, re.MULTILINE))
     programs = {f"{path.parent.name}/{path.name}" for folder in ("scripts", "benchmarks") for path in (ROOT / folder).glob("*.*")}
     assert programs == set(re.findall(r"`((?:scripts|benchmarks)/[\w.]+)`", INDEX))
