@@ -9,6 +9,7 @@ import pytest
 
 import data
 import torchtitan.data
+from torchtitan import programs
 from torchtitan_dit.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +30,14 @@ def test_programs_of_the_checkout_only_call_the_command(program):
     called = [ast.unparse(call) for call in calls if "run_command" in ast.unparse(call)]
     assert called == [f"run_command('{program.stem}')"]
     assert len(program.read_text(encoding="utf-8").splitlines()) <= 11
+
+
+def test_messages_name_programs_as_they_are_called(monkeypatch, tmp_path):
+    words = {command.module: f"torchtitan-dit {word}" for word, command in COMMANDS.items() if not command.words}
+    scripts = [path.stem for path in PROGRAMS if path.parent.name == "scripts"]
+    assert [programs.program(name) for name in scripts] == [f"scripts/{name}.py" for name in scripts]
+    monkeypatch.setattr(programs, "_CHECKOUT", tmp_path)
+    assert {name: programs.program(name) for name in scripts} == {name: words[name] for name in scripts}
 
 
 def test_data_of_the_checkout_is_the_same_package():

@@ -33,6 +33,7 @@ from torchtitan.models.float8 import float8_problems
 from torchtitan.models.quantized import quantization_problems
 from torchtitan.processes.launch import launch_number
 from torchtitan.profiling.config import profiling_problems
+from torchtitan.programs import program
 from torchtitan.settings import has_key
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import Problem, no_effect, quoted
@@ -247,7 +248,7 @@ def _autoencoder(checked: ConfigView) -> Iterator[Problem]:
     name = checked.autoencoder.name
     of_latents = checked.data.name in LATENT_DATASETS or checked.cache.enable
     if name in WITH_WEIGHTS and not checked.autoencoder.path and of_latents:
-        text = f"is missing (give the folder of the weights of {name}; scripts/download.py --list shows public ones)"
+        text = f"is missing (give the folder of the weights of {name}; {program('download')} --list shows public ones)"
         yield Problem("autoencoder.path", text)
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from torchtitan.programs import program
 from torchtitan.settings.schema import nearest, quoted
 
 CHURN_PER_ETA = 18 * (math.sqrt(2.0) - 1.0)  # of the port's sampler, whose eta is a share of the largest gamma
@@ -289,7 +290,7 @@ def _notes(values: Mapping[str, Any]) -> Iterator[str]:
         given = " ".join(f"{flags[key]} {values[f'diffusion.{key}']:g}" for key in churn)
         yield (
             f"diffusion.{', diffusion.'.join(churn)}: have an effect with churn only, as in the port (for its --eta 1:"
-            f" scripts/sample.py --churn {CHURN_PER_ETA:.4f} {given})"
+            f" {program('sample')} --churn {CHURN_PER_ETA:.4f} {given})"
         )
     if values.get("load_epoch", -1) != -1:
         yield f"load_epoch: {values['load_epoch']} is a checkpoint of the port; a run here resumes from its own newest one"
@@ -309,6 +310,6 @@ def _notes(values: Mapping[str, Any]) -> Iterator[str]:
             if re.fullmatch(r"\w{1,40}", str(values.get(f"linear.{key}", "")))
         )
         yield (
-            f"{', '.join(probe)}: of the linear probe, no keys of a run (scripts/study.py linear_probe RUN --weights ema --probe"
-            f" port {given}; its learning rate is 1e-3 for a batch of 128)"
+            f"{', '.join(probe)}: of the linear probe, no keys of a run ({program('study')} linear_probe RUN --weights ema"
+            f" --probe port {given}; its learning rate is 1e-3 for a batch of 128)"
         )

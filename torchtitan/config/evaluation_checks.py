@@ -6,6 +6,7 @@ from torchtitan.config.sampling_checks import cannot_guide
 from torchtitan.config.view import ConfigView
 from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.fidelity.metrics import METRICS
+from torchtitan.programs import program
 from torchtitan.settings.schema import Problem
 
 _INCEPTION = "inception"
@@ -28,7 +29,7 @@ def _measurable(checked: ConfigView) -> Iterator[Problem]:
     ):  # fmt: skip
         needing = [name for name in names if needs(METRICS[name])]
         if needing and not getattr(evaluation, key):
-            text = f"is empty, and {needing[0]} needs one ({split}, or one made by scripts/evaluate.py reference)"
+            text = f"is empty, and {needing[0]} needs one ({split}, or one made by {program('evaluate')} reference)"
             yield Problem(f"evaluation.{key}", text)
         if not needing and getattr(evaluation, key):
             yield Problem(f"evaluation.{key}", f"has no effect on {', '.join(names)} (remove it)")

@@ -22,6 +22,7 @@ from torchtitan.data.base import DatasetError, DatasetInfo, Split
 from torchtitan.data.captioned_folder import CaptionedFolderConfig, content_digest
 from torchtitan.data.latents import LatentsConfig
 from torchtitan.files.regular import user_path
+from torchtitan.programs import program
 from torchtitan.settings import only_with, setting
 
 CACHED_DATASETS = ("captioned_folder",)
@@ -37,7 +38,7 @@ class CacheConfig:
 
     enable: bool = setting(
         False, "encode images and captions once, before training, into a latent store, and train on that",
-        applies={"data.name": CACHED_DATASETS}, because="of other data, scripts/extract_latents.py makes stores",
+        applies={"data.name": CACHED_DATASETS}, because=f"of other data, {program('extract_latents')} makes stores",
     )  # fmt: skip
     folder: str = setting(
         "", "folder of the stores; default: latents in job.dump_folder", trajectory=False, writes="shared"

@@ -12,6 +12,7 @@ from torchtitan.conditions import ConditionKind, Embeddings, class_kind
 from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split
 from torchtitan.data.splits import spread_evenly
 from torchtitan.errors import LatentStoreError
+from torchtitan.programs import program
 from torchtitan.settings import setting
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ def _open(config: LatentsConfig, split: Split) -> list[LatentStore]:
     key = "validation_path" if split == "validation" and config.validation_path else "path"
     path = getattr(config, key)
     if not path:
-        raise DatasetError(f"data.{key}: not given; latents needs a latent store (scripts/latents.py makes them)")
+        raise DatasetError(f"data.{key}: not given; latents needs a latent store ({program('latents')} makes them)")
     try:
         stores = open_stores(path, watched=True)
     except LatentStoreError as error:
@@ -200,7 +201,7 @@ def _condition_kind(config: LatentsConfig, store: LatentStore) -> ConditionKind:
 
     index, captions = store.index, store.captions
     if config.condition == "captions" and captions is None:
-        text = "keeps no captions (scripts/extract_latents.py with --text-encoder keeps them)"
+        text = f"keeps no captions ({program('extract_latents')} with --text-encoder keeps them)"
         raise DatasetError(f"data.condition: {store.folder} {text}")
     if config.condition == "class" and not index.num_classes:
         raise DatasetError(f"data.condition: {store.folder} keeps no classes; leave the key out")

@@ -12,6 +12,7 @@ from torchtitan.diffusion.paths import PATHS, has_indices
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, ScheduleConfig, SolverConfig
 from torchtitan.diffusion.solvers.contract import Trained
 from torchtitan.fidelity.metrics import METRICS
+from torchtitan.programs import program
 from torchtitan.settings import Choice, OneOf, choice, only_with, setting
 
 SPLITS = ("train", "validation")
@@ -110,13 +111,13 @@ class EvaluationConfig:
 
     enable: bool = setting(False, "measure samples by metrics of features, against a reference", trajectory=False)
     interval: int = setting(10_000, "steps between measurements; also at the last step", ge=1, trajectory=False)
-    metrics: list[OneOf[str, METRICS]] = setting(["fd"], "metrics, as scripts/evaluate.py names them", trajectory=False)
+    metrics: list[OneOf[str, METRICS]] = setting(["fd"], f"metrics, as {program('evaluate')} names them", trajectory=False)
     extractor: str = setting(
         "inception", "feature extractor of metrics that are defined for any: a name, or a file's path", trajectory=False
     )
     reference: str = setting(
         "", "reference to compare with: train or validation, the run's own images; or a name or a path of one made by "
-        "scripts/evaluate.py reference", trajectory=False,
+        f"{program('evaluate')} reference", trajectory=False,
     )
     held_out: str = setting(
         "", "images that are not trained on, for memorisation: validation, or as reference", trajectory=False
@@ -161,7 +162,7 @@ class AutoencoderConfig:
 
     name: OneOf[str, DECODERS] = setting(
         "none", "autoencoder that decodes drawn latents to images; none: grids show latent channels as colours",
-        applies=OF_LATENTS, because="training encodes no images (cache.enable or scripts/extract_latents.py does, once)",
+        applies=OF_LATENTS, because=f"training encodes no images (cache.enable or {program('extract_latents')} does, once)",
         trajectory=False,
     )  # fmt: skip
     path: str = setting(

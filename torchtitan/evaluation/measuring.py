@@ -31,6 +31,7 @@ from torchtitan.fidelity.kid import SUBSET_SIZE
 from torchtitan.fidelity.measurement import Measurement, Options
 from torchtitan.fidelity.metrics import METRICS, Metric
 from torchtitan.fidelity.moments import Moments, MomentsAccumulator
+from torchtitan.programs import program
 
 SAMPLES, REFERENCE, HELD_OUT = "samples", "reference", "held-out images"
 DEFAULT_EXTRACTOR = "inception"
@@ -336,7 +337,7 @@ def check_stored(request: Request, name: str, extractor: FeatureExtractor, refer
         if not reference.stored(extractor, output, form):
             raise EvaluationError(
                 f"{reference.place}: holds {reference.contents()}, and {form} of {extractor.name}'s {output} features are needed "
-                "(scripts/evaluate.py reference makes a reference with them)"
+                f"({program('evaluate')} reference makes a reference with them)"
             )
 
 

@@ -25,6 +25,7 @@ from torchtitan.files.durable import make_folder, replace_file, replacing
 from torchtitan.files.ownership import foreign_entry, foreign_text
 from torchtitan.files.regular import LARGEST_RECORD
 from torchtitan.files.shard_files import write_tensors
+from torchtitan.programs import program
 
 Form = Literal["rows", "moments"]
 REFERENCES = Path("outputs", "references")  # where names are looked up
@@ -203,7 +204,7 @@ class MadeReference(Reference):
             for key, outputs in self._outputs.items() for output, entry in outputs.items()
         ]  # fmt: skip
         held = [f"{', '.join(held)} features"] if held else ["nothing yet"]
-        return f"{held[0]} (scripts/evaluate.py reference adds those of other extractors)"
+        return f"{held[0]} ({program('evaluate')} reference adds those of other extractors)"
 
     def moments(self, extractor: FeatureExtractor, output: str) -> Moments:
         mean, covariance = self._tensors(extractor, output, ("mean", "covariance"))
@@ -269,7 +270,7 @@ def open_reference(text: str, option: str = "--reference") -> Reference:
         known = ", ".join(sorted(folder.parent.name for folder in REFERENCES.glob(f"*/{RECORD}"))) or "none"
         raise EvaluationError(
             f"{option}: {text!r} is neither a path nor the name of a reference (there are: {known}; "
-            "scripts/evaluate.py reference makes one)"
+            f"{program('evaluate')} reference makes one)"
         )
     if (path / RECORD).exists():
         return MadeReference(path)

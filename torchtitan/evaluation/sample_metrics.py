@@ -36,6 +36,7 @@ from torchtitan.fidelity.errors import FidelityError
 from torchtitan.fidelity.feature_set import FeatureSet, feature_set_of_rows
 from torchtitan.fidelity.measurement import Measurement
 from torchtitan.fidelity.moments import Moments, moments_of_rows
+from torchtitan.programs import program
 from torchtitan.statistics.interval import Interval
 
 # Samples' numbers [B] -> their pixels uint8 [B, H, W, 3], and how many of them were not finite.
@@ -74,7 +75,7 @@ class SplitReference(ImagesReference):
         if len(images) > MOST_SPLIT_IMAGES:
             raise EvaluationError(
                 f"the split has {len(images):,} images, more than the {MOST_SPLIT_IMAGES:,} whose features a "
-                "run extracts (make a reference once by scripts/evaluate.py reference)"
+                f"run extracts (make a reference once by {program('evaluate')} reference)"
             )
         self.extracted = False  # on all ranks
         self._kept: dict[tuple[str, str, str], np.ndarray | Moments] = {}

@@ -20,11 +20,12 @@ from torchtitan.errors import first_line, reason
 from torchtitan.features.base import ExtractorError, FeatureExtractor, as_rgb
 from torchtitan.features.state_dicts import check_tensors
 from torchtitan.files.regular import check_regular, read_regular, user_path
+from torchtitan.programs import program
 
 # The one entry of the metadata of a file of weights, JSON: several would be in another order in each file.
 METADATA = "small_extractor"
 LARGEST_FILE = 4 << 20  # bytes
-PROGRAM = "scripts/train_extractor.py"
+PROGRAM = program("train_extractor")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torchtitan.features.base import ExtractorError, file_sha256
 from torchtitan.features.published import PublishedWeights
 from torchtitan.files.regular import user_path
 from torchtitan.files.weight_files import WeightsError, mismatches, read_state_dict
+from torchtitan.programs import program
 
 
 def read_published(weights: PublishedWeights, path: Path | None) -> tuple[dict[str, Tensor], str]:
@@ -25,7 +26,7 @@ def read_published(weights: PublishedWeights, path: Path | None) -> tuple[dict[s
         ExtractorError: the file is missing, cannot be read, or is not the published one.
     """
     file = weights.path if path is None else user_path(path)
-    advice = f"python scripts/download.py {weights.name} fetches it, {weights.size / 1e6:,.0f} MB; --weights names a copy"
+    advice = f"python {program('download')} {weights.name} fetches it, {weights.size / 1e6:,.0f} MB; --weights names a copy"
     if not file.exists():
         raise ExtractorError(f"{weights.name}: {file}: no such file of weights ({advice})")
     found = file_sha256(file)

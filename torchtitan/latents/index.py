@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torchtitan.errors import LatentStoreError, unwrapped
 from torchtitan.files.durable import replace_file
 from torchtitan.files.regular import read_regular
+from torchtitan.programs import program
 
 INDEX_FILE = "index.json"
 SKIPPED_FILE = "skipped.jsonl"
@@ -300,7 +301,7 @@ def images_per_shard(num_source_images: int) -> int:
 def read_index(folder: Path) -> StoreIndex:
     """Read the index of a complete store. Raises LatentStoreError."""
     if not folder.is_dir():
-        raise LatentStoreError(f"{folder}: no such folder; give a latent store (scripts/latents.py convert makes one)")
+        raise LatentStoreError(f"{folder}: no such folder; give a latent store ({program('latents')} convert makes one)")
     if not (folder / INDEX_FILE).is_file():
         if (folder / PARTIAL_FOLDER).is_dir():
             raise LatentStoreError(f"{folder}: not finished; run the command that writes it again, and it resumes")

@@ -11,6 +11,7 @@ from torch.utils.data import get_worker_info
 
 from torchtitan.files.regular import open_regular
 from torchtitan.latents.index import StoreIndex
+from torchtitan.programs import program
 
 BYTES_AT_ONCE = 64 << 20  # of the shards that a process uses first: hashed before they are used, about 0.1 s
 SECONDS_BETWEEN_LOOKS = 30.0  # at times and sizes of the shards that were good
@@ -86,7 +87,7 @@ class ShardWatch:
             return
         if digest.hexdigest() != self._files[name].sha256:
             self.problem = (
-                f"{path}: has changed since it was written, its SHA-256 is another (scripts/latents.py verify "
+                f"{path}: has changed since it was written, its SHA-256 is another ({program('latents')} verify "
                 f"{self._folder} finds all such; take good copies, and resume from a checkpoint of before)"
             )
         elif mark is not None:

@@ -14,6 +14,7 @@ from torchtitan.errors import DamagedFile, unwrapped
 from torchtitan.files.regular import UnsuitableFile, check_regular, open_regular, read_toml
 from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.gns.monitor import GNS_FOLDER
+from torchtitan.programs import program
 from torchtitan.training.metric_points import parse_point
 from torchtitan.training.metrics import METRICS_FILE
 from torchtitan.training.snapshot_series import check_snapshots
@@ -117,7 +118,7 @@ def _parquet(path: Path) -> Iterator[Finding]:
 
 def _snapshots(run: Path) -> Iterator[Finding]:
     for path, problem in check_snapshots(run):
-        advice = "put a copy back: without it scripts/ema.py needs --ignore-gaps; training does not need it"
+        advice = f"put a copy back: without it {program('ema')} needs --ignore-gaps; training does not need it"
         yield Finding(path, problem, advice if problem else "")
 
 

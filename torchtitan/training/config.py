@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from torchtitan.programs import program
 from torchtitan.settings import setting
 
 
@@ -91,7 +92,7 @@ class EMAConfig:
 
     tracks: list[EMATrackConfig] = setting([EMATrackConfig()], "averages to keep, each sharded like the weights")
     snapshot_interval: int = setting(
-        0, "images between snapshots of the power tracks, for scripts/ema.py; the last step has one too; 0: none", ge=0,
+        0, f"images between snapshots of the power tracks, for {program('ema')}; the last step has one too; 0: none", ge=0,
         trajectory=False,
     )
     snapshot_dtype: Literal["float32", "float16", "bfloat16"] = setting(
@@ -112,7 +113,7 @@ class MetricsConfig:
         trajectory=False,
     )
     enable_events: bool = setting(
-        True, "write each rank's phases and faults to <run>/events, for scripts/timeline.py", trajectory=False
+        True, f"write each rank's phases and faults to <run>/events, for {program('timeline')}", trajectory=False
     )
     exact_clock: bool = setting(
         False, "wait for the GPU between the parts of a step: then the clock splits its time, not the host's; costs speed",

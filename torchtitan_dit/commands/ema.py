@@ -18,6 +18,7 @@ from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import compute_device, init_process_group, process_group
 from torchtitan.files.weight_files import WeightsError, refuse_existing
 from torchtitan.processes.command_line import OneLineParser, exit_code, interrupt_by_signals
+from torchtitan.programs import program
 from torchtitan.runs.ema_sweep import SweepOptions, sweep
 from torchtitan.runs.post_hoc_ema import (
     MAX_ERROR,
@@ -72,7 +73,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     command.add_argument("--batch-size", type=int, default=256, help="images at a time on each rank (default: 256)")
     command.add_argument("--guidance-scale", type=float, help="of judged samples (default: sampling.guidance_scale)")
     command.add_argument("--guide", metavar="RUN[@STEP][:TRACK]", help="weights that judged samples are guided away from, "
-        "as of scripts/sample.py (default: sampling.guide_track)")
+        f"as of {program('sample')} (default: sampling.guide_track)")
     command.add_argument("--num-steps", type=int, help="solver steps of judged samples (default: sampling.num_steps)")
     command.add_argument("--seed", type=int, help="of noise and timesteps (default: debug.seed)")
     command.add_argument("--output", type=Path, metavar="FILE.json", help="record of the scores, its picture beside "

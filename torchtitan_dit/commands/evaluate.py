@@ -62,6 +62,7 @@ from torchtitan.features.base import ExtractorError, FeatureExtractor
 from torchtitan.features.registry import open_extractor
 from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
+from torchtitan.programs import program
 from torchtitan.runs.drawing import Drawing, add_drawing_options, check_classes, open_drawing
 from torchtitan.runs.folder import versions
 from torchtitan.runs.run_evaluation import draw_samples, is_run, log_scalars, origin
@@ -171,7 +172,7 @@ def add_extractor_options(parser: argparse.ArgumentParser, text: str) -> None:
     add = parser.add_argument
     add("--extractor", metavar="NAME|PATH", help=f"{text} (default: {DEFAULT_EXTRACTOR})")
     add("--weights", action="append", default=[], metavar="[NAME=]FILE", help="of an extractor, if not where "
-        "scripts/download.py puts them; once for each extractor")
+        f"{program('download')} puts them; once for each extractor")
     add("--feature-batch-size", type=int, default=BATCH_SIZE, help=f"images at a time, of features (default: {BATCH_SIZE})")
 
 
@@ -249,7 +250,7 @@ def given_references(arguments: argparse.Namespace) -> list[tuple[str, str] | No
 def refuse_run(path: str, name: str) -> None:
     """Refuse a run: its pictures are grids and charts, not images to compare with. Raises EvaluationError."""
     if is_run(Path(path)):
-        raise EvaluationError(f"{name}: {path} is a run (give a set of its samples, of scripts/sample.py --count)")
+        raise EvaluationError(f"{name}: {path} is a run (give a set of its samples, of {program('sample')} --count)")
 
 
 def open_extractors(names: Sequence[str], weights: Sequence[str]) -> dict[str, FeatureExtractor]:

@@ -26,6 +26,7 @@ from torchtitan.files.weight_files import WeightsError, refuse_existing, written
 from torchtitan.pictures.number_text import significant
 from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
 from torchtitan.processes.exit_codes import REFUSED
+from torchtitan.programs import program
 from torchtitan.statistics.interval import Interval, binomial_interval
 
 EVALUATION_BATCH = 500
@@ -183,7 +184,7 @@ def training_record(arguments: argparse.Namespace, num_images: int, accuracy: In
     return {
         "held_out_accuracy": asdict(accuracy),
         "data": f"{arguments.name}: {num_images} images of the training split",
-        "program": f"scripts/train_extractor.py {arguments.name}",
+        "program": f"{program('train_extractor')} {arguments.name}",
         "seed": arguments.seed,
         **asdict(RECIPES[arguments.name]),
         "torch": torch.__version__,

@@ -19,6 +19,7 @@ from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import COLOURS, MARKERS, error_bar, legend_outside, new_figure, note, save
+from torchtitan.programs import program
 from torchtitan.runs.guides import load_guide, read_reference
 from torchtitan.statistics.interval import Interval, mean_interval, paired_difference
 from torchtitan_dit.studies.frame import StudyRun, checkpoint_name, number, require_at_least
@@ -52,7 +53,7 @@ class Method(NamedTuple):
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--guides", nargs="+", required=True, metavar="GUIDE=SCALE", help="methods beside none: null=1.5 (the null "
-        "condition), or a guide as --guide of scripts/sample.py has it: @300=2 (the run's weights at step 300), :slow=2 "
+        f"condition), or a guide as --guide of {program('sample')} has it: @300=2 (the run's weights at step 300), :slow=2 "
         "(another EMA track), RUN@step:track=2")
     add("--num-steps", type=int, default=20, metavar="N", help="solver steps of guided images; unguided ones make twice "
         "as many (default: 20)")

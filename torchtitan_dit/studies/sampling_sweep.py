@@ -35,6 +35,7 @@ from torchtitan.files.regular import user_path
 from torchtitan.pictures.grids import to_rgb
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import new_figure, note, save, write_cells
+from torchtitan.programs import program
 from torchtitan.runs.guides import open_guide
 from torchtitan.runs.trained_model import TrainedModel
 from torchtitan.statistics.interval import Interval, mean_interval
@@ -75,13 +76,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--lengths", nargs="+", type=float, default=[], metavar="STD", help="beside the tracks of --weights, averages of "
         "these relative lengths from the run's snapshots (as 0.05 0.1)")
     add("--scales", nargs="+", type=float, metavar="SCALE", help="guidance scales, 1 for none (default: the run's and 1)")
-    add("--guide", metavar="[RUN][@STEP][:TRACK]", help="weights to guide away from, as --guide of scripts/sample.py (default: "
-        "the run's guide_track, else the null condition)")
+    add("--guide", metavar="[RUN][@STEP][:TRACK]", help=f"weights to guide away from, as --guide of {program('sample')} (default:"
+        " the run's guide_track, else the null condition)")
     add("--num-steps", nargs="+", type=int, metavar="N", help="solver steps (default: the run's)")
-    add("--metrics", default="fd", help="with commas between, as those of scripts/evaluate.py (default: fd)")
+    add("--metrics", default="fd", help=f"with commas between, as those of {program('evaluate')} (default: fd)")
     add("--extractor", default="inception", metavar="NAME|PATH", help="network of the features (default: inception)")
-    add("--extractor-weights", metavar="FILE", help="its weights, if not where scripts/download.py puts them")
-    add("--reference", metavar="REF", help="made by scripts/evaluate.py reference, with features of the extractor")
+    add("--extractor-weights", metavar="FILE", help=f"its weights, if not where {program('download')} puts them")
+    add("--reference", metavar="REF", help=f"made by {program('evaluate')} reference, with features of the extractor")
     add("--images", type=int, default=1000, metavar="N", help="images of a set, all classes alike (default: 1000)")
     add("--sets", type=int, default=3, metavar="K", help="sets with separate noise, over which intervals are taken "
         "(default: 3)")
@@ -182,14 +183,14 @@ def _open_judging(run: StudyRun) -> Judging:
     metrics = known_metrics(options.metrics.replace(" ", "").split(","))
     for name in metrics:
         if METRICS[name].needs_held_out:
-            raise StudyError(f"--metrics: {name} is not of a sweep (scripts/evaluate.py measures it)")
+            raise StudyError(f"--metrics: {name} is not of a sweep ({program('evaluate')} measures it)")
         if METRICS[name].extractor not in (None, options.extractor):
             raise StudyError(f"--metrics: {name} is of {METRICS[name].extractor} features (give it as --extractor)")
     request = Request(metrics, options.extractor, allow_small=options.allow_small, seed=options.seed, device=str(run.device))
     weights = user_path(options.extractor_weights) if options.extractor_weights else None
     extractor = open_extractor(options.extractor, weights, run.device)
     if options.reference is None and request.needs_reference():
-        raise StudyError(f"--reference: not given; {options.metrics} need one (scripts/evaluate.py reference makes it)")
+        raise StudyError(f"--reference: not given; {options.metrics} need one ({program('evaluate')} reference makes it)")
     reference = None if options.reference is None else open_reference(options.reference)
     stored = None if reference is None else reference_features(request, request.extractor, extractor, reference)
     data, decoder = run.config.data, None

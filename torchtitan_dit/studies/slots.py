@@ -17,6 +17,7 @@ from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.record import as_text
 from torchtitan.files.durable import replace_file, replacing
 from torchtitan.pictures.markdown import markdown_table
+from torchtitan.programs import program
 from torchtitan_dit.studies import curve_plots
 from torchtitan_dit.studies.by_image import LEAST_RESAMPLED, resampled_shares
 from torchtitan_dit.studies.curve_table import ERRORS, LossCurve, read_curves, read_errors
@@ -153,7 +154,7 @@ def _places(arguments: argparse.Namespace) -> tuple[Path, Path]:
         return source, arguments.output or source.parent / "slots"
     curve = source / "studies" / "loss_curve" / "curve.csv"
     if not curve.is_file():
-        raise StudyError(f"{curve}: is missing (run scripts/study.py loss_curve {source} first)")
+        raise StudyError(f"{curve}: is missing (run {program('study')} loss_curve {source} first)")
     return curve, arguments.output or source / "studies" / "slots"
 
 

@@ -1,0 +1,16 @@
+"""Programs by the names that they have where this runs: scripts of the checkout, or words of the installed command."""
+
+from pathlib import Path
+
+_CHECKOUT = Path(__file__).resolve().parents[1]
+# File of the checkout, without .py -> word after `torchtitan-dit`, where it is another.
+_WORDS = {
+    "autotune_batch_size": "autotune",
+    "extract_latents": "extract",
+}
+
+
+def program(name: str) -> str:
+    """Name to call a program by: `scripts/sample.py`, or `torchtitan-dit sample` where the package is installed."""
+    script = f"scripts/{name}.py"
+    return script if (_CHECKOUT / script).is_file() else f"torchtitan-dit {_WORDS.get(name, name.replace('_', '-'))}"
