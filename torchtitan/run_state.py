@@ -4,6 +4,7 @@ The loop is elsewhere: `torchtitan.trainer` advances the state from step to step
 `torchtitan.supervision` resumes it from an earlier checkpoint after a fault.
 """
 
+import functools
 import logging
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,7 @@ from torchtitan.runs.network import (
     frozen_sha256,
     network_on_meta,
 )
+from torchtitan.runs.portable import RECORD, data_record
 from torchtitan.runs.status import remove_status
 from torchtitan.settings.record import effective
 from torchtitan.training.buckets import images_of_shapes
@@ -303,8 +305,14 @@ class RunState:
             "guard": self.guard.state_dict(),
             "ema_snapshots": self.snapshots.state_dict(),
             "reports": reports,
+            RECORD: self._data_record,
             "gns": self.gns.state_dict() if self.gns else {},
         } | ({BASE_SHA256: self._base_sha256} if self.config.lora.enable else {})
+
+    @functools.cached_property
+    def _data_record(self) -> dict:
+        """What sampling needs of the data, for a checkpoint that is taken elsewhere."""
+        return data_record(self.config, self.info)
 
     @property
     def snapshot_due(self) -> bool:

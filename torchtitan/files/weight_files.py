@@ -50,6 +50,15 @@ def check_fits(path: Path, model: nn.Module) -> None:
         raise WeightsError("\n".join(f"{path}: {problem}" for problem in problems))
 
 
+def header_of(path: Path) -> dict[str, str]:
+    """Header of a safetensors file: its entries beside the tensors. Raises WeightsError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
 def check_finite(path: Path) -> None:
     """Read every tensor of a safetensors file, one at a time. Raises WeightsError: one holds NaN or an infinity."""
     try:

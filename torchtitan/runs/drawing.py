@@ -100,7 +100,7 @@ class Drawing:
 def add_drawing_options(parser: argparse._ActionsContainer) -> None:
     """Add the options of `open_drawing`, beside `source`, and those of the classes."""
     add = parser.add_argument
-    add("--config", type=Path, help="the weights' configuration (for a safetensors file)")
+    add("--config", type=Path, help="configuration of a safetensors file (default: the one in its header)")
     add("--step", type=int, help="checkpoint of this step (default: the newest good one)")
     add("--ema", metavar="TRACK", help="EMA track, or 'none' for the trained weights (default: sampling.ema_track)")
     add("--guide", metavar="RUN[@STEP][:TRACK]", help="weights to guide away from instead of the null condition: of "
@@ -160,8 +160,6 @@ def _open_model(arguments: argparse.Namespace) -> TrainedModel:
         return load_run(arguments.source, arguments.ema, arguments.step, compute_device())
     if not arguments.source.exists():
         raise WeightsError(f"{arguments.source}: no such run folder or weights file")
-    if arguments.config is None:
-        raise WeightsError(f"{arguments.source}: which model is this? (add --config FILE)")
     if arguments.ema or arguments.step is not None:
         raise WeightsError(f"{arguments.source}: --ema and --step choose from a run folder, this is one set of weights")
     return load_weights(arguments.source, arguments.config, compute_device())

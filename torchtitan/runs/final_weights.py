@@ -22,6 +22,7 @@ from torchtitan.models.adapters.layers import LowRank
 from torchtitan.models.adapters.layouts import NATIVE
 from torchtitan.models.adapters.target import LowRankWeights, Target
 from torchtitan.runs.network import BASE_SHA256, adapted_network_on_meta
+from torchtitan.runs.portable import header_config
 
 _MODEL = "model."
 
@@ -62,6 +63,7 @@ def write_final_weights(path: Path, checkpoint: AnyPath, config: JobConfig, step
     entries = dict(sorted(entries.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
     label = f"{config.job.name}, step {step}, {_track_name(track)}"
     metadata = {"layout": "safetensors", "weights": label, "model": config.model.flavor}
+    metadata |= header_config(config, dataset_info(config.data))
     with written_whole(path, overwrite=True) as unfinished:
         write_tensors(unfinished, entries, _read(source, places, entries), metadata)
 

@@ -10,6 +10,8 @@ from torchtitan.conditions import ConditionKind, Unconditional
 from torchtitan.data import DATASETS
 from torchtitan.diffusion.guidance import Guide
 from torchtitan.evaluation.config import LATENT_DATASETS
+from torchtitan.files.weight_files import header_of
+from torchtitan.runs.portable import CONFIG
 from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, load_weights
 
 _REFERENCE = re.compile(r"(?P<run>.*?)(@(?P<step>\d+))?(:(?P<track>[A-Za-z0-9][A-Za-z0-9._=-]*))?", re.DOTALL)
@@ -114,7 +116,7 @@ def load_guide(
     if not place.is_dir():
         if reference.step is not None or reference.track is not None:
             raise WeightsError(f"--guide: {place}: a file of weights has no steps and tracks (leave them out)")
-        guide = load_weights(place, config_file or source / "config.toml", device)
+        guide = load_weights(place, config_file or _config_beside(place, source), device)
     else:
         step, track = reference.step, reference.track
         if source.is_dir() and place.samefile(source):
@@ -171,3 +173,8 @@ def _latent_scale(model: TrainedModel) -> tuple[list[float], list[float]] | None
         return None
     normalization = DATASETS[data.name].store(data).index.normalization
     return normalization.shift, normalization.scale
+
+
+def _config_beside(weights: Path, source: Path) -> Path | None:
+    """Configuration of a file of weights without one in its header: that of the sampled run."""
+    return source / "config.toml" if source.is_dir() and CONFIG not in header_of(weights) else None

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torchtitan.checkpoint.checkpointer import (
     verify,
 )
 from torchtitan.checkpoint.location import run_checkpoints
+from torchtitan.checkpoint.manifest import MANIFEST
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.data import dataset_info
 from torchtitan.data.base import DatasetInfo
@@ -24,10 +26,21 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.files.regular import read_toml
 from torchtitan.files.remote_path import AnyPath
-from torchtitan.files.weight_files import WeightsError, fill, mismatches, saved_buffers
+from torchtitan.files.weight_files import (
+    WeightsError,
+    fill,
+    header_of,
+    mismatches,
+    named_weights,
+    read_state_dict,
+    saved_buffers,
+)
+from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapters import trained_parameters
 from torchtitan.models.base import DiffusionModel
+from torchtitan.models.published_layouts import ConversionError
 from torchtitan.runs.network import adapted_network, check_base, network_on_meta
+from torchtitan.runs.portable import config_of_weights, config_without_data
 from torchtitan.runs.post_hoc_ema import Reconstruction, reconstruct, stored_averages
 from torchtitan.training.snapshot_series import SnapshotError
 
@@ -72,7 +85,8 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
     Raises:
         WeightsError, ConfigError, CheckpointError.
     """
-    config = read_config(folder / "config.toml")
+    checkpoints, step = _checkpoints_of(folder, step)
+    config, missing = _config_of_run(folder, checkpoints)
     track = track or config.sampling.ema_track
     tracks = [entry.name for entry in config.ema.tracks]
     if track.startswith(RECONSTRUCTED) and track not in tracks:
@@ -80,7 +94,6 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
     if track not in ("none", *tracks):
         there = ", ".join(["none", *tracks, *([f"{RECONSTRUCTED}LENGTH"] if config.ema.snapshot_interval else [])])
         raise WeightsError(f"{folder}: has no EMA track {track!r} (there are: {there})")
-    checkpoints = run_checkpoints(folder)
     step, warnings = _choose_step(checkpoints, step)
     info = dataset_info(config.data)
     model = _empty_model(config, info, device, checkpoint_path(checkpoints, step))
@@ -94,34 +107,41 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
     if learned:
         read_tensors(checkpoint_path(checkpoints, step), learned)
     label = f"step {step}, {'trained weights' if track == 'none' else track}"
-    return TrainedModel(config, info, model, objective, label, tuple(warnings), step, track)
+    return TrainedModel(config, info, model, objective, label, (*missing, *warnings), step, track)
 
 
-def load_weights(path: Path, config_file: Path, device: torch.device) -> TrainedModel:
-    """Load a safetensors file of weights for a configuration, under the names of the model, without adapters.
+def load_weights(path: Path, config_file: Path | None, device: torch.device) -> TrainedModel:
+    """Load a safetensors file of weights, without adapters.
+
+    Args:
+        path: of the file, with tensors under the names of the model or, if its header says so, of a published layout.
+        config_file: configuration of the model; None: the one in the header of the file.
+        device: of the model.
 
     Raises:
-        WeightsError: not a safetensors file, tensors are missing, superfluous or of another shape, or the heads' shares
-            are in a checkpoint only.
+        WeightsError: not a safetensors file, its header has no configuration, tensors are missing, superfluous or of another
+            shape, or the heads' shares are in a checkpoint only.
         ConfigError: the configuration is refused.
     """
-    config = read_config(config_file)
+    config = read_config(config_file) if config_file else config_of_weights(path)
+    if config is None:
+        raise WeightsError(f"{path}: which model is this? (add --config FILE)")
     config.lora.enable = False  # the file is of a whole network
     info = dataset_info(config.data)
     objective = build_objective(config.objective, config.debug.seed).to(device)
     if objective.reads_by_state:
         raise WeightsError(f"{path}: holds weights alone, but {objective.reads_by_state}")
     model = _empty_model(config, info, device)
-    fill(model, path)
+    _fill(model, path, config)
     return TrainedModel(config, info, model, objective, path.stem)
 
 
 def empty_trained_model(folder: Path, device: torch.device) -> TrainedModel:
     """Model and objective of a run's folder without values, for `fill_reconstructed`. Raises ConfigError."""
-    config = read_config(folder / "config.toml")
+    config, missing = _config_of_run(folder, run_checkpoints(folder))
     info = dataset_info(config.data)
     objective = build_objective(config.objective, config.debug.seed).to(device)
-    return TrainedModel(config, info, _empty_model(config, info, device), objective, "")
+    return TrainedModel(config, info, _empty_model(config, info, device), objective, "", missing)
 
 
 @torch.no_grad()
@@ -151,7 +171,7 @@ def _reconstructed(folder: Path, track: str, step: int | None, device: torch.dev
     trained = empty_trained_model(folder, device)
     fill_reconstructed(trained, found)
     step = found.stored.last.step
-    label, warnings = f"step {step}, {RECONSTRUCTED}{std:g}", tuple(found.warnings)
+    label, warnings = f"step {step}, {RECONSTRUCTED}{std:g}", (*trained.warnings, *found.warnings)
     return dataclasses.replace(trained, label=label, step=step, track=track, warnings=warnings)
 
 
@@ -164,6 +184,46 @@ def read_config(path: Path, words: Sequence[str] = ()) -> JobConfig:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         processes = 1  # what is wrong is reported by load_config
     return load_config(["--job.config_file", str(path), *words], processes)
+
+
+def _checkpoints_of(folder: Path, step: int | None) -> tuple[AnyPath, int | None]:
+    """Folder of the checkpoints of a run, or around a single checkpoint that was copied somewhere, and the step."""
+    single = folder.absolute()
+    if not (folder / "config.toml").exists() and (single / MANIFEST).is_file():
+        number = next((step for step in checkpoint_steps(single.parent) if checkpoint_path(single.parent, step) == single), None)
+        if number is None:
+            raise WeightsError(f"{folder}: is a checkpoint under another name than its step's (rename it to step-NUMBER)")
+        return single.parent, number
+    return run_checkpoints(folder), step
+
+
+def _config_of_run(folder: Path, checkpoints: AnyPath) -> tuple[JobConfig, tuple[str, ...]]:
+    """Configuration of a run; where its data are not here, with their record; and what is to be said of that."""
+    try:
+        return read_config(folder / "config.toml"), ()
+    except ConfigError as error:
+        steps = checkpoint_steps(checkpoints)
+        with suppress(ConfigError):
+            if steps and (found := config_without_data(folder, checkpoint_path(checkpoints, steps[0]))):
+                said = f"{error.problems[0]} (the checkpoint's record of the data is used)"
+                return found, (said,) if (folder / "config.toml").exists() else ()
+        raise
+
+
+def _fill(model: DiffusionModel, path: Path, config: JobConfig) -> None:
+    """Fill a model from a file in its names, or in those of the published layout in the header. Raises WeightsError."""
+    layout = MODELS[config.model.name].layouts.get(header_of(path).get("layout", ""))
+    if layout is None:
+        fill(model, path)
+        return
+    try:
+        weights, _ = layout.import_weights(read_state_dict(path)[0], model)
+    except ConversionError as error:
+        raise WeightsError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from error
+    own = named_weights(model)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(weights[name])
 
 
 def _choose_step(checkpoints: AnyPath, step: int | None) -> tuple[int, list[str]]:

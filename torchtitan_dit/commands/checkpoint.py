@@ -45,6 +45,7 @@ from torchtitan.processes.command_line import OneLineParser, readable_size, run_
 from torchtitan.runs.check import Finding, check_run
 from torchtitan.runs.final_weights import adapter_header
 from torchtitan.runs.network import network_on_meta
+from torchtitan.runs.portable import header_config
 from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
 
 OWN = "safetensors"
@@ -255,7 +256,7 @@ def export(arguments: argparse.Namespace) -> int:
         "weights": f"{arguments.run.resolve().name}, {trained.label}",
         "model": config.model.flavor,
         "trained_for": trained_for(config),
-    }
+    } | header_config(config, trained.info)
     with written_whole(arguments.output, arguments.overwrite) as path:
         if layout and layout.folder_files:
             path.mkdir()

@@ -1,0 +1,93 @@
+"""Configuration that goes with weights: what builds the network and samples from it where the training data are not."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from torchtitan.checkpoint.reading import read_state
+from torchtitan.config.job import ConfigError, JobConfig, load_config
+from torchtitan.data import DATASETS, DataConfig, DatasetInfo
+from torchtitan.data.recorded import record_of
+from torchtitan.errors import CheckpointError
+from torchtitan.evaluation.config import LATENT_DATASETS
+from torchtitan.files.regular import read_toml
+from torchtitan.files.remote_path import AnyPath
+from torchtitan.files.weight_files import header_of
+from torchtitan.settings.record import effective
+
+CONFIG = "config"  # entry of a safetensors header: the configuration, as TOML
+RECORD = "recorded_data"  # entry of a checkpoint's state: `[data]` of the record, or nothing
+_OF_WEIGHTS = ("model", "objective", "sampling", "autoencoder", "data", "debug")
+_OF_RUNS = (*_OF_WEIGHTS, "ema")
+_OF_ADAPTERS = ("lora", "checkpoint")  # the frozen network is filled from checkpoint.initial_weights
+
+
+def data_record(config: JobConfig, info: DatasetInfo) -> dict[str, Any]:
+    """`[data]` to sample with where the data are not; empty where captions condition the network."""
+    index = DATASETS[config.data.name].store(config.data).index if config.data.name in LATENT_DATASETS else None
+    record = record_of(config.data, info, index)
+    return _with_data(config, record)["data"] if record else {}
+
+
+def header_config(config: JobConfig, info: DatasetInfo) -> dict[str, str]:
+    """Entry for the header of a file of weights; none where captions condition the network."""
+    record = data_record(config, info)
+    if not record:
+        return {}
+    tables = effective(config) | {"data": record}
+    return {CONFIG: tomli_w.dumps({name: tables[name] for name in _OF_WEIGHTS if tables.get(name)})}
+
+
+def config_of_weights(path: Path) -> JobConfig | None:
+    """Configuration in a file of weights; None where it has none. Raises WeightsError, ConfigError."""
+    text = header_of(path).get(CONFIG)
+    return _loaded(text, str(path)) if text else None
+
+
+def config_without_data(folder: Path, checkpoint: AnyPath) -> JobConfig | None:
+    """Configuration of a run, with the record of its data for `[data]`.
+
+    Args:
+        folder: of the run; or a folder without config.toml, if the configuration is the checkpoint's.
+        checkpoint: of the run.
+
+    Returns:
+        it; None where the checkpoint has no such record.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    try:
+        state = read_state(checkpoint)
+        tables = read_toml(folder / "config.toml") if (folder / "config.toml").exists() else state.get("config", {})
+    except (CheckpointError, OSError, ValueError):
+        return None
+    record = state.get(RECORD)
+    if not (record and isinstance(record, Mapping) and isinstance(tables, Mapping)):
+        return None
+    adapters = tables.get("lora", {}).get("enable", False)
+    kept = [*_OF_RUNS, *(_OF_ADAPTERS if adapters else ())]
+    tables = {name: tables[name] for name in kept if name in tables} | {"data": dict(record)}
+    return _loaded(tomli_w.dumps(tables), f"{folder}, with its data as recorded")
+
+
+def _with_data(config: JobConfig, data: DataConfig) -> dict[str, Any]:
+    before, config.data = config.data, data
+    try:
+        return effective(config)
+    finally:
+        config.data = before
+
+
+def _loaded(text: str, place: str) -> JobConfig:
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        try:
+            return load_config(["--job.config_file", file.name], 1)
+        except ConfigError as error:
+            lines = [line.replace(file.name, place) for line in error.problems]
+            raise ConfigError(lines) from None
