@@ -97,6 +97,15 @@ def check_drawn_latents(run):
     with safe_open(path, framework="pt") as content:
         drawn = content.get_tensor("latents")
     assert torch.allclose(normalize(file.read(0, 2), file.normalization), drawn, atol=1e-5)
+    here = run.parent.parent / "store"
+    away = here.rename(here.with_name("taken away"))
+    result = run_script("scripts/sample.py", str(run), *words, "--output", str(run.parent / "again"))
+    away.rename(here)
+    assert result.returncode == 0 and "(the checkpoint's record of the data is used)" in result.stderr, result.stderr
+    (again,) = (run.parent / "again").glob("latents-*.safetensors")
+    with safe_open(again, framework="pt") as content:
+        assert torch.equal(content.get_tensor("latents"), drawn)
+    assert open_latents(again).normalization == file.normalization and open_latents(again).autoencoder == file.autoencoder
 
 
 def test_damaged_store_ends_a_run_before_it_starts_in_one_line(config, tmp_path):

@@ -14,7 +14,8 @@ from tests.forked import ROOT, run_script
 
 DRAWN = ("--classes", "0", "1", "--images-per-class", "2", "--num-steps", "3", "--guidance-scale", "2", "--files")
 CONFIG = {
-    "job": {"name": "run"}, "model": {"flavor": "debug", "mlp": "gelu", "norm": "layernorm", "qk_norm": False, "position": "sincos"},
+    "job": {"name": "run"},
+    "model": {"flavor": "debug", "mlp": "gelu", "norm": "layernorm", "qk_norm": False, "position": "sincos"},
     "data": {"name": "image_folder", "path": "pictures", "image_size": 16},
     "training": {"steps": 3, "local_batch_size": 4}, "lr_scheduler": {"warmup_steps": 1}, "gns": {"enable": False},
     "checkpoint": {"enable": True, "interval": 3}, "validation": {"enable": False},

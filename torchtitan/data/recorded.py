@@ -48,6 +48,7 @@ class Recorded(Dataset):
     """Record of images: their shape and classes. It opens no split."""
 
     Config: ClassVar[Any] = RecordedConfig
+    holds_images = False
 
     @staticmethod
     def info(config: Any) -> DatasetInfo:
