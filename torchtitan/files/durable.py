@@ -8,6 +8,7 @@ import errno
 import hashlib
 import os
 import re
+import stat
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -57,6 +58,7 @@ def replacing(path: Path) -> Iterator[Path]:
     unfinished = _unfinished(path)
     try:
         yield unfinished
+        follow_umask(unfinished)
         sync(unfinished)
         unfinished.replace(path)
     except BaseException:
@@ -64,6 +66,19 @@ def replacing(path: Path) -> Iterator[Path]:
             unfinished.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def follow_umask(path: Path) -> None:
+    """Give a new file the mode that `open` would have given it: some libraries write files for their owner alone.
+
+    Raises:
+        OSError: it cannot be changed.
+    """
+    umask = os.umask(0o077)  # there is no other way to read it; a file that another thread opens meanwhile is private
+    os.umask(umask)
+    mode = path.stat().st_mode
+    if stat.S_ISREG(mode) and stat.S_IMODE(mode) == 0o600:
+        path.chmod(0o666 & ~umask)
 
 
 def replace_file(path: Path, content: bytes | str) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from torchtitan.errors import CheckpointError, first_line
-from torchtitan.files.durable import make_folder, sync
+from torchtitan.files.durable import follow_umask, make_folder, sync
 from torchtitan.files.regular import read_regular
 from torchtitan.files.removal import remove_folder
 from torchtitan.files.torch_archives import check_archive
@@ -196,6 +196,7 @@ def written_whole(path: Path, overwrite: bool) -> Iterator[Path]:
         if temporary.is_dir():
             _name_folder(temporary, path)
         else:
+            follow_umask(temporary)
             sync(temporary)
             temporary.replace(path)
             sync(path.parent)
@@ -213,6 +214,7 @@ def _name_folder(temporary: Path, path: Path) -> None:
     """Bring a folder of files to the disk and rename it. Raises OSError, WeightsError."""
     names = {entry.name for entry in temporary.iterdir()}
     for name in names:
+        follow_umask(temporary / name)
         sync(temporary / name)
     sync(temporary)
     if not os.path.lexists(path):

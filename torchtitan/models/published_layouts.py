@@ -84,6 +84,19 @@ class PublishedLayout(ABC):
                 computation.
         """
 
+    def settings(self, published: Mapping[str, Tensor], document: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+        """Configuration of the model that published tensors are of, as tables of TOML without `[data]`'s name.
+
+        Args:
+            published: the state dict.
+            document: config.json beside it; empty for a file alone.
+
+        Returns:
+            tables model, objective, sampling, and data with shape and num_classes; None where the tensors are no
+            model of a named size in this layout.
+        """
+        return None
+
     def approximation(self, model: Any) -> str:
         """Difference between the layout's network and this model that an export has to accept; "" if there is none."""
         return ""

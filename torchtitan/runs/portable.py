@@ -44,7 +44,7 @@ def header_config(config: JobConfig, info: DatasetInfo) -> dict[str, str]:
 def config_of_weights(path: Path) -> JobConfig | None:
     """Configuration in a file of weights; None where it has none. Raises WeightsError, ConfigError."""
     text = header_of(path).get(CONFIG)
-    return _loaded(text, str(path)) if text else None
+    return load_text(text, str(path)) if text else None
 
 
 def config_without_data(folder: Path, checkpoint: AnyPath) -> JobConfig | None:
@@ -71,7 +71,7 @@ def config_without_data(folder: Path, checkpoint: AnyPath) -> JobConfig | None:
     adapters = tables.get("lora", {}).get("enable", False)
     kept = [*_OF_RUNS, *(_OF_ADAPTERS if adapters else ())]
     tables = {name: tables[name] for name in kept if name in tables} | {"data": dict(record)}
-    return _loaded(tomli_w.dumps(tables), f"{folder}, with its data as recorded")
+    return load_text(tomli_w.dumps(tables), f"{folder}, with its data as recorded")
 
 
 def _with_data(config: JobConfig, data: DataConfig) -> dict[str, Any]:
@@ -82,7 +82,8 @@ def _with_data(config: JobConfig, data: DataConfig) -> dict[str, Any]:
         config.data = before
 
 
-def _loaded(text: str, place: str) -> JobConfig:
+def load_text(text: str, place: str) -> JobConfig:
+    """Load a configuration from the text of a TOML file; errors name its `place`. Raises ConfigError."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
         file.write(text)
         file.flush()

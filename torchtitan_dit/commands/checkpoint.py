@@ -4,12 +4,11 @@ Exit codes: 0; 1: verify found damage, or diff a difference; 2: refused, nothing
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,34 +21,23 @@ from torchtitan.checkpoint.reading import read_state
 from torchtitan.config.job import ConfigError, JobConfig, split_data_words
 from torchtitan.config.latent_cache import trained_info
 from torchtitan.data.base import DatasetError
-from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath, RemotePath
-from torchtitan.files.shard_files import write_tensors
 from torchtitan.files.weight_files import (
-    INDEX_SUFFIX,
-    NotTensors,
     WeightsError,
     named_weights,
-    read_state_dict,
     refuse_existing,
-    saved_buffers,
-    written_whole,
 )
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import DTYPES, known_layouts, read_adapter, write_adapter
 from torchtitan.models.adapters.adapters import adapter_weights, merged_weights
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
-from torchtitan.models.base import DiffusionModel
-from torchtitan.models.published_layouts import ComputedTensors, ConversionError, PublishedLayout
 from torchtitan.processes.command_line import OneLineParser, readable_size, run_program
 from torchtitan.runs.check import Finding, check_run
 from torchtitan.runs.final_weights import adapter_header
 from torchtitan.runs.network import network_on_meta
-from torchtitan.runs.portable import header_config
+from torchtitan.runs.published import LAYOUTS, OWN, WRITTEN, OwnWeights, open_published, write_weights
 from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
 
-OWN = "safetensors"
-LAYOUTS = tuple(name for family in MODELS.values() for name in family.layouts)
 KEPT_METADATA = ("step", "weights", "model", "base", "base_sha256", "trigger_word")  # of adapters that are converted
 ADAPTER_LAYOUTS = (NATIVE.name, *(name for family in MODELS.values() for name in family.adapter_layouts))
 
@@ -89,20 +77,26 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     command.add_argument("--step", type=int, help="checkpoint of this step (default: the newest good one)")
     command.add_argument("--ema", metavar="TRACK", help="EMA track, or 'none' (default: sampling.ema_track)")
     what = command.add_mutually_exclusive_group(required=True)
-    what.add_argument("--format", choices=(OWN, *LAYOUTS), help="layout of the network; adapters are merged into it")
+    what.add_argument("--format", choices=WRITTEN, help="layout of the network; adapters are merged into it")
     what.add_argument("--adapter", choices=ADAPTER_LAYOUTS, help="write the adapter alone, in this layout")
-    command.add_argument("--approximate", action="store_true",
-        help="export even though the layout's network computes another sinusoid of the timestep "
-        "(model.timestep_frequencies)")
+    add_layout_options(command)
     add_output(command, "file to write, or folder for diffusers")
 
     command = commands.add_parser("import", help="turn published weights into a safetensors file of this program")
     command.set_defaults(command=import_)
     command.add_argument("file", type=Path, help=".safetensors or .pt file; for diffusers also its folder")
     command.add_argument("--format", choices=LAYOUTS, required=True)
-    command.add_argument("--config", type=Path, required=True,
-        help="configuration of the model; --data.KEY VALUE completes its [data]")
+    add_config(command)
     add_output(command, "file to write")
+
+    command = commands.add_parser("convert", help="write weights of one layout in another, without a run")
+    command.set_defaults(command=convert)
+    command.add_argument("file", type=Path, help=".safetensors or .pt file; for diffusers also its folder")
+    command.add_argument("--from", choices=(OWN, *LAYOUTS), required=True, help="layout of the file")
+    command.add_argument("--to", choices=WRITTEN, required=True, help="layout to write")
+    add_config(command)
+    add_layout_options(command)
+    add_output(command, "file to write, or folder for diffusers")
 
     command = commands.add_parser("convert-adapter", help="write a file of an adapter in another layout")
     command.set_defaults(command=convert_adapter)
@@ -111,10 +105,23 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     command.add_argument("--config", type=Path, required=True, help="configuration of the model")
     add_output(command, "file to write")
     arguments = parser.parse_args(words)
-    if data_words and arguments.command not in (import_, convert_adapter):
-        parser.error(f"{data_words[0]}: is for import and convert-adapter alone")
+    if data_words and arguments.command not in (import_, convert, convert_adapter):
+        parser.error(f"{data_words[0]}: is for import, convert and convert-adapter alone")
     arguments.data_words = data_words
     return arguments
+
+
+def add_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", type=Path,
+        help="configuration of the model, which --data.KEY VALUE completes (default: what the file itself shows)")
+
+
+def add_layout_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--approximate", action="store_true",
+        help="write even though the layout's network computes another sinusoid of the timestep "
+        "(model.timestep_frequencies)")
+    command.add_argument("--vae", type=Path, metavar="FOLDER",
+        help="AutoencoderKL of diffusers that a diffusers-pipeline is to have (default: the autoencoder of the training)")
 
 
 def add_output(command: argparse.ArgumentParser, description: str) -> None:
@@ -228,7 +235,8 @@ def described(source: TensorSource, name: str) -> str:
 
 def export(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output, arguments.overwrite)
-    checkpoints_of(arguments.run)
+    if arguments.run.is_dir() and not (arguments.run / MANIFEST).is_file():
+        checkpoints_of(arguments.run)
     trained = load_run(arguments.run, arguments.ema, arguments.step, torch.device("cpu"))
     for warning in trained.warnings:
         print(warning, file=sys.stderr)
@@ -238,33 +246,10 @@ def export(arguments: argparse.Namespace) -> int:
     own: Mapping[str, Tensor] = named_weights(model)
     if config.lora.enable:
         model, own = network_on_meta(config, trained.info), merged_weights(model)
-    weights = own
-    layout, unrounded = None, frozenset(saved_buffers(model))
-    if arguments.format != OWN:
-        layout = layout_of(arguments.format, config)
-        if not arguments.approximate and (problem := layout.approximation(model)):
-            raise WeightsError(f"{arguments.run}: {problem}")
-        try:
-            weights, notes = layout.export_weights(own, model)
-        except ConversionError as error:
-            raise WeightsError(prefixed(arguments.run, error)) from error
-        unrounded = layout.unrounded
-        for note in (*notes, f"{trained_for(config)}; {layout.convention}"):
-            print(f"note: {note}", file=sys.stderr)
-    metadata = {
-        "layout": arguments.format,
-        "weights": f"{arguments.run.resolve().name}, {trained.label}",
-        "model": config.model.flavor,
-        "trained_for": trained_for(config),
-    } | header_config(config, trained.info)
-    with written_whole(arguments.output, arguments.overwrite) as path:
-        if layout and layout.folder_files:
-            path.mkdir()
-            text = json.dumps(layout.folder_config(model), indent=2) + "\n"
-            (path / "config.json").write_text(text, encoding="utf-8")
-            path /= layout.folder_files[0]
-        write_converted(path, weights, arguments.dtype, unrounded, metadata)
-    print(f"{arguments.output}: {trained.label}, {len(weights)} tensors, {arguments.format} layout")
+    label = f"{arguments.run.resolve().name}, {trained.label}"
+    weights = OwnWeights(arguments.run, config, trained.info, model, own, label)
+    print_notes(write_weights(weights, arguments.output, arguments.format, **write_options(arguments)))
+    print(f"{arguments.output}: {trained.label}, {arguments.format} layout")
     return 0
 
 
@@ -272,26 +257,30 @@ def import_(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output, arguments.overwrite)
     if arguments.output.suffix != ".safetensors":
         raise WeightsError(f"{arguments.output}: must end in .safetensors, the format of the output")
-    config = read_config(arguments.config, arguments.data_words)
-    info = trained_info(config)
-    model = network_on_meta(config, info)
-    layout = layout_of(arguments.format, config)
-    source, problems = published_file(arguments.file, model, layout)
-    if problems:
-        raise WeightsError("\n".join(f"{arguments.file}: {problem}" for problem in problems))
-    published, nested = read_published(source, layout)
-    try:
-        weights, notes = layout.import_weights(published, model)
-    except ConversionError as error:
-        raise WeightsError(prefixed(source, error)) from error
-    notes += [f"taken from {nested!r} of the file"] if nested else []
-    for note in (*notes, layout.convention):
-        print(f"note: {note}", file=sys.stderr)
-    with written_whole(arguments.output, arguments.overwrite) as path:
-        metadata = {"layout": OWN, "weights": source.name}
-        write_converted(path, weights, arguments.dtype, frozenset(saved_buffers(model)), metadata)
-    print(f"{arguments.output}: {len(weights)} tensors")
+    config = read_config(arguments.config, arguments.data_words) if arguments.config else None
+    weights, notes = open_published(arguments.file, arguments.format, config)
+    print_notes(notes)
+    write_weights(weights, arguments.output, OWN, dtype=arguments.dtype, overwrite=arguments.overwrite)
+    print(f"{arguments.output}: {len(weights.tensors)} tensors")
     return 0
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    refuse_existing(arguments.output, arguments.overwrite)
+    config = read_config(arguments.config, arguments.data_words) if arguments.config else None
+    weights, notes = open_published(arguments.file, getattr(arguments, "from"), config)
+    print_notes([*notes, *write_weights(weights, arguments.output, arguments.to, **write_options(arguments))])
+    print(f"{arguments.output}: {weights.label}, {arguments.to} layout")
+    return 0
+
+
+def write_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("dtype", "overwrite", "approximate", "vae")}
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def export_adapter(arguments: argparse.Namespace, trained: TrainedModel) -> int:
@@ -331,60 +320,6 @@ def adapter_layout(name: str, config: JobConfig) -> AdapterLayout:
     if name not in known:
         raise WeightsError(f"--adapter {name}: is not of model.name = {config.model.name} (there are {', '.join(known)})")
     return known[name]
-
-
-def layout_of(name: str, config: JobConfig) -> PublishedLayout:
-    known = MODELS[config.model.name].layouts
-    if name not in known:
-        has = f"its published layouts are {', '.join(known)}" if known else "it has no published layout"
-        raise WeightsError(f"--format {name}: is not of model.name = {config.model.name} ({has})")
-    return known[name]
-
-
-def published_file(path: Path, model: DiffusionModel, layout: PublishedLayout) -> tuple[Path, list[str]]:
-    """Published file of weights, and the conflicts of a folder's config.json with the model."""
-    if not path.is_dir() or not layout.folder_files:
-        return path, []
-    whole = layout.folder_files
-    names = [*whole, *(name.replace(".safetensors", INDEX_SUFFIX) for name in whole if name.endswith(".safetensors"))]
-    source = next((path / name for name in names if (path / name).is_file()), None)
-    if source is None:
-        return path, [f"holds no {' or '.join(names)}"]
-    try:
-        document = json.loads(read_regular(path / "config.json"))
-        return source, layout.folder_config_problems(document, model)
-    except (OSError, ValueError, TypeError, RecursionError):
-        return source, ["config.json is missing or damaged"]
-
-
-def read_published(path: Path, layout: PublishedLayout) -> tuple[dict[str, Tensor], str | None]:
-    try:
-        return read_state_dict(path)
-    except NotTensors as error:
-        raise WeightsError(f"{error} ({layout.advice})" if layout.advice else str(error)) from error
-
-
-def write_converted(
-    path: Path, weights: Mapping[str, Tensor], dtype: str, unrounded: frozenset[str], metadata: dict[str, str]
-) -> None:
-    """Write weights in another dtype, all but the `unrounded` tables, one after the other. Raises OSError."""
-
-    def entry(name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        shape = weights.shapes[name] if isinstance(weights, ComputedTensors) else tuple(weights[name].shape)
-        return shape, weights[name].dtype if name in unrounded else getattr(torch, dtype)
-
-    entries = {name: entry(name) for name in weights}
-    entries = dict(sorted(entries.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
-    write_tensors(path, entries, (weights[name].to(kept) for name, (_, kept) in entries.items()), metadata)
-
-
-def trained_for(config: JobConfig) -> str:
-    objective = config.objective
-    return f"trained for {objective.prediction} on {objective.path} with {objective.preconditioning} preconditioning"
-
-
-def prefixed(path: Path, error: Exception) -> str:
-    return "\n".join(f"{path}: {line}" for line in str(error).splitlines())
 
 
 def run() -> NoReturn:

@@ -28,6 +28,7 @@ from torchtitan.evaluation.sample_files import SET_FORMATS
 from torchtitan.evaluation.sample_plans import SampleNotFinite, SampleSetError
 from torchtitan.evaluation.sample_sets import SampleSet, draw_set
 from torchtitan.evaluation.sampling import grid_choices
+from torchtitan.files.durable import replacing
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
 from torchtitan.processes.command_line import OneLineParser, exit_code
 from torchtitan.runs.drawing import Drawing, add_drawing_options, beside, check_classes, open_drawing
@@ -188,7 +189,8 @@ def draw_grid(arguments: argparse.Namespace, drawing: Drawing) -> None:
         file = folder / f"latents-seed-{arguments.seed}.safetensors"
         data = trained.config.data
         metadata = DATASETS[data.name].store(data).index.metadata() if data.name in LATENT_DATASETS else None
-        save_file({"latents": drawn.float().contiguous(), "labels": choices}, file, metadata)
+        with replacing(file) as unfinished:
+            save_file({"latents": drawn.float().contiguous(), "labels": choices}, unfinished, metadata)
         print(file)
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -60,9 +61,30 @@ def respaced_indices(num_steps: int, total: int = 1000) -> Tensor:
     return torch.linspace(total - 1, 0, num_steps, dtype=torch.float64).round().to(torch.int64)
 
 
-def ddpm_times(num_steps: int, path: Path) -> Tensor:
-    """Times of evenly respaced indices of a DDPM path, and 0."""
-    times = indexed(path).index_to_t(respaced_indices(num_steps, path.num_indices)).to(torch.float64)
+def leading_indices(num_steps: int, total: int = 1000) -> Tensor:
+    """Indices 0, s, 2 s, ... of the whole stride s = total // num_steps, falling.
+
+    Those of `timestep_spacing = "leading"` of diffusers and, where num_steps divides total, of "ddimN" in ADM's code.
+    """
+    return (torch.arange(num_steps) * (total // num_steps)).flip(0)
+
+
+def trailing_indices(num_steps: int, total: int = 1000) -> Tensor:
+    """Indices total - 1, ... of the stride total / num_steps, rounded (half to even), falling.
+
+    Source: Lin et al., "Common diffusion noise schedules and sample steps are flawed", arXiv 2305.08891, table 2; it is
+    `timestep_spacing = "trailing"` of diffusers.
+    """
+    steps = torch.arange(num_steps, dtype=torch.float64)
+    return (total - steps * (total / num_steps)).round().to(torch.int64) - 1
+
+
+SPACINGS = {"even": respaced_indices, "leading": leading_indices, "trailing": trailing_indices}
+
+
+def ddpm_times(num_steps: int, path: Path, spacing: str = "even") -> Tensor:
+    """Times of indices of a DDPM path chosen by a key of SPACINGS, and 0."""
+    times = indexed(path).index_to_t(SPACINGS[spacing](num_steps, path.num_indices)).to(torch.float64)
     return torch.cat((times, times.new_zeros(1)))
 
 
@@ -104,10 +126,15 @@ class EDMScheduleConfig(ScheduleConfig):
 
 @dataclass(kw_only=True)
 class DDPMScheduleConfig(ScheduleConfig):
-    """Evenly respaced indices of a DDPM path."""
+    """Some of the indices of a DDPM path."""
+
+    spacing: Literal["even", "leading", "trailing"] = setting(
+        "even", "even: from the last index to 0; leading: multiples of a stride, without the last index, as DDIM's; trailing: "
+        "from the last index by a stride, without 0"
+    )
 
     def times(self, path: Path, num_steps: int, num_tokens: Callable[[], int]) -> Tensor:
-        return ddpm_times(num_steps, path)
+        return ddpm_times(num_steps, path, self.spacing)
 
     def problems(self, trained: Trained, num_steps: int) -> Iterator[tuple[str, str]]:
         trained_on, indices = f"objective.path = {trained.path_name}", trained.path.num_indices

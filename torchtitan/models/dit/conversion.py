@@ -12,7 +12,7 @@ of DiTTransformer2DModel. A conversion copies numbers and computes none, so a ro
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,24 @@ _FIXED = {
     "final_modulation": True,
     "num_predictions": 1,
 }
+
+# How the code of each layout trains and samples.
+_DDPM: dict[str, dict[str, Any]] = {
+    "objective": {"path": "ddpm_linear", "prediction": "noise", "preconditioning": "index"},
+    "sampling": {"num_steps": 250, "solver": {"name": "ddim"}, "schedule": {"name": "ddpm"}},
+}
+_FLOW: dict[str, dict[str, Any]] = {
+    "objective": {"path": "rectified_flow", "prediction": "velocity", "preconditioning": "sit"},
+    "sampling": {"num_steps": 250, "solver": {"name": "heun"}},
+}
+# Tensors that show the sizes: patch embedding, class table, output, prefix of the blocks.
+_SIZES = {
+    "diffusers": (
+        "pos_embed.proj.weight", "transformer_blocks.0.norm1.emb.class_embedder.embedding_table.weight", "proj_out_2.weight",
+        "transformer_blocks.",
+    ),
+    "dit": ("x_embedder.proj.weight", "y_embedder.embedding_table.weight", "final_layer.linear.weight", "blocks."),
+}  # fmt: skip
 
 # Tensor of this model -> its copies there -> the pieces of each copy, to be joined along the first dimension.
 Places = dict[str, list[list[str]]]
@@ -66,6 +84,30 @@ class DiTLayout(PublishedLayout):
             )
         return weights, notes
 
+    def settings(self, published: Mapping[str, Tensor], document: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+        patch, classes, output, prefix = _SIZES.get(self.name, _SIZES["dit"])
+        if any(name not in published or published[name].ndim < 2 for name in (patch, classes, output)):
+            return None
+        if published[patch].ndim != 4 or published[patch].shape[2] != published[patch].shape[3]:
+            return None
+        dim, channels, size, _ = published[patch].shape
+        flavor = _flavor_of(dim, _num_blocks(published, prefix), size)
+        side = self._side(published, document, size)
+        if flavor is None or side is None:
+            return None
+        # SiT's code leaves the second half of its output aside, as the import does.
+        learned = self.name != "sit" and published[output].shape[0] == 2 * channels * size**2
+        model = {"flavor": flavor, "learned_variance": learned, "timestep_frequencies": self._frequencies}
+        data = {"shape": [channels, side, side], "num_classes": published[classes].shape[0] - 1}
+        return {"model": model, "data": data} | (_FLOW if self.name == "sit" else _DDPM)
+
+    def _side(self, published: Mapping[str, Tensor], document: Mapping[str, Any], patch_size: int) -> int | None:
+        """Rows of an image, from the table of positions or from config.json."""
+        table = published.get(_POSITION[self.name])
+        if table is None or table.ndim != 3:
+            return None
+        return round(table.shape[1] ** 0.5) * patch_size
+
     def approximation(self, model: DiT) -> str:
         given = model.config.timestep_frequencies
         if given == self._frequencies:
@@ -81,6 +123,10 @@ class DiffusersLayout(DiTLayout):
 
     folder_files = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
     _frequencies = "diffusers"
+
+    def _side(self, published: Mapping[str, Tensor], document: Mapping[str, Any], patch_size: int) -> int | None:
+        side = document.get("sample_size")
+        return side if isinstance(side, int) and 0 < side <= 1 << 16 else None
 
     def folder_config(self, model: DiT) -> dict:
         return diffusers_config(model)
@@ -350,12 +396,15 @@ def _size_mismatch(published: dict[str, Tensor], model: DiT, layout: str) -> str
     if published[patch].ndim != 4:
         return f"{patch} is {list(published[patch].shape)} instead of a convolution's [D, C, p, p]"
     dim, _, _, patch_size = published[patch].shape
-    numbers = {int(name.split(".")[1]) for name in published if _is_block(name, prefix)}
-    found = (dim, len(numbers), patch_size)
+    found = (dim, _num_blocks(published, prefix), patch_size)
     wanted = (model.config.dim, model.config.num_layers, model.config.patch_size)
     if found == wanted:
         return None
     return f"these are weights of {_size_name(*found)}; the configuration is {_size_name(*wanted)}"
+
+
+def _num_blocks(published: Mapping[str, Tensor], prefix: str) -> int:
+    return len({int(name.split(".")[1]) for name in published if _is_block(name, prefix)})
 
 
 def _is_block(name: str, prefix: str) -> bool:
@@ -364,11 +413,17 @@ def _is_block(name: str, prefix: str) -> bool:
 
 def _size_name(dim: int, num_layers: int, patch_size: int) -> str:
     size = f"dim {dim}, {num_layers} layers, patch {patch_size}"
+    name = _flavor_of(dim, num_layers, patch_size) or "no flavor's size"
+    return f"{name} ({size})"
+
+
+def _flavor_of(dim: int, num_layers: int, patch_size: int) -> str | None:
+    """Flavor of these sizes that is as the published networks are; None where there is none."""
     for name, flavor in FLAVORS.items():
         same_size = (flavor.dim, flavor.num_layers, flavor.patch_size) == (dim, num_layers, patch_size)
         if same_size and all(getattr(flavor, key) == value for key, value in _FIXED.items()):
-            return f"{name} ({size})"
-    return f"no flavor's size ({size})"
+            return name
+    return None
 
 
 def _plain(value: object) -> str:

@@ -1,0 +1,204 @@
+"""Weights between layouts without a run, what tensors show of their model, and pipelines of diffusers."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import torchtitan_dit
+from torchtitan import philox
+from torchtitan.config.latent_cache import trained_info
+from torchtitan.diffusion.solvers.schedules import leading_indices, trailing_indices
+from torchtitan.files.weight_files import WeightsError
+from torchtitan.models.dit.config import FLAVORS, DiTConfig
+from torchtitan.runs.network import network_on_meta
+from torchtitan.runs.portable import load_text
+from torchtitan.runs.published import OwnWeights, open_published, write_weights
+from torchtitan_dit.commands.checkpoint import main
+
+SCALE = 0.18215
+CONFIG = f"""
+[model]
+flavor = "DiT-T/2"
+learned_variance = true
+timestep_frequencies = "FREQUENCIES"
+[objective]
+path = "ddpm_linear"
+prediction = "noise"
+preconditioning = "index"
+[sampling]
+solver.name = "ddim"
+schedule.name = "ddpm"
+[data]
+name = "recorded_latents"
+shape = [4, 8, 8]
+num_classes = 3
+class_names = ["cat", "dog", "axolotl"]
+scale = [{SCALE}, {SCALE}, {SCALE}, {SCALE}]
+"""
+
+
+@pytest.fixture(autouse=True)
+def tiny_flavor(monkeypatch):
+    published = {"mlp": "gelu", "norm": "layernorm", "norm_affine": False, "norm_eps": 1e-6, "qk_norm": False,
+                 "attention_bias": True, "position": "sincos", "final_modulation": True}  # fmt: skip
+    tiny = DiTConfig(flavor="DiT-T/2", dim=32, num_layers=2, num_heads=2, patch_size=2, mlp_hidden_dim=128, **published)
+    monkeypatch.setitem(FLAVORS, "DiT-T/2", tiny)
+
+
+def random_weights(frequencies: str = "dit", changes: tuple[str, str] = ("", "")) -> OwnWeights:
+    config = load_text(CONFIG.replace("FREQUENCIES", frequencies).replace(*changes), "x.toml")
+    info = trained_info(config)
+    model = network_on_meta(config, info)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: 0.2 * torch.randn(each.shape, generator=generator) for name, each in model.named_parameters()}
+    return OwnWeights(Path("x"), config, info, model, tensors, "x")
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("layout", ["dit", "sit", "diffusers"])
+def test_published_tensors_show_their_model(layout, tmp_path):
+    changes = ("learned_variance = true", "learned_variance = false") if layout == "sit" else ("", "")
+    weights = random_weights("diffusers" if layout == "diffusers" else "dit", changes)
+    out = tmp_path / ("folder" if layout == "diffusers" else "x.safetensors")
+    write_weights(weights, out, layout, dtype="float32", overwrite=False)
+    file = out / "diffusion_pytorch_model.safetensors" if out.is_dir() else out
+    save_file(load_file(file), file)  # as others publish it, without a header
+    found, _ = open_published(out, layout, None)
+    assert same(found.tensors, weights.tensors) and found.model.config == weights.model.config
+    assert found.info.image_shape == (4, 8, 8) and found.info.num_classes == 3
+    path = "rectified_flow" if layout == "sit" else "ddpm_linear"
+    assert (found.config.objective.path, found.config.data.name) == (path, "recorded_latents")
+
+
+def test_published_to_published_and_back_is_exact(tmp_path, capsys):
+    weights = random_weights()
+    first, folder, back = tmp_path / "dit.safetensors", tmp_path / "diffusers", tmp_path / "own.safetensors"
+    write_weights(weights, first, "dit", dtype="float32", overwrite=False)
+    published = load_file(first)
+    torch.save({"ema": published}, tmp_path / "DiT.pt")
+    words = ["convert", str(tmp_path / "DiT.pt"), "--from", "dit", "--to", "diffusers", "--output", str(folder)]
+    assert main(words) == 2
+    assert "--approximate" in capsys.readouterr().err and not folder.exists()
+    assert main([*words, "--approximate"]) == 0
+    assert "taken from 'ema'" in capsys.readouterr().err
+    assert main(["convert", str(folder), "--from", "diffusers", "--to", "safetensors", "--output", str(back)]) == 0
+    assert same(load_file(back), weights.tensors)
+    again = tmp_path / "again.safetensors"
+    assert main(["convert", str(back), "--from", "safetensors", "--to", "dit", "--approximate", "--output", str(again)]) == 0
+    assert same(load_file(again), published)
+    with safe_open(back, framework="pt") as file:
+        assert 'flavor = "DiT-T/2"' in file.metadata()["config"]
+    assert main(["import", str(first), "--format", "dit", "--output", str(tmp_path / "imported.safetensors")]) == 0
+    assert same(load_file(tmp_path / "imported.safetensors"), weights.tensors)
+
+
+def test_what_shows_no_model_is_refused_in_one_line(tmp_path, capsys):
+    write_weights(random_weights(), tmp_path / "x.safetensors", "dit", dtype="float32", overwrite=False)
+    tensors = load_file(tmp_path / "x.safetensors")
+    wider = {name: tensor.repeat(*[1] * (tensor.ndim - 1), 3) for name, tensor in tensors.items()}
+    save_file(wider, tmp_path / "wide.safetensors")
+    save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
+    write_weights(random_weights(), tmp_path / "own.safetensors", "safetensors", dtype="float32", overwrite=False)
+    out = ("--to", "safetensors", "--output", str(tmp_path / "y.safetensors"))
+    for words, text in (
+        (("wide.safetensors", "--from", "dit", *out), "show no model of a named size in the dit layout (add --config FILE)"),
+        (("other.safetensors", "--from", "sit", *out), "show no model of a named size in the sit layout"),
+        (("own.safetensors", "--from", "dit", *out), "own layout already"),
+        (("x.safetensors", "--from", "safetensors", *out), "is not in this program's layout"),
+        (("x.safetensors", "--from", "dit", "--vae", "v", *out), "--vae: has no effect on safetensors"),
+        (("nothing.safetensors", "--from", "dit", *out), "no such file of weights"),
+    ):
+        assert main(["convert", str(tmp_path / words[0]), *words[1:]]) == 2
+        error = capsys.readouterr().err
+        assert text in error and len(error.splitlines()) == 1, error
+    assert not (tmp_path / "y.safetensors").exists()
+
+
+def vae_folder(folder: Path, **changes) -> Path:
+    folder.mkdir(parents=True)
+    document = {"_class_name": "AutoencoderKL", "latent_channels": 4, "scaling_factor": 1.0} | changes
+    (folder / "config.json").write_text(json.dumps(document))
+    (folder / "diffusion_pytorch_model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def test_a_pipeline_folder_has_all_its_parts(tmp_path):
+    vae = vae_folder(tmp_path / "sd" / "vae")
+    options = {"dtype": "float16", "overwrite": False}
+    notes = write_weights(random_weights("diffusers"), tmp_path / "out", "diffusers-pipeline", vae=vae.parent, **options)
+    index = json.loads((tmp_path / "out" / "model_index.json").read_text())
+    assert index["_class_name"] == "DiTPipeline" and index["id2label"]["2"] == "axolotl"
+    for part in ("transformer", "vae", "scheduler"):
+        assert index[part][0] == "diffusers" and (tmp_path / "out" / part).is_dir()
+    assert json.loads((tmp_path / "out" / "vae" / "config.json").read_text())["scaling_factor"] == pytest.approx(SCALE)
+    assert (tmp_path / "out" / "vae" / "diffusion_pytorch_model.safetensors").read_bytes() == b"weights"
+    assert any("null class is number 1000" in note for note in notes)
+    found, _ = open_published(tmp_path / "out", "diffusers", None)
+    assert found.info.class_names == ("cat", "dog", "axolotl")
+    with pytest.raises(WeightsError, match="exists already"):
+        write_weights(random_weights("diffusers"), tmp_path / "out", "diffusers-pipeline", vae=vae, **options)
+
+
+@pytest.mark.parametrize(("changes", "vae", "text"), [
+    (('prediction = "noise"', 'prediction = "v"'), {}, "objective.prediction = v: DiTPipeline samples models of noise"),
+    (('name = "recorded_latents"\nshape = [4', 'name = "recorded"\nshape = [3'), {}, "draws images"),
+    ((f"scale = [{SCALE}, ", "scale = [1.0, "), {}, "or scaled by channel"),
+    (("", ""), None, "(add --vae FOLDER)"),
+    (("", ""), {"latent_channels": 16}, "its latents have 16 channels, those of x 4"),
+    (("", ""), {"_class_name": "VQModel"}, "describes no AutoencoderKL"),
+])  # fmt: skip
+def test_what_the_pipeline_would_not_draw_is_refused(changes, vae, text, tmp_path):
+    folder = vae_folder(tmp_path / "vae", **vae) if vae is not None else None
+    if "recorded\"" in changes[1]:
+        changes = (CONFIG[CONFIG.index('name = "recorded_latents"'):], 'name = "recorded"\nshape = [3, 8, 8]\nnum_classes = 3\n')
+    weights = random_weights("diffusers", changes)
+    with pytest.raises(WeightsError) as refused:
+        write_weights(weights, tmp_path / "out", "diffusers-pipeline", dtype="float32", overwrite=False, vae=folder)
+    assert text in str(refused.value) and "\n" not in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_pipeline_of_diffusers_draws_the_same_pictures(tmp_path, monkeypatch):
+    diffusers = pytest.importorskip("diffusers", reason="needs the extra diffusers: pip install '.[diffusers]'")
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, down_block_types=["DownEncoderBlock2D"] * 2,
+        up_block_types=["UpDecoderBlock2D"] * 2, sample_size=16,
+    ).eval()  # fmt: skip
+    vae.save_pretrained(tmp_path / "vae")
+    weights = random_weights("diffusers")
+    write_weights(weights, tmp_path / "x.safetensors", "safetensors", dtype="float32", overwrite=False)
+    options = {"dtype": "float32", "overwrite": False, "vae": tmp_path / "vae"}
+    write_weights(weights, tmp_path / "pipeline", "diffusers-pipeline", **options)
+    pipeline = diffusers.DiTPipeline.from_pretrained(tmp_path / "pipeline")
+    assert pipeline.get_label_ids(["dog", "axolotl"]) == [1, 2]
+
+    from diffusers.pipelines.dit import pipeline_dit
+
+    noise = philox.normal(7, "sampling", torch.arange(2), (4, 8, 8))
+    monkeypatch.setattr(pipeline_dit, "randn_tensor", lambda **kinds: noise)
+    theirs = pipeline([1, 2], guidance_scale=1.0, num_inference_steps=10, output_type="np").images
+    model = torchtitan_dit.load(tmp_path / "x.safetensors", num_steps=10, spacing="leading", guidance_scale=1.0)
+    latents = model.sample([1, 2], seed=7, output="latents")
+    with torch.no_grad():
+        ours = pipeline.vae.decode(latents / SCALE).sample
+    ours = (ours / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy()
+    assert ours.std() > 0.01 and np.abs(theirs - ours).max() < 1e-4
+
+
+def test_spacings_are_those_of_other_code():
+    """ADM's `ddimN` takes range(0, 1000, stride) of N indices; diffusers' documentation lists trailing ones of 10 steps."""
+    for num_steps in (10, 50, 250, 1000):
+        stride = next(stride for stride in range(1, 1001) if len(range(0, 1000, stride)) == num_steps)
+        assert leading_indices(num_steps).tolist() == list(range(0, 1000, stride))[::-1]
+    assert trailing_indices(10).tolist() == [999, 899, 799, 699, 599, 499, 399, 299, 199, 99]
+    assert leading_indices(30)[0] == 29 * 33 and trailing_indices(3).tolist() == [999, 666, 332]
+    assert trailing_indices(1).tolist() == [999] and leading_indices(1).tolist() == [0]

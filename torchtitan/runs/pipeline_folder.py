@@ -1,0 +1,92 @@
+"""Folder of a pipeline of diffusers around a network: scheduler, autoencoder, and the index that names them.
+
+Source: what `DiTPipeline.save_pretrained` writes, and the defaults of `DDIMScheduler` (diffusers 0.36).
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.job import JobConfig
+from torchtitan.data import DATASETS, DatasetInfo
+from torchtitan.evaluation.config import LATENT_DATASETS
+from torchtitan.files.regular import read_regular
+from torchtitan.files.weight_files import WeightsError
+
+PIPELINE = "diffusers-pipeline"
+_VAE_FILES = ("config.json", "diffusion_pytorch_model.safetensors")
+_SAMPLED = {"path": "ddpm_linear", "prediction": "noise", "preconditioning": "index"}
+_SCHEDULER = {
+    "_class_name": "DDIMScheduler", "num_train_timesteps": 1000, "beta_start": 1e-4, "beta_end": 0.02,
+    "beta_schedule": "linear", "clip_sample": False, "set_alpha_to_one": True, "steps_offset": 0,
+    "prediction_type": "epsilon", "timestep_spacing": "leading",
+}  # fmt: skip
+
+
+def check_pipeline(source: Path, config: JobConfig, info: DatasetInfo, vae: Path | None) -> Path:
+    """Check that a DiTPipeline draws what a model draws.
+
+    Args:
+        source: run or file, for messages.
+        config, info: of the model.
+        vae: folder of an AutoencoderKL; None: the autoencoder of the training.
+
+    Returns:
+        the folder of the autoencoder.
+
+    Raises:
+        WeightsError: it does not, or there is no such autoencoder.
+    """
+    for key, wanted in _SAMPLED.items():
+        if (given := getattr(config.objective, key)) != wanted:
+            raise WeightsError(f"{source}: objective.{key} = {given}: DiTPipeline samples models of {wanted}")
+    if config.data.name not in LATENT_DATASETS:
+        raise WeightsError(f"{source}: draws images, and DiTPipeline decodes latents (write the layout diffusers)")
+    index = DATASETS[config.data.name].store(config.data).index
+    if any(index.normalization.shift) or len(set(index.normalization.scale)) != 1:
+        raise WeightsError(f"{source}: its latents are shifted, or scaled by channel; DiTPipeline knows one factor for all")
+    if vae is None and config.autoencoder.name == "diffusers":
+        vae = Path(config.autoencoder.path)
+    if vae is None:
+        raise WeightsError(f"{source}: which autoencoder decodes its latents? (add --vae FOLDER)")
+    folder = vae / "vae" if (vae / "vae" / "config.json").is_file() else vae
+    if missing := next((name for name in _VAE_FILES if not (folder / name).is_file()), None):
+        raise WeightsError(f"{folder}: holds no {missing} (give the folder of an AutoencoderKL as diffusers saves it)")
+    channels = _document(folder).get("latent_channels", 4)
+    if channels != info.image_shape[0]:
+        raise WeightsError(f"{folder}: its latents have {channels} channels, those of {source} {info.image_shape[0]}")
+    return folder
+
+
+def write_around(path: Path, vae: Path, config: JobConfig, info: DatasetInfo) -> None:
+    """Write everything of a pipeline but its network, which is in `path`/transformer. Raises OSError.
+
+    The autoencoder's scaling factor becomes the one that the latents were trained with.
+    """
+    (scale, *_) = DATASETS[config.data.name].store(config.data).index.normalization.scale
+    (path / "scheduler").mkdir()
+    (path / "vae").mkdir()
+    _write(path / "scheduler" / "scheduler_config.json", _SCHEDULER)
+    _write(path / "vae" / "config.json", _document(vae) | {"scaling_factor": scale})
+    shutil.copyfile(vae / _VAE_FILES[1], path / "vae" / _VAE_FILES[1])
+    parts = {
+        "transformer": ["diffusers", "DiTTransformer2DModel"], "vae": ["diffusers", "AutoencoderKL"],
+        "scheduler": ["diffusers", "DDIMScheduler"],
+    }  # fmt: skip
+    names = {"id2label": {str(number): name for number, name in enumerate(info.class_names)}} if info.class_names else {}
+    _write(path / "model_index.json", {"_class_name": "DiTPipeline"} | parts | names)
+
+
+def _document(vae: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(read_regular(vae / "config.json"))
+    except (OSError, ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict) or document.get("_class_name") != "AutoencoderKL":
+        raise WeightsError(f"{vae / 'config.json'}: describes no AutoencoderKL")
+    return document
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

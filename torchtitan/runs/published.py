@@ -1,0 +1,241 @@
+"""Weights in published layouts: read without a run, written from any weights, with what says how they are sampled."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from torch import Tensor
+
+from torchtitan.config.job import JobConfig
+from torchtitan.config.latent_cache import trained_info
+from torchtitan.data import DatasetInfo
+from torchtitan.files.regular import read_regular
+from torchtitan.files.shard_files import write_tensors
+from torchtitan.files.weight_files import (
+    INDEX_SUFFIX,
+    NotTensors,
+    WeightsError,
+    read_state_dict,
+    saved_buffers,
+    written_whole,
+)
+from torchtitan.models import MODELS
+from torchtitan.models.base import DiffusionModel
+from torchtitan.models.published_layouts import ComputedTensors, ConversionError, PublishedLayout
+from torchtitan.runs.network import network_on_meta
+from torchtitan.runs.pipeline_folder import PIPELINE, check_pipeline, write_around
+from torchtitan.runs.portable import config_of_weights, header_config, load_text
+
+OWN = "safetensors"
+LAYOUTS = tuple(dict.fromkeys(name for family in MODELS.values() for name in family.layouts))
+WRITTEN = (OWN, *LAYOUTS, PIPELINE)
+
+
+@dataclass(frozen=True)
+class OwnWeights:
+    """Weights of a network under its own names.
+
+    Attributes:
+        source: run or file, for messages.
+        config, info: of the network and its data.
+        model: the network; may be on the meta device.
+        tensors: every parameter and saved buffer by name.
+        label: says which weights they are.
+    """
+
+    source: Path
+    config: JobConfig
+    info: DatasetInfo
+    model: DiffusionModel
+    tensors: Mapping[str, Tensor]
+    label: str
+
+
+def open_published(path: Path, layout_name: str, config: JobConfig | None) -> tuple[OwnWeights, list[str]]:
+    """Open weights of a published layout, or of this program's own.
+
+    Args:
+        path: file, or folder of diffusers.
+        layout_name: one of OWN and LAYOUTS.
+        config: of the model; None: what the file's header says, or what its tensors show.
+
+    Returns:
+        the weights, and a line for each thing left out or to know.
+
+    Raises:
+        WeightsError: they are of another layout, another model, or of one that cannot be told from them; ConfigError.
+    """
+    source, document, problems = _published_file(path)
+    if problems:
+        raise WeightsError("\n".join(f"{path}: {problem}" for problem in problems))
+    published, nested = _read_published(source, layout_name)
+    if config is None:
+        config = _config_of_header(source) or _config_shown(source, layout_name, published, document)
+    info = trained_info(config)
+    model = network_on_meta(config, info)
+    notes = [f"taken from {nested!r} of the file"] if nested else []
+    if layout_name == OWN:
+        wanted, found = set(dict(model.named_parameters()) | saved_buffers(model)), set(published)
+        if wanted != found:
+            raise WeightsError(f"{source}: is not in this program's layout, or of another model ({len(wanted ^ found)} names)")
+        return OwnWeights(path, config, info, model, published, source.name), notes
+    layout = layout_of(layout_name, config)
+    if document and (problems := layout.folder_config_problems(dict(document), model)):
+        raise WeightsError("\n".join(f"{path}: {problem}" for problem in problems))
+    try:
+        tensors, left_out = layout.import_weights(published, model)
+    except ConversionError as error:
+        raise WeightsError(prefixed(source, error)) from error
+    return OwnWeights(path, config, info, model, tensors, source.name), [*left_out, *notes, layout.convention]
+
+
+def write_weights(
+    weights: OwnWeights, output: Path, layout_name: str, *, dtype: str, overwrite: bool, approximate: bool = False,
+    vae: Path | None = None,
+) -> list[str]:  # fmt: skip
+    """Write weights in a layout, with a header that says how they are sampled.
+
+    Args:
+        weights: to write.
+        output: file; folder for diffusers.
+        layout_name: one of WRITTEN.
+        dtype: float32, float16 or bfloat16.
+        overwrite: replace what is there.
+        approximate: accept that the layout's network computes another sinusoid of the timestep.
+        vae: folder of the AutoencoderKL for a pipeline; None: the autoencoder of the training.
+
+    Returns:
+        a line for each omission.
+
+    Raises:
+        WeightsError: the layout cannot hold them, or they cannot be written.
+    """
+    config, model, tensors = weights.config, weights.model, weights.tensors
+    pipeline = layout_name == PIPELINE
+    if vae is not None and not pipeline:
+        raise WeightsError(f"--vae: has no effect on {layout_name} (leave it out, or write {PIPELINE})")
+    layout, unrounded, notes = None, frozenset(saved_buffers(model)), []
+    if layout_name != OWN:
+        layout = layout_of("diffusers" if pipeline else layout_name, config)
+        if not approximate and (problem := layout.approximation(model)):
+            raise WeightsError(f"{weights.source}: {problem}")
+        if pipeline:
+            vae = check_pipeline(weights.source, config, weights.info, vae)
+        try:
+            tensors, left_out = layout.export_weights(tensors, model)
+        except ConversionError as error:
+            raise WeightsError(prefixed(weights.source, error)) from error
+        unrounded = layout.unrounded
+        notes = [*left_out, f"{trained_for(config)}; {layout.convention}"]
+        if pipeline and weights.info.num_classes != 1000:
+            notes.append(f"DiTPipeline's null class is number 1000: guidance of {weights.info.num_classes} classes fails there")
+    header = {
+        "layout": "diffusers" if pipeline else layout_name,
+        "weights": weights.label,
+        "model": config.model.flavor,
+        "trained_for": trained_for(config),
+    } | header_config(config, weights.info)
+    with written_whole(output, overwrite) as path:
+        if layout and layout.folder_files:
+            with _network_folder(path, pipeline) as folder:
+                text = json.dumps(layout.folder_config(model), indent=2) + "\n"
+                (folder / "config.json").write_text(text, encoding="utf-8")
+                _write_converted(folder / layout.folder_files[0], tensors, dtype, unrounded, header)
+            if pipeline and vae is not None:
+                write_around(path, vae, config, weights.info)
+        else:
+            _write_converted(path, tensors, dtype, unrounded, header)
+    return notes
+
+
+@contextmanager
+def _network_folder(path: Path, pipeline: bool) -> Iterator[Path]:
+    folder = path / "transformer" if pipeline else path
+    folder.mkdir(parents=True)
+    yield folder
+
+
+def _config_of_header(source: Path) -> JobConfig | None:
+    return config_of_weights(source) if source.suffix == ".safetensors" else None
+
+
+def _config_shown(
+    source: Path, layout_name: str, published: Mapping[str, Tensor], document: Mapping[str, Any]
+) -> JobConfig:
+    """Configuration that the tensors show. Raises WeightsError: they show none."""
+    for name, family in MODELS.items():
+        layout = family.layouts.get(layout_name)
+        if layout is None or (tables := layout.settings(published, document)) is None:
+            continue
+        latents = tables["data"]["shape"][0] not in (1, 3)
+        data = {"name": "recorded_latents" if latents else "recorded"} | tables["data"]
+        tables = tables | {"model": {"name": name} | tables["model"], "data": data}
+        return load_text(tomli_w.dumps(tables), str(source))
+    raise WeightsError(f"{source}: its tensors show no model of a named size in the {layout_name} layout (add --config FILE)")
+
+
+def layout_of(name: str, config: JobConfig) -> PublishedLayout:
+    known = MODELS[config.model.name].layouts
+    if name not in known:
+        has = f"its published layouts are {', '.join(known)}" if known else "it has no published layout"
+        raise WeightsError(f"--format {name}: is not of model.name = {config.model.name} ({has})")
+    return known[name]
+
+
+def _published_file(path: Path) -> tuple[Path, Mapping[str, Any], list[str]]:
+    """File of weights, the config.json beside it where `path` is a folder, and what is wrong with the folder."""
+    if not path.is_dir():
+        return path, {}, []
+    path = path / "transformer" if (path / "transformer" / "config.json").is_file() else path  # of a pipeline
+    whole = {name for family in MODELS.values() for layout in family.layouts.values() for name in layout.folder_files}
+    names = sorted(whole, reverse=True)
+    names += [name.replace(".safetensors", INDEX_SUFFIX) for name in names if name.endswith(".safetensors")]
+    source = next((path / name for name in names if (path / name).is_file()), None)
+    if source is None:
+        return path, {}, [f"holds no {' or '.join(names)}"]
+    try:
+        document = json.loads(read_regular(path / "config.json"))
+    except (OSError, ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        return source, {}, ["config.json is missing or damaged"]
+    return source, document, []
+
+
+def _read_published(path: Path, layout_name: str) -> tuple[dict[str, Tensor], str | None]:
+    try:
+        return read_state_dict(path)
+    except NotTensors as error:
+        layouts = (family.layouts.get(layout_name) for family in MODELS.values())
+        advice = next((layout.advice for layout in layouts if layout and layout.advice), "")
+        raise WeightsError(f"{error} ({advice})" if advice else str(error)) from error
+
+
+def _write_converted(
+    path: Path, weights: Mapping[str, Tensor], dtype: str, unrounded: frozenset[str], metadata: dict[str, str]
+) -> None:
+    """Write weights in another dtype, all but the `unrounded` tables, one after the other. Raises OSError."""
+
+    def entry(name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        shape = weights.shapes[name] if isinstance(weights, ComputedTensors) else tuple(weights[name].shape)
+        return shape, weights[name].dtype if name in unrounded else getattr(torch, dtype)
+
+    entries = {name: entry(name) for name in weights}
+    entries = dict(sorted(entries.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
+    write_tensors(path, entries, (weights[name].to(kept) for name, (_, kept) in entries.items()), metadata)
+
+
+def trained_for(config: JobConfig) -> str:
+    objective = config.objective
+    return f"trained for {objective.prediction} on {objective.path} with {objective.preconditioning} preconditioning"
+
+
+def prefixed(path: Path, error: Exception) -> str:
+    return "\n".join(f"{path}: {line}" for line in str(error).splitlines())
+
+
