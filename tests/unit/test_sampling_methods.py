@@ -297,7 +297,7 @@ def test_a_configuration_takes_the_schedule_of_its_path(tmp_path):
     assert load(tmp_path, SMALL_DDPM).sampling.schedule == schedule("ddpm")
     assert load(tmp_path, '[data]\nname = "synthetic"').sampling.schedule == schedule("uniform")
     resolved = dump_config(load(tmp_path, SMALL_DDPM))
-    assert tomllib.loads(resolved)["sampling"]["schedule"] == {"name": "ddpm"}
+    assert tomllib.loads(resolved)["sampling"]["schedule"] == {"name": "ddpm", "spacing": "even"}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from torchtitan.runs.trained_model import TrainedModel
 from torchtitan.settings.sections import choices
 
 EMBEDDED = "embedded_guidance"
+# Section and key -> value that sets from before the key were drawn with, and do not record: they can be gone on with.
+_LATER_KEYS = {("schedule", "spacing"): "even"}
 
 
 def set_settings(
@@ -29,7 +31,13 @@ def set_settings(
         image_shape: (C, H, W) of what the network draws.
         dtype: of compute.
     """
-    sections = {name: dataclasses.asdict(getattr(sampling, name)) for name in choices(sampling)}
+    sections = {
+        name: {
+            key: value for key, value in dataclasses.asdict(getattr(sampling, name)).items()
+            if _LATER_KEYS.get((name, key)) != value
+        }
+        for name in choices(sampling)
+    }
     return {
         "weights": _weights(trained),
         "guide": _weights(guide.model) if guide else None,
