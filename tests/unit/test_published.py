@@ -71,8 +71,12 @@ def test_published_tensors_show_their_model(layout, tmp_path):
     write_weights(weights, out, layout, dtype="float32", overwrite=False)
     file = out / "diffusion_pytorch_model.safetensors" if out.is_dir() else out
     save_file(load_file(file), file)  # as others publish it, without a header
+    if out.is_dir():
+        document = json.loads((out / "config.json").read_text())
+        (out / "config.json").write_text(json.dumps(document | {"_class_name": "Transformer2DModel"}))
     found, _ = open_published(out, layout, None)
     assert same(found.tensors, weights.tensors) and found.model.config == weights.model.config
+    assert found.config.data.scale == [SCALE] * 4
     assert found.info.image_shape == (4, 8, 8) and found.info.num_classes == 3
     path = "rectified_flow" if layout == "sit" else "ddpm_linear"
     assert (found.config.objective.path, found.config.data.name) == (path, "recorded_latents")
@@ -188,6 +192,13 @@ def test_the_pipeline_of_diffusers_draws_the_same_pictures(tmp_path, monkeypatch
     theirs = pipeline([1, 2], guidance_scale=1.0, num_inference_steps=10, output_type="np").images
     model = torchtitan_dit.load(tmp_path / "x.safetensors", num_steps=10, spacing="leading", guidance_scale=1.0)
     latents = model.sample([1, 2], seed=7, output="latents")
+    document = json.loads((tmp_path / "pipeline" / "transformer" / "config.json").read_text())
+    document["_class_name"] = "Transformer2DModel"  # as older pipelines have it
+    (tmp_path / "pipeline" / "transformer" / "config.json").write_text(json.dumps(document))
+    alone = torchtitan_dit.load(tmp_path / "pipeline", num_steps=10, spacing="leading", guidance_scale=1.0)
+    assert alone.class_names == ("cat", "dog", "axolotl")
+    pictures = (alone.sample([1, 2], seed=7, output="tensor") / 2 + 0.5).permute(0, 2, 3, 1).numpy()
+    assert np.abs(theirs - pictures).max() < 1e-4
     with torch.no_grad():
         ours = pipeline.vae.decode(latents / SCALE).sample
     ours = (ours / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy()

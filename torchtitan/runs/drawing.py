@@ -26,7 +26,7 @@ from torchtitan.runs.drawn_size import drawn_shape
 from torchtitan.runs.guides import LoadedGuide, open_guide
 from torchtitan.runs.sample_settings import set_settings
 from torchtitan.runs.sampling_options import add_method_options, sampling_method
-from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, load_weights
+from torchtitan.runs.trained_model import TrainedModel, WeightsError, is_published_folder, load_run, load_weights
 
 BATCH_SIZE, DTYPE = 256, "float32"
 
@@ -156,7 +156,7 @@ def beside(source: Path, name: str) -> Path:
 
 
 def _open_model(arguments: argparse.Namespace) -> TrainedModel:
-    if arguments.source.is_dir():
+    if arguments.source.is_dir() and not is_published_folder(arguments.source):
         return load_run(arguments.source, arguments.ema, arguments.step, compute_device())
     if not arguments.source.exists():
         raise WeightsError(f"{arguments.source}: no such run folder or weights file")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import trained_info
 from torchtitan.data import DatasetInfo
+from torchtitan.evaluation.config import AutoencoderConfig
 from torchtitan.files.regular import read_regular
 from torchtitan.files.shard_files import write_tensors
 from torchtitan.files.weight_files import (
@@ -70,12 +71,13 @@ def open_published(path: Path, layout_name: str, config: JobConfig | None) -> tu
     Raises:
         WeightsError: they are of another layout, another model, or of one that cannot be told from them; ConfigError.
     """
-    source, document, problems = _published_file(path)
+    source, document, problems = published_file(path)
     if problems:
         raise WeightsError("\n".join(f"{path}: {problem}" for problem in problems))
     published, nested = _read_published(source, layout_name)
     if config is None:
-        config = _config_of_header(source) or _config_shown(source, layout_name, published, document)
+        config = _config_of_header(source) or _config_shown(source, layout_name, published, document, _class_names(path))
+        config.autoencoder = _autoencoder_beside(path, config)
     info = trained_info(config)
     model = network_on_meta(config, info)
     notes = [f"taken from {nested!r} of the file"] if nested else []
@@ -160,13 +162,32 @@ def _network_folder(path: Path, pipeline: bool) -> Iterator[Path]:
     yield folder
 
 
+def _autoencoder_beside(path: Path, config: JobConfig) -> AutoencoderConfig:
+    """Autoencoder in a pipeline's folder, where the configuration names none."""
+    if config.autoencoder.name != "none" or not (path / "vae" / "config.json").is_file():
+        return config.autoencoder
+    return AutoencoderConfig(name="diffusers", path=str(path / "vae"))
+
+
+def _class_names(path: Path) -> list[str]:
+    """Class names of a pipeline's folder; none for anything else."""
+    try:
+        document = json.loads(read_regular(path / "model_index.json"))
+        names = document.get("id2label") or {}
+        ordered = [names[str(number)] for number in range(len(names))]
+    except (OSError, ValueError, RecursionError, AttributeError, KeyError):
+        return []
+    return ordered if all(isinstance(name, str) for name in ordered) else []
+
+
 def _config_of_header(source: Path) -> JobConfig | None:
     return config_of_weights(source) if source.suffix == ".safetensors" else None
 
 
 def _config_shown(
-    source: Path, layout_name: str, published: Mapping[str, Tensor], document: Mapping[str, Any]
-) -> JobConfig:
+    source: Path, layout_name: str, published: Mapping[str, Tensor], document: Mapping[str, Any],
+    class_names: list[str],
+) -> JobConfig:  # fmt: skip
     """Configuration that the tensors show. Raises WeightsError: they show none."""
     for name, family in MODELS.items():
         layout = family.layouts.get(layout_name)
@@ -174,6 +195,7 @@ def _config_shown(
             continue
         latents = tables["data"]["shape"][0] not in (1, 3)
         data = {"name": "recorded_latents" if latents else "recorded"} | tables["data"]
+        data |= {"class_names": class_names} if len(class_names) == data["num_classes"] else {}
         tables = tables | {"model": {"name": name} | tables["model"], "data": data}
         return load_text(tomli_w.dumps(tables), str(source))
     raise WeightsError(f"{source}: its tensors show no model of a named size in the {layout_name} layout (add --config FILE)")
@@ -187,7 +209,7 @@ def layout_of(name: str, config: JobConfig) -> PublishedLayout:
     return known[name]
 
 
-def _published_file(path: Path) -> tuple[Path, Mapping[str, Any], list[str]]:
+def published_file(path: Path) -> tuple[Path, Mapping[str, Any], list[str]]:
     """File of weights, the config.json beside it where `path` is a folder, and what is wrong with the folder."""
     if not path.is_dir():
         return path, {}, []

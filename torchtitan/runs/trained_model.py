@@ -42,6 +42,7 @@ from torchtitan.models.published_layouts import ConversionError
 from torchtitan.runs.network import adapted_network, check_base, network_on_meta
 from torchtitan.runs.portable import config_of_weights, config_without_data
 from torchtitan.runs.post_hoc_ema import Reconstruction, reconstruct, stored_averages
+from torchtitan.runs.published import open_published
 from torchtitan.training.snapshot_series import SnapshotError
 
 RECONSTRUCTED = "std="  # prefix of tracks that are reconstructed from snapshots
@@ -114,7 +115,8 @@ def load_weights(path: Path, config_file: Path | None, device: torch.device) -> 
     """Load a safetensors file of weights, without adapters.
 
     Args:
-        path: of the file, with tensors under the names of the model or, if its header says so, of a published layout.
+        path: of the file, with tensors under the names of the model or, if its header says so, of a published layout; or of a
+            folder of diffusers, which shows its model itself.
         config_file: configuration of the model; None: the one in the header of the file.
         device: of the model.
 
@@ -123,6 +125,8 @@ def load_weights(path: Path, config_file: Path | None, device: torch.device) -> 
             shape, or the heads' shares are in a checkpoint only.
         ConfigError: the configuration is refused.
     """
+    if path.is_dir():
+        return _published_folder(path, config_file, device)
     config = read_config(config_file) if config_file else config_of_weights(path)
     if config is None:
         raise WeightsError(f"{path}: which model is this? (add --config FILE)")
@@ -208,6 +212,22 @@ def _config_of_run(folder: Path, checkpoints: AnyPath) -> tuple[JobConfig, tuple
                 said = f"{error.problems[0]} (the checkpoint's record of the data is used)"
                 return found, (said,) if (folder / "config.toml").exists() else ()
         raise
+
+
+def _published_folder(path: Path, config_file: Path | None, device: torch.device) -> TrainedModel:
+    weights, _ = open_published(path, "diffusers", read_config(config_file) if config_file else None)
+    config, info = weights.config, weights.info
+    objective = build_objective(config.objective, config.debug.seed).to(device)
+    model = _empty_model(config, info, device)
+    with torch.no_grad():
+        for name, tensor in named_weights(model).items():
+            tensor.copy_(weights.tensors[name])
+    return TrainedModel(config, info, model, objective, path.resolve().name)
+
+
+def is_published_folder(path: Path) -> bool:
+    """Whether a folder is one of diffusers, a network or a pipeline, and no run."""
+    return not (path / "config.toml").exists() and any((path / name).is_file() for name in ("model_index.json", "config.json"))
 
 
 def _fill(model: DiffusionModel, path: Path, config: JobConfig) -> None:

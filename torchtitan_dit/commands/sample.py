@@ -69,7 +69,7 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("source", type=Path, help="a run's folder, or a safetensors file of weights")
+    add("source", type=Path, help="a run's folder, a safetensors file of weights, or a folder of diffusers")
     add("--classes", type=int, nargs="+", help="classes: one row of the grid each (default: the run's), or those of a "
         "set, by turns (default: drawn for each seed)")
     add_prompt_options(parser)

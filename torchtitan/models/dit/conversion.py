@@ -45,6 +45,8 @@ _FLOW: dict[str, dict[str, Any]] = {
     "objective": {"path": "rectified_flow", "prediction": "velocity", "preconditioning": "sit"},
     "sampling": {"num_steps": 250, "solver": {"name": "heun"}},
 }
+_CLASSES = ("DiTTransformer2DModel", "Transformer2DModel")  # the second as facebook/DiT-XL-2-256 has it, from before the first
+_SCALE_OF_SD = 0.18215  # of the latents that DiT's and SiT's code trains on, four channels of Stable Diffusion's autoencoder
 # Tensors that show the sizes: patch embedding, class table, output, prefix of the blocks.
 _SIZES = {
     "diffusers": (
@@ -98,7 +100,8 @@ class DiTLayout(PublishedLayout):
         # SiT's code leaves the second half of its output aside, as the import does.
         learned = self.name != "sit" and published[output].shape[0] == 2 * channels * size**2
         model = {"flavor": flavor, "learned_variance": learned, "timestep_frequencies": self._frequencies}
-        data = {"shape": [channels, side, side], "num_classes": published[classes].shape[0] - 1}
+        data: dict[str, Any] = {"shape": [channels, side, side], "num_classes": published[classes].shape[0] - 1}
+        data |= {"scale": [_SCALE_OF_SD] * 4} if channels == 4 else {}
         return {"model": model, "data": data} | (_FLOW if self.name == "sit" else _DDPM)
 
     def _side(self, published: Mapping[str, Tensor], document: Mapping[str, Any], patch_size: int) -> int | None:
@@ -270,6 +273,9 @@ def diffusers_config_problems(document: dict, model: DiT) -> list[str]:
     """Differences between a config.json and this model that weights do not show: one line each."""
     wanted = diffusers_config(model)
     defaults = {"norm_type": "ada_norm_zero", "activation_fn": "gelu-approximate", "attention_bias": True}
+    document = dict(document)
+    if document.get("_class_name") in _CLASSES:
+        document["_class_name"] = wanted["_class_name"]
     return [
         f"{key} is {document[key]} there and {wanted[key]} in this configuration"
         for key in ("_class_name", "num_attention_heads", "in_channels", "patch_size", "sample_size", *defaults)
