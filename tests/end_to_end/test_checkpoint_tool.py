@@ -312,7 +312,7 @@ def test_output_is_replaced_only_when_asked_for(run, command, tmp_path):
 @pytest.mark.parametrize("page", ["docs/index.md", "docs/checkpoints.md"])
 def test_commands_of_the_documentation_are_accepted(page):
     commands = re.findall(r"\.venv/bin/python scripts/checkpoint\.py ([^`\n]+)", (ROOT / page).read_text())
-    named = {"list", "verify", "diff", "export", "import"} | ({"convert"} if page.endswith("checkpoints.md") else set())
+    named = {"list", "verify", "diff", "export", "import"} | ({"convert", "push"} if page.endswith("checkpoints.md") else set())
     assert {command.split()[0] for command in commands} == named
     for command in commands:
         load_tool("checkpoint").parse_arguments(shlex.split(command))

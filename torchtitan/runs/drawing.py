@@ -18,16 +18,19 @@ from torchtitan.evaluation.config import LATENT_DATASETS, AutoencoderConfig, Sam
 from torchtitan.evaluation.decoding import LatentDecoder, open_decoder
 from torchtitan.evaluation.sample_plans import SampleSetError, SetPlan, choices_of, read_seeds
 from torchtitan.evaluation.sampling import ImageSampler
+from torchtitan.files.hub import HUB_NAME, local_folder
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import read_adapter
 from torchtitan.models.adapters.adapters import add_frozen_adapter
 from torchtitan.models.adapters.target import LowRankWeights
 from torchtitan.runs.drawn_size import drawn_shape
 from torchtitan.runs.guides import LoadedGuide, open_guide
+from torchtitan.runs.model_card import WEIGHTS
 from torchtitan.runs.sample_settings import set_settings
 from torchtitan.runs.sampling_options import add_method_options, sampling_method
 from torchtitan.runs.trained_model import TrainedModel, WeightsError, is_published_folder, load_run, load_weights
 
+_FILES_OF_DIFFUSERS = ["*.json", *(f"{part}*.safetensors" for part in ("", "transformer/", "vae/"))]
 BATCH_SIZE, DTYPE = 256, "float32"
 
 
@@ -159,10 +162,22 @@ def _open_model(arguments: argparse.Namespace) -> TrainedModel:
     if arguments.source.is_dir() and not is_published_folder(arguments.source):
         return load_run(arguments.source, arguments.ema, arguments.step, compute_device())
     if not arguments.source.exists():
-        raise WeightsError(f"{arguments.source}: no such run folder or weights file")
+        arguments.source = _from_hub(arguments.source)
     if arguments.ema or arguments.step is not None:
         raise WeightsError(f"{arguments.source}: --ema and --step choose from a run folder, this is one set of weights")
     return load_weights(arguments.source, arguments.config, compute_device())
+
+
+def _from_hub(source: Path) -> Path:
+    """File or folder of weights of a repository on the Hugging Face hub. Raises WeightsError: it is none."""
+    if not HUB_NAME.fullmatch(str(source)):
+        raise WeightsError(f"{source}: no such run folder or weights file")
+    try:
+        folder = local_folder("weights", str(source), [WEIGHTS, *_FILES_OF_DIFFUSERS], WeightsError)
+    except WeightsError as error:
+        text = str(error).removeprefix("weights: ").replace("no such folder", "no such run, file or folder")
+        raise WeightsError(text) from error
+    return folder / WEIGHTS if (folder / WEIGHTS).is_file() else folder
 
 
 def _with_adapters(trained: TrainedModel, given: list[str]) -> TrainedModel:

@@ -37,7 +37,7 @@ def header_config(config: JobConfig, info: DatasetInfo) -> dict[str, str]:
     record = data_record(config, info)
     if not record:
         return {}
-    tables = effective(config) | {"data": record}
+    tables = _unjudged(effective(config)) | {"data": record}
     return {CONFIG: tomli_w.dumps({name: tables[name] for name in _OF_WEIGHTS if tables.get(name)})}
 
 
@@ -69,9 +69,15 @@ def config_without_data(folder: Path, checkpoint: AnyPath) -> JobConfig | None:
     if not (record and isinstance(record, Mapping) and isinstance(tables, Mapping)):
         return None
     adapters = tables.get("lora", {}).get("enable", False)
+    tables = _unjudged(tables)
     kept = [*_OF_RUNS, *(_OF_ADAPTERS if adapters else ())]
     tables = {name: tables[name] for name in kept if name in tables} | {"data": dict(record)}
     return load_text(tomli_w.dumps(tables), f"{folder}, with its data as recorded")
+
+
+def _unjudged(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables by which samples are not judged by the data, which only the dataset itself can do."""
+    return dict(tables) | {"sampling": dict(tables.get("sampling", {})) | {"judge_images": 0}}
 
 
 def _with_data(config: JobConfig, data: DataConfig) -> dict[str, Any]:

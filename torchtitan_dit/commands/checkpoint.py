@@ -5,13 +5,13 @@ Exit codes: 0; 1: verify found damage, or diff a difference; 2: refused, nothing
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_path, checkpoint_steps, newest_good, verify
 from torchtitan.checkpoint.comparison import TensorSource, compare, ema_tracks, open_checkpoint, open_weights
@@ -21,21 +21,24 @@ from torchtitan.checkpoint.reading import read_state
 from torchtitan.config.job import ConfigError, JobConfig, split_data_words
 from torchtitan.config.latent_cache import trained_info
 from torchtitan.data.base import DatasetError
+from torchtitan.files.hub import HUB_NAME
+from torchtitan.files.hub_upload import HubError, upload_folder
 from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.files.weight_files import (
     WeightsError,
-    named_weights,
     refuse_existing,
 )
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import DTYPES, known_layouts, read_adapter, write_adapter
-from torchtitan.models.adapters.adapters import adapter_weights, merged_weights
+from torchtitan.models.adapters.adapters import adapter_weights
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
 from torchtitan.processes.command_line import OneLineParser, readable_size, run_program
 from torchtitan.runs.check import Finding, check_run
 from torchtitan.runs.final_weights import adapter_header
 from torchtitan.runs.network import network_on_meta
-from torchtitan.runs.published import LAYOUTS, OWN, WRITTEN, OwnWeights, open_published, write_weights
+from torchtitan.runs.portable import header_config
+from torchtitan.runs.published import LAYOUTS, OWN, WRITTEN, open_published, write_weights
+from torchtitan.runs.shared_files import own_weights, write_model_files
 from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
 
 KEPT_METADATA = ("step", "weights", "model", "base", "base_sha256", "trigger_word")  # of adapters that are converted
@@ -47,7 +50,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(sys.argv[1:] if words is None else words)
     try:
         return arguments.command(arguments)
-    except (ConfigError, CheckpointError, DatasetError) as error:
+    except (ConfigError, CheckpointError, DatasetError, HubError) as error:
         print(error, file=sys.stderr)
         return 2
 
@@ -81,6 +84,16 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     what.add_argument("--adapter", choices=ADAPTER_LAYOUTS, help="write the adapter alone, in this layout")
     add_layout_options(command)
     add_output(command, "file to write, or folder for diffusers")
+
+    command = commands.add_parser("push", help="upload a run's weights to the Hugging Face hub, with a model card")
+    command.set_defaults(command=push)
+    command.add_argument("run", type=Path, help="a run's folder")
+    command.add_argument("--repo", required=True, metavar="OWNER/NAME", help="repository; it is made if there is none")
+    command.add_argument("--step", type=int, help="checkpoint of this step (default: the newest good one)")
+    command.add_argument("--ema", metavar="TRACK", help="EMA track, or 'none' (default: sampling.ema_track)")
+    command.add_argument("--dtype", choices=DTYPES, default="float32")
+    command.add_argument("--private", action="store_true", help="make the repository a private one")
+    command.add_argument("--dry-run", type=Path, metavar="FOLDER", help="write the files to this new folder, and upload none")
 
     command = commands.add_parser("import", help="turn published weights into a safetensors file of this program")
     command.set_defaults(command=import_)
@@ -242,14 +255,29 @@ def export(arguments: argparse.Namespace) -> int:
         print(warning, file=sys.stderr)
     if arguments.adapter:
         return export_adapter(arguments, trained)
-    model, config = trained.model, trained.config
-    own: Mapping[str, Tensor] = named_weights(model)
-    if config.lora.enable:
-        model, own = network_on_meta(config, trained.info), merged_weights(model)
-    label = f"{arguments.run.resolve().name}, {trained.label}"
-    weights = OwnWeights(arguments.run, config, trained.info, model, own, label)
+    weights = own_weights(arguments.run, trained)
     print_notes(write_weights(weights, arguments.output, arguments.format, **write_options(arguments)))
     print(f"{arguments.output}: {trained.label}, {arguments.format} layout")
+    return 0
+
+
+def push(arguments: argparse.Namespace) -> int:
+    if not HUB_NAME.fullmatch(arguments.repo) or arguments.repo.count("/") != 1:
+        raise WeightsError(f"--repo: {arguments.repo!r} is no name of a repository (give OWNER/NAME)")
+    checkpoints_of(arguments.run)
+    trained = load_run(arguments.run, arguments.ema, arguments.step, torch.device("cpu"))
+    print_notes(trained.warnings)
+    if not header_config(trained.config, trained.info):
+        raise WeightsError(f"{arguments.run}: is conditioned on captions, whose embeddings a file of weights does not hold")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.dry_run or Path(scratch) / "files"
+        refuse_existing(folder, overwrite=False)
+        folder.mkdir(parents=True)
+        write_model_files(folder, arguments.run, trained, arguments.repo, arguments.dtype)
+        if arguments.dry_run:
+            print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+            return 0
+        print(upload_folder(folder, arguments.repo, private=arguments.private, message=trained.label))
     return 0
 
 

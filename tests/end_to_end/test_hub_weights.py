@@ -1,0 +1,96 @@
+"""Weights pushed to and pulled from a hub, which a small module stands for: the real package is asked for no more."""
+
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from PIL import Image
+
+import torchtitan_dit
+from tests.forked import ROOT, run_script
+from torchtitan.files.weight_files import WeightsError
+from torchtitan_dit.commands.checkpoint import main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    words = ("--job.config_file", str(ROOT / "train_configs" / "digits.toml"), "--job.name", "digits-small")
+    words += ("--training.steps", "4", "--lr_scheduler.warmup_steps", "1", "--model.flavor", "debug", "--gns.enable", "false")
+    words += ("--evaluation.enable", "false", "--training.local_batch_size", "16", "--sampling.num_steps", "2")
+    done = run_script(f"{ROOT}/train.py", *words, folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "outputs" / "digits-small"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Repositories by name, as folders; `hub.made` has what they were made with."""
+    module = ModuleType("huggingface_hub")
+    made: dict[str, dict] = {}
+
+    class HfApi:
+        def create_repo(self, repo_id, *, private, exist_ok):
+            if repo_id.startswith("others/"):
+                raise OSError("403 Forbidden: this repository is another's")
+            made.setdefault(repo_id, {"private": private})
+
+        def upload_folder(self, *, repo_id, folder_path, commit_message):
+            shutil.copytree(folder_path, tmp_path / "hub" / repo_id, dirs_exist_ok=True)
+            made[repo_id]["message"] = commit_message
+            return f"commit of {repo_id}"
+
+    def snapshot_download(repository, allow_patterns):
+        folder = tmp_path / "hub" / repository
+        if not folder.is_dir():
+            raise OSError("404: there is no such repository")
+        return str(folder)
+
+    module.HfApi, module.snapshot_download, module.made = HfApi, snapshot_download, made
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    monkeypatch.chdir(tmp_path)
+    return module
+
+
+def test_what_is_pushed_is_pulled_and_draws_the_same(run, hub, tmp_path, capsys):
+    assert main(["push", str(run), "--repo", "someone/small-digits", "--private"]) == 0
+    assert "commit of someone/small-digits" in capsys.readouterr().out
+    assert hub.made["someone/small-digits"] == {"private": True, "message": "step 4, ema"}
+    options = {"num_steps": 3, "guidance_scale": 2.0}
+    pulled = torchtitan_dit.load("someone/small-digits", **options)
+    assert pulled.class_names == tuple("0123456789")
+    theirs = [image.tobytes() for image in pulled.sample([1, 5], seed=3)]
+    assert theirs == [image.tobytes() for image in torchtitan_dit.load(run, **options).sample([1, 5], seed=3)]
+    folder = tmp_path / "hub" / "someone" / "small-digits"
+    assert Image.open(folder / "samples.png").size == Image.open(run / "samples" / "step-00000004.png").size
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: torchtitan-dit\n") and "torchtitan-dit sample someone/small-digits" in card
+    for fact in ("class-conditional", "| training | 4 steps of 16 images, float32 |", "on rectified_flow", "held-out loss"):
+        assert fact in card, card
+    assert str(run.parent) not in card
+
+
+def test_a_dry_run_uploads_nothing(run, hub, tmp_path, capsys):
+    words = ["push", str(run), "--repo", "someone/x", "--dry-run", str(tmp_path / "files")]
+    assert main(words) == 0
+    assert "README.md, samples.png, weights.safetensors" in capsys.readouterr().out and not hub.made
+    assert main(words) == 2 and "files: exists already" in capsys.readouterr().err
+
+
+def test_refusals_are_one_line(run, hub, tmp_path, capsys, monkeypatch):
+    for words, text in (
+        (["push", str(run), "--repo", "name"], "--repo: 'name' is no name of a repository (give OWNER/NAME)"),
+        (["push", str(run), "--repo", "a/b/c"], "is no name of a repository"),
+        (["push", str(run), "--repo", "others/x"], "others/x: cannot be written: 403 Forbidden"),
+        (["push", str(tmp_path / "nothing"), "--repo", "a/b"], "no such run folder"),
+    ):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert text in error and len(error.splitlines()) == 1
+    with pytest.raises(WeightsError, match="someone/nothing: no such run, file or folder here, and it cannot be fetched"):
+        torchtitan_dit.load("someone/nothing")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert main(["push", str(run), "--repo", "a/b"]) == 2
+    assert "-m pip install datasets huggingface_hub" in capsys.readouterr().err
