@@ -67,7 +67,7 @@ def test_what_is_pushed_is_pulled_and_draws_the_same(run, hub, tmp_path, capsys)
     assert Image.open(folder / "samples.png").size == Image.open(run / "samples" / "step-00000004.png").size
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: torchtitan-dit\n") and "torchtitan-dit sample someone/small-digits" in card
-    for fact in ("class-conditional", "| training | 4 steps of 16 images, float32 |", "on rectified_flow", "held-out loss"):
+    for fact in ("class-conditional", "| training | 4 steps of 128 images, float32 |", "on rectified_flow", "held-out loss"):
         assert fact in card, card
     assert str(run.parent) not in card
 
