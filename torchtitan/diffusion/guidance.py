@@ -18,6 +18,8 @@ from torchtitan.diffusion.solvers.contract import Predict, Prediction
 
 _Estimates = Callable[[Tensor, Tensor], Prediction]
 
+_ROUNDING = 1e-6  # of times in 0..1; steps are a thousand times as long
+
 
 @dataclass(frozen=True)
 class Guidance:
@@ -99,6 +101,8 @@ def predictor(
         guided = _estimates(objective, network, condition)
     low, high = guidance.interval
     always = guided is plain or (low <= 0.0 and high >= 1.0)
+    # Times come in float32: one that is an end of the interval may lie beyond it by its rounding.
+    low, high = low - _ROUNDING, high + _ROUNDING
 
     def predict(x_t: Tensor, t: Tensor) -> Prediction:
         found = (guided if always or low <= t[0].item() <= high else plain)(x_t, t)

@@ -15,7 +15,8 @@ BOUND_WEIGHT = 1e-3
 # Images are thought of as 256 levels from -1 to 1.
 _HALF_LEVEL = 1.0 / 255.0
 _OUTERMOST_LEVEL = 0.999
-_SMALLEST_PROBABILITY = 1e-12
+_FARTHEST = -1e4  # standard deviations; log_ndtr is finite there
+_CLOSEST = 1e-7  # of two logarithms in float32
 
 
 def log_variance(path: IndexedPath, interpolation: Tensor, index: Tensor) -> Tensor:
@@ -74,11 +75,15 @@ def _log_level_probability(x: Tensor, mean: Tensor, log_variance: Tensor) -> Ten
     inverse_deviation = torch.exp(-0.5 * log_variance)
     above, below = (x - mean + _HALF_LEVEL) * inverse_deviation, (x - mean - _HALF_LEVEL) * inverse_deviation
     # In the lower tail, where differences of small numbers stay exact: P(below < z < above) = P(-above < z < -below).
-    upper, ndtr = x > mean, torch.special.ndtr
-    inner = ndtr(torch.where(upper, -below, above)) - ndtr(torch.where(upper, -above, below))
-    mass = torch.where(x < -_OUTERMOST_LEVEL, ndtr(above), inner)
-    mass = torch.where(x > _OUTERMOST_LEVEL, ndtr(-below), mass)
-    return torch.log(mass.clamp_min(_SMALLEST_PROBABILITY))
+    # As logarithms: far from the mean the mass itself is 0 in float32, and its logarithm would have no gradient.
+    upper = x > mean
+    high, low = (
+        torch.special.log_ndtr(torch.where(upper, one, other).clamp_min(_FARTHEST))
+        for one, other in ((-below, above), (-above, below))
+    )
+    inner = high + torch.log(-torch.expm1((low - high).clamp_max(-_CLOSEST)))
+    outer = torch.special.log_ndtr(torch.where(x < 0, above, -below).clamp_min(_FARTHEST))
+    return torch.where(x.abs() > _OUTERMOST_LEVEL, outer, inner)
 
 
 def _log_variance_range(path: IndexedPath, index: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torchtitan.settings.sections import choices
 
 EMBEDDED = "embedded_guidance"
 # Section and key -> value that sets from before the key were drawn with, and do not record: they can be gone on with.
-_LATER_KEYS = {("schedule", "spacing"): "even"}
+_LATER_KEYS = {("schedule", "spacing"): "even", ("schedule", "last_step"): 0.0, ("solver", "last_step"): "velocity"}
 
 
 def set_settings(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -48,23 +49,32 @@ def heun(predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise: Dra
 
 def euler_maruyama(
     predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise: DrawNoise,
-    *, diffusion: str = "sigma", diffusion_scale: float = 1.0,
+    *, diffusion: str = "sigma", diffusion_scale: float = 1.0, last_step: str = "velocity",
 ) -> Tensor:
     """Euler-Maruyama for the reverse-time equation with the flow's marginals; weakly of first order.
 
     dx = (v - w_t s / 2) dt + sqrt(w_t) dW with dt < 0, the velocity v = a' x0 + b' noise and the score
     s = -noise / b. Any w_t >= 0 keeps the marginals; diffusion_scale multiplies the one that `diffusion` names (0 is
-    `euler`). The last step adds no noise and follows v alone: on the rectified flow it returns the estimate of x0.
+    `euler`). The last step adds no noise and follows v alone: on the rectified flow it returns the estimate of x0. With
+    last_step = "mean" it follows the whole drift, as SiT's code does, whose diffusion is moreover that of diffusion_scale = 2:
+    it adds sqrt(2 sigma) dW and sigma s to v.
 
     Source: Ma et al., "SiT", arXiv 2401.08740, eq. 4 (the equation) and section 3 (the choices of w_t).
     """
     squared_diffusion = DIFFUSIONS[diffusion]
-    for step, now, then in steps(times[:-1]):
+
+    def moved(x: Tensor, now: Tensor, then: Tensor) -> tuple[Tensor, Tensor]:
+        """State after a step without noise, and w there."""
         _, b = path.coefficients(now)
         w = diffusion_scale * squared_diffusion(now, b)
         estimate = predict_at(predict, x, now)
-        drift = _velocity(path, estimate, now) + 0.5 * w / b * estimate.noise
-        x = x + (then - now) * drift + (w * (now - then)).sqrt() * draw_noise(step)
+        return x + (then - now) * (_velocity(path, estimate, now) + 0.5 * w / b * estimate.noise), w
+
+    for step, now, then in steps(times[:-1]):
+        mean, w = moved(x, now, then)
+        x = mean + (w * (now - then)).sqrt() * draw_noise(step)
+    if last_step == "mean":
+        return moved(x, times[-2], times[-1])[0]
     return euler(predict, path, x, times[-2:], draw_noise)
 
 
@@ -94,7 +104,10 @@ class EulerMaruyamaConfig(SolverConfig):
     diffusion: OneOf[str, DIFFUSIONS] = setting(
         "sigma", "squared diffusion w_t of the stochastic flow: t, sin^2(pi t), or 1"
     )
-    diffusion_scale: float = setting(1.0, "factor on the squared diffusion", ge=0)
+    diffusion_scale: float = setting(1.0, "factor on the squared diffusion; 2 with sigma: as in SiT's code", ge=0)
+    last_step: Literal["velocity", "mean"] = setting(
+        "velocity", "what the last step follows, without noise: the velocity alone, or the whole drift as in SiT's code"
+    )
 
     solve = staticmethod(euler_maruyama)
 

@@ -13,15 +13,21 @@ from torchtitan.diffusion.solvers.contract import ScheduleConfig, Trained
 from torchtitan.settings import setting
 
 
-def uniform_times(num_steps: int, t_max: float = 1.0, shift: float = 1.0) -> Tensor:
+def uniform_times(num_steps: int, t_max: float = 1.0, shift: float = 1.0, last_step: float = 0.0) -> Tensor:
     """Uniform times: num_steps + 1 equally spaced ones from t_max to 0, moved towards noise by `shift`.
+
+    With a last_step, that is the size of the last step, and the others are equal (as in SiT's code).
 
     With u = t / t_max, the shift is u -> shift u / (1 + (shift - 1) u); 1 leaves the times, and on t_max = 1 it is
     sigma -> shift sigma.
 
     Source: Esser et al., "Scaling rectified flow transformers", arXiv 2403.03206, eq. 23.
     """
-    u = torch.linspace(1.0, 0.0, num_steps + 1, dtype=torch.float64)
+    if last_step:
+        u = torch.linspace(1.0, last_step / t_max, num_steps, dtype=torch.float64)
+        u = torch.cat((u, u.new_zeros(1)))
+    else:
+        u = torch.linspace(1.0, 0.0, num_steps + 1, dtype=torch.float64)
     return t_max * (shift * u / (1.0 + (shift - 1.0) * u))
 
 
@@ -93,9 +99,17 @@ class UniformScheduleConfig(ScheduleConfig):
     """Equally spaced in t."""
 
     shift: float = setting(1.0, "factor on sigma that moves the steps towards noise: 1 is none", gt=0)
+    last_step: float = setting(0.0, "size of the last step in t, the others being equal; 0: as large as they", ge=0)
 
     def times(self, path: Path, num_steps: int, num_tokens: Callable[[], int]) -> Tensor:
-        return uniform_times(num_steps, path.t_max, self.shift)
+        return uniform_times(num_steps, path.t_max, self.shift, self.last_step)
+
+    def problems(self, trained: Trained, num_steps: int) -> Iterator[tuple[str, str]]:
+        yield from super().problems(trained, num_steps)
+        if self.last_step and self.shift != 1.0:
+            yield "schedule.last_step", f"its size is not kept by sampling.schedule.shift = {self.shift:g} (set one of them)"
+        elif self.last_step >= trained.path.t_max:
+            yield "schedule.last_step", f"{self.last_step:g} leaves nothing of {trained.path.t_max:g} (make it smaller)"
 
 
 @dataclass(kw_only=True)
