@@ -78,6 +78,13 @@ def _sampled_tracks(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("sampling.guide_track", f"has no effect when {scale} (remove it)")
 
 
+def _adaptive(checked: ConfigView) -> Iterator[Problem]:
+    solver, shards = checked.sampling.solver, checked.whole("parallelism").data_parallel_shard_degree
+    if checked.sampling.enable and solver.adaptive and shards != 1 and checked.world_size > 1:
+        text = f"{solver.name} evaluates the network as often as the images need, which shards must do together"
+        yield Problem("sampling.solver.name", f"{text} (choose another for training; sample.py can use it on the run)")
+
+
 def _judge(checked: ConfigView) -> Iterator[Problem]:
     if checked.sampling.enable and checked.sampling.judge_images and not judge_type(checked.whole("data")):
         yield Problem("sampling.judge_images", f"{data_text(checked.whole('data'))} has no judge (set it to 0)")
@@ -117,6 +124,7 @@ def _sampling_method(checked: ConfigView) -> Iterator[Problem]:
 SAMPLING_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _sampled_classes,
     _sampled_tracks,
+    _adaptive,
     _judge,
     _guidance,
     _sampling_method,

@@ -87,7 +87,7 @@ def predictor(
         model: the network.
         kind: of its conditions.
         condition: of each image, or None for an unconditional network, which only a guide can guide.
-        guidance: all times of one call must be equal, for they are within the interval together.
+        guidance: an image is guided while its time is within the interval.
         guide: reference; None for the network itself with the null condition.
         clip_x0: whether estimates of clean images are clipped to [-1, 1], and those of the noise follow.
     """
@@ -105,10 +105,24 @@ def predictor(
     low, high = low - _ROUNDING, high + _ROUNDING
 
     def predict(x_t: Tensor, t: Tensor) -> Prediction:
-        found = (guided if always or low <= t[0].item() <= high else plain)(x_t, t)
+        inside = (low <= t) & (t <= high)
+        if always or bool(inside.all()):
+            found = guided(x_t, t)
+        elif not bool(inside.any()):
+            found = plain(x_t, t)
+        else:  # each image at its own time
+            found = _chosen(per_image(inside, x_t), guided(x_t, t), plain(x_t, t))
         return _clipped(objective, found, x_t, t) if clip_x0 else found
 
     return predict
+
+
+def _chosen(inside: Tensor, guided: Prediction, plain: Prediction) -> Prediction:
+    variance = guided.variance_fraction
+    if variance is not None and plain.variance_fraction is not None:
+        variance = torch.where(inside, variance, plain.variance_fraction)
+    x0, noise = (torch.where(inside, *pair) for pair in ((guided.x0, plain.x0), (guided.noise, plain.noise)))
+    return Prediction(x0, noise, variance)
 
 
 def _estimates(objective: Objective, network: Network, condition: Condition) -> _Estimates:

@@ -49,6 +49,7 @@ class ImageSampler:
         self._objective = objective
         self._param_dtype = param_dtype
         self._device = device
+        self.evaluations: list[int] = []  # of the (guided) network, in each batch that was drawn
 
     @torch.no_grad()
     def draw(
@@ -150,7 +151,13 @@ class ImageSampler:
                 # Step s of image n adds noise of a separate number, different from the starting noise of any other image.
                 return draw_normal(numbers + ((step + 1) << 40))
 
-            return solve(predict=predict, x=start * noise, draw_noise=draw_noise).float()
+            self.evaluations.append(0)
+
+            def counted(x: Tensor, t: Tensor) -> tuple:
+                self.evaluations[-1] += 1
+                return predict(x, t)
+
+            return solve(predict=counted, x=start * noise, draw_noise=draw_noise).float()
 
         networks = [self._model, guide.network if guide else None]
         with (

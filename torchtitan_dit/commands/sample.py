@@ -27,7 +27,7 @@ from torchtitan.evaluation.judges import judge_type
 from torchtitan.evaluation.sample_files import SET_FORMATS
 from torchtitan.evaluation.sample_plans import SampleNotFinite, SampleSetError
 from torchtitan.evaluation.sample_sets import SampleSet, draw_set
-from torchtitan.evaluation.sampling import grid_choices
+from torchtitan.evaluation.sampling import ImageSampler, grid_choices
 from torchtitan.files.durable import replacing
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
 from torchtitan.processes.command_line import OneLineParser, exit_code
@@ -139,11 +139,13 @@ def refuse_earlier_pictures(folder: Path, arguments: argparse.Namespace) -> None
 def draw(arguments: argparse.Namespace, drawing: Drawing, samples: SampleSet) -> int:
     """Draw a set, or the rest of it, and judge it if asked to."""
     try:
+        sampler = drawing.sampler()
         found = draw_set(
-            samples, drawing.sampler(), drawing.method(), drawing.decoder, group_for_work(), progress=True
+            samples, sampler, drawing.method(), drawing.decoder, group_for_work(), progress=True
         )
         if FIRST:
             print(f"{found}: {len(samples.plan.seeds)} images")
+            print_evaluations(drawing, sampler)
         if FIRST and arguments.judge:
             for name, score in samples.judge(drawing.trained.config.data).items():
                 print(f"{name:28} {score:.4f}")
@@ -164,11 +166,19 @@ def draw(arguments: argparse.Namespace, drawing: Drawing, samples: SampleSet) ->
     return 0
 
 
+def print_evaluations(drawing: Drawing, sampler: ImageSampler) -> None:
+    """Print the number of evaluations that an adaptive solver has made."""
+    if drawing.sampling.solver.adaptive and sampler.evaluations:
+        low, high = min(sampler.evaluations), max(sampler.evaluations)
+        print(f"evaluations of the network: {low}" + (f" to {high} in a batch" if high > low else ""))
+
+
 def draw_grid(arguments: argparse.Namespace, drawing: Drawing) -> None:
     trained = drawing.trained
     kind = trained.info.condition_kind
     choices = grid_choices(arguments.classes, kind.choices, arguments.images_per_class)
-    drawn = drawing.sampler().draw(
+    sampler = drawing.sampler()
+    drawn = sampler.draw(
         choices, arguments.seed, **drawing.method(), batch_size=drawing.batch_size, progress=FIRST
     )
     images = drawing.decoder.decode(drawn) if drawing.decoder else drawn
@@ -181,6 +191,7 @@ def draw_grid(arguments: argparse.Namespace, drawing: Drawing) -> None:
     grid = folder / f"grid-seed-{arguments.seed}.png"
     image_grid(images, len(rows), arguments.images_per_class, names, trained.label).save(grid)
     print(grid)
+    print_evaluations(drawing, sampler)
     if arguments.files:
         for number, (image, label) in enumerate(zip(images, choices.tolist(), strict=True)):
             save_image(image, folder / f"class-{label:04d}-image-{number:06d}-seed-{arguments.seed}.png")

@@ -8,6 +8,7 @@ solver computes from times alone is float64, the state is of x's dtype. Options 
 
 from torchtitan.diffusion.solvers.ancestral import DDIMConfig, DDPMConfig
 from torchtitan.diffusion.solvers.contract import DrawNoise, Predict, Prediction, ScheduleConfig, Solver, SolverConfig
+from torchtitan.diffusion.solvers.dormand_prince import Dopri5Config
 from torchtitan.diffusion.solvers.dpm_solver import DPMPP2MConfig
 from torchtitan.diffusion.solvers.edm import EDMHeunConfig
 from torchtitan.diffusion.solvers.flow import EulerConfig, EulerMaruyamaConfig, HeunConfig
@@ -27,6 +28,7 @@ from torchtitan.diffusion.solvers.schedules import (
 SOLVERS: dict[str, type[SolverConfig]] = {
     "euler": EulerConfig,
     "heun": HeunConfig,
+    "dopri5": Dopri5Config,
     "euler_maruyama": EulerMaruyamaConfig,
     "edm_heun": EDMHeunConfig,
     "ddim": DDIMConfig,

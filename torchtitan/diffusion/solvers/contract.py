@@ -80,11 +80,13 @@ class SolverConfig:
 
     Attributes:
         solve: the solver.
+        adaptive: whether the number of evaluations depends on the images; it is reported then.
     """
 
     name: str = setting("", "integrator from noise to image")
 
     solve: ClassVar[Solver]
+    adaptive: ClassVar[bool] = False
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `solve`."""
