@@ -38,3 +38,11 @@ run_for_status() {
         *) return "$code" ;;
     esac
 }
+
+# Refuse a job without GPUs: refuse_without_gpus PROCESSES SCRIPT VARIABLE (which says how many processes to start without)
+refuse_without_gpus() {
+    if [ "$1" = 0 ]; then
+        echo "$2: the job has no GPUs (submit with --gpus-per-node N, or set $3 to train on processors)" >&2
+        exit 2
+    fi
+}

@@ -119,13 +119,13 @@ def slurm(config, tmp_path):
         "PORT": str(free_port()), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
 
-    def start(*arguments: str) -> subprocess.Popen:
+    def start(*arguments: str, **variables: str) -> subprocess.Popen:
         command = [
             "bash", str(here / "scripts" / "multinode.slurm"), str(config), "--job.dump_folder",
             str(config.parent / "outputs"), *arguments,
         ]  # fmt: skip
         return subprocess.Popen(
-            command, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path
+            command, text=True, env=environment | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path
         )
 
     return start
@@ -141,6 +141,16 @@ def test_a_job_near_its_time_limit_is_saved_and_queued_again(slurm, config, tmp_
     assert (tmp_path / "requeued").read_text() == "17\n"
     assert Run.summary(run)["status"] == "interrupted"
     assert any((run.folder / "checkpoint").glob("step-*/manifest.json"))
+
+
+@pytest.mark.parametrize(("variables", "text"), [
+    ({"SLURM_GPUS_ON_NODE": ""}, "the job has no GPUs (submit with --gpus-per-node N, or set PROCESSES_PER_NODE to train"),
+    ({"SLURM_GPUS_ON_NODE": "64"}, "GPUs, and 64 processes are to use one each"),
+])  # fmt: skip
+def test_a_node_without_gpus_is_refused(slurm, tmp_path, variables, text):
+    output = slurm(PROCESSES_PER_NODE="", **variables).communicate(timeout=300)[0]
+    assert text in output and len(output.splitlines()) == 1, output
+    assert not (tmp_path / "requeued").exists()
 
 
 def test_a_refused_job_is_not_queued_again(slurm, tmp_path):
@@ -179,6 +189,8 @@ def test_a_job_on_one_node_finds_the_repository_and_queues_an_interrupted_run_ag
     assert (tmp_path / "requeued").read_text() == queued
     named = job(SLURM_SUBMIT_DIR=str(spool), REPOSITORY=str(repository), NGPU="1")
     assert named.stdout == f"{repository} 1 a.toml --training.steps 3\n"
+    without = job(SLURM_SUBMIT_DIR=str(repository), SLURM_GPUS_ON_NODE="")
+    assert without.returncode == 2 and without.stderr.startswith("one_node.slurm: the job has no GPUs (submit with")
     elsewhere = job(SLURM_SUBMIT_DIR=str(spool))
     assert elsewhere.returncode == 2 and "is not the repository" in elsewhere.stderr
 

@@ -87,7 +87,7 @@ def test_what_cannot_be_drawn_is_an_exception_of_one_line(notebook, options, tex
 
 def test_unknown_options_and_places_are_refused(notebook, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TypeError, match="'cfg' is no option \\(there are: autoencoder, "):
+    with pytest.raises(TypeError, match="'cfg' is no option \\(there are: atol, autoencoder, "):
         notebook["model"].sample(cfg=3)
     with pytest.raises(WeightsError, match="nowhere: no such run folder or weights file"):
         load("nowhere")
