@@ -5,9 +5,10 @@ import statistics
 import pytest
 
 from tests import analysis_outputs as planted
+from torchtitan.runs.analysis.axes import add_further_axes, label
 from torchtitan.runs.analysis.cells import join_repeats, missing_arms, missing_batches
 from torchtitan.runs.analysis.collect import Run
-from torchtitan.runs.analysis.effects import effect_of, interactions, pareto, scaling
+from torchtitan.runs.analysis.effects import all_effects, effect_of, interactions, pareto, scaling, switches_of
 from torchtitan.runs.analysis.report import analyse, write_report
 from torchtitan.statistics.interval import Interval
 
@@ -128,9 +129,36 @@ def run(images, memory=10.0, repeat=0, status="ok", **axes) -> Run:
 
 def test_repeats_are_joined_with_students_interval():
     (cell,) = join_repeats([run(images, repeat=n) for n, images in enumerate((98.0, 100.0, 105.0))])
-    half = T_OF_2 * statistics.stdev((98, 100, 105)) / math.sqrt(3)
+    logs = [math.log(images) for images in (98, 100, 105)]
+    mean, half = sum(logs) / 3, T_OF_2 * statistics.stdev(logs) / math.sqrt(3)
     found = cell.measures["images_per_second"]
-    assert (found.value, found.lower, found.upper) == pytest.approx((101.0, 101 - half, 101 + half), rel=1e-9)
+    wanted = [math.exp(end) for end in (mean, mean - half, mean + half)]
+    assert (found.value, found.lower, found.upper) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_a_rate_of_two_unlike_repeats_stays_positive():
+    (cell,) = join_repeats([run(images, repeat=n) for n, images in enumerate((400.0, 1600.0))])
+    found = cell.measures["images_per_second"]
+    assert found.value == pytest.approx(800.0) and 0 < found.lower < 1 and found.upper > 1e5
+
+
+def test_runs_of_different_data_are_told_apart_and_not_compared():
+    settings = [
+        {"data.name": "digits", "optimizer.lr": 1e-3, "gns.enable": True},
+        {"data.name": "digits", "optimizer.lr": 2e-3, "gns.enable": True},
+        {"data.name": "synthetic", "data.shape": [1, 32, 32], "data.seed": 0, "optimizer.lr": 1e-3, "gns.enable": True},
+        {"data.name": "synthetic", "data.shape": [3, 64, 64], "data.seed": 0, "optimizer.lr": 1e-3, "gns.enable": True},
+    ]
+    tracks = [[{"name": "ema", "decay": 0.99}], [{"name": "ema", "decay": 0.999}, {"name": "slow", "decay": 0.9999}]]
+    runs = [run(100.0 * (n + 1)) for n in range(4)]
+    for n, each in enumerate(settings):
+        each["ema.tracks"] = tracks[n == 1]
+    assert add_further_axes([(each.axes, given) for each, given in zip(runs, settings, strict=True)]) == ["data", "ema.tracks"]
+    labels = [label(each.axes, ["data"]) for each in runs]
+    assert labels == ["digits", "digits", "synthetic (shape=[1, 32, 32])", "synthetic (shape=[3, 64, 64])"]
+    assert label(runs[1].axes, ["ema.tracks"]) == "ema.tracks=ema, slow"
+    cells = join_repeats(runs)
+    assert "data" not in switches_of(cells) and not [effect for effect in all_effects(cells) if effect.switch == "data"]
 
 
 def test_one_repeat_keeps_the_interval_of_its_points():

@@ -66,6 +66,18 @@ def paired_difference(values: Mapping[int, float], reference: Mapping[int, float
     return mean_interval([values[key] - reference[key] for key in sorted(values) if key in reference])
 
 
+def positive_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Geometric mean of positive values with Student's interval over their logarithms: both ends are positive.
+
+    As `mean_interval` for few values that differ little. With a value that is not positive it is that.
+    """
+    if len(values) < 2 or not all(0.0 < value < math.inf for value in values):
+        return mean_interval(values, confidence)
+    logs = mean_interval([math.log(value) for value in values], confidence)
+    value, lower, upper = (math.exp(min(end, 700.0)) for end in (logs.value, logs.lower, logs.upper))
+    return Interval(value, lower, upper, logs.count, logs.coverage)
+
+
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
     """Median with the interval between two order statistics, whatever the distribution of independent values.
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torchtitan.settings.schema import quoted
+from torchtitan.terminal import shortened
 
 Axes = dict[str, Any]
 
@@ -26,9 +27,17 @@ _SOURCES = {
     "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree", "compile.enable",
     "activation_checkpoint.mode", "training.mixed_precision_param", "float8.enable",
 }
-# None of these counts in a step's time: how long and where a run goes, and what the stopwatch leaves out.
-_NOT_SPEED = ("job.", "metrics.", "checkpoint.", "sampling.", "validation.", "comm.", "profiling.", "training.steps")
+# None of these counts in a step's time: how long and where a run goes, what the stopwatch leaves out, and numbers that are
+# multiplied whatever they are.
+_NOT_SPEED = (
+    "job.", "metrics.", "checkpoint.", "sampling.", "validation.", "evaluation.", "comm.", "profiling.", "training.steps",
+    "optimizer.lr", "optimizer.beta", "optimizer.eps", "optimizer.weight_decay", "optimizer.momentum", "lr_scheduler.",
+    "objective.timesteps", "objective.weighting", "data.path", "data.validation_path",
+)
+DATA = "data"  # axis of runs of different data: they are no arms of one experiment
+_LONGEST_VALUE = 32  # characters, in a label
 _FOLDED = {
+    "data": DATA,
     "model": "model", "activation_checkpoint": "ac", "compile": "compile", "float8": "dtype", "parallelism": "layout",
 }
 
@@ -103,18 +112,24 @@ def add_further_axes(runs: Sequence[tuple[Axes, Mapping[str, Any]]]) -> list[str
     """
     keys = dict.fromkeys(key for _, settings in runs for key in settings)
     added = []
+    if len({settings.get("data.name") for _, settings in runs} - {None}) > 1:
+        added.append(DATA)
+        for axes, settings in runs:
+            axes[DATA] = word(settings.get("data.name"))
     for key in keys:
-        if key in _SOURCES or "." not in key or key.startswith(_NOT_SPEED):
+        if key in _SOURCES or "." not in key or key.startswith(_NOT_SPEED) or (key == "data.name" and DATA in added):
             continue
         values = [_text(settings[key]) if key in settings else None for _, settings in runs]
         if len(set(values) - {None}) < 2 or _decided_by_model(runs, values):
             continue
         section, _, name = key.partition(".")
         folded = _FOLDED.get(section)
+        if folded == DATA and DATA not in added:
+            folded = None
         for (axes, _), value in zip(runs, values, strict=True):
             if folded is None:
                 axes[key] = value
-            elif value is not None and axes[folded] is not None:
+            elif value is not None and axes[folded] is not None and (folded != DATA or _differs_within(runs, key, axes)):
                 axes[folded] = f"{axes[folded]} ({name}={value})"
         if folded is None:
             added.append(key)
@@ -152,9 +167,9 @@ def value_label(name: str, value: Any) -> str:
     words = {"patch": "patch {}", "local_batch": "batch {}", "global_batch": "global batch {}"}
     words["world_size"] = "1 rank" if value == 1 else "{} ranks"
     words["layout"] = "one process" if text == "single" else "{}"
-    if name in ("model", "mesh", "dtype", "device") or name in words:
+    if name in ("model", "mesh", "dtype", "device", DATA) or name in words:
         return words.get(name, "{}").format(text)
-    return f"{name}={text}"
+    return f"{name}={shortened(text, _LONGEST_VALUE)}"
 
 
 def label(axes: Axes, names: Iterable[str]) -> str:
@@ -198,6 +213,13 @@ def _decided_by_model(runs: Sequence[tuple[Axes, Mapping[str, Any]]], values: Se
     return True
 
 
+def _differs_within(runs: Sequence[tuple[Axes, Mapping[str, Any]]], key: str, axes: Axes) -> bool:
+    """Whether runs of the same dataset have different values of a key of it."""
+    name = str(axes[DATA]).partition(" ")[0]
+    same = [settings for _, settings in runs if settings.get("data.name") == name]
+    return len({_text(settings[key]) for settings in same if key in settings}) > 1
+
+
 def _name_meshes(all_axes: Sequence[Axes]) -> None:
     """Name meshes: several HSDP meshes of one number of ranks are separate layouts."""
     meshes: dict[Any, set[str]] = {}
@@ -210,4 +232,6 @@ def _name_meshes(all_axes: Sequence[Axes]) -> None:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):  # as ema.tracks
+        return ", ".join(str(each.get("name", number)) for number, each in enumerate(value))
     return value if isinstance(value, str) else json.dumps(value, default=str)

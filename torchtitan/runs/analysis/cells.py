@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan.runs.analysis.axes import BATCH, SWITCHES, Axes, values_in_order
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.measures import IMAGES, METRICS
-from torchtitan.statistics.interval import Interval, mean_interval
+from torchtitan.statistics.interval import Interval, positive_interval
 
 # What a cell without an ok run is called, the first that one of its runs is.
 _WORST = ("oom", "timeout", "failed", "damaged", "short", "interrupted", "unfinished", "refused", "skipped")
@@ -92,7 +92,7 @@ def _cell(runs: list[Run]) -> Cell:
         if len(present) == 1:
             measures[metric.name] = present[0]
         elif present:
-            measures[metric.name] = mean_interval([estimate.value for estimate in present])
+            measures[metric.name] = positive_interval([estimate.value for estimate in present])
     return Cell(runs[0].axes, runs, measures)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torchtitan.runs.analysis.axes import BATCH, NAMED_AXES, SWITCHES, Axes, values_in_order
+from torchtitan.runs.analysis.axes import BATCH, DATA, NAMED_AXES, SWITCHES, Axes, values_in_order
 from torchtitan.runs.analysis.cells import Cell, arms, best_cell
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU
 from torchtitan.statistics.interval import Interval, mean_interval
@@ -92,7 +92,7 @@ class ScalingCurve:
 
 def switches_of(cells: Sequence[Cell]) -> list[str]:
     """Switches to compare: axes with several values, the named ones, and further ones of few values."""
-    further = dict.fromkeys(name for cell in cells for name in cell.axes if name not in NAMED_AXES)
+    further = dict.fromkeys(name for cell in cells for name in cell.axes if name not in (*NAMED_AXES, DATA))
     names = []
     for name in (*SWITCHES, *further):
         values = {cell.axes.get(name) for cell in cells} - {None}

@@ -6,19 +6,21 @@ from dataclasses import dataclass
 
 from torchtitan.pictures.markdown import bullet, inline, markdown_table
 from torchtitan.pictures.number_text import significant
-from torchtitan.runs.analysis.axes import BATCH, label, value_label, varying
+from torchtitan.runs.analysis.axes import BATCH, DATA, label, value_label, varying
 from torchtitan.runs.analysis.cells import Cell, arms, best_cell, missing_arms, missing_batches, what_limits
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.effects import Effect, Interaction, Ratio, ScalingCurve
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY, METRICS, MFU, MFU_REPORTED, STEP
 from torchtitan.statistics.interval import Interval
+from torchtitan.terminal import shortened
 
 MISSING = "–"
 MOST_LISTED = 30
 
 HOW_MEASURED = (
     "A run's value is the median over its logged points after the warm-up, with the interval between two order "
-    "statistics; a cell's is the mean over its repeats with Student's 95 % interval. A cell of a single repeat is "
+    "statistics; a cell's is the geometric mean over its repeats with Student's "
+    "95 % interval over their logarithms. A cell of a single repeat is "
     "marked †: its interval comes from that run's points alone and says nothing about how runs differ."
 )
 HOW_PAIRED = (
@@ -64,6 +66,10 @@ def headlines(results: Results) -> list[str]:
     singles = sum(cell.single for cell in results.cells)
     measured = sum(cell.ok for cell in results.cells)
     lines = [f"{len(results.runs)} runs ({told}) in {len(results.cells)} cells, {measured} of them measured."]
+    kinds = Counter(cell.axes[DATA] for cell in results.cells if cell.axes.get(DATA))
+    if len(kinds) > 1:
+        names = ", ".join(f"{shortened(name, 40)}: {count}" for name, count in kinds.most_common(MOST_LISTED))
+        lines.append(f"The runs are of different data, and are compared with those of the same alone (cells: {names}).")
     if singles:
         lines.append(f"Measured cells with a single ok repeat: {singles}.")
     if absent := len(missing_arms(results.cells)):
