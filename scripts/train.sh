@@ -62,4 +62,5 @@ else
     command=("$venv/bin/python" -m torch.distributed.run --standalone --nproc_per_node "$NGPU"
         --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1)
 fi
+export TORCHTITAN_DIT_CHECKED=1  # warnings have been given
 run_for_status "${command[@]}" train.py --job.config_file "$config" ${arguments[@]+"${arguments[@]}"}

@@ -104,7 +104,7 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None) -> int
                 return FAILED
             if not (is_out_of_memory(error) or is_lost_rank(error)):
                 raise
-            said = _out_of_memory(error) if is_out_of_memory(error) else f"lost another rank: {first_line(error)}"
+            said = _out_of_memory(error, config) if is_out_of_memory(error) else f"lost another rank: {first_line(error)}"
             logger.error(f"rank {_rank()}: building the run: {said}")
             write_status(RunFolder(config).path if _first() else None, "failed", FAILED, said)
             return FAILED
@@ -137,7 +137,7 @@ def _train(trainer: Trainer, deadline: threading.Timer) -> int:
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             trainer.profiler.out_of_memory(trainer.state.step)
-            return _fail(trainer, deadline, "oom", f"step {trainer.state.step}: {_out_of_memory(error)}")
+            return _fail(trainer, deadline, "oom", f"step {trainer.state.step}: {_out_of_memory(error, trainer.config)}")
         if is_lost_rank(error):
             reason = f"step {trainer.state.step}: lost another rank in {trainer.phases.where}: {first_line(error)}"
             return _fail(trainer, deadline, "failed", reason, wait=_WAIT)
@@ -155,8 +155,13 @@ def _train(trainer: Trainer, deadline: threading.Timer) -> int:
     return code
 
 
-def _out_of_memory(error: BaseException) -> str:
-    advice = "a smaller training.local_batch_size or activation_checkpoint.mode = \"full\" needs less"
+def _out_of_memory(error: BaseException, config: JobConfig) -> str:
+    local = config.training.local_batch_size
+    half = next((size for size in range(local // 2, 0, -1) if local % size == 0), 0)
+    smaller = f"--training.local_batch_size {half} --training.global_batch_size {config.training.global_batch_size}"
+    remedies = [f"{smaller} accumulates the same batch"] if half else ["a smaller model"]
+    remedies += ["activation_checkpoint.mode = full needs less"] if config.activation_checkpoint.mode != "full" else []
+    advice = f"{local} images at a time; {', or '.join(remedies)}"
     return f"out of memory ({advice}): {first_line(error)}"
 
 

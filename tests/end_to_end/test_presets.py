@@ -98,7 +98,7 @@ def small(name: str, folders: dict, latents: list[str], dump_folder) -> list[str
     else:
         words += ["--lr_scheduler.warmup_steps", "1"]
     if preset["data"].get("labels", True):
-        words += ["--sampling.classes", "[0, 1]" if data == "imagenet" else "[1, 2]"]
+        words += ["--sampling.classes", "[0, 1]" if data in ("imagenet", "image_folder") else "[1, 2]"]
     if "cache" in preset:
         words += ["--data.path", str(folders[data]), "--data.trigger_word", "sks", "--data.resolutions", "[64]"]
         words += ["--data.text_encoder", "stub:16", "--data.pooled_encoder", "stub:8", "--data.text_length", "5"]
@@ -111,6 +111,8 @@ def small(name: str, folders: dict, latents: list[str], dump_folder) -> list[str
         words += ["--data.path", str(folders[data]), "--data.num_workers", "0"]
     if data == "latents":
         words += latents
+    if data == "image_folder":
+        words += ["--data.path", str(folders["imagenet"] / "train"), "--data.image_size", "16"]
     if "validation_path" in preset["data"]:
         words += ["--data.validation_path", latents[1]]
     if data == "imagenet":

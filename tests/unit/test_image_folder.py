@@ -18,7 +18,7 @@ from tests.unit.test_data import write_tinyimagenet
 from torchtitan.data import DatasetError, UnreadableImage
 from torchtitan.data.image_decoding import resize_and_crop
 from torchtitan.data.image_files import ImageList, list_images, read_square
-from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig
+from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig, _looks_classed
 from torchtitan.data.tinyimagenet import TinyImageNet, TinyImageNetConfig
 from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData, validation_batches
@@ -212,10 +212,6 @@ def test_a_classes_file_numbers_and_names_the_folders(tmp_path):
     assert all_labels(ImageFolder(config, "train")) == [2, 0]
 
 
-def flat(tmp_path):
-    write_class(tmp_path, ["0.png"])
-
-
 def one_class(tmp_path):
     write_class(tmp_path / "train", ["0.png"])
 
@@ -249,7 +245,6 @@ def validation(name):
 
 BAD_FOLDERS = {
     "empty": (lambda tmp_path: None, {}, "data.path: '{}' has no images in folders, one per class"),
-    "flat": (flat, {}, "data.path: '{}' has images, but not in folders, one per class"),
     "one class": (one_class, {}, "data.path: '{}' has one class folder only, 'train' (give the folder whose"),
     "empty class": (empty_class, {}, "data.path: 1 of the 3 class folders have no images, first {}/c"),
     "unreadable": (
@@ -474,3 +469,19 @@ def test_tinyimagenet_without_a_folder_is_refused(tmp_path):
     for path, message in (("", "not given"), (tmp_path / "none", "is no folder")):
         with pytest.raises(DatasetError, match=message):
             TinyImageNet.info(TinyImageNetConfig(path=str(path)))
+
+
+def test_a_flat_folder_has_no_classes_and_folders_have_without_a_key(tmp_path):
+    write_class(tmp_path / "flat", [f"{index}.png" for index in range(6)])
+    flat = config_of(tmp_path / "flat", validation_fraction=0.0)
+    assert ImageFolder.info(flat).num_classes == 0 and len(ImageFolder(flat, "train")) == 6
+    assert set(ImageFolder(flat, "train").fetch(np.arange(2))) == {"images"}
+    classed = config_of(folder_of(tmp_path / "classed"), validation_fraction=0.0)
+    assert ImageFolder.info(classed).class_names == ("a", "b") and all_labels(ImageFolder(classed, "train"))[-1] == 1
+    write_class(tmp_path / "classed", ["loose.png", ".hidden.png"])
+    mixed = config_of(tmp_path / "classed")
+    _looks_classed.cache_clear()  # a run's folder does not change
+    with pytest.raises(DatasetError, match=r"has 1 images beside 2 folders \(set data.class_folders = true to"):
+        ImageFolder.info(mixed)
+    assert ImageFolder.info(config_of(tmp_path / "classed", class_folders=True)).num_classes == 2
+    assert ImageFolder.info(config_of(tmp_path / "classed", class_folders=False)).num_classes == 0

@@ -5,6 +5,7 @@ No model and no process group is built here.
 """
 
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -61,7 +62,8 @@ def resolve(checked: ConfigView, config: Any) -> None:
     if layout.data_parallel_shard_degree == -1:
         layout.data_parallel_shard_degree = checked.world_size // layout.data_parallel_replicate_degree
     if training.local_batch_size == -1:
-        training.local_batch_size = training.global_batch_size // checked.world_size
+        share = training.global_batch_size // checked.world_size
+        training.local_batch_size = largest_divisor(share, training.max_local_batch_size or share)
     if training.global_batch_size == -1:
         training.global_batch_size = checked.world_size * training.local_batch_size
     if heads := config.objective.heads_of_network():
@@ -74,6 +76,12 @@ def resolve(checked: ConfigView, config: Any) -> None:
     config.objective.timesteps = config.objective.timesteps.resolved(PATHS[config.objective.path]())
     if config.cache.enable and (stored := stored_section(config)) is not None:
         config.data, config.cache = stored, type(config.cache)()
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """Largest divisor of a number, at least 1, that is at most a limit."""
+    divisors = (part for low in range(1, math.isqrt(number) + 1) if number % low == 0 for part in (low, number // low))
+    return max(part for part in divisors if part <= limit)
 
 
 def _problems_of(check: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Problem]:
@@ -135,6 +143,11 @@ def _batch_sizes(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("training.local_batch_size", "must be at least 1, or -1 for a rank's share, is 0")
     elif local == -1 and (wanted == 0 or wanted % ranks):
         yield Problem("training.global_batch_size", f"{wanted} is not a multiple of {ranks} ranks")
+    elif local == -1 and (limit := checked.training.max_local_batch_size) and (share := wanted // ranks) > limit:
+        if 4 * largest_divisor(share, limit) < limit:
+            fitting = -(-share // limit) * limit * ranks
+            text = f"{share} images per rank split into no equal parts of about {limit}, training.max_local_batch_size"
+            yield Problem("training.global_batch_size", f"{text} (set a multiple of {limit * ranks}, as {fitting})")
     elif local != -1 and wanted != -1 and (wanted == 0 or wanted % (ranks * local)):
         text = (
             f"{wanted} is not a multiple of {ranks * local} = {ranks} ranks x training.local_batch_size"

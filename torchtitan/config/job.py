@@ -78,6 +78,10 @@ class TrainingConfig:
         32, "images per rank in one forward; -1: the rank's share of global_batch_size", ge=-1, le=16_777_216,
         trajectory=False,
     )
+    max_local_batch_size: int = setting(
+        0, "most images per rank in one forward where local_batch_size is -1: a larger share of global_batch_size "
+        "accumulates; 0: no limit", ge=0, le=16_777_216, trajectory=False,
+    )
     global_batch_size: int = setting(
         -1, "images per optimizer step; above ranks x local_batch_size, gradients accumulate; -1: ranks x local", ge=-1
     )

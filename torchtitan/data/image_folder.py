@@ -1,6 +1,7 @@
-"""Images in one folder per class, of any size and format."""
+"""Images in one folder per class, or in one folder without classes, of any size and format."""
 
 import functools
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,8 @@ from torchtitan.data.image_files import (
     SquareImages,
     SquareImagesConfig,
     check_readable,
+    is_image_name,
+    list_folders,
     list_images,
     shown_names,
     shown_path,
@@ -27,11 +30,14 @@ class ImageFolderConfig(SquareImagesConfig):
     """`[data]` with name = "image_folder"."""
 
     name: Literal["image_folder"] = setting("image_folder", "dataset")
-    path: str = setting("", "folder that holds one folder of images per class")
-    class_folders: bool = setting(True, "whether folders are classes; false trains without labels")
+    path: str = setting("", "folder of images, or of one folder of images per class")
+    class_folders: bool | None = setting(
+        None, "whether folders are classes; false trains without labels; default: true where there are folders, false where "
+        "the images lie in data.path itself"
+    )
     classes_file: str = setting(
         "", "text file, one 'folder name' a line in the order of class numbers; default: folders by name",
-        applies={"class_folders": (True,)},
+        applies={"class_folders": (True, None)},
     )  # fmt: skip
     validation_path: str = setting("", "folder of held-out images, laid out like data.path")
     validation_fraction: float = setting(
@@ -52,7 +58,7 @@ class ImageFolder(SquareImages):
     @staticmethod
     def info(config: ImageFolderConfig) -> DatasetInfo:
         size = config.required_size()
-        folders, files = _list_folder("data.path", config.path, config.class_folders)
+        folders, files = _list_folder("data.path", config.path, _has_classes(config))
         _check_classes(config, folders)
         check_readable(files, "data.path")
         has_validation = bool(last_of_each_class(files.classes, config.validation_fraction).any())
@@ -64,7 +70,7 @@ class ImageFolder(SquareImages):
         return DatasetInfo((3, size, size), class_kind(len(names), names), has_validation)
 
     def __init__(self, config: ImageFolderConfig, split: Split) -> None:
-        folders, files = _list_folder("data.path", config.path, config.class_folders)
+        folders, files = _list_folder("data.path", config.path, _has_classes(config))
         numbers = _class_numbers(config, folders)
         chosen = np.ones(len(files), bool)
         if config.validation_path and split == "validation":
@@ -77,7 +83,28 @@ class ImageFolder(SquareImages):
             chosen = held_out if split == "validation" else ~held_out
         positions = chosen_positions(chosen, split, config.validation_fraction)
         labels = numbers[files.classes[positions]]
-        super().__init__(files, positions, labels, config.required_size(), labelled=config.class_folders)
+        super().__init__(files, positions, labels, config.required_size(), labelled=_has_classes(config))
+
+
+def _has_classes(config: ImageFolderConfig) -> bool:
+    """Whether folders are classes. Raises DatasetError: there are images beside folders, and the key is not given."""
+    if config.class_folders is not None or not config.path:
+        return config.class_folders is not False
+    return _looks_classed(config.path)
+
+
+@functools.lru_cache(maxsize=4)
+def _looks_classed(path: str) -> bool:
+    root = existing_folder("data.path", path)
+    folders = list_folders(root)
+    with os.scandir(root) as entries:
+        loose = sum(is_image_name(entry.name) and not entry.name.startswith(b".") for entry in entries)
+    if folders and loose:
+        raise DatasetError(
+            f"data.path: {path!r} has {loose:,} images beside {len(folders):,} folders (set data.class_folders = true to train on"
+            " the folders as classes, or false to train on all images without labels)"
+        )
+    return bool(folders) or not loose
 
 
 def _list_folder(key: str, path: str, class_folders: bool) -> tuple[list[bytes], ImageList]:
@@ -97,7 +124,7 @@ def _list_unlabelled(key: str, path: str) -> ImageList:
 
 
 def _list_validation(config: ImageFolderConfig, folders: list[bytes]) -> tuple[list[bytes], ImageList]:
-    found, files = _list_folder("data.validation_path", config.validation_path, config.class_folders)
+    found, files = _list_folder("data.validation_path", config.validation_path, _has_classes(config))
     unknown = sorted(set(found) - set(folders))
     if unknown:
         raise DatasetError(f"data.validation_path: class folder {shown_path(unknown[0])!r} is not in {config.path!r}")
@@ -105,7 +132,7 @@ def _list_validation(config: ImageFolderConfig, folders: list[bytes]) -> tuple[l
 
 
 def _check_classes(config: ImageFolderConfig, folders: list[bytes]) -> None:
-    if not config.class_folders:
+    if not _has_classes(config):
         return
     if len(folders) == 1:
         raise DatasetError(
@@ -117,10 +144,10 @@ def _check_classes(config: ImageFolderConfig, folders: list[bytes]) -> None:
 
 def _class_numbers(config: ImageFolderConfig, folders: list[bytes]) -> np.ndarray:
     """Class number of each class folder, int64."""
-    return class_numbers(folders, config.classes_file) if config.class_folders else np.zeros(1, np.int64)
+    return class_numbers(folders, config.classes_file) if _has_classes(config) else np.zeros(1, np.int64)
 
 
 def _class_names(config: ImageFolderConfig, folders: list[bytes]) -> tuple[str, ...]:
-    if not config.class_folders or not config.classes_file:
+    if not _has_classes(config) or not config.classes_file:
         return shown_names(folders)
     return tuple(read_classes(config.classes_file).values())
