@@ -10,6 +10,11 @@ for argument in "$@"; do
     case $argument in
         --all) selection=() ;;
         --setup-only) setup_only=1 ;;
+        --help | -h)
+            sed -n '2s/^# //p' "${BASH_SOURCE[0]}"
+            echo "pytest's own: .venv/bin/python -m pytest --help, as -k WORD for tests with a word in the name, -x to stop at a failure"
+            exit 0
+            ;;
         *) arguments+=("$argument") ;;
     esac
 done

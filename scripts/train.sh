@@ -11,6 +11,19 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 source "$root/scripts/status.sh"
 
+# --help [SECTION ...]: these options, then the keys of a configuration, once.
+for argument in "$@"; do
+    if [ "$argument" = --help ] || [ "$argument" = -h ]; then
+        if [ "$*" = "$argument" ]; then
+            sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+            echo "--section.key value: any key of a configuration; scripts/train.sh --help SECTION describes those of one:"
+            echo
+        fi
+        set_up digits
+        cd "$root"
+        exec "$venv/bin/python" train.py "$@"
+    fi
+done
 config=$root/train_configs/digits.toml
 if [ $# -gt 0 ] && [[ $1 != --* ]]; then
     config=$(cd "$(dirname "$1")" 2>/dev/null && pwd)/$(basename "$1")

@@ -18,10 +18,20 @@ _READER_GONE = 128 + signal.SIGPIPE
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Parser with one-line errors, without the usage text; exit code 2."""
+    """Parser with one-line errors, without the usage text; exit code 2. An option may be written with _ for -."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_with_dashes(word) for word in words], namespace)
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _with_dashes(word: str) -> str:
+    """Word with the dashes of an option's name; a key of a configuration, with a dot, keeps its own."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") and "." not in name else word
 
 
 class FirstRankParser(OneLineParser):

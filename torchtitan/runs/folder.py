@@ -23,6 +23,7 @@ from torchtitan.files.regular import UnsuitableFile, read_regular, read_toml
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.run_lock import Busy, RunLock
 from torchtitan.runs.ownership import CONFIG_FILE, foreign_content
+from torchtitan.settings.earlier_keys import with_present_keys
 from torchtitan.settings.record import config_differences, dump_config
 
 logger = logging.getLogger(__name__)
@@ -94,11 +95,22 @@ class RunFolder:
             old, damage = {}, f"is damaged ({error})"
         if damage:
             old = self._recorded_config(f"{saved}: {damage}", needed=saved.exists())
-        if old and (changes := config_differences(old, self._config)):
+        changes = config_differences(old, self._config) if old else []
+        if self._only_longer(old, changes):
+            logger.info(f"{self.path}: made longer, {changes[0]}")
+        elif changes:
             advice = "give another --job.name, or --job.allow_config_change true to resume it nevertheless"
             raise RunFolderError(
                 [f"{self.path}: holds a run of another configuration ({advice})", *(f"  {line}" for line in changes)]
             )
+
+    def _only_longer(self, old: dict, changes: list[str]) -> bool:
+        """Whether the run is only to have more steps, and its learning rate does not depend on how many there are."""
+        if len(changes) != 1 or not changes[0].startswith("training.steps: "):
+            return False
+        before = with_present_keys(old).get("training", {}).get("steps")
+        more = isinstance(before, int) and self._config.training.steps > before
+        return more and self._config.lr_scheduler.decay_type in ("constant", "inverse_sqrt")
 
     def _recorded_config(self, damage: str, needed: bool) -> dict:
         """Recorded configuration of the newest good checkpoint; empty where there is no checkpoint.

@@ -31,6 +31,7 @@ def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             problems.append(f"command line: {quoted(argument)}: argument without a key ({advice})")
             continue
         key, equals, text = argument[2:].partition("=")
+        key = "job.config_file" if key == "config" else key.replace("-", "_") if "." in key else key
         if equals:
             texts[key] = text
         elif arguments and not arguments[0].startswith("--"):

@@ -41,6 +41,7 @@ from torchtitan.runs.published import LAYOUTS, OWN, WRITTEN, open_published, wri
 from torchtitan.runs.shared_files import own_weights, write_model_files
 from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
 
+MOST_ROWS = 10  # of differences
 KEPT_METADATA = ("step", "weights", "model", "base", "base_sha256", "trigger_word")  # of adapters that are converted
 ADAPTER_LAYOUTS = (NATIVE.name, *(name for family in MODELS.values() for name in family.adapter_layouts))
 
@@ -73,6 +74,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     command.set_defaults(command=show_differences)
     for name in ("a", "b"):
         command.add_argument(name, metavar=name.upper(), help="checkpoint, run (its newest) or file")
+    command.add_argument("--all", action="store_true", help=f"every difference, not the {MOST_ROWS} worst")
 
     command = commands.add_parser("export", help="write a run's weights to a file")
     command.set_defaults(command=export)
@@ -176,15 +178,6 @@ def verify_checkpoints(arguments: argparse.Namespace) -> int:
 def show_differences(arguments: argparse.Namespace) -> int:
     a, b = open_source(location(arguments.a)), open_source(location(arguments.b))
     result = compare(a, b)
-    for title, names in (("only in A", result.only_a), ("only in B", result.only_b)):
-        for name in names:
-            print(f"{title}: {name}")
-    for name in result.reshaped:
-        print(f"another shape or dtype: {name}: {described(a, name)} and {described(b, name)}")
-    for difference in result.different:
-        print(f"{difference.name}: max {difference.largest:.3g}, relative {difference.relative:.3g}")
-    for key in result.state_keys:
-        print(f"state.json: {key}")
     if result.equal:
         print(f"equal bit for bit: {result.num_equal} tensors")
         return 0
@@ -194,7 +187,21 @@ def show_differences(arguments: argparse.Namespace) -> int:
         f"(max {largest:.3g}), {len(result.reshaped)} of another shape or dtype, {len(result.only_a)} only in A, "
         f"{len(result.only_b)} only in B"
     )
+    worst = sorted(result.different, key=lambda difference: difference.relative, reverse=True)
+    lines = [f"{each.name}: max {each.largest:.3g}, relative {each.relative:.3g}" for each in worst]
+    other = [f"only in A: {name}" for name in result.only_a] + [f"only in B: {name}" for name in result.only_b]
+    other += [f"another shape or dtype: {name}: {described(a, name)} and {described(b, name)}" for name in result.reshaped]
+    other += [f"state.json: {key}" for key in result.state_keys]
+    for found in (lines, other):
+        print_rows(found, len(found) if arguments.all else MOST_ROWS)
     return 1
+
+
+def print_rows(lines: list[str], most: int) -> None:
+    for line in lines[:most]:
+        print(line)
+    if len(lines) > most:
+        print(f"... and {len(lines) - most:,} more (--all)")
 
 
 def open_source(path: AnyPath) -> TensorSource:

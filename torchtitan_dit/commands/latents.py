@@ -53,12 +53,12 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     command.add_argument("--output", type=Path, required=True, metavar="STORE", help="folder to write or to resume")
     command.add_argument("--dtype", choices=("float16", "bfloat16", "int8"),
                          help="of the stored values (default: int8 where the source is, else float16)")
-    command.add_argument("--num_classes", type=count, default=1000, help="of the labels (default 1000); 0: no labels")
-    command.add_argument("--class_names", type=Path, metavar="FILE", help="text file, one class name a line")
+    command.add_argument("--num-classes", type=count, default=1000, help="of the labels (default 1000); 0: no labels")
+    command.add_argument("--class-names", type=Path, metavar="FILE", help="text file, one class name a line")
     command.add_argument("--normalization", choices=("measured", "source"), default="measured",
                          help="normalization of the store: mean 0 and variance 1 of each channel (default), or "
                          "that of the source's makers")
-    command.add_argument("--images_per_shard", type=positive, help="images per file (default: 1024, or as many as make "
+    command.add_argument("--images-per-shard", type=positive, help="images per file (default: 1024, or as many as make "
                          "1,000 files)")
 
     command = commands.add_parser("info", help="show a store's content")

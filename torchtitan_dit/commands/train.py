@@ -19,6 +19,9 @@ from torchtitan.processes.launch import launch_number
 
 CHECKED = "TORCHTITAN_DIT_CHECKED"  # in the environment: this configuration has been checked, and warned of, just now
 _MANY_TOKENS = 1024
+_USAGE = """usage: train.py --config FILE [--section.key value ...] [--check-only]
+  FILE: a TOML file, or the name of a shipped one, as digits (train_configs/ has them all)
+  train.py --help lists the sections of a configuration, train.py --help optimizer the keys of one"""
 
 
 def main(arguments: list[str]) -> int:
@@ -30,6 +33,9 @@ def main(arguments: list[str]) -> int:
     for place, argument in enumerate(arguments, start=1):
         if argument in ("--help", "-h"):
             return _help([*itertools.takewhile(lambda word: not word.startswith("-"), arguments[place:])])
+    if not arguments:
+        print(_USAGE, file=sys.stderr)
+        return REFUSED
     check_only = "--check-only" in arguments
     arguments = [argument for argument in arguments if argument != "--check-only"]
     rank, world_size = launch_number("RANK", 0), launch_number("WORLD_SIZE", 1)

@@ -26,7 +26,9 @@ MAX_BATCH_SIZE = 65536
 
 _GIB = 2**30
 # Keys without influence on memory and speed, and the batch sizes, which are separate in a record.
-_WITHOUT_EFFECT = {"debug.seed", "optimizer.lr", "training.local_batch_size", "training.global_batch_size"}
+_WITHOUT_EFFECT = {
+    "debug.seed", "optimizer.lr", "training.local_batch_size", "training.global_batch_size", "training.max_local_batch_size",
+}
 _SECTIONS_WITHOUT_EFFECT = {"job", "comm", "metrics", "lr_scheduler"}
 
 
@@ -44,6 +46,7 @@ class AutotuneResult:
         probes: every try, in order.
         tried: number of probes made now; 0: the answer was on record.
         record: file that holds all of it.
+        bound: what stopped the search, in words.
     """
 
     batch_size: int
@@ -51,6 +54,7 @@ class AutotuneResult:
     probes: list[Probe]
     tried: int
     record: Path
+    bound: str = ""
 
 
 def autotune(
@@ -136,7 +140,23 @@ def autotune(
         record.write()
     if record.batch_size is None:
         raise NothingFits(_nothing_fits(smallest, record.probes, memory_gib, search.limit_gib, multiple_of))
-    return AutotuneResult(record.batch_size, goal, record.probes, search.tried, record.path)
+    bound = _bound(record.batch_size, record.probes, candidates, search.limit_gib, whole, max_batch_size)
+    return AutotuneResult(record.batch_size, goal, record.probes, search.tried, record.path, bound)
+
+
+def _bound(
+    found: int, probes: list[Probe], candidates: Sequence[int], limit_gib: float, whole: int | None, max_batch_size: int
+) -> str:
+    """What keeps the batch size from being larger, in words."""
+    larger = [probe for probe in probes if probe.batch_size > found]
+    if any(probe.fits(limit_gib) for probe in larger):
+        return "larger ones that fit are hardly faster"
+    if larger:
+        smallest = min(probe.batch_size for probe in larger)
+        return f"memory: {smallest} does not fit in {limit_gib:.3g} GiB"
+    if found < candidates[-1]:
+        return "larger ones were not tried"
+    return f"--max {max_batch_size}" if whole is None else f"--max {max_batch_size}, or training.global_batch_size = {whole}"
 
 
 class _Search:
