@@ -2,10 +2,12 @@
 
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import tomli_w
 from PIL import Image
 
 import torchtitan_dit
@@ -20,6 +22,7 @@ def run(tmp_path_factory) -> Path:
     words = ("--job.config_file", str(ROOT / "train_configs" / "digits.toml"), "--job.name", "digits-small")
     words += ("--training.steps", "4", "--lr_scheduler.warmup_steps", "1", "--model.flavor", "debug", "--gns.enable", "false")
     words += ("--evaluation.enable", "false", "--training.local_batch_size", "16", "--sampling.num_steps", "2")
+    words += ("--checkpoint.interval", "2", "--optimizer.lr", "0.00037")
     done = run_script(f"{ROOT}/train.py", *words, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "outputs" / "digits-small"
@@ -70,6 +73,20 @@ def test_what_is_pushed_is_pulled_and_draws_the_same(run, hub, tmp_path, capsys)
     for fact in ("class-conditional", "| training | 4 steps of 128 images, float32 |", "on rectified_flow", "held-out loss"):
         assert fact in card, card
     assert str(run.parent) not in card
+
+
+def test_a_card_tells_of_the_training_where_the_data_are_gone_and_at_an_earlier_step(run, hub, tmp_path):
+    moved = shutil.copytree(run, tmp_path / "moved")
+    tables = tomllib.loads((moved / "config.toml").read_text())
+    assert tables["training"]["global_batch_size"] == 128
+    tables["data"] = {"name": "image_folder", "path": str(tmp_path / "gone"), "image_size": 16}
+    (moved / "config.toml").write_text(tomli_w.dumps(tables))
+    assert main(["push", str(moved), "--repo", "a/b", "--step", "2", "--dry-run", str(tmp_path / "files")]) == 0
+    card = (tmp_path / "files" / "README.md").read_text()
+    rate = tables["optimizer"]["lr"]
+    for fact in ("| data | image_folder, ", "| training | 2 steps of 128 images, float32 |", f"learning rate {rate:g} |"):
+        assert fact in card, card
+    assert "images seen" not in card
 
 
 def test_a_dry_run_uploads_nothing(run, hub, tmp_path, capsys):

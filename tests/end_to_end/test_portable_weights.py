@@ -78,6 +78,10 @@ def test_an_exported_file_alone_draws_the_same(place, expected, tmp_path, layout
     done = run_script(f"{ROOT}/scripts/checkpoint.py", *words, folder=place)
     assert done.returncode == 0, done.stderr
     assert drawn(tmp_path, "weights.safetensors") == expected
+    words = ("export", "weights.safetensors", "--format", "sit", "--output", "again.safetensors")
+    done = run_script(f"{ROOT}/scripts/checkpoint.py", *words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert drawn(tmp_path, "again.safetensors") == expected
     with safe_open(tmp_path / "weights.safetensors", framework="pt") as file:
         header = file.metadata()
     assert header["layout"] == layout and "cats" in header["config"] and "outputs" not in header["config"]
@@ -87,6 +91,11 @@ def test_what_a_header_lacks_or_spoils_is_said_in_one_line(place, expected, tmp_
     run_script(f"{ROOT}/scripts/checkpoint.py", "export", "outputs/run", "--format", "safetensors", "--output",
                str(tmp_path / "weights.safetensors"), folder=place)  # fmt: skip
     tensors = load_file(tmp_path / "weights.safetensors")
+    for name, extra, text in (("weights", ("--ema", "none"), "--ema: is for runs"), ("other", (), "no header names its layout")):
+        save_file(tensors, tmp_path / "other.safetensors")
+        words = ("export", f"{name}.safetensors", "--format", "dit", "--output", "x.safetensors", *extra)
+        refused = run_script(f"{ROOT}/scripts/checkpoint.py", *words, folder=tmp_path)
+        assert refused.returncode == 2 and text in refused.stderr and len(refused.stderr.splitlines()) == 1, refused.stderr
     for metadata, text in (
         ({"layout": "safetensors"}, "which model is this? (add --config FILE)"),
         ({"config": "[model"}, "bad.safetensors: "),

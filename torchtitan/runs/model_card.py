@@ -15,11 +15,14 @@ _SCORES = {
 }
 
 
-def model_card(trained: TrainedModel, summary: Mapping[str, Any], repository: str, picture: bool) -> str:
+def model_card(
+    trained: TrainedModel, recorded: Mapping[str, Any], summary: Mapping[str, Any], repository: str, picture: bool
+) -> str:
     """Write the card as Markdown with a header of YAML.
 
     Args:
         trained: the weights.
+        recorded: tables of the run's config.toml. `trained.config` does not tell how it was trained where its data are gone.
         summary: content of the run's summary.json; empty: the card has no losses and no hardware.
         repository: name on the hub, for the commands.
         picture: whether PICTURE lies beside it.
@@ -31,7 +34,7 @@ def model_card(trained: TrainedModel, summary: Mapping[str, Any], repository: st
     title = f"# {inline(repository.rpartition('/')[2])}\n\n"
     words = f"A {condition} diffusion model, {inline(trained.label)}.\n\n"
     shown = f"![Samples at the end of training]({PICTURE})\n\n" if picture else ""
-    table = markdown_table(["", ""], _facts(trained, summary))
+    table = markdown_table(["", ""], _facts(trained, recorded, summary))
     names = trained.info.class_names
     more = ", ..." if len(names) > 20 else ""
     classes = f"Classes: {', '.join(map(inline, names[:20]))}{more}\n\n" if names else ""
@@ -45,15 +48,20 @@ def model_card(trained: TrainedModel, summary: Mapping[str, Any], repository: st
     return header + title + words + shown + table + classes + code
 
 
-def _facts(trained: TrainedModel, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _facts(
+    trained: TrainedModel, recorded: Mapping[str, Any], summary: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     config, info = trained.config, trained.info
+    data, training, optimizer = (recorded.get(name, {}) for name in ("data", "training", "optimizer"))
     parameters = sum(parameter.numel() for parameter in trained.model.parameters())
     yield "model", f"{config.model.name}, {config.model.flavor}, {parameters:,} parameters"
-    yield "data", f"{config.data.name}, {' x '.join(map(str, info.image_shape))}, {info.num_classes or 'no'} classes"
+    yield "data", f"{inline(str(data.get('name', 'unknown')))}, {' x '.join(map(str, info.image_shape))}, {info.num_classes or 'no'} classes"
     yield "objective", _objective(config)
-    training = config.training
-    yield "training", f"{training.steps:,} steps of {training.global_batch_size:,} images, {training.mixed_precision_param}"
-    yield "optimizer", f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"
+    if trained.step is not None and {"global_batch_size", "mixed_precision_param"} <= training.keys():
+        batch, dtype = training["global_batch_size"], training["mixed_precision_param"]
+        yield "training", f"{trained.step:,} steps of {batch:,} images, {inline(dtype)}"
+    if {"name", "lr"} <= optimizer.keys():
+        yield "optimizer", f"{inline(optimizer['name'])}, learning rate {optimizer['lr']:g}"
     if summary.get("step") != trained.step:
         return  # its numbers are of other weights
     medians = summary.get("tail_medians", {})

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtitan.files.regular import read_regular
-from torchtitan.files.weight_files import named_weights
+from torchtitan.errors import first_line
+from torchtitan.files.regular import read_regular, read_toml
+from torchtitan.files.weight_files import WeightsError, named_weights
 from torchtitan.models.adapters.adapters import merged_weights
 from torchtitan.runs.model_card import PICTURE, WEIGHTS, model_card
 from torchtitan.runs.network import network_on_meta
@@ -32,8 +33,15 @@ def write_model_files(folder: Path, run: Path, trained: TrainedModel, repository
     pictures = sorted((run / "samples").glob("step-*.png"))
     if pictures:
         shutil.copyfile(pictures[-1], folder / PICTURE)
-    card = model_card(trained, _summary(run), repository, bool(pictures))
+    card = model_card(trained, _recorded(run), _summary(run), repository, bool(pictures))
     (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _recorded(run: Path) -> dict[str, Any]:
+    try:
+        return read_toml(run / "config.toml")
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{run / 'config.toml'}: cannot be read: {first_line(error)}") from error
 
 
 def _summary(run: Path) -> dict[str, Any]:

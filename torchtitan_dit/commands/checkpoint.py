@@ -26,6 +26,7 @@ from torchtitan.files.hub_upload import HubError, upload_folder
 from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.files.weight_files import (
     WeightsError,
+    header_of,
     refuse_existing,
 )
 from torchtitan.models import MODELS
@@ -78,7 +79,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
 
     command = commands.add_parser("export", help="write a run's weights to a file")
     command.set_defaults(command=export)
-    command.add_argument("run", type=Path, help="a run's folder")
+    command.add_argument("run", type=Path, help="a run's folder, or a file that was exported from one")
     command.add_argument("--step", type=int, help="checkpoint of this step (default: the newest good one)")
     command.add_argument("--ema", metavar="TRACK", help="EMA track, or 'none' (default: sampling.ema_track)")
     what = command.add_mutually_exclusive_group(required=True)
@@ -255,7 +256,9 @@ def described(source: TensorSource, name: str) -> str:
 
 def export(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output, arguments.overwrite)
-    if arguments.run.is_dir() and not (arguments.run / MANIFEST).is_file():
+    if arguments.run.is_file():
+        return export_file(arguments)
+    if not (arguments.run / MANIFEST).is_file():
         checkpoints_of(arguments.run)
     trained = load_run(arguments.run, arguments.ema, arguments.step, torch.device("cpu"))
     for warning in trained.warnings:
@@ -265,6 +268,20 @@ def export(arguments: argparse.Namespace) -> int:
     weights = own_weights(arguments.run, trained)
     print_notes(write_weights(weights, arguments.output, arguments.format, **write_options(arguments)))
     print(f"{arguments.output}: {trained.label}, {arguments.format} layout")
+    return 0
+
+
+def export_file(arguments: argparse.Namespace) -> int:
+    """Export an exported file again, in another layout or dtype; its header names its own layout."""
+    for option in ("step", "ema", "adapter"):
+        if getattr(arguments, option) is not None:
+            raise WeightsError(f"--{option}: is for runs; {arguments.run} is a file of whole weights (leave it out)")
+    layout = header_of(arguments.run).get("layout", "") if arguments.run.suffix == ".safetensors" else ""
+    if layout not in (OWN, *LAYOUTS):
+        raise WeightsError(f"{arguments.run}: no header names its layout (use convert FILE --from LAYOUT --to LAYOUT)")
+    weights, _ = open_published(arguments.run, layout, None)
+    print_notes(write_weights(weights, arguments.output, arguments.format, **write_options(arguments)))
+    print(f"{arguments.output}: {weights.label}, {arguments.format} layout")
     return 0
 
 
