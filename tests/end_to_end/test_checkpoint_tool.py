@@ -207,7 +207,7 @@ def test_diff_of_equal_and_of_different_weights(run, damaged, command, tmp_path)
     count = len(checkpoint_tensors(newest))
     assert command("diff", run.folder, newest)[:2] == (0, f"equal bit for bit: {count} tensors\n")
     code, output, _ = command("diff", run.folder / "checkpoint" / "step-00000002", newest)
-    assert code == 1 and "state.json: step" in output and "not equal" in output.splitlines()[-1]
+    assert code == 1 and "state.json: step" in output and "not equal" in output.splitlines()[0]
     code, _, error = command("diff", damaged / "checkpoint" / "step-00000004", newest)
     assert code == 2 and "is damaged" in error
 
@@ -217,14 +217,21 @@ def test_diff_of_equal_and_of_different_weights(run, damaged, command, tmp_path)
     torch.save(b | {"cast": torch.ones(2).bfloat16()}, tmp_path / "b.pt")
     code, output, _ = command("diff", tmp_path / "a.safetensors", tmp_path / "b.pt")
     assert code == 1 and output.splitlines() == [
+        "not equal: 1 tensors equal bit for bit, 2 different (max 0.5), 1 of another shape or dtype, 1 only in A, "
+        "1 only in B",
+        "moved: max 0.5, relative 0.1",
+        "zero: max 0, relative 0",
         "only in A: gone",
         "only in B: new",
         "another shape or dtype: cast: float32 [2] and bfloat16 [2]",
-        "moved: max 0.5, relative 0.1",
-        "zero: max 0, relative 0",
-        "not equal: 1 tensors equal bit for bit, 2 different (max 0.5), 1 of another shape or dtype, 1 only in A, "
-        "1 only in B",
     ]
+
+    many = {f"w{index:02}": torch.full((2,), 1.0 + index) for index in range(14)}
+    save_file(many, tmp_path / "a.safetensors")
+    save_file({name: tensor + 1 for name, tensor in many.items()}, tmp_path / "c.safetensors")
+    lines = command("diff", tmp_path / "a.safetensors", tmp_path / "c.safetensors")[1].splitlines()
+    assert len(lines) == 12 and lines[1].startswith("w00: max 1,") and lines[-1] == "... and 4 more (--all)"
+    assert len(command("diff", "--all", tmp_path / "a.safetensors", tmp_path / "c.safetensors")[1].splitlines()) == 15
 
 
 # --- what is refused

@@ -55,8 +55,8 @@ def _facts(
     data, training, optimizer = (recorded.get(name, {}) for name in ("data", "training", "optimizer"))
     parameters = sum(parameter.numel() for parameter in trained.model.parameters())
     yield "model", f"{config.model.name}, {config.model.flavor}, {parameters:,} parameters"
-    shape, name = " x ".join(map(str, info.image_shape)), inline(str(data.get("name", "unknown")))
-    yield "data", f"{name}, {shape}, {info.num_classes or 'no'} classes"
+    shape, dataset = " x ".join(map(str, info.image_shape)), inline(str(data.get("name", "unknown")))
+    yield "data", f"{dataset}, {shape}, {info.num_classes or 'no'} classes"
     yield "objective", _objective(config)
     if trained.step is not None and {"global_batch_size", "mixed_precision_param"} <= training.keys():
         batch, dtype = training["global_batch_size"], training["mixed_precision_param"]

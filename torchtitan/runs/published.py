@@ -74,6 +74,8 @@ def open_published(path: Path, layout_name: str, config: JobConfig | None) -> tu
     source, document, problems = published_file(path)
     if problems:
         raise WeightsError("\n".join(f"{path}: {problem}" for problem in problems))
+    if config is not None and layout_name != OWN:
+        layout_of(layout_name, config)  # before a large file is read
     published, nested = _read_published(source, layout_name)
     if config is None:
         config = _config_of_header(source) or _config_shown(source, layout_name, published, document, _class_names(path))

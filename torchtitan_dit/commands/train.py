@@ -1,4 +1,4 @@
-"""Train a diffusion transformer: python train.py --job.config_file FILE [--section.key value ...].
+"""Train a diffusion transformer: python train.py --config FILE [--section.key value ...].
 
     --check-only      check the configuration and stop
     --help            list the sections of a configuration
