@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchtitan.distributed.mesh import crosses_nodes
 from torchtitan.evaluation.config import LATENT_DATASETS, EvaluationConfig
@@ -27,7 +28,7 @@ _GRID = re.compile(r"step-(\d{8})\.png")
 
 
 def introduce(state: RunState) -> None:
-    """Introduce the run: log the model, the data, the layout and the weight of the objective over ln sigma."""
+    """Introduce the run: log the model, the data, the layout and the loss weighting over noise levels."""
     config = state.config
     logger.info(
         f"{config.job.name}: {config.model.flavor}, {state.num_parameters:,} parameters, on {config.data.name} "
@@ -37,19 +38,29 @@ def introduce(state: RunState) -> None:
     )
     if advice := crosses_nodes(state.layout, launch_number("LOCAL_WORLD_SIZE", state.layout.world_size)):
         logger.warning(advice)
-    points = torch.linspace(-6.0, 6.0, 13, dtype=torch.float64)
+    points = torch.linspace(-6.0, 6.0, 121, dtype=torch.float64)
     weights = state.objective.effective_weight(points)
     if weights is not None:
-        weights = weights / weights.max()
-        logger.info("effective weight of the noise error over ln sigma (highest = 1): " + "  ".join(
-            f"{point:+.0f}: {weight:.2g}" for point, weight in zip(points.tolist(), weights.tolist(), strict=True)
-        ))
+        logger.info(_weighting(points, weights))
+    if config.compile.enable:
+        logger.info("compiling: the first step takes tens of seconds, on large models minutes; later ones are not affected")
     if config.sampling.enable and config.data.name in LATENT_DATASETS and state.decoder is None:
         logger.info(
             "grids show three latent channels as colours; for images give --autoencoder.name and --autoencoder.path"
         )
     if state.step:
         logger.info(f"resumed after step {state.step} of {config.training.steps}")
+
+
+def _weighting(points: Tensor, weights: Tensor) -> str:
+    """Line on the training's weight of the noise prediction's error: where it is highest, and where at least half of that."""
+    if weights.min() > 0.99 * weights.max():
+        return "loss weighting (of the noise prediction's error): equal at every noise level sigma"
+    half = points[weights >= 0.5 * weights.max()].exp()
+    return (
+        f"loss weighting (of the noise prediction's error): highest at noise level sigma = {points[weights.argmax()].exp():.2g},"
+        f" at least half of that between {half.min():.2g} and {half.max():.2g}"
+    )
 
 
 def _shapes(state: RunState) -> str:

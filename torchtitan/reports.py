@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 # Of the clock: TensorBoard and Weights & Biases show these, metrics.jsonl has all.
 _SHOWN_TIMES = ("clock/wall(s)", "clock/train(s)")
+# What one looks at of the noise scale; the rest is in metrics.jsonl.
+_SHOWN_OF_THE_NOISE = {"b_simple", "lower", "upper", "outlier_steps"}
 # From the start of the process on: after them, every graph that is trained with has been compiled.
 _STEPS_TO_COMPILE = 3
 
@@ -227,7 +229,9 @@ class Reports:
         if not self._log or not gns:
             return
         with self.excluded():
-            self._log.write(state.step, gns.metrics())
+            found = gns.metrics()
+            shown = {tag: value for tag, value in found.items() if tag.rpartition("/")[2] in _SHOWN_OF_THE_NOISE}
+            self._log.write(state.step, shown, {tag: value for tag, value in found.items() if tag not in shown})
             last = state.last_step
             if last or state.step % config.picture_interval < config.log_interval:
                 with self._outputs.attempt("the picture of the noise scale", self._noise_scale):
@@ -246,7 +250,7 @@ class Reports:
         if self._log:
             self._log.write(self._state.step, metrics)
             shown = ", ".join(
-                f"{name.removeprefix('validation_metrics/')} {value:.4f} ± {metrics.get(f'{name}_stderr', 0.0):.2g}"
+                f"{name.removeprefix('validation_metrics/')} {value:.4f} ± {_spread(metrics.get(f'{name}_stderr'))}"
                 for name, value in metrics.items()
                 if name.endswith("loss")
             )
@@ -344,6 +348,11 @@ class Reports:
         arguments = (self._log, status, self._results, training_seconds)
         if problem := from_first_rank(self._summary.close, *arguments):
             raise TrainingError(f"step {state.step}: {problem}")
+        if self._log:
+            measured = {f"evaluation/{name}": each["value"] for name, each in self._results.get("evaluation", {}).items()
+                        if isinstance(each, dict) and "value" in each}  # fmt: skip
+            numbers = {name: value for name, value in self._results.items() if isinstance(value, int | float)}
+            self._log.summarise(numbers | measured | {"status": status})
         if self._first:
             self._say("\n".join(closing_lines(
                 state, status, self._results, self._summary.clock(), self._held_out, self._animation
@@ -415,6 +424,11 @@ class Reports:
             logger.info(text)
         else:
             tqdm.write(text, file=sys.stderr)
+
+
+def _spread(stderr: float | None) -> str:
+    """Text of a standard error; one image has none."""
+    return "unknown" if stderr is None else f"{stderr:.2g}"
 
 
 def _duration(seconds: float) -> str:

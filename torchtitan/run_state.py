@@ -332,6 +332,7 @@ class RunState:
     def resume(self, step: int) -> None:
         """Resume the state after a step from its checkpoint; collective. Raises CheckpointError."""
         checkpoint = checkpoint_path(self.folder.checkpoints, step)
+        logger.info(f"reading {checkpoint}")
         materialise_state(self.optimizer)
         state, tensors = read_state(checkpoint), self.tensors()
         if self.config.lora.enable:

@@ -43,7 +43,8 @@ BAD_FILES = [
     ),
     ("[training]\nlr = 1e-3", "training.lr: unknown key (did you mean optimizer.lr?)"),
     ("[training]\nwarmup_steps = 5", "training.warmup_steps: unknown key (did you mean lr_scheduler.warmup_steps?)"),
-    ("[training]\nbatch_size = 5", "training.batch_size: unknown key (did you mean training.local_batch_size?)"),
+    ("[training]\nbatch_size = 5", "training.batch_size: unknown key (did you mean training.global_batch_size"
+        " for all devices together, or training.local_batch_size for each?)"),
     ("[training]\nqqqqqq = 5", "training.qqqqqq: unknown key (--help training lists its keys)"),
     ('[training]\n"a\\nb" = 5', r"training.'a\nb': unknown key (--help training lists its keys)"),
     ("[trainig]\nsteps = 5", "trainig: unknown section (did you mean training?)"),

@@ -36,6 +36,7 @@ from torchtitan.settings.reference import UnknownTopic, build_json_schema, descr
 from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, parse_text, quoted, shown_name, validate_section
 from torchtitan.settings.sections import all_sections, choices, keys, put_section, section_at, table_at
 from torchtitan.settings.sources import read_command_line, read_toml, shown_file, suggestion
+from torchtitan.settings.synonyms import synonym
 from torchtitan.training.config import EMAConfig, LRSchedulerConfig, MetricsConfig, OptimizerConfig
 
 __all__ = [
@@ -474,12 +475,12 @@ def _advice(dotted: str, config: JobConfig, known: dict[str, dataclasses.Field],
         owners = [name for name in options.registry if has_key(options.section(name), key)]
         if dotted.startswith(f"{section}.{key}") and owners and not has_key(section_at(config, section), key):
             return f"it is a key of {section}.name = {' or '.join(owners)}"
-    return where_now(dotted) or suggestion(dotted, known, prefix)
+    return where_now(dotted) or synonym(dotted, prefix) or suggestion(dotted, known, prefix)
 
 
 def _unknown_in_file(section: str, value: Any, known: dict[str, dataclasses.Field]) -> str:
     if not isinstance(value, dict):
-        return f"is in no section ({suggestion(section, known)})"
+        return f"is in no section ({synonym(section) or suggestion(section, known)})"
     guess = nearest(section, [field.name for field in dataclasses.fields(JobConfig)])
     return f"unknown section ({f'did you mean {guess}?' if guess else '--help lists all'})"
 

@@ -1,6 +1,7 @@
 """Evaluation of a model while it trains: held-out loss, grids of samples, metrics of samples, decoded held-out latents."""
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from tqdm import tqdm
 
 from torchtitan.conditions import Condition
 from torchtitan.data import DATASETS, DataConfig, DatasetInfo
@@ -81,6 +83,9 @@ class Evaluation:
             batches = validation_batches(
                 dataset, self._info, count, config.batch_size, layout.rank, layout.world_size,
                 on_unreadable=self._on_unreadable,
+            )
+            batches = tqdm(
+                batches, "held-out loss", unit="batch", delay=2, leave=False, disable=None if layout.rank == 0 else True
             )
             with self._ema.weights(track, self._model):
                 losses = validation_loss(
@@ -172,7 +177,7 @@ class Evaluation:
         with self._ema.weights(config.ema_track, self._model):
             return self._sampler.draw(
                 choices, self._seed, **self._method(guidance_scale), batch_size=config.batch_size,
-                sharded=self._layout.sharded, purpose=purpose,
+                sharded=self._layout.sharded, purpose=purpose, progress=self._layout.rank == 0 and sys.stderr.isatty(),
             )  # fmt: skip
 
     def _method(self, guidance_scale: float) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class ImageSampler:
         with self.drawing(seed, purpose=purpose, sharded=sharded, **method) as draw_batch:
             parts = [
                 draw_batch(choices[chunk], chunk + first_number)
-                for chunk in tqdm(mine.split(batch_size), unit="batch", disable=not progress)
+                for chunk in tqdm(mine.split(batch_size), "drawing", unit="batch", delay=2, disable=not progress)
             ]
         images = torch.cat(parts)
         if ranks > 1:

@@ -278,7 +278,7 @@ def advice(ratios: Iterable[PredictedRatio]) -> str:
     that wastes samples comes first, since nothing has to be measured to leave it out.
     """
     named = {ratio.name: ratio for ratio in ratios}
-    better = {name: r for name, r in named.items() if r.upper < 1.0 and r.ratio < 1.0 / _WORTHWHILE}
+    better = worthwhile(named.values())
     if FROM_WEIGHT in better:
         text = f"the loss multiplier wastes samples: {_saving(better[FROM_WEIGHT])}"
         if NEYMAN in better and better[NEYMAN].upper < better[FROM_WEIGHT].lower:
@@ -293,6 +293,18 @@ def advice(ratios: Iterable[PredictedRatio]) -> str:
         return f"too few samples to tell: {_change(widest.name)} might need {_times_fewer(widest)} fewer samples"
     best = min(named.values(), key=lambda r: r.ratio)
     return f"nothing to be gained from another sampler of t: at best {_times_fewer(best)} fewer samples"
+
+
+def worthwhile(ratios: Iterable[PredictedRatio]) -> dict[str, PredictedRatio]:
+    """Those that would save samples, by name: the interval excludes a ratio of 1, and more than 2 % is saved."""
+    return {ratio.name: ratio for ratio in ratios if ratio.upper < 1.0 and ratio.ratio < 1.0 / _WORTHWHILE}
+
+
+def another_batch(b_simple: float, lower: float, upper: float, global_batch_size: int) -> bool:
+    """Whether `batch_advice` of the same arguments calls the batch size too small or too large."""
+    if math.isnan(lower) or math.isnan(upper) or lower <= global_batch_size <= upper:
+        return False
+    return math.isinf(upper) or not 0.5 <= global_batch_size / b_simple <= 2.0
 
 
 def batch_advice(b_simple: float, lower: float, upper: float, global_batch_size: int) -> str:

@@ -19,10 +19,12 @@ from torchtitan.gns.allocate import (
     PredictedRatio,
     SharesSchedule,
     advice,
+    another_batch,
     batch_advice,
     loss_second_moment_shares,
     predicted_ratios,
     weight_shares,
+    worthwhile,
 )
 from torchtitan.gns.batch_schedule import BatchSchedule
 from torchtitan.gns.capture import GradientTaps, StepSums
@@ -208,13 +210,15 @@ class GNSMonitor:
         return found
 
     def advice(self, global_batch_size: int) -> list[str]:
-        """Advice on the batch size and on the timestep sampler, a line each; none without taps."""
+        """Advice on the batch size and on the timestep sampler, a line each; none where nothing is to be changed."""
         if not self.pool:
             return []
         self.settle()
         whole = self._whole(self.pool.geometries[-1], "sketch")
-        batch = batch_advice(whole.b_simple.item(), whole.lower.item(), whole.upper.item(), global_batch_size)
-        return [batch, advice(self.predicted_ratios())]
+        scale = whole.b_simple.item(), whole.lower.item(), whole.upper.item(), global_batch_size
+        ratios = self.predicted_ratios()
+        lines = [batch_advice(*scale)] if another_batch(*scale) else []
+        return [*lines, advice(ratios)] if worthwhile(ratios) else lines
 
     def predicted_ratios(self) -> list[PredictedRatio]:
         """Gradient variance of other timestep samplers over the present one's, for the same objective."""

@@ -19,7 +19,7 @@ _NAMES = {"adam": "Adam's geometry", "plain": "plain geometry"}
 def draw_noise_scale(
     points: Sequence[dict], edges: Tensor, estimates: dict[str, BinEstimates], batch_size: int
 ) -> Image.Image:
-    """Draw a row of four panels for each geometry.
+    """Draw four panels for each geometry, legible at 900 pixels' width; a panel without values says so.
 
     Args:
         points: logged points in the order of their steps, with the tags of GNSMonitor.metrics.
@@ -32,7 +32,8 @@ def draw_noise_scale(
     """
     from torchtitan.pictures import style  # matplotlib: a run that draws nothing does not wait for it
 
-    figure, rows = style.new_figure("Gradient noise scale by timestep", len(estimates), 4, (19, 4.6 * len(estimates)))
+    figure, grid = style.new_figure("Gradient noise scale by timestep", 2 * len(estimates), 2, (11.25, 9 * len(estimates)))
+    rows = grid.reshape(len(estimates), 4)
     bounds = [0.0, *edges.tolist(), 1.0]
     for axes, (geometry, found) in zip(rows, estimates.items(), strict=True):
         name = _NAMES[geometry]
@@ -41,7 +42,17 @@ def draw_noise_scale(
         _draw_lines(axes[1], points, geometry, bounds, batch_size)
         _draw_map(axes[2], figure, points, geometry, bounds)
         _draw_cosines(axes[3], figure, found, bounds)
+        for panel in axes:
+            panel.title.set_fontsize(12)
     return style.as_image(figure)
+
+
+def _say_too_early(axes) -> None:
+    """Say in an empty panel why it is empty."""
+    axes.set(xticks=[], yticks=[])
+    axes.minorticks_off()
+    axes.set_facecolor("0.96")
+    axes.text(0.5, 0.5, "too early to say", transform=axes.transAxes, ha="center", va="center", fontsize=14, color="0.4")
 
 
 def _draw_bins(axes, bounds: list[float], found: BinEstimates, composite: list, batch_size: int) -> None:
@@ -62,12 +73,15 @@ def _draw_bins(axes, bounds: list[float], found: BinEstimates, composite: list, 
     known = [(m, c) for m, c in zip(middles, composite, strict=True) if c is not None and c > 0]
     if known:
         axes.plot(*zip(*known, strict=True), "o", ms=4, color=style.COLOURS[1], label="composite, every step")
+    if not axes.lines and not axes.texts:
+        _say_too_early(axes)
+        return
     axes.plot([], [], color=style.COLOURS[0], label="sketch, 95 % interval (arrow: more than)")
     axes.axhline(batch_size, color="0.5", ls="--", lw=1, label=f"global batch, {batch_size}")
     axes.set(yscale="log", xlabel="timestep t (0: clean data, 1: noise)", ylabel="B_simple [samples]")
     low, high = axes.get_ylim()
     axes.set_ylim(low * (low / high) ** 0.35, high)  # room for the legend
-    axes.legend(fontsize=7, loc="lower center")
+    axes.legend(fontsize=9, loc="lower center")
 
 
 def _draw_lines(axes, points: Sequence[dict], geometry: str, bounds: list[float], batch_size: int) -> None:
@@ -81,11 +95,13 @@ def _draw_lines(axes, points: Sequence[dict], geometry: str, bounds: list[float]
         steps, values, lower, upper = zip(*series, strict=True)
         axes.plot(steps, values, color=colour, lw=1.3, label=f"t {bounds[k]:.2f} to {bounds[k + 1]:.2f}")
         axes.fill_between(steps, lower, upper, color=colour, alpha=0.15, lw=0)
+    axes.set_title("over training (composite, 95 % bands)")
+    if not axes.lines:
+        _say_too_early(axes)
+        return
     axes.axhline(batch_size, color="0.5", ls="--", lw=1)
     axes.set(yscale="log", xlabel="step", ylabel="B_simple [samples]")
-    axes.set_title("over training (composite, 95 % bands)")
-    if axes.lines[:-1]:
-        axes.legend(fontsize=7, ncols=2)
+    axes.legend(fontsize=8, ncols=2)
 
 
 def _draw_map(axes, figure, points: Sequence[dict], geometry: str, bounds: list[float]) -> None:
@@ -98,34 +114,39 @@ def _draw_map(axes, figure, points: Sequence[dict], geometry: str, bounds: list[
     values[values <= 0] = math.nan
     axes.set(xlabel="step", ylabel="timestep t")
     axes.set_title("over training (grey: not known)")
-    axes.set_facecolor("0.8")
     axes.grid(visible=False)
     known = values[values.isfinite()]
-    if len(steps) > 1 and len(known):
-        borders = [steps[0] - (steps[1] - steps[0]), *steps]
-        norm = LogNorm(known.min().item(), max(known.max().item(), 1.01 * known.min().item()))
-        mesh = axes.pcolormesh(borders, bounds, values.numpy(), norm=norm, cmap="viridis")
-        figure.colorbar(mesh, ax=axes, label="B_simple [samples]")
+    if len(steps) < 2 or not len(known):
+        _say_too_early(axes)
+        return
+    axes.set_facecolor("0.8")
+    borders = [steps[0] - (steps[1] - steps[0]), *steps]
+    norm = LogNorm(known.min().item(), max(known.max().item(), 1.01 * known.min().item()))
+    mesh = axes.pcolormesh(borders, bounds, values.numpy(), norm=norm, cmap="viridis")
+    figure.colorbar(mesh, ax=axes, label="B_simple [samples]")
 
 
 def _draw_cosines(axes, figure, found: BinEstimates, bounds: list[float]) -> None:
     axes.grid(visible=False)
     diagonal = found.matrix_stderr.diagonal()
     values = cosines(found.matrix, diagonal).clamp(-1, 1)
+    axes.set_title("agreement of bins (grey: too little signal)")
+    if not values.isfinite().any():
+        _say_too_early(axes)
+        return
     axes.set_facecolor("0.8")
     mesh = axes.imshow(values.numpy(), vmin=-1, vmax=1, cmap="RdBu", origin="lower")
     figure.colorbar(mesh, ax=axes, label="cosine of mean gradients, noise taken out")
     labels = [f"{low:.2f}" for low in bounds[:-1]]
-    axes.set_xticks(range(len(labels)), labels, fontsize=7, rotation=60)
-    axes.set_yticks(range(len(labels)), labels, fontsize=7)
+    axes.set_xticks(range(len(labels)), labels, fontsize=9, rotation=60)
+    axes.set_yticks(range(len(labels)), labels, fontsize=9)
     for row in range(len(labels)):
         for column in range(len(labels)):
             value = values[row, column].item()
             if math.isfinite(value):
                 colour = "white" if abs(value) > 0.6 else "black"
-                axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=6, color=colour)
+                axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=8, color=colour)
     axes.set(xlabel="bin from t", ylabel="bin from t")
-    axes.set_title("agreement of bins (grey: too little signal)")
 
 
 def _series(points: Sequence[dict], geometry: str, estimator: str, k: int) -> list[tuple[float, ...]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtitan.errors import unwrapped
 from torchtitan.settings.schema import quoted, shown_name
+from torchtitan.settings.synonyms import synonym
 
 SHIPPED = Path(__file__).resolve().parents[1] / "train_configs"
 _LARGEST_FILE = 4 << 20  # bytes
@@ -38,7 +39,8 @@ def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             texts[key] = arguments.pop(0)
         else:
             name = shown_name(key)
-            problems.append(f"command line: --{name}: needs a value (--{name} VALUE or --{name}=VALUE)")
+            advice = synonym(key, "--") or f"--{name} VALUE or --{name}=VALUE"
+            problems.append(f"command line: --{name}: needs a value ({advice})")
     return texts, problems
 
 

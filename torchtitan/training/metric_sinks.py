@@ -5,6 +5,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ class WandbRun:
         self._outputs = OptionalOutputs()
         with self._attempt("training continues, and this session is not logged there"):
             self._run = wandb.init(
-                project="torchtitan", name=name, id=_wandb_id(folder), resume="allow", dir=str(folder), config=config
+                project=os.environ.get("WANDB_PROJECT") or "torchtitan", name=name, id=_wandb_id(folder), resume="allow",
+                dir=str(folder), config=config,
             )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -96,6 +98,12 @@ class WandbRun:
         if self._run:
             with self._attempt():
                 self._run.log({tag: self._wandb.Image(picture)}, step=step)
+
+    def summarise(self, results: Mapping[str, float | str]) -> None:
+        """Set results of the run as a whole, which its table compares."""
+        if self._run:
+            with self._attempt():
+                self._run.summary.update(dict(results))
 
     def close(self) -> None:
         if self._run:

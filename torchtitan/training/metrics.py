@@ -177,6 +177,11 @@ class MetricsLog:
         if self._wandb:
             self._wandb.log_image(step, tag, picture)
 
+    def summarise(self, results: Mapping[str, float | str]) -> None:
+        """Show results of the run as a whole in the sinks that can."""
+        if self._wandb:
+            self._wandb.summarise(results)
+
     def sync(self) -> None:
         """Bring what is written to the disk, as far as the disk allows; any thread may call it."""
         self._lines.sync()

@@ -1,0 +1,29 @@
+"""Keys written from the habit of other programs are answered with this program's."""
+
+import pytest
+
+from torchtitan.config.job import ConfigError, JobConfig, load_config
+from torchtitan.settings.synonyms import SYNONYMS, synonym
+
+
+@pytest.mark.parametrize("key", sorted({key for key, _ in SYNONYMS.values()}))
+def test_what_is_advised_exists(key):
+    section, _, name = key.partition(".")
+    assert hasattr(getattr(JobConfig(), section), name)
+
+
+@pytest.mark.parametrize(("words", "advice"), [
+    (["--max_steps", "10"], "--max_steps: unknown key (did you mean --training.steps?)"),
+    (["--training.bf16", "true"], "--training.bf16: unknown key (did you mean --training.mixed_precision_param bfloat16?)"),
+    (["--cfg-scale=2"], "--cfg-scale: unknown key (did you mean --sampling.guidance_scale?)"),
+    (["--amp"], "--amp: needs a value (did you mean --training.mixed_precision_param bfloat16?)"),
+    (["--ema_decay", "0.9"], "--ema.tracks '[{\"name\": \"ema\", \"decay\": 0.9999}]'"),
+])  # fmt: skip
+def test_the_command_line_is_answered(words, advice):
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--config", "digits", *words], 1)
+    assert advice in str(caught.value)
+
+
+def test_other_words_are_left_to_the_nearest_key():
+    assert synonym("optimizer.lrr") == "" and synonym("wandb", "--") == "did you mean --metrics.enable_wandb true?"

@@ -1,0 +1,41 @@
+"""Names that other programs give to settings, so that a key written from habit is answered with this program's."""
+
+# name -> key here, and the value or remark that goes with it.
+SYNONYMS = {
+    **dict.fromkeys(("amp", "bf16", "mixed_precision", "precision"), ("training.mixed_precision_param", " bfloat16")),
+    **dict.fromkeys(("iterations", "max_steps", "max_train_steps", "total_steps"), ("training.steps", "")),
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), ("training.steps", ", in steps")),
+    **dict.fromkeys(
+        ("batch_size", "bs", "train_batch_size"),
+        ("training.global_batch_size", " for all devices together, or training.local_batch_size for each"),
+    ),
+    "gradient_accumulation_steps": ("training.global_batch_size", ": what one device does not hold is accumulated"),
+    **dict.fromkeys(("grad_clip", "gradient_clip_val", "max_grad_norm"), ("training.max_norm", "")),
+    **dict.fromkeys(("ema", "ema_decay", "ema_rate"), ("ema.tracks", ' \'[{"name": "ema", "decay": 0.9999}]\'')),
+    **dict.fromkeys(("cfg", "cfg_scale"), ("sampling.guidance_scale", "")),
+    **dict.fromkeys(
+        ("resume", "resume_from", "resume_from_checkpoint"),
+        ("checkpoint.load_step", ": without it, the same command resumes from the newest checkpoint"),
+    ),
+    **dict.fromkeys(("vae", "vae_path"), ("autoencoder.path", "")),
+    **dict.fromkeys(("num_workers", "workers"), ("data.num_workers", "")),
+    **dict.fromkeys(("data_dir", "data_path", "dataset"), ("data.path", "")),
+    **dict.fromkeys(("use_wandb", "wandb"), ("metrics.enable_wandb", " true")),
+    **dict.fromkeys(("learning_rate", "lr"), ("optimizer.lr", "")),
+    **dict.fromkeys(("output_dir", "results_dir"), ("job.dump_folder", "")),
+    **dict.fromkeys(("global_seed", "seed"), ("debug.seed", "")),
+}
+
+
+def synonym(key: str, prefix: str = "") -> str:
+    """Advice for an unknown dotted key whose last part other programs use; "" for any other.
+
+    Args:
+        key: as written, without its dashes.
+        prefix: "--" for the command line.
+    """
+    name = key.rpartition(".")[2].replace("-", "_").lower()
+    if name not in SYNONYMS:
+        return ""
+    wanted, more = SYNONYMS[name]
+    return f"did you mean {prefix}{wanted}{more}?"
