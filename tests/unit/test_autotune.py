@@ -117,6 +117,10 @@ def test_headroom_and_the_largest_allowed_bound_the_answer(find):
     assert find(max_batch_size=13).batch_size == 13
 
 
+def test_what_bounds_the_answer_is_named(find):
+    assert find().bound.startswith("memory: ") and find(max_batch_size=13).bound.startswith("--max 13")
+
+
 def test_a_batch_size_with_allocator_retries_does_not_fit(find, probes):
     probes.retries = dict.fromkeys(range(20, 100), 2)
     assert find().batch_size == 19

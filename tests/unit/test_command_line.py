@@ -10,7 +10,10 @@ import pytest
 
 from tests.launcher import ROOT
 from torchtitan.files.run_lock import Busy
+from torchtitan.processes.command_line import OneLineParser
 from torchtitan.processes.exit_codes import BUSY
+from torchtitan.settings.sources import read_command_line
+from torchtitan_dit.commands import train
 
 PROGRAM = """
 import sys
@@ -90,3 +93,30 @@ def test_no_help_text_shows_the_name_of_a_value_instead_of_the_value(folder):
     ]  # fmt: skip
     assert len(helps) > 5
     assert [text for text in helps if isinstance(text, str) and re.search(r"\{[a-z_.]+\}", text)] == []
+
+
+@pytest.mark.parametrize("words", [
+    ["a.toml", "--world-size", "2"], ["--config", "a.toml", "--world_size", "2"], ["--world_size=2", "--config=a.toml"],
+])  # fmt: skip
+def test_options_take_either_spelling_and_a_configuration_its_option(words):
+    parser = OneLineParser(prog="x", allow_abbrev=False)
+    parser.add_argument("config")
+    parser.add_argument("--world-size", type=int)
+    found, left = parser.parse_known_args([*words, "--sampling.images_per_class", "3"])
+    assert (found.config, found.world_size, left) == ("a.toml", 2, ["--sampling.images_per_class", "3"])
+
+
+def test_keys_take_dashes_and_config_is_the_configurations_file():
+    words = ["--config", "digits", "--sampling.images-per-class=3", "--training.max-local-batch-size", "8"]
+    texts = {"job.config_file": "digits", "sampling.images_per_class": "3", "training.max_local_batch_size": "8"}
+    assert read_command_line(words) == (texts, [])
+
+
+def test_training_without_arguments_shows_its_usage(capsys):
+    assert train.main([]) == 2
+    assert capsys.readouterr().err.startswith("usage: train.py --config FILE ")
+
+
+def test_the_tests_script_shows_its_own_options():
+    done = subprocess.run(["bash", ROOT / "scripts" / "test.sh", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "--all" in done.stdout and "-k WORD" in done.stdout, done.stdout + done.stderr

@@ -218,3 +218,21 @@ def test_a_growing_file_is_never_what_a_link_or_pipe_names(tmp_path, make):
     with pytest.raises(UnsuitableFile, match="is a (link|pipe), not a regular file"):
         PatientFile(tmp_path / "metrics.jsonl", "the metrics", prepare=lambda: cut_metrics(tmp_path / "metrics.jsonl", 1)).open()
     assert (tmp_path / "thesis.txt").read_text() == '{"step": 99}\n'
+
+
+@pytest.mark.parametrize(("schedule", "more", "longer"), [
+    ("constant", ("--training.steps", "30"), True), ("inverse_sqrt", ("--training.steps", "30"), True),
+    ("constant", ("--training.steps", "10"), False), ("cosine", ("--training.steps", "30"), False),
+    ("constant", ("--training.steps", "30", "--optimizer.lr", "0.5"), False),
+])  # fmt: skip
+def test_a_run_is_made_longer_where_its_learning_rate_does_not_depend_on_its_length(tmp_path, schedule, more, longer):
+    words = ("--lr_scheduler.decay_type", schedule, "--lr_scheduler.warmup_steps", "2")
+    first = opened(run_at(tmp_path, *words, "--training.steps", "20"))
+    save(first, 20)
+    again = run_at(tmp_path, *words, *more)
+    if not longer:
+        with pytest.raises(RunFolderError, match="another configuration"):
+            again.open()
+        return
+    opened(again)
+    assert "steps = 30" in (tmp_path / "one" / "config.toml").read_text()

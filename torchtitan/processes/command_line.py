@@ -18,11 +18,16 @@ _READER_GONE = 128 + signal.SIGPIPE
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Parser with one-line errors, without the usage text; exit code 2. An option may be written with _ for -."""
+    """Parser with one-line errors, without the usage text; exit code 2.
+
+    An option may be written with _ for -; a configuration that stands alone, as CONFIG, after --config too.
+    """
 
     def parse_known_args(self, args=None, namespace=None):
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_with_dashes(word) for word in words], namespace)
+        words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
+        if any(action.dest == "config" and not action.option_strings for action in self._actions):
+            words = [word.removeprefix("--config=") for word in words if word != "--config"]
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}\n")
