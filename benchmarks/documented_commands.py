@@ -1,0 +1,176 @@
+"""Run the commands of the README and of docs/index.md: python benchmarks/documented_commands.py [--only TEXT] [--put NAME=PATH]
+
+Clones this checkout into a temporary folder and runs the commands there, in the order that they need each other: trainings
+first. Long ones are shortened by options that the table names. PICTURES and FOLDER are made here, twenty small images each;
+another capital word that stands for a file is given by --put, as --put PHOTOGRAPHS=folder, or its commands are not run.
+Writes benchmarks/results/documented_commands.md: command, verdict, seconds.
+"""
+
+import argparse
+import io
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+from PIL import Image
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from torchtitan.runs.folder import versions
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "documented_commands.md"
+# What stands for a user's file or folder; of a run that no command here trains, its folder.
+STANDS_FOR = re.compile(
+    r"\b(?:PICTURES|PHOTOGRAPHS|FOLDER|TOKENIZER_FOLDER|WEIGHTS(?:\.pt)?|E\.yaml|imagenet_ci8x8\.safetensors|latents\.safetensors|"
+    r"dit\.safetensors|outputs/flux\w*)(?![\w/])"
+)
+SHORT = "--training.steps 40 --lr_scheduler.warmup_steps 4 --sampling.judge_images 100 --evaluation.count 128"
+# First word that fits: options that shorten it.
+SHORTENED = (
+    (r"^scripts/train\.sh$", SHORT.replace("40", "320", 1)),  # others draw from its checkpoint of step 300
+    (r"^--|scripts/train\.sh$|digits\.toml", SHORT),
+    (r"scripts/train\.sh train_configs/(cifar10|edm2)", "--training.steps 3 --lr_scheduler.warmup_steps 1"
+     " --training.global_batch_size 20 --sampling.enable false --validation.num_images 4"),
+    (r"scripts/train\.sh train_configs/my_images", "--training.steps 8 --lr_scheduler.warmup_steps 2"),
+    (r"scripts/train\.sh train_configs/flux_lora", "--training.steps 4 --lr_scheduler.warmup_steps 1"),
+    (r"run_ablations_cpu\.sh", "--dry-run"),
+    (r"scripts/sample\.py .*--count", "--num-steps 2"),
+)  # fmt: skip
+NOT_ENDING = ("tensorboard --logdir",)  # stopped after some seconds: they serve
+LONG = ("scripts/study.py", "critical_batch.py", "benchmarks/", "autotune", "ema.py sweep")
+
+
+@dataclass
+class Row:
+    """A command's outcome.
+
+    Attributes:
+        command: as documented.
+        added: options that shortened it.
+        verdict: ran, refused, failed, out of time, or not run.
+        seconds: that it took.
+        said: its last line where it did not end well.
+    """
+
+    command: str
+    added: str
+    verdict: str
+    seconds: float = 0.0
+    said: str = ""
+
+
+def documented() -> list[str]:
+    """Commands of the last cells of the tables, trainings of the runs that others need first."""
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "index.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    commands = dict.fromkeys(row[-1].split("`")[1] for row in rows if row[-1].startswith("`"))
+    first = ("scripts/train.sh", "scripts/train.sh train_configs/digits.toml --optimizer.lr 5e-4 --job.name lower-lr")
+    return sorted(commands, key=lambda command: (command not in first, command not in first[:1], "train.sh" not in command))
+
+
+def shortened(command: str) -> str:
+    if "--check-only" in command or "--help" in command:
+        return ""
+    is_training = command.startswith("--") or "scripts/train.sh" in command
+    for pattern, added in SHORTENED:
+        if re.search(pattern, command) and (is_training or "train" not in pattern and not pattern.startswith("^--")):
+            given = {word for word in shlex.split(command) if word.startswith("--")}
+            words = shlex.split(added)
+            pairs = [words[n : n + 2] for n in range(0, len(words), 2)] if len(words) > 1 else [words]
+            return shlex.join([word for pair in pairs if pair[0] not in given for word in pair])
+    return ""
+
+
+def make_data(folder: Path) -> dict[str, str]:
+    """Twenty small images as a folder of pictures and as CIFAR-10's files."""
+    pictures, cifar = folder / "pictures", folder / "cifar10"
+    pictures.mkdir()
+    cifar.mkdir()
+    rows = []
+    for number in range(20):
+        content = io.BytesIO()
+        image = Image.new("RGB", (96, 80), (12 * number, 90, 255 - 12 * number))
+        image.save(pictures / f"{number}.png")
+        (pictures / f"{number}.txt").write_text("a photo of a colour")
+        image.resize((32, 32)).save(content, "PNG")
+        rows.append({"img": {"bytes": content.getvalue(), "path": ""}, "label": number % 10})
+    for split in ("train", "test"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), cifar / f"{split}-00000-of-00001.parquet")
+    return {"PICTURES": str(pictures), "FOLDER": str(cifar), "PHOTOGRAPHS": str(pictures)}
+
+
+def run(command: str, clone: Path, put: dict[str, str], most: float) -> Row:
+    """Run one command in the clone."""
+    added = shortened(command)
+    missing = [word for word in STANDS_FOR.findall(command) if word not in put]
+    if missing:
+        return Row(command, "", f"not run: needs {missing[0]}")
+    words = STANDS_FOR.sub(lambda found: shlex.quote(put[found[0]]), command)
+    words = words.replace("STORE", "store").replace("--nproc_per_node 8", "--nproc_per_node 2").replace("--open", "")
+    words = re.sub(r"^NGPU=4", "NGPU=2", words).replace("--count 50000", "--count 40")
+    if words.startswith("--"):
+        words = f"scripts/train.sh {words} --job.name documented-{abs(hash(command)) % 10**6}"
+    environment = os.environ | {"PATH": f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    start = time.perf_counter()
+    with subprocess.Popen(
+        ["bash", "-c", f"{words} {added}"], cwd=clone, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            output = process.communicate(timeout=15 if any(name in command for name in NOT_ENDING) else most)[0]
+            verdict = {0: "ran", 2: "refused"}.get(process.returncode, "failed")
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            output = process.communicate()[0]
+            verdict = "ran, stopped" if any(name in command for name in (*NOT_ENDING, *LONG)) else "out of time"
+    lines = [line for line in output.splitlines() if line.strip()]
+    if "Traceback" in output:
+        verdict = "failed"
+    said = "" if verdict.startswith("ran") or not lines else lines[-1]
+    return Row(command, added, verdict, time.perf_counter() - start, said)
+
+
+def table(rows: list[Row]) -> Iterator[str]:
+    """Lines of the result."""
+    yield f"# Commands of the README and of docs/index.md, run in a fresh clone ({date.today()})\n"
+    yield ", ".join(f"{name} {version}" for name, version in versions().items()) + "\n"
+    yield "| command | shortened by | verdict | seconds |"
+    yield "|---|---|---|---|"
+    for row in rows:
+        said = f": {row.said[:200]}".replace("|", "/") if row.said else ""
+        yield f"| `{row.command}` | {f'`{row.added}`' if row.added else ''} | {row.verdict}{said} | {row.seconds:.1f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="commands with this in them")
+    parser.add_argument("--put", action="append", default=[], metavar="NAME=PATH", help="what stands for NAME")
+    parser.add_argument("--most", type=float, default=240.0, metavar="SECONDS", help="for one command (default: 240)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        clone = Path(place) / "clone"
+        subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+        (clone / ".venv").symlink_to(ROOT / ".venv")
+        put = make_data(Path(place)) | dict(each.split("=", 1) for each in arguments.put)
+        rows = []
+        for command in tqdm([command for command in documented() if arguments.only in command], unit="command"):
+            rows.append(run(command, clone, put, arguments.most))
+            RESULT.write_text("\n".join(table(rows)).replace(place, "...") + "\n")
+    sys.exit(any(row.verdict in ("failed", "refused", "out of time") for row in rows))
+
+
+if __name__ == "__main__":
+    main()
