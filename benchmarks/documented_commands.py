@@ -37,17 +37,22 @@ STANDS_FOR = re.compile(
     r"\b(?:PICTURES|PHOTOGRAPHS|FOLDER|TOKENIZER_FOLDER|WEIGHTS(?:\.pt)?|E\.yaml|imagenet_ci8x8\.safetensors|latents\.safetensors|"
     r"dit\.safetensors|outputs/flux\w*)(?![\w/])"
 )
-SHORT = "--training.steps 40 --lr_scheduler.warmup_steps 4 --sampling.judge_images 100 --evaluation.count 128"
-# First word that fits: options that shorten it.
-SHORTENED = (
-    (r"^scripts/train\.sh$", SHORT.replace("40", "320", 1)),  # others draw from its checkpoint of step 300
-    (r"^--|scripts/train\.sh$|digits\.toml", SHORT),
-    (r"scripts/train\.sh train_configs/(cifar10|edm2)", "--training.steps 3 --lr_scheduler.warmup_steps 1"
-     " --training.global_batch_size 20 --sampling.enable false --validation.num_images 4"),
-    (r"scripts/train\.sh train_configs/my_images", "--training.steps 8 --lr_scheduler.warmup_steps 2"),
-    (r"scripts/train\.sh train_configs/flux_lora", "--training.steps 4 --lr_scheduler.warmup_steps 1"),
-    (r"run_ablations_cpu\.sh", "--dry-run"),
-    (r"scripts/sample\.py .*--count", "--num-steps 2"),
+DIGITS = {
+    "--training.steps": "40", "--lr_scheduler.warmup_steps": "4", "--sampling.judge_images": "100", "--evaluation.count": "128"
+}
+TRAIN = r"scripts/train\.sh"
+# Pattern: options that shorten a command that it is found in; the first pattern counts.
+SHORTENED: tuple[tuple[str, dict[str, str]], ...] = (
+    (rf"^{TRAIN}$", DIGITS | {"--training.steps": "320"}),  # others draw from its checkpoint of step 300
+    (rf"^--|{TRAIN}$|{TRAIN} train_configs/digits", DIGITS),
+    (rf"{TRAIN} train_configs/(cifar10|edm2)", {
+        "--training.steps": "3", "--lr_scheduler.warmup_steps": "1", "--training.global_batch_size": "20",
+        "--sampling.enable": "false", "--validation.num_images": "4",
+    }),
+    (rf"{TRAIN} train_configs/my_images", {"--training.steps": "8", "--lr_scheduler.warmup_steps": "2"}),
+    (rf"{TRAIN} train_configs/flux_lora", {"--training.steps": "4", "--lr_scheduler.warmup_steps": "1"}),
+    (r"run_ablations_cpu\.sh", {"--dry-run": ""}),
+    (r"scripts/sample\.py .*--count", {"--num-steps": "2"}),
 )  # fmt: skip
 NOT_ENDING = ("tensorboard --logdir",)  # stopped after some seconds: they serve
 LONG = ("scripts/study.py", "critical_batch.py", "benchmarks/", "autotune", "ema.py sweep")
@@ -73,7 +78,10 @@ class Row:
 
 
 def documented() -> list[str]:
-    """Commands of the last cells of the tables, trainings of the runs that others need first."""
+    """Commands of the tables, trainings of the runs that others need first.
+
+    A command stands in the last cell of its row; rows of scripts and benchmarks name files in the first one.
+    """
     text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "index.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     commands = dict.fromkeys(row[-1].split("`")[1] for row in rows if row[-1].startswith("`"))
@@ -82,16 +90,10 @@ def documented() -> list[str]:
 
 
 def shortened(command: str) -> str:
-    if "--check-only" in command or "--help" in command:
-        return ""
-    is_training = command.startswith("--") or "scripts/train.sh" in command
-    for pattern, added in SHORTENED:
-        if re.search(pattern, command) and (is_training or "train" not in pattern and not pattern.startswith("^--")):
-            given = {word for word in shlex.split(command) if word.startswith("--")}
-            words = shlex.split(added)
-            pairs = [words[n : n + 2] for n in range(0, len(words), 2)] if len(words) > 1 else [words]
-            return shlex.join([word for pair in pairs if pair[0] not in given for word in pair])
-    return ""
+    """Options that shorten a command, without those that it gives itself."""
+    options = next((options for pattern, options in SHORTENED if re.search(pattern, command)), {})
+    given = shlex.split(command)
+    return " ".join(f"{name} {value}".strip() for name, value in options.items() if name not in given)
 
 
 def make_data(folder: Path) -> dict[str, str]:
@@ -112,7 +114,7 @@ def make_data(folder: Path) -> dict[str, str]:
     return {"PICTURES": str(pictures), "FOLDER": str(cifar), "PHOTOGRAPHS": str(pictures)}
 
 
-def run(command: str, clone: Path, put: dict[str, str], most: float) -> Row:
+def run(number: int, command: str, clone: Path, put: dict[str, str], most: float) -> Row:
     """Run one command in the clone."""
     added = shortened(command)
     missing = [word for word in STANDS_FOR.findall(command) if word not in put]
@@ -122,7 +124,7 @@ def run(command: str, clone: Path, put: dict[str, str], most: float) -> Row:
     words = words.replace("STORE", "store").replace("--nproc_per_node 8", "--nproc_per_node 2").replace("--open", "")
     words = re.sub(r"^NGPU=4", "NGPU=2", words).replace("--count 50000", "--count 40")
     if words.startswith("--"):
-        words = f"scripts/train.sh {words} --job.name documented-{abs(hash(command)) % 10**6}"
+        words = f"scripts/train.sh {words} --job.name documented-{number}"
     environment = os.environ | {"PATH": f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     start = time.perf_counter()
     with subprocess.Popen(
@@ -166,8 +168,9 @@ def main() -> None:
         (clone / ".venv").symlink_to(ROOT / ".venv")
         put = make_data(Path(place)) | dict(each.split("=", 1) for each in arguments.put)
         rows = []
-        for command in tqdm([command for command in documented() if arguments.only in command], unit="command"):
-            rows.append(run(command, clone, put, arguments.most))
+        chosen = [command for command in documented() if arguments.only in command]
+        for number, command in enumerate(tqdm(chosen, unit="command")):
+            rows.append(run(number, command, clone, put, arguments.most))
             RESULT.write_text("\n".join(table(rows)).replace(place, "...") + "\n")
     sys.exit(any(row.verdict in ("failed", "refused", "out of time") for row in rows))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchtitan.distributed.mesh import crosses_nodes
 from torchtitan.evaluation.config import LATENT_DATASETS, EvaluationConfig
+from torchtitan.evaluation.targets import described_text
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE
@@ -159,14 +160,8 @@ def _metrics(results: dict[str, Any], config: EvaluationConfig) -> list[str]:
     lines = [f"{config.count:,} samples{against} at step {measured['step']}, in features of {extractors}:"]
     for name in config.metrics:
         values = [
-            f"{value} {value_text(measured[value])}" for value, better in METRICS[name].better.items()
+            f"{value} {described_text(measured[value])}" for value, better in METRICS[name].better.items()
             if better and value in measured
         ]
         lines.append(f"  {name:<12} {', '.join(values)}")
     return lines
-
-
-def value_text(described: dict[str, float]) -> str:
-    """Text of a measured value, with the ends of its interval where both are finite."""
-    text = f"{described['value']:.4g}" if "value" in described else "not finite"
-    return f"{text} [{described['lower']:.4g}, {described['upper']:.4g}]" if {"lower", "upper"} <= described.keys() else text

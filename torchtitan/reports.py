@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -13,12 +14,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchtitan.checkpoint.checkpointer import checkpoint_path
-from torchtitan.console import closing_lines, grids, introduce, value_text
+from torchtitan.console import closing_lines, grids, introduce
 from torchtitan.distributed.collectives import from_first_rank, group_for_work, highest_over_ranks, sum_over_ranks
 from torchtitan.distributed.compile import CompileCounter
 from torchtitan.errors import CheckpointError, EvaluationError, RunFolderError, TrainingError, reason
 from torchtitan.evaluation.during_training import Evaluation
-from torchtitan.evaluation.targets import described, newly_reached, scalars
+from torchtitan.evaluation.targets import described, described_text, newly_reached, scalars
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.weight_files import saved_buffers
@@ -302,7 +303,7 @@ class Reports:
             self._results["first_reached"] = self._results.get("first_reached", {}) | dict.fromkeys(reached, found)
         if self._log:
             self._log.write(state.step, scalars(values))
-            shown = ", ".join(f"{name} {value_text(described(each))}" for name, each in values.items())
+            shown = ", ".join(f"{name} {described_text(described(each))}" for name, each in values.items())
             self._say(f"step {state.step:>6}  {self._config.evaluation.count:,} samples: {shown}")
             for text in (*measurement.notes, *(f"first {text}, after {found['epoch']:g} epochs" for text in reached)):
                 self._say(f"  {text}")
@@ -349,10 +350,7 @@ class Reports:
         if problem := from_first_rank(self._summary.close, *arguments):
             raise TrainingError(f"step {state.step}: {problem}")
         if self._log:
-            measured = {f"evaluation/{name}": each["value"] for name, each in self._results.get("evaluation", {}).items()
-                        if isinstance(each, dict) and "value" in each}  # fmt: skip
-            numbers = {name: value for name, value in self._results.items() if isinstance(value, int | float)}
-            self._log.summarise(numbers | measured | {"status": status})
+            self._log.summarise(_numbers(self._results) | {"status": status})
         if self._first:
             self._say("\n".join(closing_lines(
                 state, status, self._results, self._summary.clock(), self._held_out, self._animation
@@ -424,6 +422,11 @@ class Reports:
             logger.info(text)
         else:
             tqdm.write(text, file=sys.stderr)
+
+
+def _numbers(results: Mapping[str, Any]) -> dict[str, float | str]:
+    """Results that are numbers: the judge's scores, the last held-out losses, memory."""
+    return {name: value for name, value in results.items() if isinstance(value, int | float)}
 
 
 def _spread(stderr: float | None) -> str:

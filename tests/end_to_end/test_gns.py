@@ -185,7 +185,7 @@ def test_picture_is_drawn_and_the_advice_is_printed_at_the_end(tmp_path):
     with Image.open(picture) as image:
         assert image.format == "PNG" and image.width == 900 and image.height > 600
         assert len(image.convert("L").getcolors()) > 50
-    assert "too few" not in output and "nothing to be gained" not in output  # advice only where something is to be changed
+    assert "too few" not in output and "nothing to be gained" not in output
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Weights pushed to and pulled from a hub, which a small module stands for: the real package is asked for no more."""
 
+import json
 import shutil
 import sys
 import tomllib
@@ -89,6 +90,17 @@ def test_a_card_tells_of_the_training_where_the_data_are_gone_and_at_an_earlier_
     assert "images seen" not in card
 
 
+def test_a_card_shows_the_measured_scores_of_its_step(run, hub, tmp_path):
+    moved = shutil.copytree(run, tmp_path / "moved")
+    summary = json.loads((moved / "summary.json").read_text())
+    for step, shown in ((4, True), (2, False)):
+        measured = {"step": step, "fd": {"value": 1.25, "lower": 1.0, "upper": 1.5}, "precision": {"value": 0.5}}
+        (moved / "summary.json").write_text(json.dumps(summary | {"evaluation": measured}))
+        assert main(["push", str(moved), "--repo", "a/b", "--dry-run", str(tmp_path / f"files-{step}")]) == 0
+        card = (tmp_path / f"files-{step}" / "README.md").read_text()
+        assert ("| fd | 1.25 [1, 1.5] |" in card and "| precision | 0.5 |" in card) == shown, card
+
+
 def test_a_dry_run_uploads_nothing(run, hub, tmp_path, capsys):
     words = ["push", str(run), "--repo", "someone/x", "--dry-run", str(tmp_path / "files")]
     assert main(words) == 0
@@ -106,7 +118,7 @@ def test_refusals_are_one_line(run, hub, tmp_path, capsys, monkeypatch):
         assert main(words) == 2
         error = capsys.readouterr().err
         assert text in error and len(error.splitlines()) == 1
-    with pytest.raises(WeightsError, match="someone/nothing: no such run, file or folder here, and it cannot be fetched"):
+    with pytest.raises(WeightsError, match="weights: someone/nothing: no such folder here, and it cannot be fetched"):
         torchtitan_dit.load("someone/nothing")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert main(["push", str(run), "--repo", "a/b"]) == 2

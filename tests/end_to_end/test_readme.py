@@ -10,14 +10,13 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from benchmarks.documented_commands import documented
 from tests.forked import run_script
 from tests.launcher import ROOT
 from tests.unit.test_latent_cache import write_pictures
 
 README, INDEX = (ROOT / "README.md").read_text(), (ROOT / "docs" / "index.md").read_text()
-ROWS = [line.strip("| ").split(" | ") for line in (README + INDEX).splitlines() if line.startswith("| ")]
-# a command stands in the last cell of its row; rows of scripts and benchmarks name files in the first one
-COMMANDS = sorted({row[-1].split("`")[1] for row in ROWS if row[-1].startswith("`")})
+COMMANDS = sorted(documented())
 
 
 @pytest.fixture

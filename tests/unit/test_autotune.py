@@ -118,7 +118,8 @@ def test_headroom_and_the_largest_allowed_bound_the_answer(find):
 
 
 def test_what_bounds_the_answer_is_named(find):
-    assert find().bound.startswith("memory: ") and find(max_batch_size=13).bound.startswith("--max 13")
+    assert find().bound.startswith("memory: 2") and find(max_batch_size=13).bound == "--max 13"
+    assert find("--training.global_batch_size", "12").bound == "training.global_batch_size = 12"
 
 
 def test_a_batch_size_with_allocator_retries_does_not_fit(find, probes):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher import ROOT
+from torchtitan.config.job import ConfigError, load_config
 from torchtitan.files.run_lock import Busy
 from torchtitan.processes.command_line import OneLineParser
 from torchtitan.processes.exit_codes import BUSY
@@ -120,3 +121,15 @@ def test_training_without_arguments_shows_its_usage(capsys):
 def test_the_tests_script_shows_its_own_options():
     done = subprocess.run(["bash", ROOT / "scripts" / "test.sh", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "--all" in done.stdout and "-k WORD" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--training.steps", "40"], "command line: --training.steps: 40 is shorter than the file's warm-up "
+     "(add --lr_scheduler.warmup_steps 4)"),
+    (["--lr_scheduler.warmup_steps", "5000"], "command line: --lr_scheduler.warmup_steps: 5000 is more than "
+     "training.steps = 900"),
+])  # fmt: skip
+def test_a_warm_up_longer_than_the_run_is_blamed_on_the_command_line(words, said):
+    with pytest.raises(ConfigError) as refused:
+        load_config(["--config", "digits", *words], 1)
+    assert refused.value.problems == [said]

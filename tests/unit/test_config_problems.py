@@ -311,7 +311,7 @@ BAD_FILES = [
     ),
     (
         "[training]\nsteps = 10\n[lr_scheduler]\nwarmup_steps = 11",
-        "training.steps: 10 is less than lr_scheduler.warmup_steps = 11 (add --lr_scheduler.warmup_steps 1)",
+        "lr_scheduler.warmup_steps: 11 is more than training.steps = 10",
     ),
     (
         "[training]\nglobal_batch_size = 48",

@@ -57,6 +57,6 @@ def test_it_is_said_once_with_the_check_or_the_training(config, environment, cou
 
 def test_latents_and_networks_without_patches_are_not_warned_of():
     latents = SimpleNamespace(data=SimpleNamespace(), model=SimpleNamespace(patch_size=2), cache=SimpleNamespace(enable=False))
-    assert train._pixel_warning(latents, 1) == ""
+    assert pixel_warning(latents, 1) == ""
     unet = SimpleNamespace(data=SimpleNamespace(image_size=512), model=SimpleNamespace(), cache=SimpleNamespace(enable=False))
-    assert train._pixel_warning(unet, 1) == ""
+    assert pixel_warning(unet, 1) == ""

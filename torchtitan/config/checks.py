@@ -187,13 +187,14 @@ def _loader_processes(checked: ConfigView) -> Iterator[Problem]:
 
 def _warmup(checked: ConfigView) -> Iterator[Problem]:
     batch = None if any(_batch_sizes(checked)) else _global_batch_size(checked)
-    for key, text in warmup_problems(checked.whole("lr_scheduler"), checked.training.steps, batch):
-        if "training.steps" in checked.given and key == "warmup_steps":
-            steps, warmup = checked.training.steps, checked.lr_scheduler.warmup_steps
-            fitting = f"--lr_scheduler.warmup_steps {steps // 10}"
-            yield Problem("training.steps", f"{steps} is less than lr_scheduler.warmup_steps = {warmup} (add {fitting})")
+    steps, section = checked.training.steps, checked.whole("lr_scheduler")
+    for key, text in warmup_problems(section, steps, batch):
+        key = f"lr_scheduler.{key}"
+        if [checked.origins.get(each) for each in ("training.steps", key)] == ["command line", "file"]:
+            fitting = steps * (batch or 1 if section.unit == "images" else 1) // 10
+            yield Problem("training.steps", f"{steps} is shorter than the file's warm-up (add --{key} {fitting})")
         else:
-            yield Problem(f"lr_scheduler.{key}", text)
+            yield Problem(key, text)
 
 
 def _dataset_is_usable(checked: ConfigView) -> Iterator[Problem]:

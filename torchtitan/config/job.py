@@ -271,7 +271,7 @@ class _Filled:
     known: dict[str, dataclasses.Field]
 
     def checked(self, world_size: int) -> ConfigView:
-        return ConfigView(self.config, world_size, set(self.origins), self.refused)
+        return ConfigView(self.config, world_size, self.origins, self.refused)
 
 
 def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None) -> _Filled:

@@ -1,5 +1,6 @@
 """View of a configuration for checks: a check that reads a refused value has no result."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.config.latent_cache import CACHED_DATASETS, cached_info
@@ -17,12 +18,13 @@ class ConfigView:
 
     Attributes:
         world_size: number of processes.
-        given: the dotted keys that were set, in the TOML file or on the command line.
+        origins: dotted key -> where it was set, "file" or "command line".
+        given: the dotted keys that were set.
     """
 
-    def __init__(self, config: Any, world_size: int, given: set[str], refused: set[str]) -> None:
+    def __init__(self, config: Any, world_size: int, origins: Mapping[str, str], refused: set[str]) -> None:
         self.world_size = world_size
-        self.given = given
+        self.origins, self.given = origins, set(origins)
         self._config = config
         self._refused = refused
         self._dataset: DatasetInfo | DatasetError | None = None

@@ -1,9 +1,6 @@
 """Warning where a transformer is to be trained on many pixels: what it costs, and the two ways out."""
 
 from torchtitan.config.job import JobConfig
-from torchtitan.estimate.devices import DEVICES
-from torchtitan.estimate.memory import estimate_memory, model_on_meta
-from torchtitan.estimate.roofline import Efficiency, estimate_step_time
 
 MANY_TOKENS = 1024  # of an image: 64 x 64 in patches of 2, 256 x 256 in patches of 8
 _DEVICE = "H100"
@@ -19,14 +16,17 @@ def pixel_warning(config: JobConfig, world_size: int) -> str:
     Returns:
         one line with tokens, memory and hours on H100s, and what to do; "" where there is nothing to warn of.
     """
-    patch = getattr(config.model, "patch_size", 0)
-    model = model_on_meta(config) if patch else None
-    if model is None or model.image_shape[0] not in (1, 3):
+    side, patch = getattr(config.data, "image_size", None) or 0, getattr(config.model, "patch_size", None) or 0
+    if config.cache.enable or not patch or (side / patch) ** 2 <= MANY_TOKENS:
         return ""
+    # Here, for a start that needs no warning imports nothing heavy.
+    from torchtitan.estimate.devices import DEVICES
+    from torchtitan.estimate.memory import estimate_memory, model_on_meta
+    from torchtitan.estimate.roofline import Efficiency, estimate_step_time
+
+    model = model_on_meta(config)
     _, height, width = model.image_shape
     tokens = model.tokens_per_image(model.image_shape)
-    if tokens <= MANY_TOKENS:
-        return ""
     memory = estimate_memory(config, world_size)
     time = estimate_step_time(config, model, memory, DEVICES[_DEVICE], Efficiency())
     devices = _DEVICE if world_size == 1 else f"{world_size} {_DEVICE}s"

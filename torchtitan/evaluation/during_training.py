@@ -28,7 +28,7 @@ from torchtitan.evaluation.validation import validation_loss
 from torchtitan.fidelity.measurement import Measurement
 from torchtitan.models.base import DiffusionModel
 from torchtitan.pictures.grids import class_labels, image_grid, to_rgb
-from torchtitan.training.data_loading import validation_batches
+from torchtitan.training.data_loading import num_validation_batches, validation_batches
 from torchtitan.training.ema import EMABank
 
 
@@ -85,7 +85,8 @@ class Evaluation:
                 on_unreadable=self._on_unreadable,
             )
             batches = tqdm(
-                batches, "held-out loss", unit="batch", delay=2, leave=False, disable=None if layout.rank == 0 else True
+                batches, "held-out loss", num_validation_batches(dataset, count, config.batch_size, layout.world_size),
+                unit="batch", delay=2, leave=False, disable=None if layout.rank == 0 else True,
             )
             with self._ema.weights(track, self._model):
                 losses = validation_loss(

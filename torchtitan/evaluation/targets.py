@@ -39,6 +39,12 @@ def described(interval: Interval) -> dict[str, float]:
     return {name: number for name, number in numbers.items() if math.isfinite(number)}
 
 
+def described_text(described: Mapping[str, float]) -> str:
+    """Text of a measured value, with the ends of its interval where both are finite."""
+    text = f"{described['value']:.4g}" if "value" in described else "not finite"
+    return f"{text} [{described['lower']:.4g}, {described['upper']:.4g}]" if {"lower", "upper"} <= described.keys() else text
+
+
 def scalars(values: Mapping[str, Interval]) -> dict[str, float]:
     """Values and finite ends by tag, for metrics.jsonl and TensorBoard."""
     return {

@@ -11,7 +11,7 @@ Less variance is not less loss: it matters where the batch is below the noise sc
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -295,16 +295,23 @@ def advice(ratios: Iterable[PredictedRatio]) -> str:
     return f"nothing to be gained from another sampler of t: at best {_times_fewer(best)} fewer samples"
 
 
+BatchPlace = Literal["unknown", "near", "below", "above"]
+
+
 def worthwhile(ratios: Iterable[PredictedRatio]) -> dict[str, PredictedRatio]:
     """Those that would save samples, by name: the interval excludes a ratio of 1, and more than 2 % is saved."""
     return {ratio.name: ratio for ratio in ratios if ratio.upper < 1.0 and ratio.ratio < 1.0 / _WORTHWHILE}
 
 
-def another_batch(b_simple: float, lower: float, upper: float, global_batch_size: int) -> bool:
-    """Whether `batch_advice` of the same arguments calls the batch size too small or too large."""
-    if math.isnan(lower) or math.isnan(upper) or lower <= global_batch_size <= upper:
-        return False
-    return math.isinf(upper) or not 0.5 <= global_batch_size / b_simple <= 2.0
+def place_of_batch(b_simple: float, lower: float, upper: float, global_batch_size: int) -> BatchPlace:
+    """Place of the batch size among noise scales; arguments and rule as of `batch_advice`."""
+    if math.isnan(lower) or math.isnan(upper):
+        return "unknown"
+    if math.isinf(upper):
+        return "below" if global_batch_size < lower else "unknown"
+    if lower <= global_batch_size <= upper or 0.5 <= global_batch_size / b_simple <= 2.0:
+        return "near"
+    return "below" if global_batch_size < lower else "above"
 
 
 def batch_advice(b_simple: float, lower: float, upper: float, global_batch_size: int) -> str:
@@ -322,20 +329,19 @@ def batch_advice(b_simple: float, lower: float, upper: float, global_batch_size:
     Source: McCandlish et al., arXiv 1812.06162, eq. 2.7: a batch of B makes 1 / (1 + B_simple / B) of the largest
     progress of one step.
     """
-    batch = f"global batch size {global_batch_size:,}"
-    if math.isnan(lower) or math.isnan(upper) or lower <= 0 and math.isinf(upper):
-        return f"{batch}: too few samples for an estimate of the noise scale"
-    if math.isinf(upper):
+    batch, place = f"global batch size {global_batch_size:,}", place_of_batch(b_simple, lower, upper, global_batch_size)
+    if math.isinf(upper) and lower > 0:
         scale = f"the noise scale, by estimate more than {_samples(lower)} samples"
-        if global_batch_size < lower:
-            return f"{batch} is below {scale}: a larger one would need nearly proportionally fewer steps"
-        return f"{batch}: too few samples to tell whether it is below {scale}"
-    scale = f"the noise scale, estimate {_samples(b_simple)} [{_samples(lower)}, {_samples(upper)}] samples"
-    if lower <= global_batch_size <= upper or 0.5 <= global_batch_size / b_simple <= 2.0:
-        return f"{batch} is near {scale}: a balance of steps against samples"
-    if global_batch_size < lower:
-        return f"{batch} is below {scale}: a larger one would need nearly proportionally fewer steps"
-    return f"{batch} is above {scale}: a larger one would save few steps, a smaller one many samples"
+    elif math.isfinite(upper):
+        scale = f"the noise scale, estimate {_samples(b_simple)} [{_samples(lower)}, {_samples(upper)}] samples"
+    else:
+        return f"{batch}: too few samples for an estimate of the noise scale"
+    return {
+        "unknown": f"{batch}: too few samples to tell whether it is below {scale}",
+        "near": f"{batch} is near {scale}: a balance of steps against samples",
+        "below": f"{batch} is below {scale}: a larger one would need nearly proportionally fewer steps",
+        "above": f"{batch} is above {scale}: a larger one would save few steps, a smaller one many samples",
+    }[place]
 
 
 def _change(name: str) -> str:

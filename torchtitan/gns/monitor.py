@@ -19,9 +19,9 @@ from torchtitan.gns.allocate import (
     PredictedRatio,
     SharesSchedule,
     advice,
-    another_batch,
     batch_advice,
     loss_second_moment_shares,
+    place_of_batch,
     predicted_ratios,
     weight_shares,
     worthwhile,
@@ -217,7 +217,7 @@ class GNSMonitor:
         whole = self._whole(self.pool.geometries[-1], "sketch")
         scale = whole.b_simple.item(), whole.lower.item(), whole.upper.item(), global_batch_size
         ratios = self.predicted_ratios()
-        lines = [batch_advice(*scale)] if another_batch(*scale) else []
+        lines = [batch_advice(*scale)] if place_of_batch(*scale) in ("below", "above") else []
         return [*lines, advice(ratios)] if worthwhile(ratios) else lines
 
     def predicted_ratios(self) -> list[PredictedRatio]:

@@ -97,7 +97,7 @@ class RunFolder:
             old = self._recorded_config(f"{saved}: {damage}", needed=saved.exists())
         changes = config_differences(old, self._config) if old else []
         if self._only_longer(old, changes):
-            logger.info(f"{self.path}: made longer, {changes[0]}")
+            logger.info(f"{self.path}: extending the run, {changes[0]}")
         elif changes:
             advice = "give another --job.name, or --job.allow_config_change true to resume it nevertheless"
             raise RunFolderError(
@@ -105,12 +105,12 @@ class RunFolder:
             )
 
     def _only_longer(self, old: dict, changes: list[str]) -> bool:
-        """Whether the run is only to have more steps, and its learning rate does not depend on how many there are."""
+        """Whether the only change is more steps, under a learning rate schedule that does not depend on their number."""
         if len(changes) != 1 or not changes[0].startswith("training.steps: "):
             return False
         before = with_present_keys(old).get("training", {}).get("steps")
         more = isinstance(before, int) and self._config.training.steps > before
-        return more and self._config.lr_scheduler.decay_type in ("constant", "inverse_sqrt")
+        return more and not self._config.lr_scheduler.needs_length
 
     def _recorded_config(self, damage: str, needed: bool) -> dict:
         """Recorded configuration of the newest good checkpoint; empty where there is no checkpoint.

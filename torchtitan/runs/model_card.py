@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchtitan.config.job import JobConfig
+from torchtitan.evaluation.targets import described_text
 from torchtitan.pictures.markdown import Markdown, inline, markdown_table
 from torchtitan.pictures.number_text import significant
 from torchtitan.runs.trained_model import TrainedModel
@@ -70,9 +71,11 @@ def _facts(
         value = summary.get(key, medians.get(key) if isinstance(medians, Mapping) else None)
         if isinstance(value, int | float):
             yield name, significant(float(value))
-    for key, value in summary.items():
-        if key.startswith("evaluation_metrics/") and isinstance(value, int | float):
-            yield inline(key.partition("/")[2]), significant(float(value))
+    measured = summary.get("evaluation")
+    if isinstance(measured, Mapping) and measured.get("step") == trained.step:
+        for name, described in measured.items():
+            if isinstance(described, Mapping):
+                yield inline(name), described_text(described)
     if isinstance(device := summary.get("device"), str):
         yield "hardware", device
     yield "images seen", f"{summary.get('n_images_seen', 0):,}"

@@ -1,6 +1,6 @@
-"""Names that other programs give to settings, so that a key written from habit is answered with this program's."""
+"""Names of settings in other programs, and the keys that do the same here."""
 
-# name -> key here, and the value or remark that goes with it.
+# Name elsewhere -> key here, and a value or a remark.
 SYNONYMS = {
     **dict.fromkeys(("amp", "bf16", "mixed_precision", "precision"), ("training.mixed_precision_param", " bfloat16")),
     **dict.fromkeys(("iterations", "max_steps", "max_train_steps", "total_steps"), ("training.steps", "")),
@@ -28,11 +28,14 @@ SYNONYMS = {
 
 
 def synonym(key: str, prefix: str = "") -> str:
-    """Advice for an unknown dotted key whose last part other programs use; "" for any other.
+    """Suggest a key for a setting's name in another program.
 
     Args:
-        key: as written, without its dashes.
-        prefix: "--" for the command line.
+        key: unknown dotted key; its last part is looked up.
+        prefix: of the suggested key; "--" on the command line.
+
+    Returns:
+        a question, as "did you mean --training.steps?"; "" for a name that is not in the table.
     """
     name = key.rpartition(".")[2].replace("-", "_").lower()
     if name not in SYNONYMS:

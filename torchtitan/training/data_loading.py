@@ -252,6 +252,12 @@ def microbatches_per_step(global_batch_size: int, local_batch_size: int, world_s
     return count
 
 
+def num_validation_batches(dataset: Dataset, num_images: int, batch_size: int, world_size: int) -> int:
+    """Number of batches that `validation_batches` of the same arguments yields on each rank."""
+    parts = held_out_parts(dataset, min(num_images, len(dataset)))
+    return sum(-(-total // (batch_size * world_size)) for _, _, total in parts)
+
+
 def validation_batches(
     dataset: Dataset,
     info: DatasetInfo,

@@ -32,7 +32,7 @@ def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int, images_per
     rise = min(at.counted / at.warmup, 1.0) if warming else 1.0
     if config.decay_type == "inverse_sqrt" and not (warming and at.by_epoch):
         return rise / math.sqrt(max(at.done / at.reference, 1.0))
-    if warming or config.decay_type in ("constant", "inverse_sqrt"):
+    if warming or not config.needs_length:
         return rise
     progress = (at.done - at.warmup) / (at.total - at.warmup)
     shape = 1.0 - progress if config.decay_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))

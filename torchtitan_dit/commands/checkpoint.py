@@ -292,7 +292,8 @@ def push(arguments: argparse.Namespace) -> int:
     trained = load_run(arguments.run, arguments.ema, arguments.step, torch.device("cpu"))
     print_notes(trained.warnings)
     if not header_config(trained.config, trained.info):
-        raise WeightsError(f"{arguments.run}: is conditioned on captions, whose embeddings a file of weights does not hold")
+        reason = "sampling needs its caption embeddings, which are not stored with the weights"
+        raise WeightsError(f"{arguments.run}: a text-to-image model cannot be pushed: {reason}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.dry_run or Path(scratch) / "files"
         refuse_existing(folder, overwrite=False)

@@ -13,12 +13,12 @@ import sys
 from typing import NoReturn
 
 from torchtitan.config.job import ConfigError, JobConfig, help_text, load_config, report_and_exit
+from torchtitan.estimate.pixels import pixel_warning
 from torchtitan.processes.command_line import exit_code
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
 from torchtitan.processes.launch import launch_number
 
 CHECKED = "TORCHTITAN_DIT_CHECKED"  # in the environment: this configuration has been checked, and warned of, just now
-_MANY_TOKENS = 1024
 _USAGE = """usage: train.py --config FILE [--section.key value ...] [--check-only]
   FILE: a TOML file, or the name of a shipped one, as digits (train_configs/ has them all)
   train.py --help lists the sections of a configuration, train.py --help optimizer the keys of one"""
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
         config = load_config(arguments, world_size)
     except ConfigError as error:
         report_and_exit(error)
-    if rank == 0 and CHECKED not in os.environ and (warning := _pixel_warning(config, world_size)):
+    if rank == 0 and CHECKED not in os.environ and (warning := pixel_warning(config, world_size)):
         print(warning, file=sys.stderr)
     if not check_only:
         from torchtitan.run import run  # the configuration is checked before anything heavy is imported
@@ -59,16 +59,6 @@ def main(arguments: list[str]) -> int:
         return REFUSED
     print(f"{config.job.config_file or 'configuration'}: ok")
     return 0
-
-
-def _pixel_warning(config: JobConfig, world_size: int) -> str:
-    """Warning of a transformer on many pixels; "" for none, without importing what knows the costs."""
-    side, patch = getattr(config.data, "image_size", None) or 0, getattr(config.model, "patch_size", None) or 0
-    if config.cache.enable or not patch or (side / patch) ** 2 <= _MANY_TOKENS:
-        return ""
-    from torchtitan.estimate.pixels import pixel_warning
-
-    return pixel_warning(config, world_size)
 
 
 def _decoder_problem(config: JobConfig) -> Exception | None:

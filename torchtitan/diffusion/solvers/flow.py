@@ -55,9 +55,11 @@ def euler_maruyama(
 
     dx = (v - w_t s / 2) dt + sqrt(w_t) dW with dt < 0, the velocity v = a' x0 + b' noise and the score
     s = -noise / b. Any w_t >= 0 keeps the marginals; diffusion_scale multiplies the one that `diffusion` names (0 is
-    `euler`). The last step adds no noise and follows v alone: on the rectified flow it returns the estimate of x0. With
-    last_step = "mean" it follows the whole drift, as SiT's code does, whose diffusion is moreover that of diffusion_scale = 2:
-    it adds sqrt(2 sigma) dW and sigma s to v.
+    `euler`). The last step adds no noise. With last_step = "velocity" it follows v alone, and on the rectified flow returns
+    the estimate of x0; with "mean" it follows the whole drift.
+
+    SiT's code has the drift v + sigma s and the noise sqrt(2 sigma) dW, in time from noise to data: diffusion = "sigma",
+    diffusion_scale = 2, last_step = "mean".
 
     Source: Ma et al., "SiT", arXiv 2401.08740, eq. 4 (the equation) and section 3 (the choices of w_t).
     """

@@ -54,7 +54,7 @@ class AutotuneResult:
     probes: list[Probe]
     tried: int
     record: Path
-    bound: str = ""
+    bound: str
 
 
 def autotune(
@@ -140,23 +140,21 @@ def autotune(
         record.write()
     if record.batch_size is None:
         raise NothingFits(_nothing_fits(smallest, record.probes, memory_gib, search.limit_gib, multiple_of))
-    bound = _bound(record.batch_size, record.probes, candidates, search.limit_gib, whole, max_batch_size)
+    by_option = whole is None or whole // processes > max_batch_size
+    last = f"--max {max_batch_size}" if by_option else f"training.global_batch_size = {whole}"
+    bound = _bound(record.batch_size, record.probes, candidates[-1], search.limit_gib, last)
     return AutotuneResult(record.batch_size, goal, record.probes, search.tried, record.path, bound)
 
 
-def _bound(
-    found: int, probes: list[Probe], candidates: Sequence[int], limit_gib: float, whole: int | None, max_batch_size: int
-) -> str:
-    """What keeps the batch size from being larger, in words."""
+def _bound(found: int, probes: list[Probe], largest: int, limit_gib: float, last: str) -> str:
+    """What keeps the batch size from being larger, in words; `last` is what bounds the largest candidate."""
     larger = [probe for probe in probes if probe.batch_size > found]
     if any(probe.fits(limit_gib) for probe in larger):
         return "larger ones that fit are hardly faster"
     if larger:
         smallest = min(probe.batch_size for probe in larger)
         return f"memory: {smallest} does not fit in {limit_gib:.3g} GiB"
-    if found < candidates[-1]:
-        return "larger ones were not tried"
-    return f"--max {max_batch_size}" if whole is None else f"--max {max_batch_size}, or training.global_batch_size = {whole}"
+    return last if found == largest else "larger ones were not tried"
 
 
 class _Search:
