@@ -118,7 +118,7 @@ def test_refusals_are_one_line(run, hub, tmp_path, capsys, monkeypatch):
         assert main(words) == 2
         error = capsys.readouterr().err
         assert text in error and len(error.splitlines()) == 1
-    with pytest.raises(WeightsError, match="weights: someone/nothing: no such folder here, and it cannot be fetched"):
+    with pytest.raises(WeightsError, match="someone/nothing: no such run, file or folder here, and it cannot be fetched"):
         torchtitan_dit.load("someone/nothing")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert main(["push", str(run), "--repo", "a/b"]) == 2

@@ -117,6 +117,13 @@ def test_headroom_and_the_largest_allowed_bound_the_answer(find):
     assert find(max_batch_size=13).batch_size == 13
 
 
+@pytest.mark.parametrize("name", ["digits", "cifar10_noise_small"])
+def test_a_shipped_configuration_with_measured_samples_can_be_probed(name, tmp_path):
+    words = [] if name == "digits" else ["--data.name", "synthetic", "--data.shape", "[3, 32, 32]"]
+    probed, _ = probe_config(load_config(["--config", name, *words], 1), "largest", 1, tmp_path)
+    assert not (probed.sampling.enable or probed.evaluation.enable or probed.checkpoint.enable)
+
+
 def test_what_bounds_the_answer_is_named(find):
     assert find().bound.startswith("memory: 2") and find(max_batch_size=13).bound == "--max 13"
     assert find("--training.global_batch_size", "12").bound == "training.global_batch_size = 12"

@@ -133,3 +133,15 @@ def test_a_warm_up_longer_than_the_run_is_blamed_on_the_command_line(words, said
     with pytest.raises(ConfigError) as refused:
         load_config(["--config", "digits", *words], 1)
     assert refused.value.problems == [said]
+
+
+@pytest.mark.parametrize("more", [[], ["--evaluation.enable", "false"]])
+def test_a_command_line_without_samples_overrules_a_file_that_measures_them(more):
+    assert load_config(["--config", "digits"], 1).evaluation.enable
+    config = load_config(["--config", "digits", "--sampling.enable", "false", *more], 1)
+    assert not (config.sampling.enable or config.evaluation.enable)
+
+
+def test_measuring_samples_that_are_not_drawn_is_refused():
+    with pytest.raises(ConfigError, match="evaluation.enable: has no effect when sampling.enable = false"):
+        load_config(["--config", "digits", "--sampling.enable", "false", "--evaluation.enable", "true"], 1)

@@ -38,6 +38,7 @@ from torchtitan.programs import program
 from torchtitan.settings import has_key
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import Problem, no_effect, quoted
+from torchtitan.settings.sections import section_at
 from torchtitan.settings.sizes import size_problems
 from torchtitan.training.loader_processes import loader_problem, prefetch_problem
 from torchtitan.training.lr_scheduler import warmup_problems
@@ -95,9 +96,15 @@ def _problems_of(check: Callable[..., Iterator[Problem]], *arguments: Any) -> li
 
 
 def _has_effect(checked: ConfigView, key: str, field: Any) -> Iterator[Problem]:
-    if key not in checked.given:
+    section, _, name = key.rpartition(".")
+    values = section_at(checked, section)
+    if key not in checked.given or name == "enable" and not values.enable:  # off is what it is
         return
-    unmet = unmet_condition(checked, key.rpartition(".")[0], field)
+    switch = f"{section}.enable"
+    if name != "enable" and switch in checked.given and values.enable:
+        if unmet_condition(checked, section, values.__dataclass_fields__["enable"]):  # reported once, of the switch
+            return
+    unmet = unmet_condition(checked, section, field)
     if unmet:
         yield Problem(key, no_effect(*unmet, field.metadata["because"]))
 

@@ -38,9 +38,6 @@ def _measurable(checked: ConfigView) -> Iterator[Problem]:
 def _drawn(checked: ConfigView) -> Iterator[Problem]:
     if not checked.evaluation.enable:
         return
-    if not checked.sampling.enable:
-        text = "samples are drawn by [sampling], and sampling.enable = false (set it to true, or this to false)"
-        yield Problem("evaluation.enable", text)
     if checked.data.name in LATENT_DATASETS and checked.autoencoder.name == "none":
         text = f"metrics are of images, and data.name = {checked.data.name} has latents (set autoencoder.name)"
         yield Problem("evaluation.enable", text)

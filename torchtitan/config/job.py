@@ -449,13 +449,15 @@ def _drop_overruled(
     without effect is a mistake and stays for the checks to report.
     """
     chosen = dict(_choices(config))
+    overruled = {dotted for dotted, origin in origins.items() if origin == "command line"}  # and, in turn, what it drops
     for dotted, field_ in known.items():
         section, _, key = dotted.rpartition(".")
         if origins.get(dotted) != "file":
             continue
         unmet = unmet_condition(config, section, field_)
-        if not unmet or origins.get(unmet[0]) != "command line":
+        if not unmet or unmet[0] not in overruled:
             continue
+        overruled.add(dotted)
         if section in chosen and key == "name":  # its keys with it
             put_section(config, section, chosen[section].section(chosen[section].default))
             for each in [name for name in origins if name.startswith(f"{section}.")]:

@@ -109,7 +109,10 @@ class SamplingConfig:
 class EvaluationConfig:
     """`[evaluation]`: metrics of samples drawn while training, by the solver, steps and weights of `[sampling]`."""
 
-    enable: bool = setting(False, "measure samples by metrics of features, against a reference", trajectory=False)
+    enable: bool = setting(
+        False, "measure samples by metrics of features, against a reference", trajectory=False,
+        applies={"sampling.enable": (True,)}, because="samples are drawn by [sampling]",
+    )
     interval: int = setting(10_000, "steps between measurements; also at the last step", ge=1, trajectory=False)
     metrics: list[OneOf[str, METRICS]] = setting(["fd"], f"metrics, as {program('evaluate')} names them", trajectory=False)
     extractor: str = setting(

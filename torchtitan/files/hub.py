@@ -10,7 +10,9 @@ from torchtitan.files.regular import user_path
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-def local_folder(model: str, path: str, patterns: list[str], error_class: type[Exception]) -> Path:
+def local_folder(
+    model: str, path: str, patterns: list[str], error_class: type[Exception], *, missing: str = "folder"
+) -> Path:
     """Local folder of a network's files, fetched from the hub into its cache where `path` is a hub name.
 
     Args:
@@ -18,6 +20,7 @@ def local_folder(model: str, path: str, patterns: list[str], error_class: type[E
         path: a folder; where there is none, a name "owner/repository" or "owner/repository/folder".
         patterns: names of the files to fetch, with * for any letters.
         error_class: of what is raised.
+        missing: what is not there, for messages.
 
     Raises:
         error_class: neither a folder nor a hub name, or it cannot be fetched.
@@ -28,13 +31,13 @@ def local_folder(model: str, path: str, patterns: list[str], error_class: type[E
     if not path:
         raise error_class(f"{model}: no path: give a folder or a name on the Hugging Face hub")
     if not HUB_NAME.fullmatch(path):
-        raise error_class(f"{model}: {path}: no such folder")
+        raise error_class(f"{model}: {path}: no such {missing}")
     repository, subfolder = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:])
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise error_class(
-            f"{model}: {path}: no such folder here; to fetch it from the Hugging Face hub: {install('hub')}"
+            f"{model}: {path}: no such {missing} here; to fetch it from the Hugging Face hub: {install('hub')}"
         ) from error
     prefix = f"{subfolder}/" if subfolder else ""
     try:
@@ -42,6 +45,6 @@ def local_folder(model: str, path: str, patterns: list[str], error_class: type[E
     except (OSError, ValueError) as error:
         reason = first_line(error)
         raise error_class(
-            f"{model}: {path}: no such folder here, and it cannot be fetched from the Hugging Face hub: {reason}"
+            f"{model}: {path}: no such {missing} here, and it cannot be fetched from the Hugging Face hub: {reason}"
         ) from error
     return Path(fetched) / subfolder

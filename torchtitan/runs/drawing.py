@@ -172,7 +172,7 @@ def _from_hub(source: Path) -> Path:
     """File or folder of weights of a repository on the Hugging Face hub. Raises WeightsError: it is none."""
     if not HUB_NAME.fullmatch(str(source)):
         raise WeightsError(f"{source}: no such run folder or weights file")
-    folder = local_folder("weights", str(source), [WEIGHTS, *_FILES_OF_DIFFUSERS], WeightsError)
+    folder = local_folder("weights", str(source), [WEIGHTS, *_FILES_OF_DIFFUSERS], WeightsError, missing="run, file or folder")
     return folder / WEIGHTS if (folder / WEIGHTS).is_file() else folder
 
 
