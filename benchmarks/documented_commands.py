@@ -1,4 +1,4 @@
-"""Run the commands of the README and of docs/index.md: python benchmarks/documented_commands.py [--only TEXT] [--put NAME=PATH]
+"""Run the commands of the README and of docs/index.md: python benchmarks/documented_commands.py [--put NAME=PATH]
 
 Clones this checkout into a temporary folder and runs the commands there, in the order that they need each other: trainings
 first. Long ones are shortened by options that the table names. PICTURES and FOLDER are made here, twenty small images each;
@@ -34,28 +34,38 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "documented_commands.md"
 # What stands for a user's file or folder; of a run that no command here trains, its folder.
 STANDS_FOR = re.compile(
-    r"\b(?:PICTURES|PHOTOGRAPHS|FOLDER|TOKENIZER_FOLDER|WEIGHTS(?:\.pt)?|E\.yaml|imagenet_ci8x8\.safetensors|latents\.safetensors|"
-    r"dit\.safetensors|outputs/flux\w*)(?![\w/])"
+    r"\b(?:PICTURES|PHOTOGRAPHS|FOLDER|TOKENIZER_FOLDER|WEIGHTS(?:\.pt)?|E\.yaml|imagenet_ci8x8\.safetensors|"
+    r"dit\.safetensors|outputs/flux\w*|outputs/ablations_cpu)(?![\w/])"
 )
 DIGITS = {
-    "--training.steps": "40", "--lr_scheduler.warmup_steps": "4", "--sampling.judge_images": "100", "--evaluation.count": "128"
+    "--training.steps": "120", "--lr_scheduler.warmup_steps": "4", "--sampling.judge_images": "100",
+    "--evaluation.enable": "false",
 }
 TRAIN = r"scripts/train\.sh"
 # Pattern: options that shorten a command that it is found in; the first pattern counts.
 SHORTENED: tuple[tuple[str, dict[str, str]], ...] = (
-    (rf"^{TRAIN}$", DIGITS | {"--training.steps": "320"}),  # others draw from its checkpoint of step 300
+    # Others draw from its checkpoint of step 300, and it is the same run on several processes.
+    (rf"^(NGPU=4 )?{TRAIN}$", DIGITS | {"--training.steps": "320"}),
+    (r"^--.*bfloat16", DIGITS | {"--training.steps": "8", "--sampling.num_steps": "2", "--validation.num_images": "64"}),
     (rf"^--|{TRAIN}$|{TRAIN} train_configs/digits", DIGITS),
-    (rf"{TRAIN} train_configs/(cifar10|edm2)", {
+    (rf"{TRAIN} train_configs/edm2", {
+        "--training.steps": "3", "--lr_scheduler.warmup_images": "20", "--training.global_batch_size": "20",
+        "--sampling.num_steps": "2",
+    }),
+    (rf"{TRAIN} train_configs/cifar10", {
         "--training.steps": "3", "--lr_scheduler.warmup_steps": "1", "--training.global_batch_size": "20",
-        "--sampling.enable": "false", "--validation.num_images": "4",
+        "--sampling.num_steps": "2", "--validation.num_images": "4",
     }),
     (rf"{TRAIN} train_configs/my_images", {"--training.steps": "8", "--lr_scheduler.warmup_steps": "2"}),
     (rf"{TRAIN} train_configs/flux_lora", {"--training.steps": "4", "--lr_scheduler.warmup_steps": "1"}),
     (r"run_ablations_cpu\.sh", {"--dry-run": ""}),
     (r"scripts/sample\.py .*--count", {"--num-steps": "2"}),
+    (r"scripts/evaluate\.py outputs", {"--count": "1000"}),
 )  # fmt: skip
+OF_LAUNCHER = re.compile(r"[EW]\d{4} |\*{5}|Setting OMP_NUM_THREADS")
 NOT_ENDING = ("tensorboard --logdir",)  # stopped after some seconds: they serve
-LONG = ("scripts/study.py", "critical_batch.py", "benchmarks/", "autotune", "ema.py sweep")
+LONG = ("scripts/study.py", "critical_batch.py", "benchmarks/", "autotune", "ema.py sweep")  # stopped after a minute
+DIFFERENCE = 1  # exit code of `checkpoint.py diff`
 
 
 @dataclass
@@ -86,7 +96,9 @@ def documented() -> list[str]:
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     commands = dict.fromkeys(row[-1].split("`")[1] for row in rows if row[-1].startswith("`"))
     first = ("scripts/train.sh", "scripts/train.sh train_configs/digits.toml --optimizer.lr 5e-4 --job.name lower-lr")
-    return sorted(commands, key=lambda command: (command not in first, command not in first[:1], "train.sh" not in command))
+    later = ("train.sh", " encode ", " reference ")  # what others need, in turn
+    rank = {command: next((place for place, word in enumerate(later) if word in command), len(later)) for command in commands}
+    return sorted(commands, key=lambda command: (command not in first, command not in first[:1], rank[command]))
 
 
 def shortened(command: str) -> str:
@@ -104,7 +116,7 @@ def make_data(folder: Path) -> dict[str, str]:
     rows = []
     for number in range(20):
         content = io.BytesIO()
-        image = Image.new("RGB", (96, 80), (12 * number, 90, 255 - 12 * number))
+        image = Image.effect_noise((320, 260), 12 * number + 10).convert("RGB")
         image.save(pictures / f"{number}.png")
         (pictures / f"{number}.txt").write_text("a photo of a colour")
         image.resize((32, 32)).save(content, "PNG")
@@ -121,26 +133,29 @@ def run(number: int, command: str, clone: Path, put: dict[str, str], most: float
     if missing:
         return Row(command, "", f"not run: needs {missing[0]}")
     words = STANDS_FOR.sub(lambda found: shlex.quote(put[found[0]]), command)
-    words = words.replace("STORE", "store").replace("--nproc_per_node 8", "--nproc_per_node 2").replace("--open", "")
-    words = re.sub(r"^NGPU=4", "NGPU=2", words).replace("--count 50000", "--count 40")
+    words = words.replace("STORE", f"store-{number}").replace("--nproc_per_node 8", "--nproc_per_node 2").replace("--open", "")
+    words = words.replace("--count 50000", "--count 40")
     if words.startswith("--"):
-        words = f"scripts/train.sh {words} --job.name documented-{number}"
+        words = f"scripts/train.sh {words}" + ("" if "--job.name" in words else f" --job.name documented-{number}")
     environment = os.environ | {"PATH": f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    seconds = 15.0 if any(name in command for name in NOT_ENDING) else 60.0 if any(name in command for name in LONG) else most
     start = time.perf_counter()
     with subprocess.Popen(
         ["bash", "-c", f"{words} {added}"], cwd=clone, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, start_new_session=True,
     ) as process:  # fmt: skip
         try:
-            output = process.communicate(timeout=15 if any(name in command for name in NOT_ENDING) else most)[0]
-            verdict = {0: "ran", 2: "refused"}.get(process.returncode, "failed")
+            output = process.communicate(timeout=seconds)[0]
+            good = {0, DIFFERENCE} if " diff " in command else {0}
+            verdict = "ran" if process.returncode in good else "refused" if process.returncode == 2 else "failed"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGTERM)
             output = process.communicate()[0]
-            verdict = "ran, stopped" if any(name in command for name in (*NOT_ENDING, *LONG)) else "out of time"
-    lines = [line for line in output.splitlines() if line.strip()]
-    if "Traceback" in output:
+            verdict = "ran, stopped" if seconds < most else "out of time"
+    of_program, launcher, _ = output.partition("Traceback")  # a launcher has one for every refusal
+    if launcher and verdict != "refused":
         verdict = "failed"
+    lines = [line for line in of_program.splitlines() if line.strip() and not OF_LAUNCHER.match(line)]
     said = "" if verdict.startswith("ran") or not lines else lines[-1]
     return Row(command, added, verdict, time.perf_counter() - start, said)
 
@@ -158,9 +173,10 @@ def table(rows: list[Row]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="commands with this in them")
+    parser.add_argument("--only", default="", metavar="TEXT", help="regular expression: commands that it is found in")
+    parser.add_argument("--output", type=Path, default=RESULT, help="table to write")
     parser.add_argument("--put", action="append", default=[], metavar="NAME=PATH", help="what stands for NAME")
-    parser.add_argument("--most", type=float, default=240.0, metavar="SECONDS", help="for one command (default: 240)")
+    parser.add_argument("--most", type=float, default=300.0, metavar="SECONDS", help="for one command (default: 300)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         clone = Path(place) / "clone"
@@ -168,10 +184,10 @@ def main() -> None:
         (clone / ".venv").symlink_to(ROOT / ".venv")
         put = make_data(Path(place)) | dict(each.split("=", 1) for each in arguments.put)
         rows = []
-        chosen = [command for command in documented() if arguments.only in command]
+        chosen = [command for command in documented() if re.search(arguments.only, command)]
         for number, command in enumerate(tqdm(chosen, unit="command")):
             rows.append(run(number, command, clone, put, arguments.most))
-            RESULT.write_text("\n".join(table(rows)).replace(place, "...") + "\n")
+            arguments.output.write_text("\n".join(table(rows)).replace(place, "...") + "\n")
     sys.exit(any(row.verdict in ("failed", "refused", "out of time") for row in rows))
 
 
