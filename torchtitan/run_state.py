@@ -186,6 +186,8 @@ class RunState:
         self.reported: dict = {}
         if resumed_step is None:
             self.snapshots.load_state_dict([], 0)
+            if self.gns:
+                self.gns.load_state_dict({}, 0)  # cuts what a process that was killed before its first checkpoint has written
         else:
             self.resume(resumed_step)
 
