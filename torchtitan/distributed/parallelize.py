@@ -30,7 +30,8 @@ def parallelize(
     """Apply activation checkpointing, then compile, then FSDP2, HSDP or DDP.
 
     Args:
-        model: an initialised model on the layout's device, with `blocks()` (see torchtitan.models.base).
+        model: an initialised model on the layout's device, with `blocks()` (see torchtitan.models.base); where it is
+            sharded, also one with parameters on the meta device, for `place_shards`.
         layout: where it runs.
         checkpointing: recomputation in backward; None: nothing is recomputed.
         compiling: choice of compiled modules; None: nothing is compiled.
