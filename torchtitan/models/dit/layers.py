@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.dit.config import DiTConfig
-from torchtitan.models.layers import SINUSOID_CHANNELS, RMSNorm, modulate, timestep_sinusoid
+from torchtitan.models.layers import SINUSOID_CHANNELS, LayerNorm, RMSNorm, modulate, timestep_sinusoid
 
 
 class Block(nn.Module):
@@ -165,4 +165,4 @@ def _grid_angles(count: int, grid: tuple[int, int], theta: float) -> tuple[Tenso
 def _norm(config: DiTConfig) -> nn.Module:
     if config.norm == "rmsnorm":
         return RMSNorm(config.dim, config.norm_eps, config.norm_affine)
-    return nn.LayerNorm(config.dim, config.norm_eps, elementwise_affine=config.norm_affine, bias=False)
+    return LayerNorm(config.dim, config.norm_eps, config.norm_affine)
