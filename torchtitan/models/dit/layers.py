@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.dit.config import DiTConfig
-from torchtitan.models.layers import SINUSOID_CHANNELS, RMSNorm, modulate, timestep_sinusoid
+from torchtitan.models.layers import SINUSOID_CHANNELS, LayerNorm, RMSNorm, modulate, timestep_sinusoid
 
 
 class Block(nn.Module):
@@ -203,8 +203,7 @@ def _grid_angles(count: int, grid: tuple[int, int], theta: float) -> tuple[Tenso
     return columns.reshape(-1, 1) * frequencies, rows.reshape(-1, 1) * frequencies
 
 
-
 def _norm(config: DiTConfig, eps: float) -> nn.Module:
     if config.norm == "rmsnorm":
         return RMSNorm(config.dim, eps, config.norm_affine)
-    return nn.LayerNorm(config.dim, eps, elementwise_affine=config.norm_affine, bias=False)
+    return LayerNorm(config.dim, eps, config.norm_affine)

@@ -1,0 +1,216 @@
+"""Counts of a train step on a GPU, without one: python benchmarks/step_counts.py CONFIG.toml [--images N] [--ranks R]
+
+Runs `Trainer.train_step` as rank 0 of R on an imitated CUDA device, whose tensors have shapes and no values, and counts by
+phase: operations on the device (kernels, nearly), bytes of their inputs and outputs, FLOPs by dtype, copies between host
+and device, times that the host waits for the device, and live memory. Eager, by CUDA's autocast policy. Needs a C++
+compiler once. Further words are of the configuration: `--gns.enable true`. With --json, one JSON object.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtitan.config.job import load_config
+from torchtitan.estimate.fake_cuda.counter import PhaseCounts, StepCounter
+from torchtitan.estimate.fake_cuda.device import NoFakeCuda, fake_cuda
+from torchtitan.run_state import RunState
+from torchtitan.supervision.phases import Phases
+from torchtitan.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parent.parent
+# What the loop does beside a step, and what needs a device of its own, is left out.
+_ALONE = [
+    "--data.num_workers", "0", "--checkpoint.enable", "false", "--sampling.enable", "false", "--validation.enable", "false",
+    "--evaluation.enable", "false", "--metrics.enable_tensorboard", "false", "--cache.enable", "false",
+]  # fmt: skip
+PHASES = (
+    "batch", "draws", "objective", "model", "blocks", "backward", "backward blocks", "gns", "gradients", "optimizer", "ema",
+)  # fmt: skip
+_NAMES = {"data": "batch", "forward": "objective"}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="configuration file")
+    parser.add_argument("--images", type=int, help="images per rank and step, in one microbatch (default: the configuration's)")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of the run; those of a sharded one share the model")
+    parser.add_argument("--step", type=int, default=9, help="number of the counted step; measurements have an interval")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    known, words = parser.parse_known_args(arguments)
+    if known.images is not None:
+        words = [*images_words(known.images, known.ranks), *words]
+    try:
+        counts = count_step(["--job.config_file", known.config, *words], known.ranks, known.step)
+    except NoFakeCuda as error:
+        sys.exit(f"step_counts: {error}")
+    print(json.dumps(as_record(counts), indent=1) if known.json else as_text(counts))
+
+
+def images_words(images: int, ranks: int) -> list[str]:
+    """Words of a configuration with that many images per rank and step, in one microbatch."""
+    return ["--training.local_batch_size", str(images), "--training.global_batch_size", str(images * ranks)]
+
+
+def count_step(words: list[str], ranks: int = 1, step: int = 9) -> dict[str, PhaseCounts]:
+    """Count a train step as rank 0, in this process; before its first backward.
+
+    The step before it creates the optimizer's state and is not counted.
+
+    Args:
+        words: command line of a configuration.
+        ranks: of the run.
+        step: number of the counted step, 2 or more.
+
+    Returns:
+        phase, one of PHASES -> counts.
+
+    Raises:
+        NoFakeCuda: there is a GPU, or no C++ compiler.
+    """
+    counter = StepCounter()
+    with tempfile.TemporaryDirectory() as folder, fake_cuda(counter), _fake_ranks(ranks):
+        trainer = Trainer(load_config([*words, *_ALONE, "--job.dump_folder", folder], ranks))
+        trainer.phases = _CountedPhases(counter)
+        _mark(trainer.state, counter)
+        for number in (step - 1, step):
+            counter.reset()
+            trainer.state.step = number
+            trainer.train_step()
+        trainer.close()
+    return {name: counter.phases[name] for name in PHASES if name in counter.phases}
+
+
+@contextmanager
+def _fake_ranks(ranks: int) -> Iterator[None]:
+    if ranks == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _CountedPhases(Phases):
+    def __init__(self, counter: StepCounter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __call__(self, name: str) -> Any:
+        return self._counter.phase(_NAMES.get(name, name))
+
+
+def _mark(state: RunState, counter: StepCounter) -> None:
+    """Mark parts of the train loop's phases as phases of the count."""
+    _count_calls(counter, "draws", state.objective, "draw")
+    _count_calls(counter, "draws", state, "condition")
+    if state.gns:
+        for name in ("begin_step", "begin_microbatch", "end_microbatch", "end_step", "conclude"):
+            _count_calls(counter, "gns", state.gns, name)
+    state.train_module.register_forward_pre_hook(lambda *_: _enter(counter, "model"), prepend=True)
+    state.train_module.register_forward_hook(lambda *_: _enter(counter, "objective"))
+    for number, block in enumerate(state.model.blocks()):
+        block.register_forward_pre_hook(_entering_blocks(counter, first=number == 0), prepend=True)
+        block.register_forward_hook(_leaving_block(counter))
+
+
+def _enter(counter: StepCounter, phase: str) -> None:
+    counter.enter(phase)
+
+
+def _entering_blocks(counter: StepCounter, first: bool) -> Callable[..., None]:
+    def hook(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        counter.enter("blocks")
+        if first:  # the gradient of the first block's input leaves the blocks
+            for tensor in inputs[:1]:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: _enter(counter, "backward"))
+
+    return hook
+
+
+def _leaving_block(counter: StepCounter) -> Callable[..., None]:
+    def hook(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: _enter(counter, "backward blocks"))
+        counter.enter("model")
+
+    return hook
+
+
+def _count_calls(counter: StepCounter, phase: str, owner: Any, name: str) -> None:
+    function = getattr(owner, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with counter.phase(phase):
+            return function(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+def whole(counts: dict[str, PhaseCounts]) -> PhaseCounts:
+    """Counts of the whole step."""
+    total = PhaseCounts()
+    for phase in counts.values():
+        total.add(phase)
+    return total
+
+
+# ---------------------------------------------------------------------- output
+
+
+def as_record(counts: dict[str, PhaseCounts]) -> dict[str, Any]:
+    """Record of the counts, for machines: by phase, and of the whole step."""
+    return {name: _record(phase) for name, phase in (counts | {"step": whole(counts)}).items()}
+
+
+def _record(phase: PhaseCounts) -> dict[str, Any]:
+    waiting = [copy for copy in phase.copies if copy.waits]
+    return {
+        "operations": phase.operations,
+        "bytes_moved": phase.moved,
+        "flops": dict(phase.flops),
+        "copies_to_device": sum(copy.to_device for copy in phase.copies),
+        "copies_to_host": sum(not copy.to_device for copy in phase.copies),
+        "synchronising_copies": len(waiting),
+        "waits": dict(phase.waits),
+        "peak_bytes": phase.peak,
+    }
+
+
+def as_text(counts: dict[str, PhaseCounts]) -> str:
+    """Format the counts as a table for readers, with the copies that make the host wait."""
+    lines = [f"{'':16}{'operations':>11}{'GB moved':>10}{'TFLOP':>8}{'to device':>11}{'to host':>9}{'waits':>7}{'peak GB':>9}"]
+    for name, record in as_record(counts).items():
+        lines.append(
+            f"{name:16}{record['operations']:11,}{record['bytes_moved'] / 1e9:10.2f}{sum(record['flops'].values()) / 1e12:8.2f}"
+            f"{record['copies_to_device']:11}{record['copies_to_host']:9}"
+            f"{record['synchronising_copies'] + sum(record['waits'].values()):7}{record['peak_bytes'] / 1e9:9.2f}"
+        )
+    total = whole(counts)
+    lines += [f"FLOPs in {dtype}: {flops / 1e12:.2f} T" for dtype, flops in total.flops.items()]
+    for name, phase in counts.items():
+        for copy in phase.copies:
+            if copy.waits:
+                where = "to the device" if copy.to_device else "to the host"
+                lines.append(f"{name}: the host waits for a copy {where} of {list(copy.shape)} {copy.dtype}")
+        lines += [f"{name}: the host waits in {reason}, {times} x" for reason, times in phase.waits.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
