@@ -47,6 +47,7 @@ from torchtitan.training.metric_sinks import as_png
 from torchtitan.training.metrics import METRICS_FILE, MetricsLog
 from torchtitan.training.nvml import EnergyMeter, ManagedDevice
 from torchtitan.training.rates import Rates
+from torchtitan.training.utilisation import products_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +80,10 @@ class Reports:
         self._config = config = state.config
         self._first = state.layout.rank == 0
         self._device = state.layout.device
+        peak = config.metrics.peak_tflops or peak_tflops(self._device, products_of(vars(config.training)))
         self._rates = Rates(
             state.data, flops_of=cache(state.flops_of), tokens_of=cache(state.tokens_of),
-            world_size=state.layout.world_size, peak_tflops=config.metrics.peak_tflops or peak_tflops(self._device),
+            world_size=state.layout.world_size, peak_tflops=peak,
         )  # fmt: skip
         self._evaluation = Evaluation(
             data=config.data, sampling=config.sampling, evaluation=config.evaluation, validation=config.validation,
