@@ -6,13 +6,18 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan.distributed.activation_checkpoint import WRAPPER_PREFIX, checkpoint_blocks
 from torchtitan.distributed.compile import compile_blocks, compile_model
-from torchtitan.distributed.config import ActivationCheckpointConfig, CompileConfig, compile_problems
+from torchtitan.distributed.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    ParallelismConfig,
+    compile_problems,
+)
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.precision import fsdp_policy
 
@@ -23,6 +28,7 @@ def parallelize(
     *,
     checkpointing: ActivationCheckpointConfig | None = None,
     compiling: CompileConfig | None = None,
+    sharding: ParallelismConfig | None = None,
     param_dtype: str = "float32",
     reduce_dtype: str = "float32",
     num_shapes: int = 1,
@@ -34,6 +40,7 @@ def parallelize(
         layout: where it runs.
         checkpointing: recomputation in backward; None: nothing is recomputed.
         compiling: choice of compiled modules; None: nothing is compiled.
+        sharding: when FSDP2 gathers and releases weights; None: its defaults.
         param_dtype, reduce_dtype: dtype of compute and of the gradient reduction.
         num_shapes: shapes of the images that it is trained on.
 
@@ -54,11 +61,11 @@ def parallelize(
     if compiling.enable:
         memory_budget = checkpointing.memory_budget if budgeted else 1.0
         if compiling.scope == "model":
-            compile_model(model, memory_budget, num_shapes=num_shapes)
+            compile_model(model, memory_budget, num_shapes=num_shapes, mode=compiling.mode)
         else:
-            compile_blocks(_blocks(model), memory_budget, num_shapes=num_shapes)
+            compile_blocks(_blocks(model), memory_budget, num_shapes=num_shapes, mode=compiling.mode)
     if layout.sharded:
-        _shard(model, layout, param_dtype, reduce_dtype)
+        _shard(model, layout, fsdp_policy(param_dtype, reduce_dtype), sharding or ParallelismConfig())
         return model
     if layout.world_size > 1:
         return DistributedDataParallel(
@@ -74,15 +81,25 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return list(cast(Any, model).blocks())
 
 
-def _shard(model: nn.Module, layout: Layout, param_dtype: str, reduce_dtype: str) -> None:
-    policy = fsdp_policy(param_dtype, reduce_dtype)
+def _shard(model: nn.Module, layout: Layout, policy: MixedPrecisionPolicy, sharding: ParallelismConfig) -> None:
+    when = sharding.fsdp_reshard_after_forward
     for block in _blocks(model):
-        fully_shard(block, mesh=layout.mesh, mp_policy=policy)
-    fully_shard(model, mesh=layout.mesh, mp_policy=policy)
+        fully_shard(block, mesh=layout.mesh, mp_policy=policy, reshard_after_forward=when != "never")
+    # The layers around the blocks are the last of a forward and the first of its backward: by default they stay gathered.
+    fully_shard(model, mesh=layout.mesh, mp_policy=policy, reshard_after_forward=when == "always")
+    if ahead := sharding.fsdp_prefetch_blocks:
+        _prefetch(cast(list[FSDPModule], _blocks(model)), ahead)
     if layout.device.type == "cpu":
         # gloo's own averaging is not to be relied on: sum, then divide.
         for module in fsdp_modules(model):
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _prefetch(blocks: list[FSDPModule], ahead: int) -> None:
+    """Gather the weights of that many blocks ahead of the one that computes, in forward and in backward."""
+    for number, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
+        block.set_modules_to_backward_prefetch(blocks[max(number - ahead, 0) : number][::-1])
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:

@@ -17,7 +17,7 @@ from torchtitan.models.adapters.frozen_network import freeze_and_adapt
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.quantized import quantized_tensors, quantized_weights
 
-# Prefetching of parameters reaches from one block to the next, so the first and the last differ from those between.
+# Prefetching of parameters reaches from one block to the next, or farther, so the first and the last differ from those between.
 _EDGE = 1
 
 
@@ -144,7 +144,7 @@ def _of_full_depth(config: JobConfig, world_size: int) -> SimulatedStep:
     the deep one, and both their ends have windows for a whole period beyond the edge.
     """
     depth, period = config.model.depth or 0, config.activation_checkpoint.every
-    end = _EDGE + period
+    end = max(_EDGE, config.parallelism.fsdp_prefetch_blocks) + period
     shallow_depth = 2 * end + (depth - 2 * end) % period
     deeper_depth = shallow_depth + period
     some_blocks = config.lora.enable and config.lora.patterns  # the pattern may name a block

@@ -106,7 +106,7 @@ class _Step:
         checkpointing, training = self.config.activation_checkpoint, self.config.training
         if self.layout.sharded:
             parallelize(
-                self.model, self.layout, checkpointing=checkpointing,
+                self.model, self.layout, checkpointing=checkpointing, sharding=self.config.parallelism,
                 param_dtype=training.mixed_precision_param, reduce_dtype=training.mixed_precision_reduce,
             )  # fmt: skip
         else:
