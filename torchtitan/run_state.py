@@ -147,6 +147,7 @@ class RunState:
             param_dtype=config.training.mixed_precision_param,
             reduce_dtype=config.training.mixed_precision_reduce,
             num_shapes=len(self.shapes),
+            cpu_offload=config.training.enable_cpu_offload,
         )
         self.parameters = trained_parameters(named_parameters(self.model))
         self._normalized = normalized_weights(self.model)

@@ -1,6 +1,7 @@
 """What the ranks of the tests of speed settings run; see tests.launcher."""
 
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -8,8 +9,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
+from tests.distributed import cases
 from tests.distributed.cases import make_trainer, remove, shared_folder
+from torchtitan.config.job import load_config
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
+from torchtitan.distributed.parallelize import fsdp_modules
 from torchtitan.gns.rank_gradients import RankGradients
 
 
@@ -27,11 +31,11 @@ def gathers():
         yield count
 
 
-def gathered(cases: dict[str, dict]) -> dict[str, dict]:
+def gathered(layouts: dict[str, dict]) -> dict[str, dict]:
     """For each case: gathers of a step, those begun when each block computes, and gradient norms of two steps."""
     folder = shared_folder()
     found = {}
-    for name, case in cases.items():
+    for name, case in layouts.items():
         trainer = make_trainer(folder, name, steps=10, accumulation=1, **case)
         begun: list[int] = []
         with gathers() as count:
@@ -49,11 +53,11 @@ def gathered(cases: dict[str, dict]) -> dict[str, dict]:
     return found
 
 
-def reduced(cases: dict[str, dict]) -> dict[str, dict]:
+def reduced(layouts: dict[str, dict]) -> dict[str, dict]:
     """For each case: the reduced gradient of one batch, as a flat list, and the mean over ranks of their own norms."""
     folder = shared_folder()
     found = {}
-    for name, case in cases.items():
+    for name, case in layouts.items():
         trainer = make_trainer(folder, name, steps=10, accumulation=1, **case)
         state, count = trainer.state, trainer.config.training.local_batch_size
         measured = RankGradients(state.train_module, state.layout)
@@ -66,6 +70,39 @@ def reduced(cases: dict[str, dict]) -> dict[str, dict]:
         trainer.close()
     remove(folder)
     return found
+
+
+def offloaded() -> dict[str, list]:
+    """Loss-dependent numbers of runs with shards in host memory, as on a GPU, and without; saved, resumed, sampled by."""
+    found: dict[str, list] = {}
+    folder = shared_folder()
+    for name, offload in (("kept", False), ("offloaded", True)):
+        with patch.object(cases, "load_config", partial(_loaded, offload)):
+            for last in (2, 4):
+                settings = ("--checkpoint.enable", "true", "--training.max_norm", "0.5")
+                trainer = make_trainer(folder, name, steps=10, replicas=1, shards=2, accumulation=1, overrides=settings)
+                state = trainer.state
+                assert state.step == last - 2
+                norms = []
+                while state.step < last:
+                    state.step += 1
+                    norms.append(float(trainer.train_step()[0]))
+                state.checkpointer.save(last, state.tensors(), state.state_dict(trainer.reports.state_dict()))
+                found.setdefault(name, []).extend(norms)
+                groups = [module._get_fsdp_state()._fsdp_param_group for module in fsdp_modules(state.model)]
+                policies = {type(group.offload_policy).__name__ for group in groups}
+                trainer.close()
+            with state.ema.weights("ema", state.model), torch.no_grad():
+                weights = torch.cat([whole(p.detach()).flatten() for p in state.parameters.values()])
+            found[name] += [weights.norm().item(), sorted(policies)]
+    remove(folder)
+    return found
+
+
+def _loaded(offload: bool, arguments: list[str], ranks: int):
+    config = load_config(arguments, ranks)
+    config.training.enable_cpu_offload = offload  # refused on a machine without a GPU
+    return config
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ def gathered() -> dict[str, dict]:
         "default": case(), "always": case(RESHARD, "always"), "never": case(RESHARD, "never"),
         "two ahead": case(PREFETCH, "2"), "never, two ahead": case(RESHARD, "never", PREFETCH, "2"),
     }  # fmt: skip
-    return run_on_ranks("tests.distributed.speed_cases:gathered", 2, {"cases": cases})[0]
+    return run_on_ranks("tests.distributed.speed_cases:gathered", 2, {"layouts": cases})[0]
 
 
 def test_weights_are_gathered_again_where_they_were_released(gathered):
@@ -55,7 +55,7 @@ HALF_UNIT = 2.0**-9  # relative error of rounding to bfloat16's eight bits
 def test_reduction_in_bfloat16_is_off_by_its_rounding_only(compute):
     dtype = ("--training.mixed_precision_param", compute)
     cases = {"float32": case(*dtype), "bfloat16": case(*dtype, *REDUCE)}
-    found = run_on_ranks("tests.distributed.speed_cases:reduced", 2, {"cases": cases})[0]
+    found = run_on_ranks("tests.distributed.speed_cases:reduced", 2, {"layouts": cases})[0]
     exact, rounded = (torch.tensor(found[name]["gradient"], dtype=torch.float64) for name in cases)
     error = (rounded - exact).norm()
     # Each rank's gradient is rounded, unless it was bfloat16 before, then their sum; the mean is of two: nothing more.
@@ -63,3 +63,11 @@ def test_reduction_in_bfloat16_is_off_by_its_rounding_only(compute):
     bound = HALF_UNIT * (of_ranks + exact.norm()) * (1 + HALF_UNIT)
     assert 0 < error <= bound
     assert found["bfloat16"]["dtype"] == "torch.float32"  # what the optimizer sees
+
+
+def test_shards_in_host_memory_train_save_and_resume_to_the_bit():
+    found = run_on_ranks("tests.distributed.speed_cases:offloaded", 2)[0]
+    *kept, policy = found["kept"]
+    *offloaded, offload_policy = found["offloaded"]
+    assert kept == offloaded and len(set(kept)) == 5
+    assert policy == ["OffloadPolicy"] and offload_policy == ["CPUOffloadPolicy"]

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
+import torch
+
 from torchtitan.config.view import ConfigView
 from torchtitan.distributed.config import parallelism_problems
 from torchtitan.distributed.kernel_choices import kernel_problems
@@ -57,10 +59,28 @@ def _accumulates(checked: ConfigView) -> bool:
     return grows or wanted > local * checked.world_size
 
 
+def _offload(checked: ConfigView) -> Iterator[Problem]:
+    if not checked.training.enable_cpu_offload:
+        return
+    reasons = []
+    if not torch.cuda.is_available():
+        reasons.append("weights are in host memory anyway, as CUDA is not there (set it to false)")
+    elif shards_of(checked) == 1:
+        reasons.append("is FSDP2's, which needs shards (set it to false, or parallelism.data_parallel_shard_degree above 1)")
+    if checked.optimizer.name != "AdamW":
+        reasons.append(f"optimizer.name = {checked.optimizer.name} would multiply matrices on the host (set AdamW)")
+    if checked.gns.enable and checked.gns.single_pass:
+        reasons.append("gns.single_pass needs the optimizer's state beside the gradients on the GPU (set it to false)")
+    if checked.lora.enable:
+        reasons.append("adapters have little state to keep elsewhere, and frozen weights stay on the GPU (set it to false)")
+    for reason in reasons:
+        yield Problem("training.enable_cpu_offload", reason)
+
+
 def _cuda_graphs(checked: ConfigView) -> Iterator[Problem]:
     if checked.whole("compile").cuda_graphs and checked.gns.enable and checked.gns.single_pass:
         text = f"{checked.compile.mode} replays CUDA graphs, which overwrite the results that gns.single_pass keeps of a block"
         yield Problem("compile.mode", f"{text} (set default, or gns.single_pass to false with gns.rank_gradients)")
 
 
-SPEED_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [_kernels, _sharding, _reduction, _cuda_graphs]
+SPEED_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [_kernels, _sharding, _reduction, _offload, _cuda_graphs]

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,6 +33,7 @@ def parallelize(
     param_dtype: str = "float32",
     reduce_dtype: str = "float32",
     num_shapes: int = 1,
+    cpu_offload: bool = False,
 ) -> nn.Module:
     """Apply activation checkpointing, then compile, then FSDP2, HSDP or DDP.
 
@@ -43,6 +45,7 @@ def parallelize(
         sharding: when FSDP2 gathers and releases weights; None: its defaults.
         param_dtype, reduce_dtype: dtype of compute and of the gradient reduction.
         num_shapes: shapes of the images that it is trained on.
+        cpu_offload: keep the shards of weights and gradients in host memory.
 
     Returns:
         the module whose forward trains: `model` itself, or DistributedDataParallel around it.
@@ -65,7 +68,7 @@ def parallelize(
         else:
             compile_blocks(_blocks(model), memory_budget, num_shapes=num_shapes, mode=compiling.mode)
     if layout.sharded:
-        _shard(model, layout, fsdp_policy(param_dtype, reduce_dtype), sharding or ParallelismConfig())
+        _shard(model, layout, fsdp_policy(param_dtype, reduce_dtype), sharding or ParallelismConfig(), cpu_offload)
         return model
     if layout.world_size > 1:
         return DistributedDataParallel(
@@ -81,12 +84,16 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return list(cast(Any, model).blocks())
 
 
-def _shard(model: nn.Module, layout: Layout, policy: MixedPrecisionPolicy, sharding: ParallelismConfig) -> None:
+def _shard(
+    model: nn.Module, layout: Layout, policy: MixedPrecisionPolicy, sharding: ParallelismConfig, cpu_offload: bool
+) -> None:
     when = sharding.fsdp_reshard_after_forward
+    kept = CPUOffloadPolicy(pin_memory=layout.device.type == "cuda") if cpu_offload else OffloadPolicy()
+    wrap = partial(fully_shard, mesh=layout.mesh, mp_policy=policy, offload_policy=kept)
     for block in _blocks(model):
-        fully_shard(block, mesh=layout.mesh, mp_policy=policy, reshard_after_forward=when != "never")
+        wrap(block, reshard_after_forward=when != "never")
     # The layers around the blocks are the last of a forward and the first of its backward: by default they stay gathered.
-    fully_shard(model, mesh=layout.mesh, mp_policy=policy, reshard_after_forward=when == "always")
+    wrap(model, reshard_after_forward=when == "always")
     if ahead := sharding.fsdp_prefetch_blocks:
         _prefetch(cast(list[FSDPModule], _blocks(model)), ahead)
     if layout.device.type == "cpu":
@@ -203,7 +210,8 @@ def zero_non_finite(parameters: Iterable[nn.Parameter], layout: Layout) -> Tenso
 def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Clip gradients in place to a norm of at most max_norm; `norm` is the value of gradient_norm."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
-    torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], scale)
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    torch._foreach_mul_(gradients, scale.to(gradients[0].device))  # in host memory if they are offloaded
 
 
 @torch.no_grad()

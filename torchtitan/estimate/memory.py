@@ -44,6 +44,8 @@ class MemoryEstimate:
         least: peak of a step in which every block is recomputed whole, where the compiler chooses the kept tensors
             (activation_checkpoint.mode = memory_budget): the other numbers are then those of a step without
             recomputation, and the true peak, known after compiling, lies between. None in other modes.
+        host: bytes in the host's memory instead of the device's: with training.enable_cpu_offload parameters, gradients,
+            optimizer and averages.
     """
 
     parameters: int
@@ -56,6 +58,7 @@ class MemoryEstimate:
     all_gradients: int
     start_up: int
     least: int | None = None
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -68,6 +71,7 @@ class MemoryEstimate:
         return max(self.total, self.start_up)
 
 
+_OFFLOADED = (PARAMETERS, GRADIENTS, "optimizer", "ema")
 PARTS = (PARAMETERS, GRADIENTS, "optimizer", "ema", ACTIVATIONS, COMMUNICATION)
 
 
@@ -104,6 +108,12 @@ def _estimate(config: JobConfig, world_size: int) -> MemoryEstimate:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of a view, which nothing here changes in place
         step = _of_full_depth(config, world_size)
+    host = 0
+    if config.training.enable_cpu_offload:
+        host = step.held.total()
+        for held in (*step.windows.values(), step.held):
+            for part in _OFFLOADED:
+                held[part] = 0
     window, peak = max(step.windows.items(), key=lambda entry: entry[1].total())
     return MemoryEstimate(
         parameters=peak[PARAMETERS],
@@ -115,6 +125,7 @@ def _estimate(config: JobConfig, world_size: int) -> MemoryEstimate:
         phase=window[1],
         all_gradients=step.held[GRADIENTS],
         start_up=_start_up_bytes(config),
+        host=host,
     )
 
 

@@ -52,6 +52,10 @@ class TrainingConfig:
     float32_matmul_precision: Float32MatmulPrecision = setting(
         "highest", "products of float32 on CUDA: exact, in TF32 (high), or in bfloat16 (medium)"
     )
+    enable_cpu_offload: bool = setting(
+        False, "keep sharded weights, gradients, optimizer state and averages in host memory, and update them there",
+        trajectory=False,
+    )
     attention_backend: AttentionBackend = setting(
         "auto", "attention kernels of forward, backward and sampling; auto: torch chooses", trajectory=False
     )
