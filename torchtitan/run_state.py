@@ -52,7 +52,7 @@ from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.models.adapters.adapters import draw_adapter_dropout, trained_parameters
 from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.base import DiffusionModel
-from torchtitan.models.float8 import check_convertible, convert_to_float8
+from torchtitan.models.float8 import check_convertible, compute_gather_scales, convert_to_float8
 from torchtitan.models.flops import check_macs
 from torchtitan.models.magnitude import normalize_rows, normalized_weights
 from torchtitan.runs.folder import RunFolder
@@ -283,6 +283,11 @@ class RunState:
             normalize_rows([local(weight.detach()) for weight in self._normalized])
             release_unsharded(self.model)
 
+    def after_update(self) -> None:
+        """Prepare the updated weights for their next gather; collective where it is in float8."""
+        if self.config.float8.enable and self.config.float8.enable_fsdp_float8_all_gather:
+            compute_gather_scales(self.model)
+
     # ------------------------------------------------------------------ saving and resuming
 
     def tensors(self) -> dict[str, Tensor]:
@@ -348,6 +353,7 @@ class RunState:
         if self.gns and not self.gns.fits(state.get("gns", {})):
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("gns.")}
         read_tensors(checkpoint, tensors)
+        release_unsharded(self.model)
         if found := self.fault():
             raise CheckpointError(f"{checkpoint}: {found} (checkpoint.load_step resumes from an earlier one)")
         try:

@@ -186,6 +186,7 @@ class Trainer:
             if state.gns:
                 state.gns.conclude(skip if zeroed is None else skip | zeroed.any())
             state.optimizer.step(skip)
+            state.after_update()
             state.optimizer.zero_grad(set_to_none=True)
         state.progress += factor
         with self.phases("ema"):

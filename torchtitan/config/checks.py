@@ -20,7 +20,7 @@ from torchtitan.conditions import Embeddings
 from torchtitan.config.evaluation_checks import EVALUATION_CHECKS
 from torchtitan.config.latent_cache import cache_problems, stored_section
 from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, data_text, resolved_sampling, unconditional
-from torchtitan.config.speed_checks import SPEED_CHECKS, shards_of
+from torchtitan.config.speed_checks import SPEED_CHECKS, needs_plain_weights, shards_of
 from torchtitan.config.view import ConfigView, RefusedValue
 from torchtitan.data.base import DatasetError
 from torchtitan.diffusion.objectives import OBJECTIVES, build_objective, objective_problems
@@ -406,7 +406,10 @@ def _float8(checked: ConfigView) -> Iterator[Problem]:
     if not checked.float8.enable:
         return
     single_pass_taps = checked.gns.enable and checked.gns.single_pass
-    found = float8_problems(checked.whole("float8"), checked.training.mixed_precision_param, single_pass_taps)
+    found = float8_problems(
+        checked.whole("float8"), checked.training.mixed_precision_param, single_pass_taps, shards_of(checked),
+        needs_plain_weights(checked),
+    )  # fmt: skip
     for key, text in found:
         yield Problem(key, text)
 

@@ -18,6 +18,13 @@ def shards_of(checked: ConfigView) -> int:
     return shards if shards != -1 else checked.world_size // max(replicas, 1)
 
 
+def needs_plain_weights(checked: ConfigView) -> str:
+    """Setting that handles weights without a wrapper only; "" if there is none."""
+    if checked.optimizer.name != "AdamW":
+        return f"optimizer.name = {checked.optimizer.name}"
+    return "training.enable_cpu_offload" if checked.training.enable_cpu_offload else ""
+
+
 def _kernels(checked: ConfigView) -> Iterator[Problem]:
     training, width = checked.training, checked.whole("model").head_width
     found = kernel_problems(

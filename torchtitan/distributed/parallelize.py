@@ -22,6 +22,8 @@ from torchtitan.distributed.config import (
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.precision import fsdp_policy
 
+_SCALE = "_precomputed_scale"  # of torchao's wrapper around a weight that is gathered in float8
+
 
 def parallelize(
     model: nn.Module,
@@ -126,10 +128,14 @@ def accumulate_locally(train_module: nn.Module, *, last: bool) -> AbstractContex
 def release_unsharded(model: nn.Module) -> None:
     """Release gathered parameters, so that the next forward gathers them from the shards anew.
 
-    FSDP2 keeps the root's parameters gathered after a forward. Code that changes the shards must call this.
+    FSDP2 keeps the root's parameters gathered after a forward. Code that changes the shards must call this. Scales of the
+    shards, by which they are gathered in float8, are those of other values now, and are computed with the gather.
     """
     for module in fsdp_modules(model):
         module.reshard()
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and hasattr(parameter.to_local(), _SCALE):
+            setattr(parameter._local_tensor, _SCALE, None)
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -138,8 +144,9 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Local part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Local part of a tensor that may be sharded, without the wrapper of weights that are gathered in float8."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return cast(Any, part)._tensor if hasattr(part, _SCALE) else part
 
 
 @torch.no_grad()
