@@ -116,8 +116,9 @@ def communication_bytes(config: JobConfig, num_parameters: int, gathered: int | 
     """Communicated bytes of each rank in one step, by group: "shard" and "replicate".
 
     Ring collectives over n ranks send (n - 1) / n of the whole for a gather or a reduce-scatter, twice that for an
-    all-reduce. FSDP2 gathers the weights in the dtype of compute in every forward and every backward, and reduces
-    float32 gradients once a step; HSDP then sums the shards over the copies, DDP the whole gradient.
+    all-reduce. FSDP2 gathers the weights in the dtype of compute in every forward and, where they were released, every
+    backward, and reduces gradients in the dtype of the reduction once a step; HSDP then sums the shards over the copies, DDP
+    the whole gradient.
 
     Args:
         config: a resolved configuration.
@@ -127,10 +128,12 @@ def communication_bytes(config: JobConfig, num_parameters: int, gathered: int | 
     layout, training = config.parallelism, config.training
     replicas, shards = layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree
     microbatches = training.global_batch_size // (training.local_batch_size * replicas * shards)
-    gathers = 2 * microbatches * _DTYPE_BYTES[training.mixed_precision_param]
+    times = 1 if layout.fsdp_reshard_after_forward == "never" else 2
+    gathers = times * microbatches * _DTYPE_BYTES[training.mixed_precision_param]
+    gradients = _DTYPE_BYTES[training.mixed_precision_reduce] * num_parameters
     return {
-        "shard": (shards - 1) / shards * (gathers * (gathered or num_parameters) + 4 * num_parameters) if shards > 1 else 0.0,
-        "replicate": 2 * (replicas - 1) / replicas * 4 * num_parameters / shards,
+        "shard": (shards - 1) / shards * (gathers * (gathered or num_parameters) + gradients) if shards > 1 else 0.0,
+        "replicate": 2 * (replicas - 1) / replicas * gradients / shards,
     }
 
 
