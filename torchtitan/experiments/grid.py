@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan.experiments.folder import ExperimentError
+from torchtitan.experiments.process import RETRIES
 from torchtitan.files.regular import read_text
 from torchtitan.settings import setting
 from torchtitan.settings.schema import nearest, quoted, validate_section
@@ -52,6 +53,7 @@ class SweepSettings:
     processes: int = setting(1, "processes of every cell, unless they are an axis", ge=1, le=65536)
     repeats: int = setting(1, "runs of each cell; repeat r has debug.seed + r", ge=1, le=10_000)
     timeout_s: float = setting(1800.0, "seconds after which a run is ended", gt=0)
+    retries: int = setting(RETRIES, "times that a run killed from outside is started again at once", ge=0, le=100)
     warmup_steps: int = setting(0, "first steps, left out of all medians", ge=0)
     order: str = setting(BATCH_KEY, "axis of rising memory: cells above a value that is out of memory are skipped")
     hsdp_shard: int = setting(2, "shard degree of layout hsdp", ge=2)

@@ -26,7 +26,9 @@ from torchtitan.settings.schema import quoted
 
 STATE_FILE, SWEEP_FILE, BASE_FILE = "sweep.jsonl", "sweep.toml", "base.toml"
 # Keys that may change when a sweep resumes: limits of time and repeats, not the cells.
-_MAY_CHANGE = ("repeats", "timeout_s")
+_MAY_CHANGE = ("repeats", "retries", "timeout_s")
+# How records called every SIGKILL before its cause was looked into.
+_UNPROVEN = "a rank was killed by SIGKILL, as the system does where memory has run out"
 _LARGEST_TABLE = 1 << 28  # bytes
 
 Row = dict[str, Any]
@@ -143,7 +145,8 @@ class SweepFolder:
         for number, line in enumerate(lines or [], 1):
             try:
                 row = json.loads(line)
-                rows[row["cell"], row["repeat"]] = {**row, "status": row["status"]}
+                status = "killed" if (row["status"], row.get("reason")) == ("oom", _UNPROVEN) else row["status"]
+                rows[row["cell"], row["repeat"]] = {**row, "status": status}
             except (ValueError, KeyError, TypeError, RecursionError):
                 text = f"line {number} is damaged (remove the line; its run is repeated)"
                 raise SweepError(f"{self.path / STATE_FILE}: {text}") from None

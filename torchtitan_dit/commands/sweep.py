@@ -60,7 +60,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
         help="concurrent runs; on CUDA each has separate devices (default: 1)")
     add("--only", type=axis_value, action="append", default=[], metavar="AXIS=VALUE", help="run these cells only; "
         "may be given several times")
-    add("--retry-failed", action="store_true", help="repeat runs that failed, timed out or were refused")
+    add("--retry-failed", action="store_true", help="repeat runs that failed, timed out, were killed or refused")
     add("--dry-run", action="store_true", help="check everything and list the runs; nothing is written")
     add("--output", type=Path, metavar="FOLDER", help="of the results (default: outputs/<sweep>)")
     return parser.parse_args(words)
