@@ -69,7 +69,7 @@ class SweepPlan:
             return f"repeat {full[cell.id]} is out of memory already"
         if order not in cell.axes:
             return ""
-        for other in self.sweep.cells:
+        for other in self.sweep.all_cells:
             if other.id in full and other.axes[order] < cell.axes[order] and other.arm(order) == cell.arm(order):
                 return f"{order} = {other.axes[order]} is out of memory already"
         return ""
@@ -90,6 +90,7 @@ def plan_sweep(
         SweepError: a cell is refused, the folder belongs to another sweep, or `only` names unknown values.
     """
     folder.check(sweep)
+    sweep = folder.with_recorded_names(sweep)
     cells = _select(sweep, only or {})
     refused = check_cells(sweep, cells, folder.path)
     tasks = [Task(cell, repeat) for repeat in range(sweep.settings.repeats) for cell in cells]
@@ -101,7 +102,7 @@ def _select(sweep: Sweep, only: dict[str, list[str]]) -> list[Cell]:
     for axis, values in only.items():
         if axis not in sweep.table["axes"]:
             raise SweepError(f"--only {axis}: is no axis (there are: {', '.join(sweep.table['axes'])})")
-        known = [value_text(value) for value in sweep.table["axes"][axis]]
+        known = list(dict.fromkeys(value_text(cell.axes[axis]) for cell in sweep.cells))
         for value in values:
             if value not in known:
                 raise SweepError(f"--only {axis}={value}: is no value of the axis (there are: {', '.join(known)})")
