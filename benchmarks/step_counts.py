@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _ALONE = [
     "--data.num_workers", "0", "--checkpoint.enable", "false", "--sampling.enable", "false", "--validation.enable", "false",
     "--evaluation.enable", "false", "--metrics.enable_tensorboard", "false", "--cache.enable", "false",
+    "--compile.enable", "false",
 ]  # fmt: skip
 PHASES = (
     "batch", "draws", "objective", "model", "blocks", "backward", "backward blocks", "gns", "gradients", "optimizer", "ema",
