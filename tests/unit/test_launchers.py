@@ -16,7 +16,7 @@ from torchtitan.experiments.process import Node, Stopped, _command
 
 
 def job_of(name, function, *arguments, nodes=1):
-    return Job(name, function, arguments, processes=1, nodes=nodes, gpus=0, limit_s=60.0)
+    return Job(name, function, arguments, processes=1, nodes=nodes, gpus=0, limit_s=600.0)
 
 
 def ran(word, *, devices, stop, node):
@@ -57,6 +57,9 @@ def test_a_lost_job_is_out_of_memory_only_if_slurm_says_so():
         outcome = _lost(state, "17_3", RuntimeError("no result\nat all"), 5.0)
         assert outcome.status == status and outcome.evidence["slurm_state"] == state and state in outcome.reason
         assert ("proof" in outcome.evidence) == (status == "oom") and "\n" not in outcome.reason
+    error = type("FailedJobError", (RuntimeError,), {})("Traceback\n  in run_cell\nKeyError: 'a'")  # submitit's
+    failed = _lost("FAILED", "17_4", error, 5.0)
+    assert (failed.status, failed.reason) == ("failed", "Slurm job 17_4: KeyError: 'a'")
 
 
 def test_nodes_meet_at_the_first():

@@ -8,6 +8,7 @@ from torchtitan.experiments.cost import COMPILE_SECONDS, START_SECONDS, cost_tab
 from torchtitan.experiments.grid import SweepError, read_sweep
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import plan_sweep
+from torchtitan_dit.commands.sweep import main
 
 SWEEP = """
 processes = 4
@@ -95,3 +96,17 @@ def test_the_device_is_the_files_or_the_named_one(tmp_path):
     with pytest.raises(SweepError, match="--device: 'P100' is none of H200, H100"):
         device_of(sweep, "P100")
     assert device_of(plan(tmp_path, SWEEP.replace('device = "H100"', "")).sweep, None) is None
+
+
+def test_the_command_says_what_it_would_take_or_that_it_cannot_tell(tmp_path, simulated, capsys):
+    plan(tmp_path)
+    words = [str(tmp_path / "grid.toml"), "--output", str(tmp_path / "results")]
+    assert main([*words, "--dry-run", "--repeats", "1", "--jobs", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "8 runs, 8 to run" in lines and lines[-2].split()[:4] == ["total", "6", "2", "0"]
+    assert main([*words, "--dry-run", "--device", "P100"]) == 2 and main([*words, "--device", "H100"]) == 2
+    assert "--device: is the device that --dry-run estimates for" in capsys.readouterr().err
+    plan(tmp_path, SWEEP.replace('device = "H100"', ""))
+    assert main([*words, "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("no estimate of hours (name a device: --device H200")
+    assert not (tmp_path / "results").exists()

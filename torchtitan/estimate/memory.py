@@ -115,8 +115,10 @@ def memory_by_batch_size(config: JobConfig, world_size: int) -> Callable[[int], 
     start_up, (first, second) = _start_up_bytes(config), _TWO_BATCH_SIZES
 
     def step_of(batch_size: int) -> SimulatedStep:
-        batch = {"local_batch_size": batch_size, "global_batch_size": batch_size * world_size * microbatches}
-        return _of_full_depth(dataclasses.replace(config, training=dataclasses.replace(config.training, **batch)), world_size)
+        training = dataclasses.replace(
+            config.training, local_batch_size=batch_size, global_batch_size=batch_size * world_size * microbatches
+        )
+        return _of_full_depth(dataclasses.replace(config, training=training), world_size)
 
     with _without_warnings():
         low, high = step_of(first), step_of(second)

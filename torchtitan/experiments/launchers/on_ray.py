@@ -63,8 +63,10 @@ def run_in_task(job: Job, folder: str) -> Outcome:
 
 def _lost(ray: Any, error: Exception, seconds: float) -> Outcome:
     """Outcome of a task that left no result."""
-    first = (str(error).strip().splitlines() or [""])[0][:200]
-    evidence = {"ray_error": type(error).__name__}
+    lines = str(error).strip().splitlines() or [""]
+    first, evidence = lines[0][:200], {"ray_error": type(error).__name__}
+    if isinstance(error, ray.exceptions.RayTaskError):  # an exception in the task, with its traceback
+        return Outcome("failed", f"the Ray task failed: {lines[-1][:250]}", seconds, 1, evidence)
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         return Outcome("oom", f"Ray ended the task: {first}", seconds, 1, evidence | {"proof": "Ray's memory monitor"})
     return Outcome("killed", f"the Ray task left no result: {type(error).__name__}: {first}", seconds, 1, evidence)

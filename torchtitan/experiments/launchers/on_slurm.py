@@ -115,5 +115,7 @@ def _lost(state: str, job_id: str, error: Exception, seconds: float) -> Outcome:
     evidence = {"slurm_job": job_id, "slurm_state": state}
     if state == "OUT_OF_MEMORY":
         return Outcome("oom", f"Slurm job {job_id}: OUT_OF_MEMORY", seconds, 1, evidence | {"proof": "Slurm's job state"})
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return Outcome("killed", f"Slurm job {job_id} left no result, its state is {state}: {first[:200]}", seconds, 1, evidence)
+    lines = str(error).strip().splitlines() or [""]
+    if type(error).__name__ == "FailedJobError":  # an exception in the job, with its traceback
+        return Outcome("failed", f"Slurm job {job_id}: {lines[-1][:250]}", seconds, 1, evidence)
+    return Outcome("killed", f"Slurm job {job_id} left no result, its state is {state}: {lines[0][:200]}", seconds, 1, evidence)
