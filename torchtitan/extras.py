@@ -12,7 +12,9 @@ EXTRAS = {
     "hub": ("datasets", "huggingface_hub"),
     "imagenet": ("scipy",),
     "lowbit": ("torchao>=0.18",),
+    "ray": ("ray>=2.9",),
     "remote": ("gcsfs", "s3fs"),
+    "slurm": ("submitit>=1.5",),
     "text": ("huggingface_hub", "sentencepiece", "transformers>=4.46"),
     "wandb": ("wandb",),
 }

@@ -13,7 +13,7 @@ from tests.launcher import ROOT
 from torchtitan.config.job import load_config
 from torchtitan.estimate.devices import Device
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
-from torchtitan.estimate.memory import estimate_memory, model_on_meta
+from torchtitan.estimate.memory import estimate_memory, memory_by_batch_size, model_on_meta
 from torchtitan.estimate.report import as_text, fits
 from torchtitan.estimate.roofline import (
     Efficiency,
@@ -51,6 +51,16 @@ def test_storages_of_a_small_network_are_those_counted_by_hand():
     assert live.windows["forward"].total() == 400 + 3 * 200  # exp's input and output at once
     # At the product that makes the weight's gradient: x, the gradient of x @ weight, exp's output or not, the loss.
     assert 400 + 200 + 200 + 400 <= live.windows["backward"].total() <= 400 + 3 * 200 + 400 + 8
+
+
+def test_memory_of_any_batch_size_comes_from_two_simulations():
+    """The same at those two; above them each window's own peak may move by a temporary, here by less than 1 %."""
+    config = config_of("--model.num_layers", "1")
+    by_batch_size = memory_by_batch_size(config, 1)
+    assert by_batch_size(8) == estimate_memory(config, 1)
+    large = config_of("--model.num_layers", "1", "--training.local_batch_size", "256")
+    assert by_batch_size(256).total == pytest.approx(estimate_memory(large, 1).total, rel=0.01)
+    assert by_batch_size(256).activations > 20 * by_batch_size(8).activations
 
 
 def test_two_shallow_models_give_the_peak_of_a_deep_one_exactly():

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 import torchtitan.experiments.autotune.tuned_batch as tuned_batch
+import torchtitan.experiments.cell_run as cell_run
+import torchtitan.experiments.launchers.local as local
 import torchtitan.experiments.runner as runner
 from torchtitan.experiments.autotune.tuning import NothingFits
 from torchtitan.experiments.engine import settle_cells
@@ -54,7 +56,7 @@ class Processes:
 @pytest.fixture
 def processes(monkeypatch):
     stand_in = Processes()
-    monkeypatch.setattr(runner, "run_processes", stand_in)
+    monkeypatch.setattr(cell_run, "run_processes", stand_in)
     return stand_in
 
 
@@ -108,7 +110,9 @@ def test_a_killed_run_leaves_larger_batches_alone_and_is_retried(sweep, tmp_path
     processes.kill_at = "batch=1_ac=full_r0"
     rows = {row["name"]: row for row in run(sweep, tmp_path)}
     assert rows["batch=1_ac=full_r0"]["status"] == "killed"
-    assert rows["batch=1_ac=full_r0"]["evidence"] == {"exit_codes": [-9, 1]}
+    reason = "a rank was killed by SIGKILL"
+    assert rows["batch=1_ac=full_r0"]["evidence"] == {"exit_codes": [-9, 1], "killed_before": [reason, reason]}
+    assert processes.started.count("batch=1_ac=full_r0") == 3 and len(processes.started) == 9 + 2
     assert {rows[f"batch={batch}_ac=full_r0"]["status"] for batch in (2, 4)} == {"ok"}
     processes.kill_at = ""
     again = run(sweep, tmp_path, retry_failed=True)[12:]
@@ -142,6 +146,51 @@ def test_failures_are_kept_and_retried_on_request_only(sweep, tmp_path, processe
     assert len(rows) == 13 and rows[-1]["name"] == "batch=1_ac=full_r0" and rows[-1]["status"] == "ok"
 
 
+def test_an_extended_grid_runs_what_is_new(sweep, tmp_path, processes):
+    run(sweep, tmp_path, only={"activation_checkpoint.mode": ["full"]})
+    processes.started.clear()
+    text = SWEEP.replace("[1, 2, 4]", "[1, 2, 4, 8]") + "optimizer.weight_decay = [0.0]\n"
+    with pytest.raises(SweepError, match=r"sweep.toml: axes.training.local_batch_size: \[1, 2, 4\] -> \[1, 2, 4, 8\]"):
+        run(_read(tmp_path, text), tmp_path)  # another axis makes another grid
+    text = SWEEP.replace("repeats = 2", "repeats = 1") + "[[include]]\ntraining.local_batch_size = 8\n"
+    rows = run(_read(tmp_path, text), tmp_path, only={"activation_checkpoint.mode": ["full"]})
+    assert processes.started == ["batch=8_ac=full_r0"] and len(rows) == 7
+
+
+def test_a_cell_keeps_its_name_when_another_axis_gets_a_second_value(tmp_path, processes):
+    text = SWEEP.replace('["none", "full"]', '["full"]')
+    run(_read(tmp_path, text), tmp_path)
+    assert processes.started[0] == "batch=1_r0"
+    processes.started.clear()
+    run(_read(tmp_path, SWEEP.replace('"none", "full"', '"full", "selective"').replace("= 2", "= 3", 1)), tmp_path)
+    again = [name for name in processes.started if "ac=" not in name]
+    assert again == ["batch=1_r2", "batch=2_r2", "batch=4_r2"]
+    assert len(processes.started) == 12 and "batch=1_ac=selective_r0" in processes.started
+
+
+def test_a_grid_that_needs_gpus_or_machines_does_not_start_without(tmp_path, processes):
+    for added, words in (("needs = {gpus = 8}", "needs.gpus: a run needs 8 CUDA devices, and this machine has 0 "),
+                         ("nodes = 2", "nodes = 2 needs a scheduler")):  # fmt: skip
+        with pytest.raises(SweepError, match=words):
+            run(_read(tmp_path, "processes = 8\n" + added + SWEEP), tmp_path)
+    assert processes.started == [] and not (tmp_path / "results").exists()
+
+
+def _read(tmp_path, text):
+    path = tmp_path / "grid.toml"
+    path.write_text(text)
+    return read_sweep(path)
+
+
+def test_concurrent_runs_begin_with_small_batches(tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr(runner, "settle_cells", lambda tasks, missing, settle, **options: order.extend(missing))
+    sweep = _read(tmp_path, SWEEP)
+    run_sweep(sweep, SweepFolder(tmp_path / "results"), plan_sweep(sweep, SweepFolder(tmp_path / "results")), jobs=2)
+    found = [(task.repeat, task.cell.axes["training.local_batch_size"]) for task in order]
+    assert found == [(repeat, batch) for repeat in (0, 1) for batch in (1, 1, 2, 2, 4, 4)]
+
+
 def test_only_some_cells(sweep, tmp_path, processes):
     run(sweep, tmp_path, only={"activation_checkpoint.mode": ["full"], "training.local_batch_size": ["1", "4"]})
     assert processes.started == [f"batch={batch}_ac=full_r{repeat}" for repeat in (0, 1) for batch in (1, 4)]
@@ -159,7 +208,7 @@ def test_jobs_run_side_by_side_and_an_interrupt_reaches_all(sweep, tmp_path, mon
         assert stop.wait(10)
         raise Stopped
 
-    monkeypatch.setattr(runner, "run_processes", together)
+    monkeypatch.setattr(cell_run, "run_processes", together)
     with pytest.raises(KeyboardInterrupt):
         run(sweep, tmp_path, jobs=3, only={"training.local_batch_size": ["1", "2"]})
     assert not (tmp_path / "results" / "sweep.jsonl").exists()
@@ -183,8 +232,8 @@ def test_an_interrupt_between_two_starts_ends_the_run_that_has_begun(monkeypatch
 
 
 def test_devices_are_handed_out_and_taken_back(sweep, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(runner.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(local.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(local.torch.cuda, "device_count", lambda: 2)
     in_use, seen, lock = set(), [], threading.Lock()
 
     def on_devices(arguments, *, devices, **options):
@@ -197,7 +246,7 @@ def test_devices_are_handed_out_and_taken_back(sweep, tmp_path, monkeypatch):
             in_use.difference_update(devices)
         return Outcome("ok", "", 0.01, 0)
 
-    monkeypatch.setattr(runner, "run_processes", on_devices)
+    monkeypatch.setattr(cell_run, "run_processes", on_devices)
     run(sweep, tmp_path, jobs=2)
     assert len(seen) == 12 and set(seen) == {0, 1}
     with pytest.raises(SweepError, match="1 processes x 3 jobs need more than the 2 CUDA devices"):
@@ -238,7 +287,7 @@ def test_a_searched_batch_size_is_trained_and_recorded(tmp_path, monkeypatch):
         return Outcome("ok", "", 1.0, 0)
 
     monkeypatch.setattr(tuned_batch, "autotune", search)
-    monkeypatch.setattr(runner, "run_processes", train)
+    monkeypatch.setattr(cell_run, "run_processes", train)
     none, full = run(read_sweep(path), tmp_path)
     assert (none["status"], none["reason"]) == ("oom", "batch 1 does not fit in 2 GiB")
     assert full["axes"] == {"activation_checkpoint.mode": "full", "training.local_batch_size": 24}

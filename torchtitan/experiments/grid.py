@@ -324,11 +324,18 @@ def _cell(sweep: Sweep, point: dict[str, Any]) -> Cell:
                 raise _error(sweep.path, f"axes.{axis}: sets {key}, which is set a second time (remove one)")
             values[key] = set_value
     nodes = point.get("nodes", sweep.settings.nodes)
+    if nodes > 1 and sweep.settings.autotune:
+        raise _error(sweep.path, "nodes: a batch size is searched on one machine (set nodes to 1, or autotune to false)")
     if processes % nodes:
         raise _error(sweep.path, f"nodes: {processes} processes cannot be spread over {nodes} nodes (change either)")
-    told_apart = [axis for axis in point if len(_values_of(sweep.table, axis)) > 1] or list(point)
-    words = [f"{_SHORT.get(axis, axis)}={_file_safe(point[axis])}" for axis in told_apart]
-    return Cell("_".join(words), point, values, processes, nodes)
+    return Cell(point_name(sweep, point), point, values, processes, nodes)
+
+
+def point_name(sweep: Sweep, point: dict[str, Any], without: str = "") -> str:
+    """Name of a point of the grid: its values on the axes that have several, but for the axis `without`."""
+    told_apart = [axis for axis in point if len(_values_of(sweep.table, axis)) > 1 and axis != without]
+    words = [f"{_SHORT.get(axis, axis)}={_file_safe(point[axis])}" for axis in told_apart or point]
+    return "_".join(words)
 
 
 def _meaning(sweep: Sweep, axis: str, value: Any, processes: int) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Outcome:
         exit_code: of the launcher, 128 + signal if a signal ended it; torchrun's own is 1 for every failure.
         evidence: of oom and killed: `exit_codes` of the ranks, `memory_kills` (file, before, after), the `proof` of an
             oom; `killed_before`: the reason of each attempt that was killed and repeated.
+        chosen: configuration keys that were searched first, with the values found.
     """
 
     status: Status
@@ -38,6 +39,7 @@ class Outcome:
     seconds: float
     exit_code: int
     evidence: dict[str, Any] = field(default_factory=dict)
+    chosen: dict[str, Any] = field(default_factory=dict)
 
 
 def classify(

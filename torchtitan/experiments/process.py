@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, cast
@@ -23,6 +23,7 @@ _TRAIN = Path(__file__).resolve().parents[2] / "train.py"  # of the checkout, wh
 _GUARD = Path(__file__).with_name("guard.py")
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 RETRIES = 2
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its name before torch 2.9
 _POLL_SECONDS = 0.1
 _LARGEST_SUMMARY = 1 << 24  # bytes
 _MOST_OF_A_LOG = 1 << 22  # bytes, of its beginning and of its end
@@ -30,6 +31,23 @@ _MOST_OF_A_LOG = 1 << 22  # bytes, of its beginning and of its end
 
 class Stopped(Exception):
     """Run ended because `stop` was set; no result on the run."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """Node: one of the machines of a run, whose processes meet at the first.
+
+    Attributes:
+        rank: of the machine, from 0.
+        count: of machines.
+        endpoint: host:port where torchrun's agents meet.
+        name: of the run, the same on all of them.
+    """
+
+    rank: int
+    count: int
+    endpoint: str
+    name: str
 
 
 def run_processes(
@@ -41,6 +59,7 @@ def run_processes(
     environment: dict[str, str] | None = None,
     memory_limit_gib: float | None = None,
     devices: list[int] | None = None,
+    node: Node | None = None,
     retries: int = RETRIES,
     stop: threading.Event | None = None,
     oom_grace_s: float = 30.0,
@@ -59,6 +78,7 @@ def run_processes(
         environment: variables to set besides the present ones.
         memory_limit_gib: of each process's data (RLIMIT_DATA), so that allocating more on the CPU fails; Linux.
         devices: numbers of the CUDA devices to use, among those that this process sees.
+        node: this machine among several, each of which calls this function; the result is of its own processes.
         retries: times that a run which is killed from outside is started again.
         stop: set from another thread, ends the run.
         oom_grace_s: seconds for the other ranks to end by themselves once one is out of memory.
@@ -69,8 +89,8 @@ def run_processes(
         KeyboardInterrupt, Stopped: after all processes were killed.
     """
     attempt = partial(
-        _attempt, arguments, processes, timeout_s, log, environment or {}, memory_limit_gib, devices, stop, oom_grace_s,
-        stop_grace_s, poll,
+        _attempt, arguments, processes, timeout_s, log, environment or {}, memory_limit_gib, devices, node, stop,
+        oom_grace_s, stop_grace_s, poll,
     )  # fmt: skip
     return repeat_killed(attempt, log, retries)
 
@@ -92,8 +112,8 @@ def repeat_killed(attempt: Callable[[], Outcome], log: Path, retries: int) -> Ou
 
 def _attempt(
     arguments: list[str], processes: int, timeout_s: float, log: Path, environment: dict[str, str],
-    memory_limit_gib: float | None, devices: list[int] | None, stop: threading.Event | None, oom_grace_s: float,
-    stop_grace_s: float, poll: Callable[[], None],
+    memory_limit_gib: float | None, devices: list[int] | None, node: Node | None, stop: threading.Event | None,
+    oom_grace_s: float, stop_grace_s: float, poll: Callable[[], None],
 ) -> Outcome:  # fmt: skip
     """Run train.py once; see `run_processes`."""
     begun = time.perf_counter()
@@ -103,13 +123,16 @@ def _attempt(
         return Outcome("refused", "; ".join(error.problems), time.perf_counter() - begun, 2)
     summary = Path(config.job.dump_folder) / config.job.name / "summary.json"
     stale, kills_before = _stamp(summary), count_memory_kills()
+    if node and node.rank:
+        log = log.with_suffix(f".node{node.rank}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     limit = int((memory_limit_gib or 0) * 2**30)
-    command = [sys.executable, "-S", str(_GUARD), str(limit), *_command(arguments, processes)]
+    command = [sys.executable, "-S", str(_GUARD), str(limit), *_command(arguments, processes, node)]
+    variables = _environment(processes // (node.count if node else 1), environment, devices)
     with open(log, "wb") as output:
         guard = subprocess.Popen(
-            command, env=_environment(processes, environment, devices), stdin=subprocess.PIPE, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,  # a Ctrl-C is for this process alone
+            command, env=variables, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C is for this process alone
         )  # fmt: skip
     try:
         late = _wait(guard, log, begun + timeout_s, stop, oom_grace_s, poll)
@@ -128,14 +151,20 @@ def _attempt(
         return Outcome("timeout", f"not done after {timeout_s:g} s", seconds, guard.returncode)
     fresh = _read_summary(summary) if _stamp(summary) != stale else {}
     status, reason, evidence = classify(guard.returncode, text, fresh, kills_before, count_memory_kills())
-    if status == "ok" and (problem := _unfinished(summary)):
+    if status == "ok" and not (node and node.rank) and (problem := _unfinished(summary)):
         status, reason = "failed", f"exit code 0, but {problem}"
     return Outcome(status, reason, seconds, guard.returncode, evidence)
 
 
-def _command(arguments: list[str], processes: int) -> list[str]:
+def _command(arguments: list[str], processes: int, node: Node | None) -> list[str]:
     launcher = [sys.executable]
-    if processes > 1:
+    if node:
+        launcher += [
+            "-m", "torch.distributed.run", "--nnodes", str(node.count), "--node_rank", str(node.rank),
+            "--nproc_per_node", str(processes // node.count), "--rdzv_backend", "c10d", "--rdzv_id", node.name,
+            "--rdzv_endpoint", node.endpoint,
+        ]  # fmt: skip
+    elif processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     program = [str(_TRAIN)] if _TRAIN.is_file() else ["-m", "torchtitan_dit", "train"]
     return [*launcher, *program, *arguments]
@@ -144,6 +173,8 @@ def _command(arguments: list[str], processes: int) -> list[str]:
 def _environment(processes: int, extra: dict[str, str], devices: list[int] | None) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
     environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
+    if not any(name in environment for name in _ALLOCATOR):
+        environment[_ALLOCATOR[0]] = "expandable_segments:True"  # blocks of many sizes leave fewer gaps
     if devices is not None:
         visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         names = [visible[number] for number in devices] if visible else map(str, devices)

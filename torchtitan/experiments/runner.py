@@ -7,18 +7,21 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from torchtitan.experiments.autotune.tuned_batch import tuned_batch_size
+from torchtitan.experiments.cell_run import CellRun, run_cell
 from torchtitan.experiments.command_lines import check_cells, run_arguments, run_name
 from torchtitan.experiments.engine import Advance, settle_cells
-from torchtitan.experiments.grid import BATCH_KEY, Cell, Sweep, SweepError
-from torchtitan.experiments.outcome import Outcome
-from torchtitan.experiments.process import Stopped, run_processes
+from torchtitan.experiments.grid import Cell, Sweep, SweepError
+from torchtitan.experiments.launchers import JOBS, LAUNCHERS
+from torchtitan.experiments.launchers.job import Job, Launcher
+from torchtitan.experiments.launchers.local import LocalLauncher
+from torchtitan.experiments.process import repeat_killed
 from torchtitan.experiments.record import Row, SweepFolder
 
 RETRIED = ("failed", "timeout", "refused", "killed")
+_MOST_TRIES = 12  # of a search, in the time that a scheduler is asked for
+_LEEWAY_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -117,52 +120,77 @@ def value_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def run_sweep(sweep: Sweep, folder: SweepFolder, plan: SweepPlan, jobs: int = 1) -> None:
+def run_sweep(
+    sweep: Sweep, folder: SweepFolder, plan: SweepPlan, jobs: int | None = None, launcher: str = "local",
+    options: dict[str, str] | None = None,
+) -> None:  # fmt: skip
     """Run the missing cells; every finished run is a row of the folder's record.
 
     Args:
         sweep, folder, plan: as `plan_sweep` takes and returns them.
-        jobs: concurrent runs; on CUDA each has separate devices.
+        jobs: concurrent runs; on this machine with CUDA each has separate devices. Default: of the launcher.
+        launcher: name in LAUNCHERS.
+        options: of sbatch.
 
     Raises:
         SweepError: the folder is in use or cannot be written, or there are too few devices.
         KeyboardInterrupt: a request to stop; running cells are ended and left out of the record.
     """
+    jobs = jobs or JOBS[launcher]
+    launching = LAUNCHERS[launcher](folder.path, jobs, options or {})
+    runs = _Runs(sweep, folder, plan, jobs, launching)
+    launching.check([runs.job_of(task) for task in plan.tasks if task.cell.id not in plan.refused])
     with folder.held(sweep):
-        _Workers(sweep, folder, plan, jobs).run()
+        runs.run()
 
 
-class _Workers:
+class _Runs:
     """Settles runs of a sweep: what its jobs share."""
 
-    def __init__(self, sweep: Sweep, folder: SweepFolder, plan: SweepPlan, jobs: int) -> None:
-        self._sweep, self._folder, self._plan, self._jobs = sweep, folder, plan, jobs
-        self._lock = threading.Condition()
+    def __init__(self, sweep: Sweep, folder: SweepFolder, plan: SweepPlan, jobs: int, launcher: Launcher) -> None:
+        self._sweep, self._folder, self._plan, self._jobs, self._launcher = sweep, folder, plan, jobs, launcher
+        self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._devices = self._free_devices()
 
     def run(self) -> None:
+        missing = self._plan.missing
+        if self._jobs > 1:  # small batches of all arms first, so that few are begun whose arm runs out of memory
+            missing = sorted(missing, key=lambda task: (task.repeat, self._rank(task.cell)))
         settle_cells(
-            self._plan.tasks, self._plan.missing, self._settle, cost=lambda task: 1, unit="run",
+            self._plan.tasks, missing, self._settle, cost=lambda task: 1, unit="run",
             name=lambda task: run_name(task.cell, task.repeat), jobs=self._jobs, stop=self._stop,
         )  # fmt: skip
+
+    def _rank(self, cell: Cell) -> float:
+        return cell.axes.get(self._sweep.settings.order, 0)
+
+    def job_of(self, task: Task) -> Job:
+        """Job of a task: what it runs, and what it needs of machines."""
+        settings, cell, name = self._sweep.settings, task.cell, run_name(task.cell, task.repeat)
+        path = self._folder.path
+        run = CellRun(
+            run_arguments(cell, task.repeat, path, self._folder.base), cell.processes, settings, path / "autotune",
+            path / "logs" / f"{name}.log", self._environment(cell.processes),
+        )  # fmt: skip
+        gpus = cell.processes // cell.nodes if self._sweep.needs.gpus else 0
+        tries = _MOST_TRIES if settings.autotune else 0
+        limit_s = (1 + tries) * settings.timeout_s + _LEEWAY_SECONDS
+        return Job(name, run_cell, (run,), cell.processes, cell.nodes, gpus, limit_s)
 
     def _settle(self, task: Task, advance: Advance) -> None:
         started = datetime.now().astimezone().isoformat(timespec="seconds")
         axes, seconds, evidence = task.cell.axes, 0.0, {}
+        name = run_name(task.cell, task.repeat)
         if reason := self._plan.refused.get(task.cell.id):
             status = "refused"
         elif reason := self._skip_reason(task):
             status = "skipped"
         else:
-            devices = self._acquire(task.cell.processes)
-            try:
-                outcome, tuned = self._run(task, devices)
-            finally:
-                self._release(devices)
-            axes, status, reason, seconds = axes | tuned, outcome.status, outcome.reason, outcome.seconds
+            job = self.job_of(task)
+            log = self._folder.path / "logs" / f"{name}.log"
+            outcome = repeat_killed(lambda: self._launcher.run(job, self._stop), log, self._sweep.settings.retries)
+            axes, status, reason, seconds = axes | outcome.chosen, outcome.status, outcome.reason, outcome.seconds
             evidence = {"evidence": outcome.evidence} if outcome.evidence else {}
-        name = run_name(task.cell, task.repeat)
         row = {
             "cell": task.cell.id, "name": name, "axes": axes, "repeat": task.repeat, "status": status,
             "reason": reason, "seconds": round(seconds, 2), "run": name, "processes": task.cell.processes,
@@ -173,59 +201,12 @@ class _Workers:
             self._plan.rows[task.key] = row
             tqdm.write(f"{status:<8}{seconds:7.1f} s  {name}  {reason}".rstrip(), file=sys.stderr)
 
-    def _run(self, task: Task, devices: list[int] | None) -> tuple[Outcome, dict[str, Any]]:
-        """Run a task; return its outcome, and the chosen axes."""
-        settings, processes = self._sweep.settings, task.cell.processes
-        arguments = run_arguments(task.cell, task.repeat, self._folder.path, self._folder.base)
-        tuned: dict[str, Any] = {}
-        if settings.autotune:
-            found = tuned_batch_size(
-                arguments, processes, settings, cache=self._folder.path / "autotune", devices=devices, stop=self._stop
-            )
-            if isinstance(found, Outcome):
-                return found, tuned
-            tuned = {BATCH_KEY: found}
-            arguments = [*arguments, f"--{BATCH_KEY}={found}"]
-        outcome = run_processes(
-            arguments, processes=processes, timeout_s=settings.timeout_s, environment=self._environment(processes),
-            log=self._folder.path / "logs" / f"{run_name(task.cell, task.repeat)}.log",
-            memory_limit_gib=settings.memory_limit_gib, devices=devices, retries=settings.retries, stop=self._stop,
-        )  # fmt: skip
-        return outcome, tuned
-
     def _skip_reason(self, task: Task) -> str:
         with self._lock:
             return self._plan.known_out_of_memory(task)
 
     def _environment(self, processes: int) -> dict[str, str]:
-        if "OMP_NUM_THREADS" in os.environ:
+        """Threads of each process where runs share this machine, unless the user has set them."""
+        if "OMP_NUM_THREADS" in os.environ or not isinstance(self._launcher, LocalLauncher):
             return {}
         return {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // (processes * self._jobs), 1))}
-
-    # ------------------------------------------------------------------ devices
-
-    def _free_devices(self) -> list[int] | None:
-        if not torch.cuda.is_available():
-            return None
-        there, most = torch.cuda.device_count(), max((task.cell.processes for task in self._plan.tasks), default=1)
-        if most * self._jobs > there:
-            advice = f"lower --jobs to {there // most}" if there >= most else "lower processes"
-            raise SweepError(f"{most} processes x {self._jobs} jobs need more than the {there} CUDA devices ({advice})")
-        return list(range(there))
-
-    def _acquire(self, count: int) -> list[int] | None:
-        if self._devices is None:
-            return None
-        with self._lock:
-            while len(self._devices) < count:
-                self._lock.wait(0.2)
-                if self._stop.is_set():
-                    raise Stopped
-            taken, self._devices[:] = self._devices[:count], self._devices[count:]
-        return taken
-
-    def _release(self, devices: list[int] | None) -> None:
-        if devices is not None and self._devices is not None:
-            with self._lock:
-                self._devices += devices
-                self._lock.notify_all()

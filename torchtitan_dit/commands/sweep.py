@@ -10,8 +10,11 @@ from collections import Counter
 from pathlib import Path
 from typing import NoReturn
 
+from torchtitan.estimate.devices import DEVICES
 from torchtitan.experiments.command_lines import run_name
+from torchtitan.experiments.cost import cost_table, device_of, estimate_cost
 from torchtitan.experiments.grid import SweepError, read_sweep
+from torchtitan.experiments.launchers import JOBS, LAUNCHERS
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import SweepPlan, plan_sweep, run_sweep
 from torchtitan.experiments.table import sweep_table
@@ -26,9 +29,16 @@ def main(words: list[str] | None = None) -> int:
         folder = SweepFolder(arguments.output or Path("outputs") / sweep.settings.name)
         plan = plan_sweep(sweep, folder, only=_by_axis(arguments.only), retry_failed=arguments.retry_failed)
         if arguments.dry_run:
+            device = device_of(sweep, arguments.device)
             show(plan)
+            if device is None:
+                print(f"no estimate of hours (name a device: --device {', '.join(DEVICES)})")
+            else:
+                print(cost_table(estimate_cost(plan, folder.path, device), device, arguments.jobs or JOBS[arguments.launcher]))
             return 0
-        run_sweep(sweep, folder, plan, arguments.jobs)
+        if arguments.device:
+            raise SweepError("--device: is the device that --dry-run estimates for (add --dry-run, or remove it)")
+        run_sweep(sweep, folder, plan, arguments.jobs, arguments.launcher, dict(arguments.slurm))
     except SweepError as error:
         print(error, file=sys.stderr)
         return 2
@@ -57,14 +67,20 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="sweep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("sweep", metavar="SWEEP.toml", type=Path, help="a file as those in train_configs/sweeps")
-    add("--jobs", type=positive, default=1, metavar="N",
-        help="concurrent runs; on CUDA each has separate devices (default: 1)")
+    add("--launcher", choices=LAUNCHERS, default="local", help="run the cells on this machine, as Slurm jobs (submitit) or "
+        "as Ray tasks (default: local)")
+    add("--slurm", type=axis_value, action="append", default=[], metavar="OPTION=VALUE",
+        help="of sbatch, as partition=gpu; may be given several times")
+    add("--jobs", type=positive, metavar="N",
+        help="concurrent runs; on this machine with CUDA each has separate devices (default: "
+        + ", ".join(f"{name} {jobs}" for name, jobs in JOBS.items()) + ")")
     add("--only", type=axis_value, action="append", default=[], metavar="AXIS=VALUE", help="run these cells only; "
         "may be given several times")
     add("--extended", action="store_true", help="run the cells of the file's [extended] too")
     add("--repeats", type=positive, metavar="N", help="runs of each cell with different seeds (default: the file's)")
     add("--retry-failed", action="store_true", help="repeat runs that failed, timed out, were killed or refused")
     add("--dry-run", action="store_true", help="check everything and list the runs; nothing is written")
+    add("--device", metavar="NAME", help=f"with --dry-run: estimate hours for {', '.join(DEVICES)} (default: the file's)")
     add("--output", type=Path, metavar="FOLDER", help="of the results (default: outputs/<sweep>)")
     return parser.parse_args(words)
 
@@ -79,7 +95,7 @@ def positive(text: str) -> int:
 def axis_value(text: str) -> tuple[str, str]:
     axis, equals, value = text.partition("=")
     if not (axis and equals and value):
-        raise argparse.ArgumentTypeError(f"must be AXIS=VALUE, is {text!r}")
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, is {text!r}")
     return axis, value
 
 

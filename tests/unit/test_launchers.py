@@ -1,0 +1,81 @@
+"""Runs through schedulers: what is refused, what a lost job is called, and submitit's executor without Slurm."""
+
+import os
+import threading
+
+import pytest
+
+from tests.launcher import ROOT
+from torchtitan.experiments.grid import SweepError
+from torchtitan.experiments.launchers import LAUNCHERS
+from torchtitan.experiments.launchers.job import Job, importable_environment, join_outcomes
+from torchtitan.experiments.launchers.local import LocalLauncher
+from torchtitan.experiments.launchers.on_slurm import SlurmLauncher, _lost
+from torchtitan.experiments.outcome import Outcome
+from torchtitan.experiments.process import Node, Stopped, _command
+
+
+def job_of(name, function, *arguments, nodes=1):
+    return Job(name, function, arguments, processes=1, nodes=nodes, gpus=0, limit_s=600.0)
+
+
+def ran(word, *, devices, stop, node):
+    """A job's function, here and in other processes."""
+    return Outcome("ok", f"{word} {os.getcwd()} {node.rank if node else None}", 1.0, 0, {"pid": os.getpid()})
+
+
+@pytest.mark.parametrize(("launcher", "package"), [("slurm", "submitit"), ("ray", "ray")])
+def test_a_launcher_without_its_package_says_how_to_install_it(tmp_path, monkeypatch, launcher, package):
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    with pytest.raises(SweepError, match=f"--launcher {launcher}: needs the package {package} .*-m pip install") as caught:
+        LAUNCHERS[launcher](tmp_path, 1, {})
+    assert "\n" not in str(caught.value)
+
+
+def test_options_of_sbatch_are_for_slurm_alone(tmp_path):
+    for launcher in ("local", "ray"):
+        with pytest.raises(SweepError, match="--slurm: is an option of --launcher slurm"):
+            LAUNCHERS[launcher](tmp_path, 1, {"partition": "gpu"})
+
+
+def test_a_local_job_is_called_here(tmp_path):
+    outcome = LocalLauncher(tmp_path, 1, {}).run(job_of("a", ran, "word"), threading.Event())
+    assert outcome.evidence == {"pid": os.getpid()} and outcome.reason.startswith("word ")
+
+
+def test_the_cause_on_one_node_comes_before_its_consequences_on_others():
+    def outcomes(*statuses):
+        return [Outcome(status, "", 1.0, 1) for status in statuses]
+
+    assert join_outcomes(outcomes("failed", "oom")).status == "oom"
+    assert join_outcomes(outcomes("failed", "killed", "timeout")).status == "killed"
+    assert join_outcomes(outcomes("ok", "ok")).status == "ok"
+
+
+def test_a_lost_job_is_out_of_memory_only_if_slurm_says_so():
+    for state, status in (("OUT_OF_MEMORY", "oom"), ("PREEMPTED", "killed"), ("NODE_FAIL", "killed")):
+        outcome = _lost(state, "17_3", RuntimeError("no result\nat all"), 5.0)
+        assert outcome.status == status and outcome.evidence["slurm_state"] == state and state in outcome.reason
+        assert ("proof" in outcome.evidence) == (status == "oom") and "\n" not in outcome.reason
+    error = type("FailedJobError", (RuntimeError,), {})("Traceback\n  in run_cell\nKeyError: 'a'")  # submitit's
+    failed = _lost("FAILED", "17_4", error, 5.0)
+    assert (failed.status, failed.reason) == ("failed", "Slurm job 17_4: KeyError: 'a'")
+
+
+def test_nodes_meet_at_the_first():
+    words = " ".join(_command(["--a=1"], 16, Node(1, 2, "first:29017", "17")))
+    assert "--nnodes 2 --node_rank 1 --nproc_per_node 8 --rdzv_backend c10d --rdzv_id 17 --rdzv_endpoint first:29017" in words
+
+
+def test_jobs_of_submitit_run_elsewhere_and_on_several_nodes(tmp_path, monkeypatch):
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PYTHONPATH", importable_environment()["PYTHONPATH"])
+    monkeypatch.chdir(ROOT)
+    launcher = SlurmLauncher(tmp_path, 2, {}, cluster="local")
+    outcome = launcher.run(job_of("a", ran, "word"), threading.Event())
+    assert outcome.status == "ok" and outcome.reason == f"word {ROOT} None" and outcome.evidence["pid"] != os.getpid()
+    assert launcher.run(job_of("b", ran, "word", nodes=2), threading.Event()).status == "ok"
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Stopped):
+        launcher.run(job_of("c", ran, "word"), stop)

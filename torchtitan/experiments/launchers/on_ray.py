@@ -1,0 +1,72 @@
+"""Launcher of Ray tasks, in the cluster that RAY_ADDRESS names or in one that is started on this machine."""
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.experiments.grid import SweepError
+from torchtitan.experiments.launchers.job import Job, importable_environment
+from torchtitan.experiments.outcome import Outcome
+from torchtitan.experiments.process import Stopped
+from torchtitan.extras import install
+
+_POLL_SECONDS = 0.5
+
+
+class RayLauncher:
+    """Runs jobs as tasks that hold one CPU for each process, and the GPUs asked for."""
+
+    def __init__(self, folder: Path, jobs: int, options: dict[str, str]) -> None:
+        if options:
+            raise SweepError("--slurm: is an option of --launcher slurm (remove it)")
+        try:
+            import ray
+        except ImportError:
+            raise SweepError(f"--launcher ray: needs the package ray ({install('ray')})") from None
+        self._ray = ray
+        if not ray.is_initialized():
+            environment = {"env_vars": importable_environment()}
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
+
+    def check(self, jobs: Sequence[Job]) -> None:
+        there = self._ray.cluster_resources()
+        for job in jobs:
+            if job.nodes > 1:
+                raise SweepError(f"{job.name}: nodes = {job.nodes} needs --launcher slurm (Ray's tasks are of one machine)")
+            for kind, needed in (("CPU", job.processes), ("GPU", job.gpus)):
+                if needed > there.get(kind, 0):
+                    text = f"a run needs {needed} {kind}s, and Ray's cluster has {there.get(kind, 0):g}"
+                    raise SweepError(f"{job.name}: {text} (add machines to the cluster, or lower processes)")
+
+    def run(self, job: Job, stop: threading.Event) -> Outcome:
+        begun, ray = time.perf_counter(), self._ray
+        task = ray.remote(num_cpus=job.processes, num_gpus=job.gpus, max_retries=0)(run_in_task)
+        reference = task.options(name=job.name).remote(job, str(Path.cwd()))
+        while not ray.wait([reference], timeout=_POLL_SECONDS)[0]:
+            if stop.is_set():
+                ray.cancel(reference, force=True)
+                raise Stopped
+        try:
+            return ray.get(reference)
+        except ray.exceptions.RayError as error:
+            return _lost(ray, error, time.perf_counter() - begun)
+
+
+def run_in_task(job: Job, folder: str) -> Outcome:
+    """Run a job's function within a Ray task."""
+    os.chdir(folder)
+    return job.function(*job.arguments, devices=None, stop=None, node=None)
+
+
+def _lost(ray: Any, error: Exception, seconds: float) -> Outcome:
+    """Outcome of a task that left no result."""
+    lines = str(error).strip().splitlines() or [""]
+    first, evidence = lines[0][:200], {"ray_error": type(error).__name__}
+    if isinstance(error, ray.exceptions.RayTaskError):  # an exception in the task, with its traceback
+        return Outcome("failed", f"the Ray task failed: {lines[-1][:250]}", seconds, 1, evidence)
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return Outcome("oom", f"Ray ended the task: {first}", seconds, 1, evidence | {"proof": "Ray's memory monitor"})
+    return Outcome("killed", f"the Ray task left no result: {type(error).__name__}: {first}", seconds, 1, evidence)
