@@ -117,7 +117,7 @@ class RunState:
             check_adapters(config, dataset_info(config.data))
         if config.float8.enable:
             shapes = dataset_info(config.data).shapes
-            check_convertible(_model_on_meta(config), config.float8, config.training.local_batch_size, shapes)
+            check_convertible(_model_on_meta(config), config.float8, config.training.local_batch_size, shapes, layout.degree)
         if config.gns.enable and config.gns.single_pass:
             check_measurable(_model_on_meta(config))
         self._check_attention()
@@ -171,8 +171,8 @@ class RunState:
             end_sample=config.training.steps * config.training.global_batch_size,
             global_batch_size=config.training.global_batch_size,
             local_batch_size=config.training.local_batch_size,
-            rank=layout.rank,
-            world_size=layout.world_size,
+            rank=layout.data_rank,
+            world_size=layout.data_ranks,
             pin_memory=layout.device.type == "cuda",
             on_unreadable=self.corrupt_images.record,
         )
@@ -471,7 +471,7 @@ class RunState:
         config, training = self.config.gns, self.config.training
         if config.bin_pure_microbatches:
             parts = microbatches_per_step(
-                training.global_batch_size, training.local_batch_size, self.layout.world_size
+                training.global_batch_size, training.local_batch_size, self.layout.data_ranks
             )
             return partial(BinPureTimesteps, edges=edges, microbatches_per_step=parts)
         return partial(AllocatedTimesteps, edges=edges) if config.allocate_timesteps else None

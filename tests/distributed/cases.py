@@ -46,8 +46,13 @@ enable = false
 """
 
 
-def make_trainer(folder: str, name: str, *, steps: int, replicas: int, shards: int, accumulation: int, overrides: tuple = ()):
-    """Build a trainer in the existing process group; where it measures gradient noise, it draws no picture of it."""
+def make_trainer(
+    folder: str, name: str, *, steps: int, replicas: int, shards: int, accumulation: int, overrides: tuple = (), context: int = 1
+):
+    """Build a trainer in the existing process group; where it measures gradient noise, it draws no picture of it.
+
+    context: processes that share the tokens of an image, as the overrides say too.
+    """
     ranks = replicas * shards
     config_file = Path(folder) / f"{name}.toml"
     text = BASE.format(steps=steps, local_batch_size=16 // ranks // accumulation, replicas=replicas, shards=shards)
@@ -56,7 +61,7 @@ def make_trainer(folder: str, name: str, *, steps: int, replicas: int, shards: i
     if dist.is_initialized():
         dist.barrier()
     arguments = ["--job.config_file", str(config_file), "--job.dump_folder", folder, *overrides]
-    trainer = Trainer(load_config(arguments, ranks))
+    trainer = Trainer(load_config(arguments, ranks * context))
     if trainer.state.gns:
         trainer.state.gns.draw = lambda points, global_batch_size: None  # takes longer than a test's steps
     return trainer

@@ -60,14 +60,14 @@ def resolve(checked: ConfigView, config: Any) -> None:
     """Resolve in place: replace -1 by numbers, defaults by values that follow from other keys, images by their finished cache."""
     layout, training = config.parallelism, config.training
     if layout.data_parallel_replicate_degree == -1:
-        layout.data_parallel_replicate_degree = checked.world_size // layout.data_parallel_shard_degree
+        layout.data_parallel_replicate_degree = checked.data_ranks // layout.data_parallel_shard_degree
     if layout.data_parallel_shard_degree == -1:
-        layout.data_parallel_shard_degree = checked.world_size // layout.data_parallel_replicate_degree
+        layout.data_parallel_shard_degree = checked.data_ranks // layout.data_parallel_replicate_degree
     if training.local_batch_size == -1:
-        share = training.global_batch_size // checked.world_size
+        share = training.global_batch_size // checked.data_ranks
         training.local_batch_size = largest_divisor(share, training.max_local_batch_size or share)
     if training.global_batch_size == -1:
-        training.global_batch_size = checked.world_size * training.local_batch_size
+        training.global_batch_size = checked.data_ranks * training.local_batch_size
     if heads := config.objective.heads_of_network():
         config.model.num_predictions = len(heads)
     if unconditional(checked) and has_key(config.model, "label_dropout"):
@@ -128,14 +128,21 @@ def _degrees(checked: ConfigView) -> Iterator[Problem]:
         return
     replicas, shards = degrees
     processes = f"the {checked.world_size} process{'es' if checked.world_size > 1 else ''}"
+    ranks, context = checked.data_ranks, checked.parallelism.context_parallel_degree
+    if checked.world_size % context:
+        text = f"{context} does not divide {processes} of this run"
+        yield Problem("parallelism.context_parallel_degree", text)
+        return
+    if context > 1:
+        processes = f"the {ranks} group{'s' if ranks > 1 else ''} of {context} processes"
     if replicas == shards == -1:
         yield Problem(f"parallelism.{keys[0]}", f"only one of it and parallelism.{keys[1]} can be -1")
     elif -1 in degrees:
         known = degrees.index(max(degrees))
-        if checked.world_size % degrees[known]:
+        if ranks % degrees[known]:
             text = f"{degrees[known]} does not divide {processes} of this run"
             yield Problem(f"parallelism.{keys[known]}", text)
-    elif replicas * shards != checked.world_size:
+    elif replicas * shards != ranks:
         key = f"parallelism.{keys[0]}"
         if key not in checked.given:
             key = f"parallelism.{keys[1]}"
@@ -144,7 +151,7 @@ def _degrees(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _batch_sizes(checked: ConfigView) -> Iterator[Problem]:
-    wanted, local, ranks = checked.training.global_batch_size, checked.training.local_batch_size, checked.world_size
+    wanted, local, ranks = checked.training.global_batch_size, checked.training.local_batch_size, checked.data_ranks
     if wanted == local == -1:
         yield Problem("training.local_batch_size", "only one of it and training.global_batch_size can be -1")
     elif local == 0:
@@ -167,7 +174,7 @@ def _batch_sizes(checked: ConfigView) -> Iterator[Problem]:
 def _global_batch_size(checked: ConfigView) -> int:
     """Global batch size that follows from sizes without problems."""
     wanted, local = checked.training.global_batch_size, checked.training.local_batch_size
-    return checked.world_size * local if wanted == -1 else wanted
+    return checked.data_ranks * local if wanted == -1 else wanted
 
 
 def _sizes(checked: ConfigView) -> Iterator[Problem]:
@@ -175,7 +182,7 @@ def _sizes(checked: ConfigView) -> Iterator[Problem]:
     training, shape = checked.training, checked.dataset().image_shape
     found = size_problems(
         shape, checked.whole("data"), training.steps, training.local_batch_size, training.global_batch_size * growth,
-        checked.world_size,
+        checked.data_ranks,
     )  # fmt: skip
     for key, text in found:
         yield Problem(key, text)
@@ -187,7 +194,7 @@ def _loader_processes(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("data.num_workers", text)
     elif workers:
         local = checked.training.local_batch_size
-        local = checked.training.global_batch_size // checked.world_size if local == -1 else local
+        local = checked.training.global_batch_size // checked.data_ranks if local == -1 else local
         batch_bytes = local * checked.dataset().sample_bytes
         if text := prefetch_problem(batch_bytes, workers, checked.data.prefetch_factor, ranks):
             yield Problem("data.prefetch_factor", text)
@@ -292,7 +299,7 @@ def _objective(checked: ConfigView) -> Iterator[Problem]:
 def _gns(checked: ConfigView) -> Iterator[Problem]:
     if not checked.gns.enable:
         return
-    objective, training, ranks = checked.whole("objective"), checked.training, checked.world_size
+    objective, training, ranks = checked.whole("objective"), checked.training, checked.data_ranks
     if any(objective_problems(objective)) or any(_batch_sizes(checked)):
         return  # they cannot be built
     local, batch = training.local_batch_size, _global_batch_size(checked)

@@ -7,6 +7,7 @@ import torch
 from torchtitan.config.view import ConfigView
 from torchtitan.distributed.config import parallelism_problems
 from torchtitan.distributed.kernel_choices import kernel_problems
+from torchtitan.models import MODELS
 from torchtitan.settings.schema import Problem
 
 
@@ -15,7 +16,7 @@ def shards_of(checked: ConfigView) -> int:
     shards, replicas = (
         getattr(checked.parallelism, f"data_parallel_{axis}_degree") for axis in ("shard", "replicate")
     )
-    return shards if shards != -1 else checked.world_size // max(replicas, 1)
+    return shards if shards != -1 else checked.data_ranks // max(replicas, 1)
 
 
 def needs_plain_weights(checked: ConfigView) -> str:
@@ -62,8 +63,8 @@ def _accumulates(checked: ConfigView) -> bool:
     grows = checked.gns.enable and checked.gns.grow_batch
     if local == -1:
         limit = training.max_local_batch_size
-        return grows or 0 < limit < wanted // checked.world_size
-    return grows or wanted > local * checked.world_size
+        return grows or 0 < limit < wanted // checked.data_ranks
+    return grows or wanted > local * checked.data_ranks
 
 
 def _offload(checked: ConfigView) -> Iterator[Problem]:
@@ -84,10 +85,48 @@ def _offload(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("training.enable_cpu_offload", reason)
 
 
+def _context(checked: ConfigView) -> Iterator[Problem]:
+    degree = checked.parallelism.context_parallel_degree
+    if degree == 1:
+        return
+    model, info = checked.whole("model"), checked.dataset()
+    reasons = []
+    if not MODELS[model.name].splits_tokens:
+        others = " or ".join(name for name, family in MODELS.items() if family.splits_tokens)
+        reasons.append(f"model.name = {model.name} does not divide its tokens between processes (set it to 1, or use {others})")
+    else:
+        _, height, width = info.image_shape
+        tokens = height // model.patch_size * (width // model.patch_size)
+        if tokens % degree:
+            reasons.append(f"{degree} does not divide the {tokens} tokens of an image (set a divisor)")
+        if model.num_heads % degree:
+            text = f"{degree} does not divide model.num_heads = {model.num_heads}, which attention has a share of each"
+            reasons.append(f"{text} (set a divisor)")
+    if checked.gns.enable:
+        text = "a process has the gradient of some tokens of an image, which is no sample's nor a rank's"
+        reasons.append(f"gns.enable: {text} (set it to 1, or gns.enable to false)")
+    if checked.whole("objective").timesteps.learns or checked.whole("objective").heads_of_network():
+        text = "the losses that objective.timesteps or objective.heads learn from would count once per process of a group"
+        reasons.append(f"{text} (set it to 1)")
+    if checked.whole("compile").cuda_graphs:
+        reasons.append(f"compile.mode = {checked.compile.mode} would replay the exchange of tokens in a CUDA graph (set default)")
+    if checked.lora.enable and checked.lora.dropout:
+        reasons.append("lora.dropout is drawn for whole images (set lora.dropout to 0)")
+    for reason in reasons:
+        yield Problem("parallelism.context_parallel_degree", reason)
+
+
 def _cuda_graphs(checked: ConfigView) -> Iterator[Problem]:
     if checked.whole("compile").cuda_graphs and checked.gns.enable and checked.gns.single_pass:
         text = f"{checked.compile.mode} replays CUDA graphs, which overwrite the results that gns.single_pass keeps of a block"
         yield Problem("compile.mode", f"{text} (set default, or gns.single_pass to false with gns.rank_gradients)")
 
 
-SPEED_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [_kernels, _sharding, _reduction, _offload, _cuda_graphs]
+SPEED_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
+    _kernels,
+    _sharding,
+    _reduction,
+    _offload,
+    _context,
+    _cuda_graphs,
+]

@@ -18,12 +18,14 @@ class ConfigView:
 
     Attributes:
         world_size: number of processes.
+        data_ranks: those with images of their own; the others share the tokens of one's images.
         origins: dotted key -> where it was set, "file" or "command line".
         given: the dotted keys that were set.
     """
 
     def __init__(self, config: Any, world_size: int, origins: Mapping[str, str], refused: set[str]) -> None:
         self.world_size = world_size
+        self.data_ranks = max(world_size // config.parallelism.context_parallel_degree, 1)
         self.origins, self.given = origins, set(origins)
         self._config = config
         self._refused = refused

@@ -12,13 +12,17 @@ from torchtitan.settings import only_with, setting
 
 @dataclass(kw_only=True)
 class ParallelismConfig:
-    """`[parallelism]`: replicate degree x shard degree = number of processes."""
+    """`[parallelism]`: replicate degree x shard degree x context degree = number of processes."""
 
     data_parallel_replicate_degree: int = setting(
         1, "copies of the model; -1: as many as remain", ge=-1, trajectory=False
     )
     data_parallel_shard_degree: int = setting(
         -1, "processes that share one copy (1: DDP; above: FSDP2, or HSDP with copies); -1: as many as remain", ge=-1,
+        trajectory=False,
+    )
+    context_parallel_degree: int = setting(
+        1, "processes that share the tokens of each image, for images of many tokens; dit only", ge=1, le=65536,
         trajectory=False,
     )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = setting(
@@ -29,6 +33,16 @@ class ParallelismConfig:
         0, "blocks whose weights are gathered ahead of the one that computes; 0: FSDP2's own order, one in backward", ge=0,
         le=4096, trajectory=False,
     )
+
+    @property
+    def data_ranks(self) -> int:
+        """Processes with images of their own, of resolved degrees."""
+        return self.data_parallel_replicate_degree * self.data_parallel_shard_degree
+
+    @property
+    def processes(self) -> int:
+        """All processes, of resolved degrees."""
+        return self.data_ranks * self.context_parallel_degree
 
 
 def parallelism_problems(config: ParallelismConfig, shards: int, num_blocks: int | None) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan.distributed.config import CommConfig, ParallelismConfig
+from torchtitan.distributed.context_parallel import SplitContext
 from torchtitan.processes.launch import LaunchError, check_rendezvous, launch_number
 
 
@@ -17,10 +18,14 @@ class Layout:
     """Layout of the processes: this process's rank, device, mesh, and the groups of gradient reductions.
 
     Attributes:
-        rank, world_size: of all processes; every process is data-parallel.
+        rank, world_size: of all processes.
+        data_rank, data_ranks: of the processes with images of their own: neighbours that share the tokens of the same
+            images count as one.
+        degree: processes that share the tokens of an image.
         device: where this process computes.
-        replicas: copies of the model.
-        shards: processes that share one copy (1: every process holds the whole model).
+        replicas: copies of the model, also of processes that share tokens, if it is not sharded.
+        shards: processes that share one copy (1: every process holds the whole model); those that share tokens among them.
+        context: exchange of tokens between the processes that have the same images; None if each has its own.
         mesh: DeviceMesh with dimensions ("replicate", "shard"), of which those of size 1 are left out;
             None in a single process.
     """
@@ -32,9 +37,22 @@ class Layout:
         self.device = device or compute_device()
         self.replicas = parallelism.data_parallel_replicate_degree
         self.shards = parallelism.data_parallel_shard_degree
+        self.degree = parallelism.context_parallel_degree
+        if self.shards > 1:
+            self.shards *= self.degree
+        else:
+            self.replicas *= self.degree
+        self.data_rank, self.data_ranks = self.rank // self.degree, self.world_size // self.degree
         if self.replicas * self.shards != self.world_size:
             raise ValueError(f"{self.replicas} replicas x {self.shards} shards is not {self.world_size} processes")
         self.mesh = self._build_mesh()
+        self._context_mesh = self._build_context_mesh()
+        self.context = None if self._context_mesh is None else SplitContext(self._context_mesh.get_group("context"))
+
+    def _build_context_mesh(self) -> DeviceMesh | None:
+        if self.degree == 1:
+            return None
+        return init_device_mesh(self.device.type, (self.data_ranks, self.degree), mesh_dim_names=("data", "context"))
 
     def _build_mesh(self) -> DeviceMesh | None:
         if self.world_size == 1:
@@ -57,9 +75,16 @@ class Layout:
         """Describe the layout in words, such as `HSDP 2 x 2`."""
         if self.world_size == 1:
             return "one process"
+        tokens = f", tokens of an image over {self.degree}" if self.degree > 1 else ""
         if not self.sharded:
-            return f"DDP x {self.replicas}"
-        return f"FSDP x {self.shards}" if self.replicas == 1 else f"HSDP {self.replicas} x {self.shards}"
+            return f"DDP x {self.replicas}{tokens}"
+        return (f"FSDP x {self.shards}" if self.replicas == 1 else f"HSDP {self.replicas} x {self.shards}") + tokens
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """List the groups of some of the processes that have collectives in a step."""
+        names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
+        found = [] if self.mesh is None else [self.mesh.get_group(name) for name in names]
+        return found if self._context_mesh is None else [*found, self._context_mesh.get_group("context")]
 
 
 def crosses_nodes(layout: Layout, processes_per_node: int) -> str | None:
@@ -126,7 +151,7 @@ def set_train_timeout(comm: CommConfig, layout: Layout) -> None:
     if layout.mesh is None:
         return
     timeout = timedelta(seconds=comm.train_timeout_seconds)
-    groups = [dist.group.WORLD, *(layout.mesh.get_group(name) for name in layout.mesh.mesh_dim_names or ())]
+    groups = [dist.group.WORLD, *layout.groups()]
     if layout.device.type == "cuda":
         # A rank that is late for this call must not meet the shorter timeout in the middle of its first step.
         dist.barrier(device_ids=[layout.device.index])

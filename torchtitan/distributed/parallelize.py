@@ -38,7 +38,7 @@ def parallelize(
     num_shapes: int = 1,
     cpu_offload: bool = False,
 ) -> nn.Module:
-    """Apply activation checkpointing, then compile, then FSDP2, HSDP or DDP.
+    """Apply context parallelism, then activation checkpointing, then compile, then FSDP2, HSDP or DDP.
 
     Args:
         model: an initialised model on the layout's device, with `blocks()` (see torchtitan.models.base); where it is
@@ -58,6 +58,8 @@ def parallelize(
         ValueError: a memory budget for blocks that are not compiled; no blocks where some are to be recomputed; a
             sharded model to be compiled whole.
     """
+    if layout.context is not None:
+        cast(Any, model).split_tokens(layout.context)
     checkpointing, compiling = checkpointing or ActivationCheckpointConfig(), compiling or CompileConfig()
     for key, text in compile_problems(compiling, layout.shards):
         raise ValueError(f"compile.{key}: {text}")

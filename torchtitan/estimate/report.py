@@ -46,14 +46,15 @@ def as_text(
 ) -> str:
     """Format the same as text for readers."""
     layout = config.parallelism
-    ranks = layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree
+    ranks, degree = layout.processes, layout.context_parallel_degree
+    tokens = f" x {degree} parts of each image's tokens" if degree > 1 else ""
     notes = {
         "gradients": f" (all of them: {_gib(memory.all_gradients)})",
         "activations": f" (checkpointing: {_checkpointing(config.activation_checkpoint)}; eager)",
     }
     lines = [
         f"{config.model.flavor} on {ranks} x {device.name}: {layout.data_parallel_replicate_degree} replicas x "
-        f"{layout.data_parallel_shard_degree} shards, {config.training.local_batch_size} images per rank and forward, "
+        f"{layout.data_parallel_shard_degree} shards{tokens}, {config.training.local_batch_size} images per rank and forward, "
         f"{config.training.global_batch_size} per step, {config.training.mixed_precision_param}",
         f"parameters            {model.num_parameters():,}{_frozen(config, model)}",
         f"FLOPs per image       {training_flops_per_image(config, model):.4g} (training)",

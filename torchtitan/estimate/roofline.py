@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.objectives import OBJECTIVES
+from torchtitan.distributed.config import ParallelismConfig
+from torchtitan.distributed.context_parallel import context_bytes
+from torchtitan.distributed.precision import DTYPES
 from torchtitan.estimate.devices import Device
 from torchtitan.estimate.memory import MemoryEstimate
 from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.base import DiffusionModel
 from torchtitan.training.utilisation import mfu_percent, products_of
-
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,15 @@ def estimate_step_time(
         efficiency: shares of the peaks.
     """
     layout, training = config.parallelism, config.training
-    world_size = layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree
+    world_size = layout.processes
     peak = device.peak_tflops(products_of(vars(training)))
-    images = training.global_batch_size / world_size  # of each rank
+    images = training.global_batch_size / world_size  # of each rank; where ranks share tokens, parts of images
     flops = images * training_flops_per_image(config, model)
     compute = (1 + recomputed_share(config, model)) * flops / (1e12 * peak * efficiency.compute)
     trained, gathered = model.num_parameters(), sum(parameter.numel() for parameter in model.parameters())
-    communication = _communication_seconds(config, trained, gathered, device) / efficiency.link
+    communication = _communication_seconds(config, model, trained, gathered, device) / efficiency.link
     # Gradients are read; everything that trains, and only that, is read and written.
-    weights = 4 * trained / layout.data_parallel_shard_degree if config.lora.enable else memory.parameters
+    weights = 4 * trained / _copies_and_shards(layout)[1] if config.lora.enable else memory.parameters
     moved = 2 * (weights + memory.optimizer + memory.ema) + memory.all_gradients
     optimizer = moved / (1e9 * device.memory_gb_per_s * efficiency.memory)
     step = max(compute, efficiency.overlap * communication) + (1 - efficiency.overlap) * communication + optimizer
@@ -126,23 +127,49 @@ def communication_bytes(config: JobConfig, num_parameters: int, gathered: int | 
         gathered: parameters that are sharded, frozen ones too; default: those that train. Quantised weights are not.
     """
     layout, training = config.parallelism, config.training
-    replicas, shards = layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree
-    microbatches = training.global_batch_size // (training.local_batch_size * replicas * shards)
+    replicas, shards = _copies_and_shards(layout)
+    microbatches = _microbatches(config)
     times = 1 if layout.fsdp_reshard_after_forward == "never" else 2
-    gathers = times * microbatches * _DTYPE_BYTES[training.mixed_precision_param]
-    gradients = _DTYPE_BYTES[training.mixed_precision_reduce] * num_parameters
+    gathers = times * microbatches * DTYPES[training.mixed_precision_param].itemsize
+    gradients = DTYPES[training.mixed_precision_reduce].itemsize * num_parameters
     return {
         "shard": (shards - 1) / shards * (gathers * (gathered or num_parameters) + gradients) if shards > 1 else 0.0,
         "replicate": 2 * (replicas - 1) / replicas * gradients / shards,
     }
 
 
-def _communication_seconds(config: JobConfig, num_parameters: int, gathered: int, device: Device) -> float:
+def exchanged_bytes(config: JobConfig, model: DiffusionModel) -> float:
+    """Bytes that each rank sends in one step to those with the other tokens of its images."""
+    checkpointing = config.activation_checkpoint
+    degree, tokens = config.parallelism.context_parallel_degree, model.tokens_per_image(model.image_shape)
+    if degree == 1:
+        return 0.0
+    of_microbatch = context_bytes(
+        config.training.local_batch_size, tokens, config.model.dim, len(model.blocks()), degree,
+        DTYPES[config.training.mixed_precision_param], recomputed=checkpointing.mode not in ("none", "memory_budget"),
+    )  # fmt: skip
+    return _microbatches(config) * of_microbatch
+
+
+def _microbatches(config: JobConfig) -> int:
+    return config.training.global_batch_size // (config.training.local_batch_size * config.parallelism.data_ranks)
+
+
+def _copies_and_shards(layout: ParallelismConfig) -> tuple[int, int]:
+    """Copies of the weights and shards of each, of all ranks: those that share tokens share, or repeat, the weights too."""
+    replicas, shards = layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree
+    degree = layout.context_parallel_degree
+    return (replicas, shards * degree) if shards > 1 else (replicas * degree, 1)
+
+
+def _communication_seconds(
+    config: JobConfig, model: DiffusionModel, num_parameters: int, gathered: int, device: Device
+) -> float:
     layout = config.parallelism
-    shards = layout.data_parallel_shard_degree
-    sent = communication_bytes(config, num_parameters, gathered)
-    # Ranks that share a copy are neighbours; copies of one shard are `shards` ranks apart.
-    reach = {"shard": shards, "replicate": shards * layout.data_parallel_replicate_degree}
+    replicas, shards = _copies_and_shards(layout)
+    sent = communication_bytes(config, num_parameters, gathered) | {"context": exchanged_bytes(config, model)}
+    # Ranks that share tokens, or a copy, are neighbours; copies of one shard are `shards` ranks apart.
+    reach = {"context": layout.context_parallel_degree, "shard": shards, "replicate": shards * replicas}
     links = {
         group: device.node_gb_per_s if ranks <= device.per_node else device.network_gb_per_s
         for group, ranks in reach.items()

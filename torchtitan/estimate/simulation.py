@@ -92,7 +92,7 @@ class _Step:
         self._mark_blocks()
         training = config.training
         microbatches = microbatches_per_step(
-            training.global_batch_size, training.local_batch_size, self.layout.world_size
+            training.global_batch_size, training.local_batch_size, self.layout.data_ranks
         )
         simulated = min(microbatches, 2)  # a third is like the second
         for self.microbatch in range(simulated):
@@ -113,6 +113,8 @@ class _Step:
                 param_dtype=training.mixed_precision_param, reduce_dtype=training.mixed_precision_reduce,
             )  # fmt: skip
         else:
+            if self.layout.context is not None:
+                self.model.split_tokens(self.layout.context)
             checkpoint_blocks(self.model, list(self.model.blocks()), checkpointing)
 
     def _take_gradients(self) -> None:

@@ -7,7 +7,7 @@ around it from outside, through the few methods below.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -40,6 +40,22 @@ class ProbePoint:
         """Global average pool: mean over all places of each image, float32 [B, D]; of several outputs, the first is pooled."""
         features = output if isinstance(output, Tensor) else output[0]
         return features.detach().float().movedim(self.channel_dim, 1).flatten(2)[:, :, self.first_place :].mean(2)
+
+
+class TokenExchange(Protocol):
+    """Exchange between processes that have the same images, and each some of their tokens (context parallelism)."""
+
+    def split(self, tokens: Tensor) -> Tensor:
+        """Take this process's tokens of [B, T, ...]: [B, T / C, ...]."""
+
+    def gather(self, tokens: Tensor) -> Tensor:
+        """Gather the tokens [B, T / C, ...] of all processes: [B, T, ...]."""
+
+    def all_tokens_of_own_heads(self, heads: Tensor) -> Tensor:
+        """Exchange [S, B, N, T / C, D / N], as queries, keys and values, for [S, B, N / C, T, D / N]."""
+
+    def own_tokens_of_all_heads(self, heads: Tensor) -> Tensor:
+        """Exchange back: [B, N / C, T, D / N] for [B, N, T / C, D / N]."""
 
 
 class DiffusionModel(nn.Module):
@@ -97,6 +113,10 @@ class DiffusionModel(nn.Module):
         """Set the guidance scale that the following forwards are given, None for that of training; no effect on a model
         without a guidance embedding.
         """
+
+    def split_tokens(self, exchange: TokenExchange) -> None:
+        """Divide the tokens of each image between processes, in the forwards of training; in evaluation each has all."""
+        raise NotImplementedError
 
     def blocks(self) -> list[nn.Module]:
         """List the units of checkpointing, compilation and sharding, in the order of the forward."""
@@ -221,6 +241,7 @@ class ModelFamily:
             configuration cannot take conditions of that kind, as another width.
         many_shapes: whether a network takes images of any shape that `problems` has no objection to, not only of the one
             that it was built for.
+        splits_tokens: whether a network has `split_tokens`, and its configuration `num_heads` and `patch_size`.
         adapter_sets: published sets of layers with low-rank adapters, by name: network -> targets.
         adapter_layouts: layouts of files of such adapters, by name, besides this program's own.
     """
@@ -233,6 +254,7 @@ class ModelFamily:
     layouts: Mapping[str, PublishedLayout] = field(default_factory=dict)
     condition_problems: Callable[[Any, ConditionKind], list[str]] = lambda config, kind: []
     many_shapes: bool = False
+    splits_tokens: bool = False
     adapter_sets: Mapping[str, Callable[[Any], list[Target]]] = field(default_factory=dict)
     adapter_layouts: Mapping[str, AdapterLayout] = field(default_factory=dict)
 

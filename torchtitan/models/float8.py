@@ -94,7 +94,7 @@ def float8_problems(
 
 def check_convertible(
     model: DiffusionModel, config: Float8Config, local_batch_size: int,
-    shapes: Sequence[tuple[int, int, int]] = (),
+    shapes: Sequence[tuple[int, int, int]] = (), context_degree: int = 1,
 ) -> None:  # fmt: skip
     """Raise Float8Error where nothing would be converted, or a batch's shape cannot be multiplied.
 
@@ -103,6 +103,7 @@ def check_convertible(
         config: the section, enabled.
         local_batch_size: images in one forward.
         shapes: (C, H, W) of the images, those of a batch alike; by default the model's.
+        context_degree: processes that share the tokens of an image.
     """
     if not any(isinstance(model.get_submodule(name), nn.Linear) for name in _over_tokens(model)):
         raise Float8Error(
@@ -115,7 +116,7 @@ def check_convertible(
             f" float8.min_features = {config.min_features}, and no name in float8.filter_fqns (widen one of them)"
         )
     for shape in shapes or (model.image_shape,):
-        rows = local_batch_size * model.tokens_per_image(shape)
+        rows = local_batch_size * model.tokens_per_image(shape) // context_degree
         if rows % _MULTIPLE and not config.emulate:
             of_shape = f" of {'x'.join(map(str, shape))}" if shapes else ""
             raise Float8Error(

@@ -184,6 +184,7 @@ def read_config(path: Path, words: Sequence[str] = ()) -> JobConfig:
     try:
         degrees = read_toml(path).get("parallelism", {})
         processes = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]
+        processes *= degrees.get("context_parallel_degree", 1)
         processes = max(int(processes), 1)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         processes = 1  # what is wrong is reported by load_config

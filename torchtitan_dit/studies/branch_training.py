@@ -52,7 +52,7 @@ def branch_config(
         processes: of the branch.
         folder: of the branch.
     """
-    of_run = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
+    of_run = config.parallelism.processes
     replicas = ParallelismConfig(data_parallel_replicate_degree=processes, data_parallel_shard_degree=1)
     place: dict[str, Any] = {"dump_folder": str(folder.parent), "name": folder.name, "allow_config_change": False}
     training: dict[str, Any] = {

@@ -129,10 +129,10 @@ def batch_overrides(
         overrides[f"lr_scheduler.reference_{unit}"] = max(round(reference * done / whole), 1)
     if schedule.epoch_images:
         overrides["lr_scheduler.epoch_images"] = max(round(schedule.epoch_images * done / whole), 1)
-    degrees = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
-    if degrees != processes:
+    if config.parallelism.processes != processes:
         overrides |= {
             "parallelism.data_parallel_replicate_degree": processes, "parallelism.data_parallel_shard_degree": 1,
+            "parallelism.context_parallel_degree": 1,
         }  # fmt: skip
     return overrides
 

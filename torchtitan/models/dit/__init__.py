@@ -16,5 +16,5 @@ def build(config: DiTConfig, image_shape: tuple[int, int, int], condition_kind: 
 
 FAMILY = ModelFamily(
     config_class=DiTConfig, flavors=FLAVORS, build=build, problems=problems, conditions=(Unconditional, Classes),
-    layouts=LAYOUTS,
+    layouts=LAYOUTS, splits_tokens=True,
 )  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.models.base import TokenExchange
 from torchtitan.models.dit.config import DiTConfig
 from torchtitan.models.layers import SINUSOID_CHANNELS, LayerNorm, RMSNorm, modulate, timestep_sinusoid
 
@@ -94,13 +95,14 @@ class Attention(nn.Module):
         head_dim = config.dim // config.num_heads
         self.q_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else None
+        self.exchange: TokenExchange | None = None
 
     def forward(self, x: Tensor, rotary: Tensor | None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # [B, T, 3, N, D / N]
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, N, T, D / N]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.out(attend(q, k, v, rotary))  # [B, T, D]
+        return self.out(attend(q, k, v, rotary, self.exchange if self.training else None))  # [B, T, D]
 
 
 class GeluMLP(nn.Module):
@@ -178,11 +180,18 @@ def rotary_table(head_dim: int, grid: tuple[int, int], theta: float) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor | None) -> Tensor:
-    """Attend to all tokens: queries and keys [B, N, T, D / N], rotated by the table if there is one, to values; [B, T, D]."""
+def attend(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor | None, exchange: TokenExchange | None = None) -> Tensor:
+    """Attend to all tokens: queries and keys [B, N, T, D / N], rotated by the table if there is one, to values; [B, T, D].
+
+    Where processes have some of the tokens each, they exchange them for all tokens of some heads.
+    """
+    if exchange is not None:
+        q, k, v = exchange.all_tokens_of_own_heads(torch.stack((q, k, v))).unbind(0)
     if rotary is not None:
         q, k = rotate(q, rotary).to(v.dtype), rotate(k, rotary).to(v.dtype)
     x = F.scaled_dot_product_attention(q, k, v)  # [B, N, T, D / N]
+    if exchange is not None:
+        x = exchange.own_tokens_of_all_heads(x)
     return x.transpose(1, 2).flatten(2)
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.conditions import Classes, Condition, ConditionKind
+from torchtitan.models.base import TokenExchange
 from torchtitan.models.dit.config import DiTConfig
 from torchtitan.models.dit.layers import attend
 from torchtitan.models.dit.model import PatchTransformer
@@ -41,9 +42,9 @@ class MagnitudePreservingDiT(PatchTransformer):
     def transform(self, patches: Tensor, t: Tensor, condition: Condition) -> Tensor:
         patches = patches.to(self.patch_embed.weight.dtype)
         x = self.patch_embed(torch.cat((patches, torch.ones_like(patches[..., :1])), dim=-1))  # [B, T, D]
-        if self.position is not None:
+        if (position := self.own_position()) is not None:
             # Sines and cosines have a mean square of 1/2.
-            x = mp_sum(x, (math.sqrt(2.0) * self.position).to(x.dtype), _POSITION)
+            x = mp_sum(x, (math.sqrt(2.0) * position).to(x.dtype), _POSITION)
         c = self._embed_conditions(t, condition)  # [B, D]
         for block in self.layers:
             x = block(x, c, self.rotary)  # [B, T, D]
@@ -101,11 +102,12 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.qkv = MPLinear(dim, 3 * dim)
         self.out = MPLinear(dim, dim)
+        self.exchange: TokenExchange | None = None
 
     def forward(self, x: Tensor, rotary: Tensor | None) -> Tensor:
         qkv = pixel_norm(self.qkv(x).unflatten(-1, (3, self.num_heads, -1)), dim=-1)  # [B, T, 3, N, D / N]
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, N, T, D / N]
-        return self.out(attend(q, k, v, rotary))  # [B, T, D]
+        return self.out(attend(q, k, v, rotary, self.exchange if self.training else None))  # [B, T, D]
 
 
 class GeluMLP(nn.Module):

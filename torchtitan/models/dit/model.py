@@ -3,12 +3,14 @@
 Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", arXiv 2212.09748.
 """
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.conditions import Classes, Condition, ConditionKind
-from torchtitan.models.base import DiffusionModel, LinearRole, ProbePoint
+from torchtitan.models.base import DiffusionModel, LinearRole, ProbePoint, TokenExchange
 from torchtitan.models.dit.config import DiTConfig
 from torchtitan.models.dit.layers import (
     Block,
@@ -72,13 +74,30 @@ class PatchTransformer(DiffusionModel):
             rotary = torch.empty(2, num_tokens, config.dim // config.num_heads // 2, dtype=torch.float32)
         self.register_buffer("position", position, persistent=False)
         self.register_buffer("rotary", rotary, persistent=False)
+        self._exchange: TokenExchange | None = None
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
         check_inputs(self, x, condition)
         x = patchify(x, self.config.patch_size)  # [B, T, C p p]
+        exchange = self._exchange if self.training else None
+        if exchange is not None:
+            x = exchange.split(x)
         x = self.transform(x, t, condition)  # [B, T, C_out p p]
+        if exchange is not None:
+            x = exchange.gather(x)
         x = unpatchify(x, self.grid, self.config.patch_size)  # [B, C_out, H, W]
         return x.to(torch.promote_types(x.dtype, torch.float32))
+
+    def split_tokens(self, exchange: TokenExchange) -> None:
+        self._exchange = exchange
+        for block in self.layers:
+            cast(Any, block).attention.exchange = exchange
+
+    def own_position(self) -> Tensor | None:
+        """Rows of the table that is added to the tokens, of those that this process has; None if there is no table."""
+        if self.position is None or self._exchange is None or not self.training:
+            return self.position
+        return self._exchange.split(self.position[None])[0]
 
     def transform(self, patches: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """Apply the network to patches [B, T, C p p] of images, [B, T, C_out p p]; t and condition as of `forward`."""
@@ -134,8 +153,8 @@ class DiT(PatchTransformer):
 
     def transform(self, patches: Tensor, t: Tensor, condition: Condition) -> Tensor:
         x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))  # [B, T, D]
-        if self.position is not None:
-            x = x + self.position.to(x.dtype)
+        if (position := self.own_position()) is not None:
+            x = x + position.to(x.dtype)
         if self.config.embedding_per_block:
             return self.output(*self._embedding_blocks(x, t, condition))
         c = self.time_embed(t)  # [B, D]
