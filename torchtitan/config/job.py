@@ -133,13 +133,14 @@ class ConfigError(Exception):
         super().__init__("\n".join(self.problems))
 
 
-def load_config(argv: list[str], world_size: int) -> JobConfig:
+def load_config(argv: list[str], world_size: int, *, elsewhere: bool = False) -> JobConfig:
     """Read, check and resolve a configuration.
 
     Args:
         argv: command line without the program's name: `--section.key value` or `--section.key=value`.
             `--job.config_file` names the TOML file that they override.
         world_size: number of processes of the run.
+        elsewhere: the run is of another machine: packages, compilers and devices of this one are not judged.
 
     Returns:
         the configuration with -1 and defaults that depend on other keys replaced by their values.
@@ -149,7 +150,7 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
     """
     flags, path, document = _read(argv)
     filled = _fill(document, flags, path)
-    config, checked, origins, known = filled.config, filled.checked(world_size), filled.origins, filled.known
+    config, checked, origins, known = filled.config, filled.checked(world_size, elsewhere), filled.origins, filled.known
     problems = filled.problems + find_problems(checked, known)
     if problems:
         raise ConfigError([_line(problem, origins, known, path) for problem in problems])
@@ -229,8 +230,8 @@ class _Filled:
     origins: dict[str, str]
     known: dict[str, dataclasses.Field]
 
-    def checked(self, world_size: int) -> ConfigView:
-        return ConfigView(self.config, world_size, self.origins, self.refused)
+    def checked(self, world_size: int, elsewhere: bool = False) -> ConfigView:
+        return ConfigView(self.config, world_size, self.origins, self.refused, elsewhere)
 
 
 def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None) -> _Filled:

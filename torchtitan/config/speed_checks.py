@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-import torch
-
 from torchtitan.config.view import ConfigView
 from torchtitan.distributed.config import parallelism_problems
 from torchtitan.distributed.kernel_choices import kernel_problems
@@ -29,8 +27,9 @@ def needs_plain_weights(checked: ConfigView) -> str:
 def _kernels(checked: ConfigView) -> Iterator[Problem]:
     training, width = checked.training, checked.whole("model").head_width
     found = kernel_problems(
-        training.attention_backend, training.float32_matmul_precision, training.mixed_precision_param, width
-    )
+        training.attention_backend, training.float32_matmul_precision, training.mixed_precision_param, width,
+        checked.has_cuda,
+    )  # fmt: skip
     for key, text in found:
         yield Problem(f"training.{key}", text)
 
@@ -71,7 +70,7 @@ def _offload(checked: ConfigView) -> Iterator[Problem]:
     if not checked.training.enable_cpu_offload:
         return
     reasons = []
-    if not torch.cuda.is_available():
+    if not checked.has_cuda:
         reasons.append("weights are in host memory anyway, as CUDA is not there (set it to false)")
     elif shards_of(checked) == 1:
         reasons.append("is FSDP2's, which needs shards (set it to false, or parallelism.data_parallel_shard_degree above 1)")

@@ -110,12 +110,13 @@ class CompileConfig:
         return self.enable and self.mode in ("reduce-overhead", "max-autotune")
 
 
-def compile_problems(config: CompileConfig, shards: int) -> Iterator[tuple[str, str]]:
+def compile_problems(config: CompileConfig, shards: int, has_cuda: bool | None = None) -> Iterator[tuple[str, str]]:
     """Find combinations that cannot be compiled.
 
     Args:
         config: the section.
         shards: processes that share the parameters of one replica.
+        has_cuda: whether the run has a CUDA device; None: if this process has.
 
     Yields:
         (key, what is wrong and what to do).
@@ -125,7 +126,7 @@ def compile_problems(config: CompileConfig, shards: int) -> Iterator[tuple[str, 
     if not config.cuda_graphs:
         return
     remedy = "set max-autotune-no-cudagraphs" if config.mode == "max-autotune" else "set default"
-    if not torch.cuda.is_available():
+    if not (torch.cuda.is_available() if has_cuda is None else has_cuda):
         yield "mode", f"{config.mode} replays CUDA graphs, and CUDA is not there ({remedy})"
     elif shards > 1:
         yield "mode", f"{config.mode} replays CUDA graphs at fixed addresses, and FSDP gathers weights anew ({remedy})"

@@ -44,7 +44,8 @@ def kernel_choices(attention: AttentionBackend, float32_matmul: Float32MatmulPre
 
 
 def kernel_problems(
-    attention: AttentionBackend, float32_matmul: Float32MatmulPrecision, param_dtype: str, head_width: int | None
+    attention: AttentionBackend, float32_matmul: Float32MatmulPrecision, param_dtype: str, head_width: int | None,
+    has_cuda: bool | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Find choices without effect, or that this device's kernels refuse.
 
@@ -52,11 +53,12 @@ def kernel_problems(
         attention, float32_matmul: see `kernel_choices`.
         param_dtype: training.mixed_precision_param.
         head_width: channels of an attention head, None if the model does not say.
+        has_cuda: whether the run has a CUDA device; None: if this process has.
 
     Yields:
         (key of `[training]`, what is wrong and what to do).
     """
-    on_cuda = torch.cuda.is_available()
+    on_cuda = torch.cuda.is_available() if has_cuda is None else has_cuda
     if float32_matmul != "highest" and not on_cuda:
         yield "float32_matmul_precision", f"{float32_matmul} is of CUDA's tensor cores, which are not there (set highest)"
     if attention in _CUDA_ONLY and not on_cuda:

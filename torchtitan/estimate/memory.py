@@ -115,12 +115,13 @@ def memory_by_batch_size(config: JobConfig, world_size: int) -> Callable[[int], 
     if config.activation_checkpoint.mode == "memory_budget":
         most, least = (memory_by_batch_size(_recomputing(config, mode), world_size) for mode in ("none", "full"))
         return lambda batch_size: dataclasses.replace(most(batch_size), least=least(batch_size).total)
-    microbatches = config.training.global_batch_size // (config.training.local_batch_size * world_size)
+    ranks = config.parallelism.data_ranks
+    microbatches = config.training.global_batch_size // (config.training.local_batch_size * ranks)
     start_up, (first, second) = _start_up_bytes(config), _TWO_BATCH_SIZES
 
     def step_of(batch_size: int) -> SimulatedStep:
         training = dataclasses.replace(
-            config.training, local_batch_size=batch_size, global_batch_size=batch_size * world_size * microbatches
+            config.training, local_batch_size=batch_size, global_batch_size=batch_size * ranks * microbatches
         )
         return _of_full_depth(dataclasses.replace(config, training=training), world_size)
 

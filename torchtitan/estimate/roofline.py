@@ -12,6 +12,7 @@ from torchtitan.estimate.devices import Device
 from torchtitan.estimate.memory import MemoryEstimate
 from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.base import DiffusionModel
+from torchtitan.models.float8 import converted_share
 from torchtitan.training.utilisation import mfu_percent, products_of
 
 
@@ -80,7 +81,10 @@ def estimate_step_time(
     peak = device.peak_tflops(products_of(vars(training)))
     images = training.global_batch_size / world_size  # of each rank; where ranks share tokens, parts of images
     flops = images * training_flops_per_image(config, model)
-    compute = (1 + recomputed_share(config, model)) * flops / (1e12 * peak * efficiency.compute)
+    seconds = flops / (1e12 * peak)
+    if device.tflops_float8:
+        seconds *= 1 - (1 - peak / device.tflops_float8) * converted_share(model, config.float8)
+    compute = (1 + recomputed_share(config, model)) * seconds / efficiency.compute
     trained, gathered = model.num_parameters(), sum(parameter.numel() for parameter in model.parameters())
     communication = _communication_seconds(config, model, trained, gathered, device) / efficiency.link
     # Gradients are read; everything that trains, and only that, is read and written.

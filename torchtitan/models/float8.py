@@ -7,7 +7,7 @@ few rows to gain speed, and the projections into and out of the token stream are
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,8 @@ class Float8Error(Exception):
 
 
 def float8_problems(
-    config: Float8Config, param_dtype: str, single_pass_taps: bool, shards: int = 1, plain_weights: str = ""
+    config: Float8Config, param_dtype: str, single_pass_taps: bool, shards: int = 1, plain_weights: str = "", *,
+    elsewhere: bool = False,
 ) -> Iterator[tuple[str, str]]:
     """Find reasons against float8 on this device and with the other sections.
 
@@ -58,11 +59,12 @@ def float8_problems(
         single_pass_taps: whether the gradients of single samples are tapped at the linears (gns.single_pass).
         shards: processes that share the parameters of one replica.
         plain_weights: the setting that needs weights without torchao's wrapper, if any.
+        elsewhere: whether the run is of another machine: packages and the device of this one do not count.
 
     Returns:
         pairs of a dotted key and the reason.
     """
-    if importlib.util.find_spec("torchao") is None:
+    if not elsewhere and importlib.util.find_spec("torchao") is None:
         text = f"needs the package torchao, which is not installed ({install('lowbit')}, or set it to false)"
         yield "float8.enable", text
     if single_pass_taps:
@@ -79,10 +81,10 @@ def float8_problems(
         yield "float8.enable_fsdp_float8_all_gather", f"{text} (set one of the two to its default)"
     if config.emulate:
         return
-    if not torch.cuda.is_available():
+    if not elsewhere and not torch.cuda.is_available():
         text = "the CPU has no float8 matrix products (set float8.emulate to true, or float8.enable to false)"
         yield "float8.enable", text
-    elif (capability := torch.cuda.get_device_capability()) < _LEAST_CAPABILITY:
+    elif not elsewhere and (capability := torch.cuda.get_device_capability()) < _LEAST_CAPABILITY:
         name, found = torch.cuda.get_device_name(), ".".join(map(str, capability))
         yield "float8.enable", (
             f"{name} (compute capability {found}) has no float8 matrix products, which begin with 8.9"
@@ -123,6 +125,18 @@ def check_convertible(
                 f"training.local_batch_size: {local_batch_size} images{of_shape} are {rows} tokens, and float8 needs a multiple"
                 f" of {_MULTIPLE} (change it, or model.patch_size)"
             )
+
+
+def converted_share(model: DiffusionModel, config: Float8Config) -> float:
+    """Share of the training's matrix products that are computed in float8: those of the converted linears, of three products a
+    linear, or two where the weights' gradients are in high precision.
+    """
+    if not config.enable or config.emulate:
+        return 0.0
+    times = model.applications(model.image_shape)
+    macs = sum(cast(Tensor, model.get_submodule(name).weight).numel() * times[name] for name in _names(model, config))
+    passes = 2 / 3 if config.recipe == "rowwise_with_gw_hp" else 1.0
+    return passes * macs / model.forward_macs_per_image(model.image_shape)
 
 
 def convert_to_float8(model: DiffusionModel, config: Float8Config) -> list[str]:
