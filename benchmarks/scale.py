@@ -27,8 +27,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan.checkpoint.shared_reading import Found, Wanted, _KnownTensor
 from torchtitan.checkpoint.shared_verification import shares_of
 from torchtitan.conditions import Classes
 from torchtitan.data import saved_listing
@@ -53,7 +55,7 @@ from torchtitan.training.sample_order import SampleOrder
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "scale.json"
 RANKS, RANKS_OF_A_MACHINE = 1024, 8
-TENSORS = 480  # of a checkpoint whose shards are checked
+NAMES = [f"layers.{number}.weight" for number in range(480)]  # of a checkpoint whose shards are checked
 Costs = tuple[float, float]  # before, after
 
 
@@ -92,13 +94,18 @@ def seconds_of(work: Callable[[], object]) -> float:
 # ---------------------------------------------------------------------- checkpoints
 
 
-def headers(folder: Path, ranks: int) -> Costs:
-    """Check of the shards at a save, on the rank that does most."""
+def shards_of_ranks(folder: Path, ranks: int) -> list[Path]:
+    """Shards with a row of each tensor."""
     folder.mkdir()
     paths = [folder / f"shard-{rank:05d}.safetensors" for rank in range(ranks)]
     for rank, path in enumerate(paths):
-        write_shard(path, [Piece(f"layers.{name}.weight", torch.zeros(1, 2), (rank, 0)) for name in range(TENSORS)])
-    share = [f"layers.{name}.weight" for name in range(0, TENSORS, ranks)]
+        write_shard(path, [Piece(name, torch.zeros(1, 2), (rank, 0)) for name in NAMES])
+    return paths
+
+
+def headers(folder: Path, ranks: int) -> Costs:
+    """Check of the shards at a save, on the rank that does most."""
+    paths, share = shards_of_ranks(folder, ranks), NAMES[::ranks]
     received = [dict.fromkeys(share, ((rank, 0), (1, 2))) for rank in range(ranks)]
 
     def own_share() -> None:
@@ -106,6 +113,21 @@ def headers(folder: Path, ranks: int) -> Costs:
         check_filled(received)
 
     return seconds_of(lambda: check_shards(paths)), min(seconds_of(own_share) for _ in range(5))
+
+
+def reading(folder: Path, ranks: int) -> Costs:
+    """Finding the pieces to read at a resume, on every rank: before, by torch.distributed.checkpoint."""
+    paths, share = shards_of_ranks(folder, ranks), NAMES[::ranks]
+    pieces = {name: [Found(name, path.name, ((rank, 0), (1, 2))) for rank, path in enumerate(paths)] for name in share}
+    asked = [Wanted(name, (ranks, 2), ((rank, 0), (1, 2))) for name in share for rank in range(ranks)]
+
+    def own_share() -> None:
+        read_places(paths[0])
+        here = {name: _KnownTensor(of_one) for name, of_one in pieces.items()}
+        for part in asked:
+            here[part.name].answer(part)
+
+    return seconds_of(HuggingFaceStorageReader(str(folder)).read_metadata), min(seconds_of(own_share) for _ in range(5))
 
 
 def hashing(folder: Path, ranks: int) -> Costs:
@@ -265,6 +287,7 @@ def on_machines(folder: Path) -> Iterator[None]:
 
 LAWS: dict[str, tuple[str, str, list[int], Callable[[Path, int], Costs]]] = {
     "headers": ("ranks", "seconds of a save's check", [16, 64, 256], headers),
+    "reading": ("ranks", "seconds to find what to read at a resume", [16, 64, 256], reading),
     "hashing": ("ranks", "GiB hashed at a resume", [16, 128, 1024], hashing),
     "drawing": ("parameters", "GiB on one of 1,024 ranks", [0, 1, 2], drawing),
     "order": ("images", "seconds to an epoch's first batch", [1 << 20, 1 << 22, 1 << 24], order),
