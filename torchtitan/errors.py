@@ -41,12 +41,10 @@ class RunFolderError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an exception's text, or of the first rank's within it; without gloo's source line and advice."""
-    failures = getattr(error, "failures", None)  # of torch.distributed.checkpoint
-    cause = next(iter(failures.values()))[0] if failures else error
-    lines = str(cause).strip().splitlines()
+    """First line of an exception's text; without gloo's source line and advice."""
+    lines = str(error).strip().splitlines()
     if not lines:
-        return type(cause).__name__
+        return type(error).__name__
     return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", lines[0]).partition(". This is typically")[0]
 
 

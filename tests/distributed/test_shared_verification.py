@@ -31,6 +31,18 @@ def test_each_file_is_hashed_by_one_rank_when_resuming(found):
     assert sorted(chain(*headers)) == shards and sorted(chain(*hashed)) == [*shards, "state.json"]
 
 
+def test_tensors_are_read_into_any_layout_and_each_header_by_one_rank(found):
+    for rank, of_rank in enumerate(found, 1):
+        assert of_rank["read"] and of_rank["read headers"] == [f"shard-{rank:05d}.safetensors"]
+
+
+def test_what_one_rank_cannot_read_is_said_on_all(found):
+    for of_rank in found:
+        assert of_rank["unread"] == [
+            "a tensor is missing: weigth", "a tensor has the shape [8, 3] instead of [8, 4]: weight",
+        ]  # fmt: skip
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_all_ranks_name_a_damage_as_one_process_does(found, damage):
     together, alone, newest = found[0][damage]

@@ -7,16 +7,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.distributed.cases import remove, shared_folder
 from torchtitan.checkpoint import checkpointer as checkpoint
-from torchtitan.checkpoint import manifest, shared_verification
-from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, verify
+from torchtitan.checkpoint import manifest, shared_reading, shared_verification
+from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, read_tensors, verify
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.checkpoint.shared_verification import verify_together
 from torchtitan.distributed.collectives import from_each_rank
-from torchtitan.errors import StoreError
+from torchtitan.errors import CheckpointError, StoreError
 from torchtitan.files.shard_files import Piece, write_shard
 
 
@@ -56,6 +56,7 @@ def checked_together() -> dict[str, object]:
     headers.clear()
     hashed.clear()
     found["found"] = [keeper.find(), sorted(headers), sorted(hashed)]
+    found |= read_in_other_layouts(path)
     shard = path / f"shard-{ranks:05d}.safetensors"
     content = {file: file.read_bytes() for file in sorted(path.iterdir())}
     dist.barrier()
@@ -70,6 +71,31 @@ def checked_together() -> dict[str, object]:
     found["wrong place"] = [str(keeper.wait()), keeper.find()]
     remove(folder)
     return found
+
+
+def read_in_other_layouts(path: Path) -> dict[str, object]:
+    """Whether tensors are what was saved where each is sharded otherwise; the headers that this rank reads; errors."""
+    mesh, headers = init_device_mesh("cpu", (dist.get_world_size(),)), noted(shared_reading, "read_places")
+    saved = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in tensors().items()}
+    placements = {"weight": [Shard(1)], "bias": [Replicate()], "step": [Shard(0)], "table": None}
+    zeros = {name: torch.zeros_like(value) for name, value in saved.items()}
+    found = {
+        name: zeros[name] if placing is None else distribute_tensor(zeros[name], mesh, placing)
+        for name, placing in placements.items()
+    }
+    read_tensors(path, found)
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+    errors = []
+    for wanted in ({"weigth": torch.zeros(8, 3)}, {"weight": torch.zeros(8, 4)}):
+        mine = wanted if dist.get_rank() == 1 else {"table": torch.zeros(5)}
+        try:
+            read_tensors(path, mine)
+        except CheckpointError as error:
+            errors.append(str(error).partition(": does not fit this model: ")[2])
+    return {
+        "read": all(torch.equal(whole[name], saved[name]) for name in saved), "read headers": sorted({*headers}),
+        "unread": errors,
+    }  # fmt: skip
 
 
 def store_that_does_not_answer() -> str:

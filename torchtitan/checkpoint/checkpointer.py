@@ -5,7 +5,7 @@
                              manifest.json        size and SHA-256 of each file; written last
 
 A checkpoint is written, read back, and counts once it is whole (checkpoint/store.py). Tensors are read back in
-any layout (torch.distributed.checkpoint). Nothing is pickled.
+any layout (checkpoint/shared_reading.py; torch.distributed.checkpoint can, too). Nothing is pickled.
 
 Saving does not use torch.distributed.checkpoint: names and layouts determine the rank that writes each piece, so that a
 rank copies only its own share to host memory, and the ranks only exchange the outcome. They do so in a separate process

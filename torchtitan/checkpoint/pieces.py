@@ -33,12 +33,17 @@ def pieces_of(tensors: dict[str, Tensor], rank: int, world_size: int) -> list[Pi
 
 def _place(tensor: DTensor) -> tuple[int, ...] | None:
     """Place of this rank's part in a sharded tensor; None where another rank writes it or it is empty."""
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    copies = (coordinate[axis] for axis, placement in enumerate(tensor.placements) if not isinstance(placement, Shard))
+    return None if any(copies) or not tensor.to_local().numel() else offsets_of(tensor)
+
+
+def offsets_of(tensor: DTensor) -> tuple[int, ...]:
+    """Start of this rank's part in a sharded tensor, one number per dimension."""
     offsets, coordinate = [0] * tensor.ndim, tensor.device_mesh.get_coordinate() or ()
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
             size = tensor.shape[placement.dim]
             rows = math.ceil(size / tensor.device_mesh.size(axis))
             offsets[placement.dim] = min(coordinate[axis] * rows, size)
-        elif coordinate[axis] > 0:
-            return None
-    return tuple(offsets) if tensor.to_local().numel() else None
+    return tuple(offsets)

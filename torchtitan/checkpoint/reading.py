@@ -6,7 +6,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,28 +14,27 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 from tqdm import tqdm
 
 from torchtitan.checkpoint.manifest import STATE, check_content, check_file, check_pieces, read_json, read_manifest
-from torchtitan.distributed.collectives import of_all_ranks
+from torchtitan.checkpoint.shared_reading import find_pieces, read_pieces
+from torchtitan.distributed.collectives import of_all_ranks, on_all_ranks
 from torchtitan.errors import CheckpointError, DamagedFile, StoreError, first_line
 from torchtitan.files.remote_path import AnyPath, RemotePath
-from torchtitan.files.shard_files import whole_tensors
+from torchtitan.files.shard_files import DamagedShard, whole_tensors
 from torchtitan.processes.launch import launch_number
 
 _CHUNK = 8 << 20  # bytes copied at once
 
 
 def read_tensors(checkpoint: AnyPath, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors (plain or sharded) in place from a verified checkpoint, by name. Raises CheckpointError."""
+    """Fill tensors (plain or sharded) in place from a verified checkpoint, by name; collective. Raises CheckpointError."""
     with local_copy(checkpoint) as folder:
         try:
-            with _single_process_allowed():
-                dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
-        except (dcp.CheckpointException, RuntimeError, ValueError, OSError) as error:
+            answers = find_pieces(folder, tensors)
+            on_all_ranks(lambda: read_pieces(folder, answers, tensors), (RuntimeError, ValueError, OSError), None)
+        except (DamagedShard, RuntimeError, ValueError, OSError) as error:
             raise CheckpointError(f"{checkpoint}: does not fit this model: {first_line(error)}") from error
 
 
@@ -152,11 +150,3 @@ def _copy(source: RemotePath, target: Path, entry: dict, bar: tqdm) -> str | Non
             left -= len(chunk)
             bar.update(len(chunk))
     return f"{source.name} is damaged" if left or digest.hexdigest() != entry["sha256"] else None
-
-
-@contextmanager
-def _single_process_allowed() -> Iterator[None]:
-    """Silence torch's warning about a single process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

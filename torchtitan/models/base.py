@@ -93,7 +93,10 @@ class DiffusionModel(nn.Module):
         raise NotImplementedError
 
     def init_weights(self) -> None:
-        """Initialise every parameter and every buffer, from torch's global random state alone."""
+        """Initialise every parameter and every buffer, from torch's global random state alone.
+
+        Where it changes parameters whole and in place, a sharded model is drawn shard by shard.
+        """
         raise NotImplementedError
 
     def init_buffers(self) -> None:
