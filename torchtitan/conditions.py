@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan import philox
+from torchtitan.device_tables import DeviceTables
 
 # Entries of a text condition: one vector per token [L, D], and one vector of the whole text [P].
 TEXT, POOLED = "text", "pooled"
@@ -186,13 +187,19 @@ class Embeddings(ConditionKind):
     nulls: dict[str, Tensor]
     prompts: dict[str, Tensor] = field(default_factory=dict)
     names: tuple[str, ...] = ()
+    _on_devices: dict[str, DeviceTables] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        tables = {name: DeviceTables(null) for name, null in self.nulls.items()}
+        object.__setattr__(self, "_on_devices", tables)
 
     @property
     def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {name: (tuple(null.shape), null.dtype) for name, null in self.nulls.items()}
 
     def null(self, entry: str, like: Tensor) -> Tensor:
-        return self.nulls[entry].to(like.device).expand_as(like)
+        (null,) = self._on_devices[entry].on(like.device)
+        return null.expand_as(like)
 
     @property
     def choices(self) -> int:

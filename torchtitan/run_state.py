@@ -35,6 +35,7 @@ from torchtitan.distributed.collectives import from_first_rank, group_for_work
 from torchtitan.distributed.mesh import Layout, init_process_group
 from torchtitan.distributed.parallelize import local, named_parameters, parallelize, release_unsharded
 from torchtitan.distributed.precision import compute_context
+from torchtitan.distributed.shard_drawing import place_shards
 from torchtitan.errors import CheckpointError
 from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.evaluation.decoding import run_decoder
@@ -62,6 +63,7 @@ from torchtitan.runs.network import (
     drawn_network,
     frozen_sha256,
     network_on_meta,
+    sharded_network,
 )
 from torchtitan.runs.portable import RECORD, data_record
 from torchtitan.runs.status import remove_status
@@ -130,7 +132,7 @@ class RunState:
         self.objective = build_objective(config.objective, config.debug.seed, sampler_of).to(layout.device)
         self.checkpointer = Checkpointer(self.folder.checkpoints, config.checkpoint, layout.rank)
         resumed_step = self.checkpointer.find() if config.checkpoint.enable else None
-        self.model = self._build_model(new=resumed_step is None)
+        self.model, shards = self._build_model(new=resumed_step is None)
         if edges is not None and config.gns.single_pass:
             taps = self._build_taps(edges)
         if config.float8.enable:
@@ -144,6 +146,8 @@ class RunState:
             reduce_dtype=config.training.mixed_precision_reduce,
             num_shapes=len(self.shapes),
         )
+        if shards:
+            place_shards(self.model, shards)
         self.parameters = trained_parameters(named_parameters(self.model))
         self._normalized = normalized_weights(self.model)
         beside = self.objective.parameters()
@@ -182,6 +186,8 @@ class RunState:
         self.reported: dict = {}
         if resumed_step is None:
             self.snapshots.load_state_dict([], 0)
+            if self.gns:
+                self.gns.load_state_dict({}, 0)  # cuts what a process that was killed before its first checkpoint has written
         else:
             self.resume(resumed_step)
 
@@ -397,16 +403,20 @@ class RunState:
             checkpoint = checkpoint_path(self.folder.checkpoints, step)
             check_base(read_state(checkpoint), frozen_sha256(self.config, file_sha256(Path(path))), str(checkpoint), path)
 
-    def _build_model(self, new: bool) -> DiffusionModel:
+    def _build_model(self, new: bool) -> tuple[DiffusionModel, dict[str, Tensor]]:
+        """Build the network, with the same weights on any layout; and its shards if it is still to be sharded on meta."""
         config, info, device = self.config, self.info, self.layout.device
+        shards: dict[str, Tensor] = {}
+        initial_weights = config.checkpoint.initial_weights if new else ""
         if config.lora.enable:
-            if new and not config.checkpoint.initial_weights and self.layout.rank == 0:
+            if new and not initial_weights and self.layout.rank == 0:
                 logger.warning("lora: the frozen network is drawn at random (checkpoint.initial_weights names a trained one)")
             model, self._base_sha256 = adapted_network(config, info, device)
+        elif self.layout.sharded:
+            model, shards = sharded_network(config, info, self.layout, initial_weights)
         else:
-            # Drawn whole on every rank, before sharding: the same weights on any layout.
-            model = drawn_network(config, info, device, config.checkpoint.initial_weights if new else "")
-        return model.train()
+            model = drawn_network(config, info, device, initial_weights)
+        return model.train(), shards
 
     def _build_taps(self, edges: Tensor) -> GradientTaps:
         return GradientTaps(

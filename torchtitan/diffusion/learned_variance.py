@@ -30,14 +30,13 @@ def log_variance(path: IndexedPath, interpolation: Tensor, index: Tensor) -> Ten
     Returns:
         float32 of interpolation's shape. At index 0, where the posterior's variance is 0, that of index 1 is used.
     """
-    low, high = (per_image(values, interpolation) for values in _log_variance_range(path, index))
-    fraction = 0.5 * (interpolation + 1.0)
-    return fraction * high + (1.0 - fraction) * low
+    _, _, low, high = _constants(path, index, interpolation)
+    return _log_variance(low, high, interpolation)
 
 
 def posterior_mean(path: IndexedPath, x0: Tensor, x_t: Tensor, index: Tensor) -> Tensor:
     """Mean of q(x_(k-1) | x_k = x_t, x0) at integer indices k [B]. Source: Ho et al., arXiv 2006.11239, eq. 7."""
-    of_x0, of_x_t = (_at(values, index, x_t) for values in (path.posterior_x0, path.posterior_x_t))
+    of_x0, of_x_t, _, _ = _constants(path, index, x_t)
     return of_x0 * x0 + of_x_t * x_t
 
 
@@ -59,10 +58,11 @@ def variational_bound(
     Returns:
         mean over the dimensions, [B].
     """
-    estimate = posterior_mean(path, x0_estimate, x_t, index)
-    log_estimated = log_variance(path, interpolation, index)
-    log_true, _ = (per_image(values, x0) for values in _log_variance_range(path, index))
-    distance = (posterior_mean(path, x0, x_t, index) - estimate) ** 2
+    of_x0, of_x_t, log_true, log_beta = _constants(path, index, x0)
+    from_x_t = of_x_t * x_t
+    estimate = of_x0 * x0_estimate + from_x_t
+    log_estimated = _log_variance(log_true, log_beta, interpolation)
+    distance = (of_x0 * x0 + from_x_t - estimate) ** 2
     divergence = 0.5 * (
         log_estimated - log_true - 1.0 + torch.exp(log_true - log_estimated) + distance * torch.exp(-log_estimated)
     )
@@ -86,12 +86,12 @@ def _log_level_probability(x: Tensor, mean: Tensor, log_variance: Tensor) -> Ten
     return torch.where(x.abs() > _OUTERMOST_LEVEL, outer, inner)
 
 
-def _log_variance_range(path: IndexedPath, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Log of the smallest and the largest sensible variance at indices [B], each float32 [B]."""
-    smallest = torch.cat((path.posterior_variance[1:2], path.posterior_variance[1:]))
-    low, high = (values.log().to(torch.float32).to(index.device)[index] for values in (smallest, path.betas))
-    return low, high
+def _log_variance(low: Tensor, high: Tensor, interpolation: Tensor) -> Tensor:
+    fraction = 0.5 * (interpolation + 1.0)
+    return fraction * high + (1.0 - fraction) * low
 
 
-def _at(values: Tensor, index: Tensor, images: Tensor) -> Tensor:
-    return per_image(values.to(torch.float32).to(index.device)[index], images)
+def _constants(path: IndexedPath, index: Tensor, images: Tensor) -> tuple[Tensor, ...]:
+    """Constants of the reverse step at indices [B], over images [B, ...]: see DDPM.reverse_step."""
+    (table,) = path.reverse_step.on(index.device)
+    return tuple(per_image(column, images) for column in table.index_select(0, index).unbind(1))

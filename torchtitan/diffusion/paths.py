@@ -11,6 +11,8 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from torchtitan.device_tables import DeviceTables
+
 # One below the next float32: b of the EDM path, which has no end, stays finite at t = 1.
 _LAST_BEFORE_ONE = 1.0 - 2.0**-24
 # Source: Ho, Jain and Abbeel, "Denoising diffusion probabilistic models", arXiv 2006.11239, section 4.
@@ -51,6 +53,7 @@ class IndexedPath(Path, Protocol):
     posterior_x0: Tensor
     posterior_x_t: Tensor
     posterior_variance: Tensor
+    reverse_step: DeviceTables
 
     def index_to_log_sigma(self, index: Tensor) -> Tensor:
         """Convert an index to ln sigma, float64."""
@@ -128,6 +131,8 @@ class DDPM(_CommonTime):
         betas, alphas_cumprod: float64 [T].
         posterior_x0, posterior_x_t: coefficients of the mean of q(x_(k-1) | x_k, x0), float64 [T].
         posterior_variance: its variance, float64 [T]; 0 at index 0.
+        reverse_step: posterior_x0, posterior_x_t, and the ln of the posterior's variance and of beta, float32 [T, 4]; the
+            variance of index 1 at index 0.
 
     Source: Ho, Jain and Abbeel, arXiv 2006.11239, eq. 4 and 7.
     """
@@ -141,9 +146,12 @@ class DDPM(_CommonTime):
         self.posterior_x0 = before.sqrt() * betas / (1.0 - self.alphas_cumprod)
         self.posterior_x_t = (1.0 - betas).sqrt() * (1.0 - before) / (1.0 - self.alphas_cumprod)
         self.posterior_variance = betas * (1.0 - before) / (1.0 - self.alphas_cumprod)
-        self._log_sigmas = 0.5 * (torch.log1p(-self.alphas_cumprod) - torch.log(self.alphas_cumprod))
-        self._tables: dict[torch.device, Tensor] = {}
-        self.t_max = torch.sigmoid(self._log_sigmas[-1]).item()
+        variance = torch.cat((self.posterior_variance[1:2], self.posterior_variance[1:]))
+        columns = (self.posterior_x0, self.posterior_x_t, variance.log(), betas.log())
+        self.reverse_step = DeviceTables(torch.stack(columns, dim=1).to(torch.float32))
+        log_sigmas = 0.5 * (torch.log1p(-self.alphas_cumprod) - torch.log(self.alphas_cumprod))
+        self._log_sigmas = DeviceTables(log_sigmas)
+        self.t_max = torch.sigmoid(log_sigmas[-1]).item()
 
     def coefficients(self, t: Tensor) -> tuple[Tensor, Tensor]:
         norm = torch.sqrt((1.0 - t) ** 2 + t**2)
@@ -155,13 +163,13 @@ class DDPM(_CommonTime):
 
     def index_to_log_sigma(self, index: Tensor) -> Tensor:
         """Convert integer or real indices to ln sigma, float64; beyond both ends the last interval is continued."""
-        table, index = self._table(index.device), index.to(torch.float64)
+        (table,), index = self._log_sigmas.on(index.device), index.to(torch.float64)
         below = index.floor().clamp(0, self.num_indices - 2).long()
         return torch.lerp(table[below], table[below + 1], index - below)
 
     def log_sigma_to_index(self, log_sigma: Tensor) -> Tensor:
         """Invert index_to_log_sigma: a real index, float64."""
-        table, log_sigma = self._table(log_sigma.device), log_sigma.to(torch.float64)
+        (table,), log_sigma = self._log_sigmas.on(log_sigma.device), log_sigma.to(torch.float64)
         below = (torch.searchsorted(table, log_sigma, right=True) - 1).clamp(0, self.num_indices - 2)
         return below + (log_sigma - table[below]) / (table[below + 1] - table[below])
 
@@ -176,11 +184,6 @@ class DDPM(_CommonTime):
         """
         index = self.log_sigma_to_index(torch.logit(t.to(torch.float64))).clamp(0, self.num_indices - 1)
         return index.round().long() if self.discrete else index
-
-    def _table(self, device: torch.device) -> Tensor:
-        if device not in self._tables:
-            self._tables[device] = self._log_sigmas.to(device)
-        return self._tables[device]
 
 
 def linear_betas(num_indices: int = NUM_INDICES) -> Tensor:

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+import torch._dynamo.config as dynamo_config
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -30,7 +31,8 @@ def parallelize(
     """Apply activation checkpointing, then compile, then FSDP2, HSDP or DDP.
 
     Args:
-        model: an initialised model on the layout's device, with `blocks()` (see torchtitan.models.base).
+        model: an initialised model on the layout's device, with `blocks()` (see torchtitan.models.base); where it is
+            sharded, also one with parameters on the meta device, for `place_shards`.
         layout: where it runs.
         checkpointing: recomputation in backward; None: nothing is recomputed.
         compiling: choice of compiled modules; None: nothing is compiled.
@@ -61,13 +63,26 @@ def parallelize(
         _shard(model, layout, param_dtype, reduce_dtype)
         return model
     if layout.world_size > 1:
-        return DistributedDataParallel(
+        wrapper = BlockwiseDDP if compiling.enable and compiling.scope == "blocks" else DistributedDataParallel
+        return wrapper(
             model,
             device_ids=[layout.device.index] if layout.device.type == "cuda" else None,
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
         )
     return model
+
+
+class BlockwiseDDP(DistributedDataParallel):
+    """DDP of compiled blocks, each one graph.
+
+    torch splits what is compiled under DDP at the ends of DDP's buckets, so that gradients are reduced before the whole
+    backward is done. That is right for a model compiled whole; blocks are small enough themselves, and lose fusions.
+    """
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        with dynamo_config.patch(optimize_ddp=False):
+            return super().forward(*inputs, **options)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

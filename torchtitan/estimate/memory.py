@@ -40,7 +40,7 @@ class MemoryEstimate:
             are the gradients.
         phase: "forward", "backward" or "optimizer": the phase of the peak.
         all_gradients: gradients when all of them exist.
-        start_up: peak of initialisation of the whole model on every rank, before sharding.
+        start_up: peak of initialisation: this rank's shards and one whole parameter; with `[lora]` the whole model.
         least: peak of a step in which every block is recomputed whole, where the compiler chooses the kept tensors
             (activation_checkpoint.mode = memory_budget): the other numbers are then those of a step without
             recomputation, and the true peak, known after compiling, lies between. None in other modes.
@@ -127,8 +127,14 @@ def model_on_meta(config: JobConfig) -> DiffusionModel:
 
 
 def _start_up_bytes(config: JobConfig) -> int:
-    """Bytes of the model when it has its first values: quantised weights are read one at a time, or else drawn whole."""
+    """Bytes of the model when it has its first values: parameters of a sharded one are drawn one at a time, quantised weights
+    read one at a time, or else drawn whole.
+    """
     model, drawn = model_on_meta(config), not config.checkpoint.initial_weights
+    shards = config.parallelism.data_parallel_shard_degree
+    if shards > 1 and not config.lora.enable:
+        rows = [-(-tensor.shape[0] // shards) * tensor[0].nbytes for tensor in model.parameters()]
+        return sum(rows) + max(tensor.nbytes for tensor in model.parameters())
     weights = quantized_weights(model).values()
     before = sum(2 * weight.shape.numel() for weight in weights) if drawn else 0  # bfloat16, with the codes of one
     codes = max((weight.codes.nbytes for weight in weights), default=0) if drawn else sum(

@@ -9,6 +9,7 @@ from torchtitan.estimate.devices import Device
 from torchtitan.estimate.memory import MemoryEstimate
 from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.base import DiffusionModel
+from torchtitan.training.utilisation import mfu_percent, products_of
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -42,7 +43,7 @@ class StepTime:
         optimizer: reading and writing weights, state and averages.
         step: max(compute, overlap x communication) + (1 - overlap) x communication + optimizer.
         images_per_second: of all ranks.
-        mfu: training FLOPs (recomputation not counted) / step / peak, a share.
+        mfu: as of `training/utilisation.py`, but a share.
         hours, device_hours: of the whole run; sampling, validation and checkpoints not counted.
     """
 
@@ -75,10 +76,10 @@ def estimate_step_time(
     """
     layout, training = config.parallelism, config.training
     world_size = layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree
-    peak = 1e12 * (device.tflops_bf16 if training.mixed_precision_param == "bfloat16" else device.tflops_float32)
+    peak = device.peak_tflops(products_of(vars(training)))
     images = training.global_batch_size / world_size  # of each rank
     flops = images * training_flops_per_image(config, model)
-    compute = (1 + recomputed_share(config, model)) * flops / (peak * efficiency.compute)
+    compute = (1 + recomputed_share(config, model)) * flops / (1e12 * peak * efficiency.compute)
     trained, gathered = model.num_parameters(), sum(parameter.numel() for parameter in model.parameters())
     communication = _communication_seconds(config, trained, gathered, device) / efficiency.link
     # Gradients are read; everything that trains, and only that, is read and written.
@@ -87,10 +88,10 @@ def estimate_step_time(
     optimizer = moved / (1e9 * device.memory_gb_per_s * efficiency.memory)
     step = max(compute, efficiency.overlap * communication) + (1 - efficiency.overlap) * communication + optimizer
     hours = step * training.steps / 3600
+    mfu = mfu_percent(flops / step / 1e12, peak) / 100
     return StepTime(
-        compute, communication, optimizer, step, training.global_batch_size / step, flops / (step * peak), hours,
-        world_size * hours,
-    )  # fmt: skip
+        compute, communication, optimizer, step, training.global_batch_size / step, mfu, hours, world_size * hours
+    )
 
 
 def recomputed_share(config: JobConfig, model: DiffusionModel) -> float:

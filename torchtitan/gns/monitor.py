@@ -141,10 +141,10 @@ class GNSMonitor:
             of_group = samples_per_rank // microbatches if self.separate_microbatches else samples_per_rank
             self._ranks.end_step(parameters, of_group)
         if self._taps:
-            importance = self._objective.timestep_sampler.bin_importance()
             sums = self._taps.end_step()
+            importance = self._objective.timestep_sampler.bin_importance(sums.count.device)
             if importance is not None:  # what is measured is the objective, however its timesteps are drawn
-                sums = sums.rescaled((1.0 / importance).to(sums.count.device))
+                sums = sums.rescaled(1.0 / importance)
             self._measured = sums
         self._samples += samples_per_rank * self._layout.world_size
 

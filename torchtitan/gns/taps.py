@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from torchtitan.models.layers import RMSNorm
+from torchtitan.models.layers import RMSNorm, layer_norm, rms_norm
 
 OFF, FREE, MEASURED = 0, 1, 2
 
@@ -275,7 +275,6 @@ class TappedNorm(nn.Module):
         self.weight = cast(nn.Parameter, norm.weight)
         self.switch = switch
         self.eps = norm.eps
-        self.shape = tuple(self.weight.shape)
         self.rms = isinstance(norm, RMSNorm)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -287,6 +286,4 @@ class TappedNorm(nn.Module):
         return GainTap.apply(y, normed, self.squares, self.sums, self.switch.one_hot, self.rows, self.columns)
 
     def _norm(self, x: Tensor, gain: Tensor | None) -> Tensor:
-        if self.rms:
-            return F.rms_norm(x, self.shape, None if gain is None else gain.to(x.dtype), self.eps)
-        return F.layer_norm(x, self.shape, gain, None, self.eps)
+        return (rms_norm if self.rms else layer_norm)(x, gain, self.eps)

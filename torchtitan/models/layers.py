@@ -1,6 +1,7 @@
 """Layers and checks shared by several families of networks; gradient taps know the layers."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,18 @@ from torchtitan.models.base import DiffusionModel
 SINUSOID_CHANNELS = 256
 
 
+class LayerNorm(nn.LayerNorm):
+    """Layer norm over the last dimension, times a learned gain if affine, in its input's dtype; no bias."""
+
+    def __init__(self, dim: int, eps: float, affine: bool = True) -> None:
+        super().__init__(dim, eps, elementwise_affine=affine, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.eps)
+
+
 class RMSNorm(nn.Module):
-    """RMS norm x / rms(x), over the last dimension, times a learned gain if affine."""
+    """RMS norm x / rms(x), over the last dimension, times a learned gain if affine, in its input's dtype."""
 
     def __init__(self, dim: int, eps: float, affine: bool = True) -> None:
         super().__init__()
@@ -21,8 +32,40 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim)) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
-        # Under autocast the gain is float32 and x bfloat16: a mixture that has no fused kernel.
-        return F.rms_norm(x, self.shape, None if self.weight is None else self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+def layer_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last dimension, in x's dtype; gain: [D] or None."""
+    with _own_dtype(x):
+        return F.layer_norm(x, x.shape[-1:], _gain(gain, x), None, eps)
+
+
+def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    """RMS norm over the last dimension, in x's dtype; gain: [D] or None."""
+    with _own_dtype(x):
+        return F.rms_norm(x, x.shape[-1:], _gain(gain, x), eps)
+
+
+def group_norm(x: Tensor, groups: int) -> Tensor:
+    """Group norm of images [B, C, ...] without a gain, in x's dtype."""
+    with _own_dtype(x):
+        return F.group_norm(x, groups)
+
+
+def _own_dtype(x: Tensor) -> AbstractContextManager:
+    """Context without autocast, which widens norms on CUDA, not on the CPU: a copy of the tokens in float32, a norm and
+    all up to the next product in float32. Kernels of norms compute statistics of bfloat16 in float32 themselves.
+    """
+    device = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def _gain(gain: Tensor | None, x: Tensor) -> Tensor | None:
+    # Under autocast the gain is float32 and x bfloat16: a mixture that has no fused kernel.
+    return None if gain is None else gain.to(x.dtype)
 
 
 def check_inputs(model: DiffusionModel, x: Tensor, condition: Condition) -> None:

@@ -117,7 +117,7 @@ class MetricsConfig:
     enable_tensorboard: bool = setting(True, "write TensorBoard events to <run>/tb", trajectory=False)
     enable_wandb: bool = setting(False, "log to Weights & Biases (WANDB_* variables apply)", trajectory=False)
     peak_tflops: float | None = setting(
-        None, "dense peak of one device for MFU, in TFLOP/s; default: the table of known devices", gt=0,
+        None, "dense peak of one device in the dtype of the products, for MFU, in TFLOP/s; default: a table of devices", gt=0,
         trajectory=False,
     )
     enable_events: bool = setting(

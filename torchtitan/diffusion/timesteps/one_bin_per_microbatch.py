@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from torchtitan import philox
+from torchtitan.device_tables import DeviceTables
 from torchtitan.diffusion.timesteps.contract import Density
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 from torchtitan.diffusion.timesteps.shares import bin_quantiles
@@ -48,14 +49,16 @@ class BinPureTimesteps(TimestepSampler):
         super().__init__(density, seed, spread)
         self.edges = edges.to("cpu", torch.float32)
         self._microbatches = microbatches_per_step
-        below, self._first, self._last = bin_quantiles(density, self.edges)
-        self._below, self.masses = below[:-1], below.diff()
+        below, first, last = bin_quantiles(density, self.edges)
+        self.masses = below.diff()
+        self._importance = DeviceTables(self.masses * len(self.masses))
+        self._bins = DeviceTables(torch.stack((below[:-1], self.masses, first, last), dim=1))
         if (self.edges.diff() <= 0).any() or (self.masses < _SMALLEST_MASS).any():
             masses = [f"{mass:.2g}" for mass in self.masses.tolist()]
             raise ValueError(f"bins with edges {self.edges.tolist()} hold {masses} of the timesteps: each needs some")
 
-    def bin_importance(self) -> Tensor:
-        return self.masses * len(self.masses)
+    def bin_importance(self, device: torch.device | None = None) -> Tensor:
+        return self._importance.on(device or self.masses.device)[0]
 
     def bin_of_microbatch(self, batch: GlobalBatch, microbatch: int) -> int:
         """Bin of a microbatch, 0 <= microbatch < M, of a global batch, on every rank."""
@@ -65,9 +68,8 @@ class BinPureTimesteps(TimestepSampler):
         """Draw timesteps: see TimestepSampler.sample. The importance is mass_k K of the microbatch's bin k."""
         microbatch = (indices - batch.first_sample) * self._microbatches // batch.size  # [B]
         bins = self._bins_of_step(batch, indices.device)[microbatch]
-        below, masses, first, last = (
-            table.to(indices.device)[bins] for table in (self._below, self.masses, self._first, self._last)
-        )
+        (tables,) = self._bins.on(indices.device)
+        below, masses, first, last = tables.index_select(0, bins).unbind(1)
         u = below + masses * philox.uniform(self.seed, "timestep", indices, batch.attempt)
         # The sum may be rounded out of the bin.
         t = self.density.quantile(torch.minimum(torch.maximum(u, first), last)).to(torch.float32)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchtitan.device_tables import DeviceTables
 from torchtitan.diffusion.paths import IndexedPath, Path, has_indices
 from torchtitan.diffusion.timesteps.contract import Density, SmoothDensity
 
@@ -120,24 +121,19 @@ class OnDiscreteIndices:
         below, above = cumulative[inside[0]], cumulative[inside[-1] + 1]
         mass = _positive((above - below).item(), t[inside[0]].item(), t[inside[-1]].item())
         self.cumulative = ((cumulative - below) / mass).clamp(0.0, 1.0)
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._steps = DeviceTables(self.cumulative, self.times)
+        self._heights = DeviceTables(self.edges, self.cumulative.diff() / self.edges.diff())
 
     def quantile(self, u: Tensor) -> Tensor:
-        cumulative, times = self._tables_on(u.device)
+        cumulative, times = self._steps.on(u.device)
         index = torch.searchsorted(cumulative, u, right=True) - 1
         return times[index.clamp(0, self.path.num_indices - 1)]
 
     def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
-        edges = self.edges.to(log_sigma.device)
+        edges, heights = self._heights.on(log_sigma.device)
         place = torch.searchsorted(edges, log_sigma.to(torch.float64), right=True) - 1
         inside = (place >= 0) & (place < self.path.num_indices)
-        heights = self.cumulative.diff() / self.edges.diff()
-        return inside * heights.to(log_sigma.device)[place.clamp(0, self.path.num_indices - 1)]
-
-    def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._tables:
-            self._tables[device] = (self.cumulative.to(device), self.times.to(device))
-        return self._tables[device]
+        return inside * heights[place.clamp(0, self.path.num_indices - 1)]
 
 
 def _positive(mass: float, t_low: float, t_high: float) -> float:

@@ -66,8 +66,11 @@ class TimestepSampler:
         # Never exactly 0, where a density without bounds has no quantile.
         return ((philox.middles(places) + strata.to(torch.float64) / batch.size) % 1.0).clamp_min(2.0**-53)
 
-    def bin_importance(self) -> Tensor | None:
-        """Importance weight shared by all samples of a bin, float64 [K]; None if no sample carries any."""
+    def bin_importance(self, device: torch.device | None = None) -> Tensor | None:
+        """Importance weight shared by all samples of a bin, float64 [K]; None if no sample carries any.
+
+        device: where it is wanted; None: where the sampler keeps it.
+        """
         return None
 
     def bin_of_microbatch(self, batch: GlobalBatch, microbatch: int) -> int | None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan.device_tables import DeviceTables
 from torchtitan.diffusion.timesteps.contract import Density
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 
@@ -59,6 +60,8 @@ class AllocatedTimesteps(TimestepSampler):
         shares: q_b, float64 [K].
     """
 
+    _importance: DeviceTables | None  # of the shares, once it was asked for
+
     def __init__(self, density: Density, seed: int, spread: str = "none", *, edges: Tensor) -> None:
         """
         Args:
@@ -109,8 +112,10 @@ class AllocatedTimesteps(TimestepSampler):
         above, end = tables.ends.index_select(0, bins).unbind(1)
         return torch.minimum(torch.maximum(t, above), end), importance
 
-    def bin_importance(self) -> Tensor:
-        return torch.where(self.shares > 0, self.masses / self.shares, 1.0)
+    def bin_importance(self, device: torch.device | None = None) -> Tensor:
+        if self._importance is None:
+            self._importance = DeviceTables(torch.where(self.shares > 0, self.masses / self.shares, 1.0))
+        return self._importance.on(device or self.shares.device)[0]
 
     def state_dict(self) -> dict:
         """Return shares and edges as plain numbers, which JSON holds exactly."""
@@ -131,6 +136,7 @@ class AllocatedTimesteps(TimestepSampler):
     def _use(self, shares: Tensor) -> None:
         # No step here waits for the device, so that shares may change after every step.
         self.shares = shares
+        self._importance = None
         running = torch.cat((shares.new_zeros(1), _running_sums(shares)))
         start = torch.where((shares == self.masses).all(), self._bins.below, running)
         # What rounding leaves beyond the last share belongs to it.

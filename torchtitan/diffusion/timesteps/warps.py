@@ -5,13 +5,13 @@ Where the base is uniform in t, x is t; where it is uniform over a DDPM path's i
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from torchtitan.device_tables import DeviceTables
 from torchtitan.diffusion.paths import IndexedPath, Path, has_indices
 from torchtitan.diffusion.timesteps.contract import SmoothDensity
 from torchtitan.diffusion.timesteps.densities import uniform_density
@@ -92,12 +92,15 @@ class CubicConfig(TimestepsConfig):
 
 
 class _BetaTable(NamedTuple):
-    """Table of the distribution of y = logit x on equally spaced points, with its slope there, [N + 1] each."""
+    """Table of the distribution of y = logit x on equally spaced points.
+
+    low, step: the first point and the distance of two.
+    columns: the distribution, and its slope times the step, [N + 1] each.
+    """
 
     low: float
     step: float
-    cumulative: Tensor
-    slope: Tensor
+    columns: DeviceTables
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,16 @@ class Beta:
 
     a: float
     b: float
+    _table: _BetaTable = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_table", _beta_table(self.a, self.b))
 
     def quantile(self, u: Tensor) -> Tensor:
-        low, step, cumulative, slope = self._table_on(u.device)
+        low, step, columns = self._table
+        cumulative, slope = columns.on(u.device)
         cell = (torch.searchsorted(cumulative, u, right=True) - 1).clamp(0, _CELLS - 1)
-        left, linear, square, cube = _hermite(cumulative, step * slope, cell)
+        left, linear, square, cube = _hermite(cumulative, slope, cell)
         rise = (cumulative[cell + 1] - left).clamp_min(torch.finfo(torch.float64).tiny)
         part = ((u - left) / rise).clamp(0.0, 1.0)
         for _ in range(_NEWTON_STEPS):
@@ -125,19 +133,16 @@ class Beta:
         return torch.sigmoid(low + step * (cell + part))
 
     def distribution(self, x: Tensor) -> Tensor:
-        low, step, cumulative, slope = self._table_on(x.device)
+        low, step, columns = self._table
+        cumulative, slope = columns.on(x.device)
         place = ((torch.logit(x.to(torch.float64)) - low) / step).clamp(0.0, float(_CELLS))
         cell = place.floor().clamp(max=_CELLS - 1).long()
-        left, linear, square, cube = _hermite(cumulative, step * slope, cell)
+        left, linear, square, cube = _hermite(cumulative, slope, cell)
         part = place - cell
         return left + part * (linear + part * (square + part * cube))
 
     def density(self, x: Tensor) -> Tensor:
         return torch.exp((self.a - 1.0) * torch.log(x) + (self.b - 1.0) * torch.log1p(-x) - _log_beta(self.a, self.b))
-
-    def _table_on(self, device: torch.device) -> _BetaTable:
-        table = _beta_table(self.a, self.b)
-        return table._replace(cumulative=table.cumulative.to(device), slope=table.slope.to(device))
 
 
 @dataclass(kw_only=True)
@@ -157,7 +162,6 @@ def _hermite(values: Tensor, slopes: Tensor, cell: Tensor) -> tuple[Tensor, Tens
     return left, first, 3.0 * rise - 2.0 * first - last, first + last - 2.0 * rise
 
 
-@lru_cache(maxsize=8)
 def _beta_table(a: float, b: float) -> _BetaTable:
     smallest = math.log(2.0**-60)  # probability beyond either end
     low = (smallest + math.log(a) + _log_beta(a, b)) / a
@@ -174,7 +178,7 @@ def _beta_table(a: float, b: float) -> _BetaTable:
     sums = sum((weight * slope(middles + 0.5 * step * node) for node, weight in nodes), start=torch.zeros(()))
     masses = 0.5 * step * sums
     cumulative = torch.cat((points.new_zeros(1), masses.cumsum(0)))
-    return _BetaTable(low, step, cumulative / cumulative[-1], slope(points))
+    return _BetaTable(low, step, DeviceTables(cumulative / cumulative[-1], step * slope(points)))
 
 
 def _log_beta(a: float, b: float) -> float:
@@ -201,16 +205,19 @@ class Steps:
         self.masses = weights / weights.sum()
         self.cumulative = torch.cat((weights.new_zeros(1), self.masses.cumsum(0)))
         self.cumulative[-1] = 1.0
+        self._tables = DeviceTables(self.edges, self.cumulative, self.masses / self.edges.diff())
 
     def quantile(self, u: Tensor) -> Tensor:
-        return _interpolated(self.cumulative.to(u.device), self.edges.to(u.device), u)
+        edges, cumulative, _ = self._tables.on(u.device)
+        return _interpolated(cumulative, edges, u)
 
     def distribution(self, x: Tensor) -> Tensor:
-        return _interpolated(self.edges.to(x.device), self.cumulative.to(x.device), x)
+        edges, cumulative, _ = self._tables.on(x.device)
+        return _interpolated(edges, cumulative, x)
 
     def density(self, x: Tensor) -> Tensor:
-        heights = (self.masses / self.edges.diff()).to(x.device)
-        place = torch.searchsorted(self.edges.to(x.device), x, right=True) - 1
+        edges, _, heights = self._tables.on(x.device)
+        place = torch.searchsorted(edges, x, right=True) - 1
         return heights[place.clamp(0, len(heights) - 1)]
 
 

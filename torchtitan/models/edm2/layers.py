@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchtitan.conditions import Condition
 from torchtitan.models.dropout import dropout
 from torchtitan.models.edm2.config import EDM2Config
+from torchtitan.models.layers import group_norm
 from torchtitan.models.magnitude import MPConv2d, MPFourier, MPLinear, mp_cat, mp_silu, mp_sum, pixel_norm
 
 Resample = Literal["keep", "down", "up"]
@@ -103,8 +104,8 @@ class GroupNormBlock(nn.Module):
         """Apply the block: x [B, C, H, W] -> [B, C_out, H', W']; keys [B, 2] of dropout, None where none is dropped."""
         if skip is not None:
             x = torch.cat((x, skip), dim=1)
-        y = self.conv0(resampled(F.silu(F.group_norm(x, GROUPS)), self.resample))
-        y = F.group_norm(y, GROUPS)
+        y = self.conv0(resampled(F.silu(group_norm(x, GROUPS)), self.resample))
+        y = group_norm(y, GROUPS)
         y = F.silu(y * (1.0 + _per_pixel(_apply(self.embedding, embedded), y)))
         y = self.conv1(y if keys is None else dropout(y, keys, self.dropout))
         x = resampled(x, self.resample)

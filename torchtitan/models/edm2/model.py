@@ -27,7 +27,7 @@ from torchtitan.models.edm2.layers import (
     Resample,
     conv2d,
 )
-from torchtitan.models.layers import check_inputs
+from torchtitan.models.layers import check_inputs, group_norm
 from torchtitan.models.magnitude import MPConv2d, init_magnitude_preserving
 
 # What no machine holds, and products of which fit in 64 bits.
@@ -80,7 +80,7 @@ class EDM2UNet(DiffusionModel):
         for name, block in self.decoder.items():
             x = block(x, embedded, next(keys), skips.pop() if "block" in name else None)
         if self.output_gain is None:
-            x = F.silu(F.group_norm(x, OUTPUT_GROUPS))
+            x = F.silu(group_norm(x, OUTPUT_GROUPS))
         x = self.output(x)  # [B, C, H, W]
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         return x if self.output_gain is None else x * self.output_gain.to(x.dtype)

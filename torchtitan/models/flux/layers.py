@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.flux.config import FluxConfig
-from torchtitan.models.layers import RMSNorm, modulate
+from torchtitan.models.layers import LayerNorm, RMSNorm, modulate
 
 NORM_EPS = 1e-6
 
@@ -153,5 +153,5 @@ def _heads(qkv: Tensor, num_heads: int) -> tuple[Tensor, ...]:
     return qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # three of [B, N, tokens, D / N]
 
 
-def _plain_norm(config: FluxConfig) -> nn.LayerNorm:
-    return nn.LayerNorm(config.dim, NORM_EPS, elementwise_affine=False)
+def _plain_norm(config: FluxConfig) -> LayerNorm:
+    return LayerNorm(config.dim, NORM_EPS, affine=False)
