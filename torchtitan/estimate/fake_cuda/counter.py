@@ -259,7 +259,8 @@ class StepCounter(TorchDispatchMode):
             return
         moved = _read_bytes(name, inputs) + _written_bytes(func, args, outputs)
         counted = flop_registry.get(func._overloadpacket)
-        flops = counted(*args, **kwargs, out_val=result) if counted else 0
+        shapes = [value for value in args if not isinstance(value, torch.dtype)]  # formulas know no result's dtype
+        flops = counted(*shapes, **kwargs, out_val=result) if counted else 0
         dtypes = [t.dtype for t in inputs if t.is_floating_point()] or [on_device[-1].dtype]
         self.now.calls[Call(name, str(dtypes[0]).removeprefix("torch."), moved, flops)] += 1
 
