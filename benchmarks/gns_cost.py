@@ -97,8 +97,8 @@ def in_turns(trainer: Trainer, rounds: int) -> list[tuple[float, ...]]:
         trainer.state.gns = None if arm == "off" else monitor
         monitor._config.interval = 1 if arm == "measured" else 1_000_000_000
         trainer.train_step()
-        if arm == "free":
-            monitor.settle()  # the host's part, which is otherwise left to the next measured step
+        if arm != "off":
+            monitor.settle()  # the host's part, which is otherwise left to a later step
 
     for _ in range(rounds + 3):
         seconds = {}

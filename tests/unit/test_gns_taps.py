@@ -11,6 +11,7 @@ from torchtitan.distributed.config import ActivationCheckpointConfig, Parallelis
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import parallelize
 from torchtitan.gns.capture import PARTS, CannotMeasure, GradientTaps
+from torchtitan.gns.taps import MEASURED, OFF, SketchedLinear, TapSwitch
 from torchtitan.models import MODELS
 from torchtitan.models.base import ModelConfig
 from torchtitan.models.dit.config import DiTConfig
@@ -297,6 +298,56 @@ def test_blocks_compiled_within_a_memory_budget_measure_the_same():
     torch.compiler.reset()
     found = squares_and_products(lambda model: compile_blocks(model.blocks(), 0.2, backend="aot_eager"))
     assert close(found, squares_and_products(lambda model: None), 1e-5)
+
+
+def sketched_linear(outputs: int, inputs: int) -> tuple[SketchedLinear, TapSwitch]:
+    """Layer of random weights with sketches of 16 x 2 in two geometries, switched on, for BATCH samples in BINS bins."""
+    switch = TapSwitch(MEASURED, nn.functional.one_hot(torch.arange(BATCH) % BINS, BINS).float())
+    layer = SketchedLinear(nn.Linear(inputs, outputs), switch)
+    layer.left, layer.right = torch.randn(outputs, 2 * 16), torch.randn(inputs + 1, 2 * 2)
+    layer.squares = torch.zeros(2, BATCH, requires_grad=True)
+    layer.sums = torch.zeros(2, BINS, 16, 2, requires_grad=True)
+    return layer, switch
+
+
+def test_a_sketch_keeps_the_input_that_autocast_casts_once():
+    torch.manual_seed(0)
+    layer, switch = sketched_linear(24, 32)
+    kept = {}
+
+    def input_bytes(mode: int) -> int:
+        storages = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.numel() == BATCH * 5 * 32:
+                storages[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no other takes its place
+            return tensor
+
+        switch.mode = mode
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+            kept[mode] = layer(torch.randn(BATCH, 5, 32))
+        return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+    assert input_bytes(MEASURED) == input_bytes(OFF) == 2 * BATCH * 5 * 32
+    assert kept[MEASURED].dtype == kept[OFF].dtype == torch.bfloat16
+
+
+def test_a_sketch_in_bfloat16_is_that_of_its_inputs_to_bfloat16s_rounding():
+    """Four roundings of up to 2^-9 of a term: of the projections, of both products; summed they are below 2^-7 of a sketch."""
+    torch.manual_seed(0)
+    layer, switch = sketched_linear(96, 64)
+    x, dy = torch.randn(BATCH, 7, 64).bfloat16(), torch.randn(BATCH, 7, 96).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x).backward(dy)
+    extended = torch.cat((x.double(), torch.ones(BATCH, 7, 1, dtype=torch.float64)), dim=2)
+    gradients = dy.double().mT @ extended  # [B, out, in + 1]
+    left, right = layer.left.double().view(96, 2, 16), layer.right.double().view(65, 2, 2)
+    sketches = torch.einsum("ogr,boi,igs->gbrs", left, gradients, right)
+    squares = sketches.square().sum((2, 3))
+    sums = torch.einsum("bk,gbrs->gkrs", switch.one_hot.double(), sketches)
+    for found, wanted in ((layer.squares.grad, squares), (layer.sums.grad, sums)):
+        assert found.dtype == torch.float32 and close(found, wanted, 2**-7)
+    assert not torch.equal(layer.sums.grad.double(), sums)  # it was computed in bfloat16
 
 
 def test_taps_are_silent_outside_of_a_microbatch():

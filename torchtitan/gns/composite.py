@@ -52,6 +52,7 @@ class Composite:
         self._ratios = RatioMoments.of(torch.zeros(num_bins, 6, 2, dtype=torch.float64))
         self._fourth_powers = torch.zeros(num_bins, dtype=torch.float64)
         self._all = PairSums.zeros(num_bins)  # F since the last measured step
+        self._multipliers: tuple[Tensor, Tensor] | None = None  # known until the ratios change
 
     def add(self, sums: StepSums) -> None:
         """Add one step."""
@@ -78,7 +79,9 @@ class Composite:
         )
 
     def _proxy(self, sums: StepSums) -> PairSums:
-        of_squares, of_signal = self.token_to_modulation()
+        if self._multipliers is None:
+            self._multipliers = self.token_to_modulation()
+        of_squares, of_signal = self._multipliers
         squares = sums.squares[: len(FREE_PARTS), self._geometry].sum(0)
         products = sums.products[: len(FREE_PARTS), self._geometry].sum(0)
         own = sums.squares[_MODULATION, self._geometry]
@@ -120,6 +123,7 @@ class Composite:
         if found.isfinite().all():
             kept = kept_share(sums.count, self._seen, self._half_life, self._ramp)
             self._parts = self._parts.decayed(kept) + RatioMoments.of(found)
+            self._multipliers = None
 
     def _close_entry(self, sums: StepSums, all_pairs: Tensor, proxy: PairSums) -> None:
         squares, products = sums.squares[:, self._geometry].sum(0), sums.all_products[:, self._geometry].sum(0)
@@ -142,6 +146,7 @@ class Composite:
         self._seen, self._fourth_powers = found["seen"], found["fourth_powers"]
         self._parts = RatioMoments(found["parts_first"], found["parts_second"])
         self._ratios = RatioMoments(found["ratios_first"], found["ratios_second"])
+        self._multipliers = None
         self._all = PairSums(*(found[name] for name in ("count", "squares", "products", "pairs")))
 
     def _tensors(self) -> dict[str, Tensor]:

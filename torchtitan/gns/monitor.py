@@ -30,8 +30,9 @@ from torchtitan.gns.batch_schedule import BatchSchedule
 from torchtitan.gns.capture import GradientTaps, StepSums
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.decayed import BinEstimates
+from torchtitan.gns.late_sums import LateSums
 from torchtitan.gns.pictures import draw_noise_scale
-from torchtitan.gns.pool import ESTIMATORS, Pool, to_host
+from torchtitan.gns.pool import ESTIMATORS, Pool
 from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.gns.raw_sums import RawSums
 
@@ -72,7 +73,7 @@ class GNSMonitor:
         self.pool = Pool(taps.num_bins, len(taps.geometries), config.half_life) if taps else None
         self._raw = RawSums(self._folder, edges, len(taps.geometries)) if taps and layout.rank == 0 else None
         self._measured: StepSums | None = None  # of a step that no verdict has been given on
-        self._pending: list[tuple[int, StepSums, Tensor]] = []  # and whether the step was skipped
+        self._late = LateSums()
         self._step, self._samples = 0, 0
         self._schedule = None
         if config.allocate_timesteps:
@@ -150,17 +151,22 @@ class GNSMonitor:
     def conclude(self, skip: Tensor) -> None:
         """Conclude a step after its verdict: the measurement of a skipped one does not count.
 
-        Waits for the device on measured steps only.
+        A measured step sends its sums and those of the free steps before it to the host, which pools them in the next
+        step, while the device computes. Only where the next step depends on them, the host waits.
 
         Args:
             skip: whether the optimizer leaves the step out, bool scalar, equal on all ranks.
         """
         if self._ranks:
             self._ranks.conclude(skip)
+        self._pool_sent()
         if self._measured is not None:
-            self._pending.append((self._step, self._measured, skip))
+            self._late.add(self._step, self._measured, skip)
             self._measured = None
-        if self._step % self._config.interval == 0:
+        if self._step % self._config.interval:
+            return
+        self._late.send()
+        if self._schedule or self._batch:
             self.settle()
             self._allocate()
             if self._batch:
@@ -176,17 +182,19 @@ class GNSMonitor:
 
     def settle(self) -> None:
         """Settle all measurements: bring them to the host and pool them; waits for the device."""
-        for step, sums, skip in self._pending:
-            if skip.item():
-                continue
-            found = to_host(sums)
-            if not self._pooled.add(found) and self._layout.rank == 0:
-                logger.warning(f"step {step}: left out of the gradient noise scale: its gradients are outliers")
-            if self._raw:
-                self._raw.add(step, found)
-        self._pending = []
+        self._pool_sent()
+        self._late.send()
+        self._pool_sent()
         if self._ranks:
             self._ranks.settle()
+
+    def _pool_sent(self) -> None:
+        """Pool the steps sent to the host, in their order."""
+        for step, sums in self._late.take():
+            if not self._pooled.add(sums) and self._layout.rank == 0:
+                logger.warning(f"step {step}: left out of the gradient noise scale: its gradients are outliers")
+            if self._raw:
+                self._raw.add(step, sums)
 
     def metrics(self) -> dict[str, float]:
         """Metrics by tag, `gns/<geometry>/<estimator>/<bin or all>/<quantity>`; unknown ones are left out."""
@@ -273,7 +281,8 @@ class GNSMonitor:
 
     def load_state_dict(self, state: dict, step: int) -> None:
         """Resume after a step; quantities that the state lacks are measured anew from there."""
-        self._pending, self._measured = [], None
+        self._late.clear()
+        self._measured = None
         self._samples = state.get("samples", 0)
         for name, part in self._parts.items():
             if part and name in state:

@@ -42,14 +42,20 @@ class OutlierRule:
         """
         logs = mean_squares.log()
         known = logs.isfinite()
-        median = self._logs.nanmedian(1).values
-        deviation = _NORMAL * (self._logs - median[:, None]).abs().nanmedian(1).values
-        limit = median + (_DEVIATIONS * deviation).clamp_min(math.log(_LEAST_RATIO))
-        found = bool((known & (self._seen >= _LEAST_STEPS) & (logs > limit)).any())
+        found = self._exceed_limit(logs, known & (self._seen >= _LEAST_STEPS))
         self._logs[known, self._seen[known] % _STEPS] = logs[known]
         self._seen += known
         self.count += found
         return found
+
+    def _exceed_limit(self, logs: Tensor, judged: Tensor) -> bool:
+        lowest = self._logs.nan_to_num(nan=torch.inf).amin(1)  # at most the median: ordinary steps end here
+        if not (judged & (logs > lowest + math.log(_LEAST_RATIO))).any():
+            return False
+        median = self._logs.nanmedian(1).values
+        deviation = _NORMAL * (self._logs - median[:, None]).abs().nanmedian(1).values
+        limit = median + (_DEVIATIONS * deviation).clamp_min(math.log(_LEAST_RATIO))
+        return bool((judged & (logs > limit)).any())
 
     def state_dict(self) -> dict:
         """Return plain numbers: of each bin the latest steps' ln, the oldest first, and how many there were."""

@@ -120,9 +120,13 @@ class RankMonitor:
         self._noted = []
 
     def settle(self) -> None:
-        """Settle: pool the measurements; waits for the device."""
-        for k, samples, small, large in self._pending:
-            small, large = small.cpu(), large.cpu()
+        """Settle: pool the measurements; waits for the device, once."""
+        if not self._pending:
+            return
+        on_host = torch.cat([torch.cat((small, large[None])) for _, _, small, large in self._pending]).cpu()
+        rows = on_host.split([len(small) + 1 for _, _, small, _ in self._pending])
+        for (k, samples, _, _), row in zip(self._pending, rows, strict=True):
+            small, large = row[:-1], row[-1]
             if not (small.isfinite().all() and large.isfinite()):
                 continue
             means = torch.full((len(self._names),), torch.nan, dtype=torch.float64)

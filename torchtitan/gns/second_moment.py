@@ -9,6 +9,7 @@ Source of the factored form: Shazeer and Stern, "Adafactor", arXiv 1804.04235, s
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -90,9 +91,9 @@ class AdamFactors:
 
     def _correction(self, state: dict[Tensor, dict], beta2: float) -> Tensor:
         """Divisors of the averages that began at zero, of all weights and then of all vectors, [2 layers]."""
-        weights = [None if module.weight.ndim == 1 else module.weight for module in self._modules]
-        vectors = [module.weight if module.weight.ndim == 1 else getattr(module, "bias", None) for module in self._modules]
-        steps = [
+        weights = [cast(nn.Parameter, module.weight) for module in self._modules]
+        vectors = [w if w.ndim == 1 else getattr(m, "bias", None) for w, m in zip(weights, self._modules, strict=True)]
+        steps: list[Tensor] = [
             self._step_of_none if parameter is None else state.get(parameter, {}).get("step", self._step_of_none)
             for parameter in (*weights, *vectors)
         ]

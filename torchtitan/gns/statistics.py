@@ -89,7 +89,8 @@ class PairSums:
 
     def is_finite(self) -> bool:
         """True if every sum is a finite number."""
-        return all(bool(t.isfinite().all()) for t in (self.count, self.squares, self.products, self.pairs))
+        every = (self.count, self.squares, self.products.flatten(), self.pairs.flatten())
+        return bool(torch.cat(every).isfinite().all())
 
 
 # ---------------------------------------------------------------------- estimates per bin
