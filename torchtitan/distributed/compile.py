@@ -1,9 +1,11 @@
 """Compile blocks or the whole model with torch.compile, and count compilations during a run."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 # Most graphs of one function for each shape of the training images, if torch cannot find one for all: of an ordinary step,
 # and two of steps that measure the gradients of single samples, in part or wholly.
 _GRAPHS_PER_SHAPE = 3
+# Most graphs of a kind of block: these, one of evaluations of any batch size, and one of evaluations of one image.
+_GRAPHS_PER_KIND = _GRAPHS_PER_SHAPE + 2
 
 
 def compile_blocks(
@@ -27,8 +31,8 @@ def compile_blocks(
 ) -> None:
     """Compile each block in place; parameters keep their names.
 
-    Blocks share one code object: where all are alike, the graph is compiled once. Otherwise each kind of block has a
-    graph of fixed sizes. For images of several shapes a kind has a graph for the first, and one for any number of tokens.
+    Blocks share one code object: where all are alike, the graph is compiled once, otherwise once for each kind of block.
+    Sizes are fixed. For images of several shapes a kind has a graph for the first, and one for any number of tokens.
     fullgraph: a graph break is an error.
 
     Args:
@@ -40,9 +44,11 @@ def compile_blocks(
     """
     alike = len({_shapes(block) for block in blocks}) <= 1
     if not alike:
-        _allow_graphs(2 * len(blocks))
+        _allow_graphs(_GRAPHS_PER_KIND * len(blocks))
     _allow_graphs_of_shapes(num_shapes, kinds=1 if alike else len(blocks))
-    by_use = alike or num_shapes > 1  # torch finds the sizes that change; data have up to a hundred shapes
+    # By use torch finds the sizes that change; data have up to a hundred shapes. Else batches of evaluations, which have
+    # other sizes, would make the graphs of training that are compiled after them ones of any size.
+    by_use = num_shapes > 1
     for block in blocks:
         block.compile(fullgraph=True, dynamic=None if by_use else False, backend=_compiler(backend, memory_budget))
 
@@ -56,6 +62,38 @@ def compile_model(
     """
     _allow_graphs_of_shapes(num_shapes, kinds=1)
     model.forward = torch.compile(model.forward, fullgraph=True, backend=_compiler(backend, memory_budget))
+
+
+def compiled_blocks(model: nn.Module) -> list[nn.Module]:
+    """Modules of a model that were compiled one by one."""
+    return [module for module in model.modules() if module._compiled_call_impl is not None]
+
+
+@contextmanager
+def any_batch_size(model: nn.Module) -> Iterator[None]:
+    """Call compiled blocks with batches of any size in the context: a graph for all sizes, and one for a single image.
+
+    They are compiled once, at their first use, beside the graphs of training, which stay as they are.
+    """
+    calls = {block: block._compiled_call_impl for block in compiled_blocks(model)}
+    tables = {id(buffer) for buffer in model.buffers()}  # whose first dimension is not of images
+    try:
+        for block, call in calls.items():
+            block._compiled_call_impl = _of_any_batch(call, tables)
+        yield
+    finally:
+        for block, call in calls.items():
+            block._compiled_call_impl = call
+
+
+def _of_any_batch(call: Callable[..., Any], tables: set[int]) -> Callable[..., Any]:
+    def of_any_batch(x: torch.Tensor, *others: Any) -> Any:
+        for tensor in (x, *others):
+            if isinstance(tensor, torch.Tensor) and tensor.shape[:1] == x.shape[:1] and id(tensor) not in tables:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return call(x, *others)
+
+    return of_any_batch
 
 
 def _allow_graphs_of_shapes(num_shapes: int, kinds: int) -> None:
@@ -114,6 +152,11 @@ class CompileCounter:
         self._read()
         graphs, breaks = (now - before for now, before in zip(_totals(), self._before, strict=True))
         return {"graphs": graphs, "recompiles": self._recompiles, "graph_breaks": breaks}
+
+    def expect(self) -> None:
+        """Expect what was compiled up to here: graphs of evaluations are no news."""
+        self._read()
+        self._untold.clear()
 
     def end_step(self, step: int) -> None:
         """Warn of every recompilation in this step, with its number."""

@@ -158,9 +158,9 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     sums_of_rows, sums_of_rests = iter(_sums_of_squares(rows)), iter(_sums_of_squares(rests))
     parts = []
     for flat, whole in zip(flats, wholes, strict=True):
-        of_rows = next(sums_of_rows) if whole else None
-        of_rest = next(sums_of_rests) if whole < flat.numel() else None
-        parts.append(of_rest if of_rows is None else of_rows if of_rest is None else of_rows + of_rest)
+        of_tensor = [next(sums_of_rows)] if whole else []
+        of_tensor += [next(sums_of_rests)] if whole < flat.numel() else []
+        parts.append(of_tensor[0] if len(of_tensor) == 1 else of_tensor[0] + of_tensor[1])
     return torch.stack(parts).cumsum(0)[-1]  # from the first to the last: the sum of a list would be in another order
 
 
