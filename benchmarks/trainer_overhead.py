@@ -100,7 +100,8 @@ def trainer_step(batch: int) -> Callable[[], None]:
     folder = tempfile.mkdtemp()
     trainer = Trainer(load_config([
         "--job.dump_folder", folder, "--model.flavor", FLAVOR, "--model.patch_size", str(PATCH_SIZE),
-        "--data.name", "synthetic", "--data.kind", "noise", "--data.shape", json.dumps(SHAPE), "--data.num_classes", str(CLASSES), "--training.local_batch_size", str(batch),
+        "--data.name", "synthetic", "--data.kind", "noise", "--data.shape", json.dumps(SHAPE), "--data.num_classes", str(CLASSES),
+        "--training.local_batch_size", str(batch),
         "--training.steps", "1000000", "--checkpoint.enable", "false", "--sampling.enable", "false",
         "--metrics.log_freq", "10",
     ], 1))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo.config as dynamo_config
@@ -75,7 +75,7 @@ def any_batch_size(model: nn.Module) -> Iterator[None]:
 
     They are compiled once, at their first use, beside the graphs of training, which stay as they are.
     """
-    calls = {block: block._compiled_call_impl for block in compiled_blocks(model)}
+    calls = {block: cast(Callable[..., Any], block._compiled_call_impl) for block in compiled_blocks(model)}
     tables = {id(buffer) for buffer in model.buffers()}  # whose first dimension is not of images
     try:
         for block, call in calls.items():
