@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -100,9 +101,17 @@ def _fake_ranks(ranks: int) -> Iterator[None]:
         return
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
-        yield
+        with (
+            patch.object(dist, "broadcast_object_list", lambda *_, **__: None),
+            patch.object(dist, "all_gather_object", _everyone_alike),
+        ):
+            yield
     finally:
         dist.destroy_process_group()
+
+
+def _everyone_alike(values: list[Any], value: Any, group: Any = None) -> None:
+    values[:] = [value] * len(values)
 
 
 class _CountedPhases(Phases):
@@ -185,6 +194,7 @@ def _record(phase: PhaseCounts) -> dict[str, Any]:
         "operations": phase.operations,
         "bytes_moved": phase.moved,
         "flops": dict(phase.flops),
+        "collective_bytes": dict(phase.collectives),
         "copies_to_device": sum(copy.to_device for copy in phase.copies),
         "copies_to_host": sum(not copy.to_device for copy in phase.copies),
         "synchronising_copies": len(waiting),

@@ -24,7 +24,7 @@ from torchtitan.files.durable import make_folder, remove_unfinished, replace_fil
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.weight_files import saved_buffers
 from torchtitan.gns.monitor import GNS_FOLDER
-from torchtitan.gns.pictures import PICTURE_FILE
+from torchtitan.gns.pictures import PICTURE_FILE, is_drawn
 from torchtitan.pictures.grids import save_animation
 from torchtitan.run_state import RunState
 from torchtitan.runs.final_weights import final_weights_path, write_final_weights
@@ -42,11 +42,12 @@ from torchtitan.training.hardware import (
     reset_peak_memory,
 )
 from torchtitan.training.hardware_description import describe_hardware
-from torchtitan.training.metric_points import iter_points
+from torchtitan.training.metric_points import GrowingPoints
 from torchtitan.training.metric_sinks import as_png
 from torchtitan.training.metrics import METRICS_FILE, MetricsLog
 from torchtitan.training.nvml import EnergyMeter, ManagedDevice
 from torchtitan.training.rates import Rates
+from torchtitan.training.utilisation import products_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +80,10 @@ class Reports:
         self._config = config = state.config
         self._first = state.layout.rank == 0
         self._device = state.layout.device
+        peak = config.metrics.peak_tflops or peak_tflops(self._device, products_of(vars(config.training)))
         self._rates = Rates(
             state.data, flops_of=cache(state.flops_of), tokens_of=cache(state.tokens_of),
-            world_size=state.layout.world_size, peak_tflops=config.metrics.peak_tflops or peak_tflops(self._device),
+            world_size=state.layout.world_size, peak_tflops=peak,
         )  # fmt: skip
         self._evaluation = Evaluation(
             data=config.data, sampling=config.sampling, evaluation=config.evaluation, validation=config.validation,
@@ -107,6 +109,7 @@ class Reports:
         if self._first:
             self._recover_clock()
         self._log = self._new_log() if self._first else None
+        self._noise_points = self._new_noise_points()
         from_first_rank(self._open)
         if self._first:
             introduce(state)
@@ -122,6 +125,7 @@ class Reports:
         if self._log:
             self._log.close()
             self._log = self._new_log()
+        self._noise_points = self._new_noise_points()
         self._clock.roll_back(self._state.reported["clock"])
         self._results = dict(self._state.reported.get("results", {}))
         self._bar.n = self._state.progress
@@ -134,6 +138,9 @@ class Reports:
             state.folder.path, config.metrics, config.job.name, effective(config), state.step,
             state.reported.get("unsaved_metrics", ()),
         )  # fmt: skip
+
+    def _new_noise_points(self) -> GrowingPoints:
+        return GrowingPoints(self._state.folder.path / METRICS_FILE, '"gns/', is_drawn)
 
     def _recover_clock(self) -> None:
         """Recover the clock, before opening the log cuts back what tells of a lost attempt."""
@@ -239,8 +246,7 @@ class Reports:
             last = state.last_step
             if last or state.step % config.picture_interval < config.log_interval:
                 with self._outputs.attempt("the picture of the noise scale", self._noise_scale):
-                    points = list(iter_points(state.folder.path / METRICS_FILE, '"gns/'))
-                    if picture := gns.draw(points, state.batch_size):
+                    if picture := gns.draw(self._noise_points.read(), state.batch_size):
                         self._write_picture(self._noise_scale, picture)
                         if last:
                             self._log.write_image(state.step, "gns", picture)

@@ -11,7 +11,7 @@ from torchtitan.runs.analysis.torchditan_runs import flops_excess, read_torchdit
 NAME = "dit-l_bs16_ps2_actselective_ctrue_dbfloat16_p1,8_20250102-0304"
 CONFIG = {
     "model": {"flavor": "DiT-L", "patch_size": 2, "input_channels": 16},
-    "dataset": {"batch_size": -1, "image_size": 64, "num_classes": 1000},
+    "dataset": {"batch_size": -1, "image_size": [64, 64], "num_classes": 1000},
     "training": {"steps": 40, "batch_size": 16, "compile": True, "data_parallel_replicate_degree": 1,
                  "data_parallel_shard_degree": 8, "mixed_precision_param": "bfloat16"},
     "activation_checkpoint": {"mode": "selective"},
@@ -58,6 +58,14 @@ def test_a_run_is_read_from_events_and_configuration(tmp_path):
     assert values["step_seconds"] == pytest.approx(0.16)
     assert values["mfu_reported_percent"] == pytest.approx(28.0)
     assert values["mfu_percent"] == pytest.approx(28.0 / (3.147e12 / 2.205e12), rel=6e-4)
+
+
+@pytest.mark.parametrize(
+    "size, shape", [([64, 32], (16, 64, 32)), (64, (16, 64, 64)), ([64], None), ([64, 0], None), ("64", None), (None, None)]
+)
+def test_image_size_is_height_and_width(size, shape, tmp_path):
+    write_run(tmp_path / NAME, config=CONFIG | {"dataset": CONFIG["dataset"] | {"image_size": size}})
+    assert read_torchditan_run(tmp_path / NAME).image_shape == shape
 
 
 def test_axes_come_from_the_name_where_there_is_no_configuration(tmp_path):

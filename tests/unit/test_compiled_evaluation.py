@@ -69,14 +69,14 @@ def test_evaluations_of_all_batch_sizes_share_a_graph_which_training_does_not_us
     assert counter.counts()["recompiles"] == 4 and not counter._untold
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_what_is_compiled_whole_or_looked_into_is_evaluated_without_compilation(whole):
+@pytest.mark.parametrize("case", ["compiled whole", "looked into", "replayed as CUDA graphs"])
+def test_these_are_evaluated_without_compilation(case):
     model, graphs = network(), Graphs()
-    if whole:
+    if case == "compiled whole":
         compile_model(model, backend=graphs)
     else:
-        compile_blocks(model.blocks(), backend=graphs)
-    evaluated(model, 3, compiled=whole)
+        compile_blocks(model.blocks(), backend=graphs, mode="reduce-overhead" if "CUDA" in case else "default")
+    evaluated(model, 3, compiled=case != "looked into")
     assert graphs.count == 0 and model.training
     output(model, 3)
     assert graphs.count == 1

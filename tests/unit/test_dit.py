@@ -30,6 +30,7 @@ CONFIGS = {
     "debug": DEBUG,
     "affine layernorm": replace(PAPER, norm_affine=True, qk_norm=True, attention_bias=False, learned_variance=False),
     "rotary gelu": replace(PAPER, position="rotary", rope_theta=100.0, num_heads=4),
+    "embedding per block": replace(PAPER, embedding_per_block=True, mlp_norm_eps=0.05),
     "swiglu sincos": replace(TORCHDITAN, position="sincos", norm_affine=False, attention_bias=True),
 }
 IMAGE = (3, 4, 6)  # 2 x 3 tokens of patch 2
@@ -66,16 +67,17 @@ def reference_forward(model: DiT, x: Tensor, t: Tensor, condition: Tensor | None
         y = torch.einsum("...i,oi->...o", h, weights[name + ".weight"])
         return y + weights[name + ".bias"] if name + ".bias" in weights else y
 
-    def rms(h: Tensor, gain: Tensor | None) -> Tensor:
-        h = h / ((h * h).sum(-1, keepdim=True) / h.shape[-1] + config.norm_eps) ** 0.5
+    def rms(h: Tensor, gain: Tensor | None, eps: float = config.norm_eps) -> Tensor:
+        h = h / ((h * h).sum(-1, keepdim=True) / h.shape[-1] + eps) ** 0.5
         return h if gain is None else h * gain
 
     def norm(name: str, h: Tensor) -> Tensor:
         gain = weights.get(name + ".weight")
+        eps = config.mlp_norm_eps if config.mlp_norm_eps and "mlp_norm" in name else config.norm_eps
         if config.norm == "rmsnorm":
-            return rms(h, gain)
+            return rms(h, gain, eps)
         h = h - h.sum(-1, keepdim=True) / h.shape[-1]
-        return rms(h, gain)
+        return rms(h, gain, eps)
 
     def rotate_complex(h: Tensor) -> Tensor:  # [B, T, N, head_dim]
         z = torch.complex(h[..., : head_dim // 2], h[..., head_dim // 2 :]).clone()
@@ -123,13 +125,16 @@ def reference_forward(model: DiT, x: Tensor, t: Tensor, condition: Tensor | None
 
     frequencies = torch.tensor([10000.0 ** (-k / 128) for k in range(128)], dtype=torch.float64)
     sinusoid = torch.cat(((t[:, None] * frequencies).cos(), (t[:, None] * frequencies).sin()), dim=1)
-    c = linear("time_embed.out", silu(linear("time_embed.hidden", sinusoid)))
-    if condition is not None:
-        c = c + torch.stack([weights["label_embed.weight"][label] for label in condition])
-    c = silu(c)
+
+    def embedding(prefix: str) -> Tensor:
+        c = linear(prefix + "time_embed.out", silu(linear(prefix + "time_embed.hidden", sinusoid)))
+        if condition is not None:
+            c = c + torch.stack([weights[prefix + "label_embed.weight"][label] for label in condition])
+        return silu(c)
 
     for i in range(config.num_layers):
         name = f"layers.{i}."
+        c = embedding(name if config.embedding_per_block else "")
         modulation = linear(name + "modulation", c).reshape(batch, 6, 1, config.dim)
         shift, scale, gate = modulation[:, 0], modulation[:, 1], modulation[:, 2]
         h = h + gate * attention(name + "attention", norm(name + "attention_norm", h) * (1 + scale) + shift)
@@ -137,6 +142,7 @@ def reference_forward(model: DiT, x: Tensor, t: Tensor, condition: Tensor | None
         h = h + gate * mlp(name + "mlp", norm(name + "mlp_norm", h) * (1 + scale) + shift)
     h = norm("output.norm", h)
     if config.final_modulation:
+        c = embedding("layers.0." if config.embedding_per_block else "")
         shift, scale = linear("output.modulation", c).reshape(batch, 2, 1, config.dim).unbind(1)
         h = h * (1 + scale) + shift
     h = linear("output.linear", h)
@@ -287,7 +293,10 @@ def test_at_init_blocks_are_the_identity_and_the_output_is_zero(name):
     assert torch.count_nonzero(model(x, t, condition)) == 0
     tokens, c = torch.randn(3, 6, 32), torch.randn(3, 32)
     for block in model.blocks():
-        assert torch.equal(block(tokens, c, model.rotary), tokens)
+        if model.config.embedding_per_block:
+            assert torch.equal(block(tokens, torch.randn(3, 256), condition, None)[0], tokens)
+        else:
+            assert torch.equal(block(tokens, c, model.rotary), tokens)
     if model.output.modulation is not None:
         assert torch.count_nonzero(model.output.modulation(c)) == 0
 
@@ -298,7 +307,9 @@ def test_init_follows_the_paper():
         bound = math.sqrt(6 / (linear.in_features + linear.out_features))  # Glorot and Bengio, equation 16
         assert 0.99 * bound < linear.weight.abs().max() <= bound
         assert torch.count_nonzero(linear.bias) == 0
-    for weight in (model.label_embed.weight, model.time_embed.hidden.weight, model.time_embed.out.weight):
+    own = initialised_from_garbage(replace(FLAVORS["DiT-S/2"], num_layers=2, embedding_per_block=True), math.nan).layers[1]
+    embeddings = [each for part in (model, own) for each in (part.label_embed, part.time_embed.hidden, part.time_embed.out)]
+    for weight in (each.weight for each in embeddings):
         assert weight.std().item() == pytest.approx(0.02, rel=0.05)
         assert weight.abs().max() > 0.05  # normal, not uniform
 
@@ -321,6 +332,15 @@ def on_meta(flavor: str, image_shape: tuple[int, int, int], num_classes: int = 1
 def test_parameter_counts_of_the_paper(flavor, published):
     model = on_meta(flavor, (4, 32, 32), learned_variance=True)
     assert model.num_parameters() + model.position.numel() == published  # there, the table is a frozen parameter
+
+
+def test_an_embedding_per_block_adds_its_parameters_and_products_once_per_image():
+    shape = (4, 32, 32)
+    one, each = on_meta("DiT-XL/2", shape), on_meta("DiT-XL/2", shape, embedding_per_block=True)
+    test_flops_equal_those_that_pytorch_counts("debug", (3, 8, 8), embedding_per_block=True)
+    products = 256 * 1152 + 1152 * 1152
+    assert each.num_parameters() - one.num_parameters() == 27 * (products + 2 * 1152 + 1001 * 1152)
+    assert each.forward_macs_per_image(shape) - one.forward_macs_per_image(shape) == 27 * products
 
 
 @pytest.mark.parametrize(
@@ -346,8 +366,8 @@ def counted_flops(model: DiffusionModel, image_shape: tuple[int, int, int]) -> t
     "flavor,image_shape",
     [("DiT-S/2", (4, 32, 32)), ("debug", (3, 8, 8)), ("TorchDiTan-L", (16, 32, 32)), ("cifar", (3, 16, 40))],
 )
-def test_flops_equal_those_that_pytorch_counts(flavor, image_shape):
-    model = on_meta(flavor, image_shape)
+def test_flops_equal_those_that_pytorch_counts(flavor, image_shape, **fields):
+    model = on_meta(flavor, image_shape, **fields)
     forward, training = counted_flops(model, image_shape)
     assert 2 * model.forward_macs_per_image(image_shape) == forward
     # The images themselves need no gradient, so the true backward saves one small product.

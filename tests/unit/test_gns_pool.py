@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.objectives import timesteps
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objectives import build_objective
+from torchtitan.gns import raw_sums
 from torchtitan.gns.capture import PARTS, StepSums
 from torchtitan.gns.composite import Composite
 from torchtitan.gns.config import GNSConfig, inner_edges
@@ -281,6 +282,42 @@ def test_raw_sums_after_a_step_are_cut_and_written_anew(tmp_path, last, names):
     again.flush()
     assert_rows(tmp_path, list(range(1, 9)))
     assert torch.equal(read_edges(tmp_path), EDGES) and not list(tmp_path.glob("*.tmp"))
+
+
+def test_rows_in_memory_are_bounded_by_those_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(raw_sums, "ROWS_PER_FILE", 3)
+    raw, most = RawSums(tmp_path, EDGES, GEOMETRIES), 0
+    for step in range(1, 12):
+        raw.add(step, made_up(step, measured=step % 3 == 0))
+        most = max(most, len(raw._rows))
+        if raw._thread:
+            raw._thread.join()
+    assert most <= 3 and [path.name for path in raw_files(tmp_path)] == [
+        f"raw-{first:08d}-{first + 2:08d}.parquet" for first in (1, 4, 7)
+    ]  # fmt: skip
+    raw.flush()
+    assert_rows(tmp_path, list(range(1, 12)))
+
+
+def test_rows_written_beyond_a_checkpoint_are_there_once_after_a_kill(tmp_path, monkeypatch):
+    monkeypatch.setattr(raw_sums, "ROWS_PER_FILE", 4)
+    killed = RawSums(tmp_path, EDGES, GEOMETRIES)
+    for step in range(1, 11):  # with a checkpoint at 6
+        killed.add(step, made_up(step, measured=step % 3 == 0))
+        if killed._thread:
+            killed._thread.join()
+        if step == 6:
+            killed.flush()
+    assert_rows(tmp_path, list(range(1, 11)))
+    resumed = RawSums(tmp_path, EDGES, GEOMETRIES)
+    resumed.cut(6)
+    for step in range(7, 13):
+        resumed.add(step, made_up(step, measured=step % 3 == 0))
+    resumed.flush()
+    assert_rows(tmp_path, list(range(1, 13)))
+    before_any_checkpoint = RawSums(tmp_path, EDGES, GEOMETRIES)
+    before_any_checkpoint.cut(0)
+    assert not raw_files(tmp_path)
 
 
 # ---------------------------------------------------------------------- edges

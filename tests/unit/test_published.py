@@ -82,6 +82,62 @@ def test_published_tensors_show_their_model(layout, tmp_path):
     assert (found.config.objective.path, found.config.data.name) == (path, "recorded_latents")
 
 
+OWN_EMBEDDINGS = ("learned_variance = true", "learned_variance = true\nembedding_per_block = true\nmlp_norm_eps = 1e-5")
+
+
+def test_a_folder_of_diffusers_with_an_embedder_in_each_block_is_imported(tmp_path, capsys):
+    weights = random_weights("diffusers", OWN_EMBEDDINGS)
+    folder = tmp_path / "native"
+    write_weights(weights, folder, "diffusers", dtype="float32", overwrite=False)
+    file = folder / "diffusion_pytorch_model.safetensors"
+    save_file(load_file(file), file)
+    document = json.loads((folder / "config.json").read_text())
+    assert document.pop("norm_eps") == 1e-5  # what diffusers takes where nothing is said
+    (folder / "config.json").write_text(json.dumps(document))
+    found, _ = open_published(folder, "diffusers", None)
+    assert same(found.tensors, weights.tensors) and found.model.config == weights.model.config
+    own, again = tmp_path / "own.safetensors", tmp_path / "again"
+    assert main(["import", str(folder), "--format", "diffusers", "--output", str(own)]) == 0
+    assert main(["convert", str(own), "--from", "safetensors", "--to", "diffusers", "--output", str(again)]) == 0
+    assert same(load_file(again / file.name), load_file(file))
+    assert json.loads((again / "config.json").read_text())["norm_eps"] == 1e-5
+    capsys.readouterr()
+    dit = ["convert", str(own), "--from", "safetensors", "--to", "dit", "--approximate", "--output", str(tmp_path / "x")]
+    assert main(dit) == 2
+    error = capsys.readouterr().err
+    assert "model.embedding_per_block = true: only the diffusers layout has that" in error and not (tmp_path / "x").exists()
+    (folder / "config.json").write_text(json.dumps(document | {"norm_eps": 1e-3}))
+    with pytest.raises(WeightsError, match="norm_eps is 0.001 there and 1e-05 in this configuration"):
+        open_published(folder, "diffusers", found.config)
+
+
+def test_an_embedder_in_each_block_draws_what_diffusers_draws(tmp_path):
+    """A DiTTransformer2DModel as diffusers initialises it, its constants and zeros drawn too, with its own defaults."""
+    diffusers = pytest.importorskip("diffusers", reason="needs the extra diffusers: pip install '.[diffusers]'")
+    torch.manual_seed(0)
+    theirs = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=16, num_layers=2, sample_size=8, num_embeds_ada_norm=3, out_channels=8
+    ).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "native")
+    found, _ = open_published(tmp_path / "native", "diffusers", None)
+    assert found.config.model.embedding_per_block and found.config.model.mlp_norm_eps == 1e-5
+    model = found.model.to_empty(device="cpu")
+    model.load_state_dict(found.tensors)
+    model.init_buffers()
+    x, y, t = torch.randn(4, 4, 8, 8), torch.tensor([0, 1, 2, 3]), torch.tensor([0, 3, 20, 50])
+    with torch.no_grad():
+        expected = theirs(x, t, y).sample
+        assert expected.std() > 0.1
+        assert (model(x, t.float(), y) - expected).abs().max() <= 1e-5
+    write_weights(found, tmp_path / "back", "diffusers", dtype="float32", overwrite=False)
+    back = diffusers.DiTTransformer2DModel.from_pretrained(tmp_path / "back").eval()
+    with torch.no_grad():
+        assert torch.equal(back(x, t, y).sample, expected)
+
+
 def test_published_to_published_and_back_is_exact(tmp_path, capsys):
     weights = random_weights()
     first, folder, back = tmp_path / "dit.safetensors", tmp_path / "diffusers", tmp_path / "own.safetensors"

@@ -31,6 +31,7 @@ from torchtitan.checkpoint.manifest import (
     check_content,
     checkpoint_path,
     checkpoint_steps,
+    first_good,
     glance,
     newest_good,
     read_back,
@@ -38,8 +39,9 @@ from torchtitan.checkpoint.manifest import (
 )
 from torchtitan.checkpoint.pieces import pieces_of
 from torchtitan.checkpoint.reading import read_state, read_tensors
+from torchtitan.checkpoint.shared_verification import check_pieces_together, first_problem, verify_together
 from torchtitan.checkpoint.store import store_of
-from torchtitan.distributed.collectives import from_first_rank, of_all_ranks
+from torchtitan.distributed.collectives import from_first_rank, group_for_work, of_all_ranks
 from torchtitan.errors import CheckpointError, StoreError, first_line
 from torchtitan.files.durable import write_synced
 from torchtitan.files.remote_path import AnyPath
@@ -74,7 +76,8 @@ class Checkpointer:
         self._config = config
         self._rank = rank
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self._group: dist.ProcessGroup | None = None
+        self._group: dist.ProcessGroup | None = None  # of saves
+        self._patient_group: dist.ProcessGroup | None = None  # of verification
         self._problem: str | None = None  # of the last save
         self._last: int | None = None  # step of the last save that came off, on the first rank
         self._pending: Future[None] | None = None
@@ -90,18 +93,18 @@ class Checkpointer:
             CheckpointError: `checkpoint.load_step` names a step that is missing or damaged.
             StoreError: the store does not answer.
         """
-        step, messages, error = from_first_rank(self._find)
-        for message in messages:
-            if self._rank == 0:
-                logger.warning(message)
-        if error:
-            raise CheckpointError(error)
+        from_first_rank(self._store.prepare)
+        wanted = self._config.load_step
+        if wanted >= 0:
+            return self._find_wanted(wanted)
+        step, messages = self._newest_good()
+        self._warn(messages)
         return step
 
     def newest(self) -> int | None:
         """Find the newest good checkpoint's step, on every rank; waits for a save in progress."""
         self.wait()
-        return from_first_rank(lambda: newest_good(self.folder)[0])
+        return self._newest_good()[0]
 
     def save(
         self,
@@ -188,9 +191,10 @@ class Checkpointer:
         """Write a checkpoint together with the other ranks; return the failure on any of them."""
         partial, problem = from_first_rank(self._begin, step, group=self._group)
         if problem is None:
-            outcomes = of_all_ranks(self._write_files(self.folder / partial, pieces, state), group=self._group)
+            files, failure = self._write_files(self.folder / partial, pieces, state)
+            outcomes = of_all_ranks((files, self._problems_of(self.folder / partial, files, failure)), group=self._group)
             files = {name: entry for written, _ in outcomes for name, entry in written.items()}
-            problem = next((problem for _, problem in outcomes if problem), None)
+            problem = first_problem([problems for _, problems in outcomes])
             problem = from_first_rank(self._conclude, partial, step, files, problem, group=self._group)
         return f"{checkpoint_path(self.folder, step)}: cannot be written: {problem}" if problem else None
 
@@ -214,6 +218,13 @@ class Checkpointer:
         except OSError as error:
             return files, first_line(error)
         return files, None
+
+    def _problems_of(self, partial: AnyPath, files: dict[str, dict], failure: str | None) -> list[str | None]:
+        """Problems of this rank's files: the failure of writing them, and those of their pieces among the others'."""
+        try:
+            return [failure, *check_pieces_together(partial, [] if failure else list(files), self._group)]
+        except StoreError as error:
+            return [first_line(error), None, None]
 
     def _conclude(self, partial: str, step: int, files: dict[str, dict], problem: str | None) -> str | None:
         """Conclude a save: let the checkpoint count, or remove it; return the failure."""
@@ -250,19 +261,30 @@ class Checkpointer:
 
     # ---------------------------------------------------------------------- finding
 
-    def _find(self) -> tuple[int | None, list[str], str | None]:
-        self._store.prepare()
-        wanted = self._config.load_step
-        if wanted >= 0:
-            path = checkpoint_path(self.folder, wanted)
-            problem = verify(path) if path.exists() else "no such checkpoint"
-            if problem:
-                there = ", ".join(map(str, checkpoint_steps(self.folder))) or "none"
-                message = f"checkpoint.load_step: {wanted}: {problem} (checkpoints in {self.folder}: {there})"
-                return None, [], message
-            return wanted, self._set_aside_after(wanted), None
-        step, skipped = newest_good(self.folder)
-        return step, skipped, None
+    def _newest_good(self) -> tuple[int | None, list[str]]:
+        return first_good(self.folder, from_first_rank(checkpoint_steps, self.folder), self._problem_of)
+
+    def _problem_of(self, checkpoint: AnyPath) -> str | None:
+        # The disk may keep one rank busy for longer than collectives of training wait.
+        if self._world_size > 1 and self._patient_group is None:
+            self._patient_group = group_for_work()
+        return verify_together(checkpoint, self._patient_group)
+
+    def _find_wanted(self, step: int) -> int:
+        path = checkpoint_path(self.folder, step)
+        problem = self._problem_of(path) if from_first_rank(path.exists) else "no such checkpoint"
+        if problem:
+            there = ", ".join(map(str, from_first_rank(checkpoint_steps, self.folder))) or "none"
+            raise CheckpointError(
+                f"checkpoint.load_step: {step}: {problem} (checkpoints in {self.folder}: {there})"
+            )
+        self._warn(from_first_rank(self._set_aside_after, step))
+        return step
+
+    def _warn(self, messages: list[str]) -> None:
+        for message in messages:
+            if self._rank == 0:
+                logger.warning(message)
 
     def _set_aside_after(self, step: int) -> list[str]:
         """Set aside later checkpoints under names that do not count: the next restart must follow the new branch."""

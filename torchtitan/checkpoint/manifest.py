@@ -8,6 +8,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
 from pathlib import Path
@@ -84,24 +85,46 @@ def verify(checkpoint: AnyPath) -> str | None:
     """
     try:
         files = read_manifest(checkpoint)
-        with ThreadPoolExecutor(4) as pool:
-            problems = pool.map(lambda name: check_file(checkpoint / name, files[name]), files)
-            problem = next((problem for problem in problems if problem), None)
-        return problem or check_content(checkpoint, files)
     except DamagedFile as error:
         return str(error)
+    return check_files(checkpoint, files) or check_content(checkpoint, files) or check_pieces(checkpoint, files)
+
+
+def check_files(checkpoint: AnyPath, files: dict[str, dict]) -> str | None:
+    """Compare files with their entries of the manifest; return the problem. Raises StoreError."""
+    with ThreadPoolExecutor(4) as pool:
+        problems = pool.map(lambda name: check_file(checkpoint / name, files[name]), files)
+        return next((problem for problem in problems if problem), None)
 
 
 def check_content(checkpoint: AnyPath, files: dict[str, dict]) -> str | None:
-    """Check a checkpoint's content, except the bytes of its files; return the problem."""
+    """Check a checkpoint's content, except the bytes of its files and the pieces in its shards; return the problem."""
     # The reader takes every shard in the folder, so one that was not verified must not lie there.
     stray = sorted(path.name for path in checkpoint.glob("*.safetensors") if path.name not in files)
     if stray:
         return f"{stray[0]} is not in {MANIFEST}"
     try:
         read_json(checkpoint / STATE, dict)
-        check_shards(checkpoint / name for name in sorted(files) if name.endswith(".safetensors"))
-    except (DamagedFile, DamagedShard) as error:
+    except DamagedFile as error:
+        return str(error)
+    return None
+
+
+def check_pieces(checkpoint: AnyPath, files: Iterable[str]) -> str | None:
+    """Check the headers of the shards among files, and that their pieces fill each tensor once; return the problem."""
+    return problem_of_pieces(checkpoint, lambda: check_shards(shards_of(checkpoint, files)))
+
+
+def shards_of(checkpoint: _Folder, files: Iterable[str]) -> list[_Folder]:
+    """Paths of the shards among a checkpoint's files, by name."""
+    return [checkpoint / name for name in sorted(files) if name.endswith(".safetensors")]
+
+
+def problem_of_pieces(checkpoint: AnyPath, check: Callable[[], object]) -> str | None:
+    """Problem that a check of shards finds; None if it finds none. Raises StoreError."""
+    try:
+        check()
+    except DamagedShard as error:
         return str(error)
     except StoreError:
         raise
@@ -112,9 +135,22 @@ def check_content(checkpoint: AnyPath, files: dict[str, dict]) -> str | None:
 
 def newest_good(folder: AnyPath) -> tuple[int | None, list[str]]:
     """Step of the newest good checkpoint, and one line for each newer one that is damaged."""
+    return first_good(folder, checkpoint_steps(folder), verify)
+
+
+def first_good(
+    folder: AnyPath, steps: Iterable[int], problem_of: Callable[[AnyPath], str | None]
+) -> tuple[int | None, list[str]]:
+    """First step with a good checkpoint, None if no step has one, and one line for each before it.
+
+    Args:
+        folder: of the checkpoints.
+        steps: in the order in which they are tried.
+        problem_of: problem of a checkpoint, None for a good one.
+    """
     skipped: list[str] = []
-    for step in checkpoint_steps(folder):
-        problem = verify(checkpoint_path(folder, step))
+    for step in steps:
+        problem = problem_of(checkpoint_path(folder, step))
         if problem is None:
             return step, skipped
         skipped.append(f"{checkpoint_path(folder, step)}: {problem}; skipped")

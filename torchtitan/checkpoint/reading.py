@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from tqdm import tqdm
 
-from torchtitan.checkpoint.manifest import STATE, check_content, check_file, read_json, read_manifest
+from torchtitan.checkpoint.manifest import STATE, check_content, check_file, check_pieces, read_json, read_manifest
 from torchtitan.distributed.collectives import of_all_ranks
 from torchtitan.errors import CheckpointError, DamagedFile, StoreError, first_line
 from torchtitan.files.remote_path import AnyPath, RemotePath
@@ -132,7 +132,7 @@ def fetch(checkpoint: RemotePath, folder: Path) -> None:
         with bar, ThreadPoolExecutor(4) as pool:
             found = pool.map(lambda name: _copy(checkpoint / name, folder / name, files[name], bar), files)
             problem = next((problem for problem in found if problem), None)
-        if problem := problem or check_content(folder, files):
+        if problem := problem or check_content(folder, files) or check_pieces(folder, files):
             raise DamagedFile(problem)
     except DamagedFile as error:
         raise CheckpointError(f"{checkpoint}: {error}") from error

@@ -20,6 +20,7 @@ from torchtitan.conditions import Embeddings
 from torchtitan.config.evaluation_checks import EVALUATION_CHECKS
 from torchtitan.config.latent_cache import cache_problems, stored_section
 from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, data_text, resolved_sampling, unconditional
+from torchtitan.config.speed_checks import SPEED_CHECKS, needs_plain_weights, shards_of
 from torchtitan.config.view import ConfigView, RefusedValue
 from torchtitan.data.base import DatasetError
 from torchtitan.diffusion.objectives import OBJECTIVES, build_objective, objective_problems
@@ -391,16 +392,8 @@ def _compiler(checked: ConfigView) -> Iterator[Problem]:
     if checked.compile.enable and _no_compiler():
         text = "the CPU needs a C++ compiler: none of g++, clang++, $CXX is there (install g++, or set it to false)"
         yield Problem("compile.enable", text)
-    for key, text in compile_problems(checked.whole("compile"), _shards(checked)):
+    for key, text in compile_problems(checked.whole("compile"), shards_of(checked)):
         yield Problem(f"compile.{key}", text)
-
-
-def _shards(checked: ConfigView) -> int:
-    """Number of processes that share a replica's parameters, if the degrees give it."""
-    shards, replicas = (
-        getattr(checked.parallelism, f"data_parallel_{axis}_degree") for axis in ("shard", "replicate")
-    )
-    return shards if shards != -1 else checked.world_size // max(replicas, 1)
 
 
 def _activation_checkpoint(checked: ConfigView) -> Iterator[Problem]:
@@ -413,7 +406,10 @@ def _float8(checked: ConfigView) -> Iterator[Problem]:
     if not checked.float8.enable:
         return
     single_pass_taps = checked.gns.enable and checked.gns.single_pass
-    found = float8_problems(checked.whole("float8"), checked.training.mixed_precision_param, single_pass_taps)
+    found = float8_problems(
+        checked.whole("float8"), checked.training.mixed_precision_param, single_pass_taps, shards_of(checked),
+        needs_plain_weights(checked),
+    )  # fmt: skip
     for key, text in found:
         yield Problem(key, text)
 
@@ -499,4 +495,5 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _lora,
     _normalized_weights,
     _profiling,
+    *SPEED_CHECKS,
 ]

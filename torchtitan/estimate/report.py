@@ -60,8 +60,9 @@ def as_text(
         f"memory per rank, at the peak of a step ({memory.phase}):",
         *(f"  {part:20}{_gib(getattr(memory, part))}{notes.get(part, '')}" for part in PARTS),
         f"  {'total':20}{_gib(memory.total)}",
+        *([f"  {'in host memory':20}{_gib(memory.host)} (updated there, in time not counted below)"] if memory.host else []),
         *_range_lines(memory),
-        f"  {'at the start':20}{_gib(memory.start_up)} (the whole model is drawn on every rank)",
+        f"  {'at the start':20}{_gib(memory.start_up)} ({_start_up(config)})",
         f"  {'the device has':20}{device.memory_gib:9.2f} GiB: {_verdict(memory, device)}",
     ]
     if config.gns.enable:
@@ -71,6 +72,12 @@ def as_text(
     if memory.least is not None:
         lines.append("the compiler's recomputation is not in the times below: up to a third more compute")
     return "\n".join(lines + _time_lines(time, efficiency))
+
+
+def _start_up(config: JobConfig) -> str:
+    if config.parallelism.data_parallel_shard_degree == 1 or config.lora.enable:
+        return "the whole model is drawn on every rank"
+    return "the rank's shards and one whole parameter"
 
 
 def _checkpointing(config: ActivationCheckpointConfig) -> str:

@@ -9,6 +9,7 @@ from torchtitan.estimate.devices import Device
 from torchtitan.estimate.memory import MemoryEstimate
 from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.base import DiffusionModel
+from torchtitan.training.utilisation import mfu_percent, products_of
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -42,7 +43,7 @@ class StepTime:
         optimizer: reading and writing weights, state and averages.
         step: max(compute, overlap x communication) + (1 - overlap) x communication + optimizer.
         images_per_second: of all ranks.
-        mfu: training FLOPs (recomputation not counted) / step / peak, a share.
+        mfu: as of `training/utilisation.py`, but a share.
         hours, device_hours: of the whole run; sampling, validation and checkpoints not counted.
     """
 
@@ -75,10 +76,10 @@ def estimate_step_time(
     """
     layout, training = config.parallelism, config.training
     world_size = layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree
-    peak = 1e12 * (device.tflops_bf16 if training.mixed_precision_param == "bfloat16" else device.tflops_float32)
+    peak = device.peak_tflops(products_of(vars(training)))
     images = training.global_batch_size / world_size  # of each rank
     flops = images * training_flops_per_image(config, model)
-    compute = (1 + recomputed_share(config, model)) * flops / (peak * efficiency.compute)
+    compute = (1 + recomputed_share(config, model)) * flops / (1e12 * peak * efficiency.compute)
     trained, gathered = model.num_parameters(), sum(parameter.numel() for parameter in model.parameters())
     communication = _communication_seconds(config, trained, gathered, device) / efficiency.link
     # Gradients are read; everything that trains, and only that, is read and written.
@@ -87,10 +88,10 @@ def estimate_step_time(
     optimizer = moved / (1e9 * device.memory_gb_per_s * efficiency.memory)
     step = max(compute, efficiency.overlap * communication) + (1 - efficiency.overlap) * communication + optimizer
     hours = step * training.steps / 3600
+    mfu = mfu_percent(flops / step / 1e12, peak) / 100
     return StepTime(
-        compute, communication, optimizer, step, training.global_batch_size / step, flops / (step * peak), hours,
-        world_size * hours,
-    )  # fmt: skip
+        compute, communication, optimizer, step, training.global_batch_size / step, mfu, hours, world_size * hours
+    )
 
 
 def recomputed_share(config: JobConfig, model: DiffusionModel) -> float:
@@ -115,8 +116,9 @@ def communication_bytes(config: JobConfig, num_parameters: int, gathered: int | 
     """Communicated bytes of each rank in one step, by group: "shard" and "replicate".
 
     Ring collectives over n ranks send (n - 1) / n of the whole for a gather or a reduce-scatter, twice that for an
-    all-reduce. FSDP2 gathers the weights in the dtype of compute in every forward and every backward, and reduces
-    float32 gradients once a step; HSDP then sums the shards over the copies, DDP the whole gradient.
+    all-reduce. FSDP2 gathers the weights in the dtype of compute in every forward and, where they were released, every
+    backward, and reduces gradients in the dtype of the reduction once a step; HSDP then sums the shards over the copies, DDP
+    the whole gradient.
 
     Args:
         config: a resolved configuration.
@@ -126,10 +128,12 @@ def communication_bytes(config: JobConfig, num_parameters: int, gathered: int | 
     layout, training = config.parallelism, config.training
     replicas, shards = layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree
     microbatches = training.global_batch_size // (training.local_batch_size * replicas * shards)
-    gathers = 2 * microbatches * _DTYPE_BYTES[training.mixed_precision_param]
+    times = 1 if layout.fsdp_reshard_after_forward == "never" else 2
+    gathers = times * microbatches * _DTYPE_BYTES[training.mixed_precision_param]
+    gradients = _DTYPE_BYTES[training.mixed_precision_reduce] * num_parameters
     return {
-        "shard": (shards - 1) / shards * (gathers * (gathered or num_parameters) + 4 * num_parameters) if shards > 1 else 0.0,
-        "replicate": 2 * (replicas - 1) / replicas * 4 * num_parameters / shards,
+        "shard": (shards - 1) / shards * (gathers * (gathered or num_parameters) + gradients) if shards > 1 else 0.0,
+        "replicate": 2 * (replicas - 1) / replicas * gradients / shards,
     }
 
 

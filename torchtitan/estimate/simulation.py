@@ -20,6 +20,7 @@ from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import accumulate_locally, local, parallelize
 from torchtitan.distributed.precision import compute_context
+from torchtitan.estimate.cuda_autocast import cuda_autocast
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
 from torchtitan.models import MODELS, build_model
 from torchtitan.models.adapters.adapters import draw_adapter_dropout
@@ -54,6 +55,8 @@ class SimulatedStep:
 def simulate_step(config: JobConfig, world_size: int) -> SimulatedStep:
     """Simulate one eager step as rank 0 of `world_size` processes on fake tensors; seconds for a few blocks.
 
+    With bfloat16 compute, dtypes are those of CUDA's autocast.
+
     Args:
         config: a resolved configuration of that many processes.
         world_size: number of processes of the run.
@@ -65,7 +68,7 @@ def simulate_step(config: JobConfig, world_size: int) -> SimulatedStep:
     objective = build_objective(config.objective, config.debug.seed)
     with _fake_process_group(world_size):
         layout = Layout(config.parallelism, torch.device("cpu"))
-        with FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live:
+        with cuda_autocast(), FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live:
             model = build_model(config.model, info.image_shape, info.condition_kind)
             freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets).train()
             return _Step(model, layout, config, objective, live).simulate()
@@ -106,7 +109,7 @@ class _Step:
         checkpointing, training = self.config.activation_checkpoint, self.config.training
         if self.layout.sharded:
             parallelize(
-                self.model, self.layout, checkpointing=checkpointing,
+                self.model, self.layout, checkpointing=checkpointing, sharding=self.config.parallelism,
                 param_dtype=training.mixed_precision_param, reduce_dtype=training.mixed_precision_reduce,
             )  # fmt: skip
         else:
@@ -175,13 +178,16 @@ class _Step:
         return sum(_state_bytes(p, self.config.optimizer, p in of_blocks) for p in self.parameters)
 
     def _orthogonalise_largest(self) -> None:
-        """Orthogonalise the largest matrix: the one optimizer step that takes more than a few rows besides its state."""
+        """Orthogonalise the largest matrix: the one optimizer step that takes more than a few rows besides its state.
+
+        Ranks that share the matrices each have one whole, and their shards of those of the others.
+        """
         of_blocks = [p for block in self.model.blocks() for p in block.parameters()]
         matrices = [p for p in of_blocks if p.ndim == 2 and p.requires_grad]
         largest = max(matrices, key=lambda p: p.numel())
-        ahead = local(largest.detach()).clone()
+        ahead = [local(largest.detach()).clone() for _ in matrices[: self.layout.shards]]
         whole = torch.empty(largest.shape)
-        self.live.hold([ahead, whole], ACTIVATIONS)
+        self.live.hold([*ahead, whole], ACTIVATIONS)
         orthogonalise(whole)
 
 

@@ -14,8 +14,8 @@ def evaluating(model: nn.Module, *, compiled: bool = True) -> Iterator[None]:
     """Evaluate in eval mode; restored however the block ends.
 
     Args:
-        model: in which blocks may be compiled. One that is compiled whole runs without compilation, since it would be
-            compiled again for other batch sizes.
+        model: in which blocks may be compiled. One that is compiled whole, or replayed as CUDA graphs, runs without
+            compilation, since it would be compiled or recorded again for other batch sizes.
         compiled: whether compiled blocks are used; false where hooks look into them.
     """
     was_training = model.training

@@ -25,6 +25,8 @@ _DTYPES = {
 _DTYPE_OF = {name: dtype for dtype, name in _DTYPES.items()}
 _ITEM_BYTES = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
 
+Place = tuple[tuple[int, ...], tuple[int, ...]]  # offsets in the whole tensor, and shape, of a piece
+
 
 class DamagedShard(Exception):
     """File that is no shard, or has a header that does not describe it; the message is a few words."""
@@ -132,12 +134,27 @@ def check_shards(paths: Iterable[AnyPath]) -> None:
     Raises:
         DamagedShard, OSError.
     """
-    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    for path in paths:
-        for name, (offsets, shape, _) in _read_places(path).items():
-            boxes.setdefault(name, []).append((offsets, shape))
-    for name, places in boxes.items():
-        if not _fills(places):
+    check_filled(map(read_places, paths))
+
+
+def read_places(path: AnyPath) -> dict[str, Place]:
+    """Read the place of each piece of a file with a checked header, by the name of its tensor. Raises DamagedShard, OSError.
+    """
+    return {name: (offsets, shape) for name, (offsets, shape, _) in _read_header(path).items()}
+
+
+def check_filled(files: Iterable[Mapping[str, Place]]) -> None:
+    """Check that the pieces of several files fill each tensor once. Raises DamagedShard.
+
+    Args:
+        files: of each file, the place of the piece of each tensor in it.
+    """
+    places: dict[str, list[Place]] = {}
+    for file in files:
+        for name, place in file.items():
+            places.setdefault(name, []).append(place)
+    for name, found in places.items():
+        if not _fills(found):
             raise DamagedShard(f"the pieces of {name[:80]} leave a gap or overlap")
 
 
@@ -145,14 +162,14 @@ def whole_tensors(paths: Iterable[AnyPath]) -> dict[str, tuple[tuple[int, ...], 
     """Shape and dtype of every tensor in checked shards. Raises DamagedShard, OSError."""
     wholes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for path in paths:
-        for name, (offsets, shape, dtype) in _read_places(path).items():
+        for name, (offsets, shape, dtype) in _read_header(path).items():
             ends = tuple(map(sum, zip(offsets, shape, strict=True)))
             before = wholes[name][0] if name in wholes else ends
             wholes[name] = tuple(map(max, before, ends)), _DTYPE_OF[dtype]
     return wholes
 
 
-def _read_places(path: AnyPath) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], str]]:
+def _read_header(path: AnyPath) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], str]]:
     """Read offsets, shape and dtype of each piece of a file with a checked header."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -195,7 +212,7 @@ def _counts(values: list) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _fills(places: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+def _fills(places: list[Place]) -> bool:
     """Check whether the pieces follow one another along one dimension and fill the tensor."""
     if len({len(shape) for _, shape in places}) != 1:
         return False

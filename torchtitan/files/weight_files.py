@@ -6,7 +6,7 @@ import os
 import pickle
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -94,6 +94,20 @@ def fill(model: nn.Module, path: Path) -> None:
     weights = named_weights(model)
     for name, tensor in each_tensor(path):
         weights[name].copy_(tensor)
+
+
+@torch.no_grad()
+def fill_rows(weights: Mapping[str, Tensor], rows_of: Mapping[str, slice], path: Path) -> None:
+    """Fill tensors from a safetensors file that fits: with those rows where rows are given, else whole. Raises WeightsError.
+
+    No more of the file is read.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name, tensor in weights.items():
+                tensor.copy_(file.get_slice(name)[rows_of[name]] if name in rows_of else file.get_tensor(name))
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
 
 
 def each_tensor(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -12,6 +12,7 @@ and gains, through sketches for token, and for the first two through sketches fo
 exactly for pairs of the same one. Between measured steps only pairs of the same microbatch count.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torchtitan import philox
 from torchtitan.distributed.mesh import Layout
 from torchtitan.gns import taps
-from torchtitan.gns.second_moment import FactoredLayer, write_adam_factors
+from torchtitan.gns.second_moment import AdamFactors
 from torchtitan.gns.taps import FREE, MEASURED, OFF, Scales, TapSwitch
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.converters import convert
@@ -141,6 +142,7 @@ class GradientTaps:
             model, lambda name, module: kinds[name][1](module, self._switch) if name in kinds else None
         )
         self._attach({name: kinds[name][0] for name in self._layers})
+        self._measured = False
         self._start()
 
     # ------------------------------------------------------------------ a step, in the order of calls
@@ -158,9 +160,8 @@ class GradientTaps:
         self._measured = measured
         if not measured:
             return
-        if len(self.geometries) > 1:
-            layers = [FactoredLayer(module, self._scales[name]) for name, module in self._layers.items()]
-            write_adam_factors(layers, optimizer_state, beta2, layout)
+        if self._factors:
+            self._factors.write(optimizer_state, beta2, layout)
         self._draw_projections(step)
 
     def begin_microbatch(self, t: Tensor) -> None:
@@ -177,50 +178,46 @@ class GradientTaps:
             loss: per-sample losses [B].
         """
         self._switch.mode = OFF
-        one_hot, scale = self._switch.one_hot, float(samples_per_rank)
+        one_hot, scale, step = self._switch.one_hot, float(samples_per_rank), self._step
         counts = one_hot.sum(0).to(torch.float64)
-        self._count += counts
-        self._square_losses += loss.detach().to(torch.float64).square() @ one_hot.to(torch.float64)
-        self._pairs += torch.outer(counts, counts) - torch.diag(counts)
+        step.count += counts
+        step.square_losses += loss.detach().to(torch.float64).square() @ one_hot.to(torch.float64)
+        step.pairs += _pairs(counts)
+        grams = torch.stack([_take(self._probes[part]) for part in _VECTOR_PARTS]).mul_(scale**2)  # [2, G, B, B]
+        squares = torch.stack([_take(self._probes[part]) for part in PARTS[2:]]).mul_(scale**2)  # [2, G, B]
+        squares = torch.cat((grams.diagonal(dim1=2, dim2=3), squares)) @ one_hot
+        step.squares += squares.to(torch.float64)
+        products = (one_hot.T @ (grams @ one_hot)).to(torch.float64)  # [2, G, K, K]
+        step.products[: len(_VECTOR_PARTS)] += products
+        patch = self._take_whole("patch", scale)
+        step.products[_PATCH] += self._whole_products("patch", patch)
+        if not self._measured:
+            return
+        self._whole_sums["patch"] += patch
+        self._whole_sums["token"] += self._take_whole("token", scale)
+        sketches = torch.stack([_take(layer.sums) for layer in self._sketched_layers]).mul_(scale)  # [L, G, K, m, k]
+        self._sketch_sums += sketches
+        # Pairs of one microbatch are known exactly: these replace their sketches.
+        step.corrections[: len(_VECTOR_PARTS)] += products
         for index, part in enumerate(_VECTOR_PARTS):
-            gram = _take(self._probes[part]) * scale**2  # [G, B, B]
-            products = (one_hot.T @ gram @ one_hot).to(torch.float64)  # [G, K, K]
-            self._squares[index] += (gram.diagonal(dim1=1, dim2=2) @ one_hot).to(torch.float64)
-            self._products[index] += products
-            if self._measured:
-                # Pairs of one microbatch are known exactly: these replace their sketches.
-                self._corrections[index] += products - self._collect(self._sketched[part], scale, products=True)
-        self._squares[_PATCH] += (_take(self._probes["patch"]) * scale**2 @ one_hot).to(torch.float64)
-        for name in self._whole["patch"]:
-            sums = _take(self._layers[name].sums) * scale  # [K, out, in + 1]
-            self._products[_PATCH] += self._whole_products(name, sums)
-            if self._measured:
-                self._sums[name] += sums
-        if self._measured:
-            self._squares[_TOKEN] += (_take(self._probes["token"]) * scale**2 @ one_hot).to(torch.float64)
-            self._collect(self._sketched["token"] + self._whole["token"], scale)
+            step.corrections[index] -= _inner_products(sketches[self._places[part]].flatten(3)).sum(0)
 
     def end_step(self) -> StepSums:
         """Reduce the sums over all ranks, the same on every rank, and reset; collective."""
-        parts = (self._count, self._square_losses, self._pairs, self._squares, self._products, self._corrections)
-        packed = torch.cat([part.flatten() for part in parts])
+        step, measured = self._step, self._measured
         parallel = dist.is_initialized() and dist.get_world_size() > 1
         if parallel:
-            dist.all_reduce(packed)
-        sizes = [part.numel() for part in parts]
-        count, square_losses, pairs, squares, products, corrections = (
-            part.view_as(like) for part, like in zip(packed.split(sizes), parts, strict=True)
-        )
-        of_all_pairs: tuple[Tensor, ...] = ()
-        products[_TOKEN] = torch.nan
-        if self._measured:
+            dist.all_reduce(step.reduced(measured))
+        step.products[_TOKEN] = torch.nan
+        if measured:
             if parallel:
                 dist.all_reduce(self._flat)
-            of_all_pairs = (torch.outer(count, count) - torch.diag(count), self._products_of_sums(), corrections)
+            step.all_pairs.copy_(_pairs(step.count))
+            self._write_products_of_sums(step.sketched)
         else:
-            squares[_TOKEN] = torch.nan
+            step.squares[_TOKEN] = torch.nan
         self._start()
-        return StepSums(count, square_losses, pairs, squares, products, *of_all_pairs)
+        return step.sums(measured)
 
     def tensors(self) -> dict[str, Tensor]:
         """Adam's factors of every layer by name, the tensors themselves: of the last measured step, used until the next."""
@@ -234,16 +231,10 @@ class GradientTaps:
     # ------------------------------------------------------------------ inside
 
     def _start(self) -> None:
-        bins, geometries, parts = self.num_bins, len(self.geometries), len(PARTS)
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64, device=self._device)
-
+        if self._measured:
+            self._flat.zero_()
         self._measured = False
-        self._count, self._square_losses, self._pairs = zeros(bins), zeros(bins), zeros(bins, bins)
-        self._squares, self._products = zeros(parts, geometries, bins), zeros(parts, geometries, bins, bins)
-        self._corrections = zeros(parts, geometries, bins, bins)
-        self._flat.zero_()
+        self._step = _StepBuffer(self.num_bins, len(self.geometries), self._device)
 
     def _attach(self, parts: dict[str, str]) -> None:
         """Give every tapped layer its factors, projections and probes."""
@@ -273,72 +264,119 @@ class GradientTaps:
                 layer.sums = probe(bins, rows, columns)
                 self._whole[parts[name]].append(name)
             else:
-                layer.left, layer.right = (
-                    torch.zeros(count, geometries * size, device=self._device, dtype=self._dtype)
-                    for count, size in zip((rows, columns), self._sketch_shape, strict=True)
-                )
                 layer.sums = probe(geometries, bins, *self._sketch_shape)
                 self._sketched[parts[name]].append(name)
             vector = isinstance(layer, taps.VectorLinear | taps.TappedEmbedding)
             setattr(layer, "gram" if vector else "squares", self._probes[parts[name]])
-        sizes = {name: layer.sums.numel() for name, layer in self._layers.items()}
-        self._flat = torch.zeros(sum(sizes.values()), device=self._device, dtype=self._dtype)
-        self._sums = {
-            name: part.view(self._layers[name].sums.shape)
-            for name, part in zip(sizes, self._flat.split(list(sizes.values())), strict=True)
+        self._arrange_layers()
+
+    def _arrange_layers(self) -> None:
+        """Lay out what all layers have in common tensors, so that they are computed at once: sketched layers first."""
+        names = [name for part in PARTS for name in self._sketched[part]]
+        self._sketched_layers = [self._layers[name] for name in names]
+        ends = list(itertools.accumulate(len(self._sketched[part]) for part in PARTS))
+        self._places = {
+            part: slice(end - len(self._sketched[part]), end) for part, end in zip(PARTS, ends, strict=True)
         }
+        self._projections = []
+        for side, other, size in zip(("left", "right"), ("rows", "columns"), self._sketch_shape, strict=True):
+            lines = [getattr(layer, other).shape[1] for layer in self._sketched_layers]
+            projection = torch.zeros(sum(lines), len(self.geometries), size, device=self._device, dtype=self._dtype)
+            scales = torch.full((len(self.geometries), sum(lines)), size**-0.5, device=self._device, dtype=self._dtype)
+            self._projections.append((projection, scales))
+            for layer, part in zip(self._sketched_layers, projection.split(lines), strict=True):
+                setattr(layer, side, part.flatten(1))
+        names += [name for part in PARTS for name in self._whole[part]]
+        self._factors = None
+        if len(self.geometries) > 1:
+            self._factors = AdamFactors([self._layers[name] for name in names], [self._scales[name] for name in names])
+        sketches = (len(self._sketched_layers), len(self.geometries), self.num_bins, *self._sketch_shape)
+        whole = {part: (self.num_bins, sum(self._layers[name].sums[0].numel() for name in self._whole[part])) for part in PARTS}
+        sizes = [math.prod(sketches), *(math.prod(shape) for shape in whole.values())]
+        # What is summed over the ranks on a measured step.
+        self._flat = torch.zeros(sum(sizes), device=self._device, dtype=self._dtype)
+        of_sketches, *of_whole = self._flat.split(sizes)
+        self._sketch_sums = of_sketches.view(sketches)
+        self._whole_sums = {part: sums.view(whole[part]) for part, sums in zip(PARTS, of_whole, strict=True)}
+        bits = (torch.arange(256, device=self._device)[:, None] >> torch.arange(8, device=self._device)) & 1
+        self._byte_signs = 2.0 * bits.to(self._dtype) - 1.0
 
     def _draw_projections(self, step: int) -> None:
         """Fresh signs for every row and column of every sketched layer: the bits of random words."""
-        sketched = [(self._layers[name], self._scales[name]) for part in PARTS for name in self._sketched[part]]
-        sides = [
-            side for layer, scales in sketched for side in ((layer.left, scales.rows), (layer.right, scales.columns))
-        ]
-        sizes = [projection.shape[1] // len(self.geometries) for projection, _ in sides]
-        words_per_line = [-(-size // _WORD_BITS) for size in sizes]
-        counts = [len(projection) * words for (projection, _), words in zip(sides, words_per_line, strict=True)]
+        words_per_line = [-(-size // _WORD_BITS) for size in self._sketch_shape]
+        counts = [
+            len(side) * words for layer in self._sketched_layers
+            for side, words in zip((layer.left, layer.right), words_per_line, strict=True)
+        ]  # fmt: skip
         blocks = -(-sum(counts) // 4)
         indices = torch.arange(step * blocks, (step + 1) * blocks, device=self._device)
         words = philox.random_words(self._seed, "gns_projection", indices, 4).flatten()[: sum(counts)]
-        # Looked up byte by byte, which takes a third of the time of shifting bits.
-        byte_signs = 2.0 * ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).to(self._device, self._dtype) - 1.0
-        signs_of_words = F.embedding(words.to(torch.int32).view(torch.uint8).int(), byte_signs).view(-1, _WORD_BITS)
-        for (projection, factors), size, per_line, drawn in zip(
-            sides, sizes, words_per_line, signs_of_words.split(counts), strict=True
-        ):
-            signs = drawn.reshape(-1, per_line * _WORD_BITS)[:, :size]
-            scaled = factors.T[..., None] / math.sqrt(size)  # [rows, G, 1]
-            torch.mul(signs[:, None], scaled, out=projection.view(len(signs), -1, size))
+        drawn = words.to(torch.int32).split(counts)
+        first = 0
+        for (projection, scales), of_side in zip(self._projections, (drawn[0::2], drawn[1::2]), strict=True):
+            lines, _, size = projection.shape
+            if self._factors:
+                torch.mul(self._factors.values[first : first + lines], size**-0.5, out=scales[-1])
+                first += self._factors.num_rows
+            # Looked up byte by byte, which takes a third of the time of shifting bits.
+            drawn_bytes = torch.cat(of_side).view(lines, -1).view(torch.uint8)[:, : -(-size // 8)]
+            signs = F.embedding(drawn_bytes.int(), self._byte_signs).flatten(1)[:, :size]
+            torch.mul(signs[:, None], scales.T[..., None], out=projection)
 
-    def _collect(self, names: list[str], scale: float, *, products: bool = False) -> Tensor:
-        """Add this microbatch's sums of some layers to the step's; their inner products [G, K, K] if wanted, else zeros."""
-        total = torch.zeros_like(self._products[0])
-        for name in names:
-            sums = _take(self._layers[name].sums) * scale
-            self._sums[name] += sums
-            if products:
-                total += _inner_products(sums)
-        return total
+    def _take_whole(self, part: str, scale: float) -> Tensor:
+        """Take this microbatch's sums of the layers of a part whose gradients are kept whole, [K, elements]."""
+        if not self._whole[part]:
+            return self._whole_sums[part]
+        return torch.cat([_take(self._layers[name].sums).flatten(1) for name in self._whole[part]], dim=1).mul_(scale)
 
-    def _products_of_sums(self) -> Tensor:
-        """Inner products of all bins' sums over the step, [P, G, K, K]."""
-        found = torch.zeros_like(self._products)
+    def _whole_products(self, part: str, sums: Tensor) -> Tensor:
+        """Inner products [G, K, K] of sums [K, elements] of gradients kept whole."""
+        if not self._whole[part]:
+            return torch.zeros_like(self._step.products[0])
+        of_layers = [self._scales[name] for name in self._whole[part]]
+        factors = torch.cat([(s.rows[..., None] * s.columns[:, None]).flatten(1) for s in of_layers], dim=1)
+        return _inner_products(sums * factors[:, None])
+
+    def _write_products_of_sums(self, out: Tensor) -> None:
+        """Write the inner products of all bins' sums over the step, [P, G, K, K]."""
+        sketched = _inner_products(self._sketch_sums.flatten(3))  # [L, G, K, K]
         for index, part in enumerate(PARTS):
-            for name in self._sketched[part]:
-                found[index] += _inner_products(self._sums[name])
-            for name in self._whole[part]:
-                found[index] += self._whole_products(name, self._sums[name])
-        return found
+            torch.sum(sketched[self._places[part]], 0, out=out[index])
+            if self._whole[part]:
+                out[index] += self._whole_products(part, self._whole_sums[part])
 
-    def _whole_products(self, name: str, sums: Tensor) -> Tensor:
-        scales = self._scales[name]
-        return _inner_products(sums * scales.rows[:, None, :, None] * scales.columns[:, None, None, :])
+
+class _StepBuffer:
+    """Sums of a step, all in one vector: those reduced over the ranks on every step first."""
+
+    def __init__(self, bins: int, geometries: int, device: torch.device) -> None:
+        whole = (len(PARTS), geometries, bins, bins)
+        shapes = ((bins,), (bins,), (bins, bins), whole[:3], whole, whole, (bins, bins), whole)
+        sizes = [math.prod(shape) for shape in shapes]
+        self._flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        self._ends = sum(sizes[:5]), sum(sizes[:6])
+        (
+            self.count, self.square_losses, self.pairs, self.squares, self.products,
+            self.corrections, self.all_pairs, self.sketched,
+        ) = (part.view(shape) for part, shape in zip(self._flat.split(sizes), shapes, strict=True))  # fmt: skip
+
+    def reduced(self, measured: bool) -> Tensor:
+        """Part of the vector that is summed over the ranks."""
+        return self._flat[: self._ends[measured]]
+
+    def sums(self, measured: bool) -> StepSums:
+        every = (self.count, self.square_losses, self.pairs, self.squares, self.products)
+        return StepSums(*every, *((self.all_pairs, self.sketched, self.corrections) if measured else ()))
+
+
+def _pairs(counts: Tensor) -> Tensor:
+    """Ordered pairs of different samples of counts [K], [K, K]."""
+    return torch.outer(counts, counts) - torch.diag(counts)
 
 
 def _inner_products(sums: Tensor) -> Tensor:
-    """[G, K, ...] -> [G, K, K], float64."""
-    flat = sums.flatten(2)
-    return (flat @ flat.mT).to(torch.float64)
+    """[..., K, elements] -> [..., K, K], float64."""
+    return (sums @ sums.mT).to(torch.float64)
 
 
 def _take(probe: Tensor) -> Tensor:

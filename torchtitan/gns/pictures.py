@@ -13,6 +13,7 @@ from torchtitan.gns.statistics import cosines
 
 PICTURE_FILE = "noise_scale.png"
 
+_DRAWN = ("b_simple", "lower", "upper")
 _NAMES = {"adam": "Adam's geometry", "plain": "plain geometry"}
 
 
@@ -45,6 +46,12 @@ def draw_noise_scale(
         for panel in axes:
             panel.title.set_fontsize(12)
     return style.as_image(figure)
+
+
+def is_drawn(tag: str) -> bool:
+    """Check whether a logged value is drawn."""
+    parts = tag.split("/")
+    return len(parts) == 5 and parts[0] == "gns" and parts[2] == "composite" and parts[4] in _DRAWN
 
 
 def _say_too_early(axes) -> None:
@@ -152,7 +159,7 @@ def _draw_cosines(axes, figure, found: BinEstimates, bounds: list[float]) -> Non
 def _series(points: Sequence[dict], geometry: str, estimator: str, k: int) -> list[tuple[float, ...]]:
     """Series (step, value, lower, upper) where the noise scale is known."""
     prefix = f"gns/{geometry}/{estimator}/{k}"
-    wanted = [f"{prefix}/{name}" for name in ("b_simple", "lower", "upper")]
+    wanted = [f"{prefix}/{name}" for name in _DRAWN]
     found = [(point["step"], *(point[tag] for tag in wanted)) for point in points if all(tag in point for tag in wanted)]
     return [(step, value, max(lower, 0.1), upper) for step, value, lower, upper in found if value > 0]
 

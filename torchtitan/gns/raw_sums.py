@@ -4,6 +4,9 @@ One row per step, in columns of lists (K bins; P parts x G geometries in the ord
 count [K], square_losses [K], pairs [K K], squares [P G K], products [P G K K], and on measured steps all_pairs [K K],
 sketched [P G K K] and corrections [P G K K] (null on others); see StepSums. Every file's metadata says K, the bins'
 edges, parts and geometries.
+
+A file is written at each checkpoint, and every ROWS_PER_FILE rows between: memory does not grow with the interval of
+checkpoints. Rows beyond the checkpoint that a run resumes from are cut then.
 """
 
 import json
@@ -27,13 +30,14 @@ from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"raw-(\d{8})-(\d{8})\.parquet")
+ROWS_PER_FILE = 1_000
 _MOST_ROWS = 10_000  # in memory, while they cannot be written
 
 _COLUMNS = ("count", "square_losses", "pairs", "squares", "products", "all_pairs", "sketched", "corrections")
 
 
 class RawSums:
-    """Writer of the raw sums on the first rank; keeps rows in memory until they are flushed.
+    """Writer of the raw sums on the first rank; keeps rows in memory until they are flushed, or as many as a file has.
 
     A failing disk loses the oldest rows, and does not end the run.
     """
@@ -49,16 +53,26 @@ class RawSums:
         self._steps: list[int] = []
         self._rows: list[StepSums] = []
         self._lock = threading.Lock()  # of both
+        self._writing = threading.Lock()  # of the files
+        self._thread: threading.Thread | None = None
         self._outputs = OptionalOutputs()
 
     def add(self, step: int, sums: StepSums) -> None:
-        """Add the sums of a step, on the host."""
+        """Add the sums of a step, on the host; a whole file's rows are written during training."""
         with self._lock:
             self._steps.append(step)
             self._rows.append(sums)
+            whole = len(self._rows) % ROWS_PER_FILE == 0
+        if whole and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self.flush, name="raw sums")
+            self._thread.start()
 
     def flush(self) -> None:
         """Flush the kept rows to one more file, on the disk when this returns; or keep them. Any thread may call it."""
+        with self._writing:
+            self._flush()
+
+    def _flush(self) -> None:
         with self._lock:
             steps, rows = self._steps, self._rows
             self._steps, self._rows = [], []
@@ -87,7 +101,12 @@ class RawSums:
 
         A file that cannot be read is set aside under another name, and does not count.
         """
-        self._steps, self._rows = [], []
+        with self._writing:
+            self._cut(last_step)
+
+    def _cut(self, last_step: int) -> None:
+        with self._lock:
+            self._steps, self._rows = [], []
         for path in raw_files(self._folder):
             first, last = _steps_of(path)
             if last <= last_step:

@@ -15,7 +15,8 @@ gradient's elements; the first geometry has factor 1):
     sketch    L^T D_i^T [A_i, 1] R, L and R random signs over the roots of their m and k columns, summed by bin, and
               their squared norms: inner products of sketches are unbiased for those of the gradients
 
-All in units of the gradient given to backward, in float32.
+All in units of the gradient given to backward, in float32. A sketch reads its inputs as they are, in bfloat16 where the run
+computes in it, and its products are summed in float32.
 """
 
 from dataclasses import dataclass
@@ -59,6 +60,21 @@ class Scales:
 
 def _full(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _cast_by_autocast(x: Tensor) -> Tensor:
+    """Cast x as autocast would inside a linear, so that the layer and its tap keep one tensor instead of two."""
+    kind = x.device.type
+    if x.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def _full_product(left: Tensor, right: Tensor) -> Tensor:
+    """Batched product of matrices of one dtype, summed and returned in float32 at least."""
+    if left.device.type == "cpu" or left.dtype not in (torch.bfloat16, torch.float16):
+        return _full(left) @ _full(right)
+    return torch.bmm(left, right, out_dtype=torch.float32)  # which a CPU does not have
 
 
 def _outer(left: Tensor, right: Tensor, sums: Tensor) -> Tensor:
@@ -133,15 +149,17 @@ class SketchTap(Function):
     @staticmethod
     def backward(ctx, dy):
         x, one_hot, left, right, sums = ctx.saved_tensors
-        a_right = _full(x @ right[:-1].to(x.dtype))  # [B, T, G k]
-        if ctx.has_bias:
-            a_right = a_right + right[-1]
+        right, left = right.to(x.dtype), left.to(dy.dtype)
+        tokens = x.flatten(0, 1)
+        a_right = torch.addmm(right[-1], tokens, right[:-1]) if ctx.has_bias else tokens @ right[:-1]
+        a_right = a_right.unflatten(0, x.shape[:2])  # [B, T, G k]
         geometries, columns = len(sums), sums.shape[-1]
-        one_sided = (a_right.mT @ _full(dy)).unflatten(1, (geometries, -1)).transpose(0, 1)  # [G, B, k, out]
+        one_sided = (a_right.mT @ dy).unflatten(1, (geometries, -1)).transpose(0, 1)  # [G, B, k, out]
         # One product per geometry: many narrow ones take ten times as long.
-        sketches = one_sided.flatten(1, 2) @ left.unflatten(-1, (geometries, -1)).transpose(0, 1)  # [G, B k, m]
-        sketches = sketches.unflatten(1, (-1, columns)).mT  # [G, B, m, k]
-        return dy, None, sketches.square().sum((2, 3)), _by_bin(one_hot, sketches), None, None, None, None
+        left = left.unflatten(-1, (geometries, -1)).transpose(0, 1)
+        sketches = _full_product(one_sided.flatten(1, 2), left)  # [G, B k, m]
+        sketches = sketches.unflatten(1, (-1, columns))  # [G, B, k, m]
+        return dy, None, sketches.square().sum((2, 3)), _by_bin(one_hot, sketches).mT, None, None, None, None
 
 
 class SmallTap(Function):
@@ -174,7 +192,7 @@ class GainTap(Function):
     @staticmethod
     def backward(ctx, dy):
         normed, one_hot, rows, columns = ctx.saved_tensors
-        gradient = (_full(dy) * _full(normed)).flatten(1, -2).sum(1)  # [B, channels]
+        gradient = (_full(dy) * normed).flatten(1, -2).sum(1)  # [B, channels]
         squares = (gradient * (rows * columns)[:, None]).square().sum(2)  # [G, B]
         return dy, None, squares, (one_hot.T @ gradient)[..., None], None, None, None
 
@@ -210,12 +228,13 @@ class SketchedLinear(TappedLinear):
     """Linear with a SketchTap. `squares`: probe [G, B]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
         if self.switch.mode != MEASURED:
-            return y
+            return F.linear(x, self.weight, self.bias)
+        x = _cast_by_autocast(x)
         return SketchTap.apply(
-            y, x.to(y.dtype), self.squares, self.sums, self.switch.one_hot, self.left, self.right, self.bias is not None
-        )
+            F.linear(x, self.weight, self.bias), x, self.squares, self.sums, self.switch.one_hot, self.left, self.right,
+            self.bias is not None,
+        )  # fmt: skip
 
 
 class SmallLinear(TappedLinear):

@@ -5,14 +5,19 @@ in the checkpoint shows that it is the one that the adapters were trained with.
 """
 
 import hashlib
+import logging
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from torchtitan.config.job import JobConfig
 from torchtitan.data.base import DatasetInfo
+from torchtitan.distributed.mesh import Layout
+from torchtitan.distributed.shard_drawing import NotByShards, draw_shards, own_rows
 from torchtitan.errors import CheckpointError
-from torchtitan.files.weight_files import check_fits, each_tensor, fill, named_weights
+from torchtitan.files.weight_files import check_fits, each_tensor, fill, fill_rows, named_weights, saved_buffers
 from torchtitan.files.weight_hash import file_sha256, weights_sha256
 from torchtitan.models import MODELS, build_model
 from torchtitan.models.adapters.adapter_files import read_adapter
@@ -22,6 +27,8 @@ from torchtitan.models.adapters.target import AdapterWeights
 from torchtitan.models.adapters.targets import find_targets
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.quantized import quantize_base, quantized_tensors, quantized_weights
+
+logger = logging.getLogger(__name__)
 
 # Key of a checkpoint's state with the hash of the frozen network.
 BASE_SHA256 = "lora_base_sha256"
@@ -65,6 +72,39 @@ def drawn_network(config: JobConfig, info: DatasetInfo, device: torch.device, in
     if kind:
         quantize_base(model, kind)
     return model
+
+
+def sharded_network(
+    config: JobConfig, info: DatasetInfo, layout: Layout, initial_weights: str = ""
+) -> tuple[DiffusionModel, dict[str, Tensor]]:
+    """Network of a run with a sharded layout and without adapters: the values of `drawn_network`, of which this rank has
+    its shards alone.
+
+    Returns:
+        the network on the meta device, its buffers aside; the shards of its parameters, for `place_shards` once it is
+        sharded. None of the latter for a network that cannot be drawn so: it is on the layout's device, whole.
+
+    Raises:
+        WeightsError.
+    """
+    model = network_on_meta(config, info)
+    rows_of = partial(own_rows, layout=layout)
+    torch.manual_seed(config.debug.seed)
+    try:
+        shards = draw_shards(model, model.init_weights, rows_of, layout.device)
+    except NotByShards as operation:
+        if layout.rank == 0:
+            logger.warning(
+                f"model.name: {config.model.name}: its init_weights applies {operation} to a part of a parameter, so every rank"
+                " draws the whole model (whole parameters, in place, would be drawn shard by shard)"
+            )
+        return drawn_network(config, info, layout.device, initial_weights), {}
+    if initial_weights:
+        path = Path(initial_weights)
+        check_fits(path, model)
+        rows = {name: rows_of(tuple(parameter.shape)) for name, parameter in model.named_parameters()}
+        fill_rows(shards | saved_buffers(model), rows, path)
+    return model, shards
 
 
 def adapted_network(config: JobConfig, info: DatasetInfo, device: torch.device) -> tuple[DiffusionModel, str]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from torchtitan.training.utilisation import Products
+
 # Dense bfloat16 peak in TFLOP/s by name fragment, the first that fits, from the makers' data sheets (without sparsity).
 # Superchips (GB200, GB300) have more power than the same GPUs in a node of eight.
 PEAK_TFLOPS_BF16 = {
@@ -21,6 +23,19 @@ PEAK_TFLOPS_BF16 = {
     "B200": 2250.0,
     "B300": 2250.0,
 }
+# Float32 peak without tensor cores, in the same way; a device whose maker states none has no entry.
+PEAK_TFLOPS_FLOAT32 = {
+    "A100": 19.5,
+    "H100 PCIe": 51.0,
+    "H100 NVL": 60.0,
+    "H100": 67.0,
+    "H200": 67.0,
+    "H800": 67.0,
+    "GB200": 90.0,
+    "GB300": 80.0,
+    "B200": 80.0,
+}
+TF32_OF_BF16 = 0.5  # the peak of TF32 products over that of bfloat16 ones, on every device of these tables
 
 # The tag of memory_metrics, by type of device, that says what a process took from the device.
 PEAK_MEMORY = {"cuda": "memory/max_reserved(GiB)", "cpu": "memory/max_resident(GiB)"}
@@ -34,12 +49,18 @@ def device_name(device: torch.device) -> str:
     return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def peak_tflops(device: torch.device) -> float | None:
-    """Peak of dense bfloat16 products of a known device in TFLOP/s; None for others: no MFU instead of a guess."""
-    if device.type != "cuda":
+def peak_tflops(device: torch.device, products: Products | None = "bfloat16") -> float | None:
+    """Peak of dense products of a known device in TFLOP/s; None for others: no MFU instead of a guess."""
+    return named_peak_tflops(torch.cuda.get_device_name(device), products) if device.type == "cuda" else None
+
+
+def named_peak_tflops(name: str, products: Products | None) -> float | None:
+    """Peak of dense products of the device that its driver gives this name, as `peak_tflops`."""
+    if products is None:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for fragment, peak in PEAK_TFLOPS_BF16.items() if _is(name, fragment)), None)
+    table = PEAK_TFLOPS_FLOAT32 if products == "float32" else PEAK_TFLOPS_BF16
+    share = TF32_OF_BF16 if products == "tf32" else 1.0
+    return next((share * peak for fragment, peak in table.items() if _is(name, fragment)), None)
 
 
 def _is(name: str, fragment: str) -> bool:

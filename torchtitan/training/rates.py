@@ -7,6 +7,7 @@ import numpy as np
 
 from torchtitan.training.data_loading import TrainingData
 from torchtitan.training.metrics import Stopwatch
+from torchtitan.training.utilisation import mfu_percent
 
 
 class Rates:
@@ -22,7 +23,7 @@ class Rates:
             flops_of: shape (C, H, W) of an image -> floating-point operations of its forward and backward.
             tokens_of: shape -> tokens of the network.
             world_size: devices that share the images.
-            peak_tflops: of one device in TFLOP/s, for the MFU; None: unknown, and no MFU is given.
+            peak_tflops: of one device for the products' kind, in TFLOP/s, for the MFU; None: unknown, and no MFU is given.
         """
         self._data = data
         self._flops_of = flops_of
@@ -79,5 +80,5 @@ class Rates:
             "time_metrics/data_loading(%)": 100.0 * waited / seconds,
         }
         if self._peak_tflops:
-            rates["mfu(%)"] = 100.0 * tflops / self._peak_tflops
+            rates["mfu(%)"] = mfu_percent(tflops, self._peak_tflops)
         return rates

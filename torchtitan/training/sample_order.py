@@ -1,12 +1,23 @@
-"""Order of a dataset's images in training: a function of (seed, epoch, attempt)."""
+"""Order of a dataset's images in training: a function of (seed, epoch, attempt).
+
+Up to MOST_IN_TABLE images an epoch is a table, sorted by random words. For more it is computed place by place: a table of
+10^9 images has 8 GB on every rank, and takes minutes to sort.
+"""
 
 from bisect import bisect_right
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from torchtitan import philox
 from torchtitan.data.base import Dataset
+from torchtitan.training.keyed_permutation import NUM_ROUNDS, KeyedPermutation
+
+# The number is part of the meaning of checkpoints: a run in the middle of an epoch resumes in the same order.
+MOST_IN_TABLE = 1 << 22
+
+_Places = Callable[[np.ndarray], np.ndarray]  # places in an epoch -> images, int64 [B] each
 
 
 class SampleOrder:
@@ -35,7 +46,7 @@ class SampleOrder:
         self._blocks = blocks
         self._blocks_at_a_time = blocks_at_a_time
         self._stream = stream
-        self._permutations: dict[int, np.ndarray] = {}
+        self._epochs: dict[int, _Places] = {}
 
     @staticmethod
     def of(dataset: Dataset, seed: int, attempt: int) -> "SampleOrder":
@@ -48,18 +59,30 @@ class SampleOrder:
         indices = np.empty_like(samples)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            indices[chosen] = self._permutation(int(epoch))[positions[chosen]]
+            indices[chosen] = self._epoch(int(epoch))(positions[chosen])
         return indices
 
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if epoch not in self._permutations:
+    def _epoch(self, epoch: int) -> _Places:
+        if epoch not in self._epochs:
             # A step may straddle two epochs, and each of its microbatches asks for both.
-            self._permutations = {known: kept for known, kept in self._permutations.items() if known == epoch - 1}
-            num_blocks = 0 if self._blocks is None else len(self._blocks)
-            words = _raw_words(self._seed, self._attempt, self._stream, epoch, num_blocks + self._num_images)
-            # The last key of a lexicographic sort comes first, and equal words stay in stored order.
-            self._permutations[epoch] = np.lexsort((words[num_blocks:], self._windows(words[:num_blocks])))
-        return self._permutations[epoch]
+            self._epochs = {known: kept for known, kept in self._epochs.items() if known == epoch - 1}
+            in_table = self._num_images <= MOST_IN_TABLE
+            self._epochs[epoch] = self._table(epoch).__getitem__ if in_table else self._computed(epoch)
+        return self._epochs[epoch]
+
+    def _table(self, epoch: int) -> np.ndarray:
+        num_blocks = 0 if self._blocks is None else len(self._blocks)
+        words = _raw_words(self._seed, self._attempt, self._stream, epoch, num_blocks + self._num_images)
+        # The last key of a lexicographic sort comes first, and equal words stay in stored order.
+        return np.lexsort((words[num_blocks:], self._windows(words[:num_blocks])))
+
+    def _computed(self, epoch: int) -> _Places:
+        blocks = np.array([self._num_images]) if self._blocks is None else self._blocks
+        words = _raw_words(self._seed, self._attempt, self._stream, epoch, len(blocks))
+        return _ComputedEpoch(
+            blocks, np.argsort(words, kind="stable"), self._blocks_at_a_time,
+            lambda window: _round_keys(self._seed, self._attempt, self._stream, epoch, window),
+        )  # fmt: skip
 
     def _windows(self, words: np.ndarray) -> np.ndarray:
         """Window of each image, int64 [N], when blocks are sorted by their random words [K]."""
@@ -68,6 +91,37 @@ class SampleOrder:
         windows = np.empty_like(self._blocks)
         windows[np.argsort(words, kind="stable")] = np.arange(len(words)) // self._blocks_at_a_time
         return np.repeat(windows, self._blocks)
+
+
+class _ComputedEpoch:
+    """Epoch without a table of images: its windows of blocks, and in each window a keyed permutation."""
+
+    def __init__(
+        self, blocks: np.ndarray, order: np.ndarray, blocks_at_a_time: int, keys_of: Callable[[int], np.ndarray]
+    ) -> None:
+        """
+        Args:
+            blocks: images in each, int64 [K].
+            order: of the blocks in this epoch, int64 [K].
+            blocks_at_a_time: blocks of a window.
+            keys_of: keys of a window's permutation, by its number.
+        """
+        self._firsts = (np.cumsum(blocks) - blocks)[order]  # image with which each block begins, in this epoch's order
+        self._ends = np.cumsum(blocks[order])  # place in the epoch at which each block would end unshuffled
+        self._begins = self._ends - blocks[order]
+        self._window_ends = np.append(self._ends[blocks_at_a_time - 1 : -1 : blocks_at_a_time], self._ends[-1])
+        self._keys_of = keys_of
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        windows = np.searchsorted(self._window_ends, positions, side="right")
+        places = np.empty_like(positions)
+        for window in np.unique(windows):
+            chosen = windows == window
+            begin = int(self._window_ends[window - 1]) if window else 0
+            permutation = KeyedPermutation(int(self._window_ends[window]) - begin, self._keys_of(int(window)))
+            places[chosen] = begin + permutation(positions[chosen] - begin)
+        slots = np.searchsorted(self._ends, places, side="right")
+        return self._firsts[slots] + places - self._begins[slots]
 
 
 class BucketOrder:
@@ -157,6 +211,14 @@ def _raw_words(seed: int, attempt: int, stream: int, epoch: int, count: int) -> 
     key = sum(part << (32 * place) for place, part in enumerate(parts))
     # Sorting raw words, because NumPy keeps their stream for ever, but not that of `permutation`.
     return np.random.Philox(key=key).random_raw(count)
+
+
+def _round_keys(seed: int, attempt: int, stream: int, epoch: int, window: int) -> np.ndarray:
+    """Keys of a window's permutation in an epoch, uint64 [NUM_ROUNDS]."""
+    # The first four words are those of _raw_words.
+    number, first = torch.tensor([epoch + (stream << 32)]), 4 + 2 * NUM_ROUNDS * window
+    words = philox.random_words(seed, "data_order", number, 2 * NUM_ROUNDS, attempt, first)[0].numpy().astype(np.uint64)
+    return words[0::2] | words[1::2] << np.uint64(32)
 
 
 def _cut(blocks: np.ndarray, buckets: np.ndarray) -> list[np.ndarray]:

@@ -80,6 +80,7 @@ class PhaseCounts:
 
     Attributes:
         calls: operations that compute or move values on the device, with their number.
+        collectives: name -> bytes of their larger side on this rank; no operations of the device's own.
         copies: between host and device.
         waits: what the host waited in -> times.
         peak: most bytes live on the device.
@@ -87,6 +88,7 @@ class PhaseCounts:
     """
 
     calls: Counter[Call] = field(default_factory=Counter)
+    collectives: Counter[str] = field(default_factory=Counter)
     copies: list[Copy] = field(default_factory=list)
     waits: Counter[str] = field(default_factory=Counter)
     peak: int = 0
@@ -119,6 +121,7 @@ class PhaseCounts:
     def add(self, other: "PhaseCounts") -> None:
         """Add the counts of another phase, which ends later."""
         self.calls += other.calls
+        self.collectives += other.collectives
         self.copies += other.copies
         self.waits += other.waits
         self.peak, self.end = max(self.peak, other.peak), other.end
@@ -194,8 +197,9 @@ class StepCounter(TorchDispatchMode):
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for tensor in outputs:
-            self._see(tensor)
-        if not self._written_by_host(name, args, kwargs, inputs, outputs) and name not in _NO_KERNEL:
+            if tensor.device.type == "cuda":
+                self._hold(tensor.untyped_storage())
+        if not self._written_by_host(name, args, kwargs, inputs, outputs):
             self._count(func, name, args, kwargs, result, inputs, outputs)
         return result
 
@@ -248,7 +252,10 @@ class StepCounter(TorchDispatchMode):
 
     def _count(self, func, name, args, kwargs, result, inputs, outputs) -> None:
         on_device = [tensor for tensor in (*inputs, *outputs) if tensor.device.type == "cuda"]
-        if not on_device:
+        if not on_device or name in _NO_KERNEL:
+            return
+        if func.namespace == "c10d":
+            self.now.collectives[name] += max(map(_bytes, on_device))
             return
         moved = _read_bytes(name, inputs) + _written_bytes(func, args, outputs)
         counted = flop_registry.get(func._overloadpacket)
@@ -258,14 +265,12 @@ class StepCounter(TorchDispatchMode):
 
     # ------------------------------------------------------------------ memory
 
-    def _see(self, tensor: Tensor) -> None:
-        if tensor.device.type != "cuda":
-            return
-        storage = tensor.untyped_storage()
-        self.sized(storage)
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Take the present size of a storage, if it is on the device."""
+        if id(storage) in self._sizes:
+            self._hold(storage)
 
-    def sized(self, storage: torch.UntypedStorage) -> None:
-        """Take a storage's present size."""
+    def _hold(self, storage: torch.UntypedStorage) -> None:
         key, size = id(storage), storage.nbytes()
         known = self._sizes.get(key)
         if known is None:

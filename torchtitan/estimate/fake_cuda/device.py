@@ -166,9 +166,17 @@ def _replacements(counter: Any) -> list[tuple[Any, str, Any]]:
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "set_rng_state": lambda *_: None,
         "mem_get_info": lambda *_: (properties.total_memory, properties.total_memory),
     }  # fmt: skip
-    others = [
+    others: list[tuple[Any, str, Any]] = [
         (amp, "amp_definitely_not_available", lambda: False), (fake_tensor, "init_gpu_context", lambda *_: None),
     ]  # fmt: skip
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        resize(storage, size)  # as FSDP frees and refills gathered parameters, without an operation
+        counter.resized(storage)
+        return storage
+
+    others.append((torch.UntypedStorage, "resize_", resized))
     return [*((torch.cuda, name, value) for name, value in answers.items()), *others]
 
 

@@ -29,6 +29,9 @@ class DiTConfig(ModelConfig):
     )
     norm_affine: bool = setting(False, "whether the block's norms carry a learned gain", applies=_PLAIN)
     norm_eps: float = setting(1e-6, "added to the variance in every norm", gt=0, le=1, applies=_PLAIN)
+    mlp_norm_eps: float | None = setting(
+        None, "added to the variance in the norm before the feed-forward layer; default: norm_eps", gt=0, le=1, applies=_PLAIN
+    )
     qk_norm: bool = setting(False, "RMS-normalise queries and keys per head, with a learned gain", applies=_PLAIN)
     attention_bias: bool = setting(True, "biases in the attention projections", applies=_PLAIN)
     position: Literal["sincos", "rotary"] = setting(
@@ -38,6 +41,9 @@ class DiTConfig(ModelConfig):
     timestep_frequencies: Literal["dit", "diffusers"] = setting(
         "dit", "frequencies of the timestep's sinusoid: 10000^(-i / 128) for i = 0..127, or diffusers' 10000^(-i / 127)"
     )
+    embedding_per_block: bool = setting(
+        False, "an embedding of timestep and class of its own in every block, as diffusers trains it", applies=_PLAIN
+    )
     final_modulation: bool = setting(True, "adaLN shift and scale before the output layer", applies=_PLAIN)
     label_dropout: float = setting(
         0.1, "probability of replacing the class by the null class in training, for guidance", ge=0, lt=1
@@ -46,6 +52,10 @@ class DiTConfig(ModelConfig):
     num_predictions: int = setting(
         1, "images that the network predicts for each input; one for each of objective.heads, which set it", ge=1
     )
+
+    @property
+    def head_width(self) -> int:
+        return self.dim // self.num_heads
 
     @property
     def depth(self) -> int:

@@ -7,7 +7,9 @@ of DiTTransformer2DModel. A conversion copies numbers and computes none, so a ro
     output channels      (p, p, C) there, (C, p, p) here
     position table       a tensor of `dit` and `sit`, computed here; diffusers computes it too
     queries, keys, values   packed in this order; three linears in diffusers
-    timestep and class embedding   one copy per block in diffusers, all equal when the weights come from a DiT
+    timestep and class embedding   one per block in diffusers: copies where the weights come from a DiT, else
+        `embedding_per_block` here
+    eps of the norms       1e-6, but config.json's `norm_eps` before diffusers' feed-forward layers
 """
 
 from collections.abc import Mapping
@@ -17,11 +19,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from torchtitan.conditions import Classes
 from torchtitan.models.dit.config import FLAVORS, DiTConfig
 from torchtitan.models.dit.layers import sincos_table
 from torchtitan.models.dit.model import DiT
 from torchtitan.models.published_layouts import ConversionError, PublishedLayout
 
+_NORM_EPS = 1e-5  # of diffusers' feed-forward norms where config.json has none
 _POSITION = {"dit": "pos_embed", "sit": "pos_embed", "diffusers": "pos_embed.pos_embed"}
 # What the published networks are, besides their sizes.
 _FIXED = {
@@ -47,6 +51,7 @@ _FLOW: dict[str, dict[str, Any]] = {
 }
 _CLASSES = ("DiTTransformer2DModel", "Transformer2DModel")  # the second as facebook/DiT-XL-2-256 has it, from before the first
 _SCALE_OF_SD = 0.18215  # of the latents that DiT's and SiT's code trains on, four channels of Stable Diffusion's autoencoder
+_EMBEDDING = "norm1.emb."  # in a block of diffusers
 # Tensors that show the sizes: patch embedding, class table, output, prefix of the blocks.
 _SIZES = {
     "diffusers": (
@@ -100,6 +105,7 @@ class DiTLayout(PublishedLayout):
         # SiT's code leaves the second half of its output aside, as the import does.
         learned = self.name != "sit" and published[output].shape[0] == 2 * channels * size**2
         model = {"flavor": flavor, "learned_variance": learned, "timestep_frequencies": self._frequencies}
+        model |= self._own_embeddings(published, document)
         data: dict[str, Any] = {"shape": [channels, side, side], "num_classes": published[classes].shape[0] - 1}
         data |= {"scale": [_SCALE_OF_SD] * 4} if channels == 4 else {}
         return {"model": model, "data": data} | (_FLOW if self.name == "sit" else _DDPM)
@@ -110,6 +116,10 @@ class DiTLayout(PublishedLayout):
         if table is None or table.ndim != 3:
             return None
         return round(table.shape[1] ** 0.5) * patch_size
+
+    def _own_embeddings(self, published: Mapping[str, Tensor], document: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of a model with an embedding in each block; none for others."""
+        return {}
 
     def approximation(self, model: DiT) -> str:
         given = model.config.timestep_frequencies
@@ -130,6 +140,13 @@ class DiffusersLayout(DiTLayout):
     def _side(self, published: Mapping[str, Tensor], document: Mapping[str, Any], patch_size: int) -> int | None:
         side = document.get("sample_size")
         return side if isinstance(side, int) and 0 < side <= 1 << 16 else None
+
+    def _own_embeddings(self, published: Mapping[str, Tensor], document: Mapping[str, Any]) -> dict[str, Any]:
+        if not _differ_by_block(published):
+            return {}
+        eps = document.get("norm_eps", _NORM_EPS)
+        own = {"mlp_norm_eps": eps} if isinstance(eps, float) and eps != _FIXED["norm_eps"] else {}
+        return {"embedding_per_block": True} | own
 
     def folder_config(self, model: DiT) -> dict:
         return diffusers_config(model)
@@ -165,7 +182,7 @@ def export_weights(weights: Mapping[str, Tensor], model: DiT, layout: str) -> di
     if problems := layout_problems(model, layout):
         raise ConversionError("\n".join(problems))
     published: dict[str, Tensor] = {}
-    for name, copies in _places(model.config.num_layers, layout).items():
+    for name, copies in _places(model.config, layout).items():
         tensor = weights[name]
         if name == "patch_embed.weight":
             tensor = tensor.unflatten(1, (-1, model.config.patch_size, model.config.patch_size))
@@ -200,7 +217,7 @@ def import_weights(published: dict[str, Tensor], model: DiT, layout: str) -> tup
         raise ConversionError("\n".join(problems))
     if problem := _size_mismatch(published, model, layout):
         raise ConversionError(problem)
-    places = _places(model.config.num_layers, layout)
+    places = _places(model.config, layout)
     wanted = {piece for copies in places.values() for pieces in copies for piece in pieces}
     missing, extra = sorted(wanted - published.keys()), sorted(published.keys() - wanted - {_POSITION[layout]})
     if layout != "diffusers" and "pos_embed" not in published:
@@ -240,7 +257,13 @@ def layout_problems(model: DiT, layout: str) -> list[str]:
     ]
     if layout == "diffusers" and model.config.mlp_hidden_dim != 4 * model.config.dim:
         found.append(f"model.mlp_hidden_dim = {model.config.mlp_hidden_dim}: diffusers has 4 model.dim always")
-    if model.label_embed is None:
+    if layout != "diffusers":
+        own = {"embedding_per_block": (False,), "mlp_norm_eps": (None, _FIXED["norm_eps"])}
+        found += [
+            f"model.{key} = {_plain(getattr(model.config, key))}: only the diffusers layout has that"
+            for key, values in own.items() if getattr(model.config, key) not in values
+        ]
+    if not isinstance(model.condition_kind, Classes):
         found.append(f"the dataset has no classes: the {layout} layout is of models with a class table")
     if model.grid[0] != model.grid[1]:
         height, width = model.image_shape[1:]
@@ -265,7 +288,7 @@ def diffusers_config(model: DiT) -> dict:
         "num_embeds_ada_norm": model.condition_kind.choices,
         "norm_type": "ada_norm_zero",
         "norm_elementwise_affine": False,
-        "norm_eps": config.norm_eps,
+        "norm_eps": config.mlp_norm_eps or config.norm_eps,
     }
 
 
@@ -274,6 +297,10 @@ def diffusers_config_problems(document: dict, model: DiT) -> list[str]:
     wanted = diffusers_config(model)
     defaults = {"norm_type": "ada_norm_zero", "activation_fn": "gelu-approximate", "attention_bias": True}
     document = dict(document)
+    if model.config.embedding_per_block:
+        # Not of a DiT's weights: they were trained with DiT's eps, whatever their folder says.
+        defaults["norm_eps"] = _NORM_EPS
+        document = defaults | document
     if document.get("_class_name") in _CLASSES:
         document["_class_name"] = wanted["_class_name"]
     return [
@@ -283,12 +310,12 @@ def diffusers_config_problems(document: dict, model: DiT) -> list[str]:
     ]
 
 
-def _places(num_layers: int, layout: str) -> Places:
-    modules = _diffusers_modules(num_layers) if layout == "diffusers" else _dit_modules(num_layers)
+def _places(config: DiTConfig, layout: str) -> Places:
+    modules = _diffusers_modules(config) if layout == "diffusers" else _dit_modules(config.num_layers)
     return {
         f"{module}.{kind}": [[f"{piece}.{kind}" for piece in pieces] for pieces in copies]
         for module, copies in modules.items()
-        for kind in (("weight",) if module == "label_embed" else ("weight", "bias"))
+        for kind in (("weight",) if module.endswith("label_embed") else ("weight", "bias"))
     }
 
 
@@ -312,16 +339,18 @@ def _dit_modules(num_layers: int) -> Places:
     return {ours: [[theirs]] for ours, theirs in modules.items()}
 
 
-def _diffusers_modules(num_layers: int) -> Places:
-    blocks = [f"transformer_blocks.{i}" for i in range(num_layers)]
-    modules = {
-        "patch_embed": [["pos_embed.proj"]],
-        "time_embed.hidden": [[f"{block}.norm1.emb.timestep_embedder.linear_1"] for block in blocks],
-        "time_embed.out": [[f"{block}.norm1.emb.timestep_embedder.linear_2"] for block in blocks],
-        "label_embed": [[f"{block}.norm1.emb.class_embedder.embedding_table"] for block in blocks],
-        "output.modulation": [["proj_out_1"]],
-        "output.linear": [["proj_out_2"]],
+def _diffusers_modules(config: DiTConfig) -> Places:
+    blocks = [f"transformer_blocks.{i}" for i in range(config.num_layers)]
+    modules = {"patch_embed": [["pos_embed.proj"]], "output.modulation": [["proj_out_1"]], "output.linear": [["proj_out_2"]]}
+    embeddings = {
+        "time_embed.hidden": "timestep_embedder.linear_1",
+        "time_embed.out": "timestep_embedder.linear_2",
+        "label_embed": "class_embedder.embedding_table",
     }
+    for ours, theirs in embeddings.items():
+        copies = [[f"{block}.{_EMBEDDING}{theirs}"] for block in blocks]
+        own = {f"layers.{i}.{ours}": [copy] for i, copy in enumerate(copies)}
+        modules |= own if config.embedding_per_block else {ours: copies}
     for i, block in enumerate(blocks):
         modules |= {
             f"layers.{i}.attention.qkv": [[f"{block}.attn1.to_{letter}" for letter in "qkv"]],
@@ -333,12 +362,23 @@ def _diffusers_modules(num_layers: int) -> Places:
     return modules
 
 
+def _differ_by_block(published: Mapping[str, Tensor]) -> bool:
+    """Whether diffusers' blocks have embeddings of different values."""
+    first = f"transformer_blocks.0.{_EMBEDDING}"
+    return any(
+        name.split(".", 2)[-1].startswith(_EMBEDDING)
+        and not torch.equal(tensor, published.get(first + name.split(_EMBEDDING)[1], tensor))
+        for name, tensor in published.items()
+    )
+
+
 def _joined(published: dict[str, Tensor], copies: list[list[str]]) -> Tensor:
     first, *others = copies
     for other in others:
         for piece, same in zip(other, first, strict=True):
             if not torch.equal(published[piece], published[same]):
-                raise ConversionError(f"{piece} is not equal to {same}: this model has one for all blocks")
+                one = "this model has one for all blocks (add model.embedding_per_block = true)"
+                raise ConversionError(f"{piece} is not equal to {same}: {one}")
     pieces = [published[piece] for piece in first]
     if any(piece.ndim != pieces[0].ndim or piece.shape[1:] != pieces[0].shape[1:] for piece in pieces):
         raise ConversionError(f"{', '.join(first)} do not fit together")

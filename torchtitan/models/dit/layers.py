@@ -16,9 +16,9 @@ class Block(nn.Module):
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
-        self.attention_norm = _norm(config)
+        self.attention_norm = _norm(config, config.norm_eps)
         self.attention = Attention(config)
-        self.mlp_norm = _norm(config)
+        self.mlp_norm = _norm(config, config.mlp_norm_eps or config.norm_eps)
         self.mlp = MLPS[config.mlp](config.dim, config.mlp_hidden_dim)
         self.modulation = nn.Linear(config.dim, 6 * config.dim)
 
@@ -33,12 +33,45 @@ class Block(nn.Module):
         return torch.addcmul(x, mlp_gate, self.mlp(h))  # [B, T, D]
 
 
+class EmbeddingBlock(Block):
+    """Block with an embedding of timestep and class of its own.
+
+    Source: `DiTTransformer2DModel` of diffusers, whose output layer uses the first block's.
+    """
+
+    def __init__(self, config: DiTConfig, num_labels: int) -> None:
+        """num_labels: rows of the class table, the null class's included; 0: there are no classes."""
+        super().__init__(config)
+        self.time_embed = SinusoidEmbedding(config)
+        self.label_embed = nn.Embedding(num_labels, config.dim) if num_labels else None
+
+    def forward(  # type: ignore[override]  # it makes the vector that a plain block is given
+        self, x: Tensor, sinusoid: Tensor, condition: Tensor | None, rotary: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the block.
+
+        Args:
+            x: tokens [B, T, D].
+            sinusoid: of the timestep, float32 [B, 256].
+            condition: classes [B], or None.
+            rotary: as of `Block`.
+
+        Returns:
+            tokens [B, T, D], and the block's conditioning vector [B, D].
+        """
+        c = self.time_embed(sinusoid)
+        if self.label_embed is not None:
+            c = c + self.label_embed(condition)
+        c = F.silu(c)
+        return super().forward(x, c, rotary), c
+
+
 class OutputLayer(nn.Module):
     """Norm, adaLN shift and scale if wanted, and the projection of tokens to patches."""
 
     def __init__(self, config: DiTConfig, patch_channels: int) -> None:
         super().__init__()
-        self.norm = _norm(config)
+        self.norm = _norm(config, config.norm_eps)
         self.modulation = nn.Linear(config.dim, 2 * config.dim) if config.final_modulation else None
         self.linear = nn.Linear(config.dim, patch_channels)
 
@@ -101,18 +134,27 @@ class SwiGLU(nn.Module):
 MLPS = {"gelu": GeluMLP, "swiglu": SwiGLU}
 
 
-class TimestepEmbedding(nn.Module):
-    """Sinusoid of the timestep, linear, SiLU, linear."""
+class SinusoidEmbedding(nn.Module):
+    """Linear, SiLU, linear of the timestep's sinusoid [B, 256]."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.hidden = nn.Linear(SINUSOID_CHANNELS, config.dim)
         self.out = nn.Linear(config.dim, config.dim)
+
+    def forward(self, sinusoid: Tensor) -> Tensor:
+        return self.out(F.silu(self.hidden(sinusoid.to(self.hidden.weight.dtype))))  # [B, D]
+
+
+class TimestepEmbedding(SinusoidEmbedding):
+    """Sinusoid of the timestep, linear, SiLU, linear."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__(config)
         self.reach_lowest = config.timestep_frequencies == "diffusers"
 
     def forward(self, t: Tensor) -> Tensor:
-        sinusoid = timestep_sinusoid(t, SINUSOID_CHANNELS, reach_lowest=self.reach_lowest).to(self.hidden.weight.dtype)
-        return self.out(F.silu(self.hidden(sinusoid)))  # [B, D]
+        return super().forward(timestep_sinusoid(t, SINUSOID_CHANNELS, reach_lowest=self.reach_lowest))
 
 
 
@@ -161,8 +203,7 @@ def _grid_angles(count: int, grid: tuple[int, int], theta: float) -> tuple[Tenso
     return columns.reshape(-1, 1) * frequencies, rows.reshape(-1, 1) * frequencies
 
 
-
-def _norm(config: DiTConfig) -> nn.Module:
+def _norm(config: DiTConfig, eps: float) -> nn.Module:
     if config.norm == "rmsnorm":
-        return RMSNorm(config.dim, config.norm_eps, config.norm_affine)
-    return LayerNorm(config.dim, config.norm_eps, config.norm_affine)
+        return RMSNorm(config.dim, eps, config.norm_affine)
+    return LayerNorm(config.dim, eps, config.norm_affine)

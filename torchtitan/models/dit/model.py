@@ -10,8 +10,22 @@ from torch import Tensor, nn
 from torchtitan.conditions import Classes, Condition, ConditionKind
 from torchtitan.models.base import DiffusionModel, LinearRole, ProbePoint
 from torchtitan.models.dit.config import DiTConfig
-from torchtitan.models.dit.layers import Block, OutputLayer, TimestepEmbedding, rotary_table, sincos_table
-from torchtitan.models.layers import RMSNorm, check_inputs, patchify, unpatchify
+from torchtitan.models.dit.layers import (
+    Block,
+    EmbeddingBlock,
+    OutputLayer,
+    TimestepEmbedding,
+    rotary_table,
+    sincos_table,
+)
+from torchtitan.models.layers import (
+    SINUSOID_CHANNELS,
+    RMSNorm,
+    check_inputs,
+    patchify,
+    timestep_sinusoid,
+    unpatchify,
+)
 from torchtitan.models.magnitude import MPLinear
 
 # What no machine holds, and products of which fit in 64 bits.
@@ -85,7 +99,7 @@ class PatchTransformer(DiffusionModel):
 
     def linear_roles(self) -> dict[str, LinearRole]:
         def role(name: str) -> LinearRole:
-            if name.startswith(("time_embed", "label_embed")) or name.endswith("modulation"):
+            if "time_embed" in name or "label_embed" in name or name.endswith("modulation"):
                 return "vector"
             return "small" if name in ("patch_embed", "output.linear") else "token"
 
@@ -102,22 +116,28 @@ class PatchTransformer(DiffusionModel):
 
 class DiT(PatchTransformer):
     """Diffusion transformer with adaLN-Zero blocks; the class table has a row for each class and one for the null class.
+
+    Timestep and class have one embedding for all blocks, or one in each (`embedding_per_block`).
     """
 
     def __init__(self, config: DiTConfig, image_shape: tuple[int, int, int], condition_kind: ConditionKind) -> None:
         super().__init__(config, image_shape, condition_kind)
         self.patch_embed = nn.Linear(image_shape[0] * config.patch_size**2, config.dim)
-        self.time_embed = TimestepEmbedding(config)
-        self.label_embed = None
-        if isinstance(condition_kind, Classes):
-            self.label_embed = nn.Embedding(condition_kind.count + 1, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        num_labels = condition_kind.count + 1 if isinstance(condition_kind, Classes) else 0
+        if config.embedding_per_block:
+            self.layers = nn.ModuleList(EmbeddingBlock(config, num_labels) for _ in range(config.num_layers))
+        else:
+            self.time_embed = TimestepEmbedding(config)
+            self.label_embed = nn.Embedding(num_labels, config.dim) if num_labels else None
+            self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.output = OutputLayer(config, self.out_channels * config.patch_size**2)
 
     def transform(self, patches: Tensor, t: Tensor, condition: Condition) -> Tensor:
         x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))  # [B, T, D]
         if self.position is not None:
             x = x + self.position.to(x.dtype)
+        if self.config.embedding_per_block:
+            return self.output(*self._embedding_blocks(x, t, condition))
         c = self.time_embed(t)  # [B, D]
         if self.label_embed is not None:
             c = c + self.label_embed(condition)
@@ -125,6 +145,16 @@ class DiT(PatchTransformer):
         for block in self.layers:
             x = block(x, c, self.rotary)  # [B, T, D]
         return self.output(x, c)
+
+    def _embedding_blocks(self, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
+        """Tokens [B, T, D] behind blocks with embeddings of their own, and the first one's conditioning vector [B, D]."""
+        diffusers = self.config.timestep_frequencies == "diffusers"
+        sinusoid = timestep_sinusoid(t, SINUSOID_CHANNELS, reach_lowest=diffusers)
+        vectors = []
+        for block in self.layers:
+            x, c = block(x, sinusoid, condition, self.rotary)  # [B, T, D], [B, D]
+            vectors.append(c)
+        return x, vectors[0]
 
     def init_weights(self) -> None:
         """Initialise as in the paper, for every flavor: also TorchDiTan's, which were published with another scheme.
@@ -140,10 +170,10 @@ class DiT(PatchTransformer):
             elif isinstance(module, nn.LayerNorm | RMSNorm) and module.weight is not None:
                 nn.init.ones_(module.weight)
 
-        nn.init.normal_(self.time_embed.hidden.weight, std=0.02)
-        nn.init.normal_(self.time_embed.out.weight, std=0.02)
-        if self.label_embed is not None:
-            nn.init.normal_(self.label_embed.weight, std=0.02)
+        for name, module in self.named_modules():
+            embeds = name.endswith(("time_embed.hidden", "time_embed.out", "label_embed"))
+            if embeds and isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
 
         # adaLN-Zero: every block starts as the identity, because its gates are zero.
         for name, module in self.named_modules():

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torchtitan.runs.record import RunRecord, Series
 from torchtitan.statistics.interval import Interval, median_interval
+from torchtitan.training.utilisation import mfu_percent, products_of
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,26 @@ def measure(series: Mapping[str, Series], warmup_steps: int) -> dict[str, Interv
 
 
 def measure_run(record: RunRecord, warmup_steps: int) -> dict[str, Interval]:
-    """Measure a run's folder."""
-    return measure({tag: record.series(tag) for metric in METRICS for tag in metric.tags}, warmup_steps)
+    """Measure a run's folder; MFU by its configuration and device where they are known, whatever version logged it."""
+    found = measure({tag: record.series(tag) for metric in METRICS for tag in metric.tags}, warmup_steps)
+    if TFLOPS.name in found and (peak := _peak_tflops(record)):
+        found[MFU.name] = found[TFLOPS.name].scaled(mfu_percent(1.0, peak))
+    return found
+
+
+def _peak_tflops(record: RunRecord) -> float | None:
+    """Peak of a run's device for its products; None where it is not known."""
+    given = record.settings.get("metrics.peak_tflops")
+    if isinstance(given, int | float) and given > 0:
+        return float(given)
+    device = (record.summary or {}).get("device")
+    if not isinstance(device, str) or device.startswith("CPU"):
+        return None
+    from torchtitan.training.hardware import named_peak_tflops  # imports torch, which takes seconds
+
+    section = "training."
+    training = {key.removeprefix(section): value for key, value in record.settings.items() if key.startswith(section)}
+    return named_peak_tflops(device, products_of(training))
 
 
 def after_warm_up(series: Series, warmup_steps: int) -> list[float]:

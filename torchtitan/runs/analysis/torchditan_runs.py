@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtitan.errors import unwrapped
 from torchtitan.files.regular import read_regular
-from torchtitan.runs.analysis.axes import Axes, axes_of
+from torchtitan.runs.analysis.axes import Axes, axes_of, is_count
 from torchtitan.runs.analysis.measures import MFU, MFU_REPORTED, measure
 from torchtitan.runs.record import Series
 from torchtitan.statistics.interval import Interval
@@ -115,9 +115,7 @@ def read_torchditan_run(folder: Path) -> TorchDiTanRun:
     run = TorchDiTanRun(_axes(folder.name, config), problems=problems)
     steps = _get(config, "training", "steps")
     run.planned_steps = steps if isinstance(steps, int) else None
-    channels, side = _get(config, "model", "input_channels"), _get(config, "dataset", "image_size")
-    if isinstance(channels, int) and isinstance(side, int):
-        run.image_shape = (channels, side, side)
+    run.image_shape = _image_shape(config)
     if isinstance(classes := _get(config, "dataset", "num_classes"), int):
         run.num_classes = classes
     loaded, counted = _get(config, "dataset", "batch_size"), _get(config, "training", "batch_size")
@@ -127,6 +125,15 @@ def read_torchditan_run(folder: Path) -> TorchDiTanRun:
         )
     run.series = _read_series(folder, run.axes["world_size"], problems)
     return run
+
+
+def _image_shape(config: dict[str, Any]) -> tuple[int, int, int] | None:
+    """Shape (C, H, W): `image_size` is [H, W]. None where it is not given."""
+    channels, size = _get(config, "model", "input_channels"), _get(config, "dataset", "image_size")
+    sides = size if isinstance(size, list) else [size, size]
+    if len(sides) != 2 or not all(map(is_count, (channels, *sides))):
+        return None
+    return channels, sides[0], sides[1]
 
 
 def _axes(name: str, config: dict[str, Any]) -> Axes:

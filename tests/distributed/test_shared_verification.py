@@ -1,0 +1,49 @@
+"""Verification divided between ranks: each reads its share, and all say what one process says that reads everything."""
+
+from itertools import chain
+
+import pytest
+
+from tests.distributed.verification_cases import DAMAGES
+from tests.launcher import run_on_ranks
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict]:
+    return run_on_ranks("tests.distributed.verification_cases:checked_together", RANKS)
+
+
+def test_each_rank_receives_what_is_meant_for_it(found):
+    for rank, of_rank in enumerate(found):
+        assert of_rank["sent"] == [f"{other} to {rank}" * rank for other in range(RANKS)]
+
+
+def test_a_rank_reads_its_own_headers_when_saving(found):
+    assert [of_rank["saved"] for of_rank in found] == [[None, [f"shard-{rank:05d}.safetensors"]] for rank in (1, 2, 3)]
+
+
+def test_each_file_is_hashed_by_one_rank_when_resuming(found):
+    steps, headers, hashed = zip(*(of_rank["found"] for of_rank in found), strict=True)
+    assert set(steps) == {1} and all(len(names) <= 2 for names in hashed)
+    shards = [f"shard-{rank:05d}.safetensors" for rank in (1, 2, 3)]
+    assert sorted(chain(*headers)) == shards and sorted(chain(*hashed)) == [*shards, "state.json"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_all_ranks_name_a_damage_as_one_process_does(found, damage):
+    together, alone, newest = found[0][damage]
+    assert alone and together == alone and newest is None
+    assert all(of_rank[damage] == found[0][damage] for of_rank in found)
+
+
+def test_a_piece_in_the_wrong_place_fails_the_save_and_the_one_before_stays(found):
+    for of_rank in found:
+        problem, step = of_rank["wrong place"]
+        assert "the pieces of weight leave a gap or overlap" in problem and step == 2
+
+
+def test_a_store_that_one_rank_cannot_reach_is_no_damage():
+    said = run_on_ranks("tests.distributed.verification_cases:store_that_does_not_answer", 2)
+    assert said == ["rank 1 gets no answer"] * 2
