@@ -3,8 +3,8 @@
 import logging
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -174,9 +174,12 @@ class Reports:
             self._log.sync()
         self._state.corrupt_images.sync()
 
-    def excluded(self) -> AbstractContextManager:
-        """Exclude the work inside from training time."""
-        return self._rates.excluded()
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Exclude the work inside from training time, and what it compiles from warnings."""
+        with self._rates.excluded():
+            yield
+        self._compilations.expect()
 
     def excluded_step(self) -> AbstractContextManager:
         """Exclude the train step inside from every rate: its time and its images."""

@@ -1,9 +1,11 @@
 """Compile blocks or the whole model with torch.compile, and count compilations during a run."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch._dynamo.config as dynamo_config
@@ -13,6 +15,7 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import CompilationMetrics, counters, get_compilation_metrics
 
+from torchtitan.distributed.config import CUDA_GRAPH_MODES
 from torchtitan.errors import unwrapped
 
 logger = logging.getLogger(__name__)
@@ -21,6 +24,8 @@ logger = logging.getLogger(__name__)
 # Most graphs of one function for each shape of the training images, if torch cannot find one for all: of an ordinary step,
 # and two of steps that measure the gradients of single samples, in part or wholly.
 _GRAPHS_PER_SHAPE = 3
+# Most graphs of a kind of block: these, one of evaluations of any batch size, and one of evaluations of one image.
+_GRAPHS_PER_KIND = _GRAPHS_PER_SHAPE + 2
 
 
 def compile_blocks(
@@ -29,8 +34,8 @@ def compile_blocks(
 ) -> None:  # fmt: skip
     """Compile each block in place; parameters keep their names.
 
-    Blocks share one code object: where all are alike, the graph is compiled once. Otherwise each kind of block has a
-    graph of fixed sizes. For images of several shapes a kind has a graph for the first, and one for any number of tokens.
+    Blocks share one code object: where all are alike, the graph is compiled once, otherwise once for each kind of block.
+    Sizes are fixed. For images of several shapes a kind has a graph for the first, and one for any number of tokens.
     fullgraph: a graph break is an error.
 
     Args:
@@ -43,10 +48,13 @@ def compile_blocks(
     """
     alike = len({_shapes(block) for block in blocks}) <= 1
     if not alike:
-        _allow_graphs(2 * len(blocks))
+        _allow_graphs(_GRAPHS_PER_KIND * len(blocks))
     _allow_graphs_of_shapes(num_shapes, kinds=1 if alike else len(blocks))
-    by_use = alike or num_shapes > 1  # torch finds the sizes that change; data have up to a hundred shapes
+    # By use torch finds the sizes that change; data have up to a hundred shapes. Else batches of evaluations, which have
+    # other sizes, would make the graphs of training that are compiled after them ones of any size.
+    by_use = num_shapes > 1
     for block in blocks:
+        cast(Any, block).any_batch_size = mode not in CUDA_GRAPH_MODES
         block.compile(fullgraph=True, dynamic=None if by_use else False, backend=_compiler(backend, memory_budget, mode))
 
 
@@ -59,6 +67,41 @@ def compile_model(
     """
     _allow_graphs_of_shapes(num_shapes, kinds=1)
     model.forward = torch.compile(model.forward, fullgraph=True, backend=_compiler(backend, memory_budget, mode))
+
+
+def compiled_blocks(model: nn.Module) -> list[nn.Module]:
+    """Modules of a model that were compiled one by one and take batches of any size.
+
+    Those that are replayed as CUDA graphs do not: they have one for each size, and overwrite their last results.
+    """
+    return [module for module in model.modules() if getattr(module, "any_batch_size", False)]
+
+
+@contextmanager
+def any_batch_size(model: nn.Module) -> Iterator[None]:
+    """Call compiled blocks with batches of any size in the context: a graph for all sizes, and one for a single image.
+
+    They are compiled once, at their first use, beside the graphs of training, which stay as they are.
+    """
+    calls = {block: cast(Callable[..., Any], block._compiled_call_impl) for block in compiled_blocks(model)}
+    tables = {id(buffer) for buffer in model.buffers()}  # whose first dimension is not of images
+    try:
+        for block, call in calls.items():
+            block._compiled_call_impl = _of_any_batch(call, tables)
+        yield
+    finally:
+        for block, call in calls.items():
+            block._compiled_call_impl = call
+
+
+def _of_any_batch(call: Callable[..., Any], tables: set[int]) -> Callable[..., Any]:
+    def of_any_batch(x: torch.Tensor, *others: Any) -> Any:
+        for tensor in (x, *others):
+            if isinstance(tensor, torch.Tensor) and tensor.shape[:1] == x.shape[:1] and id(tensor) not in tables:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return call(x, *others)
+
+    return of_any_batch
 
 
 def _allow_graphs_of_shapes(num_shapes: int, kinds: int) -> None:
@@ -129,6 +172,11 @@ class CompileCounter:
         self._read()
         graphs, breaks = (now - before for now, before in zip(_totals(), self._before, strict=True))
         return {"graphs": graphs, "recompiles": self._recompiles, "graph_breaks": breaks}
+
+    def expect(self) -> None:
+        """Expect what was compiled up to here: graphs of evaluations are no news."""
+        self._read()
+        self._untold.clear()
 
     def end_step(self, step: int) -> None:
         """Warn of every recompilation in this step, with its number."""

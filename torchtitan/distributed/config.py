@@ -87,6 +87,9 @@ class CommConfig:
     )
 
 
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+
+
 @only_with("enable")
 @dataclass(kw_only=True)
 class CompileConfig:
@@ -107,7 +110,7 @@ class CompileConfig:
     @property
     def cuda_graphs(self) -> bool:
         """True if blocks are replayed as CUDA graphs."""
-        return self.enable and self.mode in ("reduce-overhead", "max-autotune")
+        return self.enable and self.mode in CUDA_GRAPH_MODES
 
 
 def compile_problems(config: CompileConfig, shards: int, has_cuda: bool | None = None) -> Iterator[tuple[str, str]]:

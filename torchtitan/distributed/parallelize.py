@@ -166,6 +166,9 @@ def local(tensor: Tensor) -> Tensor:
     return cast(Any, part)._tensor if hasattr(part, _SCALE) else part
 
 
+_ROW = 1024  # elements whose squares are summed in float32
+
+
 @torch.no_grad()
 def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     """Sum of squares over a list of plain tensors, float64 scalar on their device.
@@ -177,13 +180,30 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     if tensors and tensors[0].device.type == "cuda":
         norms = torch.stack(torch._foreach_norm(tensors))
         return norms.to(torch.float64).square().sum()
-    total = torch.zeros((), dtype=torch.float64)
-    for tensor in tensors:
-        flat = tensor.reshape(-1)
-        rows = flat.numel() // 1024
-        norms = torch.linalg.vector_norm(flat[: rows * 1024].view(rows, 1024), dim=1)
-        total += norms.to(torch.float64).square().sum() + flat[rows * 1024 :].to(torch.float64).square().sum()
-    return total
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    flats = [tensor.reshape(-1) for tensor in tensors]
+    wholes = [flat.numel() // _ROW * _ROW for flat in flats]  # elements in whole rows
+    rows = [
+        torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
+        for flat, whole in zip(flats, wholes, strict=True) if whole
+    ]  # fmt: skip
+    rests = [flat[whole:] for flat, whole in zip(flats, wholes, strict=True) if whole < flat.numel()]
+    sums_of_rows, sums_of_rests = iter(_sums_of_squares(rows)), iter(_sums_of_squares(rests))
+    parts = []
+    for flat, whole in zip(flats, wholes, strict=True):
+        of_tensor = [next(sums_of_rows)] if whole else []
+        of_tensor += [next(sums_of_rests)] if whole < flat.numel() else []
+        parts.append(of_tensor[0] if len(of_tensor) == 1 else of_tensor[0] + of_tensor[1])
+    return torch.stack(parts).cumsum(0)[-1]  # from the first to the last: the sum of a list would be in another order
+
+
+def _sums_of_squares(tensors: list[Tensor]) -> list[Tensor]:
+    """Sum of squares of each of the vectors, in float64."""
+    if not tensors:
+        return []
+    squares = torch.cat(tensors).to(torch.float64).square()  # one operation of each kind for all of them
+    return [part.sum() for part in squares.split([len(tensor) for tensor in tensors])]
 
 
 @torch.no_grad()

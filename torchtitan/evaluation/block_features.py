@@ -63,7 +63,7 @@ class BlockFeatures:
         noise = philox.normal(self._seed, "probe", numbers, tuple(images.shape[1:]), attempt)
         condition = conditions(model.condition_kind, self._conditioning, numbers, self._seed, attempt)
         found = []
-        with evaluating(model):
+        with evaluating(model, compiled=False):
             for time in self._times:
                 t = torch.full((len(images),), time, dtype=torch.float32, device=images.device)
                 a, b = (per_image(c, images) for c in path.coefficients(t))
