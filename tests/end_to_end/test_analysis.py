@@ -43,7 +43,9 @@ def test_everything_is_written_and_nothing_else_touched(analysed):
     sweep, out, err = analysed
     pictures = {
         "mfu_percent_over_batch.png", "images_per_second_over_batch.png", "memory_gib_over_batch.png", "effects.png",
-        "interactions.png", "pareto.png",
+        "interactions.png", "pareto.png", "effect_bars_compile-false-true.png", "effect_bars_ac-none-selective.png",
+        "effect_bars_layout-ddp-fsdp.png", "effect_bars_layout-ddp-hsdp.png", "effect_bars_layout-fsdp-hsdp.png",
+        "effect_bars_patch-2-4.png",
     }
     tables = {"runs.csv", "runs.parquet", "cells.csv", "analysis.md", "report.html", "mine.txt"}
     assert {path.name for path in (sweep / "analysis").iterdir()} == pictures | tables
@@ -123,7 +125,7 @@ def test_the_page_is_one_file_without_script_and_escapes_what_it_shows(analysed)
     sweep, *_ = analysed
     page = (sweep / "analysis" / "report.html").read_text(encoding="utf-8")
     assert "<script" not in page and "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-    assert page.count('src="data:image/png;base64,') == page.count("<img") == 6
+    assert page.count('src="data:image/png;base64,') == page.count("<img") == 12
     assert "http:" not in page and "https:" not in page
     for shown in ("out of memory", "not done after 600 s", "lines of metrics.jsonl cannot be read", "whole arm"):
         assert shown in page

@@ -1,5 +1,6 @@
-"""Weights & Biases is given the project of the environment, and the run's results for its summary."""
+"""Weights & Biases is given the project of the environment, and the run's results for its summary; without it a run trains."""
 
+import sys
 from types import ModuleType
 
 import pytest
@@ -20,7 +21,7 @@ def service(monkeypatch):
     module = ModuleType("wandb")
     module.Error = type("Error", (Exception,), {})
     module.init = lambda **options: Run(**options)
-    monkeypatch.setitem(__import__("sys").modules, "wandb", module)
+    monkeypatch.setitem(sys.modules, "wandb", module)
     return module
 
 
@@ -34,3 +35,30 @@ def test_the_project_is_that_of_the_environment(service, tmp_path, monkeypatch, 
     assert run._run.options["project"] == project
     run.summarise({"sample_accuracy": 0.9, "status": "completed"})
     assert run._run.summary == {"sample_accuracy": 0.9, "status": "completed"}
+
+
+class Terminal:
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("error", ["Error", "ValueError"])
+def test_without_a_login_nobody_is_asked_and_one_line_says_so(service, tmp_path, monkeypatch, caplog, error):
+    """wandb asks at a terminal for a key, and raises an error where there is none; bad values of its variables are errors too."""
+    asked, terminal = [], Terminal()
+
+    def init(**options):
+        asked.append(sys.stdin.isatty())
+        raise getattr(service, error, ValueError)("No API key configured.\nUse `wandb login` to log in.")
+
+    service.init = init
+    monkeypatch.setattr(sys, "stdin", terminal)
+    run = WandbRun(tmp_path, "x", {})
+    assert asked == [False] and sys.stdin is terminal
+    (line,) = caplog.messages
+    assert "No API key configured" in line and "training continues, and this session is not logged there" in line
+    assert "\n" not in line
+    run.log(1, {"loss": 1.0})
+    run.summarise({"status": "completed"})
+    run.close()
+    assert len(caplog.messages) == 1

@@ -22,6 +22,7 @@ from torchtitan.statistics.interval import Interval
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#9a8f00", "#4b4b4b")
 MARKERS = ("o", "s", "^", "D", "v", "P", "*")
 SOFT, LINE = "#5b6470", "#dfe3e8"
+SCREEN_DPI, PRINT_DPI = 110, 200  # of pictures to look at, and of those that go into papers
 _DASHES: tuple[Literal["-"], Literal["--"], Literal[":"], Literal["-."]] = ("-", "--", ":", "-.")
 STYLE: dict[Any, Any] = {
     "figure.titlesize": 12, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8,
@@ -41,11 +42,11 @@ def new_figure(
         return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path, dpi: int = SCREEN_DPI) -> Path:
     """Write a PNG; its folder is there."""
     show_text_as_it_is(figure)
     with replacing(path) as unfinished:
-        figure.savefig(unfinished, format="png", dpi=110)
+        figure.savefig(unfinished, format="png", dpi=dpi)
     return path
 
 

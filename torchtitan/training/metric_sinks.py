@@ -3,9 +3,11 @@
 import io
 import os
 import socket
+import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +85,8 @@ class WandbRun:
         self._wandb, self._folder = wandb, folder
         self._run = None
         self._outputs = OptionalOutputs()
-        with self._attempt("training continues, and this session is not logged there"):
+        # A value of the environment that wandb rejects is a ValueError.
+        with self._attempt("training continues, and this session is not logged there", ValueError), _nobody_at_the_terminal():
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or "torchtitan", name=name, id=_wandb_id(folder), resume="allow",
                 dir=str(folder), config=config,
@@ -110,8 +113,21 @@ class WandbRun:
             with self._attempt("its last points may be missing"):
                 self._run.finish()
 
-    def _attempt(self, consequence: str = "training continues, and the next point is tried"):
-        return self._outputs.attempt("Weights & Biases", self._folder, self._wandb.Error, consequence=consequence)
+    def _attempt(
+        self, consequence: str = "training continues, and the next point is tried", *errors: type[Exception]
+    ) -> AbstractContextManager:
+        errors = (self._wandb.Error, *errors)
+        return self._outputs.attempt("Weights & Biases", self._folder, *errors, consequence=consequence)
+
+
+@contextmanager
+def _nobody_at_the_terminal() -> Iterator[None]:
+    """Give questions an empty standard input: wandb without a login would ask for it, and training would wait."""
+    before, sys.stdin = sys.stdin, io.StringIO()
+    try:
+        yield
+    finally:
+        sys.stdin = before
 
 
 def as_png(picture: Image.Image) -> bytes:

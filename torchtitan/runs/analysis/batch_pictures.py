@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes as Panel
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from torchtitan.pictures.style import SOFT, colour, error_bar, label_lines, marker, new_figure, save
+from torchtitan.pictures.style import PRINT_DPI, SOFT, colour, error_bar, label_lines, marker, new_figure, save
 from torchtitan.runs.analysis.axes import BATCH, label, value_label, values_in_order, varying
 from torchtitan.runs.analysis.cells import Cell, arms
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU, MFU_REPORTED, Metric
@@ -86,7 +86,7 @@ def _draw(
         _batch_axis([panel_row[j] for panel_row in panels], batches[column])
     for panel, of_panel in ends:  # last: labels need the final limits
         label_lines(panel, of_panel, _PANEL[1])
-    return save(figure, path)
+    return save(figure, path, PRINT_DPI)
 
 
 def _draw_arms(

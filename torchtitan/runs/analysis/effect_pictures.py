@@ -1,26 +1,22 @@
-"""Pictures of ratios: effects of switches and their interactions, scaling over ranks, memory against throughput."""
+"""Pictures of ratios: effects of switches and their interactions; memory against throughput."""
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes as Panel
-from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from torchtitan.pictures.style import (
     COLOURS,
+    PRINT_DPI,
     SOFT,
-    colour,
-    dashes,
-    error_bar,
-    label_lines,
-    marker,
     new_figure,
     save,
 )
 from torchtitan.runs.analysis.axes import label, varying
 from torchtitan.runs.analysis.cells import Cell
-from torchtitan.runs.analysis.effects import EFFECT_METRICS, Effect, Interaction, Ratio, ScalingCurve, pareto
+from torchtitan.runs.analysis.effects import EFFECT_METRICS, Effect, Interaction, Ratio, pareto
 from torchtitan.runs.analysis.findings import change_label, percent
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY
 
@@ -56,41 +52,6 @@ def draw_interactions(found: Sequence[Interaction], path: Path) -> Path:
     return _forest("Interaction of switches: change of one's effect by the other", rows, names, path)
 
 
-def draw_scaling(curves: Sequence[ScalingCurve], path: Path) -> Path:
-    """Draw images/s over ranks with the ideal, and efficiency; a row per kind of scaling."""
-    kinds = list(dict.fromkeys(curve.kind for curve in curves))
-    named = varying([curve.axes | {"kind": curve.kind} for curve in curves])
-    size = (12.5, 0.8 + len(kinds) * max(3.2, 0.16 * len(curves) + 1))
-    figure, panels = new_figure("Scaling over ranks", len(kinds), 2, size)
-    for (speed, efficiency), kind in zip(panels, kinds, strict=True):
-        chosen = [curve for curve in curves if curve.kind == kind]
-        batch = "local_batch" if kind == "weak" else "global_batch"
-        names = [name for name in named if name not in ("kind", "mesh", "world_size", "local_batch", "global_batch")]
-        names += [batch] if batch in named else []
-        ends: tuple[list, list] = ([], [])
-        for n, curve in enumerate(chosen):
-            ranks = [point.ranks for point in curve.points]
-            images = [point.cell.measures[IMAGES.name] for point in curve.points]
-            shares = [point.efficiency.scaled(100) for point in curve.points]
-            text = label(curve.axes, names or ["layout"])
-            speed.plot(ranks, [images[0].value * r / ranks[0] for r in ranks], color=colour(n), linewidth=0.8,
-                       linestyle=":", alpha=0.7)
-            for panel, estimates, at_end in ((speed, images, ends[0]), (efficiency, shares, ends[1])):
-                _curve(panel, ranks, estimates, n, [point.cell.single for point in curve.points])
-                at_end.append((ranks[-1], estimates[-1].value, text, colour(n)))
-        _rank_axis(speed, chosen, f"images/s ({kind} scaling; dotted: ideal)")
-        _rank_axis(efficiency, chosen, f"efficiency, % ({kind} scaling)")
-        speed.set_yscale("log")
-        speed.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        speed.yaxis.set_minor_locator(NullLocator())
-        speed.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        efficiency.set_ylim(0, 1.08 * max(100, *(100 * point.efficiency.value for c in chosen for point in c.points)))
-        efficiency.axhline(100, color=SOFT, linewidth=0.8, linestyle=":")
-        for panel, at_end in zip((speed, efficiency), ends, strict=True):
-            label_lines(panel, at_end, size[1] / len(kinds) - 0.8)
-    return save(figure, path)
-
-
 def draw_pareto(cells: Sequence[Cell], path: Path) -> Path | None:
     """Draw memory against images/s, a panel per model, patch, ranks and device; the front numbered and named."""
     usable = [cell for cell in cells if IMAGES.name in cell.measures and MEMORY.name in cell.measures]
@@ -112,7 +73,7 @@ def draw_pareto(cells: Sequence[Cell], path: Path) -> Path | None:
         panel.set_title(label(members[0].axes, which), fontsize=9, loc="left")
     for panel in places[len(groups):]:
         panel.set_visible(False)
-    return save(figure, path)
+    return save(figure, path, PRINT_DPI)
 
 
 def _draw_front(panel: Panel, cells: list[Cell], names: list[str]) -> None:
@@ -159,7 +120,7 @@ def _forest(title: str, rows: list[Row], metrics: list[tuple[str, str]], path: P
     first = panels[0][0]
     first.set_yticks(range(len(rows)), [text for text, _, _ in rows], fontsize=8, color="black", linespacing=1.1)
     first.set_ylim(len(rows) - 0.4, -0.6)
-    return save(figure, path)
+    return save(figure, path, PRINT_DPI)
 
 
 def _draw_ratio(panel: Panel, place: int, color: str, ratio: Ratio) -> None:
@@ -194,25 +155,6 @@ def _ratio_axis(panel: Panel, ratios: list[Ratio]) -> None:
     panel.xaxis.set_minor_locator(NullLocator())
     panel.xaxis.set_major_formatter(lambda value, _: "0" if value == 1 else f"{100 * (value - 1):+.0f} %")
     panel.axvline(1, color=SOFT, linewidth=0.9)
-
-
-def _curve(panel: Panel, ranks: list[int], estimates: Sequence, n: int, singles: list[bool]) -> None:
-    values = [one.value for one in estimates]
-    below, above = zip(*map(error_bar, estimates), strict=True)
-    panel.errorbar(ranks, values, yerr=[below, above], color=colour(n), linestyle=dashes(n), linewidth=1.6, capsize=2)
-    for rank, value, single in zip(ranks, values, singles, strict=True):
-        face = "white" if single else colour(n)
-        panel.plot([rank], [value], marker=marker(n), color=colour(n), markerfacecolor=face, markersize=5, linestyle="")
-
-
-def _rank_axis(panel: Panel, curves: Sequence[ScalingCurve], text: str) -> None:
-    ranks = sorted({point.ranks for curve in curves for point in curve.points})
-    panel.set_xscale("log", base=2)
-    panel.xaxis.set_major_locator(FixedLocator(ranks))
-    panel.xaxis.set_minor_locator(NullLocator())
-    panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    panel.set_xlabel("ranks")
-    panel.set_ylabel(text)
 
 
 def _count(n: int, word: str) -> str:

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from PIL import Image
+
+from torchtitan.pictures.style import PRINT_DPI, SCREEN_DPI
 from torchtitan.runs.analysis.batch_pictures import EXPLANATION
 from torchtitan.runs.analysis.findings import HOW_MEASURED, HOW_PAIRED, HOW_TESTED, Results, cautions, headlines, tables
 from torchtitan.runs.pages import png_source, render_page
@@ -18,5 +21,11 @@ def report_page(results: Results, pictures: Sequence[tuple[str, Path]], title: s
     return render_page(
         "report.html", title=title, headlines=headlines(results), cautions=cautions(results),
         methods=(HOW_MEASURED, HOW_PAIRED, HOW_TESTED), explanation=EXPLANATION, tables=tables(results),
-        pictures=[(name, png_source(path.read_bytes())) for name, path in pictures],
+        pictures=[(name, png_source(path.read_bytes()), _shown_width(path)) for name, path in pictures],
     )  # fmt: skip
+
+
+def _shown_width(path: Path) -> int:
+    """Width of a picture on the page, in CSS pixels: pictures have more pixels than a screen needs."""
+    with Image.open(path) as picture:
+        return round(picture.width * SCREEN_DPI / PRINT_DPI)

@@ -7,18 +7,22 @@ from pathlib import Path
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.runs.analysis.axes import NAMED_AXES
+from torchtitan.runs.analysis.bar_pictures import NAME as BARS
+from torchtitan.runs.analysis.bar_pictures import draw_bars
 from torchtitan.runs.analysis.batch_pictures import draw_over_batch
 from torchtitan.runs.analysis.cells import join_repeats
 from torchtitan.runs.analysis.collect import collect
-from torchtitan.runs.analysis.effect_pictures import draw_effects, draw_interactions, draw_pareto, draw_scaling
+from torchtitan.runs.analysis.effect_pictures import draw_effects, draw_interactions, draw_pareto
 from torchtitan.runs.analysis.effects import all_effects, interactions, scaling
 from torchtitan.runs.analysis.findings import Results, markdown
 from torchtitan.runs.analysis.page import report_page
+from torchtitan.runs.analysis.scaling_picture import draw_scaling
 from torchtitan.runs.analysis.tables import cell_rows, run_rows, write_csv, write_parquet
 
 # The first table is written before all else, and is that by which a folder is known.
 _TEXTS = ("runs.csv", "runs.parquet", "cells.csv", "analysis.md", "report.html")
 _PICTURES = ("effects.png", "interactions.png", "scaling.png", "pareto.png")
+_DRAWN = ("*_over_batch*.png", BARS.format("*"))
 _NOTHING = b"\0"  # begins no file of a report
 
 
@@ -71,7 +75,8 @@ def refuse_other_files(folder: Path) -> None:
     table = folder / _TEXTS[0]
     refuse_foreign_file(table, f"name,{','.join(NAMED_AXES)},".encode())
     if not os.path.lexists(table):  # there was no report; what has its names is somebody else's
-        for path in (*(folder / name for name in (*_TEXTS, *_PICTURES)), *folder.glob("*_over_batch.png")):
+        drawn = (path for pattern in _DRAWN for path in folder.glob(pattern))
+        for path in (*(folder / name for name in (*_TEXTS, *_PICTURES)), *drawn):
             refuse_foreign_file(path, _NOTHING)
 
 
@@ -80,6 +85,7 @@ def draw_all(results: Results, folder: Path) -> list[tuple[str, Path]]:
     pictures = draw_over_batch(results.cells, folder)
     if results.effects:
         pictures.append(("Effect of each switch", draw_effects(results.effects, folder / "effects.png")))
+    pictures += draw_bars(results.effects, folder)
     if results.interactions:
         path = draw_interactions(results.interactions, folder / "interactions.png")
         pictures.append(("Interaction of switches", path))
