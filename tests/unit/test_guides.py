@@ -20,7 +20,7 @@ from torchtitan.diffusion.paths import per_image
 from torchtitan.diffusion.predictions import target
 from torchtitan.evaluation.config import SamplingConfig, sampling_problems
 from torchtitan.evaluation.sampling import ImageSampler
-from torchtitan.runs.guides import guide_problem, read_reference
+from torchtitan.runs.guides import guide_problem, open_guide, read_reference
 from torchtitan.runs.trained_model import WeightsError
 
 KIND, SHAPE = Classes(3), (4, 2, 2)
@@ -301,3 +301,13 @@ def test_guides_that_cannot_guide_are_refused_with_the_reason():
         assert found.startswith(line) and "\n" not in found and found.endswith(")")
     for one, guide in ((trained(), trained()), (trained(), trained(kind=Unconditional())), (trained(kind=named), trained())):
         assert guide_problem(one, guide) == ""
+
+
+@pytest.mark.parametrize(("kind", "lacks"), [(Unconditional(), "without classes"), (KIND, "without a null class")])
+def test_guidance_of_a_model_that_has_nothing_to_guide_by_is_refused_with_what_it_lacks(kind, lacks):
+    config = JobConfig()
+    config.model.label_dropout = 0.0
+    sampled = SimpleNamespace(config=config, model=SimpleNamespace(condition_kind=kind))
+    with pytest.raises(WeightsError, match=rf"^--guidance-scale: the model was trained {lacks} \(leave it at 1"):
+        open_guide(None, Path("run"), None, sampled, 2.0, torch.device("cpu"))
+    assert open_guide(None, Path("run"), None, sampled, 1.0, torch.device("cpu")) is None

@@ -115,7 +115,8 @@ class Evaluation:
         if self._layout.rank != 0:
             return None
         rows = choices[:: config.images_per_class].tolist()
-        title = f"guidance {config.guidance_scale:g}"  # the animation writes the step
+        # The animation writes the step; there is nothing else to say of samples without conditions and guide.
+        title = f"guidance {config.guidance_scale:g}" if kind.choices or config.guidance_scale != 1 else ""
         labels = class_labels(rows, kind.choice_names)
         picture = image_grid(images, len(rows), config.images_per_class, labels, title)
         return SampleGrid(picture, [Image.fromarray(each) for each in to_rgb(images[:: config.images_per_class].numpy())])

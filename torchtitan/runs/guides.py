@@ -72,7 +72,8 @@ def open_guide(
         return load_guide(read_reference(text), source, config_file, sampled, device)
     unconditional = isinstance(sampled.model.condition_kind, Unconditional)
     if guidance_scale != 1 and (unconditional or sampled.config.model.label_dropout == 0):
-        raise WeightsError("--guidance-scale: the model was trained without a null class (leave it at 1, or give --guide)")
+        lacks = "classes" if unconditional else "a null class"
+        raise WeightsError(f"--guidance-scale: the model was trained without {lacks} (leave it at 1, or give --guide)")
     return None
 
 
