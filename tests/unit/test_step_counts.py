@@ -37,7 +37,7 @@ CASES = {
 # Kernels outside the blocks for a microbatch of any size: draws, objective, embedders, last layer, and their backward.
 KERNELS_OUTSIDE = {"dit_xl2_256": 608, "sit_xl2_256": 383, "sharded": 594, "flux_schnell_256": 409}
 MEGABYTES_OF_A_BLOCK = {"dit_xl2_256": 1204, "sharded": 1337}  # forward and backward, 8 images
-MEGABYTES_OF_A_COMPILED_BLOCK = 1000
+MEGABYTES_OF_A_COMPILED_BLOCK = 1099
 PEAK_MEGABYTES = {"dit_xl2_256": 1199, "sharded": 449}
 # Of a measured step: of the monitor's own, outside the blocks with the taps, and of all that the host waits for.
 KERNELS_OF_NOISE, KERNELS_OUTSIDE_WITH_NOISE, WAITS_OF_NOISE = 220, 686, 15
@@ -97,8 +97,8 @@ def test_compiled_blocks_multiply_as_eager_ones_and_move_less(counts):
         assert compiled[name]["bytes_moved"] < eager[name]["bytes_moved"]
     moved = sum(compiled[name]["bytes_moved"] for name in ("blocks", "backward blocks"))
     tokens = 8 * 256 * 1152 * 2  # bytes of a block's input in bfloat16
-    # By hand, a block keeps its input, both modulated inputs of products, q, k, v, attention's output as such and as the
-    # product's input, both outputs that gates multiply, and the MLP's hidden layer before and after GELU: 17 of them.
+    # By hand, a block keeps its input, both modulated inputs of products, q, k, v, attention's output, both outputs that gates
+    # multiply, and the MLP's hidden layer, four times as wide, before and after GELU: 17 of them.
     assert compiled["blocks"]["kept_bytes"] / BLOCKS < 17.5 * tokens
     assert moved / BLOCKS < MEGABYTES_OF_A_COMPILED_BLOCK * 1e6
     others = [name for name in eager if name not in ("blocks", "backward blocks", "step", "derived")]
