@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,10 +31,14 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.config.job import load_config
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.config import CompileConfig
+from torchtitan.distributed.precision import DTYPES
+from torchtitan.estimate.fake_cuda.compiled_block import count_compiled
 from torchtitan.estimate.fake_cuda.counter import PhaseCounts, StepCounter
 from torchtitan.estimate.fake_cuda.device import NoFakeCuda, fake_cuda
 from torchtitan.estimate.memory import estimate_memory
+from torchtitan.models import build_model
 from torchtitan.run_state import RunState
 from torchtitan.runs.folder import versions
 from torchtitan.supervision.phases import Phases
@@ -58,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         write_rows(known.section)
         return
     try:
-        counted = count_step(words, known.ranks, known.step)
+        counted = count_step(words, known.ranks, known.step, known.compiled)
     except NoFakeCuda as error:
         sys.exit(f"step_counts: {error}")
     print(json.dumps(as_record(counted), indent=1) if known.json else as_text(counted))
@@ -72,6 +77,7 @@ def parse_arguments(arguments: list[str] | None) -> tuple[argparse.Namespace, li
     parser.add_argument("--ranks", type=int, default=1, help="ranks of the run; those of a sharded one share the model")
     parser.add_argument("--step", type=int, default=9, help="number of the counted step; measurements have an interval")
     parser.add_argument("--section", default="after", help="of the results, without a configuration (default: after)")
+    parser.add_argument("--compiled", action="store_true", help="count blocks as the compiler partitions and could fuse them")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     known, words = parser.parse_known_args(arguments)
     if known.images is not None:
@@ -99,7 +105,7 @@ class CountedStep:
     flops_per_image: int
 
 
-def count_step(words: list[str], ranks: int = 1, step: int = 9) -> CountedStep:
+def count_step(words: list[str], ranks: int = 1, step: int = 9, compiled: bool = False) -> CountedStep:
     """Count a train step as rank 0, in this process; before its first backward.
 
     The step before it creates the optimizer's state and is not counted.
@@ -108,6 +114,7 @@ def count_step(words: list[str], ranks: int = 1, step: int = 9) -> CountedStep:
         words: command line of a configuration.
         ranks: of the run.
         step: number of the counted step, 2 or more.
+        compiled: count the blocks' kernels and bytes as of compiled ones; memory stays that of eager ones.
 
     Raises:
         NoFakeCuda: there is a GPU, no C++ compiler, or several ranks without shards.
@@ -125,6 +132,8 @@ def count_step(words: list[str], ranks: int = 1, step: int = 9) -> CountedStep:
             counter.reset()
             trainer.state.step = number
             trainer.train_step()
+        if compiled:
+            _compile_blocks(trainer.state, counter)
         trainer.close()
     phases = {name: counter.phases[name] for name in PHASES if name in counter.phases}
     return CountedStep(phases, trainer.state.batch_size // ranks, trainer.state.flops_per_image)
@@ -171,6 +180,34 @@ def _mark(state: RunState, counter: StepCounter) -> None:
     for number, block in enumerate(state.model.blocks()):
         block.register_forward_pre_hook(_entering_blocks(counter, first=number == 0), prepend=True)
         block.register_forward_hook(_leaving_block(counter))
+
+
+def _compile_blocks(state: RunState, counter: StepCounter) -> None:
+    """Replace the counts of eager blocks by those of compiled ones, from one new block and a forward's inputs."""
+    one = state.config.model.of_depth(1)
+    if one is None or state.gns:
+        raise NoFakeCuda("--compiled: the blocks differ, or gradient noise is measured in them")
+    phases, counter.phases = counter.phases, {}  # what is run for the count is none of the step
+    inputs: list[Any] = []
+    hook = state.model.blocks()[0].register_forward_pre_hook(lambda _, given: inputs.extend(given))
+    batch = state.to_device(state.data.next_batch())
+    with torch.no_grad():
+        state.loss_terms(batch, GlobalBatch(0, state.batch_size))
+    hook.remove()
+    with torch.device("meta"):
+        model = build_model(one, state.info.image_shape, state.model.condition_kind)
+    param_dtype = DTYPES[state.config.training.mixed_precision_param]
+    model.to_empty(device="cuda")
+    block = model.train().blocks()[0]
+    if state.layout.sharded:  # whose weights FSDP2 casts, where autocast would
+        block.to(param_dtype)
+    inputs = [x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x for x in inputs]
+    autocast = None if state.layout.sharded or param_dtype == torch.float32 else param_dtype
+    found, blocks = count_compiled(block, tuple(inputs), autocast), len(state.model.blocks())
+    counter.phases = phases
+    for name, calls in (("blocks", found.forward), ("backward blocks", found.backward)):
+        counter.phases[name].calls = Counter({call: times * blocks for call, times in calls.items()})
+    counter.phases["blocks"].kept = found.kept * blocks
 
 
 def _enter(counter: StepCounter, phase: str) -> None:
@@ -248,12 +285,15 @@ _7B = [
 ]  # fmt: skip
 ROWS = {
     "DiT-XL/2, 256 images": [*_XL, "--images", "256"],
+    "DiT-XL/2, 256 images, compiled": [*_XL, "--images", "256", "--compiled"],
     "DiT-XL/2, 256 images, noise measured": [*_XL, "--images", "256", *_NOISE],
     "DiT-XL/2, 32 images": [*_XL, "--images", "32"],
     "DiT-XL/2, 32 images, noise measured": [*_XL, "--images", "32", *_NOISE],
+    "DiT-XL/2, 32 images, compiled": [*_XL, "--images", "32", "--compiled"],
     "DiT-B/2, 256 images": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256"],
     "DiT-B/2, 256 images, noise measured": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256", *_NOISE],
     "7B, FSDP x 8, 16 images a rank": _7B,
+    "7B, FSDP x 8, 16 images a rank, compiled": [*_7B, "--compiled"],
     "7B, FSDP x 8, 16 images a rank, noise measured": [*_7B, *_NOISE],
 }
 
@@ -304,7 +344,7 @@ def _record(phase: PhaseCounts) -> dict[str, Any]:
         "synchronising_copies": len(waiting),
         "waits": dict(phase.waits),
         "peak_bytes": phase.peak,
-    }
+    } | ({"kept_bytes": phase.kept} if phase.kept else {})
 
 
 def as_text(counted: CountedStep) -> str:

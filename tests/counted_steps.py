@@ -7,12 +7,12 @@ from benchmarks.step_counts import as_record, count_step, images_words
 from torchtitan.estimate.fake_cuda.device import NoFakeCuda
 
 
-def write_counts(cases: dict[str, tuple[list[str], int, int]], path: str) -> int:
-    """Write the counts of cases, name -> (words, ranks, step), as JSON; or why there are none."""
+def write_counts(cases: dict[str, tuple[list[str], int, int, bool]], path: str) -> int:
+    """Write the counts of cases, name -> (words, ranks, step, whether blocks are compiled), as JSON; or why there are none."""
     found = {}
-    for name, (words, ranks, step) in cases.items():
+    for name, (words, ranks, step, compiled) in cases.items():
         try:
-            found[name] = as_record(count_step(words, ranks, step))
+            found[name] = as_record(count_step(words, ranks, step, compiled))
         except NoFakeCuda as error:
             found = {"skipped": str(error)}
             break

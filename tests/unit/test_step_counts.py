@@ -25,17 +25,19 @@ FLUX = [
     "--training.local_batch_size", "8", "--training.global_batch_size", "8",
 ]  # fmt: skip
 BLOCKS = 2
-# name -> words, ranks, number of the step
+# name -> words, ranks, number of the step, whether blocks are compiled
 CASES = {
-    "dit_xl2_256": (shrunk("dit_xl2_256"), 1, 9),
-    "sit_xl2_256": (shrunk("sit_xl2_256"), 1, 9),
-    "sharded": (shrunk("dit_xl2_256", ranks=8), 8, 9),
-    "noise": (shrunk("dit_xl2_256", "--gns.enable", "true", "--gns.num_bins", "4"), 1, 16),
-    "flux_schnell_256": (FLUX, 1, 9),
+    "dit_xl2_256": (shrunk("dit_xl2_256"), 1, 9, False),
+    "compiled": (shrunk("dit_xl2_256"), 1, 9, True),
+    "sit_xl2_256": (shrunk("sit_xl2_256"), 1, 9, False),
+    "sharded": (shrunk("dit_xl2_256", ranks=8), 8, 9, False),
+    "noise": (shrunk("dit_xl2_256", "--gns.enable", "true", "--gns.num_bins", "4"), 1, 16, False),
+    "flux_schnell_256": (FLUX, 1, 9, False),
 }
 # Kernels outside the blocks for a microbatch of any size: draws, objective, embedders, last layer, and their backward.
 KERNELS_OUTSIDE = {"dit_xl2_256": 608, "sit_xl2_256": 383, "sharded": 594, "flux_schnell_256": 409}
 MEGABYTES_OF_A_BLOCK = {"dit_xl2_256": 1204, "sharded": 1337}  # forward and backward, 8 images
+MEGABYTES_OF_A_COMPILED_BLOCK = 1099
 PEAK_MEGABYTES = {"dit_xl2_256": 1199, "sharded": 449}
 # Of a measured step: of the monitor's own, outside the blocks with the taps, and of all that the host waits for.
 KERNELS_OF_NOISE, KERNELS_OUTSIDE_WITH_NOISE, WAITS_OF_NOISE = 220, 686, 15
@@ -83,9 +85,24 @@ def test_bytes_moved_by_a_block(counts, name):
 def test_peak_memory_is_bounded_and_as_estimated(counts, name):
     peak = counts[name]["step"]["peak_bytes"]
     assert peak <= 1e6 * PEAK_MEGABYTES[name]
-    words, ranks, _ = CASES[name]
+    words, ranks, *_ = CASES[name]
     estimated = estimate_memory(load_config(words, ranks), ranks).total
     assert abs(estimated / peak - 1) < 0.03
+
+
+def test_compiled_blocks_multiply_as_eager_ones_and_move_less(counts):
+    eager, compiled = counts["dit_xl2_256"], counts["compiled"]
+    for name in ("blocks", "backward blocks"):
+        assert compiled[name]["flops"] == eager[name]["flops"]
+        assert compiled[name]["bytes_moved"] < eager[name]["bytes_moved"]
+    moved = sum(compiled[name]["bytes_moved"] for name in ("blocks", "backward blocks"))
+    tokens = 8 * 256 * 1152 * 2  # bytes of a block's input in bfloat16
+    # By hand, a block keeps its input, both modulated inputs of products, q, k, v, attention's output, both outputs that gates
+    # multiply, and the MLP's hidden layer, four times as wide, before and after GELU: 17 of them.
+    assert compiled["blocks"]["kept_bytes"] / BLOCKS < 17.5 * tokens
+    assert moved / BLOCKS < MEGABYTES_OF_A_COMPILED_BLOCK * 1e6
+    others = [name for name in eager if name not in ("blocks", "backward blocks", "step", "derived")]
+    assert {name: eager[name] for name in others} == {name: compiled[name] for name in others}
 
 
 def test_a_measured_step_of_gradient_noise(counts):

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 
 # Operations that only describe memory, or allocate it, and start nothing on the device.
-_NO_KERNEL = frozenset(
+NO_KERNEL = frozenset(
     "alias as_strided chunk detach diagonal empty empty_like empty_strided expand is_pinned is_same_size lift lift_fresh"
     " narrow new_empty new_empty_strided permute record_stream _reshape_alias reshape resize_ select set_ slice split"
     " split_with_sizes squeeze t transpose unbind unfold unsafe_split unsafe_chunk unsqueeze _unsafe_view view view_as_real"
@@ -85,6 +85,7 @@ class PhaseCounts:
         waits: what the host waited in -> times.
         peak: most bytes live on the device.
         end: bytes live at the end.
+        kept: bytes from the forward to the backward, where compiled blocks were counted.
     """
 
     calls: Counter[Call] = field(default_factory=Counter)
@@ -93,6 +94,7 @@ class PhaseCounts:
     waits: Counter[str] = field(default_factory=Counter)
     peak: int = 0
     end: int = 0
+    kept: int = 0
 
     @property
     def operations(self) -> int:
@@ -252,13 +254,13 @@ class StepCounter(TorchDispatchMode):
 
     def _count(self, func, name, args, kwargs, result, inputs, outputs) -> None:
         on_device = [tensor for tensor in (*inputs, *outputs) if tensor.device.type == "cuda"]
-        if not on_device or name in _NO_KERNEL:
+        if not on_device or name in NO_KERNEL:
             return
         if func.namespace == "c10d":
             self.now.collectives[name] += max(map(_bytes, on_device))
             return
         moved = _read_bytes(name, inputs) + _written_bytes(func, args, outputs)
-        flops = _flops(func, args, kwargs, result)
+        flops = call_flops(func, args, kwargs, result)
         dtypes = [t.dtype for t in inputs if t.is_floating_point()] or [on_device[-1].dtype]
         self.now.calls[Call(name, str(dtypes[0]).removeprefix("torch."), moved, flops)] += 1
 
@@ -282,7 +284,8 @@ class StepCounter(TorchDispatchMode):
         self.live -= self._sizes.pop(key, 0)
 
 
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+def call_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Floating-point operations of a call of a matrix product or attention; 0 of any other operation."""
     counted = flop_registry.get(func._overloadpacket)
     if counted is None:
         return 0
