@@ -41,20 +41,27 @@ DIGITS = {
     "--training.steps": "120", "--lr_scheduler.warmup_steps": "4", "--sampling.judge_images": "100",
     "--evaluation.enable": "false",
 }
+OPTION = DIGITS | {
+    "--training.steps": "40", "--sampling.judge_images": "50", "--sampling.num_steps": "10", "--validation.num_images": "64",
+}
 TRAIN = r"scripts/train\.sh"
 # Pattern: options that shorten a command that it is found in; the first pattern counts.
 SHORTENED: tuple[tuple[str, dict[str, str]], ...] = (
     # Others draw from its checkpoint of step 300, and it is the same run on several processes.
     (rf"^(NGPU=4 )?{TRAIN}$", DIGITS | {"--training.steps": "320"}),
     (r"^--.*bfloat16", DIGITS | {"--training.steps": "8", "--sampling.num_steps": "2", "--validation.num_images": "64"}),
-    (rf"^--|{TRAIN}$|{TRAIN} train_configs/digits", DIGITS),
+    (r"^--evaluation", {name: value for name, value in OPTION.items() if not name.startswith("--evaluation")}),
+    (r"^--(model|training\.global)", OPTION | {"--training.steps": "6"}),
+    (r"^--(?!job)", OPTION),
+    (rf"^--job|{TRAIN}$|{TRAIN} train_configs/digits", DIGITS),
     (rf"{TRAIN} train_configs/edm2", {
         "--training.steps": "3", "--lr_scheduler.warmup_images": "20", "--training.global_batch_size": "20",
-        "--sampling.num_steps": "2",
+        "--sampling.num_steps": "2", "--sampling.images_per_class": "1", "--training.mixed_precision_param": "float32",
     }),
     (rf"{TRAIN} train_configs/cifar10", {
         "--training.steps": "3", "--lr_scheduler.warmup_steps": "1", "--training.global_batch_size": "20",
-        "--sampling.num_steps": "2", "--validation.num_images": "4",
+        "--sampling.num_steps": "2", "--sampling.images_per_class": "1", "--validation.num_images": "4",
+        "--training.mixed_precision_param": "float32",  # bfloat16 takes a processor minutes a step
     }),
     (rf"{TRAIN} train_configs/my_images", {"--training.steps": "8", "--lr_scheduler.warmup_steps": "2"}),
     (rf"{TRAIN} train_configs/flux_lora", {"--training.steps": "4", "--lr_scheduler.warmup_steps": "1"}),

@@ -1,17 +1,23 @@
-"""Counts of a train step on a GPU, without one: python benchmarks/step_counts.py CONFIG.toml [--images N] [--ranks R]
+"""Counts of a train step on a GPU, without one: python benchmarks/step_counts.py [CONFIG.toml] [--images N] [--ranks R]
 
 Runs `Trainer.train_step` as rank 0 of R on an imitated CUDA device, whose tensors have shapes and no values, and counts by
 phase: operations on the device (kernels, nearly), bytes of their inputs and outputs, FLOPs by dtype, copies between host
 and device, times that the host waits for the device, and live memory. Eager, by CUDA's autocast policy. Needs a C++
 compiler once. Further words are of the configuration: `--gns.enable true`. With --json, one JSON object.
+
+Without a configuration it counts the rows of docs/benchmarks.md, each in a process of its own, and writes them as a section
+(--section, such as "before") of benchmarks/results/step_counts.json, with the time of a step derived from them by a roofline.
 """
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,11 +30,15 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.config.job import load_config
+from torchtitan.distributed.config import CompileConfig
 from torchtitan.estimate.fake_cuda.counter import PhaseCounts, StepCounter
 from torchtitan.estimate.fake_cuda.device import NoFakeCuda, fake_cuda
+from torchtitan.estimate.memory import estimate_memory
 from torchtitan.run_state import RunState
+from torchtitan.runs.folder import versions
 from torchtitan.supervision.phases import Phases
 from torchtitan.trainer import Trainer
+from torchtitan.training.hardware import PEAK_TFLOPS_BF16
 
 ROOT = Path(__file__).resolve().parent.parent
 # What the loop does beside a step, and what needs a device of its own, is left out.
@@ -43,20 +53,30 @@ _NAMES = {"data": "batch", "forward": "objective"}
 
 
 def main(arguments: list[str] | None = None) -> None:
+    known, words = parse_arguments(arguments)
+    if known.config is None:
+        write_rows(known.section)
+        return
+    try:
+        counted = count_step(words, known.ranks, known.step)
+    except NoFakeCuda as error:
+        sys.exit(f"step_counts: {error}")
+    print(json.dumps(as_record(counted), indent=1) if known.json else as_text(counted))
+
+
+def parse_arguments(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Parse arguments; and the words of the configuration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", help="configuration file")
+    parser.add_argument("config", nargs="?", help="configuration file")
     parser.add_argument("--images", type=int, help="images per rank and step, in one microbatch (default: the configuration's)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of the run; those of a sharded one share the model")
     parser.add_argument("--step", type=int, default=9, help="number of the counted step; measurements have an interval")
+    parser.add_argument("--section", default="after", help="of the results, without a configuration (default: after)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     known, words = parser.parse_known_args(arguments)
     if known.images is not None:
         words = [*images_words(known.images, known.ranks), *words]
-    try:
-        counts = count_step(["--job.config_file", known.config, *words], known.ranks, known.step)
-    except NoFakeCuda as error:
-        sys.exit(f"step_counts: {error}")
-    print(json.dumps(as_record(counts), indent=1) if known.json else as_text(counts))
+    return known, ["--job.config_file", known.config or "", *words]
 
 
 def images_words(images: int, ranks: int) -> list[str]:
@@ -64,7 +84,22 @@ def images_words(images: int, ranks: int) -> list[str]:
     return ["--training.local_batch_size", str(images), "--training.global_batch_size", str(images * ranks)]
 
 
-def count_step(words: list[str], ranks: int = 1, step: int = 9) -> dict[str, PhaseCounts]:
+@dataclass(frozen=True)
+class CountedStep:
+    """Counts of a train step on one rank.
+
+    Attributes:
+        phases: phase, one of PHASES -> counts.
+        images: of the rank in the step.
+        flops_per_image: of training, without recomputation.
+    """
+
+    phases: dict[str, PhaseCounts]
+    images: int
+    flops_per_image: int
+
+
+def count_step(words: list[str], ranks: int = 1, step: int = 9) -> CountedStep:
     """Count a train step as rank 0, in this process; before its first backward.
 
     The step before it creates the optimizer's state and is not counted.
@@ -74,15 +109,16 @@ def count_step(words: list[str], ranks: int = 1, step: int = 9) -> dict[str, Pha
         ranks: of the run.
         step: number of the counted step, 2 or more.
 
-    Returns:
-        phase, one of PHASES -> counts.
-
     Raises:
-        NoFakeCuda: there is a GPU, or no C++ compiler.
+        NoFakeCuda: there is a GPU, no C++ compiler, or several ranks without shards.
     """
     counter = StepCounter()
     with tempfile.TemporaryDirectory() as folder, fake_cuda(counter), _fake_ranks(ranks):
-        trainer = Trainer(load_config([*words, *_ALONE, "--job.dump_folder", folder], ranks))
+        config = load_config([*words, *_ALONE, "--job.dump_folder", folder], ranks)
+        if ranks > 1 and config.parallelism.data_parallel_shard_degree == 1:
+            raise NoFakeCuda("DDP's reduction needs memory (count one rank, or shards)")
+        config.compile = CompileConfig()
+        trainer = Trainer(config)
         trainer.phases = _CountedPhases(counter)
         _mark(trainer.state, counter)
         for number in (step - 1, step):
@@ -90,7 +126,8 @@ def count_step(words: list[str], ranks: int = 1, step: int = 9) -> dict[str, Pha
             trainer.state.step = number
             trainer.train_step()
         trainer.close()
-    return {name: counter.phases[name] for name in PHASES if name in counter.phases}
+    phases = {name: counter.phases[name] for name in PHASES if name in counter.phases}
+    return CountedStep(phases, trainer.state.batch_size // ranks, trainer.state.flops_per_image)
 
 
 @contextmanager
@@ -143,8 +180,8 @@ def _enter(counter: StepCounter, phase: str) -> None:
 def _entering_blocks(counter: StepCounter, first: bool) -> Callable[..., None]:
     def hook(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         counter.enter("blocks")
-        if first:  # the gradient of the first block's input leaves the blocks
-            for tensor in inputs[:1]:
+        if first:  # the gradients of the first block's inputs leave the blocks
+            for tensor in inputs:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda _: _enter(counter, "backward"))
 
@@ -179,12 +216,80 @@ def whole(counts: dict[str, PhaseCounts]) -> PhaseCounts:
     return total
 
 
+# ---------------------------------------------------------------------- roofline
+
+DEVICE = "H200"
+# Rates that an H200 reaches, assumed: FLOP/s of products by dtype and of attention, bytes/s, seconds of the smallest kernel on
+# the device, seconds of the host for an eager operation.
+PRODUCTS = {"bfloat16": 680e12, "float32": 45e12, "float64": 45e12}
+ATTENTION, BANDWIDTH, SMALLEST_KERNEL, HOST_OPERATION = 400e12, 4.0e12, 2.5e-6, 6e-6
+
+
+def derived(counted: CountedStep) -> dict[str, float]:
+    """Times derived from counts by a roofline, eager and without communication: not measured.
+
+    An operation takes the longest of its FLOPs, its bytes and the smallest kernel; a step the longer of device and host.
+    """
+    device = 0.0
+    for call, times in whole(counted.phases).calls.items():
+        rate = ATTENTION if "dot_product" in call.name else PRODUCTS.get(call.dtype, PRODUCTS["float32"])
+        device += times * max(call.flops / rate, call.moved / BANDWIDTH, SMALLEST_KERNEL)
+    host = whole(counted.phases).operations * HOST_OPERATION
+    rate = counted.images / max(device, host)
+    mfu = rate * counted.flops_per_image / (1e12 * PEAK_TFLOPS_BF16[DEVICE])
+    return {"device_seconds": device, "host_seconds": host, "images_per_second": rate, "mfu": mfu}
+
+
+_XL = ["train_configs/dit_xl2_256.toml"]
+_NOISE = ["--gns.enable", "true", "--step", "16"]
+_7B = [
+    *_XL, "--model.flavor", "TorchDiTan-7B", "--model.learned_variance", "false", "--data.shape", "[16, 64, 64]", "--ranks", "8",
+    "--images", "16",
+]  # fmt: skip
+ROWS = {
+    "DiT-XL/2, 256 images": [*_XL, "--images", "256"],
+    "DiT-XL/2, 256 images, noise measured": [*_XL, "--images", "256", *_NOISE],
+    "DiT-XL/2, 32 images": [*_XL, "--images", "32"],
+    "DiT-XL/2, 32 images, noise measured": [*_XL, "--images", "32", *_NOISE],
+    "DiT-B/2, 256 images": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256"],
+    "DiT-B/2, 256 images, noise measured": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256", *_NOISE],
+    "7B, FSDP x 8, 16 images a rank": _7B,
+    "7B, FSDP x 8, 16 images a rank, noise measured": [*_7B, *_NOISE],
+}
+
+
+def write_rows(section: str) -> None:
+    """Count every row, and write a section of the results."""
+    path = ROOT / "benchmarks" / "results" / "step_counts.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    results["rates"] = {
+        "device": DEVICE, "products_flops_per_second": PRODUCTS, "attention_flops_per_second": ATTENTION,
+        "bytes_per_second": BANDWIDTH, "smallest_kernel_seconds": SMALLEST_KERNEL, "host_operation_seconds": HOST_OPERATION,
+    }  # fmt: skip
+    rows: dict[str, Any] = {}
+    results[section] = {"commit": commit, "date": date.today().isoformat(), "versions": versions(), "rows": rows}
+    for name, words in ROWS.items():
+        command = [sys.executable, str(Path(__file__).resolve()), *words, "--json"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{name}: {done.stderr.strip()}")
+        known, of_config = parse_arguments(words)
+        config = load_config([*of_config, *_ALONE], known.ranks, elsewhere=True)
+        rows[name] = json.loads(done.stdout) | {"estimated_peak_bytes": estimate_memory(config, known.ranks).total}
+        operations, rate = rows[name]["step"]["operations"], rows[name]["derived"]["images_per_second"]
+        print(f"{name}: {operations:,} operations, {rate:.0f} images/s", flush=True)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+
+
 # ---------------------------------------------------------------------- output
 
 
-def as_record(counts: dict[str, PhaseCounts]) -> dict[str, Any]:
-    """Record of the counts, for machines: by phase, and of the whole step."""
-    return {name: _record(phase) for name, phase in (counts | {"step": whole(counts)}).items()}
+def as_record(counted: CountedStep) -> dict[str, Any]:
+    """Record of the counts, for machines: by phase, of the whole step, and the times derived from them."""
+    counts = counted.phases
+    of_phases = {name: _record(phase) for name, phase in (counts | {"step": whole(counts)}).items()}
+    return of_phases | {"derived": derived(counted)}
 
 
 def _record(phase: PhaseCounts) -> dict[str, Any]:
@@ -202,10 +307,13 @@ def _record(phase: PhaseCounts) -> dict[str, Any]:
     }
 
 
-def as_text(counts: dict[str, PhaseCounts]) -> str:
+def as_text(counted: CountedStep) -> str:
     """Format the counts as a table for readers, with the copies that make the host wait."""
+    counts, times = counted.phases, derived(counted)
     lines = [f"{'':16}{'operations':>11}{'GB moved':>10}{'TFLOP':>8}{'to device':>11}{'to host':>9}{'waits':>7}{'peak GB':>9}"]
-    for name, record in as_record(counts).items():
+    for name, record in as_record(counted).items():
+        if name == "derived":
+            continue
         lines.append(
             f"{name:16}{record['operations']:11,}{record['bytes_moved'] / 1e9:10.2f}{sum(record['flops'].values()) / 1e12:8.2f}"
             f"{record['copies_to_device']:11}{record['copies_to_host']:9}"
@@ -219,6 +327,10 @@ def as_text(counts: dict[str, PhaseCounts]) -> str:
                 where = "to the device" if copy.to_device else "to the host"
                 lines.append(f"{name}: the host waits for a copy {where} of {list(copy.shape)} {copy.dtype}")
         lines += [f"{name}: the host waits in {reason}, {times} x" for reason, times in phase.waits.items()]
+    lines.append(
+        f"derived for one {DEVICE} by a roofline: device {times['device_seconds']:.3f} s, host {times['host_seconds']:.3f} s, "
+        f"{times['images_per_second']:.0f} images/s, MFU {times['mfu']:.1%}"
+    )
     return "\n".join(lines)
 
 

@@ -2,7 +2,11 @@
 # The ablation grid at a size for two laptop cores, and its report: scripts/run_ablations_cpu.sh [FOLDER] [options of scripts/sweep.py]
 # FOLDER: of the results, outputs/ablations_cpu by default. Started again, it resumes. --dry-run: only say what would be run.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+# Slurm runs a copy of this script: the repository is then REPOSITORY, or the folder that sbatch was called in.
+scripts=$(dirname "${BASH_SOURCE[0]}")
+[ -e "$scripts/environment.sh" ] || scripts=${REPOSITORY:-${SLURM_SUBMIT_DIR:-$PWD}}/scripts
+[ -e "$scripts/environment.sh" ] || { echo "run_ablations_cpu.sh: ${scripts%/*} is not the repository (submit from it, or set REPOSITORY)" >&2; exit 2; }
+source "$scripts/environment.sh"
 folder=$root/outputs/ablations_cpu
 if [ $# -gt 0 ] && [[ $1 != --* ]]; then
     folder=$1

@@ -8,7 +8,11 @@
 # Exit codes: 0 completed, 1 failed, 2 refused, 75 interrupted by a signal and saved, or another run writes into
 # the folder (the same command, later, resumes).
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+# Slurm runs a copy of this script: the repository is then REPOSITORY, or the folder that sbatch was called in.
+scripts=$(dirname "${BASH_SOURCE[0]}")
+[ -e "$scripts/environment.sh" ] || scripts=${REPOSITORY:-${SLURM_SUBMIT_DIR:-$PWD}}/scripts
+[ -e "$scripts/environment.sh" ] || { echo "train.sh: ${scripts%/*} is not the repository (submit from it, or set REPOSITORY)" >&2; exit 2; }
+source "$scripts/environment.sh"
 source "$root/scripts/status.sh"
 
 # --help [SECTION ...]: these options, then the keys of a configuration, once.

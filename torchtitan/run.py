@@ -14,6 +14,7 @@ from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.data.base import DatasetError
 from torchtitan.distributed.collectives import Interrupted, interruptible, requests_ignored_at_the_end
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
+from torchtitan.distributed.kernel_choices import KernelError
 from torchtitan.distributed.mesh import process_group
 from torchtitan.errors import (
     CheckpointError,
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _REFUSALS = (
     AutoencoderError, RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure, Float8Error,
-    LaunchError, MiscountedModel, EvaluationError,
+    LaunchError, MiscountedModel, EvaluationError, KernelError,
 )  # fmt: skip
 _WAIT = 3.0  # seconds for another rank to be seen gone, or to say why it ended
 _CLOSING_SECONDS = 60.0

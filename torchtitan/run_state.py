@@ -6,6 +6,7 @@ The loop is elsewhere: `torchtitan.trainer` advances the state from step to step
 
 import functools
 import logging
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -32,9 +33,10 @@ from torchtitan.diffusion.timesteps.registry import SamplerOf
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
 from torchtitan.distributed.collectives import from_first_rank, group_for_work
+from torchtitan.distributed.kernel_choices import check_attention, kernel_choices
 from torchtitan.distributed.mesh import Layout, init_process_group
 from torchtitan.distributed.parallelize import local, named_parameters, parallelize, release_unsharded
-from torchtitan.distributed.precision import compute_context
+from torchtitan.distributed.precision import DTYPES, compute_context
 from torchtitan.distributed.shard_drawing import place_shards
 from torchtitan.errors import CheckpointError
 from torchtitan.evaluation.config import LATENT_DATASETS
@@ -51,7 +53,7 @@ from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.models.adapters.adapters import draw_adapter_dropout, trained_parameters
 from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.base import DiffusionModel
-from torchtitan.models.float8 import check_convertible, convert_to_float8
+from torchtitan.models.float8 import check_convertible, compute_gather_scales, convert_to_float8
 from torchtitan.models.flops import check_macs
 from torchtitan.models.magnitude import normalize_rows, normalized_weights
 from torchtitan.runs.folder import RunFolder
@@ -99,7 +101,7 @@ class RunState:
             AutoencoderError: before there is a process group.
             Busy: another process writes into the run's folder; on every rank.
             EvaluationError, RunFolderError, MiscountedModel, CannotMeasure, CheckpointError, DatasetError, OptimizerError,
-                Float8Error: on every rank, before anything is overwritten.
+                Float8Error, KernelError: on every rank, before anything is overwritten.
         """
         self.config = config
         if config.cache.enable:
@@ -118,6 +120,7 @@ class RunState:
             check_convertible(_model_on_meta(config), config.float8, config.training.local_batch_size, shapes)
         if config.gns.enable and config.gns.single_pass:
             check_measurable(_model_on_meta(config))
+        self._check_attention()
         from_first_rank(self._open_folder)
         torch.use_deterministic_algorithms(config.debug.deterministic)
 
@@ -142,12 +145,14 @@ class RunState:
             layout,
             checkpointing=config.activation_checkpoint,
             compiling=config.compile,
+            sharding=config.parallelism,
             param_dtype=config.training.mixed_precision_param,
             reduce_dtype=config.training.mixed_precision_reduce,
             num_shapes=len(self.shapes),
+            cpu_offload=config.training.enable_cpu_offload,
         )
         if shards:
-            place_shards(self.model, shards)
+            place_shards(self.model, shards, on_host=config.training.enable_cpu_offload)
         self.parameters = trained_parameters(named_parameters(self.model))
         self._normalized = normalized_weights(self.model)
         beside = self.objective.parameters()
@@ -180,6 +185,7 @@ class RunState:
             config.training.max_skipped_steps, config.training.spike_threshold, layout.device, self.data.image_of,
             zeroes=config.training.non_finite_gradients == "zero",
         )  # fmt: skip
+        self._kernels = ExitStack()
         self.step = 0
         self.progress = 0
         self.batch_size = config.training.global_batch_size
@@ -190,6 +196,8 @@ class RunState:
                 self.gns.load_state_dict({}, 0)  # cuts what a process that was killed before its first checkpoint has written
         else:
             self.resume(resumed_step)
+        training = config.training
+        self._kernels.enter_context(kernel_choices(training.attention_backend, training.float32_matmul_precision))
 
     # ------------------------------------------------------------------ where the run stands
 
@@ -281,6 +289,11 @@ class RunState:
             normalize_rows([local(weight.detach()) for weight in self._normalized])
             release_unsharded(self.model)
 
+    def after_update(self) -> None:
+        """Prepare the updated weights for their next gather; collective where it is in float8."""
+        if self.config.float8.enable and self.config.float8.enable_fsdp_float8_all_gather:
+            compute_gather_scales(self.model)
+
     # ------------------------------------------------------------------ saving and resuming
 
     def tensors(self) -> dict[str, Tensor]:
@@ -346,6 +359,7 @@ class RunState:
         if self.gns and not self.gns.fits(state.get("gns", {})):
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("gns.")}
         read_tensors(checkpoint, tensors)
+        release_unsharded(self.model)
         if found := self.fault():
             raise CheckpointError(f"{checkpoint}: {found} (checkpoint.load_step resumes from an earlier one)")
         try:
@@ -373,7 +387,8 @@ class RunState:
             self.gns.load_state_dict(gns_state, self.step)
 
     def close(self) -> None:
-        """Close: stop the loader's workers, and let a save end."""
+        """Close: stop the loader's workers, let a save end, and restore the process's kernels."""
+        self._kernels.close()
         self.data.close()
         self.checkpointer.close()
 
@@ -382,6 +397,13 @@ class RunState:
     def _open_folder(self) -> None:
         self.folder.open()
         remove_status(self.folder.path)
+
+    def _check_attention(self) -> None:
+        """Check that the chosen attention is there, where the network says how wide its heads are. Raises KernelError."""
+        training = self.config.training
+        if (width := self.config.model.head_width) is not None:
+            dtype = DTYPES[training.mixed_precision_param]
+            check_attention(training.attention_backend, width, dtype, self.layout.device)
 
     def _sample_metrics(self) -> SampleMetrics:
         """Metrics of samples, checked before the run's folder is made; collective. Raises EvaluationError."""

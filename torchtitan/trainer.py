@@ -11,6 +11,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.data.base import Batch
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.collectives import StopRequest, from_first_rank
+from torchtitan.distributed.compile import begin_graphs
 from torchtitan.distributed.mesh import set_train_timeout
 from torchtitan.distributed.parallelize import (
     accumulate_locally,
@@ -157,6 +158,8 @@ class Trainer:
         """Train one optimizer step, unless the guard skips it; return the gradient norm before clipping and the rate.
         """
         state, config = self.state, self.config
+        if config.compile.cuda_graphs:
+            begin_graphs()
         factor = state.batch_factor
         state.batch_size = factor * config.training.global_batch_size
         samples = GlobalBatch(state.data.next_sample, state.batch_size, state.data.attempt)
@@ -183,6 +186,7 @@ class Trainer:
             if state.gns:
                 state.gns.conclude(skip if zeroed is None else skip | zeroed.any())
             state.optimizer.step(skip)
+            state.after_update()
             state.optimizer.zero_grad(set_to_none=True)
         state.progress += factor
         with self.phases("ema"):
@@ -262,6 +266,8 @@ class Trainer:
 
     def _discarded_backward(self, shape: tuple[int, int, int]) -> None:
         state, count = self.state, self.config.training.local_batch_size
+        if self.config.compile.cuda_graphs:
+            begin_graphs()
         batch = {"images": torch.zeros(count, *shape), "samples": torch.arange(count)}
         batch |= state.model.condition_kind.placeholder(count)
         with accumulate_locally(state.train_module, last=True):

@@ -16,7 +16,7 @@ from tests.forked import ForkedProcess
 from tests.launcher import ROOT
 from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
 from torchtitan.experiments import training
-from torchtitan.experiments.process import Outcome
+from torchtitan.experiments.outcome import Outcome
 from torchtitan.files.run_lock import RunLock
 from torchtitan_dit.studies import grid_plots, paired_runs
 from torchtitan_dit.studies.compare_settings import read_arms

@@ -195,6 +195,49 @@ def test_a_job_on_one_node_finds_the_repository_and_queues_an_interrupted_run_ag
     assert elsewhere.returncode == 2 and "is not the repository" in elsewhere.stderr
 
 
+@pytest.mark.parametrize(("script", "packages", "program"), [
+    ("run_ablations_0.5B.sh", "digits lowbit", "scripts/sweep.py train_configs/sweeps/dit_0.5B.toml --dry-run"),
+    ("run_ablations_7B.sh", "digits lowbit", "scripts/sweep.py train_configs/sweeps/dit_7B.toml --dry-run"),
+    ("run_ablations_7B_autotune.sh", "digits lowbit", "scripts/sweep.py train_configs/sweeps/dit_7B_autotune.toml --dry-run"),
+    ("run_ablations_cpu.sh", "digits", "scripts/sweep.py train_configs/sweeps/cpu.toml --output outputs/ablations_cpu --dry-run"),
+    ("train.sh", "digits", "train.py --job.config_file a.toml --dry-run 1"),
+])  # fmt: skip
+def test_a_script_that_slurm_has_copied_finds_the_repository(tmp_path, script, packages, program):
+    repository, spool = tmp_path / "repository", tmp_path / "spool"
+    (repository / "scripts").mkdir(parents=True)
+    (repository / ".venv" / "bin").mkdir(parents=True)
+    (repository / "torchtitan").symlink_to(ROOT / "torchtitan")
+    (repository / "scripts" / "status.sh").symlink_to(ROOT / "scripts" / "status.sh")
+    (repository / "a.toml").touch()
+    (repository / "scripts" / "environment.sh").write_text(
+        'root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)\nvenv=$root/.venv\nset_up() { echo "set up $*"; }\n'
+    )
+    python = repository / ".venv" / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "$PWD $*"\n')
+    python.chmod(0o755)
+    spool.mkdir()
+    (spool / "slurm_script").write_text((ROOT / "scripts" / script).read_text())  # as Slurm starts it
+
+    def job(folder, **variables):
+        words = ["a.toml", "--dry-run", "1"] if script == "train.sh" else ["--dry-run"]
+        environment = {name: value for name, value in os.environ.items() if name not in ("REPOSITORY", "SLURM_SUBMIT_DIR")}
+        command = ["bash", str(spool / "slurm_script"), *words]
+        return subprocess.run(
+            command, text=True, env=environment | variables, capture_output=True, cwd=folder, timeout=60
+        )
+
+    submitted = job(repository, SLURM_SUBMIT_DIR=str(repository), SLURM_JOB_ID="17")
+    assert submitted.returncode == 0, submitted.stderr
+    set_up, *commands = submitted.stdout.splitlines()
+    assert set_up == f"set up {packages}"
+    assert commands[-1].replace(f"--output {repository}/", "--output ") == f"{repository} {program}"
+    if script != "train.sh":  # its CONFIG is relative to the folder that it is called from
+        assert job(spool, SLURM_SUBMIT_DIR=str(spool), REPOSITORY=str(repository)).stdout.splitlines() == [set_up, *commands]
+    elsewhere = job(spool, SLURM_SUBMIT_DIR=str(spool))
+    assert elsewhere.returncode == 2 and len(elsewhere.stderr.splitlines()) == 1
+    assert elsewhere.stderr.startswith(f"{script}: {spool} is not the repository (submit from it, or set REPOSITORY)")
+
+
 def test_shards_that_lie_across_nodes_are_pointed_out():
     def advice(replicas: int, shards: int, per_node: int) -> str | None:
         return crosses_nodes(SimpleNamespace(replicas=replicas, shards=shards), per_node)

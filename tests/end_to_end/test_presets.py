@@ -22,6 +22,7 @@ from torchtitan_dit.commands.extract_latents import main as extract_latents
 SMALL = [
     "--training.steps", "3", "--training.global_batch_size", "4", "--training.mixed_precision_param", "float32",
     "--checkpoint.enable", "false", "--metrics.log_freq", "1", "--metrics.enable_tensorboard", "false",
+    "--compile.enable", "false",
     "--sampling.num_steps", "3", "--sampling.images_per_class", "1", "--sampling.judge_images", "0",
 ]  # fmt: skip
 SMALL_NETWORKS = {
@@ -39,6 +40,10 @@ PRESETS = [name for name in PRESETS if not name.startswith("sweeps")]
 # Loaded only: each differs in data, sizes and rates, which test_edm2_import.py and test_edm2_presets.py hold, from one trained.
 LIKE_OTHERS = {f"edm2/{name}.toml" for name in ("cifar10_e", "cifar100_c", "cifar100_g", "tiny_imagenet_c", "tiny_imagenet_g")}
 LIKE_OTHERS |= {"edm2/img512_s.toml"}
+LARGE = {
+    "dit_xl2_256.toml", "sit_xl2_256.toml", "imagenet256_cosmos_dit_l2.toml", "imagenet256_dit_xl2.toml",
+    "imagenet512_dit_xl2.toml", "flux_schnell_256.toml", "edm2/img512_s.toml", "edm2/img512_xs.toml", "edm2/img64_s.toml",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +131,11 @@ def small(name: str, folders: dict, latents: list[str], dump_folder) -> list[str
     if "validation" in preset:
         words += ["--validation.num_images", "3"]
     return words
+
+
+def test_large_configurations_are_compiled():
+    enabled = {name: tomllib.loads((ROOT / "train_configs" / name).read_text()).get("compile", {}) for name in PRESETS}
+    assert {name for name, section in enabled.items() if section.get("enable")} == LARGE
 
 
 def test_shipped_configurations_train_when_made_small(folders, latents, tmp_path):

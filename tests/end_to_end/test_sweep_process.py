@@ -1,5 +1,7 @@
 """How a run in fresh processes ended, told from real ones."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -79,6 +81,25 @@ def test_a_rank_that_is_out_of_memory_alone_ends_the_group(start, tmp_path):
     assert outcome.seconds < 90
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_that_is_preempted_is_started_again_and_is_not_out_of_memory(start, tmp_path):
+    killed = []
+
+    def preempt() -> None:
+        found = [] if killed else _train_processes(tmp_path)
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+
+    outcome = start(poll=preempt, retries=1)
+    assert outcome.status == "ok" and len(killed) == 1
+    [reason] = outcome.evidence["killed_before"]
+    assert reason.startswith("a rank was killed by SIGKILL") and "run.killed1.log" in os.listdir(tmp_path)
+    killed.clear()
+    outcome = start(poll=preempt, retries=0)
+    assert (outcome.status, outcome.exit_code, outcome.evidence["exit_codes"]) == ("killed", 137, [137]), outcome
+
+
 def test_a_crash_is_told_from_a_refusal_and_from_a_stale_summary(start, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").write_text('{"host": "a", "pid": 1, "started": "an earlier attempt"}')
@@ -147,6 +168,18 @@ def _command_lines() -> list[str]:
             found.append(path.read_text())
         except OSError:
             pass
+    return found
+
+
+def _train_processes(folder: Path) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_text().split("\0")
+        except OSError:
+            continue
+        if len(words) > 2 and words[1].endswith("train.py") and any(str(folder) in word for word in words):
+            found.append(int(path.parent.name))
     return found
 
 

@@ -17,7 +17,7 @@ from torchtitan.experiments.autotune.candidates import AutotuneRefused
 from torchtitan.experiments.autotune.probe import Probe, ProbeFailed, probe_config
 from torchtitan.experiments.autotune.record import RecordError
 from torchtitan.experiments.autotune.tuning import NothingFits, autotune
-from torchtitan.experiments.process import Outcome
+from torchtitan.experiments.outcome import Outcome
 
 CONFIG = """
 [model]

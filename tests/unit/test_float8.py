@@ -3,17 +3,20 @@
 import importlib.util
 import json
 import logging
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from tests.distributed.cases import make_trainer, train_all
+from tests.distributed.cases import make_trainer, remove, shared_folder, train_all
 from tests.end_to_end.runs import checkpoint_tensors
 from tests.launcher import run_on_ranks
 from torchtitan.conditions import Classes
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
 from torchtitan.distributed.config import ActivationCheckpointConfig
+from torchtitan.distributed.parallelize import local
 from torchtitan.models import MODELS, float8
 from torchtitan.models.float8 import Float8Config, Float8Error, check_convertible, convert_to_float8
 from torchtitan.run import REFUSED, run
@@ -175,6 +178,46 @@ def test_sharded_float8_has_the_losses_of_one_process():
         assert loss == pytest.approx(other_loss, rel=1e-5) and norm == pytest.approx(other_norm, rel=1e-5)
 
 
+GATHERED = (*ON, "--float8.enable_fsdp_float8_all_gather", "true")
+
+
+def gathered_in_float8(ranks):
+    """Losses and norms of a sharded run with weights gathered in float8, resumed in the middle; dtypes of what is gathered."""
+    folder, dtypes, found = shared_folder(), set(), {}
+    original = _fsdp_param_group.foreach_all_gather
+
+    def spied(parameters, *args, **kwargs):
+        for parameter in parameters:
+            dtypes.update(str(part.dtype) for part in parameter.all_gather_inputs)
+        return original(parameters, *args, **kwargs)
+
+    for name, settings in {"gathered": GATHERED, "cast after": ON}.items():
+        for steps in (2, 4):
+            overrides = ("--checkpoint.enable", "true", *settings)
+            trainer = make_trainer(folder, name, steps=8, replicas=1, shards=ranks, accumulation=1, overrides=overrides)
+            trainer.config.training.steps = steps
+            with patch.object(_fsdp_param_group, "foreach_all_gather", spied if name == "gathered" else original):
+                assert trainer.train() == 0
+            trainer.close()
+        lines = (trainer.state.folder.path / "metrics.jsonl").read_text().splitlines()
+        points = [json.loads(line) for line in lines]
+        found[name] = [[point["loss_metrics/global_avg_loss"], point["grad_norm"]] for point in points]
+        average = trainer.state.ema.tracks["ema"]["layers.0.mlp.out.weight"]
+        found[name] += [[local(average).norm().item()]]
+    remove(folder)
+    return found | {"dtypes": sorted(dtypes)}
+
+
+@needs_torchao
+def test_weights_gathered_in_float8_are_those_cast_after_the_gather():
+    found = run_on_ranks("tests.unit.test_float8:gathered_in_float8", 2, {"ranks": 2})[0]
+    assert found["dtypes"] == ["torch.float32", "torch.float8_e4m3fn"]
+    assert len(found["gathered"]) == 5
+    # One scale of the whole weight either way: the same bits are multiplied.
+    for values, wanted in zip(found["gathered"], found["cast after"], strict=True):
+        assert values == pytest.approx(wanted, rel=1e-5)
+
+
 def refused(*argv):
     with pytest.raises(ConfigError) as error:
         load_config(list(argv), 1)
@@ -198,6 +241,10 @@ def test_what_cannot_run_is_refused_in_a_line_that_says_what_to_do(monkeypatch):
     (unused,) = refused("--float8.recipe", "rowwise")
     assert "has no effect when float8.enable = false" in unused
     load_config(list(ON), 1)
+    (unsharded,) = refused(*GATHERED)
+    assert "enable_fsdp_float8_all_gather: has no effect without shards" in unsharded
+    (rows,) = refused(*GATHERED, "--float8.recipe", "rowwise")
+    assert "enable_fsdp_float8_all_gather: has no effect when float8.recipe = rowwise" in rows
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchtitan.training.hardware import peak_tflops
+from torchtitan.training.hardware import PEAK_TFLOPS_BF16, PEAK_TFLOPS_FLOAT8, named_peak_tflops, peak_tflops
 
 
 @pytest.mark.parametrize(
@@ -18,9 +18,26 @@ from torchtitan.training.hardware import peak_tflops
         ("NVIDIA GB200", 2500.0),
         ("NVIDIA B300 SXM6 AC", 2250.0),
         ("NVIDIA GB300", 2500.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA RTX A6000", 154.8),
+        ("AMD Instinct MI300X", 1307.4),
         ("NVIDIA L4", None),
     ],
 )
 def test_peak_follows_the_name_of_the_device(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_tflops(torch.device("cuda")) == peak
+
+
+def test_float8_doubles_the_peak_of_bfloat16():
+    """On every device that has it; data sheets round, L40S's by 1.2 %."""
+    ratios = {row: peak / PEAK_TFLOPS_BF16[row] for row, peak in PEAK_TFLOPS_FLOAT8.items()}
+    assert all(1.98 < ratio < 2.03 for ratio in ratios.values()), ratios
+    assert set(PEAK_TFLOPS_BF16) - set(ratios) == {"A100", "RTX A6000"}  # of an older architecture, without float8
+
+
+def test_tf32_is_half_of_bfloat16_in_the_data_sheets():
+    stated = {"A100": 156.0, "H100": 494.5, "H20": 74.0, "B200": 1125.0, "L40S": 183.0, "RTX A6000": 77.4, "MI300X": 653.7}
+    for name, peak in stated.items():
+        assert named_peak_tflops(name, "tf32") == pytest.approx(peak, rel=0.015)

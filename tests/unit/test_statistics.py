@@ -5,8 +5,15 @@ import math
 import pytest
 import torch
 
-from torchtitan.statistics.interval import Interval, binomial_interval, mean_interval, paired_difference
-from torchtitan.statistics.student import student_quantile
+from torchtitan.statistics.interval import (
+    Interval,
+    binomial_interval,
+    mean_interval,
+    paired_difference,
+    positive_interval,
+)
+from torchtitan.statistics.multiple_comparisons import holm
+from torchtitan.statistics.student import student_quantile, student_two_sided
 
 # Upper critical values as textbooks print them, equal to scipy.stats.t.ppf to three decimals.
 PROBABILITIES = (0.90, 0.95, 0.975, 0.99, 0.995, 0.999)
@@ -38,6 +45,31 @@ def test_student_quantile_is_exact_where_a_closed_form_exists() -> None:
     normal = torch.special.ndtri(torch.tensor(0.975, dtype=torch.float64)).item()
     assert student_quantile(0.975, 1e6) == pytest.approx(normal, rel=3e-6)
     assert student_quantile(0.975, 0.9) == math.inf
+
+
+def test_two_sided_p_values_are_those_of_the_table_and_of_closed_forms() -> None:
+    for degrees, row in TABLE.items():
+        for probability in PROBABILITIES:
+            t = student_quantile(probability, float(degrees))
+            assert student_two_sided(-t, degrees) == pytest.approx(2 * (1 - probability), rel=1e-7)
+        assert student_two_sided(row[2], degrees) == pytest.approx(0.05, rel=2e-3)  # to the table's digits
+    for t in (0.0, 0.3, 2.0, 40.0, 1e6):
+        assert student_two_sided(t, 1) == pytest.approx(1 - 2 / math.pi * math.atan(t), abs=1e-9)
+        assert student_two_sided(t, 2) == pytest.approx(1 - t / math.sqrt(2 + t * t), abs=1e-9)
+    assert student_two_sided(2.5, 1e6) == pytest.approx(math.erfc(2.5 / math.sqrt(2)), abs=1e-6)
+    assert max(student_two_sided(1e5, 1e6), student_two_sided(math.inf, 3)) < 1e-9
+
+
+def test_holm_adjusts_step_by_step() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == [] and holm([0.03]) == [0.03]
+
+
+def test_rates_with_a_zero_have_no_negative_end() -> None:
+    assert positive_interval([0.0, 3.0]).lower == 0.0 < positive_interval([0.0, 3.0]).upper
+    assert positive_interval([-1.0, 3.0]).lower < -1.0
+    two = positive_interval([1.0, math.e])
+    assert two.value == pytest.approx(math.exp(0.5)) and two.upper == pytest.approx(math.exp(0.5 + 12.7062047 / 2))
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4.5, 8, 29])

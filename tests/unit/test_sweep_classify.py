@@ -3,7 +3,9 @@
 import pytest
 
 from torchtitan.experiments import guard
-from torchtitan.experiments.process import _environment, classify
+from torchtitan.experiments.memory_kills import MemoryKills, count_memory_kills
+from torchtitan.experiments.outcome import Outcome, classify
+from torchtitan.experiments.process import _environment, repeat_killed
 
 LOST = "[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:28872."
 
@@ -28,8 +30,13 @@ def torchrun(*codes: int, output: str = "", killed: tuple[int, ...] = ()) -> str
         (1, "", {"status": "oom", "reason": "step 3: out of memory"}, "oom", "step 3"),
         (1, torchrun(1, 1, output=f"{LOST}\n[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried"),
          {"status": "failed", "reason": "step 2: Connection closed by peer"}, "oom", "CUDA out of memory"),
-        (1, torchrun(-9, 1, output=LOST), {"status": "failed", "reason": LOST}, "oom", "SIGKILL"),
-        (137, "", {}, "oom", "SIGKILL"),
+        (1, torchrun(-9, 1, output=LOST), {"status": "failed", "reason": LOST}, "killed", "SIGKILL"),
+        (137, "", {}, "killed", "SIGKILL"),
+        (1, torchrun(1, 137, output=LOST), {}, "killed", "SIGKILL"),
+        # A preempted run says so, or its root cause is the scheduler's signal; torchrun sends SIGTERM to the others.
+        (1, torchrun(-15, -15), {}, "killed", "SIGTERM"),
+        (1, torchrun(1, 1), {"status": "interrupted"}, "killed", "by a signal from outside"),
+        (1, torchrun(1, -15, output="[rank0]: ValueError: odd"), {}, "failed", "1: ValueError: odd"),
         # A rank that hung after another one's error, so that torchrun killed it, is no sign of missing memory.
         (1, torchrun(1, -9, output="[rank0]: ValueError: odd", killed=(101,)), {}, "failed", "1: ValueError: odd"),
         (1, torchrun(1, 1, output=f"{LOST}\n[rank1]: KeyError: 'lost'"),
@@ -38,14 +45,74 @@ def torchrun(*codes: int, output: str = "", killed: tuple[int, ...] = ()) -> str
         (1, torchrun(2, 2, output="run: holds a run of another configuration\n  optimizer.lr: 1 -> 2"), {}, "refused",
          "run: holds a run of another configuration; optimizer.lr: 1 -> 2"),
         (2, "data.path: nowhere\n", {}, "refused", "data.path: nowhere"),
-        (143, "12:00:00 interrupted\n", {}, "failed", "exit code 143"),
+        (143, "12:00:00 interrupted\n", {}, "killed", "SIGTERM"),
+        (139, "12:00:00 step\n", {}, "failed", "exit code 139"),
         (1, "", {}, "failed", "no output"),
     ],
 )  # fmt: skip
 def test_classification(exit_code, log, summary, status, words):
-    found, reason = classify(exit_code, log, summary)
+    found, reason, evidence = classify(exit_code, log, summary)
+    assert bool(evidence) == (status in ("oom", "killed"))
     assert found == status and words in reason, reason
     assert "\n" not in reason
+
+
+@pytest.mark.parametrize(("kills", "status"), [((3, 4), "oom"), ((3, 3), "killed"), ((None, None), "killed")])
+def test_sigkill_means_memory_only_if_the_kernel_counts_a_memory_kill(kills, status):
+    before, after = (None if count is None else MemoryKills("/sys/memory.events", count) for count in kills)
+    found, reason, evidence = classify(1, torchrun(-9, 1, output=LOST), {}, before, after)
+    assert found == status and evidence["exit_codes"] == [-9, 1] and ("proof" in evidence) == (status == "oom")
+    if kills[0]:
+        assert evidence["memory_kills"] == {"source": "/sys/memory.events", "before": kills[0], "after": kills[1]}
+        assert f"/sys/memory.events: oom_kill {kills[0]} -> {kills[1]}" in reason
+
+
+def test_the_count_of_memory_kills_is_that_of_the_own_control_group(tmp_path):
+    """Files as kernels show them: version 2 in a container, version 1 beside an empty version 2, and neither."""
+    proc, group = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    (group / "job_7" / "step_0").mkdir(parents=True)
+    (proc / "vmstat").write_text("nr_free_pages 8\noom_kill 5\n")
+
+    def shown(memberships: str, mounts: str) -> MemoryKills | None:
+        (proc / "self" / "cgroup").write_text(memberships)
+        (proc / "self" / "mountinfo").write_text(mounts.replace("GROUPS", str(group)))
+        return count_memory_kills(proc)
+
+    (group / "job_7" / "step_0" / "memory.events").write_text("low 0\nmax 9\noom 1\noom_kill 2\noom_group_kill 0\n")
+    version_2 = "29 23 0:26 ROOT GROUPS rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+    found = shown("0::/job_7/step_0\n", version_2.replace("ROOT", "/"))
+    assert found == MemoryKills(str(group / "job_7/step_0/memory.events"), 2)
+    found = shown("0::/slurm/job_7/step_0\n", version_2.replace("ROOT", "/slurm"))
+    assert found is not None and found.count == 2
+
+    (group / "job_7" / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    version_1 = "35 31 0:32 / GROUPS rw,relatime - cgroup cgroup rw,memory\n"
+    found = shown("5:cpu,cpuacct:/\n4:memory:/job_7\n0::/\n", version_2.replace("ROOT", "/") + version_1)
+    assert found == MemoryKills(str(group / "job_7/memory.oom_control"), 3)
+
+    assert shown("0::/elsewhere\n", version_2.replace("ROOT", "/")) == MemoryKills(str(proc / "vmstat"), 5)
+    (proc / "vmstat").unlink()
+    assert shown("0::/elsewhere\n", "") is None
+
+
+def test_a_killed_run_is_repeated_a_stated_number_of_times(tmp_path):
+    log, started = tmp_path / "run.log", []
+
+    def attempt(*ends: str) -> Outcome:
+        started.append(log.exists())
+        status = ends[len(started) - 1]
+        log.write_text(status)
+        return Outcome(status, "" if status == "ok" else f"by {len(started)}", 2.0, 0)
+
+    done = repeat_killed(lambda: attempt("killed", "killed", "ok"), log, retries=2)
+    assert (done.status, done.seconds) == ("ok", 6.0) and done.evidence == {"killed_before": ["by 1", "by 2"]}
+    assert (log.read_text(), (tmp_path / "run.killed2.log").read_text()) == ("ok", "killed")
+    started.clear()
+    left = repeat_killed(lambda: attempt("killed", "killed", "killed", "ok"), log, retries=2)
+    assert (left.status, left.reason, len(started)) == ("killed", "by 3", 3)
+    started.clear()
+    assert repeat_killed(lambda: attempt("oom", "ok"), log, retries=2).status == "oom" and len(started) == 1
 
 
 @pytest.mark.parametrize(("outside", "inside"), [(None, "1,2"), ("4,5,6,7", "5,6")])

@@ -12,7 +12,8 @@ import torchtitan.experiments.runner as runner
 from torchtitan.experiments.autotune.tuning import NothingFits
 from torchtitan.experiments.engine import settle_cells
 from torchtitan.experiments.grid import SweepError, read_sweep
-from torchtitan.experiments.process import Outcome, Stopped
+from torchtitan.experiments.outcome import Outcome
+from torchtitan.experiments.process import Stopped
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import plan_sweep, run_sweep
 from torchtitan.experiments.table import sweep_table
@@ -34,7 +35,7 @@ class Processes:
     """In place of run_processes: out of memory from a batch of 2 on without checkpointing."""
 
     def __init__(self):
-        self.started, self.fail_at, self.stop_after = [], "", None
+        self.started, self.fail_at, self.stop_after, self.kill_at = [], "", None, ""
 
     def __call__(self, arguments, *, stop, **options):
         given = dict(argument[2:].split("=", 1) for argument in arguments)
@@ -43,6 +44,8 @@ class Processes:
         self.started.append(given["job.name"])
         if given["job.name"] == self.fail_at:
             return Outcome("failed", "step 2: it broke", 1.0, 1)
+        if given["job.name"] == self.kill_at:
+            return Outcome("killed", "a rank was killed by SIGKILL", 1.0, 1, {"exit_codes": [-9, 1]})
         if given["activation_checkpoint.mode"] == "none" and int(given["training.local_batch_size"]) >= 2:
             return Outcome("oom", "step 1: CUDA out of memory", 2.0, 1)
         return Outcome("ok", "", 3.0, 0)
@@ -73,13 +76,15 @@ def test_larger_batches_are_skipped_after_out_of_memory(sweep, tmp_path, process
     rows = run(sweep, tmp_path)
     status = {row["name"]: row["status"] for row in rows}
     assert status == {
-        f"batch={batch}_ac={mode}_r{repeat}": "ok" if mode == "full" else {1: "ok", 2: "oom", 4: "skipped"}[batch]
+        f"batch={batch}_ac={mode}_r{repeat}": "ok" if mode == "full" or batch == 1 else
+        "oom" if (batch, repeat) == (2, 0) else "skipped"  # a batch that has run out of memory does so at every seed
         for batch in (1, 2, 4) for mode in ("none", "full") for repeat in (0, 1)
     }
-    assert len(processes.started) == 10 and processes.started[:2] == ["batch=1_ac=none_r0", "batch=2_ac=none_r0"]
+    assert len(processes.started) == 9 and processes.started[:2] == ["batch=1_ac=none_r0", "batch=2_ac=none_r0"]
     assert all(name.endswith("_r0") for name in processes.started[:5])  # the whole grid before any repeat
-    skipped = next(row for row in rows if row["status"] == "skipped")
+    skipped, repeated, _ = (row for row in rows if row["status"] == "skipped")
     assert skipped["reason"] == "training.local_batch_size = 2 is out of memory already"
+    assert (repeated["name"], repeated["reason"]) == ("batch=2_ac=none_r1", "repeat 0 is out of memory already")
     assert list(skipped) == "cell name axes repeat status reason seconds run processes started".split()
     assert skipped["axes"] == {"training.local_batch_size": 4, "activation_checkpoint.mode": "none"}
 
@@ -94,9 +99,36 @@ def test_a_stopped_sweep_goes_on_and_repeats_nothing(sweep, tmp_path, processes)
     processes.stop_after = None
     rows = run(sweep, tmp_path)
     assert len(rows) == 12 and len({(row["cell"], row["repeat"]) for row in rows}) == 12
-    assert len(processes.started) == len(set(processes.started)) == 10
+    assert len(processes.started) == len(set(processes.started)) == 9
     run(sweep, tmp_path)
-    assert len(processes.started) == 10
+    assert len(processes.started) == 9
+
+
+def test_a_killed_run_leaves_larger_batches_alone_and_is_retried(sweep, tmp_path, processes):
+    processes.kill_at = "batch=1_ac=full_r0"
+    rows = {row["name"]: row for row in run(sweep, tmp_path)}
+    assert rows["batch=1_ac=full_r0"]["status"] == "killed"
+    assert rows["batch=1_ac=full_r0"]["evidence"] == {"exit_codes": [-9, 1]}
+    assert {rows[f"batch={batch}_ac=full_r0"]["status"] for batch in (2, 4)} == {"ok"}
+    processes.kill_at = ""
+    again = run(sweep, tmp_path, retry_failed=True)[12:]
+    assert [(row["name"], row["status"]) for row in again] == [("batch=1_ac=full_r0", "ok")]
+
+
+def test_what_an_earlier_version_took_for_memory_is_tried_again(sweep, tmp_path, processes):
+    """Its record has every SIGKILL as out of memory, and skipped the larger batches."""
+    run(sweep, tmp_path, only={"training.local_batch_size": ["1"]})
+    reason = "a rank was killed by SIGKILL, as the system does where memory has run out"
+    with open(tmp_path / "results" / "sweep.jsonl", "a") as file:
+        for batch, status in ((2, "oom"), (4, "skipped")):
+            row = {"cell": f"batch={batch}_ac=full", "name": f"batch={batch}_ac=full_r0", "axes": {}, "repeat": 0,
+                   "status": status, "reason": reason, "seconds": 1.0, "run": "", "processes": 1, "started": ""}  # fmt: skip
+            file.write(json.dumps(row) + "\n")
+    processes.started.clear()
+    run(sweep, tmp_path, only={"activation_checkpoint.mode": ["full"]})
+    assert processes.started == ["batch=4_ac=full_r0", "batch=2_ac=full_r1", "batch=4_ac=full_r1"]
+    run(sweep, tmp_path, only={"activation_checkpoint.mode": ["full"]}, retry_failed=True)
+    assert processes.started[3:] == ["batch=2_ac=full_r0"]
 
 
 def test_failures_are_kept_and_retried_on_request_only(sweep, tmp_path, processes):

@@ -8,7 +8,7 @@ import pytest
 from torchtitan.config.job import dump_config, load_config
 from torchtitan.experiments import training
 from torchtitan.experiments.folder import StudyError
-from torchtitan.experiments.process import Outcome
+from torchtitan.experiments.outcome import Outcome
 from torchtitan_dit.studies.equal_samples import study_base
 from torchtitan_dit.studies.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
 

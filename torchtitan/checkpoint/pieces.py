@@ -5,6 +5,7 @@ import math
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from torchtitan.distributed.parallelize import local
 from torchtitan.files.shard_files import Piece
 
 
@@ -26,7 +27,7 @@ def pieces_of(tensors: dict[str, Tensor], rank: int, world_size: int) -> list[Pi
             mine.append(Piece(name, tensor.detach(), (0,) * tensor.ndim))
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and (offsets := _place(tensor)) is not None:
-            mine.append(Piece(name, tensor.to_local().detach(), offsets))
+            mine.append(Piece(name, local(tensor.detach()), offsets))
     return mine
 
 

@@ -20,6 +20,7 @@ from torchtitan.conditions import Embeddings
 from torchtitan.config.evaluation_checks import EVALUATION_CHECKS
 from torchtitan.config.latent_cache import cache_problems, stored_section
 from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, data_text, resolved_sampling, unconditional
+from torchtitan.config.speed_checks import SPEED_CHECKS, needs_plain_weights, shards_of
 from torchtitan.config.view import ConfigView, RefusedValue
 from torchtitan.data.base import DatasetError
 from torchtitan.diffusion.objectives import OBJECTIVES, build_objective, objective_problems
@@ -350,13 +351,13 @@ def _ema_snapshots(checked: ConfigView) -> Iterator[Problem]:
 def _packages(checked: ConfigView) -> Iterator[Problem]:
     packages = {"enable_tensorboard": "tensorboard", "enable_wandb": "wandb"}
     for key, package in packages.items():
-        if getattr(checked.metrics, key) and importlib.util.find_spec(package) is None:
+        if not checked.elsewhere and getattr(checked.metrics, key) and importlib.util.find_spec(package) is None:
             text = f"the package {package} is not installed ({install_packages(package)}, or set it to false)"
             yield Problem(f"metrics.{key}", text)
 
 
 def _pinned_memory(checked: ConfigView) -> Iterator[Problem]:
-    if checked.checkpoint.async_mode == "async_with_pinned_mem" and not torch.cuda.is_available():
+    if checked.checkpoint.async_mode == "async_with_pinned_mem" and not checked.has_cuda:
         yield Problem("checkpoint.async_mode", "async_with_pinned_mem needs CUDA, which is not there (set it to async)")
 
 
@@ -377,7 +378,7 @@ def _parameter_groups(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _low_bit_optimizer(checked: ConfigView) -> Iterator[Problem]:
-    if checked.optimizer.name == "AdamW8bit":
+    if checked.optimizer.name == "AdamW8bit" and not checked.elsewhere:
         if importlib.util.find_spec("torchao") is None:
             command = install_packages(*EXTRAS["lowbit"])
             text = f"AdamW8bit needs the package torchao, which is not installed ({command}, or set AdamW)"
@@ -388,19 +389,11 @@ def _low_bit_optimizer(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _compiler(checked: ConfigView) -> Iterator[Problem]:
-    if checked.compile.enable and _no_compiler():
+    if checked.compile.enable and not checked.elsewhere and _no_compiler():
         text = "the CPU needs a C++ compiler: none of g++, clang++, $CXX is there (install g++, or set it to false)"
         yield Problem("compile.enable", text)
-    for key, text in compile_problems(checked.whole("compile"), _shards(checked)):
+    for key, text in compile_problems(checked.whole("compile"), shards_of(checked), checked.has_cuda):
         yield Problem(f"compile.{key}", text)
-
-
-def _shards(checked: ConfigView) -> int:
-    """Number of processes that share a replica's parameters, if the degrees give it."""
-    shards, replicas = (
-        getattr(checked.parallelism, f"data_parallel_{axis}_degree") for axis in ("shard", "replicate")
-    )
-    return shards if shards != -1 else checked.world_size // max(replicas, 1)
 
 
 def _activation_checkpoint(checked: ConfigView) -> Iterator[Problem]:
@@ -413,7 +406,10 @@ def _float8(checked: ConfigView) -> Iterator[Problem]:
     if not checked.float8.enable:
         return
     single_pass_taps = checked.gns.enable and checked.gns.single_pass
-    found = float8_problems(checked.whole("float8"), checked.training.mixed_precision_param, single_pass_taps)
+    found = float8_problems(
+        checked.whole("float8"), checked.training.mixed_precision_param, single_pass_taps, shards_of(checked),
+        needs_plain_weights(checked), elsewhere=checked.elsewhere,
+    )  # fmt: skip
     for key, text in found:
         yield Problem(key, text)
 
@@ -425,7 +421,7 @@ def _lora(checked: ConfigView) -> Iterator[Problem]:
     if not checked.lora.patterns and checked.lora.targets not in ("blocks", *sets):
         text = f"{quoted(checked.lora.targets)} is no set of layers of model.name = {checked.model.name}"
         yield Problem("lora.targets", f"{text} (one of {', '.join(('blocks', *sets))}, or give lora.patterns)")
-    for text in quantization_problems(checked.lora.base_dtype):
+    for text in () if checked.elsewhere else quantization_problems(checked.lora.base_dtype):
         yield Problem("lora.base_dtype", text)
     if checked.float8.enable:
         yield Problem("float8.enable", "computes products of weights that train, and lora freezes them (set it to false)")
@@ -499,4 +495,5 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _lora,
     _normalized_weights,
     _profiling,
+    *SPEED_CHECKS,
 ]

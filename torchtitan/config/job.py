@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.checks import find_problems, resolve
@@ -37,7 +37,7 @@ from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, parse_text,
 from torchtitan.settings.sections import all_sections, choices, keys, put_section, section_at, table_at
 from torchtitan.settings.sources import read_command_line, read_toml, shown_file, suggestion
 from torchtitan.settings.synonyms import synonym
-from torchtitan.training.config import EMAConfig, LRSchedulerConfig, MetricsConfig, OptimizerConfig
+from torchtitan.training.config import EMAConfig, LRSchedulerConfig, MetricsConfig, OptimizerConfig, TrainingConfig
 
 __all__ = [
     "ConfigError",
@@ -68,47 +68,6 @@ class JobSection:
     allow_config_change: bool = setting(
         False, "resume a run folder although keys that change the training differ", trajectory=False
     )
-
-
-@dataclass(kw_only=True)
-class TrainingConfig:
-    """`[training]`"""
-
-    steps: int = setting(10000, "optimizer steps", ge=1)
-    local_batch_size: int = setting(
-        32, "images per rank in one forward; -1: the rank's share of global_batch_size", ge=-1, le=16_777_216,
-        trajectory=False,
-    )
-    max_local_batch_size: int = setting(
-        0, "most images per rank in one forward where local_batch_size is -1: a larger share of global_batch_size "
-        "accumulates; 0: no limit", ge=0, le=16_777_216, trajectory=False,
-    )
-    global_batch_size: int = setting(
-        -1, "images per optimizer step; above ranks x local_batch_size, gradients accumulate; -1: ranks x local", ge=-1
-    )
-    max_norm: float = setting(1.0, "gradient norm above which gradients are scaled down; 0: no clipping", ge=0)
-    clip_value: float = setting(
-        0.0, "magnitude above which an element of the gradient is clipped, after max_norm; 0: no clipping", ge=0
-    )
-    non_finite_gradients: Literal["skip", "zero"] = setting(
-        "skip", "a gradient with non-finite elements skips the step, or has zeros instead of them; zeroed ones are counted"
-    )
-    max_skipped_steps: int = setting(
-        10, "skipped steps (loss or gradient not finite, or a spike) tolerated between checkpoints; above it, "
-        "the run is rolled back to the checkpoint, and stops if it was rolled back to it before", ge=0,
-        trajectory=False,
-    )
-    spike_threshold: float = setting(
-        0.0, "standard deviations of ln loss above its running mean at which a step is skipped; 0: never", ge=0
-    )
-    gc_freq: int = setting(
-        1000, "steps between Python's garbage collections, on all ranks at once; 0: automatic collection", ge=0,
-        trajectory=False,
-    )
-    mixed_precision_param: Literal["float32", "bfloat16"] = setting(
-        "float32", "dtype of compute; weights, optimizer state and EMA are float32 always"
-    )
-    mixed_precision_reduce: Literal["float32"] = setting("float32", "dtype of the gradient reduction")
 
 
 @dataclass(kw_only=True)
@@ -174,13 +133,14 @@ class ConfigError(Exception):
         super().__init__("\n".join(self.problems))
 
 
-def load_config(argv: list[str], world_size: int) -> JobConfig:
+def load_config(argv: list[str], world_size: int, *, elsewhere: bool = False) -> JobConfig:
     """Read, check and resolve a configuration.
 
     Args:
         argv: command line without the program's name: `--section.key value` or `--section.key=value`.
             `--job.config_file` names the TOML file that they override.
         world_size: number of processes of the run.
+        elsewhere: the run is of another machine: packages, compilers and devices of this one are not judged.
 
     Returns:
         the configuration with -1 and defaults that depend on other keys replaced by their values.
@@ -190,7 +150,7 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
     """
     flags, path, document = _read(argv)
     filled = _fill(document, flags, path)
-    config, checked, origins, known = filled.config, filled.checked(world_size), filled.origins, filled.known
+    config, checked, origins, known = filled.config, filled.checked(world_size, elsewhere), filled.origins, filled.known
     problems = filled.problems + find_problems(checked, known)
     if problems:
         raise ConfigError([_line(problem, origins, known, path) for problem in problems])
@@ -270,8 +230,8 @@ class _Filled:
     origins: dict[str, str]
     known: dict[str, dataclasses.Field]
 
-    def checked(self, world_size: int) -> ConfigView:
-        return ConfigView(self.config, world_size, self.origins, self.refused)
+    def checked(self, world_size: int, elsewhere: bool = False) -> ConfigView:
+        return ConfigView(self.config, world_size, self.origins, self.refused, elsewhere)
 
 
 def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None) -> _Filled:

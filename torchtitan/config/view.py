@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from torchtitan.config.latent_cache import CACHED_DATASETS, cached_info
 from torchtitan.data import dataset_info
 from torchtitan.data.base import DatasetError, DatasetInfo
@@ -18,12 +20,15 @@ class ConfigView:
 
     Attributes:
         world_size: number of processes.
+        elsewhere: whether the run is of another machine, whose packages and devices are not known here.
         origins: dotted key -> where it was set, "file" or "command line".
         given: the dotted keys that were set.
     """
 
-    def __init__(self, config: Any, world_size: int, origins: Mapping[str, str], refused: set[str]) -> None:
-        self.world_size = world_size
+    def __init__(
+        self, config: Any, world_size: int, origins: Mapping[str, str], refused: set[str], elsewhere: bool = False
+    ) -> None:
+        self.world_size, self.elsewhere = world_size, elsewhere
         self.origins, self.given = origins, set(origins)
         self._config = config
         self._refused = refused
@@ -31,6 +36,11 @@ class ConfigView:
 
     def __getattr__(self, section: str) -> "_Section":
         return _Section(section, getattr(self._config, section), self._refused)
+
+    @property
+    def has_cuda(self) -> bool:
+        """True if the run has a CUDA device; of a run elsewhere it is assumed."""
+        return self.elsewhere or torch.cuda.is_available()
 
     def whole(self, section: str) -> Any:
         """Section's dataclass, if no key of it was refused."""

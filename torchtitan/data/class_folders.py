@@ -10,6 +10,7 @@ import numpy as np
 from torchtitan.data.base import DatasetError
 from torchtitan.data.derived_classes import MOST_CLASSES
 from torchtitan.data.image_files import ImageList, list_folders, list_images, shown_names, shown_path
+from torchtitan.data.saved_listing import list_images_of_folders
 from torchtitan.files.regular import read_regular, user_path
 
 MAX_CLASSES_BYTES = 16 << 20  # of a file that names classes
@@ -28,17 +29,18 @@ def list_class_folders(key: str, path: str) -> tuple[list[bytes], ImageList]:
     """
     root = existing_folder(key, path)
     folders = list_folders(root)
-    names_by_class = [list_images(os.path.join(root, name), name + b"/") for name in folders]
-    if not any(names_by_class):
+    files = list_images_of_folders(root, folders)
+    if not len(files):
         where = "has images, but not in" if not folders and list_images(root) else "has no images in"
         raise DatasetError(f"{key}: {path!r} {where} folders, one per class")
-    empty = [name for name, names in zip(folders, names_by_class, strict=True) if not names]
+    counts = np.bincount(files.classes, minlength=len(folders))
+    empty = [name for name, count in zip(folders, counts, strict=True) if not count]
     if empty:
         raise DatasetError(
             f"{key}: {len(empty)} of the {len(folders)} class folders have no images, first "
             f"{shown_path(os.path.join(root, empty[0]))} (fill or remove them)"
         )
-    return folders, ImageList.of(root, names_by_class)
+    return folders, files
 
 
 def existing_folder(key: str, path: str) -> bytes:

@@ -203,7 +203,9 @@ def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:
     return list_files(folder, is_image_name, prefix)
 
 
-def list_files(folder: bytes, wanted: Callable[[bytes], bool], prefix: bytes = b"") -> list[bytes]:
+def list_files(
+    folder: bytes, wanted: Callable[[bytes], bool], prefix: bytes = b"", visit: Callable[[bytes], object] = lambda folder: None
+) -> list[bytes]:
     """List the files with wanted names, in folders of any depth, sorted by name as bytes.
 
     Names that begin with a dot are left out. Files are listed by their names, and not opened.
@@ -212,10 +214,12 @@ def list_files(folder: bytes, wanted: Callable[[bytes], bool], prefix: bytes = b
         folder: to search.
         wanted: whether a file of this name, without its folder, is listed.
         prefix: put before each name.
+        visit: called with each folder's path before the folder is read.
     """
     found, pending = [], [(folder, prefix)]
     while pending:
         inside, before = pending.pop()
+        visit(inside)
         with os.scandir(inside) as entries:
             for entry in entries:
                 name = entry.name

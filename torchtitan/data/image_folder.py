@@ -17,10 +17,10 @@ from torchtitan.data.image_files import (
     check_readable,
     is_image_name,
     list_folders,
-    list_images,
     shown_names,
     shown_path,
 )
+from torchtitan.data.saved_listing import list_images_of_folders
 from torchtitan.data.splits import chosen_positions, last_of_each_class
 from torchtitan.settings import setting
 
@@ -117,10 +117,10 @@ def _list_folder(key: str, path: str, class_folders: bool) -> tuple[list[bytes],
 @functools.lru_cache(maxsize=4)
 def _list_unlabelled(key: str, path: str) -> ImageList:
     root = existing_folder(key, path)
-    names = list_images(root)
-    if not names:
+    files = list_images_of_folders(root, [b""])
+    if not len(files):
         raise DatasetError(f"{key}: {path!r} has no images in it")
-    return ImageList.of(root, [names])
+    return files
 
 
 def _list_validation(config: ImageFolderConfig, folders: list[bytes]) -> tuple[list[bytes], ImageList]:

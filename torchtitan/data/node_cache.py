@@ -37,12 +37,13 @@ class NodeCache:
         self._max_bytes = max_bytes
         make_folder(folder)
 
-    def get(self, key: str, make: Callable[[], Any]) -> Any:
+    def get(self, key: str, make: Callable[[], Any], is_current: Callable[[Any], bool] = lambda table: True) -> Any:
         """Get the pyarrow Table of that name, made by the first process that asks while the others wait for it.
 
         Args:
             key: letters and digits; equal keys stand for equal tables.
             make: called without arguments if the folder lacks it.
+            is_current: whether a table that is there may be used; one that may not is made anew.
 
         Raises:
             OSError: the folder cannot be read or written.
@@ -50,10 +51,10 @@ class NodeCache:
         """
         path = self._folder / f"{key}.arrow"
         table = _open(path)
-        if table is None:
+        if table is None or not is_current(table):
             with self._lock(f"lock-{int(key[:4], 16) % NUM_LOCKS:02}"):
                 table = _open(path)
-                if table is None:
+                if table is None or not is_current(table):
                     made = make()
                     _write(path, made)
                     with self._lock("lock-size"):

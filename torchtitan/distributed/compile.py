@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
+import torch._inductor
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import CompilationMetrics, counters, get_compilation_metrics
@@ -23,8 +24,9 @@ _GRAPHS_PER_SHAPE = 3
 
 
 def compile_blocks(
-    blocks: list[nn.Module], memory_budget: float = 1.0, backend: str = "inductor", num_shapes: int = 1
-) -> None:
+    blocks: list[nn.Module], memory_budget: float = 1.0, backend: str = "inductor", num_shapes: int = 1,
+    mode: str = "default",
+) -> None:  # fmt: skip
     """Compile each block in place; parameters keep their names.
 
     Blocks share one code object: where all are alike, the graph is compiled once. Otherwise each kind of block has a
@@ -37,6 +39,7 @@ def compile_blocks(
             recomputation, in [0, 1]; the cheapest results to recompute are not kept.
         backend: name of torch's compiler backend.
         num_shapes: shapes of the images, batches being of one.
+        mode: of inductor, as torch.compile's. With CUDA graphs, `begin_graphs` must mark every optimizer step.
     """
     alike = len({_shapes(block) for block in blocks}) <= 1
     if not alike:
@@ -44,18 +47,18 @@ def compile_blocks(
     _allow_graphs_of_shapes(num_shapes, kinds=1 if alike else len(blocks))
     by_use = alike or num_shapes > 1  # torch finds the sizes that change; data have up to a hundred shapes
     for block in blocks:
-        block.compile(fullgraph=True, dynamic=None if by_use else False, backend=_compiler(backend, memory_budget))
+        block.compile(fullgraph=True, dynamic=None if by_use else False, backend=_compiler(backend, memory_budget, mode))
 
 
 def compile_model(
-    model: nn.Module, memory_budget: float = 1.0, backend: str = "inductor", num_shapes: int = 1
+    model: nn.Module, memory_budget: float = 1.0, backend: str = "inductor", num_shapes: int = 1, mode: str = "default"
 ) -> None:
     """Compile a model's forward in place as one graph; for the arguments see `compile_blocks`.
 
     The forward alone: hooks of the model run outside of the graph and may contain code that cannot be compiled.
     """
     _allow_graphs_of_shapes(num_shapes, kinds=1)
-    model.forward = torch.compile(model.forward, fullgraph=True, backend=_compiler(backend, memory_budget))
+    model.forward = torch.compile(model.forward, fullgraph=True, backend=_compiler(backend, memory_budget, mode))
 
 
 def _allow_graphs_of_shapes(num_shapes: int, kinds: int) -> None:
@@ -73,13 +76,22 @@ def _shapes(block: nn.Module) -> tuple:
     return tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
 
 
-def _compiler(backend: str, memory_budget: float) -> "str | _WithinBudget":
-    return backend if memory_budget == 1.0 else _WithinBudget(backend, memory_budget)
+def begin_graphs() -> None:
+    """Begin an optimizer step of blocks that are replayed as CUDA graphs: results of the last step are not read any more.
+
+    Once a step, not once a microbatch: the gradients that accumulate are results of graphs.
+    """
+    torch.compiler.cudagraph_mark_step_begin()
+
+
+def _compiler(backend: str, memory_budget: float, mode: str) -> "str | _Compiler":
+    plain = memory_budget == 1.0 and mode == "default"
+    return backend if plain else _Compiler(backend, memory_budget, mode)
 
 
 @dataclass(frozen=True)
-class _WithinBudget:
-    """Backend that sets torch's memory budget around each of its own compilations only.
+class _Compiler:
+    """Backend that sets torch's memory budget around each of its own compilations only, and inductor's mode for them.
 
     The kept results are decided when the forward is compiled. Equal instances are one backend to torch's cache of
     graphs.
@@ -87,8 +99,11 @@ class _WithinBudget:
 
     backend: str
     memory_budget: float
+    mode: str
 
     def __call__(self, graph, inputs, **options):
+        if self.mode != "default":
+            options["config_patches"] = torch._inductor.list_mode_options(self.mode)
         with functorch_config.patch(activation_memory_budget=self.memory_budget):
             return lookup_backend(self.backend)(graph, inputs, **options)
 

@@ -21,6 +21,35 @@ class ParallelismConfig:
         -1, "processes that share one copy (1: DDP; above: FSDP2, or HSDP with copies); -1: as many as remain", ge=-1,
         trajectory=False,
     )
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = setting(
+        "default", "where weights that a forward gathered are released, to be gathered again for the backward: in blocks; in the "
+        "layers around them too (always); nowhere (never)", trajectory=False,
+    )
+    fsdp_prefetch_blocks: int = setting(
+        0, "blocks whose weights are gathered ahead of the one that computes; 0: FSDP2's own order, one in backward", ge=0,
+        le=4096, trajectory=False,
+    )
+
+
+def parallelism_problems(config: ParallelismConfig, shards: int, num_blocks: int | None) -> Iterator[tuple[str, str]]:
+    """Find settings of FSDP2 without effect.
+
+    Args:
+        config: the section.
+        shards: processes that share the parameters of one replica.
+        num_blocks: blocks of the model, None if it does not say.
+
+    Yields:
+        (key, what is wrong and what to do).
+    """
+    whole = "has no effect without shards, whose weights FSDP2 gathers"
+    if shards == 1 and config.fsdp_reshard_after_forward != "default":
+        yield "fsdp_reshard_after_forward", f"{whole} (set default, or data_parallel_shard_degree above 1)"
+    if shards == 1 and config.fsdp_prefetch_blocks:
+        yield "fsdp_prefetch_blocks", f"{whole} (set 0, or data_parallel_shard_degree above 1)"
+    elif num_blocks is not None and config.fsdp_prefetch_blocks >= num_blocks:
+        text = f"{config.fsdp_prefetch_blocks} ahead of one are more than the model's {num_blocks} blocks"
+        yield "fsdp_prefetch_blocks", f"{text} (1 or 2 hide a gather)"
 
 
 @dataclass(kw_only=True)
@@ -56,20 +85,40 @@ class CompileConfig:
         "blocks", "unit of compilation: each block, or the whole model, if its parameters are not sharded",
         trajectory=False,
     )  # fmt: skip
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = setting(
+        "default", "work of the compiler: its usual; CUDA graphs of each block; kernels chosen by timing them, with "
+        "CUDA graphs or without", trajectory=False,
+    )  # fmt: skip
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """True if blocks are replayed as CUDA graphs."""
+        return self.enable and self.mode in ("reduce-overhead", "max-autotune")
 
 
-def compile_problems(config: CompileConfig, shards: int) -> Iterator[tuple[str, str]]:
+def compile_problems(config: CompileConfig, shards: int, has_cuda: bool | None = None) -> Iterator[tuple[str, str]]:
     """Find combinations that cannot be compiled.
 
     Args:
         config: the section.
         shards: processes that share the parameters of one replica.
+        has_cuda: whether the run has a CUDA device; None: if this process has.
 
     Yields:
         (key, what is wrong and what to do).
     """
     if config.enable and config.scope == "model" and shards > 1:
         yield "scope", "model needs parameters that are not sharded: FSDP gathers them block by block (set blocks)"
+    if not config.cuda_graphs:
+        return
+    remedy = "set max-autotune-no-cudagraphs" if config.mode == "max-autotune" else "set default"
+    if not (torch.cuda.is_available() if has_cuda is None else has_cuda):
+        yield "mode", f"{config.mode} replays CUDA graphs, and CUDA is not there ({remedy})"
+    elif shards > 1:
+        yield "mode", f"{config.mode} replays CUDA graphs at fixed addresses, and FSDP gathers weights anew ({remedy})"
+    elif config.scope == "model":
+        text = "overwrites the model's last output, which guidance and solvers still read"
+        yield "mode", f"{config.mode}: a CUDA graph of the whole model {text} ({remedy}, or scope to blocks)"
 
 
 CheckpointMode = Literal["none", "selective", "full", "memory_budget"]

@@ -2,20 +2,28 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch._dynamo.config as dynamo_config
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan.distributed.activation_checkpoint import WRAPPER_PREFIX, checkpoint_blocks
 from torchtitan.distributed.compile import compile_blocks, compile_model
-from torchtitan.distributed.config import ActivationCheckpointConfig, CompileConfig, compile_problems
+from torchtitan.distributed.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    ParallelismConfig,
+    compile_problems,
+)
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.precision import fsdp_policy
+
+_SCALE = "_precomputed_scale"  # of torchao's wrapper around a weight that is gathered in float8
 
 
 def parallelize(
@@ -24,9 +32,11 @@ def parallelize(
     *,
     checkpointing: ActivationCheckpointConfig | None = None,
     compiling: CompileConfig | None = None,
+    sharding: ParallelismConfig | None = None,
     param_dtype: str = "float32",
     reduce_dtype: str = "float32",
     num_shapes: int = 1,
+    cpu_offload: bool = False,
 ) -> nn.Module:
     """Apply activation checkpointing, then compile, then FSDP2, HSDP or DDP.
 
@@ -36,8 +46,10 @@ def parallelize(
         layout: where it runs.
         checkpointing: recomputation in backward; None: nothing is recomputed.
         compiling: choice of compiled modules; None: nothing is compiled.
+        sharding: when FSDP2 gathers and releases weights; None: its defaults.
         param_dtype, reduce_dtype: dtype of compute and of the gradient reduction.
         num_shapes: shapes of the images that it is trained on.
+        cpu_offload: keep the shards of weights and gradients in host memory.
 
     Returns:
         the module whose forward trains: `model` itself, or DistributedDataParallel around it.
@@ -56,11 +68,11 @@ def parallelize(
     if compiling.enable:
         memory_budget = checkpointing.memory_budget if budgeted else 1.0
         if compiling.scope == "model":
-            compile_model(model, memory_budget, num_shapes=num_shapes)
+            compile_model(model, memory_budget, num_shapes=num_shapes, mode=compiling.mode)
         else:
-            compile_blocks(_blocks(model), memory_budget, num_shapes=num_shapes)
+            compile_blocks(_blocks(model), memory_budget, num_shapes=num_shapes, mode=compiling.mode)
     if layout.sharded:
-        _shard(model, layout, param_dtype, reduce_dtype)
+        _shard(model, layout, fsdp_policy(param_dtype, reduce_dtype), sharding or ParallelismConfig(), cpu_offload)
         return model
     if layout.world_size > 1:
         wrapper = BlockwiseDDP if compiling.enable and compiling.scope == "blocks" else DistributedDataParallel
@@ -89,15 +101,29 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return list(cast(Any, model).blocks())
 
 
-def _shard(model: nn.Module, layout: Layout, param_dtype: str, reduce_dtype: str) -> None:
-    policy = fsdp_policy(param_dtype, reduce_dtype)
+def _shard(
+    model: nn.Module, layout: Layout, policy: MixedPrecisionPolicy, sharding: ParallelismConfig, cpu_offload: bool
+) -> None:
+    when = sharding.fsdp_reshard_after_forward
+    kept = CPUOffloadPolicy(pin_memory=layout.device.type == "cuda") if cpu_offload else OffloadPolicy()
+    wrap = partial(fully_shard, mesh=layout.mesh, mp_policy=policy, offload_policy=kept)
     for block in _blocks(model):
-        fully_shard(block, mesh=layout.mesh, mp_policy=policy)
-    fully_shard(model, mesh=layout.mesh, mp_policy=policy)
+        wrap(block, reshard_after_forward=when != "never")
+    # The layers around the blocks are the last of a forward and the first of its backward: by default they stay gathered.
+    wrap(model, reshard_after_forward=when == "always")
+    if ahead := sharding.fsdp_prefetch_blocks:
+        _prefetch(cast(list[FSDPModule], _blocks(model)), ahead)
     if layout.device.type == "cpu":
         # gloo's own averaging is not to be relied on: sum, then divide.
         for module in fsdp_modules(model):
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _prefetch(blocks: list[FSDPModule], ahead: int) -> None:
+    """Gather the weights of that many blocks ahead of the one that computes, in forward and in backward."""
+    for number, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
+        block.set_modules_to_backward_prefetch(blocks[max(number - ahead, 0) : number][::-1])
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -117,10 +143,14 @@ def accumulate_locally(train_module: nn.Module, *, last: bool) -> AbstractContex
 def release_unsharded(model: nn.Module) -> None:
     """Release gathered parameters, so that the next forward gathers them from the shards anew.
 
-    FSDP2 keeps the root's parameters gathered after a forward. Code that changes the shards must call this.
+    FSDP2 keeps the root's parameters gathered after a forward. Code that changes the shards must call this. Scales of the
+    shards, by which they are gathered in float8, are those of other values now, and are computed with the gather.
     """
     for module in fsdp_modules(model):
         module.reshard()
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and hasattr(parameter.to_local(), _SCALE):
+            setattr(parameter._local_tensor, _SCALE, None)
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -129,8 +159,9 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Local part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Local part of a tensor that may be sharded, without the wrapper of weights that are gathered in float8."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return cast(Any, part)._tensor if hasattr(part, _SCALE) else part
 
 
 @torch.no_grad()
@@ -201,7 +232,8 @@ def zero_non_finite(parameters: Iterable[nn.Parameter], layout: Layout) -> Tenso
 def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Clip gradients in place to a norm of at most max_norm; `norm` is the value of gradient_norm."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
-    torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], scale)
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    torch._foreach_mul_(gradients, scale.to(gradients[0].device))  # in host memory if they are offloaded
 
 
 @torch.no_grad()

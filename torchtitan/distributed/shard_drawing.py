@@ -59,16 +59,20 @@ def draw_shards(
 
 
 @torch.no_grad()
-def place_shards(model: nn.Module, shards: dict[str, Tensor]) -> None:
-    """Give a sharded model on the meta device its parameters; `shards`, from `draw_shards`, is empty afterwards."""
+def place_shards(model: nn.Module, shards: dict[str, Tensor], on_host: bool = False) -> None:
+    """Give a sharded model on the meta device its parameters; `shards`, from `draw_shards`, is empty afterwards.
+
+    Args:
+        on_host: keep them in the host's memory, as FSDP2's CPUOffloadPolicy expects them.
+    """
     names = {id(parameter): name for name, parameter in named_parameters(model).items()}
 
     def placed(tensor: Tensor) -> Tensor:
         if tensor.device.type != "meta":
             return tensor
-        whole = cast(DTensor, tensor)
+        whole, shard = cast(DTensor, tensor), shards.pop(names[id(tensor)])
         return DTensor.from_local(
-            shards.pop(names[id(tensor)]), whole.device_mesh, whole.placements, run_check=False, shape=whole.shape,
+            shard.cpu() if on_host else shard, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape,
             stride=whole.stride(),
         )  # fmt: skip
 

@@ -17,7 +17,7 @@ from torchtitan.models.adapters.frozen_network import freeze_and_adapt
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.quantized import quantized_tensors, quantized_weights
 
-# Prefetching of parameters reaches from one block to the next, so the first and the last differ from those between.
+# Prefetching of parameters reaches from one block to the next, or farther, so the first and the last differ from those between.
 _EDGE = 1
 
 
@@ -44,6 +44,8 @@ class MemoryEstimate:
         least: peak of a step in which every block is recomputed whole, where the compiler chooses the kept tensors
             (activation_checkpoint.mode = memory_budget): the other numbers are then those of a step without
             recomputation, and the true peak, known after compiling, lies between. None in other modes.
+        host: bytes in the host's memory instead of the device's: with training.enable_cpu_offload parameters, gradients,
+            optimizer and averages.
     """
 
     parameters: int
@@ -56,6 +58,7 @@ class MemoryEstimate:
     all_gradients: int
     start_up: int
     least: int | None = None
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -68,6 +71,7 @@ class MemoryEstimate:
         return max(self.total, self.start_up)
 
 
+_OFFLOADED = (PARAMETERS, GRADIENTS, "optimizer", "ema")
 PARTS = (PARAMETERS, GRADIENTS, "optimizer", "ema", ACTIVATIONS, COMMUNICATION)
 
 
@@ -104,6 +108,12 @@ def _estimate(config: JobConfig, world_size: int) -> MemoryEstimate:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of a view, which nothing here changes in place
         step = _of_full_depth(config, world_size)
+    host = 0
+    if config.training.enable_cpu_offload:
+        host = step.held.total()
+        for held in (*step.windows.values(), step.held):
+            for part in _OFFLOADED:
+                held[part] = 0
     window, peak = max(step.windows.items(), key=lambda entry: entry[1].total())
     return MemoryEstimate(
         parameters=peak[PARAMETERS],
@@ -115,6 +125,7 @@ def _estimate(config: JobConfig, world_size: int) -> MemoryEstimate:
         phase=window[1],
         all_gradients=step.held[GRADIENTS],
         start_up=_start_up_bytes(config),
+        host=host,
     )
 
 
@@ -150,7 +161,7 @@ def _of_full_depth(config: JobConfig, world_size: int) -> SimulatedStep:
     the deep one, and both their ends have windows for a whole period beyond the edge.
     """
     depth, period = config.model.depth or 0, config.activation_checkpoint.every
-    end = _EDGE + period
+    end = max(_EDGE, config.parallelism.fsdp_prefetch_blocks) + period
     shallow_depth = 2 * end + (depth - 2 * end) % period
     deeper_depth = shallow_depth + period
     some_blocks = config.lora.enable and config.lora.patterns  # the pattern may name a block

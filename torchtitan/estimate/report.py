@@ -60,6 +60,7 @@ def as_text(
         f"memory per rank, at the peak of a step ({memory.phase}):",
         *(f"  {part:20}{_gib(getattr(memory, part))}{notes.get(part, '')}" for part in PARTS),
         f"  {'total':20}{_gib(memory.total)}",
+        *([f"  {'in host memory':20}{_gib(memory.host)} (updated there, in time not counted below)"] if memory.host else []),
         *_range_lines(memory),
         f"  {'at the start':20}{_gib(memory.start_up)} ({_start_up(config)})",
         f"  {'the device has':20}{device.memory_gib:9.2f} GiB: {_verdict(memory, device)}",

@@ -9,6 +9,7 @@ from torchtitan.estimate.devices import Device
 from torchtitan.estimate.memory import MemoryEstimate
 from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.base import DiffusionModel
+from torchtitan.models.float8 import converted_share
 from torchtitan.training.utilisation import mfu_percent, products_of
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -79,7 +80,10 @@ def estimate_step_time(
     peak = device.peak_tflops(products_of(vars(training)))
     images = training.global_batch_size / world_size  # of each rank
     flops = images * training_flops_per_image(config, model)
-    compute = (1 + recomputed_share(config, model)) * flops / (1e12 * peak * efficiency.compute)
+    seconds = flops / (1e12 * peak)
+    if device.tflops_float8:
+        seconds *= 1 - (1 - peak / device.tflops_float8) * converted_share(model, config.float8)
+    compute = (1 + recomputed_share(config, model)) * seconds / efficiency.compute
     trained, gathered = model.num_parameters(), sum(parameter.numel() for parameter in model.parameters())
     communication = _communication_seconds(config, trained, gathered, device) / efficiency.link
     # Gradients are read; everything that trains, and only that, is read and written.
@@ -116,8 +120,9 @@ def communication_bytes(config: JobConfig, num_parameters: int, gathered: int | 
     """Communicated bytes of each rank in one step, by group: "shard" and "replicate".
 
     Ring collectives over n ranks send (n - 1) / n of the whole for a gather or a reduce-scatter, twice that for an
-    all-reduce. FSDP2 gathers the weights in the dtype of compute in every forward and every backward, and reduces
-    float32 gradients once a step; HSDP then sums the shards over the copies, DDP the whole gradient.
+    all-reduce. FSDP2 gathers the weights in the dtype of compute in every forward and, where they were released, every
+    backward, and reduces gradients in the dtype of the reduction once a step; HSDP then sums the shards over the copies, DDP
+    the whole gradient.
 
     Args:
         config: a resolved configuration.
@@ -127,10 +132,12 @@ def communication_bytes(config: JobConfig, num_parameters: int, gathered: int | 
     layout, training = config.parallelism, config.training
     replicas, shards = layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree
     microbatches = training.global_batch_size // (training.local_batch_size * replicas * shards)
-    gathers = 2 * microbatches * _DTYPE_BYTES[training.mixed_precision_param]
+    times = 1 if layout.fsdp_reshard_after_forward == "never" else 2
+    gathers = times * microbatches * _DTYPE_BYTES[training.mixed_precision_param]
+    gradients = _DTYPE_BYTES[training.mixed_precision_reduce] * num_parameters
     return {
-        "shard": (shards - 1) / shards * (gathers * (gathered or num_parameters) + 4 * num_parameters) if shards > 1 else 0.0,
-        "replicate": 2 * (replicas - 1) / replicas * 4 * num_parameters / shards,
+        "shard": (shards - 1) / shards * (gathers * (gathered or num_parameters) + gradients) if shards > 1 else 0.0,
+        "replicate": 2 * (replicas - 1) / replicas * gradients / shards,
     }
 
 

@@ -109,7 +109,7 @@ class _Step:
         checkpointing, training = self.config.activation_checkpoint, self.config.training
         if self.layout.sharded:
             parallelize(
-                self.model, self.layout, checkpointing=checkpointing,
+                self.model, self.layout, checkpointing=checkpointing, sharding=self.config.parallelism,
                 param_dtype=training.mixed_precision_param, reduce_dtype=training.mixed_precision_reduce,
             )  # fmt: skip
         else:
@@ -178,13 +178,16 @@ class _Step:
         return sum(_state_bytes(p, self.config.optimizer, p in of_blocks) for p in self.parameters)
 
     def _orthogonalise_largest(self) -> None:
-        """Orthogonalise the largest matrix: the one optimizer step that takes more than a few rows besides its state."""
+        """Orthogonalise the largest matrix: the one optimizer step that takes more than a few rows besides its state.
+
+        Ranks that share the matrices each have one whole, and their shards of those of the others.
+        """
         of_blocks = [p for block in self.model.blocks() for p in block.parameters()]
         matrices = [p for p in of_blocks if p.ndim == 2 and p.requires_grad]
         largest = max(matrices, key=lambda p: p.numel())
-        ahead = local(largest.detach()).clone()
+        ahead = [local(largest.detach()).clone() for _ in matrices[: self.layout.shards]]
         whole = torch.empty(largest.shape)
-        self.live.hold([ahead, whole], ACTIVATIONS)
+        self.live.hold([*ahead, whole], ACTIVATIONS)
         orthogonalise(whole)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan.experiments.folder import ExperimentError
+from torchtitan.experiments.process import RETRIES
 from torchtitan.files.regular import read_text
 from torchtitan.settings import setting
 from torchtitan.settings.schema import nearest, quoted, validate_section
@@ -22,7 +23,15 @@ BATCH_KEY = "training.local_batch_size"
 MOST_CELLS = 100_000
 LAYOUTS = ("ddp", "fsdp", "hsdp")
 DTYPES = ("float32", "bfloat16", "float8")
-_TABLES = ("fixed", "axes", "exclude")
+CHECKPOINTING: dict[str, dict[str, Any]] = {  # value of that axis -> configuration keys
+    "none": {"activation_checkpoint.mode": "none"},
+    "selective": {"activation_checkpoint.mode": "selective"},
+    "every_second_block": {"activation_checkpoint.mode": "full", "activation_checkpoint.every": 2},
+    "full": {"activation_checkpoint.mode": "full"},
+}
+_NAMED = {"layout": LAYOUTS, "dtype": DTYPES, "checkpointing": tuple(CHECKPOINTING)}
+_COUNTS = ("processes", "nodes")
+_TABLES = ("fixed", "axes", "exclude", "include", "extended", "needs")
 # Words of a run's name, where the dotted key is long.
 _SHORT = {
     BATCH_KEY: "batch",
@@ -45,13 +54,16 @@ class SweepError(ExperimentError):
 
 @dataclass(kw_only=True)
 class SweepSettings:
-    """Keys of a sweep's file outside of its tables `fixed`, `axes` and `exclude`."""
+    """Keys of a sweep's file outside of its tables."""
 
     name: str = setting("", "name of the folder outputs/<name>; default: the file's name")
     base: str = setting("", "configuration that all cells start from, relative to this file; default: none")
     processes: int = setting(1, "processes of every cell, unless they are an axis", ge=1, le=65536)
+    nodes: int = setting(1, "machines that a cell's processes are spread over, unless they are an axis", ge=1, le=8192)
+    device: str = setting("", "device that --dry-run estimates for unless it is given another; default: none")
     repeats: int = setting(1, "runs of each cell; repeat r has debug.seed + r", ge=1, le=10_000)
     timeout_s: float = setting(1800.0, "seconds after which a run is ended", gt=0)
+    retries: int = setting(RETRIES, "times that a run killed from outside is started again at once", ge=0, le=100)
     warmup_steps: int = setting(0, "first steps, left out of all medians", ge=0)
     order: str = setting(BATCH_KEY, "axis of rising memory: cells above a value that is out of memory are skipped")
     hsdp_shard: int = setting(2, "shard degree of layout hsdp", ge=2)
@@ -66,6 +78,13 @@ class SweepSettings:
     )
 
 
+@dataclass(kw_only=True)
+class Needs:
+    """`needs`: what a machine must have to run a cell."""
+
+    gpus: int = setting(0, "CUDA devices of the machine", ge=0, le=1024)
+
+
 @dataclass(frozen=True)
 class Cell:
     """Cell: one point of the grid.
@@ -74,17 +93,29 @@ class Cell:
         id: `axis=value` joined, for axes of several values; a file name, unique in the sweep.
         axes: axis -> value, as in the sweep's file.
         values: dotted key -> value of every key that the cell sets.
-        processes: of its runs.
+        processes: of its runs, on all nodes.
+        nodes: machines of its runs.
     """
 
     id: str
     axes: dict[str, Any]
     values: dict[str, Any]
     processes: int
+    nodes: int = 1
+
+    @property
+    def point(self) -> str:
+        """Text that is the same for the same values of the axes."""
+        return point_text(self.axes)
 
     def arm(self, order: str) -> str:
         """Arm: the part shared by cells that differ along the axis `order` only."""
-        return json.dumps({axis: value for axis, value in self.axes.items() if axis != order}, sort_keys=True)
+        return point_text({axis: value for axis, value in self.axes.items() if axis != order})
+
+
+def point_text(axes: dict[str, Any]) -> str:
+    """Text of a point of the grid; the order of its axes does not matter."""
+    return json.dumps(axes, sort_keys=True)
 
 
 @dataclass
@@ -97,7 +128,9 @@ class Sweep:
         table: its content, flattened to dotted keys.
         settings: its plain keys.
         base: configuration of all cells, None if there is none.
-        cells: of the grid, the batch rising fastest.
+        needs: of the machine that runs a cell.
+        all_cells: of the grid and its extension, the batch rising fastest.
+        cells: of them, the requested ones.
     """
 
     path: Path
@@ -105,11 +138,17 @@ class Sweep:
     table: dict[str, Any]
     settings: SweepSettings
     base: Path | None
+    needs: Needs
+    all_cells: list[Cell] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
 
 
-def read_sweep(path: Path) -> Sweep:
+def read_sweep(path: Path, extended: bool = False) -> Sweep:
     """Read a sweep's file and expand its grid; the cells' configurations are not checked here.
+
+    Args:
+        path: of the TOML file.
+        extended: request the cells of `[extended]` too.
 
     Raises:
         SweepError: with the first problem.
@@ -138,28 +177,106 @@ def read_sweep(path: Path) -> Sweep:
         raise _error(path, f"base: {said}")
     if not settings.autotune and (given := [key for key in plain if key.startswith("autotune_")]):
         raise _error(path, f"{given[0]}: has no effect while autotune is false (remove it, or set autotune = true)")
-    table = plain | {name: _flat_table(path, name, document.get(name, {})) for name in ("fixed", "axes")}
-    table["exclude"] = _excludes(path, document.get("exclude", []), table["axes"])
-    sweep = Sweep(path, read_text(path), table, settings, base)
-    sweep.cells = _expand(sweep)
+    sweep = Sweep(path, read_text(path), _tables(path, document), settings, base, _needs(path, document))
+    sweep.all_cells = _expand(sweep)
+    if extended and not sweep.table["extended"]:
+        raise _error(path, "extended: the file has no such table, so there is nothing to extend by (leave --extended out)")
+    sweep.cells = [cell for cell in sweep.all_cells if extended or not _is_extension(sweep, cell)]
     return sweep
 
 
+def points_of(text: str) -> set[str]:
+    """Points of a saved sweep's grid with its extension; empty if they cannot be told."""
+    try:
+        document = tomllib.loads(text)
+        table = _tables(Path(), document)
+        return {point_text(point) for point in _points(Path(), table, str(document.get("order", BATCH_KEY)))}
+    except (SweepError, ValueError, TypeError, AttributeError):
+        return set()
+
+
+def _tables(path: Path, document: dict[str, Any]) -> dict[str, Any]:
+    """Content of the file, flattened to dotted keys below each table."""
+    table = {key: value for key, value in document.items() if key not in _TABLES}
+    table |= {name: _flat_table(path, name, document.get(name, {})) for name in ("fixed", "axes", "extended")}
+    for axis, values in table["extended"].items():
+        if axis not in table["axes"]:
+            raise _error(path, f"extended.{axis}: is no axis (there are: {', '.join(table['axes'])})")
+        if not isinstance(values, list) or not values:
+            raise _error(path, f"extended.{axis}: must be a list of one or more further values, is {quoted(values)}")
+    for name in ("exclude", "include"):
+        table[name] = _partial_points(path, name, document.get(name, []), table["axes"])
+    for table_of_values in table["exclude"]:
+        for axis, values in table_of_values.items():
+            for value in values:
+                there = _values_of(table, axis)
+                if not any(_same(value, known) for known in there):
+                    raise _error(path, f"exclude.{axis}: {quoted(value)} is not in the axis, {quoted(there)}")
+    return table
+
+
+def _values_of(table: dict[str, Any], axis: str) -> list[Any]:
+    """Values of an axis: its own, those of the extension, and those that points are included with; each once."""
+    own = table["axes"][axis]
+    found = list(own) if isinstance(own, list) else [own]
+    for more in (table["extended"].get(axis, []), *(point.get(axis, []) for point in table["include"])):
+        found += [value for value in more if not any(_same(value, known) for known in found)]
+    return found
+
+
+def _needs(path: Path, document: dict[str, Any]) -> Needs:
+    given = document.get("needs", {})
+    if not isinstance(given, dict):
+        raise _error(path, f"needs: must be a table, is {quoted(given)} (write needs = {{gpus = 8}})")
+    needs, problems = validate_section("needs", Needs(), given, lambda key: "known: gpus")
+    for problem in problems:
+        raise _error(path, f"{problem.key}{problem.within}: {problem.text}")
+    return needs
+
+
+def _is_extension(sweep: Sweep, cell: Cell) -> bool:
+    """Check whether a cell has a value that only the extension brings."""
+    axes, included = sweep.table["axes"], sweep.table["include"]
+    own = all(any(_same(value, known) for known in axes[axis]) for axis, value in cell.axes.items())
+    return not own and not any(_is_of(cell.axes, point, axes) for point in included)
+
+
+def _is_of(point: dict[str, Any], include: dict[str, list], axes: dict[str, Any]) -> bool:
+    choices = axes | include
+    return all(any(_same(value, known) for known in choices[axis]) for axis, value in point.items())
+
+
+def _points(path: Path, table: dict[str, Any], order: str) -> list[dict[str, Any]]:
+    """Points of the grid: the product of the axes and their extension, less the excluded, and the included ones."""
+    axes = table["axes"]
+    own = {axis: values + list(table["extended"].get(axis, [])) for axis, values in axes.items()}
+    points = [
+        point for point in _product(path, own, order)
+        if not any(_matches(point, exclude) for exclude in table["exclude"])
+    ]  # fmt: skip
+    known = {point_text(point) for point in points}
+    for include in table["include"]:
+        for point in _product(path, axes | include, order):
+            if point_text(point) not in known:
+                known.add(point_text(point))
+                points.append(point)
+    return points
+
+
+def _product(path: Path, choices: dict[str, list], order: str) -> list[dict[str, Any]]:
+    names = sorted(choices, key=lambda axis: axis == order)  # stable: the batch comes last, so it changes fastest
+    rising = [sorted(choices[axis]) if axis == order and _are_numbers(choices[axis]) else choices[axis] for axis in names]
+    if (size := math.prod(map(len, rising))) > MOST_CELLS:
+        raise _error(path, f"axes: their product has {size} cells, at most {MOST_CELLS} can be run (shorten an axis)")
+    points = [dict(zip(names, values, strict=True)) for values in itertools.product(*rising)]
+    return [{axis: point[axis] for axis in choices} for point in points]  # in the file's order, for names
+
+
 def _expand(sweep: Sweep) -> list[Cell]:
-    axes, order = sweep.table["axes"], sweep.settings.order
-    if not axes:
+    if not sweep.table["axes"]:
         raise _error(sweep.path, "the grid is empty ([axes] is missing; give it a key and its values)")
     _check_axes(sweep)
-    names = sorted(axes, key=lambda axis: axis == order)  # stable: the batch comes last, so it changes fastest
-    choices = [sorted(axes[axis]) if axis == order and _are_numbers(axes[axis]) else axes[axis] for axis in names]
-    if (size := math.prod(map(len, choices))) > MOST_CELLS:
-        raise _error(sweep.path, f"axes: their product has {size} cells, at most {MOST_CELLS} can be run (shorten an axis)")
-    cells = []
-    for values in itertools.product(*choices):
-        point = dict(zip(names, values, strict=True))
-        point = {axis: point[axis] for axis in axes}  # in the file's order, for names
-        if not any(_matches(point, exclude) for exclude in sweep.table["exclude"]):
-            cells.append(_cell(sweep, point))
+    cells = [_cell(sweep, point) for point in _points(sweep.path, sweep.table, sweep.settings.order)]
     if not cells:
         raise _error(sweep.path, "the grid is empty ([[exclude]] leaves nothing)")
     names_in_use: dict[str, Cell] = {}
@@ -172,25 +289,25 @@ def _expand(sweep: Sweep) -> list[Cell]:
 
 def _check_axes(sweep: Sweep) -> None:
     axes, fixed, path, settings = sweep.table["axes"], sweep.table["fixed"], sweep.path, sweep.settings
-    for axis, values in axes.items():
-        if not isinstance(values, list) or not values:
-            raise _error(path, f"axes.{axis}: must be a list of one or more values, is {quoted(values)}")
+    for axis, own in axes.items():
+        if not isinstance(own, list) or not own:
+            raise _error(path, f"axes.{axis}: must be a list of one or more values, is {quoted(own)}")
+        values = own + sweep.table["extended"].get(axis, [])
         texts = [json.dumps(value) for value in values]
         if len(set(texts)) < len(texts):
             raise _error(path, f"axes.{axis}: has a value twice, {quoted(values)}")
         if axis in fixed:
             raise _error(path, f"axes.{axis}: is in [fixed] too (remove one)")
-        known = {"layout": LAYOUTS, "dtype": DTYPES}.get(axis)
-        for value in values:
-            if known and value not in known:
-                raise _error(path, f"axes.{axis}: must be of {', '.join(known)}, is {quoted(value)}")
-            if axis == "processes" and (type(value) is not int or not 1 <= value <= 65536):
-                raise _error(path, f"axes.processes: must be whole numbers from 1 to 65536, is {quoted(value)}")
-    if "processes" in axes and "processes" in sweep.table:
-        raise _error(path, "axes.processes: processes is set for all cells too (remove one)")
+        for value in _values_of(sweep.table, axis):
+            if axis in _NAMED and value not in _NAMED[axis]:
+                raise _error(path, f"axes.{axis}: must be of {', '.join(_NAMED[axis])}, is {quoted(value)}")
+            if axis in _COUNTS and (type(value) is not int or not 1 <= value <= 65536):
+                raise _error(path, f"axes.{axis}: must be whole numbers from 1 to 65536, is {quoted(value)}")
+        if axis in _COUNTS and axis in sweep.table:
+            raise _error(path, f"axes.{axis}: {axis} is set for all cells too (remove one)")
     if settings.order not in axes and "order" in sweep.table:
         raise _error(path, f"order: {quoted(settings.order)} is no axis (there are: {', '.join(axes)})")
-    if settings.order in axes and not _are_numbers(axes[settings.order]):
+    if settings.order in axes and not _are_numbers(_values_of(sweep.table, settings.order)):
         raise _error(path, f"order: the values of axis {settings.order} are no numbers")
     if settings.autotune and (BATCH_KEY in axes or BATCH_KEY in fixed):
         raise _error(path, f"{BATCH_KEY}: is searched where autotune = true (remove one)")
@@ -206,15 +323,20 @@ def _cell(sweep: Sweep, point: dict[str, Any]) -> Cell:
             if key in sweep.table["fixed"] or (key != axis and key in sweep.table["axes"]):
                 raise _error(sweep.path, f"axes.{axis}: sets {key}, which is set a second time (remove one)")
             values[key] = set_value
-    told_apart = [axis for axis in point if len(sweep.table["axes"][axis]) > 1] or list(point)
+    nodes = point.get("nodes", sweep.settings.nodes)
+    if processes % nodes:
+        raise _error(sweep.path, f"nodes: {processes} processes cannot be spread over {nodes} nodes (change either)")
+    told_apart = [axis for axis in point if len(_values_of(sweep.table, axis)) > 1] or list(point)
     words = [f"{_SHORT.get(axis, axis)}={_file_safe(point[axis])}" for axis in told_apart]
-    return Cell("_".join(words), point, values, processes)
+    return Cell("_".join(words), point, values, processes, nodes)
 
 
 def _meaning(sweep: Sweep, axis: str, value: Any, processes: int) -> dict[str, Any]:
     """Configuration keys set by a value of an axis."""
-    if axis == "processes":
+    if axis in _COUNTS:
         return {}
+    if axis == "checkpointing":
+        return CHECKPOINTING[value]
     if axis == "dtype":
         if value == "float8":
             return {"training.mixed_precision_param": "bfloat16", "float8.enable": True}
@@ -231,20 +353,20 @@ def _meaning(sweep: Sweep, axis: str, value: Any, processes: int) -> dict[str, A
     return dict(zip(degrees, (processes // shard, shard), strict=True))
 
 
-def _excludes(path: Path, tables: Any, axes: dict[str, Any]) -> list[dict[str, list]]:
+def _partial_points(path: Path, name: str, tables: Any, axes: dict[str, Any]) -> list[dict[str, list]]:
+    """Tables `[[exclude]]` and `[[include]]`: axis -> values."""
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise _error(path, "exclude: must be tables (write [[exclude]] and axis = value lines)")
+        raise _error(path, f"{name}: must be tables (write [[{name}]] and axis = value lines)")
     found = []
     for table in tables:
         flat = {axis: value if isinstance(value, list) else [value] for axis, value in flattened(table)}
         if not flat:
-            raise _error(path, "exclude: an empty table excludes everything (name an axis, or remove it)")
+            raise _error(path, f"{name}: an empty table {name}s everything (name an axis, or remove it)")
         for axis, values in flat.items():
             if axis not in axes:
-                raise _error(path, f"exclude.{axis}: is no axis (there are: {', '.join(axes)})")
-            for value in values:
-                if not any(_same(value, known) for known in axes[axis]):
-                    raise _error(path, f"exclude.{axis}: {quoted(value)} is not in the axis, {quoted(axes[axis])}")
+                raise _error(path, f"{name}.{axis}: is no axis (there are: {', '.join(axes)})")
+            if not values:
+                raise _error(path, f"{name}.{axis}: has no value (name one, or remove the line)")
         found.append(flat)
     return found
 

@@ -14,10 +14,11 @@ from torchtitan.experiments.autotune.tuned_batch import tuned_batch_size
 from torchtitan.experiments.command_lines import check_cells, run_arguments, run_name
 from torchtitan.experiments.engine import Advance, settle_cells
 from torchtitan.experiments.grid import BATCH_KEY, Cell, Sweep, SweepError
-from torchtitan.experiments.process import Outcome, Stopped, run_processes
+from torchtitan.experiments.outcome import Outcome
+from torchtitan.experiments.process import Stopped, run_processes
 from torchtitan.experiments.record import Row, SweepFolder
 
-RETRIED = ("failed", "timeout", "refused")
+RETRIED = ("failed", "timeout", "refused", "killed")
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,14 @@ class SweepPlan:
     """Plan of a sweep's remaining work.
 
     Attributes:
+        sweep: of the tasks.
         tasks: every requested run: all cells once, then all again with the next seed.
         refused: id of a cell -> reason.
         rows: of the finished runs.
+        retry_failed: repeat runs that failed, timed out, were killed or refused.
     """
 
+    sweep: Sweep
     tasks: list[Task]
     refused: dict[str, str]
     rows: dict[tuple[str, int], Row]
@@ -53,7 +57,22 @@ class SweepPlan:
 
     def _is_missing(self, task: Task) -> bool:
         row = self.rows.get(task.key)
-        return row is None or (self.retry_failed and row["status"] in RETRIED)
+        if row is None or (self.retry_failed and row["status"] in RETRIED):
+            return True
+        return row["status"] == "skipped" and not self.known_out_of_memory(task)  # its reason has been withdrawn
+
+    def known_out_of_memory(self, task: Task) -> str:
+        """Reason to skip a run: the record proves that its cell, or a smaller batch of its arm, runs out of memory."""
+        order, cell = self.sweep.settings.order, task.cell
+        full = {cell_id: repeat for (cell_id, repeat), row in self.rows.items() if row["status"] == "oom"}
+        if cell.id in full:
+            return f"repeat {full[cell.id]} is out of memory already"
+        if order not in cell.axes:
+            return ""
+        for other in self.sweep.all_cells:
+            if other.id in full and other.axes[order] < cell.axes[order] and other.arm(order) == cell.arm(order):
+                return f"{order} = {other.axes[order]} is out of memory already"
+        return ""
 
 
 def plan_sweep(
@@ -65,16 +84,17 @@ def plan_sweep(
         sweep: read from its file.
         folder: of its results.
         only: axis -> the values to run, as text; other cells are left out.
-        retry_failed: repeat runs that failed, timed out or were refused.
+        retry_failed: repeat runs that failed, timed out, were killed or refused.
 
     Raises:
         SweepError: a cell is refused, the folder belongs to another sweep, or `only` names unknown values.
     """
     folder.check(sweep)
+    sweep = folder.with_recorded_names(sweep)
     cells = _select(sweep, only or {})
     refused = check_cells(sweep, cells, folder.path)
     tasks = [Task(cell, repeat) for repeat in range(sweep.settings.repeats) for cell in cells]
-    return SweepPlan(tasks, refused, folder.rows(), retry_failed)
+    return SweepPlan(sweep, tasks, refused, folder.rows(), retry_failed)
 
 
 def _select(sweep: Sweep, only: dict[str, list[str]]) -> list[Cell]:
@@ -82,7 +102,7 @@ def _select(sweep: Sweep, only: dict[str, list[str]]) -> list[Cell]:
     for axis, values in only.items():
         if axis not in sweep.table["axes"]:
             raise SweepError(f"--only {axis}: is no axis (there are: {', '.join(sweep.table['axes'])})")
-        known = [value_text(value) for value in sweep.table["axes"][axis]]
+        known = list(dict.fromkeys(value_text(cell.axes[axis]) for cell in sweep.cells))
         for value in values:
             if value not in known:
                 raise SweepError(f"--only {axis}={value}: is no value of the axis (there are: {', '.join(known)})")
@@ -129,10 +149,10 @@ class _Workers:
 
     def _settle(self, task: Task, advance: Advance) -> None:
         started = datetime.now().astimezone().isoformat(timespec="seconds")
-        axes, seconds = task.cell.axes, 0.0
+        axes, seconds, evidence = task.cell.axes, 0.0, {}
         if reason := self._plan.refused.get(task.cell.id):
             status = "refused"
-        elif reason := self._out_of_memory_below(task.cell):
+        elif reason := self._skip_reason(task):
             status = "skipped"
         else:
             devices = self._acquire(task.cell.processes)
@@ -141,11 +161,12 @@ class _Workers:
             finally:
                 self._release(devices)
             axes, status, reason, seconds = axes | tuned, outcome.status, outcome.reason, outcome.seconds
+            evidence = {"evidence": outcome.evidence} if outcome.evidence else {}
         name = run_name(task.cell, task.repeat)
         row = {
             "cell": task.cell.id, "name": name, "axes": axes, "repeat": task.repeat, "status": status,
             "reason": reason, "seconds": round(seconds, 2), "run": name, "processes": task.cell.processes,
-            "started": started,
+            "started": started, **evidence,
         }  # fmt: skip
         with self._lock:
             self._folder.add(row)
@@ -168,28 +189,18 @@ class _Workers:
         outcome = run_processes(
             arguments, processes=processes, timeout_s=settings.timeout_s, environment=self._environment(processes),
             log=self._folder.path / "logs" / f"{run_name(task.cell, task.repeat)}.log",
-            memory_limit_gib=settings.memory_limit_gib, devices=devices, stop=self._stop,
+            memory_limit_gib=settings.memory_limit_gib, devices=devices, retries=settings.retries, stop=self._stop,
         )  # fmt: skip
         return outcome, tuned
+
+    def _skip_reason(self, task: Task) -> str:
+        with self._lock:
+            return self._plan.known_out_of_memory(task)
 
     def _environment(self, processes: int) -> dict[str, str]:
         if "OMP_NUM_THREADS" in os.environ:
             return {}
         return {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // (processes * self._jobs), 1))}
-
-    def _out_of_memory_below(self, cell: Cell) -> str:
-        """Reason to skip a cell, if a smaller batch of its arm has run out of memory."""
-        order = self._sweep.settings.order
-        if order not in cell.axes:
-            return ""
-        with self._lock:
-            for other in self._sweep.cells:
-                if other.axes[order] >= cell.axes[order] or other.arm(order) != cell.arm(order):
-                    continue
-                for (cell_id, _), row in self._plan.rows.items():
-                    if cell_id == other.id and row["status"] == "oom":
-                        return f"{order} = {other.axes[order]} is out of memory already"
-        return ""
 
     # ------------------------------------------------------------------ devices
 

@@ -179,6 +179,11 @@ class ModelConfig:
         """Number of units in `blocks`; None if the configuration does not determine it."""
         return None
 
+    @property
+    def head_width(self) -> int | None:
+        """Channels of an attention head; None if there is no attention, or the heads differ."""
+        return None
+
     def of_depth(self, depth: int) -> "ModelConfig | None":
         """Same model with another number of blocks, if all blocks are alike; None if they are not."""
         return None

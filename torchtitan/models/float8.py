@@ -7,7 +7,7 @@ few rows to gain speed, and the projections into and out of the token stream are
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,11 @@ class Float8Config:
         "tensorwise", "scale per tensor (fastest); per row; per row, with the weights' gradients in high precision",
     )
     emulate: bool = setting(False, "round to float8 but multiply in high precision: slow, for any device")
+    enable_fsdp_float8_all_gather: bool = setting(
+        False, "shards are rounded to float8 before they are gathered, with one scale of the whole weight",
+        applies={"recipe": ("tensorwise",)}, because="only a scale of the whole tensor is the same before and after",
+        trajectory=False,
+    )
     filter_fqns: list[str] = setting(
         [], "linears whose name contains one of these are not converted, such as \"attention.out\"",
     )
@@ -42,18 +47,24 @@ class Float8Error(Exception):
     """Model that cannot be converted as configured; the message is one line."""
 
 
-def float8_problems(config: Float8Config, param_dtype: str, single_pass_taps: bool) -> Iterator[tuple[str, str]]:
+def float8_problems(
+    config: Float8Config, param_dtype: str, single_pass_taps: bool, shards: int = 1, plain_weights: str = "", *,
+    elsewhere: bool = False,
+) -> Iterator[tuple[str, str]]:
     """Find reasons against float8 on this device and with the other sections.
 
     Args:
         config: the section, enabled.
         param_dtype: training.mixed_precision_param.
         single_pass_taps: whether the gradients of single samples are tapped at the linears (gns.single_pass).
+        shards: processes that share the parameters of one replica.
+        plain_weights: the setting that needs weights without torchao's wrapper, if any.
+        elsewhere: whether the run is of another machine: packages and the device of this one do not count.
 
     Returns:
         pairs of a dotted key and the reason.
     """
-    if importlib.util.find_spec("torchao") is None:
+    if not elsewhere and importlib.util.find_spec("torchao") is None:
         text = f"needs the package torchao, which is not installed ({install('lowbit')}, or set it to false)"
         yield "float8.enable", text
     if single_pass_taps:
@@ -61,12 +72,19 @@ def float8_problems(config: Float8Config, param_dtype: str, single_pass_taps: bo
             "the single-pass noise estimate replaces the same linears by ones that tap exact gradients (set"
             " gns.single_pass to false with gns.rank_gradients, or one of the two sections' enable to false)"
         )
+    gathers = config.enable_fsdp_float8_all_gather and config.recipe == "tensorwise"
+    if gathers and shards == 1:
+        text = "has no effect without shards, whose weights FSDP2 gathers"
+        yield "float8.enable_fsdp_float8_all_gather", f"{text} (set it to false, or data_parallel_shard_degree above 1)"
+    if gathers and plain_weights:
+        text = f"{plain_weights} handles plain weights, and these are torchao's"
+        yield "float8.enable_fsdp_float8_all_gather", f"{text} (set one of the two to its default)"
     if config.emulate:
         return
-    if not torch.cuda.is_available():
+    if not elsewhere and not torch.cuda.is_available():
         text = "the CPU has no float8 matrix products (set float8.emulate to true, or float8.enable to false)"
         yield "float8.enable", text
-    elif (capability := torch.cuda.get_device_capability()) < _LEAST_CAPABILITY:
+    elif not elsewhere and (capability := torch.cuda.get_device_capability()) < _LEAST_CAPABILITY:
         name, found = torch.cuda.get_device_name(), ".".join(map(str, capability))
         yield "float8.enable", (
             f"{name} (compute capability {found}) has no float8 matrix products, which begin with 8.9"
@@ -108,6 +126,18 @@ def check_convertible(
             )
 
 
+def converted_share(model: DiffusionModel, config: Float8Config) -> float:
+    """Share of the training's matrix products that are computed in float8: those of the converted linears, of three products a
+    linear, or two where the weights' gradients are in high precision.
+    """
+    if not config.enable or config.emulate:
+        return 0.0
+    times = model.applications(model.image_shape)
+    macs = sum(cast(Tensor, model.get_submodule(name).weight).numel() * times[name] for name in _names(model, config))
+    passes = 2 / 3 if config.recipe == "rowwise_with_gw_hp" else 1.0
+    return passes * macs / model.forward_macs_per_image(model.image_shape)
+
+
 def convert_to_float8(model: DiffusionModel, config: Float8Config) -> list[str]:
     """Replace the linears over tokens by float8 ones that hold the same parameters; in place.
 
@@ -120,7 +150,10 @@ def convert_to_float8(model: DiffusionModel, config: Float8Config) -> list[str]:
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    recipe = replace(Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate)
+    recipe = replace(
+        Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate,
+        enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
+    )  # fmt: skip
     wanted = _names(model, config)
 
     def to_float8(name: str, module: nn.Module) -> nn.Module | None:
@@ -131,6 +164,13 @@ def convert_to_float8(model: DiffusionModel, config: Float8Config) -> list[str]:
         return converted
 
     return list(convert(model, to_float8))
+
+
+def compute_gather_scales(model: nn.Module) -> None:
+    """Compute the scales of all weights that are gathered in float8 by one collective, after they have changed."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def _names(model: DiffusionModel, config: Float8Config) -> set[str]:

@@ -16,7 +16,7 @@ from torchtitan.errors import unwrapped
 from torchtitan.files.regular import read_regular, read_toml
 from torchtitan.settings.earlier_keys import with_present_keys
 from torchtitan.settings.sections import filled_in, flattened
-from torchtitan.statistics.interval import Interval, mean_interval
+from torchtitan.statistics.interval import Interval, mean_interval, positive_interval
 from torchtitan.training.metric_points import LATEST_STEP, read_points
 
 TRAINING_LOSS = "loss_metrics/global_avg_loss"
@@ -287,6 +287,11 @@ class RunGroup:
         present = [value for value in values if value is not None]
         return mean_interval(present) if present else None
 
+    def rate_interval(self, values: Iterable[float | None]) -> Interval | None:
+        """Interval of a positive rate's geometric mean over the runs that have a value; None where none has."""
+        present = [value for value in values if value is not None]
+        return positive_interval(present) if present else None
+
 
 def group_by_seed(runs: Sequence[RunRecord]) -> list[RunGroup]:
     """Group runs that differ in debug.seed only (and in [job]: name, folder).
@@ -317,11 +322,15 @@ def group_by_seed(runs: Sequence[RunRecord]) -> list[RunGroup]:
     return found
 
 
-def align(series: Sequence[Series]) -> list[tuple[int, Interval]]:
+def align(series: Sequence[Series], rates: bool = False) -> list[tuple[int, Interval]]:
     """Align and average series at every step that one of them logged and all of them reach.
 
     Between its points a series counts as a straight line, so that those of unequal steps can be averaged. Empty ones
     do not count.
+
+    Args:
+        series: of the runs.
+        rates: values are positive rates: geometric means, intervals over logarithms.
 
     Returns:
         step and interval of the mean, steps rising.
@@ -331,7 +340,8 @@ def align(series: Sequence[Series]) -> list[tuple[int, Interval]]:
         return []
     first, last = max(one.steps[0] for one in present), min(one.steps[-1] for one in present)
     steps = sorted({step for one in present for step in one.steps if first <= step <= last})
-    return [(step, mean_interval([one.at(step) for one in present])) for step in steps]
+    interval = positive_interval if rates else mean_interval
+    return [(step, interval([one.at(step) for one in present])) for step in steps]
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> tuple[list[str], list[str]]:

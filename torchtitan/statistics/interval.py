@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtitan.statistics.student import student_quantile
 
@@ -69,10 +69,12 @@ def paired_difference(values: Mapping[int, float], reference: Mapping[int, float
 def positive_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
     """Geometric mean of positive values with Student's interval over their logarithms: both ends are positive.
 
-    As `mean_interval` for few values that differ little. With a value that is not positive it is that.
+    As `mean_interval` for values that differ little. With a zero, negative or infinite value it is that, the lower end not below
+    zero where no value is.
     """
     if len(values) < 2 or not all(0.0 < value < math.inf for value in values):
-        return mean_interval(values, confidence)
+        mean = mean_interval(values, confidence)
+        return replace(mean, lower=max(mean.lower, 0.0)) if mean.bounded and min(values) >= 0 else mean
     logs = mean_interval([math.log(value) for value in values], confidence)
     value, lower, upper = (math.exp(min(end, 700.0)) for end in (logs.value, logs.lower, logs.upper))
     return Interval(value, lower, upper, logs.count, logs.coverage)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 _INTERVALS = 512  # of Simpson's rule
 _NEWTON_STEPS = 40
+_NEGLIGIBLE = 41.0  # -ln of the density's share beyond which it does not count
 
 
 @overload
@@ -30,6 +31,22 @@ def student_quantile(probability: float, degrees: "float | Tensor") -> "float | 
         t, of the same shape, or a float for a float; infinity below one degree of freedom, where it is useless.
     """
     return _of_float(probability, degrees) if isinstance(degrees, int | float) else _of_tensor(probability, degrees)
+
+
+def student_two_sided(t: float, degrees: float) -> float:
+    """Two-sided p-value P(|T| >= |t|) of Student's t; absolute error below 1e-9.
+
+    Args:
+        t: statistic, finite or infinite.
+        degrees: of freedom, at least 1, also fractional; above 10^6 counted as that.
+    """
+    nu = min(degrees, 1e6)
+    # As in _of_tensor; where the density is negligible it is not integrated.
+    end = min(math.asinh(abs(t) / math.sqrt(nu)), math.acosh(math.exp(_NEGLIGIBLE / nu)))
+    weights = (1 if k in (0, _INTERVALS) else 4 if k % 2 else 2 for k in range(_INTERVALS + 1))
+    area = sum(w * math.cosh(end * k / _INTERVALS) ** -nu for k, w in enumerate(weights)) * end / (3 * _INTERVALS)
+    scale = math.exp(math.lgamma(0.5 * (nu + 1)) - math.lgamma(0.5 * nu)) / math.sqrt(math.pi)
+    return min(max(1.0 - 2.0 * scale * area, 0.0), 1.0)
 
 
 @cache

@@ -1,9 +1,11 @@
 """Heartbeats: every rank records its position, and the others read it to find a missing rank.
 
-    <run>/faults/heartbeat/rank-0000.json
+    <run>/faults/heartbeat/rank-0000.json    of a rank, on one machine
+    <run>/faults/heartbeat/node-0000.json    of all ranks of a machine, of several; rank 0 has written it
 
 Small files instead of the process group's store: they can be read even if the process that holds the store hangs.
-Across machines this needs a shared run folder, as checkpoints do.
+Across machines this needs a shared run folder, as checkpoints do: there the ranks of a machine write into a folder in its
+memory, and the lowest of them that runs writes what it finds there, so that the shared disk sees one file per machine.
 """
 
 import json
@@ -17,9 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchtitan.files.removal import remove_folder
+from torchtitan.processes.launch import launch_number
+from torchtitan.supervision.node_folder import node_folder
 
 FAULTS_FOLDER = "faults"
-_HEARTBEAT = re.compile(r"rank-\d{4,}\.(json|tmp)")
+_HEARTBEAT = re.compile(r"(rank|node)-\d{4,}\.(json|tmp)")
 STALE_AFTER = 4.0  # intervals without a heartbeat after which a rank of another machine counts as silent
 
 
@@ -51,35 +55,49 @@ class Beat:
 class Heartbeats:
     """Heartbeats of one run."""
 
-    def __init__(self, run_folder: Path, rank: int, world_size: int, interval: float) -> None:
-        """interval: seconds between the heartbeats of a rank."""
+    def __init__(
+        self, run_folder: Path, rank: int, world_size: int, interval: float, ranks_here: int | None = None
+    ) -> None:
+        """
+        Args:
+            run_folder: of the run.
+            rank, world_size: this process's place.
+            interval: seconds between the heartbeats of a rank.
+            ranks_here: processes of this machine; None: as the launcher says, or all.
+        """
         self._folder = _heartbeat_folder(run_folder)
         self._rank = rank
-        self._world_size = world_size
         self._interval = interval
         self._host = socket.gethostname()
+        self._wrote = False  # for its machine
+        self._here = self._folder  # of this rank's own file
+        if (ranks_here or launch_number("LOCAL_WORLD_SIZE", world_size)) < world_size:
+            with suppress(OSError):  # without it, every rank writes to the shared folder
+                self._here = node_folder(run_folder)
 
     def beat(self, step: int, phase: str, changes: int, ended: str | None = None) -> None:
         """Write this rank's position. A failing disk is ignored: training must not end by it."""
         beat = Beat(self._rank, self._host, os.getpid(), step, phase, changes, time.time(), ended)
-        path = self._path(self._rank)
-        temporary = path.with_suffix(".tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(asdict(beat)))
-            temporary.replace(path)
-        except OSError:
-            pass
+        _replace(self._path(self._here), asdict(beat))
+        if self._here == self._folder:
+            return
+        found = _beats(self._here, "rank")
+        if ended or self._writes_for(found):
+            self._wrote = True
+            _replace(self._path(self._folder, "node"), [asdict(beat) for _, beat in sorted(found.items())])
+        elif self._wrote:  # a lower rank writes by now
+            self._wrote = False
+            with suppress(OSError):
+                self._path(self._folder, "node").unlink(missing_ok=True)
 
     def read(self) -> dict[int, Beat]:
         """Read the last heartbeat of each rank that has one."""
-        found = {}
-        for rank in range(self._world_size):
-            try:
-                found[rank] = Beat(**json.loads(self._path(rank).read_bytes()))
-            except (OSError, ValueError, TypeError):
-                continue
-        return found
+        found = _beats(self._folder, "rank")
+        others = [] if self._here == self._folder else [_beats(self._folder, "node"), _beats(self._here, "rank")]
+        for beat in (beat for beats in others for beat in beats.values()):
+            if beat.rank not in found or found[beat.rank].time < beat.time:
+                found[beat.rank] = beat
+        return dict(sorted(found.items()))
 
     def culprit(self) -> str | None:
         """Culprit: the rank that holds the others up and the reason, in words; None if the heartbeats do not show it.
@@ -107,12 +125,22 @@ class Heartbeats:
     def remove(self) -> None:
         """Remove the heartbeats after a successful run."""
         with suppress(OSError):  # others' heartbeats, the stacks of a fault, or a disk that is read-only by now
-            self._path(self._rank).unlink(missing_ok=True)
+            self._path(self._here).unlink(missing_ok=True)
+            if self._here != self._folder:
+                with suppress(OSError):
+                    self._here.rmdir()
+                self._path(self._folder, "node").unlink(missing_ok=True)
             self._folder.rmdir()
             self._folder.parent.rmdir()
 
-    def _path(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank:04d}.json"
+    def _path(self, folder: Path, kind: str = "rank") -> Path:
+        return folder / f"{kind}-{self._rank:04d}.json"
+
+    def _writes_for(self, found: dict[int, Beat]) -> bool:
+        """Whether this rank writes for its machine: no lower one there runs and still writes."""
+        fresh = time.time() - STALE_AFTER * self._interval
+        lower = [beat for rank, beat in found.items() if rank < self._rank and not beat.ended and beat.time > fresh]
+        return all(self._state(beat) != "running" for beat in lower)
 
     def _state(self, beat: Beat) -> str:
         if beat.host == self._host:
@@ -129,6 +157,29 @@ def remove_heartbeats(run_folder: Path) -> None:
 
 def _heartbeat_folder(run_folder: Path) -> Path:
     return run_folder / FAULTS_FOLDER / "heartbeat"
+
+
+def _beats(folder: Path, kind: str) -> dict[int, Beat]:
+    """Newest heartbeat of each rank in the files of a kind; what is damaged is left out."""
+    found: dict[int, Beat] = {}
+    for path in sorted(folder.glob(f"{kind}-*.json")):
+        try:
+            content = json.loads(path.read_bytes())
+            beats = [Beat(**fields) for fields in ([content] if kind == "rank" else content)]
+        except (OSError, ValueError, TypeError):
+            continue
+        for beat in beats:
+            if beat.rank not in found or found[beat.rank].time < beat.time:
+                found[beat.rank] = beat
+    return found
+
+
+def _replace(path: Path, content: dict | list) -> None:
+    temporary = path.with_suffix(".tmp")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(content))
+        temporary.replace(path)
 
 
 def find_culprit(

@@ -1,10 +1,64 @@
-"""`[optimizer]`, `[lr_scheduler]`, `[ema]` and `[metrics]`: their keys."""
+"""`[training]`, `[optimizer]`, `[lr_scheduler]`, `[ema]` and `[metrics]`: their keys."""
 
 from dataclasses import dataclass
 from typing import Literal
 
+from torchtitan.distributed.kernel_choices import AttentionBackend, Float32MatmulPrecision
 from torchtitan.programs import program
 from torchtitan.settings import setting
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """`[training]`"""
+
+    steps: int = setting(10000, "optimizer steps", ge=1)
+    local_batch_size: int = setting(
+        32, "images per rank in one forward; -1: the rank's share of global_batch_size", ge=-1, le=16_777_216,
+        trajectory=False,
+    )
+    max_local_batch_size: int = setting(
+        0, "most images per rank in one forward where local_batch_size is -1: a larger share of global_batch_size "
+        "accumulates; 0: no limit", ge=0, le=16_777_216, trajectory=False,
+    )
+    global_batch_size: int = setting(
+        -1, "images per optimizer step; above ranks x local_batch_size, gradients accumulate; -1: ranks x local", ge=-1
+    )
+    max_norm: float = setting(1.0, "gradient norm above which gradients are scaled down; 0: no clipping", ge=0)
+    clip_value: float = setting(
+        0.0, "magnitude above which an element of the gradient is clipped, after max_norm; 0: no clipping", ge=0
+    )
+    non_finite_gradients: Literal["skip", "zero"] = setting(
+        "skip", "a gradient with non-finite elements skips the step, or has zeros instead of them; zeroed ones are counted"
+    )
+    max_skipped_steps: int = setting(
+        10, "skipped steps (loss or gradient not finite, or a spike) tolerated between checkpoints; above it, "
+        "the run is rolled back to the checkpoint, and stops if it was rolled back to it before", ge=0,
+        trajectory=False,
+    )
+    spike_threshold: float = setting(
+        0.0, "standard deviations of ln loss above its running mean at which a step is skipped; 0: never", ge=0
+    )
+    gc_freq: int = setting(
+        1000, "steps between Python's garbage collections, on all ranks at once; 0: automatic collection", ge=0,
+        trajectory=False,
+    )
+    mixed_precision_param: Literal["float32", "bfloat16"] = setting(
+        "float32", "dtype of compute; weights, optimizer state and EMA are float32 always"
+    )
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = setting(
+        "float32", "dtype of the sum of gradients over ranks; bfloat16 with FSDP or HSDP only"
+    )
+    float32_matmul_precision: Float32MatmulPrecision = setting(
+        "highest", "products of float32 on CUDA: exact, in TF32 (high), or in bfloat16 (medium)"
+    )
+    enable_cpu_offload: bool = setting(
+        False, "keep sharded weights, gradients, optimizer state and averages in host memory, and update them there",
+        trajectory=False,
+    )
+    attention_backend: AttentionBackend = setting(
+        "auto", "attention kernels of forward, backward and sampling; auto: torch chooses", trajectory=False
+    )
 
 
 @dataclass(kw_only=True)

@@ -84,6 +84,8 @@ class EMABank:
 
     @torch.no_grad()
     def _assign(self, values: dict[str, Tensor], model: nn.Module) -> None:
+        if torch.cuda.is_available() and any(p.device.type == "cpu" for p in self._parameters.values()):
+            torch.cuda.synchronize()  # weights in host memory may be on their way to the device
         for key, parameter in self._parameters.items():
             local(parameter.detach()).copy_(local(values[key]))
         release_unsharded(model)

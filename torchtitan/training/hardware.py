@@ -9,8 +9,9 @@ import torch
 
 from torchtitan.training.utilisation import Products
 
-# Dense bfloat16 peak in TFLOP/s by name fragment, the first that fits, from the makers' data sheets (without sparsity).
-# Superchips (GB200, GB300) have more power than the same GPUs in a node of eight.
+# Dense bfloat16 peak in TFLOP/s by name fragment, the first that fits, from the makers' data sheets, without sparsity: NVIDIA's
+# of A100, H100 (SXM, PCIe, NVL), H200, H20, L40S and RTX A6000, of DGX B200 and B300, GB200 NVL72 and GB300 NVL72; AMD's of
+# MI300X. Superchips (GB200, GB300) have more power than the same GPUs in a node of eight.
 PEAK_TFLOPS_BF16 = {
     "A100": 312.0,
     "H100 PCIe": 756.0,
@@ -18,10 +19,14 @@ PEAK_TFLOPS_BF16 = {
     "H100": 989.0,
     "H200": 989.0,
     "H800": 989.0,
+    "H20": 148.0,
     "GB200": 2500.0,
     "GB300": 2500.0,
     "B200": 2250.0,
     "B300": 2250.0,
+    "L40S": 362.0,
+    "RTX A6000": 154.8,
+    "MI300X": 1307.4,
 }
 # Float32 peak without tensor cores, in the same way; a device whose maker states none has no entry.
 PEAK_TFLOPS_FLOAT32 = {
@@ -31,9 +36,28 @@ PEAK_TFLOPS_FLOAT32 = {
     "H100": 67.0,
     "H200": 67.0,
     "H800": 67.0,
+    "H20": 44.0,
     "GB200": 90.0,
     "GB300": 80.0,
     "B200": 80.0,
+    "L40S": 91.6,
+    "RTX A6000": 38.7,
+    "MI300X": 163.4,
+}
+# Dense float8 peak, in the same way; devices without such products (A100, RTX A6000) have no entry.
+PEAK_TFLOPS_FLOAT8 = {
+    "H100 PCIe": 1513.0,
+    "H100 NVL": 1671.0,
+    "H100": 1979.0,
+    "H200": 1979.0,
+    "H800": 1979.0,
+    "H20": 296.0,
+    "GB200": 5000.0,
+    "GB300": 5000.0,
+    "B200": 4500.0,
+    "B300": 4500.0,
+    "L40S": 733.0,
+    "MI300X": 2614.9,
 }
 TF32_OF_BF16 = 0.5  # the peak of TF32 products over that of bfloat16 ones, on every device of these tables
 

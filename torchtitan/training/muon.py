@@ -1,11 +1,14 @@
 """Muon: momentum with equalised singular values in each step, for weights that are matrices."""
 
 import math
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed.parallelize import local
 
@@ -45,11 +48,11 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon: w <- (1 - lr decay) w - lr 0.2 sqrt(max(M, N)) orthogonalise(look-ahead momentum), for matrices [M, N].
 
-    A sharded matrix is gathered, orthogonalised whole on every rank, and each rank takes its part: the result does not
-    depend on the layout.
+    Processes that hold the same matrices, whole or in shards, divide them: each orthogonalises its share, whole, and the
+    others receive the result, which does not depend on the layout. Copies of shards (HSDP) each do so for themselves.
 
     Args:
-        groups: parameter groups; all parameters are matrices, plain or sharded.
+        groups: parameter groups; all parameters are matrices, plain or sharded by rows.
         lr: learning rate of groups without one.
         momentum: decay of the average gradient per step.
 
@@ -61,36 +64,88 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]  # a verdict instead of a closure
-        """Update every parameter that has a gradient; where `skip`, a bool scalar, is true, all stays as it is."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group, skip)
+        """Update every parameter that has a gradient; where `skip`, a bool scalar, is true, all stays as it is; collective.
+        """
+        settings = {p: group for group in self.param_groups for p in group["params"] if p.grad is not None}
+        ahead = partial(self._look_ahead, settings=settings, skip=skip)
+        sharded = [parameter for parameter in settings if isinstance(parameter, DTensor)]
+        whole = [parameter for parameter in settings if not isinstance(parameter, DTensor)]
+        for directions in (_of_whole(whole, ahead), _of_sharded(sharded, ahead)):
+            for parameter, direction in directions:
+                _apply(parameter, direction, settings[parameter], skip)
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], skip: Tensor | None) -> None:
-        state, momentum, lr = self.state[parameter], group["momentum"], group["lr"]
+    def _look_ahead(
+        self, parameter: Tensor, settings: dict[Tensor, dict[str, Any]], skip: Tensor | None
+    ) -> Tensor:
+        """Update the average gradient; return it with the gradient counted once more, this rank's part."""
+        state, momentum = self.state[parameter], settings[parameter]["momentum"]
         if not state:
             state["momentum"] = torch.zeros_like(parameter)
-        gradient, average, weight = local(gradient), local(state["momentum"]), local(parameter)
+        gradient, average = local(cast(Tensor, parameter.grad)), local(state["momentum"])
         if skip is not None:
             gradient = torch.where(skip, average, gradient)  # which leaves the average as it is
         average.lerp_(gradient, 1.0 - momentum)
-        ahead = gradient.lerp(average, momentum)
-        direction = _on_whole(ahead, parameter)
-        size = _UPDATE_RMS * math.sqrt(max(parameter.shape))
-        updated = (weight * (1.0 - lr * group["weight_decay"])).add_(direction, alpha=-lr * size)
-        weight.copy_(updated if skip is None else torch.where(skip, weight, updated))
+        return gradient.lerp(average, momentum)
 
 
-def _on_whole(part: Tensor, parameter: Tensor) -> Tensor:
-    """Orthogonalise a matrix that is sharded like the parameter; return this rank's part of the result."""
-    if not isinstance(parameter, DTensor):
-        return orthogonalise(part)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    sharded = DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    whole = orthogonalise(sharded.full_tensor()).contiguous()
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
-        placements=placements
-    ).to_local()
+_Directions = Iterator[tuple[Tensor, Tensor]]  # parameter, this rank's part of its orthogonalised matrix
+
+
+def _apply(parameter: Tensor, direction: Tensor, settings: dict[str, Any], skip: Tensor | None) -> None:
+    weight, lr = local(parameter), settings["lr"]
+    size = _UPDATE_RMS * math.sqrt(max(parameter.shape))
+    updated = (weight * (1.0 - lr * settings["weight_decay"])).add_(direction, alpha=-lr * size)
+    weight.copy_(updated if skip is None else torch.where(skip, weight, updated))
+
+
+def _of_whole(parameters: list[Tensor], ahead: Callable[[Tensor], Tensor]) -> _Directions:
+    """Divide matrices that every process holds: each orthogonalises one of a batch, and sends it to the others."""
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    for batch in _batches(parameters, ranks):
+        own = None
+        for owner, parameter in enumerate(batch):
+            part = ahead(parameter)  # the average is every process's
+            own = part if owner == rank else own
+        own = None if own is None else orthogonalise(own).contiguous()
+        for owner, parameter in enumerate(batch):
+            direction = own if own is not None and owner == rank else torch.empty_like(parameter)
+            if ranks > 1:
+                dist.broadcast(direction, src=owner)
+            yield parameter, direction
+
+
+def _of_sharded(sharded: list[DTensor], ahead: Callable[[Tensor], Tensor]) -> _Directions:
+    """Divide matrices that are sharded by rows: each process receives all rows of one of a batch, and returns the results.
+    """
+    if not sharded:
+        return
+    axis = next(axis for axis, placement in enumerate(sharded[0].placements) if placement.is_shard(0))
+    group = sharded[0].device_mesh.get_group(axis)
+    ranks, rank = group.size(), group.rank()
+    for batch in _batches(sharded, ranks):
+        parts = [ahead(parameter) for parameter in batch]
+        sent = [part.numel() for part in parts] + [0] * (ranks - len(batch))  # to the owner of each matrix
+        received = [0] * ranks
+        if rank < len(batch):
+            rows, columns = batch[rank].shape
+            received = [count * columns for count in _rows_of_ranks(rows, ranks)]
+        matrix = parts[0].new_empty(sum(received))
+        dist.all_to_all_single(matrix, torch.cat([part.flatten() for part in parts]), received, sent, group=group)
+        if rank < len(batch):
+            matrix = orthogonalise(matrix.view(batch[rank].shape)).flatten()
+        results = matrix.new_empty(sum(sent))
+        dist.all_to_all_single(results, matrix, sent, received, group=group)
+        for parameter, part, result in zip(batch, parts, results.split(sent), strict=False):
+            yield parameter, result.view_as(part)
+
+
+def _batches(parameters: Sequence[Tensor], size: int) -> Iterator[Sequence[Tensor]]:
+    """Cut matrices into batches of similar cost; the order is the same on every rank."""
+    ordered = sorted(parameters, key=lambda p: p.numel() * min(p.shape), reverse=True)
+    return (ordered[start : start + size] for start in range(0, len(ordered), size))
+
+
+def _rows_of_ranks(rows: int, ranks: int) -> list[int]:
+    """Rows of each rank's shard: equal shares rounded up, of which the last ranks may have fewer or none."""
+    share = -(-rows // ranks)
+    return [min(share, max(rows - rank * share, 0)) for rank in range(ranks)]

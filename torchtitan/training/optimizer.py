@@ -39,11 +39,14 @@ class OptimizerSet:
 
         Args:
             skip: bool scalar on the device; where it is true, weights and states stay as they are, whatever the
-                gradients. Only AdamW8bit makes the host wait for it.
+                gradients. Only AdamW8bit, and weights in host memory, make the host wait for it.
         """
         for optimizer in self._optimizers:
             if isinstance(optimizer, torch.optim.AdamW):
-                cast(Any, optimizer).found_inf = None if skip is None else skip.to(torch.float32)
+                found = None if skip is None else skip.to(torch.float32)
+                if found is not None and _on_host(optimizer):  # torch's own copy to the host would not be waited for
+                    found = found.cpu()
+                cast(Any, optimizer).found_inf = found
                 optimizer.step()
             elif isinstance(optimizer, Muon):
                 optimizer.step(skip)
@@ -133,6 +136,10 @@ def optimizer_tensors(optimizer: OptimizerSet, parameters: dict[str, nn.Paramete
         for key, value in states.get(parameter, {}).items()
         for part_name, part in _parts(key, value)
     }
+
+
+def _on_host(optimizer: torch.optim.Optimizer) -> bool:
+    return any(parameter.device.type == "cpu" for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:

@@ -20,9 +20,16 @@ from torchtitan.processes.command_line import OneLineParser, run_program
 def main(words: list[str] | None = None) -> int:
     arguments, overrides = parse_arguments(words)
     try:
-        config = load_config(["--job.config_file", arguments.config, *overrides], arguments.world_size)
+        words = ["--job.config_file", arguments.config, *overrides]
+        config = load_config(words, arguments.world_size, elsewhere=arguments.device.name != "CPU")
     except ConfigError as error:
         print(error, file=sys.stderr)
+        return 2
+    if config.float8.enable and not config.float8.emulate and arguments.device.tflops_float8 is None:
+        print(
+            f"float8.enable: {arguments.device.name} has no float8 matrix products (set float8.emulate to true, or"
+            " float8.enable to false)", file=sys.stderr,
+        )  # fmt: skip
         return 2
     efficiency = Efficiency(arguments.compute, arguments.bandwidth, arguments.link, arguments.overlap)
     model, memory = model_on_meta(config), estimate_memory(config, arguments.world_size)

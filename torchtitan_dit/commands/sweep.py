@@ -21,7 +21,8 @@ from torchtitan.processes.command_line import OneLineParser, interrupt_by_signal
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
-        sweep = read_sweep(arguments.sweep)
+        sweep = read_sweep(arguments.sweep, arguments.extended)
+        sweep.settings.repeats = arguments.repeats or sweep.settings.repeats
         folder = SweepFolder(arguments.output or Path("outputs") / sweep.settings.name)
         plan = plan_sweep(sweep, folder, only=_by_axis(arguments.only), retry_failed=arguments.retry_failed)
         if arguments.dry_run:
@@ -60,7 +61,9 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
         help="concurrent runs; on CUDA each has separate devices (default: 1)")
     add("--only", type=axis_value, action="append", default=[], metavar="AXIS=VALUE", help="run these cells only; "
         "may be given several times")
-    add("--retry-failed", action="store_true", help="repeat runs that failed, timed out or were refused")
+    add("--extended", action="store_true", help="run the cells of the file's [extended] too")
+    add("--repeats", type=positive, metavar="N", help="runs of each cell with different seeds (default: the file's)")
+    add("--retry-failed", action="store_true", help="repeat runs that failed, timed out, were killed or refused")
     add("--dry-run", action="store_true", help="check everything and list the runs; nothing is written")
     add("--output", type=Path, metavar="FOLDER", help="of the results (default: outputs/<sweep>)")
     return parser.parse_args(words)

@@ -25,7 +25,7 @@ _NO_KERNEL = frozenset(
     " view_as_complex wait_tensor prim_device device".split()
 )
 # Operations whose result the host needs: it waits for all work before.
-_HOST_READS = frozenset("_local_scalar_dense nonzero masked_select equal unique_dim _unique2 item is_nonzero".split())
+_HOST_READS = frozenset("_local_scalar_dense equal nonzero masked_select unique_dim _unique2".split())
 
 # Operations that change their first argument without reading it.
 _OVERWRITES = frozenset("copy_ fill_ zero_ normal_ uniform_".split())
@@ -190,8 +190,8 @@ class StepCounter(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if name in _HOST_READS:
             self.waited(name)
-            if name in ("_local_scalar_dense", "item", "equal", "is_nonzero"):
-                return _zero(inputs[0].dtype) if name in ("_local_scalar_dense", "item") else False
+            if name in ("_local_scalar_dense", "equal"):  # the shape of the others' result depends on values: they raise
+                return _zero(inputs[0].dtype) if name == "_local_scalar_dense" else False
         if (read := self._read_by_host(name, args, kwargs, inputs)) is not None:
             return read
         result = func(*args, **kwargs)
@@ -258,9 +258,7 @@ class StepCounter(TorchDispatchMode):
             self.now.collectives[name] += max(map(_bytes, on_device))
             return
         moved = _read_bytes(name, inputs) + _written_bytes(func, args, outputs)
-        counted = flop_registry.get(func._overloadpacket)
-        shapes = [value for value in args if not isinstance(value, torch.dtype)]  # formulas know no result's dtype
-        flops = counted(*shapes, **kwargs, out_val=result) if counted else 0
+        flops = _flops(func, args, kwargs, result)
         dtypes = [t.dtype for t in inputs if t.is_floating_point()] or [on_device[-1].dtype]
         self.now.calls[Call(name, str(dtypes[0]).removeprefix("torch."), moved, flops)] += 1
 
@@ -282,6 +280,15 @@ class StepCounter(TorchDispatchMode):
 
     def _freed(self, key: int) -> None:
         self.live -= self._sizes.pop(key, 0)
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    counted = flop_registry.get(func._overloadpacket)
+    if counted is None:
+        return 0
+    if any(argument.name == "out_dtype" for argument in func._schema.arguments):  # an overload that the registry does not know
+        args, kwargs = [leaf for leaf in args if isinstance(leaf, Tensor)], {}
+    return counted(*args, **kwargs, out_val=result)
 
 
 def _read_bytes(name: str, inputs: list[Tensor]) -> int:

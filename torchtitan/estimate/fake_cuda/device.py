@@ -47,13 +47,16 @@ def require_guard() -> None:
     """Install the device guard in this process; before its first backward.
 
     Raises:
-        NoFakeCuda: there is a GPU, or no C++ compiler.
+        NoFakeCuda: there is a GPU, no C++ compiler, or no place for what it builds.
     """
     if _Installed.done:
         return
     if torch.cuda.is_available():
         raise NoFakeCuda("this machine has a GPU (hide it: CUDA_VISIBLE_DEVICES= )")
-    ctypes.CDLL(str(_library())).install()
+    try:
+        ctypes.CDLL(str(_library())).install()
+    except OSError as error:
+        raise NoFakeCuda(f"the guard of the imitated device cannot be built: {unwrapped(error)}") from None
     _Installed.done = True
 
 
@@ -77,16 +80,14 @@ def _library() -> Path:
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise NoFakeCuda(f"{_SOURCE.name} does not compile: {unwrapped(done.stderr)}")
+            raise NoFakeCuda(f"{_SOURCE.name} does not compile: {unwrapped(done.stderr)[:300]}")
         part.rename(built)
     return built
 
 
 class _FakeCudaMode(FakeTensorMode):
-    avoid_device_init = False
-
-    @property  # type: ignore[override]
-    def avoid_device_init(self) -> bool:  # noqa: F811
+    @property
+    def avoid_device_init(self) -> bool:
         return True
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan.config.job import JobConfig, dump_config, load_config
-from torchtitan.experiments.process import Outcome, run_processes
+from torchtitan.experiments.outcome import Outcome
+from torchtitan.experiments.process import run_processes
 from torchtitan.files.regular import read_regular
 
 Goal = Literal["largest", "fastest"]

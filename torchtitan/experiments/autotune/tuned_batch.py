@@ -11,7 +11,7 @@ from torchtitan.experiments.autotune.probe import ProbeFailed
 from torchtitan.experiments.autotune.record import RecordError
 from torchtitan.experiments.autotune.tuning import NothingFits, autotune
 from torchtitan.experiments.grid import SweepSettings
-from torchtitan.experiments.process import Outcome, Status
+from torchtitan.experiments.outcome import Outcome, Status
 
 
 def tuned_batch_size(
@@ -48,5 +48,7 @@ def tuned_batch_size(
         return ended("oom", error)
     except (ConfigError, AutotuneRefused) as error:
         return ended("refused", error)
-    except (ProbeFailed, RecordError) as error:
+    except ProbeFailed as error:
+        return ended("killed" if error.outcome.status == "killed" else "failed", error)
+    except RecordError as error:
         return ended("failed", error)

@@ -54,6 +54,10 @@ class DiTConfig(ModelConfig):
     )
 
     @property
+    def head_width(self) -> int:
+        return self.dim // self.num_heads
+
+    @property
     def depth(self) -> int:
         return self.num_layers
 

@@ -35,6 +35,10 @@ class FluxConfig(ModelConfig):
     )
 
     @property
+    def head_width(self) -> int:
+        return self.dim // self.num_heads
+
+    @property
     def depth(self) -> int:
         return self.num_double_layers + self.num_single_layers
 

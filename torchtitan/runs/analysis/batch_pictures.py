@@ -15,12 +15,12 @@ from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU, MFU_REPORTED,
 OVER_BATCH = (MFU, MFU_REPORTED, IMAGES, MEMORY)
 STATUS_WORDS = {
     "oom": "OOM", "failed": "fail", "timeout": "time", "skipped": "skip", "refused": "refd", "damaged": "dmgd",
-    "interrupted": "stop", "unfinished": "stop", "short": "short",
+    "interrupted": "stop", "unfinished": "stop", "short": "short", "killed": "kill",
 }
 EXPLANATION = (
     "Filled: mean over repeats with its interval; hollow: a single repeat with the interval of its own points. Words "
     "above a panel, in an arm's colour: why there is no point at that batch (OOM: out of memory, skip: not tried after "
-    "one, time: timeout, fail: failed, refd: refused, stop: interrupted, dmgd: damaged, short: too few steps; "
+    "one, time: timeout, fail: failed, refd: refused, stop: interrupted, kill: killed, dmgd: damaged, short: too few steps; "
     "none: never run, though another arm was)."
 )
 _PANEL = (3.2, 2.3)  # inches

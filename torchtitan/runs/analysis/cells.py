@@ -12,7 +12,9 @@ from torchtitan.runs.analysis.measures import IMAGES, METRICS
 from torchtitan.statistics.interval import Interval, positive_interval
 
 # What a cell without an ok run is called, the first that one of its runs is.
-_WORST = ("oom", "timeout", "failed", "damaged", "short", "interrupted", "unfinished", "refused", "skipped")
+_WORST = (
+    "oom", "timeout", "failed", "killed", "damaged", "short", "interrupted", "unfinished", "refused", "skipped",
+)  # fmt: skip
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ from torchtitan.runs.analysis.axes import BATCH, DATA, NAMED_AXES, SWITCHES, Axe
 from torchtitan.runs.analysis.cells import Cell, arms, best_cell
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU
 from torchtitan.statistics.interval import Interval, mean_interval
+from torchtitan.statistics.student import student_quantile, student_two_sided
 
 Paired = Literal["equal batch", "best batch"]
 Kind = Literal["weak", "strong"]
@@ -24,9 +25,11 @@ class Ratio(Interval):
 
     Attributes:
         ratios: each of them.
+        p_value: two-sided, of no effect; None of a single ratio with a cell of a single run.
     """
 
     ratios: tuple[float, ...] = ()
+    p_value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,8 @@ def geometric_mean(pairs: Sequence[tuple[Sequence[Cell], Sequence[Cell]]], metri
         metric: of every cell, positive.
 
     Returns:
-        the mean; of one ratio alone the interval comes from those of its cells, as if their errors were independent.
+        the mean; of one ratio alone interval and p-value come from those of its cells, as if their errors were independent,
+        with Welch's degrees of freedom.
     """
     logs = [
         sum(math.log(cell.known(metric)) for cell in above) - sum(math.log(cell.known(metric)) for cell in below)
@@ -189,10 +193,15 @@ def geometric_mean(pairs: Sequence[tuple[Sequence[Cell], Sequence[Cell]]], metri
     mean = mean_interval(logs)
     lower, upper = mean.lower, mean.upper
     if len(logs) == 1:
-        half = math.hypot(*(_log_half_width(cell.measures[metric]) for side in pairs[0] for cell in side))
+        cells = [cell for side in pairs[0] for cell in side]
+        half = math.hypot(*(_log_half_width(cell.measures[metric]) for cell in cells))
         lower, upper = mean.value - half, mean.value + half
-    ends = math.exp(lower), math.exp(upper)
-    return Ratio(math.exp(mean.value), *ends, len(logs), mean.coverage, tuple(map(math.exp, logs)))
+        p_value = _p_value_of_cells(mean.value, cells, metric)
+    else:
+        degrees = len(logs) - 1.0
+        p_value = _p_value(mean.value, mean.half_width / student_quantile(0.975, degrees), degrees)
+    ends = math.exp(lower), math.exp(min(upper, 700.0))
+    return Ratio(math.exp(mean.value), *ends, len(logs), mean.coverage, tuple(map(math.exp, logs)), p_value)
 
 
 def scaling(cells: Sequence[Cell]) -> list[ScalingCurve]:
@@ -256,6 +265,28 @@ def _rest(axes: Axes, ignored: set[str]) -> tuple:
 def _usable(cell: Cell, metric: str) -> bool:
     value = cell.value(metric)
     return value is not None and value > 0
+
+
+def _p_value_of_cells(log_ratio: float, cells: Sequence[Cell], metric: str) -> float | None:
+    """P-value of one ratio by the repeats of its cells, Welch's test over logarithms; None if one has a single run.
+
+    Source: Welch, "The generalization of 'Student's' problem when several different population variances are involved", 1947.
+    """
+    if any(cell.single for cell in cells):
+        return None
+    degrees = [cell.measures[metric].count - 1.0 for cell in cells]
+    halves = [_log_half_width(cell.measures[metric]) for cell in cells]
+    if not all(math.isfinite(half) for half in halves) or min(degrees) < 1:
+        return None
+    variances = [(half / student_quantile(0.975, n)) ** 2 for half, n in zip(halves, degrees, strict=True)]
+    total, fourth = sum(variances), sum(v**2 / n for v, n in zip(variances, degrees, strict=True))
+    return _p_value(log_ratio, math.sqrt(total), total**2 / fourth if fourth else sum(degrees))
+
+
+def _p_value(log_ratio: float, error: float, degrees: float) -> float:
+    if error == 0:
+        return 1.0 if log_ratio == 0 else 0.0
+    return student_two_sided(log_ratio / error, degrees)
 
 
 def _log_half_width(estimate: Interval) -> float:

@@ -11,6 +11,7 @@ from torchtitan.runs.analysis.cells import Cell, arms, best_cell, missing_arms, 
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.effects import Effect, Interaction, Ratio, ScalingCurve
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY, METRICS, MFU, MFU_REPORTED, STEP
+from torchtitan.runs.analysis.verdicts import Verdict, verdicts
 from torchtitan.statistics.interval import Interval
 from torchtitan.terminal import shortened
 
@@ -28,6 +29,11 @@ HOW_PAIRED = (
     "interval over the logarithms of the ratios: how much it differs between these conditions, not between repeats. "
     "From one pair alone (‡) the interval is that of its two cells. At equal batch, cells that did not run in both "
     "arms have no part; at best batch each arm stands at the batch of its most images/s, which may differ."
+)
+HOW_TESTED = (
+    "A difference in images/s is significant where its interval excludes 0 and Student's test over the same logarithms (of one "
+    "pair: Welch's over its repeats) remains below 5 % after Holm's correction for all effects of the report, or for all "
+    "interactions: the probability of any false one in either table is at most 5 %. Intervals are not corrected."
 )
 
 
@@ -75,9 +81,9 @@ def headlines(results: Results) -> list[str]:
     if absent := len(missing_arms(results.cells)):
         lines.append(f"{absent} {'arm' if absent == 1 else 'arms'} of the grid never ran.")
     lines += [_best_line(cells) for cells in _by_model(results.cells).values() if any(cell.ok for cell in cells)]
-    lines += [_effect_line(effect) for effect in results.effects if effect.ratios.get(IMAGES.name)]
-    lines += [_interaction_line(one) for one in results.interactions if IMAGES.name in one.ratios
-              and one.ratios[IMAGES.name].excludes(1.0) and one.ratios[IMAGES.name].count > 1]
+    on_effects = zip(results.effects, verdicts(results.effects), strict=True)
+    lines += [_effect_line(effect, verdict) for effect, verdict in on_effects if verdict]
+    lines += _interaction_lines(results.interactions)
     lines += [_scaling_line(curve) for curve in results.curves]
     return lines
 
@@ -118,7 +124,7 @@ def markdown(results: Results, pictures: Iterable[tuple[str, str]]) -> str:
     parts = ["# Analysis\n", "## Findings\n", *map(bullet, headlines(results)), ""]
     if cautious := cautions(results):
         parts += ["## To be known\n", *map(bullet, cautious), ""]
-    parts += [HOW_MEASURED, "", HOW_PAIRED, ""]
+    parts += [HOW_MEASURED, "", HOW_PAIRED, "", HOW_TESTED, ""]
     for table in tables(results):
         parts += [f"## {table.heading}\n", *([inline(table.note), ""] if table.note else [])]
         parts.append(markdown_table(table.columns, table.rows).removesuffix("\n"))
@@ -188,13 +194,24 @@ def _best_line(cells: list[Cell]) -> str:
     return f"{where}: most images/s{with_}: {value_text(best.measures[IMAGES.name])}{mfu}{memory}{mark}."
 
 
-def _effect_line(effect: Effect) -> str:
+def _effect_line(effect: Effect, verdict: Verdict) -> str:
     images = effect.ratios[IMAGES.name]
     pairs = "1 pair" if images.count == 1 else f"{images.count} pairs"
     memory = f", memory {change_text(effect.ratios[MEMORY.name])}" if MEMORY.name in effect.ratios else ""
-    verdict = "" if images.excludes(1.0) or not images.bounded else " (images/s: no significant difference)"
+    told = "" if verdict.outcome == "significant" else f" (images/s: {verdict.text})"
     change = change_label(effect.switch, effect.before, effect.after)
-    return f"{change}, at {effect.at}: images/s {change_text(images)}{memory}, {pairs}{verdict}."
+    return f"{change}, at {effect.at}: images/s {change_text(images)}{memory}, {pairs}{told}."
+
+
+def _interaction_lines(found: Sequence[Interaction]) -> list[str]:
+    """A line for each significant interaction, and one that counts the others."""
+    by_verdict = [(one, verdict) for one, verdict in zip(found, verdicts(found), strict=True) if verdict]
+    lines = [_interaction_line(one) for one, verdict in by_verdict if verdict.outcome == "significant"]
+    rest = Counter(verdict.text for _, verdict in by_verdict if verdict.outcome != "significant")
+    if rest:
+        counts = ", ".join(f"{text}: {count}" for text, count in sorted(rest.items()))
+        lines.append(f"Interactions of two switches on images/s: {len(by_verdict)}, of which {len(lines)} significant; {counts}.")
+    return lines
 
 
 def _interaction_line(one: Interaction) -> str:
@@ -234,24 +251,30 @@ def _best_table(cells: Sequence[Cell]) -> Table:
 
 def _effect_table(effects: Sequence[Effect]) -> Table:
     rows = []
-    for effect in effects:
+    for effect, verdict in zip(effects, verdicts(effects), strict=True):
         alone = ", ".join(f"{n} {status}" for status, n in effect.alone.items()) or "none"
         texts = [change_text(effect.ratios.get(metric.name)) for metric in (IMAGES, MFU, MEMORY)]
         change = change_label(effect.switch, effect.before, effect.after)
-        rows.append((change, effect.at, str(len(effect.pairs)), *texts, alone))
-    columns = ("switch", "paired at", "pairs", "images/s", "MFU", "memory", "cells without partner, by its status")
+        outcome = verdict.text if verdict else MISSING
+        rows.append((change, effect.at, str(len(effect.pairs)), *texts, outcome, alone))
+    columns = (
+        "switch", "paired at", "pairs", "images/s", "MFU", "memory", "difference in images/s",
+        "cells without partner, by its status",
+    )  # fmt: skip
     return Table("Effect of each switch", HOW_PAIRED, columns, tuple(rows))
 
 
 def _interaction_table(found: Sequence[Interaction]) -> Table:
     rows = []
-    for one in found:
+    for one, verdict in zip(found, verdicts(found), strict=True):
         ratios = [one.ratios.get(metric.name) for metric in (IMAGES, MEMORY)]
         fours = max(ratio.count for ratio in ratios if ratio)
         texts = [MISSING if ratio is None else _factor_text(ratio) for ratio in ratios]
-        rows.append((change_label(*one.first), change_label(*one.second), str(fours), *texts))
+        outcome = verdict.text if verdict else MISSING
+        rows.append((change_label(*one.first), change_label(*one.second), str(fours), *texts, outcome))
     note = "Effect of the first switch after the second, divided by that before it; 1: they are independent."
-    return Table("Interaction of switches", note, ("effect of", "under", "fours", "images/s", "memory"), tuple(rows))
+    columns = ("effect of", "under", "fours", "images/s", "memory", "difference in images/s")
+    return Table("Interaction of switches", note, columns, tuple(rows))
 
 
 def _scaling_table(curves: Sequence[ScalingCurve]) -> Table:

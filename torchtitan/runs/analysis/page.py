@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.runs.analysis.batch_pictures import EXPLANATION
-from torchtitan.runs.analysis.findings import HOW_MEASURED, HOW_PAIRED, Results, cautions, headlines, tables
+from torchtitan.runs.analysis.findings import HOW_MEASURED, HOW_PAIRED, HOW_TESTED, Results, cautions, headlines, tables
 from torchtitan.runs.pages import png_source, render_page
 
 
@@ -17,6 +17,6 @@ def report_page(results: Results, pictures: Sequence[tuple[str, Path]], title: s
     """
     return render_page(
         "report.html", title=title, headlines=headlines(results), cautions=cautions(results),
-        methods=(HOW_MEASURED, HOW_PAIRED), explanation=EXPLANATION, tables=tables(results),
+        methods=(HOW_MEASURED, HOW_PAIRED, HOW_TESTED), explanation=EXPLANATION, tables=tables(results),
         pictures=[(name, png_source(path.read_bytes())) for name, path in pictures],
     )  # fmt: skip

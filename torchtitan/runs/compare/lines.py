@@ -6,6 +6,7 @@ from typing import Any
 from torchtitan.pictures.page_charts import MOST_POINTS, Line
 from torchtitan.runs.record import RunGroup, RunRecord, Series, align
 
+_RATES = ("throughput", "time_metrics", "mfu", "memory")  # beginnings of tags of positive values, averaged as logarithms
 Tag = str | Callable[[RunRecord], str | None]
 
 
@@ -49,7 +50,7 @@ def group_lines(
         return [*lines, line(series.smoothed(smoothing), run.name, marked=marked, band=band)]
     smooth = [series.smoothed(smoothing) for _, series in raw]
     lines = [line(series, run.name, faint=True, marked=marked) for (run, _), series in zip(raw, smooth, strict=True)]
-    mean = align(smooth)
+    mean = align(smooth, rates=isinstance(tag, str) and tag.startswith(_RATES))
     if mean:
         band = [(step * scale, one.lower, one.upper) for step, one in mean]
         points = [(step * scale, one.value) for step, one in mean]

@@ -72,9 +72,9 @@ def group_table(groups: Sequence[RunGroup], tracks: Sequence[str]) -> Table:
     for n, group in enumerate(groups):
         values = [[run.series(TRAINING_LOSS).tail_median() for run in group.runs]]
         values += [[held_out(run, track).final() for run in group.runs] for track in tracks]
-        values.append([run.series("throughput(img/s)").tail_median() for run in group.runs])
         means = [interval_text(group.interval(one)) for one in values]
-        rows.append([Name(group.name, n), str(len(group.runs)), *means])
+        rate = group.rate_interval(run.series("throughput(img/s)").tail_median() for run in group.runs)
+        rows.append([Name(group.name, n), str(len(group.runs)), *means, interval_text(rate)])
     return columns, rows
 
 

@@ -15,7 +15,7 @@ from torchtitan.files.regular import read_regular
 from torchtitan.runs.drawing import Drawing
 from torchtitan.runs.record import is_number
 from torchtitan.runs.sample_settings import set_settings
-from torchtitan.statistics.interval import Interval, mean_interval
+from torchtitan.statistics.interval import Interval, positive_interval
 from torchtitan.training.hardware_description import describe_hardware
 
 FILE = "inference.json"
@@ -40,8 +40,8 @@ class Measurement:
 
     @property
     def seconds_an_image(self) -> Interval:
-        """Mean over the drawings with Student's interval."""
-        return mean_interval([value / self.batch_size for value in self.seconds])
+        """Geometric mean over the drawings with Student's interval over their logarithms."""
+        return positive_interval([value / self.batch_size for value in self.seconds])
 
 
 @dataclass(frozen=True)

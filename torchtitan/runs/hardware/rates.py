@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtitan.runs.hardware.clocked_runs import ClockedRun, Hardware, Window
-from torchtitan.statistics.interval import Interval, mean_interval
+from torchtitan.statistics.interval import Interval, mean_interval, positive_interval
 from torchtitan.statistics.ratio_intervals import fieller, log_delta
 from torchtitan.statistics.student import student_quantile
 
@@ -29,15 +29,15 @@ class Estimate:
 def steps_per_second(hardware: Hardware, clock: str) -> Estimate | None:
     """Steps per second between the first and the last logged point, on one of CLOCKS; None without two points.
 
-    Of one run: over its windows, Fieller's ratio of their mean steps to their mean seconds. Of several: the mean of the
-    runs' rates, Student's interval over the runs.
+    Of one run: over its windows, Fieller's ratio of their mean steps to their mean seconds. Of several: the geometric
+    mean of the runs' rates, Student's interval over their logarithms.
     """
     runs = [run for run in hardware.runs if run.windows]
     if not runs:
         return None
     if len(runs) > 1:
         rates = [_total(run.windows, clock) for run in runs]
-        return Estimate(mean_interval(rates, _CONFIDENCE), f"{len(runs)} runs")
+        return Estimate(positive_interval(rates, _CONFIDENCE), f"{len(runs)} runs")
     windows = runs[0].windows
     steps, seconds = [float(one.end - one.start) for one in windows], [one.seconds[clock] for one in windows]
     return Estimate(ratio_of_means(steps, seconds), f"{len(windows)} windows")

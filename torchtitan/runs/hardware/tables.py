@@ -15,7 +15,7 @@ from torchtitan.runs.hardware.rates import (
     speed_up,
     steps_per_second,
 )
-from torchtitan.statistics.interval import mean_interval
+from torchtitan.statistics.interval import mean_interval, positive_interval
 from torchtitan.training.clock import PARTS
 
 # Labels of what summary.json's "hardware" holds; another key is shown by its name.
@@ -98,7 +98,7 @@ def parts_table(groups: Sequence[Hardware]) -> Table:
 
 
 def time_table(groups: Sequence[Hardware], steps: Sequence[int], with_published: bool) -> Table:
-    """Time to N steps on both clocks, mean over the runs with its interval."""
+    """Time to N steps on both clocks, geometric mean over the runs with its interval."""
     columns = ["hardware", "clock", *(f"{step:,} steps" for step in steps)]
     rows: Rows = []
     for name, group in zip(_names(groups), groups, strict=True):
@@ -106,7 +106,7 @@ def time_table(groups: Sequence[Hardware], steps: Sequence[int], with_published:
             row: list[str] = [name, CLOCK_NAMES[clock]]
             for step in steps:
                 found = [value for run in group.runs if (value := seconds_to(run, step, clock)) is not None]
-                row.append(f"{interval_text(mean_interval(found))} s" if found else MISSING)
+                row.append(f"{interval_text(positive_interval(found))} s" if found else MISSING)
             rows.append(row)
     for one in published.TIMES if with_published else ():
         texts = [f"{value_text(one.seconds)} s" if step == one.steps else MISSING for step in steps]

@@ -1,0 +1,68 @@
+"""The estimate for a named device asks that device, not this machine."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from torchtitan.config import checks
+from torchtitan.config.job import ConfigError, load_config
+from torchtitan.estimate.devices import DEVICES
+from torchtitan.estimate.memory import estimate_memory, model_on_meta
+from torchtitan.estimate.roofline import Efficiency, estimate_step_time
+from torchtitan.models.float8 import Float8Config, converted_share
+from torchtitan_dit.commands import estimate
+
+FLOAT8 = ["--training.mixed_precision_param", "bfloat16", "--float8.enable", "true"]
+FIND_SPEC = importlib.util.find_spec
+
+
+@pytest.fixture
+def bare_machine(monkeypatch):
+    """No torchao, tensorboard or wandb, no compiler and no GPU."""
+    missing = ("torchao", "tensorboard", "wandb")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else FIND_SPEC(name))
+    monkeypatch.setattr(checks, "_no_compiler", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_a_named_device_does_not_need_this_machine_s_packages_or_device(bare_machine):
+    words = [
+        "--model.flavor", "debug", *FLOAT8, "--metrics.enable_wandb", "true", "--optimizer.name", "AdamW8bit",
+        "--compile.enable", "true", "--checkpoint.async_mode", "async_with_pinned_mem",
+    ]  # fmt: skip
+    assert load_config(words, 1, elsewhere=True).float8.enable
+    with pytest.raises(ConfigError) as refused:
+        load_config(words, 1)
+    assert len(refused.value.problems) == 8
+    with pytest.raises(ConfigError, match="set training.mixed_precision_param to bfloat16"):
+        load_config([*words, "--training.mixed_precision_param", "float32"], 1, elsewhere=True)
+
+
+def test_the_command_refuses_float8_on_a_device_without_it_alone(bare_machine, tmp_path, capsys):
+    config = tmp_path / "run.toml"
+    config.write_text('[model]\nflavor = "debug"\n')
+    words = [str(config), "--world-size", "1", *FLOAT8]
+    assert estimate.main([*words, "--device", "A6000"]) == 2
+    assert capsys.readouterr().err == (
+        "float8.enable: A6000 has no float8 matrix products (set float8.emulate to true, or float8.enable to false)\n"
+    )
+    assert estimate.main([*words, "--device", "MI300X"]) == 0
+
+
+def test_products_in_float8_take_half_the_time_of_bfloat16():
+    config = load_config(["--model.flavor", "debug", "--training.mixed_precision_param", "bfloat16"], 1)
+    model = model_on_meta(config)
+    of_blocks = [named for block in model.blocks() for named in block.named_parameters()]
+    over_tokens = sum(weight.numel() for name, weight in of_blocks if weight.ndim == 2 and ("attention" in name or "mlp" in name))
+    tokens = model.tokens_per_image(model.image_shape)
+    share = over_tokens * tokens / model.forward_macs_per_image(model.image_shape)
+    assert 0.5 < share < 1
+    assert converted_share(model, Float8Config(enable=True)) == pytest.approx(share)
+    assert converted_share(model, Float8Config(enable=True, recipe="rowwise_with_gw_hp")) == pytest.approx(2 / 3 * share)
+    assert converted_share(model, Float8Config()) == converted_share(model, Float8Config(enable=True, emulate=True)) == 0
+    memory, device = estimate_memory(config, 1), DEVICES["MI300X"]
+    plain = estimate_step_time(config, model, memory, device, Efficiency()).compute
+    config.float8.enable = True
+    found = estimate_step_time(config, model, memory, device, Efficiency()).compute
+    assert found / plain == pytest.approx(1 - share / 2, rel=1e-4)  # 2,614.9 / 1,307.4

@@ -1,0 +1,139 @@
+"""Train steps on an imitated CUDA device: no mismatch of devices, and bounds on kernels, bytes, waits and memory.
+
+The bounds are the present counts with a margin of a hundredth: a change that needs more raises one on purpose.
+"""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.counted_steps import shrunk, write_counts
+from tests.forked import ForkedProcess
+from torchtitan.config.job import load_config
+from torchtitan.estimate.cuda_autocast import FLOAT32, FLOAT32_RESULT, WIDEST, cuda_autocast
+from torchtitan.estimate.fake_cuda import device
+from torchtitan.estimate.memory import estimate_memory
+
+FLUX = [
+    "--job.config_file", "train_configs/flux_schnell_256.toml", "--model.flavor", "debug", "--data.name", "synthetic",
+    "--data.shape", "[16, 32, 32]", "--data.text_length", "16", "--data.text_dim", "32", "--data.pooled_dim", "24",
+    "--training.local_batch_size", "8", "--training.global_batch_size", "8",
+]  # fmt: skip
+BLOCKS = 2
+# name -> words, ranks, number of the step
+CASES = {
+    "dit_xl2_256": (shrunk("dit_xl2_256"), 1, 9),
+    "sit_xl2_256": (shrunk("sit_xl2_256"), 1, 9),
+    "sharded": (shrunk("dit_xl2_256", ranks=8), 8, 9),
+    "noise": (shrunk("dit_xl2_256", "--gns.enable", "true", "--gns.num_bins", "4"), 1, 16),
+    "flux_schnell_256": (FLUX, 1, 9),
+}
+# Kernels outside the blocks for a microbatch of any size: draws, objective, embedders, last layer, and their backward.
+KERNELS_OUTSIDE = {"dit_xl2_256": 608, "sit_xl2_256": 383, "sharded": 594, "flux_schnell_256": 409}
+MEGABYTES_OF_A_BLOCK = {"dit_xl2_256": 1204, "sharded": 1337}  # forward and backward, 8 images
+PEAK_MEGABYTES = {"dit_xl2_256": 1199, "sharded": 449}
+# Of a measured step: of the monitor's own, outside the blocks with the taps, and of all that the host waits for.
+KERNELS_OF_NOISE, KERNELS_OUTSIDE_WITH_NOISE, WAITS_OF_NOISE = 220, 686, 15
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("counts") / "counts.json"
+    process = ForkedProcess(write_counts, (CASES, str(path)), {"PATH": "/usr/bin:/bin", "HOME": str(Path.home())})
+    try:
+        assert process.wait(600) == 0, process.said()
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    found = json.loads(path.read_text())
+    if "skipped" in found:
+        pytest.skip(found["skipped"])
+    return found
+
+
+def outside(phases):
+    return sum(phases[name]["operations"] for name in ("draws", "objective", "model", "backward"))
+
+
+@pytest.mark.parametrize("name", KERNELS_OUTSIDE)
+def test_the_host_never_waits_for_the_device_in_a_step(counts, name):
+    step = counts[name]["step"]
+    assert (step["synchronising_copies"], step["waits"]) == (0, {})
+    # The batch goes there without waiting, and the guard's verdict comes back a step late.
+    assert step["copies_to_device"] == counts[name]["batch"]["copies_to_device"] and step["copies_to_host"] == 1
+
+
+@pytest.mark.parametrize("name", KERNELS_OUTSIDE)
+def test_kernels_outside_the_blocks(counts, name):
+    assert outside(counts[name]) <= KERNELS_OUTSIDE[name]
+
+
+@pytest.mark.parametrize("name", MEGABYTES_OF_A_BLOCK)
+def test_bytes_moved_by_a_block(counts, name):
+    moved = counts[name]["blocks"]["bytes_moved"] + counts[name]["backward blocks"]["bytes_moved"]
+    assert moved / BLOCKS / 1e6 <= MEGABYTES_OF_A_BLOCK[name]
+
+
+@pytest.mark.parametrize("name", PEAK_MEGABYTES)
+def test_peak_memory_is_bounded_and_as_estimated(counts, name):
+    peak = counts[name]["step"]["peak_bytes"]
+    assert peak <= 1e6 * PEAK_MEGABYTES[name]
+    words, ranks, _ = CASES[name]
+    estimated = estimate_memory(load_config(words, ranks), ranks).total
+    assert abs(estimated / peak - 1) < 0.03
+
+
+def test_a_measured_step_of_gradient_noise(counts):
+    noise, step = counts["noise"]["gns"], counts["noise"]["step"]
+    assert noise["operations"] <= KERNELS_OF_NOISE
+    assert step["synchronising_copies"] + sum(step["waits"].values()) <= WAITS_OF_NOISE
+    assert outside(counts["noise"]) <= KERNELS_OUTSIDE_WITH_NOISE
+
+
+def test_flops_are_those_of_the_model_and_of_attention_computed_again(counts):
+    """By hand: of XL/2's two blocks each token takes 2 x 12 d^2 multiply-accumulates; attention 2 T d, 5 products backward."""
+    tokens, width, images = 256, 1152, 8
+    linears = 3 * 2 * 12 * width**2 * tokens
+    modulation = 3 * 2 * 6 * width**2
+    attention = 2 * tokens**2 * width * (2 + 5)
+    of_blocks = sum(sum(counts["dit_xl2_256"][name]["flops"].values()) for name in ("blocks", "backward blocks"))
+    assert of_blocks == images * BLOCKS * (linears + modulation + attention)
+
+
+def test_without_a_compiler_one_line_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(device.shutil, "which", lambda name: None)
+    with pytest.raises(device.NoFakeCuda, match=r"^no C\+\+ compiler \(c\+\+ or g\+\+\)"):
+        device.require_guard()
+
+
+def autocast_dtype(operation, *inputs):
+    with FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        return operation(*(torch.empty(4, 4, dtype=dtype) for dtype in inputs)).dtype
+
+
+def test_cpu_tensors_are_autocast_as_cuda_does_inside_the_context_alone():
+    half, whole = torch.bfloat16, torch.float32
+    norm, add = torch.nn.LayerNorm(4, elementwise_affine=False), torch.addcmul
+    assert autocast_dtype(norm, half) == half
+    with cuda_autocast():
+        assert autocast_dtype(norm, half) == autocast_dtype(torch.exp, half) == autocast_dtype(torch.sum, half) == whole
+        assert autocast_dtype(add, half, half, whole) == whole and autocast_dtype(add, half, half, half) == half
+        assert autocast_dtype(torch.mm, whole, whole) == half and autocast_dtype(torch.nn.functional.silu, half) == half
+    assert autocast_dtype(norm, half) == half and autocast_dtype(torch.exp, half) == half
+
+
+def test_the_policy_is_that_of_the_installed_torch():
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    text = header.read_text()
+    for macro, names in (("FP32", FLOAT32), ("FP32_SET_OPT_DTYPE", FLOAT32_RESULT), ("PROMOTE", WIDEST)):
+        listed = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)+.*\n)", text)
+        if listed is None:
+            pytest.skip(f"{header} lists the policy in another way")
+        found = re.findall(r"_\((\w+)(?:, (\w+))?\)", listed[1])
+        assert {".".join(filter(None, entry)) for entry in found} == set(names)
