@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -118,6 +119,21 @@ def placements(cases: dict[str, dict]) -> dict[str, dict]:
             "local": list(parameter.to_local().shape) if hasattr(parameter, "to_local") else list(parameter.shape),
         }
         trainer.close()
+    remove(folder)
+    return found
+
+
+def warnings_of(cases: dict[str, dict]) -> dict[str, list[str]]:
+    """For each case: what Python warns of, from the start of the run to its end."""
+    folder = shared_folder()
+    found = {}
+    for name, case in cases.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = make_trainer(folder, name, **{key: value for key, value in case.items() if key != "backend"})
+            assert trainer.train() == 0
+            trainer.close()
+        found[name] = [str(each.message) for each in caught if issubclass(each.category, UserWarning | FutureWarning)]
     remove(folder)
     return found
 

@@ -106,6 +106,12 @@ def test_the_reference_moves(reference):
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
 
 
+def test_a_run_begins_without_warnings_of_torch():
+    cases = {"DDP": case(2, 1), "FSDP": case(1, 2)}
+    found = run_on_ranks("tests.distributed.cases:warnings_of", 2, {"cases": {n: c | {"steps": 6} for n, c in cases.items()}})
+    assert found == [{"DDP": [], "FSDP": []}] * 2
+
+
 def test_layouts_place_parameters_as_named():
     cases = {"DDP": {"replicas": 4, "shards": 1}, "FSDP": {"replicas": 1, "shards": 4}, "HSDP": {"replicas": 2, "shards": 2}}
     found = run_on_ranks("tests.distributed.cases:placements", 4, {"cases": cases})[0]

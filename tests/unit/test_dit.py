@@ -225,7 +225,9 @@ def test_patches_are_cut_in_reading_order_with_channels_outermost():
 def test_unpatchify_is_the_inverse_of_patchify(patch_size, image_shape):
     x = torch.randn(2, *image_shape)
     grid = (image_shape[1] // patch_size, image_shape[2] // patch_size)
-    assert torch.equal(unpatchify(patchify(x, patch_size), grid, patch_size), x)
+    image = unpatchify(patchify(x, patch_size), grid, patch_size)
+    assert torch.equal(image, x)
+    assert 1 in (patch_size, *grid) or not image._is_view()  # of a view as a model's output, FSDP2 warns on every rank
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Parallelise a model in a fixed order, in one function."""
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -78,12 +79,15 @@ def parallelize(
         return model
     if layout.world_size > 1:
         wrapper = BlockwiseDDP if compiling.enable and compiling.scope == "blocks" else DistributedDataParallel
-        return wrapper(
-            model,
-            device_ids=[layout.device.index] if layout.device.type == "cuda" else None,
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-        )
+        with warnings.catch_warnings():
+            # torch 2.13 wants another key for it, which would send the buffers at the start.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            return wrapper(
+                model,
+                device_ids=[layout.device.index] if layout.device.type == "cuda" else None,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+            )
     return model
 
 
