@@ -3,6 +3,7 @@
 #   NGPU=4 scripts/train.sh ...   that many processes
 #   --autotune                    find training.local_batch_size first; takes the options of
 #                                 scripts/autotune_batch_size.py, as --goal fastest --headroom 0.2
+#   --check-only                  check the configuration and stop
 #   --setup-only                  stop after setting up .venv
 # Other paths than CONFIG's are relative to the repository.
 # Exit codes: 0 completed, 1 failed, 2 refused, 75 interrupted by a signal and saved, or another run writes into
@@ -36,6 +37,7 @@ if [ $# -gt 0 ] && [[ $1 != --* ]]; then
 fi
 arguments=()
 autotune=
+check_only=
 search=()
 while [ $# -gt 0 ]; do
     case $1 in
@@ -43,6 +45,7 @@ while [ $# -gt 0 ]; do
             set_up digits
             exit 0
             ;;
+        --check-only) check_only=1 ;;
         --autotune) autotune=1 ;;
         --goal | --multiple-of | --max | --headroom | --memory | --timeout)
             search+=("$1" ${2+"$2"})
@@ -72,6 +75,7 @@ if [ -n "$autotune" ]; then
     arguments+=(--training.local_batch_size "$batch_size")
 fi
 "$venv/bin/python" train.py --check-only --job.config_file "$config" ${arguments[@]+"${arguments[@]}"}
+[ -z "$check_only" ] || exit 0
 if [ "$NGPU" = 1 ]; then
     command=("$venv/bin/python")
 else

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.conditions import Classes, Unconditional
+from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig
+from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.distributed.mesh import crosses_nodes
 from torchtitan.evaluation.config import LATENT_DATASETS, EvaluationConfig
 from torchtitan.evaluation.targets import described_text
@@ -29,19 +32,22 @@ _GRID = re.compile(r"step-(\d{8})\.png")
 
 
 def introduce(state: RunState) -> None:
-    """Introduce the run: log the model, the data, the layout and the loss weighting over noise levels."""
+    """Introduce the run: log the model, the data, the layout, and a chosen loss weighting over noise levels."""
     config = state.config
     logger.info(
         f"{config.job.name}: {config.model.flavor}, {state.num_parameters:,} parameters, on {config.data.name} "
         f"{_shapes(state)}; {state.layout.describe()} on "
         f"{device_name(state.layout.device)}; "
-        f"{config.training.global_batch_size} images per step, {state.data.microbatches_per_step} microbatches"
+        f"{config.training.global_batch_size} images per step, {_counted(state.data.microbatches_per_step, 'microbatch', 'es')}"
     )
+    logger.info(_images(state))
+    if config.sampling.enable and (line := _next_grid(state)):
+        logger.info(line)
     if advice := crosses_nodes(state.layout, launch_number("LOCAL_WORLD_SIZE", state.layout.world_size)):
         logger.warning(advice)
     points = torch.linspace(-6.0, 6.0, 121, dtype=torch.float64)
     weights = state.objective.effective_weight(points)
-    if weights is not None:
+    if weights is not None and not _is_default(config.objective):
         logger.info(_weighting(points, weights))
     if config.compile.enable:
         logger.info("compiling: the first step takes tens of seconds, on large models minutes; later ones are not affected")
@@ -51,6 +57,35 @@ def introduce(state: RunState) -> None:
         )
     if state.step:
         logger.info(f"resumed after step {state.step} of {config.training.steps}")
+
+
+def _images(state: RunState) -> str:
+    """Line on the images that were found: to train on, held out where that is known without reading, and their classes."""
+    info, data = state.info, state.config.data
+    held_out = len(ImageFolder(data, "validation")) if isinstance(data, ImageFolderConfig) and info.has_validation else 0
+    conditions = f"in {_counted(info.num_classes, 'class', 'es')}" if info.num_classes else "without classes"
+    if not isinstance(info.condition_kind, Classes | Unconditional):
+        conditions = f"with {info.condition_kind.wanted}"
+    kept = f" and {held_out:,} held out" if held_out else ""
+    return f"{_counted(state.images_per_epoch, 'image')} to train on{kept}, {conditions}"
+
+
+def _next_grid(state: RunState) -> str:
+    """Line on the next sample grid; "" after the last step."""
+    last, interval = state.config.training.steps, state.config.sampling.interval
+    step = min((state.step // interval + 1) * interval, last)
+    which = "next" if state.step else "first"
+    return f"{which} sample grid at step {step:,}: {state.folder.samples / f'step-{step:08d}.png'}" if step > state.step else ""
+
+
+def _counted(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
+
+
+def _is_default(objective: ObjectiveConfig) -> bool:
+    """True if path, prediction and weighting are the defaults, whose weighting nobody has to be told."""
+    default = type(objective)()
+    return all(getattr(objective, key, None) == getattr(default, key, None) for key in ("path", "prediction", "weighting"))
 
 
 def _weighting(points: Tensor, weights: Tensor) -> str:
@@ -93,7 +128,8 @@ def closing_lines(
         "weights": weights if os.path.exists(weights) else None,
         "summary": folder.summary if os.path.exists(folder.summary) else None,
     }
-    lines = [f"{status} after step {state.step}", *_speed(clock)]
+    resumes = ": the same command resumes" if status == "interrupted" and config.checkpoint.enable else ""
+    lines = [f"{status} after step {state.step}{resumes}", *_speed(clock)]
     lines += [f"  {name:<12} {path}" for name, path in places.items() if path]
     lines += _verdict(results)
     lines += _metrics(results, config.evaluation)

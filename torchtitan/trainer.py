@@ -79,7 +79,7 @@ class Trainer:
             TrainingError: a state that is not finite, at the start or without a checkpoint to roll back to.
         """
         state = self.state
-        with self.supervision, StopRequest() as stop:
+        with self.supervision, StopRequest(self._acknowledgement()) as stop:
             with self.phases(BEFORE_FIRST_STEP):
                 require_finite_start(state)
                 self._warm_up()
@@ -93,6 +93,12 @@ class Trainer:
                     state.checkpointer.require_saved()
                 self.reports.finish("interrupted" if signal_number else "completed")
         return 128 + signal_number if signal_number else 0
+
+    def _acknowledgement(self) -> str:
+        """Line that answers a request to stop, of one rank: a step, a grid or a validation may take minutes to its end."""
+        if self.state.layout.rank != 0:
+            return ""
+        return "stopping: finishing this step" + (", then saving" if self.config.checkpoint.enable else "")
 
     def _loop(self, stop: StopRequest) -> int:
         state, signal_number, save_due = self.state, 0, False

@@ -6,10 +6,12 @@ import re
 import sys
 from dataclasses import dataclass
 from difflib import get_close_matches
+from types import ModuleType
 from typing import NoReturn
 
 PROGRAM = "torchtitan-dit"
 _REFUSED = 2  # as in torchtitan.processes.exit_codes, which another torchtitan would not have
+_INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,27 @@ def run_command(module: str) -> NoReturn:
     from torchtitan.processes.parent_death import end_with_launcher
 
     end_with_launcher()  # before the seconds that importing torch takes
-    program = importlib.import_module(f"torchtitan_dit.commands.{module}")
+    program = _imported(module)
     if sys.argv[0].startswith(PROGRAM):  # its help speaks of itself under the name that it was called by
         program.__doc__ = re.sub(rf"(python )?(scripts/)?{module}\.py", sys.argv[0], program.__doc__ or "")
     program.run()
     raise AssertionError(f"{module} has not ended the process")
+
+
+def _imported(module: str) -> ModuleType:
+    """Import a command. Ends the process in one line where a package is missing, or by Ctrl-C."""
+    try:
+        return importlib.import_module(f"torchtitan_dit.commands.{module}")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "torchtitan", "torchtitan_dit"):
+            raise
+        advice = "use scripts/train.sh, which sets up .venv, or .venv/bin/python"
+        print(f"{sys.argv[0]}: {sys.executable} has no package {package} ({advice})", file=sys.stderr)
+        sys.exit(_REFUSED)
+    except KeyboardInterrupt:
+        print("interrupted before the start", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
 
 
 def main() -> NoReturn:

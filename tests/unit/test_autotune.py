@@ -334,6 +334,13 @@ def test_train_sh_trains_with_the_batch_size_found(clone):
     assert (check, train) == (f"train.py --check-only {given}", f"train.py {given}")
 
 
+def test_train_sh_checks_once_where_it_is_only_to_check(clone):
+    code, error = train_sh(clone, "--check-only", "--optimizer.lr", "0.1")
+    assert code == 0, error
+    given = "--job.config_file small.toml --optimizer.lr 0.1"
+    assert (clone / "calls").read_text().splitlines() == [f"train.py --check-only {given}"]
+
+
 def test_train_sh_does_not_train_without_an_answer(clone):
     code, _ = train_sh(clone, "--autotune", FAIL="1")
     assert code == 1 and len((clone / "calls").read_text().splitlines()) == 1

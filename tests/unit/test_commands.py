@@ -10,7 +10,9 @@ import pytest
 import data
 import torchtitan.data
 from torchtitan import programs
+from torchtitan_dit import cli
 from torchtitan_dit.cli import COMMANDS
+from torchtitan_dit.commands import train
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAWS_ONLY = ROOT / "scripts" / "draw_architecture.py"  # a tool of the project itself, not a program of its users
@@ -50,3 +52,34 @@ def test_data_of_the_checkout_is_the_same_package():
     code = f"{names}; assert a is b; import data.nothing"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ended.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'torchtitan.data.nothing'"
+
+
+@pytest.mark.parametrize(("failure", "code", "said"), [
+    (ModuleNotFoundError("No module named 'torch'", name="torch"), 2, "has no package torch (use scripts/train.sh, which"),
+    (KeyboardInterrupt(), 130, "interrupted before the start"),
+])  # fmt: skip
+def test_an_import_that_fails_ends_in_one_line(monkeypatch, capsys, failure, code, said):
+    def fail(name):
+        raise failure
+
+    monkeypatch.setattr(cli.importlib, "import_module", fail)
+    with pytest.raises(SystemExit) as ended:
+        cli._imported("train")
+    error = capsys.readouterr().err
+    assert ended.value.code == code and said in error and error.count("\n") == 1
+
+
+def test_a_module_of_the_project_that_is_missing_is_no_missing_package():
+    with pytest.raises(ModuleNotFoundError, match="torchtitan_dit.commands.no_such_command"):
+        cli._imported("no_such_command")
+
+
+def test_an_interrupt_before_training_listens_ends_in_one_line(monkeypatch, capsys):
+    def interrupt(words):
+        raise KeyboardInterrupt
+
+    codes = []
+    monkeypatch.setattr(train, "main", interrupt)
+    monkeypatch.setattr(train.os, "_exit", codes.append)
+    train.run()
+    assert codes == [130] and capsys.readouterr().err == "interrupted; the same command starts or resumes the run\n"

@@ -5,7 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan.console import _weighting
+from torchtitan.conditions import Classes, Embeddings, Unconditional
+from torchtitan.console import _images, _is_default, _next_grid, _weighting
+from torchtitan.data import DatasetInfo
+from torchtitan.data.digits import DigitsConfig
+from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig
+from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.gns.allocate import NEYMAN, PredictedRatio
 from torchtitan.gns.monitor import GNSMonitor
 
@@ -15,6 +20,39 @@ def test_the_weighting_is_told_by_its_peak_and_the_range_above_half():
     assert "equal at every noise level" in _weighting(points, torch.full_like(points, 3.0))
     line = _weighting(points, torch.exp(-0.5 * points**2))  # half at ln sigma = ±1.18
     assert "highest at noise level sigma = 1, at least half of that between 0.33 and 3" in line
+
+
+def test_the_weighting_is_told_where_it_was_chosen():
+    assert _is_default(DenoisingConfig()) and _is_default(DenoisingConfig(spread="stratified"))
+    assert not _is_default(DenoisingConfig(prediction="x0")) and not _is_default(DenoisingConfig(path="edm"))
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    (Unconditional(), "without classes"), (Classes(1), "in 1 class"), (Classes(1000), "in 1,000 classes"),
+    (Embeddings({"text": torch.zeros(3)}), "with embeddings"),
+])  # fmt: skip
+def test_the_images_found_are_counted(kind, said):
+    state = SimpleNamespace(config=SimpleNamespace(data=DigitsConfig()), info=DatasetInfo((1, 8, 8), kind), images_per_epoch=1234)
+    assert _images(state) == f"1,234 images to train on, {said}"
+
+
+def test_the_held_out_pictures_of_a_folder_are_counted(tmp_path):
+    for number in range(40):
+        (tmp_path / f"{number}.png").touch()
+    data = ImageFolderConfig(path=str(tmp_path), image_size=8)
+    info, train = DatasetInfo((3, 8, 8)), ImageFolder(data, "train")
+    state = SimpleNamespace(config=SimpleNamespace(data=data), info=info, images_per_epoch=len(train))
+    assert _images(state) == "38 images to train on and 2 held out, without classes"
+
+
+@pytest.mark.parametrize(("step", "said"), [
+    (0, "first sample grid at step 100: {}/step-00000100.png"), (100, "next sample grid at step 200: {}/step-00000200.png"),
+    (230, "next sample grid at step 250: {}/step-00000250.png"), (250, ""),
+])  # fmt: skip
+def test_the_next_grid_is_told_with_its_place(tmp_path, step, said):
+    config = SimpleNamespace(training=SimpleNamespace(steps=250), sampling=SimpleNamespace(interval=100))
+    state = SimpleNamespace(config=config, step=step, folder=SimpleNamespace(samples=tmp_path))
+    assert _next_grid(state) == said.format(tmp_path)
 
 
 def monitor(scale: tuple[float, float, float], ratio: PredictedRatio) -> GNSMonitor:

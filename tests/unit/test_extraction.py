@@ -333,4 +333,6 @@ def test_documented_commands_are_valid():
         assert arguments.autoencoder == "taef2" and arguments.output == Path("STORE")
         with pytest.raises(ConfigError) as refused:
             load_data_section(data_words)
-        assert refused.value.problems == ["command line: --data.path: 'PHOTOGRAPHS' does not exist"]
+        assert refused.value.problems == [
+            f"command line: --data.path: 'PHOTOGRAPHS' does not exist (looked for {Path('PHOTOGRAPHS').absolute()})"
+        ]

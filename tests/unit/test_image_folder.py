@@ -227,6 +227,20 @@ def unreadable(tmp_path):
         (tmp_path / name).write_text("text")
 
 
+def other_files(tmp_path):
+    for name in ("a.HEIC", "b/c.heic", "b/notes.txt", ".hidden/d.svg", ".e.svg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+
+
+def one_text(tmp_path):
+    (tmp_path / "notes.txt").write_text("text")
+
+
+def loose(tmp_path):
+    write_class(tmp_path, ["0.png"])
+
+
 def classes(text):
     def write(tmp_path):
         folder_of(tmp_path)
@@ -244,7 +258,11 @@ def validation(name):
 
 
 BAD_FOLDERS = {
-    "empty": (lambda tmp_path: None, {}, "data.path: '{}' has no images in folders, one per class"),
+    "empty": (lambda tmp_path: None, {}, "data.path: '{}' has no images, neither here nor in folders"),
+    "telephone": (other_files, {}, "neither here nor in folders (found 2 .heic, 1 .txt, not read: convert to jpg)"),
+    "telephone, unlabelled": (other_files, {"class_folders": False}, "has no images in it (found 2 .heic, 1 .txt, not read: "),
+    "text": (one_text, {}, "data.path: '{}' has no images, neither here nor in folders (found 1 .txt)"),
+    "loose": (loose, {"class_folders": True}, "data.path: '{}' has images, but not in folders, one per class"),
     "one class": (one_class, {}, "data.path: '{}' has one class folder only, 'train' (give the folder whose"),
     "empty class": (empty_class, {}, "data.path: 1 of the 3 class folders have no images, first {}/c"),
     "unreadable": (
@@ -268,6 +286,15 @@ BAD_FOLDERS = {
         validation("c"), {"validation_path": "{}/.val"}, "data.validation_path: class folder 'c' is not in '{}'"
     ),
 }  # fmt: skip
+
+
+def test_a_missing_folder_is_refused_with_the_place_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for path, place in (("pictures", tmp_path / "pictures"), ("~/pictures", tmp_path / "home" / "pictures")):
+        with pytest.raises(DatasetError) as caught:
+            ImageFolder.info(config_of(path=path))
+        assert str(caught.value) == f"data.path: '{path}' does not exist (looked for {place})"
 
 
 @pytest.mark.parametrize("case", BAD_FOLDERS)

@@ -4,13 +4,15 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
 
 from torchtitan.config.job import load_config
+from torchtitan.estimate import pixels
 from torchtitan.estimate.devices import DEVICES
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.pixels import pixel_warning
-from torchtitan.estimate.roofline import Efficiency, estimate_step_time
+from torchtitan.estimate.roofline import Efficiency, estimate_step_time, training_flops_per_image
 from torchtitan_dit.commands import train
 
 
@@ -27,16 +29,32 @@ def config(tmp_path):
     return load
 
 
-def test_the_numbers_are_those_of_the_estimate(config):
+def test_the_numbers_are_those_of_the_estimate(config, monkeypatch):
+    monkeypatch.setattr(pixels.torch.cuda, "is_available", lambda: True)
     given = config("--data.image_size", "256", "--model.patch_size", "2")
     said = pixel_warning(given, 1)
     memory = estimate_memory(given, 1)
     time = estimate_step_time(given, model_on_meta(given), memory, DEVICES["H100"], Efficiency())
-    pattern = r"are ([\d,]+) tokens .* about ([\d,]+) GiB and ([\d,.]+) hours on H100 \(.*model.patch_size = (\d+)\)"
+    pattern = r"are ([\d,]+) tokens .* about ([\d,]+) GiB and ([\d,.]+) hours on H100 \(.*--model.patch_size (\d+)\)"
     found = re.search(pattern, said)
     assert found and "\n" not in said and "docs/latents.md" in said
     tokens, gib, hours, patch = found.groups()
     assert (tokens, gib, patch) == ("16,384", f"{memory.total / 2**30:,.0f}", "8") and float(hours) == round(time.hours, 1)
+
+
+def test_without_a_gpu_the_hours_on_the_processor_are_said_too(config, monkeypatch):
+    given = config("--data.image_size", "256", "--model.patch_size", "2", "--training.steps", "1000")
+    monkeypatch.setattr(pixels.torch.cuda, "is_available", lambda: False)
+    flops = 1000 * given.training.global_batch_size * training_flops_per_image(given, model_on_meta(given))
+    monkeypatch.setattr(pixels, "_processor_flops", lambda: flops / (0.45 * 3600 * 1234))
+    assert "hours on H100, about 1,234.0 on this machine's processor (train on latents" in pixel_warning(given, 1)
+
+
+def test_the_rate_of_the_processor_is_that_of_the_fastest_product_times_the_threads(monkeypatch):
+    threads, clock = torch.get_num_threads(), iter([0.0, 3.0, 10.0, 12.0, 20.0, 24.0])
+    monkeypatch.setattr(pixels.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(pixels, "_PRODUCTS", 3)
+    assert pixels._processor_flops() == threads * 2 * 256**3 / 2 and torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize("words", [(), ("--data.image_size", "256", "--model.patch_size", "8")])

@@ -138,6 +138,21 @@ def test_an_embedder_in_each_block_draws_what_diffusers_draws(tmp_path):
         assert torch.equal(back(x, t, y).sample, expected)
 
 
+def test_an_export_is_refused_with_everything_that_stands_against_it(tmp_path, capsys):
+    """--approximate is advised only where it leads to an export."""
+    plain, modern = random_weights(), random_weights(changes=(OWN_EMBEDDINGS[0], 'mlp = "swiglu"\nqk_norm = true'))
+    for weights, count in ((plain, 1), (modern, 3)):
+        with pytest.raises(WeightsError) as refused:
+            write_weights(weights, tmp_path / "out", "diffusers", dtype="float32", overwrite=False)
+        lines = str(refused.value).splitlines()
+        assert "model.timestep_frequencies = dit: " in lines[0] and "(train with diffusers)" in lines[0]
+        assert len(lines) == count and ("--approximate" in str(refused.value)) == (count == 1)
+    assert "model.mlp = swiglu" in lines[1] and "model.qk_norm = true" in lines[2]
+    with pytest.raises(WeightsError, match=r"^(?s:(?!--approximate).)*$") as again:
+        write_weights(modern, tmp_path / "out", "diffusers", dtype="float32", overwrite=False, approximate=True)
+    assert str(again.value) == str(refused.value) and not (tmp_path / "out").exists()
+
+
 def test_published_to_published_and_back_is_exact(tmp_path, capsys):
     weights = random_weights()
     first, folder, back = tmp_path / "dit.safetensors", tmp_path / "diffusers", tmp_path / "own.safetensors"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from torchtitan.conditions import Classes
 from torchtitan.evaluation import sample_files
 from torchtitan.evaluation.config import SamplingConfig
 from torchtitan.evaluation.sample_files import SET_FORMATS
@@ -25,7 +26,9 @@ from torchtitan.files.durable import replace_files
 from torchtitan.files.run_lock import Busy
 from torchtitan.models.base import ModelConfig
 from torchtitan.models.magnitude import MPFourier
+from torchtitan.runs.drawing import chosen_classes
 from torchtitan.runs.sample_settings import set_settings
+from torchtitan.runs.trained_model import WeightsError
 
 SETTINGS = {"image_shape": [1, 4, 4], "num_steps": 3, "solver": {"name": "heun"}}
 
@@ -223,3 +226,20 @@ def test_files_are_replaced_together_or_left_out_whole(tmp_path, monkeypatch):
     replace_files(tmp_path, {"a": b"new", "d": b"4"})
     assert (tmp_path / "a").read_bytes() == b"new" and (tmp_path / "d").read_bytes() == b"4"
     assert [os.path.basename(path)[:3] for path in synced[:2]] == [".a.", ".d."] and synced[2:] == [str(tmp_path)]
+
+
+def test_classes_are_chosen_by_name_or_number():
+    def chosen(given, names):
+        kind = Classes(len(names) or 12, tuple(names))
+        return chosen_classes(given, SimpleNamespace(info=SimpleNamespace(condition_kind=kind)))
+
+    assert chosen(["fish", "0", "birds"], ["birds", "fish", "2"]) == [1, 0, 0]
+    assert chosen(["2"], ["2", "birds", "fish"]) == [2]  # a number is one, whatever the names are
+    with pytest.raises(WeightsError, match=r"^--classes: 'cat' is no class \(one of 0 birds, 1 fish, 2 other\)$"):
+        chosen(["1", "cat"], ["birds", "fish", "other"])
+    with pytest.raises(WeightsError, match=r"8 i, 9 j, \.\.\.\)$"):
+        chosen(["cat"], "abcdefghijk")
+    with pytest.raises(WeightsError, match=r"'cat' is no class \(the classes have no names: give numbers\)"):
+        chosen(["cat"], [])
+    with pytest.raises(WeightsError, match=r"--classes: 3 is not in 0\.\.2"):
+        chosen(["3"], ["birds", "fish", "other"])

@@ -260,6 +260,17 @@ def test_a_signal_is_polled_once_per_step_and_handlers_are_restored(number):
     assert {n: signal.getsignal(n) for n in StopRequest.SIGNALS} == before
 
 
+def test_the_first_signal_is_acknowledged_at_once_and_once(capfd):
+    with StopRequest("stopping: finishing this step") as stop:
+        for said in ("stopping: finishing this step\n", ""):  # the second is an echo
+            signal.raise_signal(signal.SIGINT)
+            assert capfd.readouterr().err == said
+        assert stop.poll() == signal.SIGINT
+    with StopRequest():
+        signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err == ""
+
+
 def test_a_later_second_signal_ends_the_process_but_an_echo_does_not(monkeypatch):
     now, polled = [50.0], []
     monkeypatch.setattr(agreement.time, "monotonic", lambda: now[0])

@@ -21,7 +21,7 @@ from torchtitan.config.evaluation_checks import EVALUATION_CHECKS
 from torchtitan.config.latent_cache import cache_problems, stored_section
 from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, data_text, resolved_sampling, unconditional
 from torchtitan.config.speed_checks import SPEED_CHECKS, needs_plain_weights, shards_of
-from torchtitan.config.view import ConfigView, RefusedValue
+from torchtitan.config.view import ConfigView, RefusedValue, nearest_sizes
 from torchtitan.data.base import DatasetError
 from torchtitan.diffusion.objectives import OBJECTIVES, build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
@@ -232,7 +232,7 @@ def _model_fits_images(checked: ConfigView) -> Iterator[Problem]:
     lines = [line for shape in info.shapes for line in family.problems(model, shape)]
     for line in dict.fromkeys(lines):
         key, _, text = line.partition(": ")
-        yield Problem(key, text)
+        yield Problem(key, f"{text}{nearest_sizes(checked) if key == 'model.patch_size' else ''}")
 
 
 def _condition(checked: ConfigView) -> Iterator[Problem]:

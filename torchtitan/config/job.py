@@ -18,6 +18,7 @@ from torchtitan.config.checks import find_problems, resolve
 from torchtitan.config.latent_cache import CacheConfig
 from torchtitan.config.view import ConfigView
 from torchtitan.data import DATASETS, DataConfig, DatasetInfo
+from torchtitan.data.image_files import own_pictures_advice
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.distributed.config import ActivationCheckpointConfig, CommConfig, CompileConfig, ParallelismConfig
@@ -205,7 +206,8 @@ def _read(argv: list[str]) -> tuple[dict[str, str], str | None, dict[str, Any]]:
     document: dict[str, Any] = {}
     if path is not None:
         document, failure = read_toml(path)
-        unreadable += failure
+        advice = own_pictures_advice(path) if failure else ""
+        unreadable += [f"{line} ({advice})" if advice else line for line in failure]
     document, flags, twice = in_present_keys(document, flags, path)
     if unreadable or twice:
         raise ConfigError(unreadable + twice)
@@ -348,7 +350,8 @@ def _merge(
         origins[dotted] = "command line"
         section, _, key = dotted.rpartition(".")
         if dotted not in known:
-            advice = f" ({_advice(dotted, config, known, '--')})" if len(problems) < MOST_SHOWN else ""
+            pictures = own_pictures_advice(text) if dotted == "data.path" else ""
+            advice = f" ({pictures or _advice(dotted, config, known, '--')})" if len(problems) < MOST_SHOWN else ""
             problems.append(Problem(dotted, f"unknown key{advice}"))
             continue
         annotation = get_type_hints(type(section_at(config, section)))[key]
@@ -454,9 +457,11 @@ def _keys(config: JobConfig) -> dict[str, dataclasses.Field]:
 
 def _line(problem: Problem, origins: dict[str, str], known: dict[str, Any], path: str | None) -> str:
     """Format a problem as a line with the place of the value: the command line, the file, or the default if it was not
-    given.
+    given; a missing value has no place.
     """
     origin = origins.get(problem.key, "default" if problem.key in known else "file")
+    if origin == "default" and problem.text.startswith("not given"):
+        return f"{problem.key}{problem.within}: {problem.text}"
     place = {"command line": "command line: --", "file": f"{shown_file(path or '')}: ", "default": "default: "}[origin]
     key = shown_name(problem.key) if origin == "command line" else problem.key
     return f"{place}{key}{problem.within}: {problem.text}"

@@ -82,3 +82,12 @@ class _Section:
             raise RefusedValue
         value = getattr(self._values, key)
         return _Section(f"{self._name}.{key}", value, self._refused) if key in choices(self._values) else value
+
+
+def nearest_sizes(checked: ConfigView) -> str:
+    """Advice of the nearest sides of square images that the patches divide; "" where no key is the side of the input."""
+    side, patch = getattr(checked.data, "image_size", None), getattr(checked.model, "patch_size", None)
+    if checked.cache.enable or not side or not patch or side % patch == 0:
+        return ""
+    below = side // patch * patch
+    return f" (take --data.image_size {f'{below} or ' if below else ''}{below + patch})"

@@ -14,7 +14,9 @@ import torch
 from torchtitan.conditions import Classes
 from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Split
 from torchtitan.data.bounded_tables import MAX_REPEATED_BYTES, read_rows
+from torchtitan.data.class_folders import missing_path
 from torchtitan.data.image_decoding import decoding_problem, open_image
+from torchtitan.data.image_files import own_pictures_advice
 from torchtitan.data.numpy_pickle import read_table
 from torchtitan.errors import one_line
 from torchtitan.extras import install
@@ -298,7 +300,7 @@ def _open_source(path: str, edition: CifarEdition) -> _PythonBatches | _ParquetF
     if not folder.exists():
         if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
             return _HubDataset(path, edition)
-        raise DatasetError(f"data.path: {path!r} does not exist")
+        raise missing_path("data.path", path)
     if not folder.is_dir():
         raise DatasetError(f"data.path: {path!r} is a file; give its folder")
     for candidate in (folder, folder / edition.folder):
@@ -307,7 +309,8 @@ def _open_source(path: str, edition: CifarEdition) -> _PythonBatches | _ParquetF
     # A copy of a hub repository keeps its files one folder down (data/, plain_text/).
     files = list(folder.glob("*.parquet")) or list(folder.glob("[!.]*/*.parquet"))
     if not files:
-        raise DatasetError(f"data.path: {path!r} holds neither parquet files nor {edition.title}'s python batches")
+        text = f"data.path: {path!r} holds neither parquet files nor {edition.title}'s python batches"
+        raise DatasetError(f"{text} ({advice})" if (advice := own_pictures_advice(path)) else text)
     if len({file.parent for file in files}) > 1:
         raise DatasetError(f"data.path: {path!r} has parquet files in several folders; give one of them")
     return _ParquetFolder(folder, files, edition)

@@ -9,7 +9,7 @@ import numpy as np
 
 from torchtitan.data.base import DatasetError
 from torchtitan.data.derived_classes import MOST_CLASSES
-from torchtitan.data.image_files import ImageList, list_folders, list_images, shown_names, shown_path
+from torchtitan.data.image_files import ImageList, found_instead, list_folders, list_images, shown_names, shown_path
 from torchtitan.data.saved_listing import list_images_of_folders
 from torchtitan.files.regular import read_regular, user_path
 
@@ -31,8 +31,9 @@ def list_class_folders(key: str, path: str) -> tuple[list[bytes], ImageList]:
     folders = list_folders(root)
     files = list_images_of_folders(root, folders)
     if not len(files):
-        where = "has images, but not in" if not folders and list_images(root) else "has no images in"
-        raise DatasetError(f"{key}: {path!r} {where} folders, one per class")
+        if list_images(root):
+            raise DatasetError(f"{key}: {path!r} has images, but not in folders, one per class")
+        raise DatasetError(f"{key}: {path!r} has no images, neither here nor in folders{found_instead(root)}")
     counts = np.bincount(files.classes, minlength=len(folders))
     empty = [name for name, count in zip(folders, counts, strict=True) if not count]
     if empty:
@@ -47,10 +48,16 @@ def existing_folder(key: str, path: str) -> bytes:
     """Resolve an existing folder's path for the file system. Raises DatasetError where it is no folder."""
     folder = user_path(path)
     if not folder.exists():
-        raise DatasetError(f"{key}: {path!r} does not exist")
+        raise missing_path(key, path)
     if not folder.is_dir():
         raise DatasetError(f"{key}: {path!r} is a file; give its folder")
     return os.fsencode(folder)
+
+
+def missing_path(key: str, path: str) -> DatasetError:
+    """Error of a path that does not exist, with the place where it was looked for if the path does not say it."""
+    looked = os.path.abspath(user_path(path))
+    return DatasetError(f"{key}: {path!r} does not exist" + ("" if looked == path.rstrip("/") else f" (looked for {looked})"))
 
 
 def class_numbers(folders: list[bytes], classes_file: str) -> np.ndarray:

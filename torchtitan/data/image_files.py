@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -12,11 +13,13 @@ import torch
 from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, UnreadableImage
 from torchtitan.data.image_decoding import MAX_FILE_BYTES, decode_cropped, decode_square, decoding_problem
 from torchtitan.data.online_text import with_captions
-from torchtitan.files.regular import UnsuitableFile, read_regular
+from torchtitan.files.regular import UnsuitableFile, read_regular, user_path
 from torchtitan.settings import setting
 
 SUFFIXES = frozenset((b"jpg", b"jpeg", b"png", b"webp", b"bmp", b"gif", b"tif", b"tiff", b"ppm", b"pgm"))
 NUM_PROBES = 16
+_PICTURES_NOT_READ = frozenset((b"heic", b"heif", b"avif", b"jxl", b"jp2", b"dng", b"nef", b"cr2", b"cr3", b"psd", b"svg"))
+_MOST_ENDINGS = 3  # in a message
 
 
 @dataclass(kw_only=True)
@@ -235,6 +238,31 @@ def list_files(
 def is_image_name(name: bytes) -> bool:
     """Check whether a file's name has an image's ending, in either case."""
     return name.rpartition(b".")[2].lower() in SUFFIXES
+
+
+def found_instead(folder: bytes) -> str:
+    """Say which files a folder without images has, by their endings: " (found 3 .heic, not read: convert to jpg)"."""
+    counts: Counter[bytes] = Counter()
+    for _, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(b".")]
+        counts.update(name.rpartition(b".")[2].lower() for name in names if not name.startswith(b".") and b"." in name)
+    known = [(ending, count) for ending, count in counts.most_common() if ending.isalnum() and len(ending) <= 8]
+    if not known:
+        return ""
+    found = ", ".join(f"{count:,} .{ending.decode()}" for ending, count in known[:_MOST_ENDINGS])
+    pictures = any(ending in _PICTURES_NOT_READ for ending, _ in known[:_MOST_ENDINGS])
+    return f" (found {found}{', not read: convert to jpg' if pictures else ''})"
+
+
+def own_pictures_advice(path: str) -> str:
+    """Advice for a folder with images in it, or in its folders, where something else is expected; "" for other paths."""
+    try:
+        root = os.fsencode(user_path(path))
+        places = [root, *(os.path.join(root, name) for name in list_folders(root))]
+        has_images = any(is_image_name(entry.name) for place in places for entry in os.scandir(place))
+    except (OSError, ValueError):
+        return ""
+    return "its pictures train with train_configs/my_images.toml --data.path FOLDER" if has_images else ""
 
 
 def list_folders(folder: bytes) -> list[bytes]:

@@ -15,6 +15,7 @@ from torchtitan.data.image_files import (
     SquareImages,
     SquareImagesConfig,
     check_readable,
+    found_instead,
     is_image_name,
     list_folders,
     shown_names,
@@ -119,7 +120,7 @@ def _list_unlabelled(key: str, path: str) -> ImageList:
     root = existing_folder(key, path)
     files = list_images_of_folders(root, [b""])
     if not len(files):
-        raise DatasetError(f"{key}: {path!r} has no images in it")
+        raise DatasetError(f"{key}: {path!r} has no images in it{found_instead(root)}")
     return files
 
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from torchtitan.data.base import DatasetError
 from torchtitan.data.bounded_tables import check_types
+from torchtitan.data.class_folders import missing_path
 from torchtitan.data.derived_classes import num_classes_of
 from torchtitan.data.image_columns import Columns, arrow_features, find_columns
 from torchtitan.errors import one_line
@@ -64,7 +65,7 @@ def table_url(path: str, revision: str) -> str:
     if revision:
         raise DatasetError(f"data.revision: {path!r} is no name on the Hugging Face hub; leave the key out")
     if "://" not in path and not os.path.exists(local):
-        raise DatasetError(f"data.path: {path!r} does not exist")
+        raise missing_path("data.path", path)
     return path if "://" in path else os.path.abspath(local)
 
 

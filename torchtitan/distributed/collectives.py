@@ -1,10 +1,11 @@
 """Collectives of plain objects: one rank decides for all, or one rank's request reaches everyone."""
 
+import os
 import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -151,7 +152,9 @@ class StopRequest:
     # Ctrl-C reaches a rank twice, from the terminal and from torchrun, which passes it on: one wish.
     ECHO_SECONDS = 2.0
 
-    def __init__(self) -> None:
+    def __init__(self, acknowledgement: str = "") -> None:
+        """acknowledgement: line for standard error when the first signal arrives; "" for none."""
+        self._acknowledgement = acknowledgement
         self._received = 0
         self._received_at = 0.0
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
@@ -170,6 +173,10 @@ class StopRequest:
     def _handle(self, number: int, frame: object) -> None:
         if not self._received:
             self._received, self._received_at = number, time.monotonic()
+            if self._acknowledgement:
+                # Not by print: the signal may have come in the middle of one, which cannot be entered again.
+                with suppress(OSError):
+                    os.write(2, f"{self._acknowledgement}\n".encode())
         elif time.monotonic() - self._received_at > self.ECHO_SECONDS:
             raise SystemExit(128 + number)
 

@@ -97,8 +97,14 @@ class PublishedLayout(ABC):
         """
         return None
 
+    def problems(self, model: Any) -> list[str]:
+        """Reasons why the layout cannot represent a model: one line each, empty if it can."""
+        return []
+
     def approximation(self, model: Any) -> str:
-        """Difference between the layout's network and this model that an export has to accept; "" if there is none."""
+        """Difference between the layout's network and this model that an export has to accept, with the way to train without
+        it; "" if there is none.
+        """
         return ""
 
     def folder_config(self, model: Any) -> dict:

@@ -4,8 +4,9 @@ import argparse
 import dataclasses
 import math
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from torchtitan.runs.trained_model import TrainedModel, WeightsError, is_publish
 
 _FILES_OF_DIFFUSERS = ["*.json", *(f"{part}*.safetensors" for part in ("", "transformer/", "vae/"))]
 BATCH_SIZE, DTYPE = 256, "float32"
+_MOST_NAMES = 10  # of classes, in a message
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,28 @@ def check_classes(classes: list[int], trained: TrainedModel) -> None:
     known = max(trained.info.condition_kind.choices, 1)
     if outside := [number for number in classes if not 0 <= number < known]:
         raise WeightsError(f"--classes: {outside[0]} is not in 0..{known - 1}")
+
+
+def chosen_classes(given: Sequence[str | int], trained: TrainedModel) -> list[int]:
+    """Numbers of classes given by number or by name; a word that is a number is one. Raises WeightsError."""
+    names = trained.info.condition_kind.choice_names
+    number_of = {name: number for number, name in reversed(list(enumerate(names)))}
+    numbers = []
+    for word in map(str, given):
+        number = int(word) if re.fullmatch(r"-?\d{1,18}", word) else number_of.get(word)
+        if number is None:
+            raise WeightsError(f"--classes: {word!r} is no class{_known_names(names)}")
+        numbers.append(number)
+    check_classes(numbers, trained)
+    return numbers
+
+
+def _known_names(names: Sequence[str]) -> str:
+    """First names with their numbers, for a message; how to choose where there are none."""
+    if not names:
+        return " (the classes have no names: give numbers)"
+    shown = ", ".join(f"{number} {name}" for number, name in enumerate(names[:_MOST_NAMES]))
+    return f" (one of {shown}{', ...' if len(names) > _MOST_NAMES else ''})"
 
 
 def beside(source: Path, name: str) -> Path:

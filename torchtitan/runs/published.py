@@ -126,8 +126,8 @@ def write_weights(
     layout, unrounded, notes = None, frozenset(saved_buffers(model)), []
     if layout_name != OWN:
         layout = layout_of("diffusers" if pipeline else layout_name, config)
-        if not approximate and (problem := layout.approximation(model)):
-            raise WeightsError(f"{weights.source}: {problem}")
+        if problems := _export_problems(layout, model, approximate):
+            raise WeightsError("\n".join(f"{weights.source}: {problem}" for problem in problems))
         if pipeline:
             vae = check_pipeline(weights.source, config, weights.info, vae)
         try:
@@ -155,6 +155,14 @@ def write_weights(
         else:
             _write_converted(path, tensors, dtype, unrounded, header)
     return notes
+
+
+def _export_problems(layout: PublishedLayout, model: DiffusionModel, approximate: bool) -> list[str]:
+    """Everything that stands against an export; --approximate is advised only where nothing else does."""
+    problems, difference = layout.problems(model), layout.approximation(model)
+    if difference and not problems:
+        return [] if approximate else [f"{difference} (or add --approximate)"]
+    return [difference, *problems] if difference else problems
 
 
 @contextmanager

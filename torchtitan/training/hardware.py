@@ -70,7 +70,8 @@ def device_name(device: torch.device) -> str:
     """Name of a device by its maker, or the processor architecture and number of threads for the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU {platform.machine()}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def peak_tflops(device: torch.device, products: Products | None = "bfloat16") -> float | None:

@@ -63,7 +63,7 @@ from torchtitan.features.registry import open_extractor
 from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
 from torchtitan.programs import program
-from torchtitan.runs.drawing import Drawing, add_drawing_options, check_classes, open_drawing
+from torchtitan.runs.drawing import Drawing, add_drawing_options, chosen_classes, open_drawing
 from torchtitan.runs.folder import versions
 from torchtitan.runs.run_evaluation import draw_samples, is_run, log_scalars, origin
 from torchtitan.runs.sampling_options import option
@@ -139,7 +139,7 @@ def parse_evaluation(words: list[str]) -> argparse.Namespace:
 
 def add_drawn_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--seeds", metavar="SEEDS", help="draw these seeds, as 0-49999 (default: 0 to count - 1)")
-    parser.add_argument("--classes", type=int, nargs="+", help="classes by turns (default: drawn for each seed)")
+    parser.add_argument("--classes", nargs="+", help="names or numbers of classes, by turns (default: drawn for each seed)")
     parser.add_argument("--format", choices=list(SET_FORMATS), help="files of the set (default: png)")
     add_drawing_options(parser)
 
@@ -275,8 +275,7 @@ def draw(
     """Draw the samples that are missing, once it is known that they can be measured; collective."""
     for warning in drawing.warnings if FIRST else ():
         print(warning, file=sys.stderr)
-    classes = arguments.classes or []
-    check_classes(classes, drawing.trained)
+    classes = chosen_classes(arguments.classes or [], drawing.trained)
     count = COUNT if arguments.count is None and arguments.seeds is None else arguments.count
     plan = drawing.plan(arguments.seeds, count, classes)
     _, height, width = drawing.image_shape

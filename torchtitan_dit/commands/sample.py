@@ -31,7 +31,7 @@ from torchtitan.evaluation.sampling import ImageSampler, grid_choices
 from torchtitan.files.durable import replacing
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
 from torchtitan.processes.command_line import OneLineParser, exit_code
-from torchtitan.runs.drawing import Drawing, add_drawing_options, beside, check_classes, open_drawing
+from torchtitan.runs.drawing import Drawing, add_drawing_options, beside, chosen_classes, open_drawing
 from torchtitan.runs.prompts import add_prompt_options, places, with_prompts
 from torchtitan.runs.sampling_options import option
 from torchtitan.runs.trained_model import WeightsError
@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("source", type=Path, help="a run's folder, a safetensors file of weights, or a folder of diffusers")
-    add("--classes", type=int, nargs="+", help="classes: one row of the grid each (default: the run's), or those of a "
+    add("--classes", nargs="+", help="names or numbers of classes: one row of the grid each (default: the run's), or those of a "
         "set, by turns (default: drawn for each seed)")
     add_prompt_options(parser)
     add("--images-per-class", type=int, help="columns of the grid (default: 8)")
@@ -114,7 +114,7 @@ def check(arguments: argparse.Namespace, drawing: Drawing) -> None:
         raise WeightsError(f"--images-per-class: must be at least 1, is {arguments.images_per_class}")
     if not 0 <= arguments.seed < 2**64:
         raise WeightsError(f"--seed: must be in 0..2^64 - 1, is {arguments.seed}")
-    check_classes(arguments.classes, drawing.trained)
+    arguments.classes = chosen_classes(arguments.classes, drawing.trained)
     if arguments.output and not arguments.set:
         refuse_earlier_pictures(arguments.output, arguments)
     if arguments.judge and not judge_type(config.data):

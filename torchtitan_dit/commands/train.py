@@ -9,6 +9,7 @@
 import itertools
 import logging
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -87,7 +88,12 @@ def _help(topics: list[str]) -> int:
 
 def run() -> NoReturn:
     """Run as a program, and end the process."""
-    code = exit_code(lambda: main(sys.argv[1:]))
+    try:
+        code = exit_code(lambda: main(sys.argv[1:]))
+    except KeyboardInterrupt:  # where training does not listen to it: before its first step, and after its last
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted; the same command starts or resumes the run", file=sys.stderr)
+        code = 128 + signal.SIGINT
     logging.shutdown()
     if code not in (0, FAILED):  # refused, busy, or ended by a signal
         forbid_restart()

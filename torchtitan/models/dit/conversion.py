@@ -121,13 +121,16 @@ class DiTLayout(PublishedLayout):
         """Keys of a model with an embedding in each block; none for others."""
         return {}
 
+    def problems(self, model: DiT) -> list[str]:
+        return layout_problems(model, self.name)
+
     def approximation(self, model: DiT) -> str:
         given = model.config.timestep_frequencies
         if given == self._frequencies:
             return ""
         return (
             f"model.timestep_frequencies = {given}: the {self.name} network computes others, which gives another output "
-            f"(train with {self._frequencies}, or add --approximate)"
+            f"(train with {self._frequencies})"
         )
 
 
