@@ -27,7 +27,10 @@ def main(words: list[str] | None = None) -> int:
         sweep = read_sweep(arguments.sweep, arguments.extended)
         sweep.settings.repeats = arguments.repeats or sweep.settings.repeats
         folder = SweepFolder(arguments.output or Path("outputs") / sweep.settings.name)
-        plan = plan_sweep(sweep, folder, only=_by_axis(arguments.only), retry_failed=arguments.retry_failed)
+        plan = plan_sweep(
+            sweep, folder, only=_by_axis(arguments.only), retry_failed=arguments.retry_failed,
+            elsewhere=arguments.launcher != "local",
+        )  # fmt: skip
         if arguments.dry_run:
             device = device_of(sweep, arguments.device)
             show(plan)
