@@ -2,6 +2,7 @@
 
 import os
 import threading
+from concurrent.futures import Future
 
 import pytest
 
@@ -79,3 +80,19 @@ def test_jobs_of_submitit_run_elsewhere_and_on_several_nodes(tmp_path, monkeypat
     stop.set()
     with pytest.raises(Stopped):
         launcher.run(job_of("c", ran, "word"), stop)
+
+
+def test_jobs_that_wait_together_are_one_array_with_the_options_of_the_user(tmp_path, monkeypatch):
+    pytest.importorskip("submitit")
+    for name, text in {"sbatch": f'cp "$1" {tmp_path}/script; echo "Submitted batch job 17"', "srun": "", "sacct": ""}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", "")
+    launcher = SlurmLauncher(tmp_path / "out", 2, {"partition": "gpu", "cpus-per-task": "64"})
+    waiting = [(Job(name, ran, ("word",), 16, 2, 8, 2400.0), Future()) for name in "abc"]
+    launcher._submit_arrays(waiting)
+    assert [future.result(0).job_id for _, future in waiting] == ["17_0", "17_1", "17_2"]
+    lines = {line.removeprefix("#SBATCH --") for line in (tmp_path / "script").read_text().splitlines()}
+    assert {"array=0-2%2", "nodes=2", "ntasks-per-node=1", "gpus-per-node=8", "cpus-per-task=64", "partition=gpu",
+            "time=40"} <= lines  # fmt: skip

@@ -280,7 +280,9 @@ def test_a_recorded_cell_keeps_its_name_when_the_grid_is_extended(tmp_path):
     assert [each.axes for each in named.cells if each.id == cell.id] == [cell.axes]
     assert sum("dtype" in each.id for each in named.cells) == 23
     with folder.held(grown):
-        pass
+        for odd in ("../elsewhere=1", "/tmp", 5):  # of a damaged record: no name of a folder below
+            folder.add({"cell": odd, "repeat": 0, "status": "ok", "axes": named.cells[-1].axes})
+    assert folder.with_recorded_names(grown).cells[-1].id == grown.cells[-1].id
     with pytest.raises(SweepError, match=r"sweep.toml: axes.dtype: \['bfloat16', 'float32'\] -> \['float32'\]"):
         folder.check(read_sweep(write(tmp_path, small)))
     with pytest.raises(SweepError, match="sweep.toml: fixed.training.steps: 4 -> 5"):

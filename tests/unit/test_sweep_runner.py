@@ -176,6 +176,12 @@ def test_a_grid_that_needs_gpus_or_machines_does_not_start_without(tmp_path, pro
     assert processes.started == [] and not (tmp_path / "results").exists()
 
 
+def test_float8_is_refused_by_the_machine_that_runs_it(tmp_path):
+    sweep = _read(tmp_path, SWEEP + 'dtype = ["bfloat16", "float8"]\n')
+    here, there = (plan_sweep(sweep, SweepFolder(tmp_path / "results"), elsewhere=elsewhere) for elsewhere in (False, True))
+    assert len(here.refused) == 6 and there.refused == {}
+
+
 def _read(tmp_path, text):
     path = tmp_path / "grid.toml"
     path.write_text(text)

@@ -13,6 +13,7 @@ import csv
 import io
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -132,7 +133,8 @@ class SweepFolder:
         names = sweep.table["axes"]
         recorded = {
             point_text({axis: row["axes"][axis] for axis in names}): row["cell"]
-            for row in self.rows().values() if isinstance(row.get("axes"), dict) and set(names) <= set(row["axes"])
+            for row in self.rows().values()
+            if isinstance(row.get("axes"), dict) and set(names) <= set(row["axes"]) and _is_name(row["cell"])
         }  # fmt: skip
         renamed = {cell.point: replace(cell, id=recorded.get(cell.point, cell.id)) for cell in sweep.all_cells}
         by_id: dict[str, str] = {}
@@ -188,6 +190,11 @@ class SweepFolder:
         if sweep.base is not None:
             files[BASE_FILE] = read_text(sweep.base)
         return files
+
+
+def _is_name(cell: Any) -> bool:
+    """Check whether a recorded name is one that a cell can have, and so a folder below the sweep's."""
+    return isinstance(cell, str) and re.fullmatch(r"[\w.+-]+(=[\w.+-]+)+", cell) is not None
 
 
 def as_text(value: Any) -> str:

@@ -79,8 +79,9 @@ class SweepPlan:
 
 
 def plan_sweep(
-    sweep: Sweep, folder: SweepFolder, *, only: dict[str, list[str]] | None = None, retry_failed: bool = False
-) -> SweepPlan:
+    sweep: Sweep, folder: SweepFolder, *, only: dict[str, list[str]] | None = None, retry_failed: bool = False,
+    elsewhere: bool = False,
+) -> SweepPlan:  # fmt: skip
     """Plan a sweep: check everything possible before anything is written or started.
 
     Args:
@@ -88,6 +89,7 @@ def plan_sweep(
         folder: of its results.
         only: axis -> the values to run, as text; other cells are left out.
         retry_failed: repeat runs that failed, timed out, were killed or refused.
+        elsewhere: the runs are for other machines, so the lack of float8 on this one refuses none.
 
     Raises:
         SweepError: a cell is refused, the folder belongs to another sweep, or `only` names unknown values.
@@ -96,6 +98,8 @@ def plan_sweep(
     sweep = folder.with_recorded_names(sweep)
     cells = _select(sweep, only or {})
     refused = check_cells(sweep, cells, folder.path)
+    if elsewhere:
+        refused = {}
     tasks = [Task(cell, repeat) for repeat in range(sweep.settings.repeats) for cell in cells]
     return SweepPlan(sweep, tasks, refused, folder.rows(), retry_failed)
 

@@ -27,7 +27,10 @@ def main(words: list[str] | None = None) -> int:
         sweep = read_sweep(arguments.sweep, arguments.extended)
         sweep.settings.repeats = arguments.repeats or sweep.settings.repeats
         folder = SweepFolder(arguments.output or Path("outputs") / sweep.settings.name)
-        plan = plan_sweep(sweep, folder, only=_by_axis(arguments.only), retry_failed=arguments.retry_failed)
+        plan = plan_sweep(
+            sweep, folder, only=_by_axis(arguments.only), retry_failed=arguments.retry_failed,
+            elsewhere=arguments.launcher != "local",
+        )  # fmt: skip
         if arguments.dry_run:
             device = device_of(sweep, arguments.device)
             show(plan)
@@ -69,7 +72,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     add("sweep", metavar="SWEEP.toml", type=Path, help="a file as those in train_configs/sweeps")
     add("--launcher", choices=LAUNCHERS, default="local", help="run the cells on this machine, as Slurm jobs (submitit) or "
         "as Ray tasks (default: local)")
-    add("--slurm", type=axis_value, action="append", default=[], metavar="OPTION=VALUE",
+    add("--slurm", type=sbatch_option, action="append", default=[], metavar="OPTION=VALUE",
         help="of sbatch, as partition=gpu; may be given several times")
     add("--jobs", type=positive, metavar="N",
         help="concurrent runs; on this machine with CUDA each has separate devices (default: "
@@ -93,10 +96,18 @@ def positive(text: str) -> int:
 
 
 def axis_value(text: str) -> tuple[str, str]:
-    axis, equals, value = text.partition("=")
-    if not (axis and equals and value):
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, is {text!r}")
-    return axis, value
+    return _pair(text, "AXIS=VALUE")
+
+
+def sbatch_option(text: str) -> tuple[str, str]:
+    return _pair(text, "OPTION=VALUE")
+
+
+def _pair(text: str, form: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"must be {form}, is {text!r}")
+    return name, value
 
 
 def _by_axis(pairs: list[tuple[str, str]]) -> dict[str, list[str]]:

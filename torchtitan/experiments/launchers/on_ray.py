@@ -28,6 +28,7 @@ class RayLauncher:
             raise SweepError(f"--launcher ray: needs the package ray ({install('ray')})") from None
         self._ray = ray
         if not ray.is_initialized():
+            os.environ.setdefault("RAY_worker_niceness", "0")  # runs are measured
             environment = {"env_vars": importable_environment()}
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
 

@@ -84,15 +84,16 @@ class SlurmLauncher:
                 future.set_result(submitted)
 
     def _parameters(self, job: Job, count: int) -> dict[str, Any]:
-        local = self._cluster == "local"
+        local, processes = self._cluster == "local", job.processes // job.nodes
         parameters: dict[str, Any] = {
-            "name": "sweep", "timeout_min": math.ceil(job.limit_s / 60), "gpus_per_node": job.gpus,
-            "nodes": 1 if local else job.nodes, "tasks_per_node": job.nodes if local else 1,
-        }  # fmt: skip
+            "name": "sweep", "timeout_min": math.ceil(job.limit_s / 60), "nodes": 1 if local else job.nodes,
+            "tasks_per_node": job.nodes if local else 1, "cpus_per_task": processes,
+        } | ({"gpus_per_node": job.gpus} if job.gpus else {})  # fmt: skip
         if local:
             return parameters
+        options = {name.replace("-", "_"): value for name, value in self._options.items()}  # as submitit's own are written
         return parameters | {
-            "slurm_array_parallelism": min(count, self._jobs), "slurm_additional_parameters": dict(self._options),
+            "slurm_array_parallelism": min(count, self._jobs), "slurm_additional_parameters": options,
         }
 
 
