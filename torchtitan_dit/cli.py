@@ -61,9 +61,12 @@ COMMANDS = {
 
 def run_command(module: str) -> NoReturn:
     """Run a program of torchtitan_dit/commands/ on the words of `sys.argv`, and end the process with its exit code."""
+    from torchtitan.processes.launch import prefer_expandable_segments
     from torchtitan.processes.parent_death import end_with_launcher
 
     end_with_launcher()  # before the seconds that importing torch takes
+    if module == "train":
+        prefer_expandable_segments()
     program = _imported(module)
     if sys.argv[0].startswith(PROGRAM):  # its help speaks of itself under the name that it was called by
         program.__doc__ = re.sub(rf"(python )?(scripts/)?{module}\.py", sys.argv[0], program.__doc__ or "")

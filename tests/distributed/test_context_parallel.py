@@ -14,9 +14,9 @@ from torchtitan.estimate.roofline import exchanged_bytes
 from torchtitan.training.metrics import METRICS_FILE
 
 STEPS = 4
-BASE = ("--gns.enable", "false", "--model.num_layers", "2")
+BASE = ("--gns.enable", "false", "--model.num_layers", "2", "--lr_scheduler.warmup_steps", "1")
 DEGREE = "--parallelism.context_parallel_degree"
-ROTARY = ("--model.position", "rotary", "--model.qk_norm", "true", "--model.mlp", "swiglu")
+PLAIN = ("--model.position", "sincos", "--model.mlp", "gelu", "--model.qk_norm", "false")
 
 
 def case(degree: int, replicas: int = 1, shards: int = 1, accumulation: int = 1, overrides: tuple = (), backend: str = "eager"):
@@ -26,19 +26,17 @@ def case(degree: int, replicas: int = 1, shards: int = 1, accumulation: int = 1,
     }  # fmt: skip
 
 
-MODELS = {"plain": (), "rotary": ROTARY, "magnitude-preserving": ("--model.magnitude_preserving", "true")}
+MODELS = {"plain": PLAIN, "rotary": (), "magnitude-preserving": ("--model.magnitude_preserving", "true")}
 COMPILED = ("--compile.enable", "true", "--activation_checkpoint.mode", "full")
 ON_TWO = {
-    "compiled, recomputed": ("plain", case(2, overrides=COMPILED, backend=WITHOUT_CODE)),
-    "accumulated": ("rotary", case(2, accumulation=2, overrides=ROTARY)),
+    "compiled, recomputed": ("plain", case(2, overrides=(*PLAIN, *COMPILED), backend=WITHOUT_CODE)),
+    "accumulated": ("rotary", case(2, accumulation=2)),
     "magnitude-preserving": ("magnitude-preserving", case(2, overrides=MODELS["magnitude-preserving"])),
 }
 ON_FOUR = {
-    "over two, DDP": ("plain", case(2, replicas=2)),
-    "over two, FSDP, recomputed": (
-        "rotary", case(2, shards=2, overrides=(*ROTARY, "--activation_checkpoint.mode", "selective")),
-    ),
-    "over four": ("plain", case(4)),
+    "over two, DDP": ("plain", case(2, replicas=2, overrides=PLAIN)),
+    "over two, FSDP, recomputed": ("rotary", case(2, shards=2, overrides=("--activation_checkpoint.mode", "selective"))),
+    "over four": ("plain", case(4, overrides=PLAIN)),
 }  # fmt: skip
 
 

@@ -1,13 +1,16 @@
 """RANK, WORLD_SIZE and the like of a launcher: what is no place among the processes is refused in one line."""
 
+import os
+
 import pytest
 import torch
 
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import compute_device, init_process_group
-from torchtitan.processes import command_line
+from torchtitan.processes import command_line, parent_death
 from torchtitan.processes.exit_codes import forbid_restart
 from torchtitan.processes.launch import LaunchError, check_launch, check_rendezvous, launch_number
+from torchtitan_dit import cli
 
 RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", RESTARTS)
@@ -76,3 +79,27 @@ def test_only_a_launcher_that_would_restart_is_ended(monkeypatch, restarts, ende
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     forbid_restart()
     assert bool(sent) == ended
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_allocator_of_a_training_grows_its_segments_unless_the_environment_chooses(name, monkeypatch):
+    chosen = []
+
+    class Training:
+        """Stands for the program, which is imported after the environment is made."""
+
+        @staticmethod
+        def run():
+            chosen.append({key: os.environ[key] for key in os.environ if key.endswith("ALLOC_CONF")})
+            raise SystemExit
+
+    monkeypatch.setattr(cli.importlib, "import_module", lambda module: Training)
+    monkeypatch.setattr(parent_death, "end_with_launcher", lambda: None)
+    monkeypatch.setattr(os, "environ", {})
+    for value in ("", "max_split_size_mb:64", None):
+        os.environ.clear()
+        if value is not None:
+            os.environ[name] = value
+        with pytest.raises(SystemExit):
+            cli.run_command("train")
+    assert chosen == [{name: ""}, {name: "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}]

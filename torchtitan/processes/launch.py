@@ -11,6 +11,9 @@ _ADVICE = "torchrun sets it; unset it for a single process"
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
 class LaunchError(Exception):
     """Environment that gives a process no place among the others; one line."""
 
@@ -27,6 +30,15 @@ def launch_number(name: str, default: int) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < _LEAST[name]:
         raise LaunchError(f"{name}: must be a whole number, {_LEAST[name]} or more, is {text[:60]!r} ({_advice(name)})")
     return int(text)
+
+
+def prefer_expandable_segments() -> None:
+    """Let torch's CUDA allocator grow its segments, so that fewer gaps remain; a choice in the environment stays.
+
+    Before torch is imported, and for the processes that this one starts.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def check_launch() -> None:
