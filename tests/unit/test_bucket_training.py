@@ -93,7 +93,10 @@ def test_few_graphs_for_all_shapes_are_compiled_before_the_first_step(tmp_path, 
     assert 2 <= recompiles <= 4
     assert not [record for record in caplog.records if record.name == compile_module.__name__]
     summary = json.loads((tmp_path / "compiled" / "one" / "summary.json").read_text())
-    assert summary["compile"] == {"graphs": recompiles + 2, "recompiles": recompiles, "graph_breaks": 0}
+    # Without gradients, for validation and samples, a kind of block has at most as many graphs once more.
+    in_all = summary["compile"]["recompiles"]
+    assert recompiles < in_all <= 2 * recompiles + 2
+    assert summary["compile"] == {"graphs": in_all + 2, "recompiles": in_all, "graph_breaks": 0}
     norms = [[point["grad_norm"] for point in each if "grad_norm" in point] for each in (eager, points)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 

@@ -61,7 +61,7 @@ def parallelism_problems(config: ParallelismConfig, shards: int, num_blocks: int
         yield "fsdp_reshard_after_forward", f"{whole} (set default, or data_parallel_shard_degree above 1)"
     if shards == 1 and config.fsdp_prefetch_blocks:
         yield "fsdp_prefetch_blocks", f"{whole} (set 0, or data_parallel_shard_degree above 1)"
-    elif num_blocks is not None and config.fsdp_prefetch_blocks >= num_blocks:
+    elif num_blocks is not None and config.fsdp_prefetch_blocks >= max(num_blocks, 1):
         text = f"{config.fsdp_prefetch_blocks} ahead of one are more than the model's {num_blocks} blocks"
         yield "fsdp_prefetch_blocks", f"{text} (1 or 2 hide a gather)"
 
