@@ -1,8 +1,9 @@
 """Run the commands of the README and of docs/index.md: python benchmarks/documented_commands.py [--put NAME=PATH]
 
 Clones this checkout into a temporary folder and runs the commands there, in the order that they need each other: trainings
-first. Long ones are shortened by options that the table names. PICTURES and FOLDER are made here, twenty small images each;
-another capital word that stands for a file is given by --put, as --put PHOTOGRAPHS=folder, or its commands are not run.
+first. Long ones are shortened by options that the table names. PICTURES and FOLDER are made here, twenty small images each, and
+so are small weights in published layouts; another capital word that stands for a file is given by --put, as
+--put PHOTOGRAPHS=folder, or its commands are not run.
 Writes benchmarks/results/documented_commands.md: command, verdict, seconds.
 """
 
@@ -23,20 +24,43 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
+import torch
 from PIL import Image
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torchtitan.config.job import load_config
+from torchtitan.data import dataset_info
+from torchtitan.files.weight_files import saved_buffers
+from torchtitan.models import MODELS
 from torchtitan.runs.folder import versions
+from torchtitan.runs.network import drawn_network
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "documented_commands.md"
 # What stands for a user's file or folder; of a run that no command here trains, its folder.
 STANDS_FOR = re.compile(
-    r"\b(?:PICTURES|PHOTOGRAPHS|FOLDER|TOKENIZER_FOLDER|WEIGHTS(?:\.pt)?|E\.yaml|imagenet_ci8x8\.safetensors|"
-    r"dit\.safetensors|outputs/flux\w*|outputs/ablations_cpu)(?![\w/])"
+    r"\b(?:PICTURES|PHOTOGRAPHS|FOLDER|TOKENIZER_FOLDER|WEIGHTS(?:\.pt)?|FILE\.toml|E\.yaml|imagenet_ci8x8\.safetensors|"
+    r"(?<=initial_weights )dit\.safetensors|outputs/flux(?!_)|outputs/ablations_cpu)(?![\w/])"
 )
+# Of each published layout a small network.
+PUBLISHED = {
+    "dit": '[model]\nflavor = "DiT-S/2"\nnum_layers = 2\nlearned_variance = true\n[objective]\npath = "ddpm_linear"\n'
+    'prediction = "noise"\n[data]\nname = "synthetic"\nshape = [4, 16, 16]\nnum_classes = 10\n',
+    "edm2": '[model]\nname = "edm2"\nflavor = "cifar"\nnum_blocks = 1\nmiddle_blocks = "decoder"\nchannels_per_head = 64\n'
+    'pixel_norm_epsilon = "added_to_norm"\n[objective]\nprediction = "x0"\n[data]\nname = "synthetic"\nshape = [3, 32, 32]\n'
+    'num_classes = 10\n',
+}
+# Pattern: commands that make what a command needs, as its page does.
+BEFORE = {
+    "outputs/flux_cifar10": (
+        ".venv/bin/python scripts/extract_latents.py --output latents/cifar10_captions --autoencoder identity "
+        "--text-encoder stub:64 --pooled-encoder stub:64 --text-length 8 --class-captions 'a photo of a {}' --data.name cifar10 --data.path FOLDER && "
+        "scripts/train.sh train_configs/flux_cifar10.toml --training.steps 2 --lr_scheduler.warmup_steps 1 "
+        "--training.global_batch_size 8 --sampling.num_steps 2 --sampling.images_per_class 1"
+    ),
+}
 DIGITS = {
     "--training.steps": "120", "--lr_scheduler.warmup_steps": "4", "--sampling.judge_images": "100",
     "--evaluation.enable": "false",
@@ -52,6 +76,7 @@ SHORTENED: tuple[tuple[str, dict[str, str]], ...] = (
     (r"^--.*bfloat16", DIGITS | {"--training.steps": "8", "--sampling.num_steps": "2", "--validation.num_images": "64"}),
     (r"^--evaluation", {name: value for name, value in OPTION.items() if not name.startswith("--evaluation")}),
     (r"^--(model|training\.global)", OPTION | {"--training.steps": "6"}),
+    (r"^--profiling", OPTION | {"--profiling.profile_freq": "20"}),
     (r"^--(?!job)", OPTION),
     (rf"^--job|{TRAIN}$|{TRAIN} train_configs/digits", DIGITS),
     (rf"{TRAIN} train_configs/edm2", {
@@ -73,6 +98,26 @@ OF_LAUNCHER = re.compile(r"[EW]\d{4} |\*{5}|Setting OMP_NUM_THREADS")
 NOT_ENDING = ("tensorboard --logdir",)  # stopped after some seconds: they serve
 LONG = ("scripts/study.py", "critical_batch.py", "benchmarks/", "autotune", "ema.py sweep")  # stopped after a minute
 DIFFERENCE = 1  # exit code of `checkpoint.py diff`
+
+E_YAML = """dataset: cifar
+model_type: EDM
+net_type: UNetE
+diffusion: {sigma_data: 0.5, p_mean: -1.2, p_std: 1.2, sigma_min: 0.002, sigma_max: 80, rho: 7}
+network:
+  image_shape: [3, 32, 32]
+  n_channels: 128
+  ch_mults: [1, 2, 2, 2]
+  is_attn: [False, True, False, False]
+  dropout: 0.13
+  n_blocks: 3
+n_epoch: 2000
+batch_size: 512
+lrate: 2.0e-2
+warm_epoch: 200
+tref_epoch: 400
+flip: True
+ema: 0.9993
+"""
 
 
 @dataclass
@@ -130,16 +175,38 @@ def make_data(folder: Path) -> dict[str, str]:
         rows.append({"img": {"bytes": content.getvalue(), "path": ""}, "label": number % 10})
     for split in ("train", "test"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), cifar / f"{split}-00000-of-00001.parquet")
-    return {"PICTURES": str(pictures), "FOLDER": str(cifar), "PHOTOGRAPHS": str(pictures)}
+    (folder / "E.yaml").write_text(E_YAML)
+    return {
+        "PICTURES": str(pictures), "FOLDER": str(cifar), "PHOTOGRAPHS": str(pictures), "E.yaml": str(folder / "E.yaml"),
+        # The run of digits is exported, and analysed, by then.
+        "dit.safetensors": "digits.safetensors", "outputs/ablations_cpu": "outputs",
+    }  # fmt: skip
+
+
+def make_weights(folder: Path, layout: str) -> dict[str, str]:
+    """Weights of a small drawn network in a published layout, and the TOML file of such a network."""
+    config_file, weights_file = folder / f"{layout}.toml", folder / f"{layout}.pt"
+    config_file.write_text(PUBLISHED[layout])
+    config = load_config(["--config", str(config_file)], 1)
+    model = drawn_network(config, dataset_info(config.data), torch.device("cpu"))
+    weights = dict(model.named_parameters()) | saved_buffers(model)
+    published, _ = MODELS[config.model.name].layouts[layout].export_weights(weights, model)
+    torch.save({name: tensor.detach() for name, tensor in published.items()}, weights_file)
+    return {"WEIGHTS.pt": str(weights_file), "FILE.toml": str(config_file)}
 
 
 def run(number: int, command: str, clone: Path, put: dict[str, str], most: float) -> Row:
     """Run one command in the clone."""
     added = shortened(command)
+    if layout := next((layout for layout in PUBLISHED if f"WEIGHTS.pt --format {layout} " in command), None):
+        put = put | make_weights(clone.parent, layout)
     missing = [word for word in STANDS_FOR.findall(command) if word not in put]
     if missing:
         return Row(command, "", f"not run: needs {missing[0]}")
     words = STANDS_FOR.sub(lambda found: shlex.quote(put[found[0]]), command)
+    for before in (before for pattern, before in BEFORE.items() if pattern in command):
+        prepared = STANDS_FOR.sub(lambda found: shlex.quote(put[found[0]]), before)
+        subprocess.run(["bash", "-c", prepared], cwd=clone, capture_output=True, check=True)
     words = words.replace("STORE", f"store-{number}").replace("--nproc_per_node 8", "--nproc_per_node 2").replace("--open", "")
     words = words.replace("--count 50000", "--count 40")
     if words.startswith("--"):
