@@ -56,7 +56,8 @@ PUBLISHED = {
 BEFORE = {
     "outputs/flux_cifar10": (
         ".venv/bin/python scripts/extract_latents.py --output latents/cifar10_captions --autoencoder identity "
-        "--text-encoder stub:64 --pooled-encoder stub:64 --text-length 8 --class-captions 'a photo of a {}' --data.name cifar10 --data.path FOLDER && "
+        "--text-encoder stub:64 --pooled-encoder stub:64 --text-length 8 "
+        "--class-captions 'a photo of a {}' --data.name cifar10 --data.path FOLDER && "
         "scripts/train.sh train_configs/flux_cifar10.toml --training.steps 2 --lr_scheduler.warmup_steps 1 "
         "--training.global_batch_size 8 --sampling.num_steps 2 --sampling.images_per_class 1"
     ),
