@@ -117,13 +117,15 @@ def count_step(words: list[str], ranks: int = 1, step: int = 9, compiled: bool =
         compiled: count the blocks' kernels and bytes as of compiled ones; memory stays that of eager ones.
 
     Raises:
-        NoFakeCuda: there is a GPU, no C++ compiler, or several ranks without shards.
+        NoFakeCuda: there is a GPU, no C++ compiler, or several ranks without shards, or with compiled blocks.
     """
     counter = StepCounter()
     with tempfile.TemporaryDirectory() as folder, fake_cuda(counter), _fake_ranks(ranks):
         config = load_config([*words, *_ALONE, "--job.dump_folder", folder], ranks)
         if ranks > 1 and config.parallelism.data_parallel_shard_degree == 1:
             raise NoFakeCuda("DDP's reduction needs memory (count one rank, or shards)")
+        if ranks > 1 and compiled:
+            raise NoFakeCuda("compiled blocks are counted of one rank (leave out --ranks, or --compiled)")
         config.compile = CompileConfig()
         trainer = Trainer(config)
         trainer.phases = _CountedPhases(counter)
@@ -293,7 +295,6 @@ ROWS = {
     "DiT-B/2, 256 images": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256"],
     "DiT-B/2, 256 images, noise measured": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256", *_NOISE],
     "7B, FSDP x 8, 16 images a rank": _7B,
-    "7B, FSDP x 8, 16 images a rank, compiled": [*_7B, "--compiled"],
     "7B, FSDP x 8, 16 images a rank, noise measured": [*_7B, *_NOISE],
 }
 

@@ -35,12 +35,12 @@ CASES = {
     "flux_schnell_256": (FLUX, 1, 9, False),
 }
 # Kernels outside the blocks for a microbatch of any size: draws, objective, embedders, last layer, and their backward.
-KERNELS_OUTSIDE = {"dit_xl2_256": 608, "sit_xl2_256": 383, "sharded": 594, "flux_schnell_256": 409}
+KERNELS_OUTSIDE = {"dit_xl2_256": 590, "sit_xl2_256": 383, "sharded": 594, "flux_schnell_256": 409}
 MEGABYTES_OF_A_BLOCK = {"dit_xl2_256": 1204, "sharded": 1337}  # forward and backward, 8 images
 MEGABYTES_OF_A_COMPILED_BLOCK = 1099
 PEAK_MEGABYTES = {"dit_xl2_256": 1199, "sharded": 449}
-# Of a measured step: of the monitor's own, outside the blocks with the taps, and of all that the host waits for.
-KERNELS_OF_NOISE, KERNELS_OUTSIDE_WITH_NOISE, WAITS_OF_NOISE = 220, 686, 15
+# Of a measured step: of the monitor's own, and outside the blocks with the taps.
+KERNELS_OF_NOISE, KERNELS_OUTSIDE_WITH_NOISE = 220, 686
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_compiled_blocks_multiply_as_eager_ones_and_move_less(counts):
 def test_a_measured_step_of_gradient_noise(counts):
     noise, step = counts["noise"]["gns"], counts["noise"]["step"]
     assert noise["operations"] <= KERNELS_OF_NOISE
-    assert step["synchronising_copies"] + sum(step["waits"].values()) <= WAITS_OF_NOISE
+    assert (step["synchronising_copies"], step["waits"]) == (0, {})
     assert outside(counts["noise"]) <= KERNELS_OUTSIDE_WITH_NOISE
 
 
