@@ -1,9 +1,14 @@
 """Train steps counted on an imitated CUDA device, for the tests; the process must be new, see `fake_cuda`."""
 
 import json
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from benchmarks.step_counts import as_record, count_step, images_words
+from tests.forked import ForkedProcess
 from torchtitan.estimate.fake_cuda.device import NoFakeCuda
 
 
@@ -24,3 +29,18 @@ def shrunk(preset: str, *words: str, images: int = 8, ranks: int = 1) -> list[st
     """Words of a shipped configuration with two blocks and few images."""
     size = images_words(images, ranks)
     return ["--job.config_file", f"train_configs/{preset}.toml", "--model.num_layers", "2", *size, *words]
+
+
+def counts_in_fork(write: Callable[..., None], arguments: tuple, path: Path) -> dict:
+    """Counts that a process of its own writes to a file, the last of the arguments of `write`; skips the test without them."""
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
+    process = ForkedProcess(write, (*arguments, str(path)), environment)
+    try:
+        assert process.wait(600) == 0, process.said()
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    found = json.loads(path.read_text())
+    if "skipped" in found:
+        pytest.skip(found["skipped"])
+    return found

@@ -1,31 +1,16 @@
 """What measuring gradient noise asks of a GPU, counted on an imitated one: operations, bytes, copies and waits."""
 
-import json
-import subprocess
-from pathlib import Path
-
 import pytest
 
 from tests.counted_noise import IMAGES, LAYERS, STEPS, write_noise_counts
-from tests.forked import ForkedProcess
+from tests.counted_steps import counts_in_fork
 
 XL2_LAYERS = 28
 
 
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("noise") / "counts.json"
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
-    process = ForkedProcess(write_noise_counts, (str(path),), environment)
-    try:
-        assert process.wait(300) == 0, process.said()
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    found = json.loads(path.read_text())
-    if "skipped" in found:
-        pytest.skip(found["skipped"])
-    return found
+    return counts_in_fork(write_noise_counts, (), tmp_path_factory.mktemp("noise") / "counts.json")
 
 
 def of_xl2(counts: dict, kind: str, phase: str, quantity: str = "operations") -> int:

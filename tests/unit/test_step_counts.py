@@ -3,17 +3,14 @@
 The bounds are the present counts with a margin of a hundredth: a change that needs more raises one on purpose.
 """
 
-import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.counted_steps import shrunk, write_counts
-from tests.forked import ForkedProcess
+from tests.counted_steps import counts_in_fork, shrunk, write_counts
 from torchtitan.config.job import load_config
 from torchtitan.estimate.cuda_autocast import FLOAT32, FLOAT32_RESULT, WIDEST, cuda_autocast
 from torchtitan.estimate.fake_cuda import device
@@ -45,17 +42,7 @@ KERNELS_OF_NOISE, KERNELS_OUTSIDE_WITH_NOISE = 220, 686
 
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("counts") / "counts.json"
-    process = ForkedProcess(write_counts, (CASES, str(path)), {"PATH": "/usr/bin:/bin", "HOME": str(Path.home())})
-    try:
-        assert process.wait(600) == 0, process.said()
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    found = json.loads(path.read_text())
-    if "skipped" in found:
-        pytest.skip(found["skipped"])
-    return found
+    return counts_in_fork(write_counts, (CASES,), tmp_path_factory.mktemp("counts") / "counts.json")
 
 
 def outside(phases):
