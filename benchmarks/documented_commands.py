@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "documented_commands.md"
 # What stands for a user's file or folder; of a run that no command here trains, its folder.
 STANDS_FOR = re.compile(
-    r"\b(?:PICTURES|PHOTOGRAPHS|FOLDER|TOKENIZER_FOLDER|WEIGHTS(?:\.pt)?|FILE\.toml|E\.yaml|imagenet_ci8x8\.safetensors|"
+    r"\b(?:PICTURES|PHOTOGRAPHS|FOLDER|TOKENIZER_FOLDER|WEIGHTS(?:\.pt)?|FILE\.toml|SWEEP\.toml|E\.yaml|imagenet_ci8x8\.safetensors|"
     r"(?<=initial_weights )dit\.safetensors|outputs/flux(?!_)|outputs/ablations_cpu)(?![\w/])"
 )
 # Of each published layout a small network.
@@ -235,10 +235,10 @@ def run(number: int, command: str, clone: Path, put: dict[str, str], most: float
     return Row(command, added, verdict, time.perf_counter() - start, said)
 
 
-def table(rows: list[Row]) -> Iterator[str]:
-    """Lines of the result."""
+def table(rows: list[Row], commit: str) -> Iterator[str]:
+    """Lines of the result; commit: of the clone."""
     yield f"# Commands of the README and of docs/index.md, run in a fresh clone ({date.today()})\n"
-    yield ", ".join(f"{name} {version}" for name, version in versions().items()) + "\n"
+    yield ", ".join(f"{name} {version}" for name, version in (versions() | {"git_commit": commit}).items()) + "\n"
     yield "| command | shortened by | verdict | seconds |"
     yield "|---|---|---|---|"
     for row in rows:
@@ -256,13 +256,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         clone = Path(place) / "clone"
         subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+        commit = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=clone, text=True).strip()
         (clone / ".venv").symlink_to(ROOT / ".venv")
         put = make_data(Path(place)) | dict(each.split("=", 1) for each in arguments.put)
         rows = []
         chosen = [command for command in documented() if re.search(arguments.only, command)]
         for number, command in enumerate(tqdm(chosen, unit="command")):
             rows.append(run(number, command, clone, put, arguments.most))
-            arguments.output.write_text("\n".join(table(rows)).replace(place, "...") + "\n")
+            arguments.output.write_text("\n".join(table(rows, commit)).replace(place, "...") + "\n")
     sys.exit(any(row.verdict in ("failed", "refused", "out of time") for row in rows))
 
 
