@@ -495,7 +495,6 @@ def _checked_reports(state: dict, step: int) -> dict:
     return {"results": dict(results), "unsaved_metrics": checked_lines(lines, step), "clock": clock}
 
 
-
 def _are_numbers(results: dict) -> bool:
     """Check whether results are numbers by name, or tables of them, as of a measurement."""
     return all(_are_numbers(value) if isinstance(value, dict) else isinstance(value, int | float) for value in results.values())

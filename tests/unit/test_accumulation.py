@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.config.checks import largest_divisor
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.run import _out_of_memory
+from torchtitan.settings.sizes import largest_divisor
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = [

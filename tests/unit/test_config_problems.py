@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from tests.configurations import problems
-from torchtitan.config.job import ConfigError, load_config
 from torchtitan.data import DATASETS, DataConfig, DatasetError
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.models import MODELS
@@ -492,42 +490,3 @@ def test_deeply_nested_list_is_one_line(depth):
     for _ in range(depth):
         nested = [nested]
     assert len(quoted(nested)) <= 60
-
-
-MY_IMAGES = "(its pictures train with train_configs/my_images.toml --data.path FOLDER)"
-
-
-@pytest.mark.parametrize(("words", "line"), [
-    (["--job.config_file", "{}"], "{}: is a folder (give a TOML file)"),
-    (["--job.config_file", "digits", "--data.path", "{}"], "command line: --data.path: unknown key"),
-    (["--job.config_file", "cifar10", "--data.path", "{}"],
-     "command line: --data.path: '{}' holds neither parquet files nor CIFAR-10's python batches"),
-], ids=["as the file", "with digits", "as CIFAR-10"])  # fmt: skip
-def test_a_folder_of_pictures_given_elsewhere_is_answered_with_the_configuration_for_it(tmp_path, words, line):
-    (tmp_path / "cats").mkdir()
-    (tmp_path / "cats" / "0.JPG").write_bytes(b"")
-    with pytest.raises(ConfigError) as caught:
-        load_config([word.format(tmp_path) for word in words], 1)
-    assert caught.value.problems[0] == f"{line.format(tmp_path)} {MY_IMAGES}"
-    (tmp_path / "cats" / "0.JPG").rename(tmp_path / "cats" / "0.txt")
-    with pytest.raises(ConfigError) as caught:
-        load_config([word.format(tmp_path) for word in words], 1)
-    assert "my_images" not in str(caught.value)
-
-
-def test_a_missing_folder_is_not_said_to_be_a_default():
-    with pytest.raises(ConfigError) as caught:
-        load_config(["--job.config_file", "my_images"], 1)
-    assert caught.value.problems == ["data.path: not given; image_folder needs a folder of images"]
-
-
-@pytest.mark.parametrize(("size", "advice"), [
-    ("250", "model.patch_size: 4 does not divide the image of 250 x 250 (take --data.image_size 248 or 252)"),
-    ("3", "model.patch_size: 4 does not divide the image of 3 x 3 (take --data.image_size 4)"),
-])  # fmt: skip
-def test_a_side_that_patches_do_not_divide_is_answered_with_the_nearest(tmp_path, size, advice):
-    Image.new("RGB", (8, 8)).save(tmp_path / "0.png")
-    with pytest.raises(ConfigError) as caught:
-        words = ["--data.path", str(tmp_path), "--data.validation_fraction", "0", "--data.image_size", size]
-        load_config(["--job.config_file", "my_images", *words], 1)
-    assert len(caught.value.problems) == 1 and caught.value.problems[0].endswith(advice)

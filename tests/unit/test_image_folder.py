@@ -14,12 +14,10 @@ import torch.distributed as dist
 from PIL import Image
 
 from tests.launcher import run_on_ranks
-from tests.unit.test_data import write_tinyimagenet
 from torchtitan.data import DatasetError, UnreadableImage
 from torchtitan.data.image_decoding import resize_and_crop
 from torchtitan.data.image_files import ImageList, list_images, read_square
 from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig, _looks_classed
-from torchtitan.data.tinyimagenet import TinyImageNet, TinyImageNetConfig
 from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData, validation_batches
 
@@ -452,50 +450,6 @@ def test_too_large_a_corrupt_share_ends_the_run_and_a_smaller_does_not(tmp_path)
 def test_an_unreadable_image_travels_between_processes():
     error = pickle.loads(pickle.dumps(UnreadableImage(3, "a.png", "broken")))
     assert (error.index, error.path, error.reason, str(error)) == (3, "a.png", "broken", "a.png: broken")
-
-
-# --- Tiny ImageNet
-
-
-def test_tinyimagenet_numbers_names_and_splits(tmp_path):
-    write_tinyimagenet(tmp_path / "tiny-imagenet-200")
-    config = TinyImageNetConfig(path=str(tmp_path))
-    info = TinyImageNet.info(config)
-    assert info.class_names == ("first", "second") and info.image_shape == (3, 64, 64)
-    train, held_out = TinyImageNet(config, "train"), TinyImageNet(config, "validation")
-    assert all_labels(train) == [0, 0, 1, 1] and all_labels(held_out) == [1, 0, 1]
-    stored = [Image.open(tmp_path / "tiny-imagenet-200" / "val" / "images" / f"{i}.JPEG") for i in range(3)]
-    pixels = ((held_out.fetch(np.arange(3))["images"] + 1) * 127.5).round().permute(0, 2, 3, 1)
-    np.testing.assert_array_equal(pixels, np.stack([np.asarray(image) for image in stored]))  # nothing resized
-
-
-TINY_PROBLEMS = {
-    "wnids.txt": (None, "data.path: '{}' has no wnids.txt"),
-    "words.txt": (None, "{}/words.txt: cannot be read: No such file or directory"),
-    "val/val_annotations.txt": ("0.JPEG\tn7\t0\n", "{}/val/val_annotations.txt: line 1: class 'n7' is not in wnids"),
-    "train/n1/images/0.JPEG": (None, "{}: train/n1/images has no images"),
-    "val/images": (None, "data.path: none of 3 of its 3 images can be read; the first is {}/val/images/0.JPEG: No"),
-}
-
-
-@pytest.mark.parametrize("name", TINY_PROBLEMS)
-def test_an_incomplete_tinyimagenet_is_refused_in_one_line(tmp_path, name):
-    write_tinyimagenet(tmp_path)
-    (tmp_path / "train/n1/images/1.JPEG").unlink()
-    text, message = TINY_PROBLEMS[name]
-    if text:
-        (tmp_path / name).write_text(text)
-    else:
-        (tmp_path / name).rename(tmp_path / "moved")
-    with pytest.raises(DatasetError, match=re.escape(message.format(tmp_path))) as caught:
-        TinyImageNet.info(TinyImageNetConfig(path=str(tmp_path)))
-    assert "\n" not in str(caught.value)
-
-
-def test_tinyimagenet_without_a_folder_is_refused(tmp_path):
-    for path, message in (("", "not given"), (tmp_path / "none", "is no folder")):
-        with pytest.raises(DatasetError, match=message):
-            TinyImageNet.info(TinyImageNetConfig(path=str(path)))
 
 
 def test_a_flat_folder_has_no_classes_and_folders_have_without_a_key(tmp_path):

@@ -5,7 +5,6 @@ No model and no process group is built here.
 """
 
 import importlib.util
-import math
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from torchtitan.conditions import Embeddings
 from torchtitan.config.evaluation_checks import EVALUATION_CHECKS
 from torchtitan.config.latent_cache import cache_problems, stored_section
 from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, data_text, resolved_sampling, unconditional
+from torchtitan.config.size_checks import SIZE_CHECKS, batch_sizes, global_batch_size
 from torchtitan.config.speed_checks import SPEED_CHECKS, needs_plain_weights, shards_of
 from torchtitan.config.view import ConfigView, RefusedValue, nearest_sizes
 from torchtitan.data.base import DatasetError
@@ -33,16 +33,13 @@ from torchtitan.gns.checks import gns_problems
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import float8_problems
 from torchtitan.models.quantized import quantization_problems
-from torchtitan.processes.launch import launch_number
 from torchtitan.profiling.config import profiling_problems
 from torchtitan.programs import program
 from torchtitan.settings import has_key
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import Problem, no_effect, quoted
 from torchtitan.settings.sections import section_at
-from torchtitan.settings.sizes import size_problems
-from torchtitan.training.loader_processes import loader_problem, prefetch_problem
-from torchtitan.training.lr_scheduler import warmup_problems
+from torchtitan.settings.sizes import largest_divisor
 
 
 def find_problems(checked: ConfigView, fields: dict[str, Any]) -> list[Problem]:
@@ -80,12 +77,6 @@ def resolve(checked: ConfigView, config: Any) -> None:
         config.data, config.cache = stored, type(config.cache)()
 
 
-def largest_divisor(number: int, limit: int) -> int:
-    """Largest divisor of a number, at least 1, that is at most a limit."""
-    divisors = (part for low in range(1, math.isqrt(number) + 1) if number % low == 0 for part in (low, number // low))
-    return max(part for part in divisors if part <= limit)
-
-
 def _problems_of(check: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Problem]:
     found = []
     try:
@@ -116,100 +107,6 @@ def _job_name(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("job.dump_folder", f"{quoted(long)} is longer than 255 bytes, the most that a file's name can be")
     if reason := _unsafe_as_folder(checked.job.name):
         yield Problem("job.name", f"{reason}; it names the run's folder (set --job.name NAME)")
-
-
-def _degrees(checked: ConfigView) -> Iterator[Problem]:
-    keys = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
-    degrees = [getattr(checked.parallelism, key) for key in keys]
-    zeros = [key for key in keys if getattr(checked.parallelism, key) == 0]
-    for key in zeros:
-        yield Problem(f"parallelism.{key}", "must be at least 1, or -1 for as many as remain, is 0")
-    if zeros:
-        return
-    replicas, shards = degrees
-    processes = f"the {checked.world_size} process{'es' if checked.world_size > 1 else ''}"
-    ranks, context = checked.data_ranks, checked.parallelism.context_parallel_degree
-    if checked.world_size % context:
-        text = f"{context} does not divide {processes} of this run"
-        yield Problem("parallelism.context_parallel_degree", text)
-        return
-    if context > 1:
-        processes = f"the {ranks} group{'s' if ranks > 1 else ''} of {context} processes"
-    if replicas == shards == -1:
-        yield Problem(f"parallelism.{keys[0]}", f"only one of it and parallelism.{keys[1]} can be -1")
-    elif -1 in degrees:
-        known = degrees.index(max(degrees))
-        if ranks % degrees[known]:
-            text = f"{degrees[known]} does not divide {processes} of this run"
-            yield Problem(f"parallelism.{keys[known]}", text)
-    elif replicas * shards != ranks:
-        key = f"parallelism.{keys[0]}"
-        if key not in checked.given:
-            key = f"parallelism.{keys[1]}"
-        text = f"{replicas} replicas x {shards} shards are not {processes} of this run (-1 is as many as remain)"
-        yield Problem(key, text)
-
-
-def _batch_sizes(checked: ConfigView) -> Iterator[Problem]:
-    wanted, local, ranks = checked.training.global_batch_size, checked.training.local_batch_size, checked.data_ranks
-    if wanted == local == -1:
-        yield Problem("training.local_batch_size", "only one of it and training.global_batch_size can be -1")
-    elif local == 0:
-        yield Problem("training.local_batch_size", "must be at least 1, or -1 for a rank's share, is 0")
-    elif local == -1 and (wanted == 0 or wanted % ranks):
-        yield Problem("training.global_batch_size", f"{wanted} is not a multiple of {ranks} ranks")
-    elif local == -1 and (limit := checked.training.max_local_batch_size) and (share := wanted // ranks) > limit:
-        if 4 * largest_divisor(share, limit) < limit:
-            fitting = -(-share // limit) * limit * ranks
-            text = f"{share} images per rank split into no equal parts of about {limit}, training.max_local_batch_size"
-            yield Problem("training.global_batch_size", f"{text} (set a multiple of {limit * ranks}, as {fitting})")
-    elif local != -1 and wanted != -1 and (wanted == 0 or wanted % (ranks * local)):
-        text = (
-            f"{wanted} is not a multiple of {ranks * local} = {ranks} ranks x training.local_batch_size"
-            f" (set a multiple, or -1 for {ranks * local})"
-        )
-        yield Problem("training.global_batch_size", text)
-
-
-def _global_batch_size(checked: ConfigView) -> int:
-    """Global batch size that follows from sizes without problems."""
-    wanted, local = checked.training.global_batch_size, checked.training.local_batch_size
-    return checked.data_ranks * local if wanted == -1 else wanted
-
-
-def _sizes(checked: ConfigView) -> Iterator[Problem]:
-    growth = checked.gns.growth_limit if checked.gns.enable and checked.gns.grow_batch else 1
-    training, shape = checked.training, checked.dataset().image_shape
-    found = size_problems(
-        shape, checked.whole("data"), training.steps, training.local_batch_size, training.global_batch_size * growth,
-        checked.data_ranks,
-    )  # fmt: skip
-    for key, text in found:
-        yield Problem(key, text)
-
-
-def _loader_processes(checked: ConfigView) -> Iterator[Problem]:
-    workers, ranks = checked.data.num_workers, launch_number("LOCAL_WORLD_SIZE", checked.world_size)
-    if text := loader_problem(workers, ranks):
-        yield Problem("data.num_workers", text)
-    elif workers:
-        local = checked.training.local_batch_size
-        local = checked.training.global_batch_size // checked.data_ranks if local == -1 else local
-        batch_bytes = local * checked.dataset().sample_bytes
-        if text := prefetch_problem(batch_bytes, workers, checked.data.prefetch_factor, ranks):
-            yield Problem("data.prefetch_factor", text)
-
-
-def _warmup(checked: ConfigView) -> Iterator[Problem]:
-    batch = None if any(_batch_sizes(checked)) else _global_batch_size(checked)
-    steps, section = checked.training.steps, checked.whole("lr_scheduler")
-    for key, text in warmup_problems(section, steps, batch):
-        key = f"lr_scheduler.{key}"
-        if [checked.origins.get(each) for each in ("training.steps", key)] == ["command line", "file"]:
-            fitting = steps * (batch or 1 if section.unit == "images" else 1) // 10
-            yield Problem("training.steps", f"{steps} is shorter than the file's warm-up (add --{key} {fitting})")
-        else:
-            yield Problem(key, text)
 
 
 def _dataset_is_usable(checked: ConfigView) -> Iterator[Problem]:
@@ -300,9 +197,9 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
     if not checked.gns.enable:
         return
     objective, training, ranks = checked.whole("objective"), checked.training, checked.data_ranks
-    if any(objective_problems(objective)) or any(_batch_sizes(checked)):
+    if any(objective_problems(objective)) or any(batch_sizes(checked)):
         return  # they cannot be built
-    local, batch = training.local_batch_size, _global_batch_size(checked)
+    local, batch = training.local_batch_size, global_batch_size(checked)
     local = batch // ranks if local == -1 else local
     found = gns_problems(
         checked.whole("gns"), build_objective(objective, seed=0), checked.given,
@@ -471,7 +368,6 @@ def _unsafe_as_folder(name: str) -> str:
 CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _job_name,
     _dataset_is_usable,
-    _sizes,
     _model_fits_images,
     _condition,
     _learned_variance,
@@ -481,10 +377,7 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _objective,
     _gns,
     _label_dropout,
-    _loader_processes,
-    _warmup,
-    _batch_sizes,
-    _degrees,
+    *SIZE_CHECKS,
     _ema_names,
     _ema_snapshots,
     _packages,

@@ -38,3 +38,9 @@ def size_problems(
     if steps * batch > MOST_SAMPLES:
         text = f"{steps} steps of up to {batch} images are more than {MOST_SAMPLES} samples, which are numbered (lower it)"
         yield "training.steps", text
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """Largest divisor of a number, at least 1, that is at most a limit."""
+    divisors = (part for low in range(1, math.isqrt(number) + 1) if number % low == 0 for part in (low, number // low))
+    return max(part for part in divisors if part <= limit)

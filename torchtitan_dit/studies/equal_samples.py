@@ -9,6 +9,7 @@ from typing import Any
 from torchtitan.config.job import JobConfig
 from torchtitan.experiments.folder import StudyError
 from torchtitan.gns.config import GNSConfig
+from torchtitan.settings.sizes import largest_divisor
 from torchtitan.training.config import EMAConfig, EMATrackConfig
 
 # Learning rate of a batch that is `factor` times the reference, as a multiple of the reference's.
@@ -193,10 +194,6 @@ def _share(batch_size: int, processes: int, factor: float) -> int:
     if rest or not share:
         raise StudyError(f"--factors: {factor:g}: {batch_size} images cannot be divided among {processes} processes")
     return share
-
-
-def largest_divisor(number: int, limit: int) -> int:
-    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)
 
 
 def _in_images(track: EMATrackConfig, images_per_step: int) -> EMATrackConfig:

@@ -1,0 +1,107 @@
+"""Checks of sizes: processes, batches, images held in memory, loader processes, and the length of the warm-up."""
+
+from collections.abc import Callable, Iterator
+
+from torchtitan.config.view import ConfigView
+from torchtitan.processes.launch import launch_number
+from torchtitan.settings.schema import Problem
+from torchtitan.settings.sizes import largest_divisor, size_problems
+from torchtitan.training.loader_processes import loader_problem, prefetch_problem
+from torchtitan.training.lr_scheduler import warmup_problems
+
+
+def _degrees(checked: ConfigView) -> Iterator[Problem]:
+    keys = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
+    degrees = [getattr(checked.parallelism, key) for key in keys]
+    zeros = [key for key in keys if getattr(checked.parallelism, key) == 0]
+    for key in zeros:
+        yield Problem(f"parallelism.{key}", "must be at least 1, or -1 for as many as remain, is 0")
+    if zeros:
+        return
+    replicas, shards = degrees
+    processes = f"the {checked.world_size} process{'es' if checked.world_size > 1 else ''}"
+    ranks, context = checked.data_ranks, checked.parallelism.context_parallel_degree
+    if checked.world_size % context:
+        text = f"{context} does not divide {processes} of this run"
+        yield Problem("parallelism.context_parallel_degree", text)
+        return
+    if context > 1:
+        processes = f"the {ranks} group{'s' if ranks > 1 else ''} of {context} processes"
+    if replicas == shards == -1:
+        yield Problem(f"parallelism.{keys[0]}", f"only one of it and parallelism.{keys[1]} can be -1")
+    elif -1 in degrees:
+        known = degrees.index(max(degrees))
+        if ranks % degrees[known]:
+            text = f"{degrees[known]} does not divide {processes} of this run"
+            yield Problem(f"parallelism.{keys[known]}", text)
+    elif replicas * shards != ranks:
+        key = f"parallelism.{keys[0]}"
+        if key not in checked.given:
+            key = f"parallelism.{keys[1]}"
+        text = f"{replicas} replicas x {shards} shards are not {processes} of this run (-1 is as many as remain)"
+        yield Problem(key, text)
+
+
+def batch_sizes(checked: ConfigView) -> Iterator[Problem]:
+    wanted, local, ranks = checked.training.global_batch_size, checked.training.local_batch_size, checked.data_ranks
+    if wanted == local == -1:
+        yield Problem("training.local_batch_size", "only one of it and training.global_batch_size can be -1")
+    elif local == 0:
+        yield Problem("training.local_batch_size", "must be at least 1, or -1 for a rank's share, is 0")
+    elif local == -1 and (wanted == 0 or wanted % ranks):
+        yield Problem("training.global_batch_size", f"{wanted} is not a multiple of {ranks} ranks")
+    elif local == -1 and (limit := checked.training.max_local_batch_size) and (share := wanted // ranks) > limit:
+        if 4 * largest_divisor(share, limit) < limit:
+            fitting = -(-share // limit) * limit * ranks
+            text = f"{share} images per rank split into no equal parts of about {limit}, training.max_local_batch_size"
+            yield Problem("training.global_batch_size", f"{text} (set a multiple of {limit * ranks}, as {fitting})")
+    elif local != -1 and wanted != -1 and (wanted == 0 or wanted % (ranks * local)):
+        text = (
+            f"{wanted} is not a multiple of {ranks * local} = {ranks} ranks x training.local_batch_size"
+            f" (set a multiple, or -1 for {ranks * local})"
+        )
+        yield Problem("training.global_batch_size", text)
+
+
+def global_batch_size(checked: ConfigView) -> int:
+    """Global batch size that follows from sizes without problems."""
+    wanted, local = checked.training.global_batch_size, checked.training.local_batch_size
+    return checked.data_ranks * local if wanted == -1 else wanted
+
+
+def _sizes(checked: ConfigView) -> Iterator[Problem]:
+    growth = checked.gns.growth_limit if checked.gns.enable and checked.gns.grow_batch else 1
+    training, shape = checked.training, checked.dataset().image_shape
+    found = size_problems(
+        shape, checked.whole("data"), training.steps, training.local_batch_size, training.global_batch_size * growth,
+        checked.data_ranks,
+    )  # fmt: skip
+    for key, text in found:
+        yield Problem(key, text)
+
+
+def _loader_processes(checked: ConfigView) -> Iterator[Problem]:
+    workers, ranks = checked.data.num_workers, launch_number("LOCAL_WORLD_SIZE", checked.world_size)
+    if text := loader_problem(workers, ranks):
+        yield Problem("data.num_workers", text)
+    elif workers:
+        local = checked.training.local_batch_size
+        local = checked.training.global_batch_size // checked.data_ranks if local == -1 else local
+        batch_bytes = local * checked.dataset().sample_bytes
+        if text := prefetch_problem(batch_bytes, workers, checked.data.prefetch_factor, ranks):
+            yield Problem("data.prefetch_factor", text)
+
+
+def _warmup(checked: ConfigView) -> Iterator[Problem]:
+    batch = None if any(batch_sizes(checked)) else global_batch_size(checked)
+    steps, section = checked.training.steps, checked.whole("lr_scheduler")
+    for key, text in warmup_problems(section, steps, batch):
+        key = f"lr_scheduler.{key}"
+        if [checked.origins.get(each) for each in ("training.steps", key)] == ["command line", "file"]:
+            fitting = steps * (batch or 1 if section.unit == "images" else 1) // 10
+            yield Problem("training.steps", f"{steps} is shorter than the file's warm-up (add --{key} {fitting})")
+        else:
+            yield Problem(key, text)
+
+
+SIZE_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [_sizes, _loader_processes, _warmup, batch_sizes, _degrees]
