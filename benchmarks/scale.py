@@ -55,7 +55,7 @@ from torchtitan.training.sample_order import SampleOrder
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "scale.json"
 RANKS, RANKS_OF_A_MACHINE = 1024, 8
-NAMES = [f"layers.{number}.weight" for number in range(480)]  # of a checkpoint whose shards are checked
+NAMES = [f"layers.{number}.weight" for number in range(480)]  # of the checkpoint under verification
 Costs = tuple[float, float]  # before, after
 
 

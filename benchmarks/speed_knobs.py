@@ -1,7 +1,7 @@
 """Gain of each setting for speed: python benchmarks/speed_knobs.py [--flavor DiT-S/2] [--batch B] [--processes N] [--rounds N]
 
-Train steps of a run with a setting of docs/speed.md and of one without, each in processes of its own, round after round in
-turn; a ratio below 1 is a gain. Settings that the device or the number of processes does not have are named with the
+Train steps of a run with a setting of docs/speed.md and of one without, each in separate processes, in alternating
+rounds; a ratio below 1 is a gain. Settings that the device or the number of processes does not have are named with the
 reason. Wall time on CUDA, processor time on the CPU; peak memory of the fullest rank. Writes
 benchmarks/results/speed_knobs.json.
 """
@@ -82,7 +82,7 @@ def compare(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Compare runs with a setting and without it, in turn."""
     without, changed = KNOBS[name]
     sharing = int(changed.get("parallelism.context_parallel_degree", 1))
-    # The same images per step either way, whose tokens several processes may share.
+    # The same images per step either way; with context parallelism processes share their tokens.
     batches = arguments.batch, arguments.batch * sharing
     processes = arguments.processes if any(key.startswith("parallelism.") for key in without) else 1
     words = [_words(settings, batch, arguments) for settings, batch in zip((without, without | changed), batches, strict=True)]

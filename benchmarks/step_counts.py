@@ -1,11 +1,11 @@
 """Counts of a train step on a GPU, without one: python benchmarks/step_counts.py [CONFIG.toml] [--images N] [--ranks R]
 
-Runs `Trainer.train_step` as rank 0 of R on an imitated CUDA device, whose tensors have shapes and no values, and counts by
+Runs `Trainer.train_step` as rank 0 of R on an imitated CUDA device: tensors have shapes and no values. Counts by
 phase: operations on the device (kernels, nearly), bytes of their inputs and outputs, FLOPs by dtype, copies between host
 and device, times that the host waits for the device, and live memory. Eager, by CUDA's autocast policy. Needs a C++
 compiler once. Further words are of the configuration: `--gns.enable true`. With --json, one JSON object.
 
-Without a configuration it counts the rows of docs/benchmarks.md, each in a process of its own, and writes them as a section
+Without a configuration it counts the rows of docs/benchmarks.md, each in a separate process, and writes them as a section
 (--section, such as "before") of benchmarks/results/step_counts.json, with the time of a step derived from them by a roofline.
 """
 
@@ -46,7 +46,7 @@ from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import PEAK_TFLOPS_BF16
 
 ROOT = Path(__file__).resolve().parent.parent
-# What the loop does beside a step, and what needs a device of its own, is left out.
+# Left out: work beside the step, and what needs a real device.
 _ALONE = [
     "--data.num_workers", "0", "--checkpoint.enable", "false", "--sampling.enable", "false", "--validation.enable", "false",
     "--evaluation.enable", "false", "--metrics.enable_tensorboard", "false", "--cache.enable", "false",
@@ -201,7 +201,7 @@ def _compile_blocks(state: RunState, counter: StepCounter) -> None:
     param_dtype = DTYPES[state.config.training.mixed_precision_param]
     model.to_empty(device="cuda")
     block = model.train().blocks()[0]
-    if state.layout.sharded:  # whose weights FSDP2 casts, where autocast would
+    if state.layout.sharded:  # FSDP2 casts the weights, where autocast would
         block.to(param_dtype)
     inputs = [x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x for x in inputs]
     autocast = None if state.layout.sharded or param_dtype == torch.float32 else param_dtype

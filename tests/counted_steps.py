@@ -32,7 +32,7 @@ def shrunk(preset: str, *words: str, images: int = 8, ranks: int = 1) -> list[st
 
 
 def counts_in_fork(write: Callable[..., None], arguments: tuple, path: Path) -> dict:
-    """Counts that a process of its own writes to a file, the last of the arguments of `write`; skips the test without them."""
+    """Counts that a separate process writes to a file, the last argument of `write`; skips the test where there are none."""
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
     process = ForkedProcess(write, (*arguments, str(path)), environment)
     try:

@@ -83,7 +83,7 @@ def _counted(count: int, noun: str, plural: str = "s") -> str:
 
 
 def _is_default(objective: ObjectiveConfig) -> bool:
-    """True if path, prediction and weighting are the defaults, whose weighting nobody has to be told."""
+    """True if path, prediction and weighting are the defaults; the start line on weighting is then left out."""
     default = type(objective)()
     return all(getattr(objective, key, None) == getattr(default, key, None) for key in ("path", "prediction", "weighting"))
 

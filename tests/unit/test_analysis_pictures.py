@@ -47,4 +47,4 @@ def test_pictures_have_200_dots_an_inch(tmp_path):
     assert [path.name for _, path in drawn] == ["effect_bars_compile-false-true.png", "effect_bars_ac-none-full.png"]
     for path in (tmp_path / "scaling.png", *(path for _, path in drawn)):
         with Image.open(path) as picture:
-            assert picture.info["dpi"] == pytest.approx((200, 200), abs=0.1) and picture.width >= 1000
+            assert picture.info["dpi"] == pytest.approx((200, 200), abs=0.5 * 0.0254) and picture.width >= 1000

@@ -55,11 +55,11 @@ def test_the_cause_on_one_node_comes_before_its_consequences_on_others():
 
 def test_a_lost_job_is_out_of_memory_only_if_slurm_says_so():
     for state, status in (("OUT_OF_MEMORY", "oom"), ("PREEMPTED", "killed"), ("NODE_FAIL", "killed")):
-        outcome = _lost(state, "17_3", RuntimeError("no result\nat all"), 5.0)
+        outcome = _lost(state, "17_3", RuntimeError("no result\nat all"), False, 5.0)
         assert outcome.status == status and outcome.evidence["slurm_state"] == state and state in outcome.reason
         assert ("proof" in outcome.evidence) == (status == "oom") and "\n" not in outcome.reason
-    error = type("FailedJobError", (RuntimeError,), {})("Traceback\n  in run_cell\nKeyError: 'a'")  # submitit's
-    failed = _lost("FAILED", "17_4", error, 5.0)
+    error = RuntimeError("Traceback\n  in run_cell\nKeyError: 'a'")
+    failed = _lost("FAILED", "17_4", error, True, 5.0)
     assert (failed.status, failed.reason) == ("failed", "Slurm job 17_4: KeyError: 'a'")
 
 

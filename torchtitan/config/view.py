@@ -20,8 +20,8 @@ class ConfigView:
 
     Attributes:
         world_size: number of processes.
-        data_ranks: those with images of their own; the others share the tokens of one's images.
-        elsewhere: whether the run is of another machine, whose packages and devices are not known here.
+        data_ranks: ranks with different images; context parallelism divides the tokens of an image among the others.
+        elsewhere: True for a run on another machine: its packages and devices are unknown here.
         origins: dotted key -> where it was set, "file" or "command line".
         given: the dotted keys that were set.
     """

@@ -84,7 +84,7 @@ def any_batch_size(model: nn.Module) -> Iterator[None]:
     They are compiled once, at their first use, beside the graphs of training, which stay as they are.
     """
     calls = {block: cast(Callable[..., Any], block._compiled_call_impl) for block in compiled_blocks(model)}
-    tables = {id(buffer) for buffer in model.buffers()}  # whose first dimension is not of images
+    tables = {id(buffer) for buffer in model.buffers()}  # their first dimension is not the batch
     try:
         for block, call in calls.items():
             block._compiled_call_impl = _of_any_batch(call, tables)

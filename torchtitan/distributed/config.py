@@ -30,13 +30,13 @@ class ParallelismConfig:
         "layers around them too (always); nowhere (never)", trajectory=False,
     )
     fsdp_prefetch_blocks: int = setting(
-        0, "blocks whose weights are gathered ahead of the one that computes; 0: FSDP2's own order, one in backward", ge=0,
+        0, "number of blocks to gather ahead of the block that computes; 0: FSDP2's default, one in backward", ge=0,
         le=4096, trajectory=False,
     )
 
     @property
     def data_ranks(self) -> int:
-        """Processes with images of their own, of resolved degrees."""
+        """Number of ranks with different images, from resolved degrees."""
         return self.data_parallel_replicate_degree * self.data_parallel_shard_degree
 
     @property

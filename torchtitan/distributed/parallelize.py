@@ -170,7 +170,7 @@ def local(tensor: Tensor) -> Tensor:
     return cast(Any, part)._tensor if hasattr(part, _SCALE) else part
 
 
-_ROW = 1024  # elements whose squares are summed in float32
+_ROW = 1024  # elements of a sum of squares in float32
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """CUDA's autocast policy on CPU tensors, to count what a GPU would keep.
 
-The CPU has a policy of its own, which computes norms and elementary functions in bfloat16 where CUDA widens them to float32.
+The CPU has another policy: it computes norms and elementary functions in bfloat16 where CUDA widens them to float32.
 """
 
 import warnings

@@ -186,7 +186,7 @@ def read_sweep(path: Path, extended: bool = False) -> Sweep:
 
 
 def points_of(text: str) -> set[str]:
-    """Points of a saved sweep's grid with its extension; empty if they cannot be told."""
+    """Points of a saved sweep's grid with its extension; empty if the saved grid cannot be read."""
     try:
         document = tomllib.loads(text)
         table = _tables(Path(), document)
@@ -333,8 +333,8 @@ def _cell(sweep: Sweep, point: dict[str, Any]) -> Cell:
 
 def point_name(sweep: Sweep, point: dict[str, Any], without: str = "") -> str:
     """Name of a point of the grid: its values on the axes that have several, but for the axis `without`."""
-    told_apart = [axis for axis in point if len(_values_of(sweep.table, axis)) > 1 and axis != without]
-    words = [f"{_SHORT.get(axis, axis)}={_file_safe(point[axis])}" for axis in told_apart or point]
+    distinguishing = [axis for axis in point if len(_values_of(sweep.table, axis)) > 1 and axis != without]
+    words = [f"{_SHORT.get(axis, axis)}={_file_safe(point[axis])}" for axis in distinguishing or point]
     return "_".join(words)
 
 

@@ -35,7 +35,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Node:
-    """Node: one of the machines of a run, whose processes meet at the first.
+    """Node: one machine of a run; processes of all machines connect to the first.
 
     Attributes:
         rank: of the machine, from 0.
@@ -78,7 +78,7 @@ def run_processes(
         environment: variables to set besides the present ones.
         memory_limit_gib: of each process's data (RLIMIT_DATA), so that allocating more on the CPU fails; Linux.
         devices: numbers of the CUDA devices to use, among those that this process sees.
-        node: this machine among several, each of which calls this function; the result is of its own processes.
+        node: this machine among several; each calls this function, and gets the result of its local processes.
         retries: times that a run which is killed from outside is started again.
         stop: set from another thread, ends the run.
         oom_grace_s: seconds for the other ranks to end by themselves once one is out of memory.

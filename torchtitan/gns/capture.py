@@ -324,7 +324,7 @@ class GradientTaps:
             torch.mul(signs[:, None], scales.T[..., None], out=projection)
 
     def _take_whole(self, part: str, scale: float) -> Tensor:
-        """Take this microbatch's sums of the layers of a part whose gradients are kept whole, [K, elements]."""
+        """Take this microbatch's sums for layers with whole gradients in a part, [K, elements]."""
         if not self._whole[part]:
             return self._whole_sums[part]
         return torch.cat([_take(self._layers[name].sums).flatten(1) for name in self._whole[part]], dim=1).mul_(scale)

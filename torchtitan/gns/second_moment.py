@@ -79,7 +79,7 @@ class AdamFactors:
         Args:
             state: parameter -> its state, with `exp_avg_sq` and `step`, as AdamW keeps it; empty before the first step.
             beta2: decay of the second moment.
-            layout: over whose shard axis the sums are added.
+            layout: sums are added over its shard axis.
         """
         correction = self._correction(state, beta2)
         self._sum_local(state, layout)

@@ -1,6 +1,6 @@
 """Count of a compiled block: the compiler's own partition into forward and backward, and fusion as far as data flow allows.
 
-torch's partitioner decides which results the forward keeps. Products and attention are kernels of their own; all other
+torch's partitioner decides which results the forward keeps. Products and attention are separate kernels; all other
 operations between two of them are taken as one kernel that reads and writes each tensor once, the least that a compiler can move.
 """
 
@@ -157,7 +157,7 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """Node whose memory this one shows: itself, unless it is a view."""
+    """Node that owns the memory of this one: itself, unless it is a view."""
     while node.op == "call_function":
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.name.partition("::")[2] in NO_KERNEL and node.all_input_nodes:

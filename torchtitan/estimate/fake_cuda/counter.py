@@ -24,7 +24,7 @@ NO_KERNEL = frozenset(
     " split_with_sizes squeeze t transpose unbind unfold unsafe_split unsafe_chunk unsqueeze _unsafe_view view view_as_real"
     " view_as_complex wait_tensor prim_device device".split()
 )
-# Operations whose result the host needs: it waits for all work before.
+# Operations that return a value to the host: it waits for all earlier work.
 _HOST_READS = frozenset("_local_scalar_dense equal nonzero masked_select unique_dim _unique2".split())
 
 # Operations that change their first argument without reading it.
@@ -52,7 +52,7 @@ class Copy:
     def waits(self) -> bool:
         """True if the host waits for the copy, and so for the device's work before it.
 
-        Into the host's memory torch takes pinned memory itself where it is told not to block.
+        A non-blocking copy to the host uses pinned memory, which torch allocates itself.
         """
         return not (self.non_blocking and (self.pinned or not self.to_device))
 

@@ -49,10 +49,14 @@ class SlurmLauncher:
             if stop.wait(_POLL_SECONDS):
                 submitted.cancel()
                 raise Stopped
+        from submitit.core.utils import FailedJobError, UncompletedJobError
+
         try:
-            return join_outcomes(submitted.results())
-        except Exception as error:  # noqa: BLE001 - whatever ended the job, submitit raises it here
-            return _lost(str(submitted.state), str(submitted.job_id), error, time.perf_counter() - begun)
+            outcomes = submitted.results()
+        except (UncompletedJobError, OSError) as error:
+            raised = isinstance(error, FailedJobError)
+            return _lost(str(submitted.state), str(submitted.job_id), error, raised, time.perf_counter() - begun)
+        return join_outcomes(outcomes)
 
     def _submit(self, job: Job) -> Any:
         """Submit a job, in one array with those that other threads submit now."""
@@ -68,6 +72,8 @@ class SlurmLauncher:
         return submitted.result()
 
     def _submit_arrays(self, waiting: list[tuple[Job, Future]]) -> None:
+        from submitit.core.utils import FailedJobError, FailedSubmissionError  # sbatch failed; or printed no number
+
         def resources(entry: tuple[Job, Future]) -> tuple:
             return entry[0].nodes, entry[0].gpus, entry[0].processes, entry[0].limit_s
 
@@ -76,9 +82,12 @@ class SlurmLauncher:
             try:
                 self._executor.update_parameters(**self._parameters(jobs[0], len(jobs)))
                 found = self._executor.map_array(run_in_job, jobs, [str(Path.cwd())] * len(jobs))
-            except Exception as error:  # noqa: BLE001 - it belongs to the threads that wait for their jobs
+            except Exception as error:  # noqa: BLE001 - raised again in every thread that waits for one of the jobs
+                problem: Exception = error
+                if isinstance(error, FailedJobError | FailedSubmissionError | OSError):
+                    problem = SweepError(f"--launcher slurm: sbatch refuses {jobs[0].name}: {error}")
                 for future in futures:
-                    future.set_exception(SweepError(f"--launcher slurm: sbatch refuses {jobs[0].name}: {error}"))
+                    future.set_exception(problem)
                 continue
             for future, submitted in zip(futures, found, strict=True):
                 future.set_result(submitted)
@@ -111,12 +120,12 @@ def run_in_job(job: Job, folder: str) -> Outcome:
     return job.function(*job.arguments, devices=None, stop=None, node=node)
 
 
-def _lost(state: str, job_id: str, error: Exception, seconds: float) -> Outcome:
-    """Outcome of a job that left no result."""
+def _lost(state: str, job_id: str, error: Exception, raised: bool, seconds: float) -> Outcome:
+    """Outcome of a job that left no result; raised: its function raised the error."""
     evidence = {"slurm_job": job_id, "slurm_state": state}
     if state == "OUT_OF_MEMORY":
         return Outcome("oom", f"Slurm job {job_id}: OUT_OF_MEMORY", seconds, 1, evidence | {"proof": "Slurm's job state"})
     lines = str(error).strip().splitlines() or [""]
-    if type(error).__name__ == "FailedJobError":  # an exception in the job, with its traceback
+    if raised:
         return Outcome("failed", f"Slurm job {job_id}: {lines[-1][:250]}", seconds, 1, evidence)
     return Outcome("killed", f"Slurm job {job_id} left no result, its state is {state}: {lines[0][:200]}", seconds, 1, evidence)

@@ -42,7 +42,7 @@ class DiTConfig(ModelConfig):
         "dit", "frequencies of the timestep's sinusoid: 10000^(-i / 128) for i = 0..127, or diffusers' 10000^(-i / 127)"
     )
     embedding_per_block: bool = setting(
-        False, "an embedding of timestep and class of its own in every block, as diffusers trains it", applies=_PLAIN
+        False, "separate embeddings of timestep and class in each block, as diffusers trains them", applies=_PLAIN
     )
     final_modulation: bool = setting(True, "adaLN shift and scale before the output layer", applies=_PLAIN)
     label_dropout: float = setting(

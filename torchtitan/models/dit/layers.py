@@ -12,8 +12,8 @@ from torchtitan.models.dit.config import DiTConfig
 from torchtitan.models.layers import SINUSOID_CHANNELS, LayerNorm, RMSNorm, modulate, timestep_sinusoid
 
 
-class Block(nn.Module):
-    """Transformer block whose shift, scale and gate come from the conditioning vector (adaLN-Zero)."""
+class _AdaLNLayers(nn.Module):
+    """Layers of a transformer block: their shift, scale and gate come from a conditioning vector (adaLN-Zero)."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -23,9 +23,7 @@ class Block(nn.Module):
         self.mlp = MLPS[config.mlp](config.dim, config.mlp_hidden_dim)
         self.modulation = nn.Linear(config.dim, 6 * config.dim)
 
-    def forward(self, x: Tensor, c: Tensor, rotary: Tensor | None) -> Tensor:
-        """Apply the block. x: tokens [B, T, D]; c: conditioning vector [B, D]; rotary: table [2, T, D / N / 2] or None.
-        """
+    def _apply_layers(self, x: Tensor, c: Tensor, rotary: Tensor | None) -> Tensor:
         modulation = self.modulation(c)[:, None].chunk(6, dim=-1)  # six of [B, 1, D]
         attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = modulation
         h = modulate(self.attention_norm(x), attention_shift, attention_scale)
@@ -34,10 +32,19 @@ class Block(nn.Module):
         return torch.addcmul(x, mlp_gate, self.mlp(h))  # [B, T, D]
 
 
-class EmbeddingBlock(Block):
-    """Block with an embedding of timestep and class of its own.
+class Block(_AdaLNLayers):
+    """Transformer block that is given its conditioning vector."""
 
-    Source: `DiTTransformer2DModel` of diffusers, whose output layer uses the first block's.
+    def forward(self, x: Tensor, c: Tensor, rotary: Tensor | None) -> Tensor:
+        """Apply the block. x: tokens [B, T, D]; c: conditioning vector [B, D]; rotary: table [2, T, D / N / 2] or None.
+        """
+        return self._apply_layers(x, c, rotary)
+
+
+class EmbeddingBlock(_AdaLNLayers):
+    """Transformer block that embeds timestep and class itself.
+
+    Source: `DiTTransformer2DModel` of diffusers. The output layer there uses the first block's embedding.
     """
 
     def __init__(self, config: DiTConfig, num_labels: int) -> None:
@@ -46,7 +53,7 @@ class EmbeddingBlock(Block):
         self.time_embed = SinusoidEmbedding(config)
         self.label_embed = nn.Embedding(num_labels, config.dim) if num_labels else None
 
-    def forward(  # type: ignore[override]  # it makes the vector that a plain block is given
+    def forward(
         self, x: Tensor, sinusoid: Tensor, condition: Tensor | None, rotary: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Apply the block.
@@ -64,7 +71,7 @@ class EmbeddingBlock(Block):
         if self.label_embed is not None:
             c = c + self.label_embed(condition)
         c = F.silu(c)
-        return super().forward(x, c, rotary), c
+        return self._apply_layers(x, c, rotary), c
 
 
 class OutputLayer(nn.Module):

@@ -166,7 +166,7 @@ class DiT(PatchTransformer):
         return self.output(x, c)
 
     def _embedding_blocks(self, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T, D] behind blocks with embeddings of their own, and the first one's conditioning vector [B, D]."""
+        """Apply blocks with separate embeddings; return tokens [B, T, D] and the first block's conditioning vector [B, D]."""
         diffusers = self.config.timestep_frequencies == "diffusers"
         sinusoid = timestep_sinusoid(t, SINUSOID_CHANNELS, reach_lowest=diffusers)
         vectors = []

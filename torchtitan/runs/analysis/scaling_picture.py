@@ -75,7 +75,7 @@ def curves_in_panels(curves: Sequence[ScalingCurve]) -> tuple[list[str], list[st
 
 
 def _inner(curves: Sequence[ScalingCurve], names: Sequence[str]) -> list[str]:
-    """Axes whose values are distinguished within a panel: as many as make no more than `_MOST_CURVES` curves."""
+    """Axes distinguished within a panel: as many as make no more than `_MOST_CURVES` curves."""
     chosen: list[str] = []
     for name in (*(name for name in _INNER if name in names), *(name for name in names if name not in _INNER)):
         if len({_key(curve, [*chosen, name]) for curve in curves}) <= _MOST_CURVES:
