@@ -163,12 +163,12 @@ class _StepEstimator:
         return self._models[key]
 
     def _config(self, cell: Cell, batch_size: int | None) -> JobConfig:
-        # Not every machine has float8, and its products are counted as those of bfloat16.
+        # Products in float8 are counted as those of bfloat16.
         values = {key: value for key, value in cell.values.items() if not key.startswith("float8.")}
         arguments = run_arguments(dataclasses.replace(cell, values=values), 0, self._folder, self._sweep.base)
         if batch_size is not None:
             arguments.append(f"--{BATCH_KEY}={batch_size}")
-        return load_config(arguments, cell.processes)
+        return load_config(arguments, cell.processes, elsewhere=True)
 
     def _largest_batch(self, cell: Cell) -> int:
         """Largest multiple that fits, memory being linear in the batch size; 0 if none does."""
@@ -181,7 +181,7 @@ class _StepEstimator:
 
     def _memory_of(self, config: JobConfig, processes: int) -> MemoryEstimate:
         training = config.training
-        microbatches = training.global_batch_size // (training.local_batch_size * processes)
+        microbatches = training.global_batch_size // (training.local_batch_size * config.parallelism.data_ranks)
         tables = {name: table for name, table in effective(config).items() if name not in _WITHOUT_EFFECT}
         for key in ("local_batch_size", "global_batch_size", "max_local_batch_size", "steps"):
             tables["training"].pop(key, None)

@@ -23,7 +23,6 @@ _TRAIN = Path(__file__).resolve().parents[2] / "train.py"  # of the checkout, wh
 _GUARD = Path(__file__).with_name("guard.py")
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 RETRIES = 2
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its name before torch 2.9
 _POLL_SECONDS = 0.1
 _LARGEST_SUMMARY = 1 << 24  # bytes
 _MOST_OF_A_LOG = 1 << 22  # bytes, of its beginning and of its end
@@ -173,8 +172,6 @@ def _command(arguments: list[str], processes: int, node: Node | None) -> list[st
 def _environment(processes: int, extra: dict[str, str], devices: list[int] | None) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
     environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
-    if not any(name in environment for name in _ALLOCATOR):
-        environment[_ALLOCATOR[0]] = "expandable_segments:True"  # blocks of many sizes leave fewer gaps
     if devices is not None:
         visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         names = [visible[number] for number in devices] if visible else map(str, devices)

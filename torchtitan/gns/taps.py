@@ -16,7 +16,7 @@ gradient's elements; the first geometry has factor 1):
               their squared norms: inner products of sketches are unbiased for those of the gradients
 
 All in units of the gradient given to backward, in float32. A sketch reads its inputs as they are, in bfloat16 where the run
-computes in it, and its products are summed in float32.
+computes in it: its products are accumulated in float32, and those before the last rounded to that dtype.
 """
 
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ _LEAST = {
 }  # fmt: skip
 _ADVICE = "torchrun sets it; unset it for a single process"
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
