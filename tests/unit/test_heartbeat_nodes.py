@@ -23,7 +23,7 @@ class Machines:
         for rank in range(RANKS):
             machine = tmp_path / f"machine-{rank // HERE}"
             machine.mkdir(exist_ok=True)
-            monkeypatch.setattr(heartbeat, "node_folder", lambda folder, machine=machine: machine)
+            monkeypatch.setattr(heartbeat, "node_folder", lambda folder, is_own, machine=machine: machine)
             monkeypatch.setattr(heartbeat.socket, "gethostname", lambda rank=rank: f"node{rank // HERE}")
             monkeypatch.setattr(heartbeat.os, "getpid", lambda rank=rank: 100 + rank)
             self.ranks.append(Heartbeats(self.run, rank, RANKS, interval=1.0, ranks_here=HERE))
@@ -95,7 +95,7 @@ def test_nothing_is_left_of_a_run_that_went_well(machines, tmp_path):
 
 
 def test_ranks_without_a_common_folder_write_for_themselves(machines, monkeypatch):
-    def nowhere(folder):
+    def nowhere(folder, is_own):
         raise PermissionError("another user's")
 
     monkeypatch.setattr(heartbeat, "node_folder", nowhere)
@@ -105,19 +105,28 @@ def test_ranks_without_a_common_folder_write_for_themselves(machines, monkeypatc
     assert list(machines.ranks[3].read()) == [0, 1]
 
 
+def made(run):
+    return node_folder.node_folder(Path(run), lambda name: name.endswith(".json"))
+
+
 def test_a_machines_folder_is_that_of_the_launch_and_killed_ones_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(node_folder, "_MEMORY", tmp_path)
-    ours = node_folder.node_folder(Path("run"))
-    assert node_folder.node_folder(Path("run")) == ours and node_folder.node_folder(Path("other")) != ours
+    ours = made("run")
+    assert made("run") == ours and made("other") != ours
     assert ours.stat().st_mode & 0o777 == 0o700
     (ours / "rank-0000.json").write_text("{}")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    again = node_folder.node_folder(Path("run"))
+    again = made("run")
     assert again != ours and ours.exists()
     old = time.time() - 7200
     os.utime(ours, (old, old))
-    assert node_folder.node_folder(Path("run")) == again and not ours.exists()
+    (ours / "notes.txt").write_text("of someone else")
+    os.utime(ours, (old, old))
+    assert made("run") == again and [path.name for path in ours.iterdir()] == ["notes.txt"]
+    (ours / "notes.txt").unlink()
+    os.utime(ours, (old, old))
+    assert made("run") == again and not ours.exists()
     again.rmdir()
     again.symlink_to(tmp_path)
     with pytest.raises(OSError, match="another user"):
-        node_folder.node_folder(Path("run"))
+        made("run")

@@ -192,8 +192,9 @@ def _start_up_bytes(config: JobConfig) -> int:
     read one at a time, or else drawn whole.
     """
     model, drawn = model_on_meta(config), not config.checkpoint.initial_weights
-    shards = config.parallelism.data_parallel_shard_degree
-    if shards > 1 and not config.lora.enable:
+    layout = config.parallelism
+    if layout.data_parallel_shard_degree > 1 and not config.lora.enable:
+        shards = layout.data_parallel_shard_degree * layout.context_parallel_degree
         rows = [-(-tensor.shape[0] // shards) * tensor[0].nbytes for tensor in model.parameters()]
         return sum(rows) + max(tensor.nbytes for tensor in model.parameters())
     weights = quantized_weights(model).values()

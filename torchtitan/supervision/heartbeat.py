@@ -73,7 +73,7 @@ class Heartbeats:
         self._here = self._folder  # of this rank's own file
         if (ranks_here or launch_number("LOCAL_WORLD_SIZE", world_size)) < world_size:
             with suppress(OSError):  # without it, every rank writes to the shared folder
-                self._here = node_folder(run_folder)
+                self._here = node_folder(run_folder, _is_heartbeat)
 
     def beat(self, step: int, phase: str, changes: int, ended: str | None = None) -> None:
         """Write this rank's position. A failing disk is ignored: training must not end by it."""
@@ -152,7 +152,11 @@ class Heartbeats:
 def remove_heartbeats(run_folder: Path) -> None:
     """Remove the heartbeats of an earlier attempt; by the first rank, before any rank writes."""
     with suppress(OSError):  # they are replaced one by one
-        remove_folder(_heartbeat_folder(run_folder), lambda name: _HEARTBEAT.fullmatch(name) is not None)
+        remove_folder(_heartbeat_folder(run_folder), _is_heartbeat)
+
+
+def _is_heartbeat(name: str) -> bool:
+    return _HEARTBEAT.fullmatch(name) is not None
 
 
 def _heartbeat_folder(run_folder: Path) -> Path:

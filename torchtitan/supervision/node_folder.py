@@ -6,6 +6,7 @@ import hashlib
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,10 +16,14 @@ _MEMORY = Path("/dev/shm")
 _SECONDS_UNUSED = 3600.0  # after which a folder is taken for one that a killed launch has left
 
 
-def node_folder(run_folder: Path) -> Path:
+def node_folder(run_folder: Path, is_own: Callable[[str], bool]) -> Path:
     """Make this machine's folder of a run and its present launch; removes what killed ones have left.
 
     Processes with the same parent share it: those that a launcher has started on this machine.
+
+    Args:
+        run_folder: of the run.
+        is_own: whether a file of this name is written into such folders; others are never removed.
 
     Raises:
         OSError: it cannot be made, or a folder of that name is another user's.
@@ -33,7 +38,7 @@ def node_folder(run_folder: Path) -> Path:
         with suppress(OSError):
             if other != folder and time.time() - other.lstat().st_mtime > _SECONDS_UNUSED:
                 _refuse_foreign(other)
-                remove_folder(other, lambda name: True)
+                remove_folder(other, is_own)
     return folder
 
 
