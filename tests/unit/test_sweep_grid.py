@@ -112,15 +112,24 @@ def test_what_makes_no_sense_is_refused_in_one_line(tmp_path, old, new, words):
 def test_float8_is_refused_cell_by_cell_where_it_cannot_be_had(tmp_path, monkeypatch):
     sweep = read_sweep(write(tmp_path, SWEEP.replace('"float32"]', '"float8"]')))
 
-    def without_float8(arguments, world_size):
+    def without_float8(arguments, world_size, **options):
         if "--float8.enable=true" in arguments:
             raise ConfigError(["command line: --float8.enable: unknown key"])
-        return load_config(arguments, world_size)
+        return load_config(arguments, world_size, **options)
 
     monkeypatch.setattr("torchtitan.experiments.command_lines.load_config", without_float8)
     refused = check_cells(sweep, sweep.cells, tmp_path)
     assert set(refused) == {cell.id for cell in sweep.cells if cell.axes["dtype"] == "float8"} and len(refused) == 9
     assert set(refused.values()) == {"command line: --float8.enable: unknown key"}
+
+
+def test_cells_for_other_machines_are_not_judged_by_this_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    text = SWEEP.replace('[fixed]\n', '[fixed]\ntraining.attention_backend = "efficient"\n')
+    sweep = read_sweep(write(tmp_path, text.replace('"float32"]', '"float8"]')))
+    with pytest.raises(SweepError, match="efficient is for CUDA"):
+        check_cells(sweep, sweep.cells, tmp_path)
+    assert check_cells(sweep, sweep.cells, tmp_path, elsewhere=True) == {}
 
 
 def test_a_folder_is_of_one_sweep(tmp_path):

@@ -33,8 +33,13 @@ def run_arguments(cell: Cell, repeat: int, folder: Path, base: Path | None) -> l
     return start + [f"--{key}={_text(value)}" for key, value in values.items()]
 
 
-def check_cells(sweep: Sweep, cells: list[Cell], folder: Path) -> dict[str, str]:
+def check_cells(sweep: Sweep, cells: list[Cell], folder: Path, elsewhere: bool = False) -> dict[str, str]:
     """Check the configuration of every cell.
+
+    Args:
+        sweep, folder: as of `run_arguments`.
+        cells: to check.
+        elsewhere: the runs are for other machines: packages and devices of this one refuse none.
 
     Returns:
         id of a cell -> reason of its refusal, for cells of dtype float8 on hardware without float8.
@@ -48,7 +53,7 @@ def check_cells(sweep: Sweep, cells: list[Cell], folder: Path) -> dict[str, str]
         if sweep.settings.autotune:
             arguments.append(f"--{BATCH_KEY}={sweep.settings.autotune_multiple_of}")
         try:
-            config = load_config(arguments, cell.processes)
+            config = load_config(arguments, cell.processes, elsewhere=elsewhere)
         except ConfigError as error:
             if cell.axes.get("dtype") == "float8" and all("float8" in problem for problem in error.problems):
                 refused[cell.id] = "; ".join(error.problems)

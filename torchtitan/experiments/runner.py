@@ -89,7 +89,7 @@ def plan_sweep(
         folder: of its results.
         only: axis -> the values to run, as text; other cells are left out.
         retry_failed: repeat runs that failed, timed out, were killed or refused.
-        elsewhere: the runs are for other machines, so the lack of float8 on this one refuses none.
+        elsewhere: the runs are for other machines: packages and devices of this one refuse none.
 
     Raises:
         SweepError: a cell is refused, the folder belongs to another sweep, or `only` names unknown values.
@@ -97,9 +97,7 @@ def plan_sweep(
     folder.check(sweep)
     sweep = folder.with_recorded_names(sweep)
     cells = _select(sweep, only or {})
-    refused = check_cells(sweep, cells, folder.path)
-    if elsewhere:
-        refused = {}
+    refused = check_cells(sweep, cells, folder.path, elsewhere)
     tasks = [Task(cell, repeat) for repeat in range(sweep.settings.repeats) for cell in cells]
     return SweepPlan(sweep, tasks, refused, folder.rows(), retry_failed)
 
