@@ -14,7 +14,7 @@ from PIL import Image
 from tests.decoding import write_encoded_store
 from tests.encoded_images import image_bytes
 from tests.launcher import ROOT, run_on_ranks
-from tests.unit.test_image_folder import write_tinyimagenet
+from tests.unit.test_data import write_tinyimagenet
 from tests.unit.test_latent_cache import write_pictures
 from torchtitan.config.job import load_config
 from torchtitan_dit.commands.extract_latents import main as extract_latents
