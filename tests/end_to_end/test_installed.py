@@ -41,7 +41,7 @@ def command(wheel, tmp_path_factory):
     def call(*words: str) -> subprocess.CompletedProcess:
         environment = os.environ | {"PYTHONPATH": str(site)}
         program = [sys.executable, str(site / "bin" / "torchtitan-dit"), *words]
-        return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
     call.folder, call.site = folder, site
     return call
