@@ -7,9 +7,8 @@ from concurrent.futures import Future
 import pytest
 
 from tests.launcher import ROOT
-from torchtitan.experiments.grid import SweepError
 from torchtitan.experiments.launchers import LAUNCHERS
-from torchtitan.experiments.launchers.job import Job, importable_environment, join_outcomes
+from torchtitan.experiments.launchers.job import Job, LauncherError, importable_environment, join_outcomes
 from torchtitan.experiments.launchers.local import LocalLauncher
 from torchtitan.experiments.launchers.on_slurm import SlurmLauncher, _lost
 from torchtitan.experiments.outcome import Outcome
@@ -20,7 +19,7 @@ def job_of(name, function, *arguments, nodes=1):
     return Job(name, function, arguments, processes=1, nodes=nodes, gpus=0, limit_s=600.0)
 
 
-def ran(word, *, devices, stop, node):
+def ran(word, *, devices, stop, node, poll):
     """A job's function, here and in other processes."""
     return Outcome("ok", f"{word} {os.getcwd()} {node.rank if node else None}", 1.0, 0, {"pid": os.getpid()})
 
@@ -28,14 +27,14 @@ def ran(word, *, devices, stop, node):
 @pytest.mark.parametrize(("launcher", "package"), [("slurm", "submitit"), ("ray", "ray")])
 def test_a_launcher_without_its_package_says_how_to_install_it(tmp_path, monkeypatch, launcher, package):
     monkeypatch.setitem(__import__("sys").modules, package, None)
-    with pytest.raises(SweepError, match=f"--launcher {launcher}: needs the package {package} .*-m pip install") as caught:
+    with pytest.raises(LauncherError, match=f"--launcher {launcher}: needs the package {package} .*-m pip install") as caught:
         LAUNCHERS[launcher](tmp_path, 1, {})
     assert "\n" not in str(caught.value)
 
 
 def test_options_of_sbatch_are_for_slurm_alone(tmp_path):
     for launcher in ("local", "ray"):
-        with pytest.raises(SweepError, match="--slurm: is an option of --launcher slurm"):
+        with pytest.raises(LauncherError, match="--slurm: is an option of --launcher slurm"):
             LAUNCHERS[launcher](tmp_path, 1, {"partition": "gpu"})
 
 
