@@ -54,7 +54,7 @@ from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.regular import read_toml, user_path
 from torchtitan.latents.captions import CAPTION_DTYPES
 from torchtitan.latents.index import MOST_SHARDS, StoreIndex, images_per_shard
-from torchtitan.processes.command_line import FirstRankParser, exit_code, readable_size
+from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals, readable_size
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
 from torchtitan.processes.launch import launch_number
 from torchtitan.texts import TextEncoderError, TextEncoders, open_encoders
@@ -380,6 +380,8 @@ def is_first() -> bool:
 
 def run() -> NoReturn:
     """Run as a program, and end the process."""
+    if "WORLD_SIZE" not in os.environ:  # torchrun ends its ranks itself
+        interrupt_by_signals()
     code = exit_code(main)
     if code not in (0, FAILED):
         forbid_restart()

@@ -44,7 +44,7 @@ def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, 
     add("--output", type=Path, help=f"folder of runs and results (default: outputs/<configuration>/studies/{name})")
     defaults = ", ".join(f"{launcher} {jobs}" for launcher, jobs in JOBS.items())
     text = f"runs trained at the same time; on this machine with CUDA each has separate devices (default: {defaults})"
-    add_launcher_options(parser, jobs=text, nodes=True)
+    add_launcher_options(parser, jobs=text, machines=True)
 
 
 def refuse_training_options(arguments: argparse.Namespace) -> None:
@@ -53,7 +53,7 @@ def refuse_training_options(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name):
             raise StudyError(f"--{name}: goes with a CONFIG.toml; runs that exist are not trained")
     if launching_of(arguments) != HERE:
-        raise StudyError("--launcher, --jobs, --gpus and --nodes: go with a CONFIG.toml; runs that exist are not trained")
+        raise StudyError("--launcher, --jobs, --gpus and --machines: go with a CONFIG.toml; runs that exist are not trained")
 
 
 def fill_training_options(arguments: argparse.Namespace, seeds: int) -> None:

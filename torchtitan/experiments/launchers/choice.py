@@ -60,7 +60,7 @@ HERE = Launching()
 
 
 def add_launcher_options(
-    parser: argparse.ArgumentParser, *, jobs: str = "", gpus: bool = True, nodes: bool = False
+    parser: argparse.ArgumentParser, *, jobs: str = "", gpus: bool = True, machines: bool = False
 ) -> None:
     """Add the options of a launcher.
 
@@ -68,7 +68,7 @@ def add_launcher_options(
         parser: of a command.
         jobs: help of --jobs; empty where the command is one job.
         gpus: add --gpus; without it, the command knows by other means what a job needs.
-        nodes: add --nodes.
+        machines: add --machines.
     """
     add = parser.add_argument_group("launcher").add_argument
     add("--launcher", choices=LAUNCHERS, default="local", help="start the jobs on this machine, as Slurm jobs (submitit) or "
@@ -80,8 +80,8 @@ def add_launcher_options(
     if gpus:
         add("--gpus", action="store_true", help="a job needs a CUDA device for each of its processes: a scheduler is asked for "
             "them, and without them nothing is started")
-    if nodes:
-        add("--nodes", type=positive, default=1, metavar="N", help="machines that the processes of a run are spread over, with "
+    if machines:
+        add("--machines", type=positive, default=1, metavar="N", help="machines that the processes of a run are on, with "
             "--launcher slurm (default: 1)")
 
 
@@ -90,22 +90,22 @@ def launching_of(arguments: argparse.Namespace) -> Launching:
     given = vars(arguments)
     return Launching(
         given.get("launcher", "local"), given.get("jobs"), dict(given.get("slurm", ())), given.get("gpus", False),
-        given.get("nodes", 1),
+        given.get("machines", 1),
     )  # fmt: skip
 
 
 def without_launcher_options(words: list[str]) -> list[str]:
     """Words of a command line for the machine of a job: without the options of a launcher, which is the local one there."""
     parser = OneLineParser(add_help=False, allow_abbrev=False)
-    add_launcher_options(parser, jobs="N", nodes=True)
+    add_launcher_options(parser, jobs="N", machines=True)
     return [*parser.parse_known_args(words)[1], "--launcher", "local"]
 
 
 def spread(processes: int, launching: Launching) -> None:
     """Check that the processes of a job can be spread over its nodes. Raises LauncherError."""
     if processes % launching.nodes:
-        text = f"{processes} processes cannot be spread over {launching.nodes} nodes"
-        raise LauncherError(f"--nodes: {text} (change --nodes or --processes)")
+        text = f"{processes} processes cannot be spread over {launching.nodes} machines"
+        raise LauncherError(f"--machines: {text} (change --machines or --processes)")
 
 
 def positive(text: str) -> int:
