@@ -27,8 +27,8 @@ class LocalLauncher:
         there, most = len(self._devices or []), max((job.processes for job in jobs), default=1)
         if (needed := max((job.gpus for job in jobs), default=0)) > there:
             raise LauncherError(
-                f"needs.gpus: a run needs {needed} CUDA devices, and this machine has {there} (run it on a machine that has"
-                " them, or through --launcher slurm or ray; --dry-run tells what it takes)"
+                f"--gpus, needs.gpus: a run needs {needed} CUDA devices, and this machine has {there} (run it on a machine that"
+                " has them, or through --launcher slurm or ray; a grid's --dry-run tells what it takes)"
             )
         if self._devices is not None and most * self._jobs > there:
             advice = f"lower --jobs to {there // most}" if there >= most else "lower processes"

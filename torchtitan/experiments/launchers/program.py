@@ -101,7 +101,11 @@ def jobs_folder(results: Path) -> Path:
 def report(outcome: Outcome, program: Program) -> int:
     """Print the results of a command's job, or why it has none; return its exit code."""
     if outcome.status == "ok":
-        sys.stdout.write(program.output.read_text(encoding="utf-8"))
+        try:
+            sys.stdout.write(program.output.read_text(encoding="utf-8"))
+        except OSError as error:
+            print(f"{program.output}: cannot be read: {error.strerror} (is it on a disk that all machines see?)", file=sys.stderr)
+            return FAILED
         return 0
     if outcome.status not in ("failed", "refused") or outcome.evidence:  # else the command has said it
         print(f"{outcome.status}: {outcome.reason} (its output: {program.log})", file=sys.stderr)
