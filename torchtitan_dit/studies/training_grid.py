@@ -21,7 +21,7 @@ from torchtitan.config.places import place_problems
 from torchtitan.experiments.cells import Cell, measure_cells
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import STUDY_MARKS, ResultsFolder, StudyError
-from torchtitan.experiments.launchers.choice import DAY_SECONDS, HERE, Launching, spread
+from torchtitan.experiments.launchers.choice import DAY_SECONDS, HERE, Launching, check_spread
 from torchtitan.experiments.launchers.job import Job
 from torchtitan.experiments.record import ResultTable
 from torchtitan.experiments.training import SAVING_SECONDS, TrainingRun, run_training, train
@@ -82,7 +82,7 @@ def plan_grid(
             folder, or its folder holds another one; the first reason.
     """
     ResultsFolder(folder, STUDY_MARKS).refuse_foreign()
-    spread(processes, launching)
+    check_spread(processes, launching)
     configs = {}
     for run in runs:
         configs[run.name] = configure(base, run.overrides | _place(folder, run.name), processes, run.name, launching.elsewhere)

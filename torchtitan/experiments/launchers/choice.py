@@ -101,7 +101,7 @@ def without_launcher_options(words: list[str]) -> list[str]:
     return [*parser.parse_known_args(words)[1], "--launcher", "local"]
 
 
-def spread(processes: int, launching: Launching) -> None:
+def check_spread(processes: int, launching: Launching) -> None:
     """Check that the processes of a job can be spread over its nodes. Raises LauncherError."""
     if processes % launching.nodes:
         text = f"{processes} processes cannot be spread over {launching.nodes} machines"

@@ -1,6 +1,7 @@
 """Launcher of Ray tasks, in the cluster that RAY_ADDRESS names or in one that is started on this machine."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,10 @@ class RayLauncher:
         if not ray.is_initialized():
             os.environ.setdefault("RAY_worker_niceness", "0")  # runs are measured
             environment = {"env_vars": importable_environment()}
+            by_signal = signal.getsignal(signal.SIGTERM)  # ray.init sets its own answer, which ends the process
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, by_signal)
 
     def check(self, jobs: Sequence[Job]) -> None:
         there = self._ray.cluster_resources()
