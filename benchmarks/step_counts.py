@@ -37,13 +37,14 @@ from torchtitan.distributed.precision import DTYPES
 from torchtitan.estimate.fake_cuda.compiled_block import count_compiled
 from torchtitan.estimate.fake_cuda.counter import PhaseCounts, StepCounter
 from torchtitan.estimate.fake_cuda.device import NoFakeCuda, fake_cuda
-from torchtitan.estimate.memory import estimate_memory
+from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.models import build_model
+from torchtitan.models.float8 import Float8Config, converted_share
 from torchtitan.run_state import RunState
 from torchtitan.runs.folder import versions
 from torchtitan.supervision.phases import Phases
 from torchtitan.trainer import Trainer
-from torchtitan.training.hardware import PEAK_TFLOPS_BF16
+from torchtitan.training.hardware import PEAK_TFLOPS_BF16, PEAK_TFLOPS_FLOAT8
 
 ROOT = Path(__file__).resolve().parent.parent
 # Left out: work beside the step, and what needs a real device.
@@ -98,17 +99,20 @@ class CountedStep:
         phases: phase, one of PHASES -> counts.
         images: of the rank in the step.
         flops_per_image: of training, without recomputation.
+        float8_share: of the training's products, those that the configuration has in float8; counted as of bfloat16.
     """
 
     phases: dict[str, PhaseCounts]
     images: int
     flops_per_image: int
+    float8_share: float = 0.0
 
 
 def count_step(words: list[str], ranks: int = 1, step: int = 9, compiled: bool = False) -> CountedStep:
     """Count a train step as rank 0, in this process; before its first backward.
 
-    The step before it creates the optimizer's state and is not counted.
+    The step before it creates the optimizer's state and is not counted. Linears in float8 are counted as they are in bfloat16,
+    without the package that converts them: their casts and scales are left out.
 
     Args:
         words: command line of a configuration.
@@ -121,12 +125,13 @@ def count_step(words: list[str], ranks: int = 1, step: int = 9, compiled: bool =
     """
     counter = StepCounter()
     with tempfile.TemporaryDirectory() as folder, fake_cuda(counter), _fake_ranks(ranks):
-        config = load_config([*words, *_ALONE, "--job.dump_folder", folder], ranks)
+        config = load_config([*words, *_ALONE, "--job.dump_folder", folder], ranks, elsewhere=True)
         if ranks > 1 and config.parallelism.data_parallel_shard_degree == 1:
             raise NoFakeCuda("DDP's reduction needs memory (count one rank, or shards)")
         if ranks > 1 and compiled:
             raise NoFakeCuda("compiled blocks are counted of one rank (leave out --ranks, or --compiled)")
         config.compile = CompileConfig()
+        float8, config.float8 = config.float8, Float8Config()
         trainer = Trainer(config)
         trainer.phases = _CountedPhases(counter)
         _mark(trainer.state, counter)
@@ -138,7 +143,8 @@ def count_step(words: list[str], ranks: int = 1, step: int = 9, compiled: bool =
             _compile_blocks(trainer.state, counter)
         trainer.close()
     phases = {name: counter.phases[name] for name in PHASES if name in counter.phases}
-    return CountedStep(phases, trainer.state.batch_size // ranks, trainer.state.flops_per_image)
+    share = converted_share(model_on_meta(config), float8)
+    return CountedStep(phases, trainer.state.batch_size // ranks, trainer.state.flops_per_image, share)
 
 
 @contextmanager
@@ -268,15 +274,26 @@ def derived(counted: CountedStep) -> dict[str, float]:
     """Times derived from counts by a roofline, eager and without communication: not measured.
 
     An operation takes the longest of its FLOPs, its bytes and the smallest kernel; a step the longer of device and host.
+    Products in float8 have the rate of bfloat16 times the ratio of the peaks, an upper bound.
     """
-    device = 0.0
+    device, products = 0.0, PRODUCTS | {"bfloat16": _product_rate(counted)}
     for call, times in whole(counted.phases).calls.items():
-        rate = ATTENTION if "dot_product" in call.name else PRODUCTS.get(call.dtype, PRODUCTS["float32"])
+        rate = ATTENTION if "dot_product" in call.name else products.get(call.dtype, PRODUCTS["float32"])
         device += times * max(call.flops / rate, call.moved / BANDWIDTH, SMALLEST_KERNEL)
     host = whole(counted.phases).operations * HOST_OPERATION
     rate = counted.images / max(device, host)
     mfu = rate * counted.flops_per_image / (1e12 * PEAK_TFLOPS_BF16[DEVICE])
     return {"device_seconds": device, "host_seconds": host, "images_per_second": rate, "mfu": mfu}
+
+
+def _product_rate(counted: CountedStep) -> float:
+    """Mean rate of the products counted as of bfloat16, some of which are in float8."""
+    calls = whole(counted.phases).calls.items()
+    flops = sum(times * call.flops for call, times in calls)
+    linears = sum(times * call.flops for call, times in calls if "dot_product" not in call.name)
+    share = min(counted.float8_share * flops / max(linears, 1), 1.0)
+    faster = PEAK_TFLOPS_FLOAT8[DEVICE] / PEAK_TFLOPS_BF16[DEVICE]
+    return PRODUCTS["bfloat16"] / (1 - share + share / faster)
 
 
 _XL = ["train_configs/dit_xl2_256.toml"]

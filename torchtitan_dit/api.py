@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.evaluation.sampling import grid_choices
-from torchtitan.experiments.training import TrainingFailed
+from torchtitan.experiments.training import TrainingFailed, TrainingRun
 from torchtitan.experiments.training import train as train_to_the_end
 from torchtitan.files.regular import read_regular
 from torchtitan.models.base import DiffusionModel
@@ -251,7 +251,8 @@ def train(
                 if seen:
                     bar.update(seen)
 
-            train_to_the_end(resolved, processes, Path(scratch) / "run.toml", Path(scratch) / "log", advance)
+            run = TrainingRun.of(resolved, processes, Path(scratch) / "run.toml", Path(scratch) / "log")
+            train_to_the_end(run, advance)
     return Run(RunFolder(resolved).path)
 
 

@@ -1,17 +1,19 @@
 """Runs through schedulers: what is refused, what a lost job is called, and submitit's executor without Slurm."""
 
 import os
+import signal
+import sys
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
 from tests.launcher import ROOT
-from torchtitan.experiments.grid import SweepError
-from torchtitan.experiments.launchers import LAUNCHERS
-from torchtitan.experiments.launchers.job import Job, importable_environment, join_outcomes
+from torchtitan.experiments.launchers import LAUNCHERS, on_slurm
+from torchtitan.experiments.launchers.job import Job, LauncherError, importable_environment, join_outcomes
 from torchtitan.experiments.launchers.local import LocalLauncher
-from torchtitan.experiments.launchers.on_slurm import SlurmLauncher, _lost
+from torchtitan.experiments.launchers.on_slurm import SlurmLauncher, _lost, run_in_job
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import Node, Stopped, _command
 
@@ -20,7 +22,7 @@ def job_of(name, function, *arguments, nodes=1):
     return Job(name, function, arguments, processes=1, nodes=nodes, gpus=0, limit_s=600.0)
 
 
-def ran(word, *, devices, stop, node):
+def ran(word, *, devices, stop, node, poll):
     """A job's function, here and in other processes."""
     return Outcome("ok", f"{word} {os.getcwd()} {node.rank if node else None}", 1.0, 0, {"pid": os.getpid()})
 
@@ -28,14 +30,14 @@ def ran(word, *, devices, stop, node):
 @pytest.mark.parametrize(("launcher", "package"), [("slurm", "submitit"), ("ray", "ray")])
 def test_a_launcher_without_its_package_says_how_to_install_it(tmp_path, monkeypatch, launcher, package):
     monkeypatch.setitem(__import__("sys").modules, package, None)
-    with pytest.raises(SweepError, match=f"--launcher {launcher}: needs the package {package} .*-m pip install") as caught:
+    with pytest.raises(LauncherError, match=f"--launcher {launcher}: needs the package {package} .*-m pip install") as caught:
         LAUNCHERS[launcher](tmp_path, 1, {})
     assert "\n" not in str(caught.value)
 
 
 def test_options_of_sbatch_are_for_slurm_alone(tmp_path):
     for launcher in ("local", "ray"):
-        with pytest.raises(SweepError, match="--slurm: is an option of --launcher slurm"):
+        with pytest.raises(LauncherError, match="--slurm: is an option of --launcher slurm"):
             LAUNCHERS[launcher](tmp_path, 1, {"partition": "gpu"})
 
 
@@ -80,6 +82,69 @@ def test_jobs_of_submitit_run_elsewhere_and_on_several_nodes(tmp_path, monkeypat
     stop.set()
     with pytest.raises(Stopped):
         launcher.run(job_of("c", ran, "word"), stop)
+
+
+def until_told(*, devices, stop, node, poll):
+    """A job's function that is preempted in its midst."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.wait(10)
+    raise Stopped
+
+
+def test_a_job_that_slurm_takes_the_machine_of_is_stopped_in_time_to_save_and_counts_as_killed(tmp_path, monkeypatch):
+    here = SimpleNamespace(job_id="17_3", global_rank=0, hostnames=["first"])
+    monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(JobEnvironment=lambda: here))
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    monkeypatch.chdir(tmp_path)
+    try:
+        outcome = run_in_job(job_of("a", until_told), str(tmp_path))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert outcome.status == "killed" and "Slurm job 17_3 was ended by Slurm" in outcome.reason
+
+
+@pytest.fixture
+def small_slurm(tmp_path, monkeypatch):
+    """A Slurm of small scripts: sbatch submits job 17, sacct says what the file `state` does, scancel is noted."""
+    pytest.importorskip("submitit").SlurmJob.watcher.clear()
+    sacct = f'echo "JobID|State"; echo "17|$(cat {tmp_path}/state)"'
+    sbatch = f'cp "$1" {tmp_path}/script; echo "Submitted batch job 17"'
+    scancel = f'echo "$1" >> {tmp_path}/cancelled; echo CANCELLED > {tmp_path}/state'
+    for name, text in {"sbatch": sbatch, "srun": "", "sacct": sacct, "scancel": scancel}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", "")
+    return tmp_path
+
+
+def test_a_start_after_a_kill_waits_for_the_job_that_was_submitted_before(small_slurm):
+    job = job_of("a", ran, "word")
+    SlurmLauncher(small_slurm / "out", 1, {})._submit_arrays([(job, Future())])
+    assert "#SBATCH --no-requeue" in (small_slurm / "script").read_text().splitlines()
+
+    def found(job, state):
+        (small_slurm / "state").write_text(state)
+        SlurmJob.watcher.clear()  # as in a process that has just started
+        there = SlurmLauncher(small_slurm / "out", 1, {})._of_earlier_start(job)
+        return there and there.job_id
+
+    from submitit import SlurmJob
+
+    assert found(job, "RUNNING") == found(job, "COMPLETED") == "17" and found(job_of("b", ran, "word"), "RUNNING") is None
+    assert found(job, "") is None  # Slurm does not know it any more
+    assert not (small_slurm / "cancelled").exists()
+    assert found(job_of("a", ran, "another word"), "RUNNING") is None  # other work in its place
+    assert (small_slurm / "cancelled").read_text() == "17\n"
+
+
+def test_a_preempted_job_that_left_no_result_is_killed(small_slurm, monkeypatch):
+    monkeypatch.setattr(on_slurm, "_GATHER_SECONDS", 0.0)
+    (small_slurm / "state").write_text("PREEMPTED")
+    outcome = SlurmLauncher(small_slurm / "out", 1, {}).run(job_of("a", ran, "word"), threading.Event())
+    assert (outcome.status, outcome.evidence["slurm_state"]) == ("killed", "PREEMPTED")
+    assert not list((small_slurm / "out" / "slurm" / "submitted").glob("*.json"))
 
 
 def test_jobs_that_wait_together_are_one_array_with_the_options_of_the_user(tmp_path, monkeypatch):

@@ -4,16 +4,20 @@ The bounds are the present counts with a margin of a hundredth: a change that ne
 """
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks import step_counts
+from benchmarks.step_counts import CountedStep
 from tests.counted_steps import counts_in_fork, shrunk, write_counts
 from torchtitan.config.job import load_config
 from torchtitan.estimate.cuda_autocast import FLOAT32, FLOAT32_RESULT, WIDEST, cuda_autocast
 from torchtitan.estimate.fake_cuda import device
+from torchtitan.estimate.fake_cuda.counter import Call, PhaseCounts
 from torchtitan.estimate.memory import estimate_memory
 
 FLUX = [
@@ -141,3 +145,15 @@ def test_the_policy_is_that_of_the_installed_torch():
             pytest.skip(f"{header} lists the policy in another way")
         found = re.findall(r"_\((\w+)(?:, (\w+))?\)", listed[1])
         assert {".".join(filter(None, entry)) for entry in found} == set(names)
+
+
+def test_products_in_float8_take_the_time_of_their_peak():
+    """Of 10 TFLOP, 8 are of linears and 5 of these in float8: twice the rate by the makers' peaks of an H200."""
+    attention = Call("_scaled_dot_product_flash_attention", "bfloat16", 0, 2 * 10**12)
+    calls = Counter({Call("mm", "bfloat16", 0, 8 * 10**12): 1, attention: 1})
+
+    def seconds(float8_share):
+        return step_counts.derived(CountedStep({"blocks": PhaseCounts(calls)}, 1, 10**13, float8_share))["device_seconds"]
+
+    of_linears = 8e12 / step_counts.PRODUCTS["bfloat16"]
+    assert seconds(0.0) - seconds(0.5) == pytest.approx(of_linears * 5 / 8 / 2, rel=1e-3)  # the peaks are 989.5 and 1,979

@@ -82,6 +82,20 @@ def test_float8_needs_no_hardware_to_be_estimated(tmp_path, simulated):
     assert [arm.runs for arm in arms] == [6, 6, 6, 6] and len(simulated) == 1
 
 
+def test_float8_is_timed_by_its_own_peak_and_refused_where_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(cost, "memory_by_batch_size", lambda config, processes: Memory)
+    alone = SWEEP.replace("processes = 4", "processes = 1").replace('layout = ["ddp"]\n', "")  # nothing is communicated
+    bfloat16, _, float8, _ = estimate_cost(plan(tmp_path, alone, extended=True), tmp_path, DEVICES["H100"])
+    assert bfloat16.name == "dtype=bfloat16_compile=false" and float8.name == "dtype=float8_compile=false"
+    assert bfloat16.runs == float8.runs == 6 and float8.seconds < bfloat16.seconds
+    # The linears' products, a share s of all, are twice as fast there: steps take (1 - s / 2) of the time, and no less.
+    starts, steps = 7 * START_SECONDS, bfloat16.seconds - 7 * START_SECONDS
+    assert steps / 2 < float8.seconds - starts < 0.9 * steps
+    without = estimate_cost(plan(tmp_path, alone, extended=True), tmp_path, DEVICES["A100-80"])[2]
+    assert (without.runs, without.refused, without.seconds) == (0, 8, 0.0)
+    assert "8 runs in it would be refused" in cost_table([without], DEVICES["A100-80"], 1)
+
+
 def test_a_searched_batch_size_is_the_largest_that_fits(tmp_path, simulated):
     text = SWEEP.replace("training.local_batch_size = [1, 2, 4, 8]", "").replace("processes", "autotune = true\nprocesses")
     eager, _ = estimate_cost(plan(tmp_path, text), tmp_path, DEVICES["H100"])

@@ -14,6 +14,8 @@ import torchtitan.experiments.runner as runner
 from torchtitan.experiments.autotune.tuning import NothingFits
 from torchtitan.experiments.engine import settle_cells
 from torchtitan.experiments.grid import SweepError, read_sweep
+from torchtitan.experiments.launchers.choice import Launching
+from torchtitan.experiments.launchers.job import LauncherError
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import Stopped
 from torchtitan.experiments.record import SweepFolder
@@ -70,7 +72,7 @@ def sweep(tmp_path):
 def run(sweep, tmp_path, jobs=1, **options):
     folder = SweepFolder(tmp_path / "results")
     plan = plan_sweep(sweep, folder, **options)
-    run_sweep(sweep, folder, plan, jobs)
+    run_sweep(sweep, folder, plan, Launching(jobs=jobs))
     return [json.loads(line) for line in (folder.path / "sweep.jsonl").read_text().splitlines()]
 
 
@@ -171,7 +173,7 @@ def test_a_cell_keeps_its_name_when_another_axis_gets_a_second_value(tmp_path, p
 def test_a_grid_that_needs_gpus_or_machines_does_not_start_without(tmp_path, processes):
     for added, words in (("needs = {gpus = 8}", "needs.gpus: a run needs 8 CUDA devices, and this machine has 0 "),
                          ("nodes = 2", "nodes = 2 needs a scheduler")):  # fmt: skip
-        with pytest.raises(SweepError, match=words):
+        with pytest.raises(LauncherError, match=words):
             run(_read(tmp_path, "processes = 8\n" + added + SWEEP), tmp_path)
     assert processes.started == [] and not (tmp_path / "results").exists()
 
@@ -192,7 +194,7 @@ def test_concurrent_runs_begin_with_small_batches(tmp_path, monkeypatch):
     order = []
     monkeypatch.setattr(runner, "settle_cells", lambda tasks, missing, settle, **options: order.extend(missing))
     sweep = _read(tmp_path, SWEEP)
-    run_sweep(sweep, SweepFolder(tmp_path / "results"), plan_sweep(sweep, SweepFolder(tmp_path / "results")), jobs=2)
+    run_sweep(sweep, SweepFolder(tmp_path / "results"), plan_sweep(sweep, SweepFolder(tmp_path / "results")), Launching(jobs=2))
     found = [(task.repeat, task.cell.axes["training.local_batch_size"]) for task in order]
     assert found == [(repeat, batch) for repeat in (0, 1) for batch in (1, 1, 2, 2, 4, 4)]
 
@@ -255,7 +257,7 @@ def test_devices_are_handed_out_and_taken_back(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(cell_run, "run_processes", on_devices)
     run(sweep, tmp_path, jobs=2)
     assert len(seen) == 12 and set(seen) == {0, 1}
-    with pytest.raises(SweepError, match="1 processes x 3 jobs need more than the 2 CUDA devices"):
+    with pytest.raises(LauncherError, match="1 processes x 3 jobs need more than the 2 CUDA devices"):
         run(sweep, tmp_path, jobs=3)
 
 

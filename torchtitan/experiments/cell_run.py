@@ -1,6 +1,7 @@
 """Run of a cell on the machine that it was given: the search of its batch size, if requested, and the training."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +32,9 @@ class CellRun:
     environment: dict[str, str]
 
 
-def run_cell(run: CellRun, *, devices: list[int] | None, stop: threading.Event | None, node: Node | None) -> Outcome:
+def run_cell(
+    run: CellRun, *, devices: list[int] | None, stop: threading.Event | None, node: Node | None, poll: Callable[[], None]
+) -> Outcome:
     """Run a cell once; a searched batch size is in the outcome's `chosen`.
 
     Raises:
@@ -48,6 +51,6 @@ def run_cell(run: CellRun, *, devices: list[int] | None, stop: threading.Event |
         arguments = [*arguments, f"--{BATCH_KEY}={found}"]
     outcome = run_processes(
         arguments, processes=run.processes, timeout_s=settings.timeout_s, environment=run.environment, log=run.log,
-        memory_limit_gib=settings.memory_limit_gib, devices=devices, retries=0, stop=stop, node=node,
+        memory_limit_gib=settings.memory_limit_gib, devices=devices, retries=0, stop=stop, node=node, poll=poll,
     )  # fmt: skip
     return replace(outcome, chosen=chosen)

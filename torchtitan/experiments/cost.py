@@ -1,6 +1,5 @@
 """Cost of a sweep that has not been run: hours and device-hours of each arm, by the roofline and the memory estimate."""
 
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from torchtitan.config.job import JobConfig, load_config
+from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.estimate.devices import DEVICES, Device
 from torchtitan.estimate.memory import MemoryEstimate, memory_by_batch_size, model_on_meta
 from torchtitan.estimate.report import fits
@@ -40,6 +39,7 @@ class ArmCost:
         skipped: of those above one.
         seconds: of all, one after another.
         device_seconds: the same times their processes.
+        refused: those in float8 that the device or the configuration does not allow.
     """
 
     name: str
@@ -48,6 +48,7 @@ class ArmCost:
     skipped: int = 0
     seconds: float = 0.0
     device_seconds: float = 0.0
+    refused: int = 0
 
 
 def device_of(sweep: Sweep, name: str | None) -> Device | None:
@@ -63,8 +64,9 @@ def estimate_cost(plan: SweepPlan, folder: Path, device: Device) -> list[ArmCost
     """Estimate the cost of a sweep's missing runs, with a progress bar where it takes long.
 
     A run takes its start and its steps; one that is out of memory its start; larger batches of its arm and its other
-    repeats nothing, as they are skipped. float8 is counted as bfloat16. A searched batch size is the largest that fits,
-    and its search counts as six short tries.
+    repeats nothing, as they are skipped. Products in float8 count by the device's peak of float8, whatever this machine has;
+    where it has none, the run is refused and takes nothing. A searched batch size is the largest that fits, and its search
+    counts as six short tries.
 
     Args:
         plan: of the sweep.
@@ -82,7 +84,11 @@ def estimate_cost(plan: SweepPlan, folder: Path, device: Device) -> list[ArmCost
         if arm in full and _is_skipped(task.cell, full[arm], sweep.settings.order):
             cost.skipped += 1
             continue
-        seconds = steps.seconds_of(task)
+        try:
+            seconds = steps.seconds_of(task)
+        except _Refused:
+            cost.refused += 1
+            continue
         if seconds is None:
             cost.out_of_memory += 1
             full[arm] = task.cell
@@ -99,18 +105,25 @@ def cost_table(arms: list[ArmCost], device: Device, jobs: int) -> str:
     lines = [f"{'estimate, ' + device.name:<{width}}   runs    oom  skipped    hours  GPU-hours"]
     total = ArmCost("total")
     for arm in arms:
-        for number in ("runs", "out_of_memory", "skipped", "seconds", "device_seconds"):
+        for number in ("runs", "out_of_memory", "skipped", "seconds", "device_seconds", "refused"):
             setattr(total, number, getattr(total, number) + getattr(arm, number))
     for arm in [*arms, total]:
         lines.append(
             f"{arm.name:<{width}}  {arm.runs:5d}  {arm.out_of_memory:5d}  {arm.skipped:7d}  {arm.seconds / 3600:7.2f}"
             f"  {arm.device_seconds / 3600:9.1f}"
         )
-    lines.append(
-        f"one run after another; a start counts {START_SECONDS:.0f} s and compiling {COMPILE_SECONDS:.0f} s; float8 as bfloat16"
-        + (f"; with {jobs} jobs about {total.seconds / 3600 / jobs:.2f} hours" if jobs > 1 else "")
-    )
-    return "\n".join(lines)
+    notes = [
+        "one run after another", f"a start counts {START_SECONDS:.0f} s and compiling {COMPILE_SECONDS:.0f} s",
+        f"float8 by the peak of its products, derived, not measured; {total.refused} runs in it would be refused"
+        if total.refused else "float8 by the peak of its products, derived, not measured",
+    ]  # fmt: skip
+    if jobs > 1:
+        notes.append(f"with {jobs} jobs about {total.seconds / 3600 / jobs:.2f} hours")
+    return "\n".join([*lines, "; ".join(notes)])
+
+
+class _Refused(Exception):
+    """Cell in float8 that would not train."""
 
 
 def _is_skipped(cell: Cell, full: Cell, order: str) -> bool:
@@ -130,7 +143,7 @@ class _StepEstimator:
         return tqdm(tasks, desc="estimating", unit="run", file=sys.stderr, delay=2, leave=False)
 
     def seconds_of(self, task: Task) -> float | None:
-        """Seconds of a run from its start to its end; None if it is out of memory."""
+        """Seconds of a run from its start to its end; None if it is out of memory. Raises _Refused."""
         cell = task.cell
         if cell.id not in self._steps:
             self._steps[cell.id] = self._of_cell(cell)
@@ -163,12 +176,16 @@ class _StepEstimator:
         return self._models[key]
 
     def _config(self, cell: Cell, batch_size: int | None) -> JobConfig:
-        # Products in float8 are counted as those of bfloat16.
-        values = {key: value for key, value in cell.values.items() if not key.startswith("float8.")}
-        arguments = run_arguments(dataclasses.replace(cell, values=values), 0, self._folder, self._sweep.base)
+        arguments = run_arguments(cell, 0, self._folder, self._sweep.base)
         if batch_size is not None:
             arguments.append(f"--{BATCH_KEY}={batch_size}")
-        return load_config(arguments, cell.processes, elsewhere=True)
+        try:
+            config = load_config(arguments, cell.processes, elsewhere=True)
+        except ConfigError as error:  # `check_cells` has passed all cells but those of dtype float8
+            raise _Refused from error
+        if config.float8.enable and not config.float8.emulate and self._device.tflops_float8 is None:
+            raise _Refused
+        return config
 
     def _largest_batch(self, cell: Cell) -> int:
         """Largest multiple that fits, memory being linear in the batch size; 0 if none does."""

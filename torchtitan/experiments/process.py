@@ -1,12 +1,13 @@
 """Processes of one run, from their start to its outcome."""
 
+import math
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,6 +95,34 @@ def run_processes(
     return repeat_killed(attempt, log, retries)
 
 
+def run_program(
+    words: Sequence[str], *, processes: int, log: Path, output: Path, environment: dict[str, str],
+    devices: list[int] | None = None, stop: threading.Event | None = None, stop_grace_s: float = 0.0,
+    poll: Callable[[], None] = lambda: None,
+) -> Outcome:  # fmt: skip
+    """Run another command of this program until all of its processes have ended.
+
+    Args:
+        words: command and its arguments, as after `torchtitan-dit`.
+        output: file for its standard output; the log is of all else.
+        processes, log, environment, devices, stop, stop_grace_s, poll: as of `run_processes`.
+
+    Returns:
+        its outcome, with the command's own exit code; that of torchrun is 1 for every failure.
+
+    Raises:
+        KeyboardInterrupt, Stopped: after all processes were killed.
+    """
+    begun, kills_before = time.perf_counter(), count_memory_kills()
+    command = [*_launcher(processes, None), "-m", "torchtitan_dit", *words]
+    code, _ = _run_guarded(
+        command, _environment(processes, environment, devices), log, output=output, stop=stop, stop_grace_s=stop_grace_s,
+        oom_grace_s=math.inf, poll=poll,  # a command may survive a lack of memory of what it has started
+    )  # fmt: skip
+    status, reason, evidence = classify(code, _ends_of(log), {}, kills_before, count_memory_kills())
+    return Outcome(status, reason, time.perf_counter() - begun, code, evidence)
+
+
 def repeat_killed(attempt: Callable[[], Outcome], log: Path, retries: int) -> Outcome:
     """Repeat a run as long as it is killed from outside, up to `retries` times; the log of each killed one is kept."""
     seconds, killed_before = 0.0, []
@@ -124,17 +153,43 @@ def _attempt(
     stale, kills_before = _stamp(summary), count_memory_kills()
     if node and node.rank:
         log = log.with_suffix(f".node{node.rank}.log")
-    log.parent.mkdir(parents=True, exist_ok=True)
     limit = int((memory_limit_gib or 0) * 2**30)
-    command = [sys.executable, "-S", str(_GUARD), str(limit), *_command(arguments, processes, node)]
+    command = _command(arguments, processes, node)
     variables = _environment(processes // (node.count if node else 1), environment, devices)
-    with open(log, "wb") as output:
+    code, late = _run_guarded(
+        command, variables, log, limit=limit, deadline=begun + timeout_s, stop=stop, oom_grace_s=oom_grace_s,
+        stop_grace_s=stop_grace_s, poll=poll,
+    )  # fmt: skip
+    seconds = time.perf_counter() - begun
+    text = _ends_of(log)
+    if late:
+        return Outcome("timeout", f"not done after {timeout_s:g} s", seconds, code)
+    fresh = _read_summary(summary) if _stamp(summary) != stale else {}
+    status, reason, evidence = classify(code, text, fresh, kills_before, count_memory_kills())
+    if status == "ok" and not (node and node.rank) and (problem := _unfinished(summary)):
+        status, reason = "failed", f"exit code 0, but {problem}"
+    return Outcome(status, reason, seconds, code, evidence)
+
+
+def _run_guarded(
+    command: list[str], variables: dict[str, str], log: Path, *, output: Path | None = None, limit: int = 0,
+    deadline: float = math.inf, stop: threading.Event | None = None, oom_grace_s: float = 30.0, stop_grace_s: float = 0.0,
+    poll: Callable[[], None] = lambda: None,
+) -> tuple[int, bool]:  # fmt: skip
+    """Run a command of which no process outlives this one; its exit code, and whether it was killed at the deadline.
+
+    `output` is a file for its standard output where that is apart, `limit` bytes of each process's data, `deadline` a time
+    of `time.perf_counter`. Raises KeyboardInterrupt, Stopped.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, "-S", str(_GUARD), str(limit), *command]
+    with open(log, "wb") as printed, open(output, "wb") if output else nullcontext(printed) as results:
         guard = subprocess.Popen(
-            command, env=variables, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+            words, env=variables, stdin=subprocess.PIPE, stdout=results, stderr=printed,
             start_new_session=True,  # a Ctrl-C is for this process alone
         )  # fmt: skip
     try:
-        late = _wait(guard, log, begun + timeout_s, stop, oom_grace_s, poll)
+        late = _wait(guard, log, deadline, stop, oom_grace_s, poll)
     except (KeyboardInterrupt, Stopped):
         if stop_grace_s:
             guard.terminate()
@@ -144,29 +199,25 @@ def _attempt(
     finally:
         cast(IO[bytes], guard.stdin).close()  # the lifeline: the guard kills what is left
         guard.wait()
-    seconds = time.perf_counter() - begun
-    text = _ends_of(log)
-    if late:
-        return Outcome("timeout", f"not done after {timeout_s:g} s", seconds, guard.returncode)
-    fresh = _read_summary(summary) if _stamp(summary) != stale else {}
-    status, reason, evidence = classify(guard.returncode, text, fresh, kills_before, count_memory_kills())
-    if status == "ok" and not (node and node.rank) and (problem := _unfinished(summary)):
-        status, reason = "failed", f"exit code 0, but {problem}"
-    return Outcome(status, reason, seconds, guard.returncode, evidence)
+    return guard.returncode, late
 
 
 def _command(arguments: list[str], processes: int, node: Node | None) -> list[str]:
-    launcher = [sys.executable]
+    program = [str(_TRAIN)] if _TRAIN.is_file() else ["-m", "torchtitan_dit", "train"]
+    return [*_launcher(processes, node), *program, *arguments]
+
+
+def _launcher(processes: int, node: Node | None = None) -> list[str]:
+    words = [sys.executable]
     if node:
-        launcher += [
+        words += [
             "-m", "torch.distributed.run", "--nnodes", str(node.count), "--node_rank", str(node.rank),
             "--nproc_per_node", str(processes // node.count), "--rdzv_backend", "c10d", "--rdzv_id", node.name,
             "--rdzv_endpoint", node.endpoint,
         ]  # fmt: skip
     elif processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    program = [str(_TRAIN)] if _TRAIN.is_file() else ["-m", "torchtitan_dit", "train"]
-    return [*launcher, *program, *arguments]
+        words += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return words
 
 
 def _environment(processes: int, extra: dict[str, str], devices: list[int] | None) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """Runner of a sweep's missing cells, several at the same time if requested, each in fresh processes."""
 
-import os
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -13,9 +12,8 @@ from torchtitan.experiments.cell_run import CellRun, run_cell
 from torchtitan.experiments.command_lines import check_cells, run_arguments, run_name
 from torchtitan.experiments.engine import Advance, settle_cells
 from torchtitan.experiments.grid import Cell, Sweep, SweepError
-from torchtitan.experiments.launchers import JOBS, LAUNCHERS
+from torchtitan.experiments.launchers.choice import HERE, Launching
 from torchtitan.experiments.launchers.job import Job, Launcher
-from torchtitan.experiments.launchers.local import LocalLauncher
 from torchtitan.experiments.process import repeat_killed
 from torchtitan.experiments.record import Row, SweepFolder
 
@@ -122,26 +120,20 @@ def value_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def run_sweep(
-    sweep: Sweep, folder: SweepFolder, plan: SweepPlan, jobs: int | None = None, launcher: str = "local",
-    options: dict[str, str] | None = None,
-) -> None:  # fmt: skip
+def run_sweep(sweep: Sweep, folder: SweepFolder, plan: SweepPlan, launching: Launching = HERE) -> None:
     """Run the missing cells; every finished run is a row of the folder's record.
 
     Args:
         sweep, folder, plan: as `plan_sweep` takes and returns them.
-        jobs: concurrent runs; on this machine with CUDA each has separate devices. Default: of the launcher.
-        launcher: name in LAUNCHERS.
-        options: of sbatch.
+        launching: where the runs are started, and how many at a time; on this machine with CUDA each has separate devices.
 
     Raises:
-        SweepError: the folder is in use or cannot be written, or there are too few devices.
+        ExperimentError: the folder is in use or cannot be written, or the launcher cannot run it.
         KeyboardInterrupt: a request to stop; running cells are ended and left out of the record.
     """
-    jobs = jobs or JOBS[launcher]
-    launching = LAUNCHERS[launcher](folder.path, jobs, options or {})
-    runs = _Runs(sweep, folder, plan, jobs, launching)
-    launching.check([runs.job_of(task) for task in plan.tasks if task.cell.id not in plan.refused])
+    launcher = launching.open(folder.path)
+    runs = _Runs(sweep, folder, plan, launching, launcher)
+    launcher.check([runs.job_of(task) for task in plan.tasks if task.cell.id not in plan.refused])
     with folder.held(sweep):
         runs.run()
 
@@ -149,18 +141,20 @@ def run_sweep(
 class _Runs:
     """Settles runs of a sweep: what its jobs share."""
 
-    def __init__(self, sweep: Sweep, folder: SweepFolder, plan: SweepPlan, jobs: int, launcher: Launcher) -> None:
-        self._sweep, self._folder, self._plan, self._jobs, self._launcher = sweep, folder, plan, jobs, launcher
+    def __init__(
+        self, sweep: Sweep, folder: SweepFolder, plan: SweepPlan, launching: Launching, launcher: Launcher
+    ) -> None:
+        self._sweep, self._folder, self._plan, self._launching, self._launcher = sweep, folder, plan, launching, launcher
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
     def run(self) -> None:
         missing = self._plan.missing
-        if self._jobs > 1:  # small batches of all arms first, so that few are begun whose arm runs out of memory
+        if self._launching.concurrent > 1:  # small batches of all arms first, so that few are begun whose arm runs out of memory
             missing = sorted(missing, key=lambda task: (task.repeat, self._rank(task.cell)))
         settle_cells(
             self._plan.tasks, missing, self._settle, cost=lambda task: 1, unit="run",
-            name=lambda task: run_name(task.cell, task.repeat), jobs=self._jobs, stop=self._stop,
+            name=lambda task: run_name(task.cell, task.repeat), jobs=self._launching.concurrent, stop=self._stop,
         )  # fmt: skip
 
     def _rank(self, cell: Cell) -> float:
@@ -172,7 +166,7 @@ class _Runs:
         path = self._folder.path
         run = CellRun(
             run_arguments(cell, task.repeat, path, self._folder.base), cell.processes, settings, path / "autotune",
-            path / "logs" / f"{name}.log", self._environment(cell.processes),
+            path / "logs" / f"{name}.log", self._launching.threads_of(cell.processes),
         )  # fmt: skip
         gpus = cell.processes // cell.nodes if self._sweep.needs.gpus else 0
         tries = _MOST_TRIES if settings.autotune else 0
@@ -206,9 +200,3 @@ class _Runs:
     def _skip_reason(self, task: Task) -> str:
         with self._lock:
             return self._plan.known_out_of_memory(task)
-
-    def _environment(self, processes: int) -> dict[str, str]:
-        """Threads of each process where runs share this machine, unless the user has set them."""
-        if "OMP_NUM_THREADS" in os.environ or not isinstance(self._launcher, LocalLauncher):
-            return {}
-        return {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // (processes * self._jobs), 1))}

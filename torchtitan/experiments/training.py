@@ -4,19 +4,23 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from torchtitan.checkpoint.checkpointer import checkpoint_steps
 from torchtitan.checkpoint.store import store_of
 from torchtitan.config.job import JobConfig, dump_config
-from torchtitan.experiments.process import run_processes
+from torchtitan.experiments.outcome import Outcome
+from torchtitan.experiments.process import RETRIES, Node, repeat_killed, run_processes
 from torchtitan.files.durable import make_folder, replace_file, sync
 from torchtitan.files.regular import open_regular
 from torchtitan.training.metrics import METRICS_FILE
 
-_SAVING_SECONDS = 60.0  # for the checkpoint of a run that is stopped
+SAVING_SECONDS = 60.0  # for the checkpoint of a run that is stopped
 
 
 class TrainingFailed(Exception):
@@ -27,45 +31,82 @@ class Diverged(TrainingFailed):
     """Run whose gradients became infinite or NaN."""
 
 
+@dataclass(frozen=True)
+class TrainingRun:
+    """Run of an experiment, as a job needs it.
+
+    Attributes:
+        configuration: as TOML, its folder included.
+        folder: of the run.
+        request: file that the configuration is written to.
+        processes: how many, on all nodes; torchrun starts more than one.
+        log: file for the output of the processes.
+        environment: variables to set besides those of the machine.
+    """
+
+    configuration: str
+    folder: Path
+    request: Path
+    processes: int
+    log: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, config: JobConfig, processes: int, request: Path, log: Path, environment: dict[str, str] | None = None
+    ) -> Self:
+        """Run of a configuration; arguments as the attributes."""
+        folder = Path(config.job.dump_folder) / config.job.name
+        return cls(dump_config(config), folder, request, processes, log, environment or {})
+
+
+def run_training(
+    run: TrainingRun, *, devices: list[int] | None, stop: threading.Event | None, node: Node | None,
+    poll: Callable[[], None],
+) -> Outcome:  # fmt: skip
+    """Train a run once, from its newest checkpoint where its folder has one. Raises Stopped, KeyboardInterrupt."""
+    replace_file(run.request, run.configuration)
+    return run_processes(
+        ["--job.config_file", str(run.request)], processes=run.processes, timeout_s=math.inf, log=run.log,
+        environment=run.environment, stop_grace_s=SAVING_SECONDS, devices=devices, stop=stop, node=node, poll=poll, retries=0,
+    )  # fmt: skip
+
+
+def run_here(run: TrainingRun, poll: Callable[[], None]) -> Outcome:
+    """Train a run on this machine, with all of its devices."""
+    return run_training(run, devices=None, stop=None, node=None, poll=poll)
+
+
 def train(
-    config: JobConfig,
-    processes: int,
-    request: Path,
-    log: Path,
+    run: TrainingRun,
     advance: Callable[[int], None],
     start: Path | None = None,
+    once: Callable[[TrainingRun, Callable[[], None]], Outcome] = run_here,
 ) -> None:
-    """Train a run to its end, from its newest checkpoint where its folder has one.
+    """Train a run to its end, from its newest checkpoint where its folder has one, again where it is killed from outside.
 
     Args:
-        config: of the run, its folder included.
-        processes: how many; torchrun starts more than one.
-        request: file that the configuration is written to.
-        log: file for the output of the processes.
+        run: to train.
         advance: told how many more samples the run has seen, now and then.
         start: checkpoint that a branch begins with; None: a run from scratch.
+        once: trains it once; given a function to call again and again meanwhile.
 
     Raises:
         TrainingFailed: with the reason.
         KeyboardInterrupt: asked to stop; the run has saved a checkpoint if there was time.
         OSError: a file cannot be written.
     """
-    replace_file(request, dump_config(config))
-    folder = Path(config.job.dump_folder) / config.job.name
     if start is not None:
-        begin_branch(start, folder)
+        begin_branch(start, run.folder)
     seen = 0
 
     def follow() -> None:
         nonlocal seen
-        logged = max(samples_logged(folder), seen)
+        logged = max(samples_logged(run.folder), seen)
         advance(logged - seen)
         seen = logged
 
-    outcome = run_processes(
-        ["--job.config_file", str(request)], processes=processes, timeout_s=math.inf, log=log,
-        stop_grace_s=_SAVING_SECONDS, poll=follow,
-    )  # fmt: skip
+    outcome = repeat_killed(lambda: once(run, follow), run.log, RETRIES)
     if outcome.status != "ok":
         kind = "" if outcome.status == "failed" else f"{outcome.status}: "
         raise TrainingFailed(kind + outcome.reason)

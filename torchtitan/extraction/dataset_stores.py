@@ -94,7 +94,7 @@ def write_store(
     store: PlannedStore, autoencoder: Autoencoder, encoders: TextEncoders | None, options: ExtractionOptions,
     group: dist.ProcessGroup | None,
 ) -> tuple[int, dict[str, Any] | None]:  # fmt: skip
-    """Complete a store; called by every rank.
+    """Complete a store, or the options' part of it; called by every rank.
 
     Returns:
         captions that lost their ends, and the times of `stage_times.summarize`, None where no image was missing.
@@ -103,10 +103,11 @@ def write_store(
     """
     cut = 0
     if store.captions and encoders:
-        cut = extract_captions(store.folder, store.plan, store.captions, encoders, group)
-    if not store.pending:
+        cut = extract_captions(store.folder, store.plan, store.captions, encoders, group, options.part)
+    pending = options.part.of(store.pending)
+    if not pending:
         return cut, None
-    return cut, extract(store.folder, store.pending, store.source, autoencoder, store.plan, options, store.captions, group)
+    return cut, extract(store.folder, pending, store.source, autoencoder, store.plan, options, store.captions, group)
 
 
 def finish_stores(folder: Path, stores: Sequence[PlannedStore], group: dist.ProcessGroup | None) -> None:

@@ -15,7 +15,7 @@ from torchtitan.distributed.collectives import from_first_rank, of_all_ranks
 from torchtitan.distributed.shared_work import SharedProgress
 from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.caption_encoding import Captions, encode_captions
-from torchtitan.extraction.extraction_plan import ExtractionOptions, check_room
+from torchtitan.extraction.extraction_plan import WHOLE, ExtractionOptions, Part, check_room
 from torchtitan.extraction.image_source import ImageSource
 from torchtitan.extraction.shard_encoding import check_skipped, encode_shards
 from torchtitan.extraction.stage_times import summarize
@@ -75,7 +75,7 @@ def extract(
     """Write the shards of a store; called by every rank, each with its own autoencoder.
 
     Args:
-        pending: what `begin_store` returned.
+        pending: what `begin_store` returned, of the options' part.
         captions: of the source, if the store has captions; `extract_captions` writes them.
         group: of all ranks, for CPU tensors, with a timeout above the duration of the work; None: one process.
 
@@ -90,19 +90,22 @@ def extract(
     """
     writer = StoreWriter(folder, plan)
     started = time.perf_counter()
-    with SharedProgress(
-        plan.num_source_images, pending, lambda number: len(plan.source_images_of(number)), writer.is_written, group,
-        verb="encoding",
-    ) as work:  # fmt: skip
+
+    def images_of(number: int) -> int:
+        return len(plan.source_images_of(number))
+
+    total = sum(map(images_of, options.part.of(range(plan.num_shards))))
+    with SharedProgress(total, pending, images_of, writer.is_written, group, verb="encoding") as work:
         times = encode_shards(writer, work.mine, source, autoencoder, options, work.advance, captions)
         work.wait_for_all()
     return summarize(of_all_ranks(times, group), time.perf_counter() - started)
 
 
 def extract_captions(
-    folder: Path, plan: StorePlan, captions: Captions, encoders: TextEncoders, group: dist.ProcessGroup | None = None
-) -> int:
-    """Write the missing captions of a store; called by every rank, each with its own encoders, before `extract`.
+    folder: Path, plan: StorePlan, captions: Captions, encoders: TextEncoders, group: dist.ProcessGroup | None = None,
+    part: Part = WHOLE,
+) -> int:  # fmt: skip
+    """Write the missing captions of a store, or of a part; called by every rank, each with its own encoders, before `extract`.
 
     Returns:
         how many texts lost their ends, of those encoded now.
@@ -113,13 +116,17 @@ def extract_captions(
         RuntimeError: another rank was lost, or the device's memory has run out.
     """
     writer, planned = StoreWriter(folder, plan), plan.captions
-    pending = from_first_rank(writer.pending_captions, group=group)
+    pending = part.of(from_first_rank(writer.pending_captions, group=group))
     if planned is None or not pending:
         return 0
+
+    def texts_of(number: int) -> int:
+        return len(planned.texts_of(number))
+
+    total = sum(map(texts_of, part.of(range(planned.num_shards))))
     with SharedProgress(
-        planned.num_texts, pending, lambda number: len(planned.texts_of(number)), writer.captions_are_written, group,
-        verb="encoding captions", unit="text",
-    ) as work:  # fmt: skip
+        total, pending, texts_of, writer.captions_are_written, group, verb="encoding captions", unit="text"
+    ) as work:
         cut = encode_captions(writer, work.mine, captions.texts, encoders, work.advance)
         work.wait_for_all()
     return sum(of_all_ranks(cut, group))

@@ -1,6 +1,7 @@
 """Plan of an extraction, fixed before the first image is encoded."""
 
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,31 @@ from torchtitan.latents.values import tensor_shapes
 
 
 @dataclass(frozen=True)
+class Part:
+    """Part of a store's files, where several starts of the command share them: every `count`-th, from `number` on.
+
+    Attributes:
+        number: 0 <= number < count.
+        count: of parts.
+    """
+
+    number: int = 0
+    count: int = 1
+
+    @property
+    def whole(self) -> bool:
+        """True if it is all of the files."""
+        return self.count == 1
+
+    def of(self, files: Iterable[int]) -> list[int]:
+        """Numbers of files that belong to the part."""
+        return [file for file in files if file % self.count == self.number]
+
+
+WHOLE = Part()
+
+
+@dataclass(frozen=True)
 class ExtractionOptions:
     """Options of an extraction.
 
@@ -30,6 +56,7 @@ class ExtractionOptions:
         threads: of torch on the CPU, on each rank.
         num_workers: decoding processes of each rank; 0: the encoding process decodes.
         max_skipped_share: of the source that may be left out because it cannot be decoded.
+        part: of the files, to write; the index is written by a start for all of them.
     """
 
     mirrored: bool = True
@@ -40,6 +67,7 @@ class ExtractionOptions:
     threads: int = 1
     num_workers: int = 2
     max_skipped_share: float = 0.2
+    part: Part = WHOLE
 
 
 def plan_extraction(

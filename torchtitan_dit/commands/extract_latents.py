@@ -1,6 +1,7 @@
 """Encode a dataset of images: scripts/extract_latents.py --output STORE --autoencoder NAME --data.name DATASET ...
 
     torchrun --nproc_per_node N scripts/extract_latents.py ...    shares the work among N processes
+    scripts/extract_latents.py --launcher slurm --jobs N ...      shares it among N jobs of a scheduler
     --data.KEY VALUE                                              keys of the dataset's [data] section, as of train.py
 
 An interrupted extraction resumes when the same command is given again, on any number of processes; the store is the
@@ -8,6 +9,7 @@ same. Exit codes: 0; 1: failed at work, finished shards stay; 2: refused, nothin
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -31,6 +33,9 @@ from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.mesh import compute_device, init_process_group
 from torchtitan.errors import LatentStoreError, first_line, unwrapped
+from torchtitan.experiments.extraction_parts import run_parts
+from torchtitan.experiments.launchers.choice import add_launcher_options, launching_of
+from torchtitan.experiments.launchers.job import LauncherError
 from torchtitan.extraction.dataset_stores import (
     CaptionOptions,
     PlannedStore,
@@ -41,15 +46,15 @@ from torchtitan.extraction.dataset_stores import (
 )
 from torchtitan.extraction.describe import describe_store
 from torchtitan.extraction.extraction import finish_store
-from torchtitan.extraction.extraction_plan import ExtractionOptions, estimated_size
+from torchtitan.extraction.extraction_plan import WHOLE, ExtractionOptions, Part, estimated_size
 from torchtitan.extraction.image_source import ImageSource, open_sources
 from torchtitan.extraction.stage_times import describe_times
 from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.regular import read_toml, user_path
 from torchtitan.latents.captions import CAPTION_DTYPES
-from torchtitan.latents.index import StoreIndex
-from torchtitan.processes.command_line import FirstRankParser, exit_code, readable_size
+from torchtitan.latents.index import MOST_SHARDS, StoreIndex, images_per_shard
+from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals, readable_size
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
 from torchtitan.processes.launch import launch_number
 from torchtitan.texts import TextEncoderError, TextEncoders, open_encoders
@@ -60,6 +65,7 @@ UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, TextEncoderError, 
 TEXT_LENGTH = 256
 INTERRUPTED = 130
 MOST_WORKERS = 8
+PARTS = 8  # of a store, where jobs write it
 BATCH_SIZES = {"cuda": 16, "cpu": 4}
 
 # Keys of [data] that only training reads, and what does the like here.
@@ -68,8 +74,11 @@ OF_TRAINING = {"num_workers": "--num-workers", "prefetch_factor": "--num-workers
 
 def main(words: list[str] | None = None) -> int:
     """Run as one of the started processes; return the exit code."""
-    arguments, data_words = parse_arguments(sys.argv[1:] if words is None else words)
+    words = sys.argv[1:] if words is None else words
+    arguments, data_words = parse_arguments(words)
     try:
+        if in_jobs(arguments):
+            return extract_in_jobs(arguments, data_words, words)
         return extract(arguments, data_words)
     except KeyboardInterrupt:
         return refuse("interrupted; the same command resumes", code=INTERRUPTED)
@@ -103,12 +112,35 @@ def extract(arguments: argparse.Namespace, data_words: list[str]) -> int:
         if (code := write_and_report(arguments, store, autoencoder, encoders, options, group)) != 0:
             return code
     try:
-        finish_stores(arguments.output, stores, group)
+        if options.part.whole:
+            finish_stores(arguments.output, stores, group)
     except UNUSABLE as error:
         return refuse(one_line(error), code=FAILED)
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
+
+
+def extract_in_jobs(arguments: argparse.Namespace, data_words: list[str], words: list[str]) -> int:
+    """Extract by jobs, each a start of this command for a part of the files; return the exit code."""
+    try:
+        sources = open_sources(*load_data_section(data_words, arguments.config), arguments.split)
+        shards = max(-(-len(source) // (arguments.images_per_shard or images_per_shard(len(source)))) for source in sources)
+        parts = min(arguments.jobs or PARTS, max(shards, 1))
+        launching = dataclasses.replace(launching_of(arguments), jobs=parts)
+        command = ["extract", *without_processes(words)]
+        return run_parts(launching, command, arguments.output, parts, arguments.processes or 1)
+    except ConfigError as error:
+        return refuse(*error.problems)
+    except (*UNUSABLE, LauncherError) as error:
+        return refuse(one_line(error))
+
+
+def without_processes(words: list[str]) -> list[str]:
+    """Words without --processes: in a job, torchrun has started them."""
+    parser = FirstRankParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--processes")
+    return parser.parse_known_args(words)[1]
 
 
 def refuse_report_of_buckets(arguments: argparse.Namespace, sources: list[ImageSource]) -> None:
@@ -126,6 +158,7 @@ def write_and_report(
     if is_first() and store.pending:
         size = readable_size(estimated_size(plan))
         print(f"{store.folder}: {len(store.source):,} images in {plan.num_shards} files, about {size} in all", flush=True)
+    part = options.part
     try:
         cut, summary = write_store(store, autoencoder, encoders, options, group)
     except (*UNUSABLE, RuntimeError, MemoryError) as error:
@@ -133,6 +166,12 @@ def write_and_report(
     if cut and is_first():
         text = f"{cut:,} captions are longer than {arguments.text_length or TEXT_LENGTH} tokens (--text-length), and are cut"
         print(f"{store.folder}: {text}", file=sys.stderr)
+    if not part.whole:
+        if is_first():
+            text = f"part {part.number + 1} of {part.count} is written; a start without --part writes the index"
+            print("\n".join([f"{store.folder}: {text}", *(describe_times(summary) if summary else ["nothing was missing"])]))
+            write_times(arguments.report, summary)
+        return 0
     try:
         index = finish_store(store.folder, plan, options.max_skipped_share, group)
         if is_first():
@@ -186,6 +225,11 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--prompts", nargs="+", metavar="TEXT", help="for the grids of samples that training draws (default: the "
         "captions of the classes, or of the first images)")
     add("--report", type=Path, metavar="FILE", help="JSON file for the times of each stage")
+    add("--part", type=part_of, default=WHOLE, metavar="K/N", help="write every N-th file only, from the K-th on; when all N "
+        "parts are written, a start without --part writes the index")
+    add("--processes", type=at_least(1), metavar="N", help="of each job, with --jobs or --launcher (default: 1)")
+    add_launcher_options(parser, jobs=f"jobs that share the files (default: all in this process; with --launcher slurm or ray "
+        f"{PARTS}, or as many as there are files)")
     own, data_words = split_data_words(words)
     arguments = parser.parse_args(own)
     if bool(arguments.text_encoder) != bool(arguments.pooled_encoder):
@@ -196,12 +240,39 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"--{idle[0].replace('_', '-')}: has no effect without --text-encoder and --pooled-encoder")
     if arguments.overlap is not None and arguments.tile is None:
         parser.error("--overlap: has no effect without --tile")
+    if problem := launch_problem(arguments):
+        parser.error(problem)
     for word in data_words:
         if (instead := OF_TRAINING.get(word.removeprefix("--data.").partition("=")[0])) is not None:
             parser.error(f"{word.partition('=')[0]}: is for training; here it is {instead}")
     if arguments.config is not None and not Path(arguments.config).is_file():
         parser.error(f"--config: {arguments.config}: no such file")
     return arguments, data_words
+
+
+def in_jobs(arguments: argparse.Namespace) -> bool:
+    """Check whether other starts of this command are to do the work."""
+    return arguments.launcher != "local" or arguments.jobs is not None
+
+
+def launch_problem(arguments: argparse.Namespace) -> str:
+    """Reason against the options of a launcher; empty if there is none."""
+    if not in_jobs(arguments):
+        idle = next((name for name in ("processes", "gpus", "slurm") if getattr(arguments, name)), None)
+        return f"--{idle}: is of jobs (add --jobs N or --launcher)" if idle else ""
+    if "WORLD_SIZE" in os.environ:
+        return "--launcher, --jobs: start the processes themselves (leave out torchrun; give --processes N)"
+    if not arguments.part.whole:
+        return "--part: is chosen for each of the jobs (leave it out, or --launcher and --jobs)"
+    return "--report: has the times of one start, and jobs are several (leave it out)" if arguments.report else ""
+
+
+def part_of(text: str) -> Part:
+    """Type of options: K/N, 1 <= K <= N."""
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= MOST_SHARDS):
+        raise argparse.ArgumentTypeError(f"must be K/N, a part of N from 1 to N, is {text!r}")
+    return Part(int(number) - 1, int(count))
 
 
 def default_workers() -> int:
@@ -230,6 +301,7 @@ def options_of(arguments: argparse.Namespace, config: DataConfig) -> ExtractionO
         threads=arguments.threads,
         num_workers=arguments.num_workers,
         max_skipped_share=config.max_corrupt_share,
+        part=arguments.part,
     )
 
 
@@ -261,6 +333,10 @@ def caption_options(arguments: argparse.Namespace) -> CaptionOptions:
 def report(file: Path | None, folder: Path, index: StoreIndex, summary: dict[str, Any] | None) -> None:
     lines = describe_times(summary) if summary else ["nothing was missing"]
     print("\n".join(describe_store(folder, index) + lines))
+    write_times(file, summary)
+
+
+def write_times(file: Path | None, summary: dict[str, Any] | None) -> None:
     if file and summary:
         replace_file(file, json.dumps(summary, indent=1) + "\n")
 
@@ -304,6 +380,8 @@ def is_first() -> bool:
 
 def run() -> NoReturn:
     """Run as a program, and end the process."""
+    if "WORLD_SIZE" not in os.environ:  # torchrun ends its ranks itself
+        interrupt_by_signals()
     code = exit_code(main)
     if code not in (0, FAILED):
         forbid_restart()

@@ -4,7 +4,7 @@
     scripts/study.py NAME CONFIG.toml [options]     of a study that trains
 
 Results are in RUN_FOLDER/studies/NAME, or outputs/<configuration>/studies/NAME: results.csv, pictures and summary.md.
-An interrupted study resumes.
+An interrupted study resumes. With --launcher, runs are trained and checkpoints measured as jobs of a scheduler.
 """
 
 import argparse
@@ -14,10 +14,13 @@ from typing import NoReturn
 
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.config.job import ConfigError
-from torchtitan.experiments.folder import StudyError
+from torchtitan.experiments.folder import ExperimentError
+from torchtitan.experiments.launchers.choice import add_launcher_options, launching_of
+from torchtitan.experiments.launchers.program import as_job
+from torchtitan.experiments.training import TrainingFailed
 from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
 from torchtitan_dit.studies import STUDIES, load_study
-from torchtitan_dit.studies.frame import add_run_options, open_run, run_study
+from torchtitan_dit.studies.frame import add_run_options, open_run, results_folder, run_study
 
 
 def main(words: list[str] | None = None) -> int:
@@ -34,12 +37,19 @@ def main(words: list[str] | None = None) -> int:
     entry, study, arguments = STUDIES[name], load_study(name), parse_arguments(words)
     try:
         if entry.of_a_run:
-            summary = run_study(name, study, open_run(arguments, entry.several_weights))
+            run = open_run(arguments, entry.several_weights)
+            code = as_job(launching_of(arguments), name, ["study", *words], results_folder(name, run))
+            if code is not None:
+                return code
+            summary = run_study(name, study, run)
         else:
             summary = study.run_alone(arguments)
-    except (StudyError, ConfigError, CheckpointError) as error:
+    except (ExperimentError, ConfigError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return 2
+    except TrainingFailed as error:
+        print(error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("stopped; the same command resumes", file=sys.stderr)
         return 130
@@ -53,6 +63,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser = OneLineParser(prog=f"study.py {name}", description=entry.description)
     if entry.of_a_run:
         add_run_options(parser, entry.several_weights)
+        add_launcher_options(parser)
     load_study(name).add_options(parser)
     return parser.parse_args(words[1:])
 

@@ -13,8 +13,10 @@ from typing import NoReturn
 from torchtitan.estimate.devices import DEVICES
 from torchtitan.experiments.command_lines import run_name
 from torchtitan.experiments.cost import cost_table, device_of, estimate_cost
+from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.grid import SweepError, read_sweep
-from torchtitan.experiments.launchers import JOBS, LAUNCHERS
+from torchtitan.experiments.launchers import JOBS
+from torchtitan.experiments.launchers.choice import add_launcher_options, launching_of, pair, positive
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import SweepPlan, plan_sweep, run_sweep
 from torchtitan.experiments.table import sweep_table
@@ -23,13 +25,14 @@ from torchtitan.processes.command_line import OneLineParser, interrupt_by_signal
 
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
+    launching = launching_of(arguments)
     try:
         sweep = read_sweep(arguments.sweep, arguments.extended)
         sweep.settings.repeats = arguments.repeats or sweep.settings.repeats
         folder = SweepFolder(arguments.output or Path("outputs") / sweep.settings.name)
         plan = plan_sweep(
             sweep, folder, only=_by_axis(arguments.only), retry_failed=arguments.retry_failed,
-            elsewhere=arguments.launcher != "local",
+            elsewhere=launching.elsewhere,
         )  # fmt: skip
         if arguments.dry_run:
             device = device_of(sweep, arguments.device)
@@ -37,12 +40,12 @@ def main(words: list[str] | None = None) -> int:
             if device is None:
                 print(f"no estimate of hours (name a device: --device {', '.join(DEVICES)})")
             else:
-                print(cost_table(estimate_cost(plan, folder.path, device), device, arguments.jobs or JOBS[arguments.launcher]))
+                print(cost_table(estimate_cost(plan, folder.path, device), device, launching.concurrent))
             return 0
         if arguments.device:
             raise SweepError("--device: is the device that --dry-run estimates for (add --dry-run, or remove it)")
-        run_sweep(sweep, folder, plan, arguments.jobs, arguments.launcher, dict(arguments.slurm))
-    except SweepError as error:
+        run_sweep(sweep, folder, plan, launching)
+    except ExperimentError as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -70,13 +73,6 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="sweep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("sweep", metavar="SWEEP.toml", type=Path, help="a file as those in train_configs/sweeps")
-    add("--launcher", choices=LAUNCHERS, default="local", help="run the cells on this machine, as Slurm jobs (submitit) or "
-        "as Ray tasks (default: local)")
-    add("--slurm", type=sbatch_option, action="append", default=[], metavar="OPTION=VALUE",
-        help="of sbatch, as partition=gpu; may be given several times")
-    add("--jobs", type=positive, metavar="N",
-        help="concurrent runs; on this machine with CUDA each has separate devices (default: "
-        + ", ".join(f"{name} {jobs}" for name, jobs in JOBS.items()) + ")")
     add("--only", type=axis_value, action="append", default=[], metavar="AXIS=VALUE", help="run these cells only; "
         "may be given several times")
     add("--extended", action="store_true", help="run the cells of the file's [extended] too")
@@ -85,29 +81,14 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     add("--dry-run", action="store_true", help="check everything and list the runs; nothing is written")
     add("--device", metavar="NAME", help=f"with --dry-run: estimate hours for {', '.join(DEVICES)} (default: the file's)")
     add("--output", type=Path, metavar="FOLDER", help="of the results (default: outputs/<sweep>)")
+    defaults = ", ".join(f"{name} {jobs}" for name, jobs in JOBS.items())
+    text = f"concurrent runs; on this machine with CUDA each has separate devices (default: {defaults})"
+    add_launcher_options(parser, jobs=text, gpus=False)
     return parser.parse_args(words)
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, is {value}")
-    return value
-
-
 def axis_value(text: str) -> tuple[str, str]:
-    return _pair(text, "AXIS=VALUE")
-
-
-def sbatch_option(text: str) -> tuple[str, str]:
-    return _pair(text, "OPTION=VALUE")
-
-
-def _pair(text: str, form: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not (name and equals and value):
-        raise argparse.ArgumentTypeError(f"must be {form}, is {text!r}")
-    return name, value
+    return pair(text, "AXIS=VALUE")
 
 
 def _by_axis(pairs: list[tuple[str, str]]) -> dict[str, list[str]]:

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.outcome import Outcome
 
 _ROOT = Path(__file__).resolve().parents[3]
 # Of several nodes' outcomes, the first of these statuses that one has is that of the run.
 _PRECEDENCE = ("oom", "refused", "killed", "timeout", "failed", "ok")
+
+
+class LauncherError(ExperimentError):
+    """Jobs that a launcher cannot run as requested; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +26,14 @@ class Job:
     Attributes:
         name: of the run.
         function: of a module, so that another process can import it; called with the arguments and with `devices`
-            (numbers of the CUDA devices to use, None for all), `stop` (ends the run, or None) and `node` (None for a
-            run on one machine).
-        arguments: of the function.
+            (numbers of the CUDA devices to use, None for all), `stop` (ends the run: it raises Stopped), `node` (None
+            for a run on one machine) and `poll` (called again and again while the run lasts, on this machine only).
+        arguments: of the function; two jobs with one representation of them are the same work.
         processes: of the run, on all its nodes.
         nodes: machines of the run.
         gpus: CUDA devices of each node to ask for.
         limit_s: seconds after which the machines are given back.
+        grace_s: seconds that a run which is stopped has to save what it has.
     """
 
     name: str
@@ -37,16 +43,32 @@ class Job:
     nodes: int
     gpus: int
     limit_s: float
+    grace_s: float = 0.0
+
+
+def nothing() -> None:
+    """Do nothing: what is called while a job lasts where there is nothing to follow."""
 
 
 class Launcher(Protocol):
     """Launcher: runs jobs, several at the same time if it is called from several threads."""
 
     def check(self, jobs: Sequence[Job]) -> None:
-        """Check that the jobs can be run. Raises SweepError."""
+        """Check that the jobs can be run. Raises LauncherError."""
 
-    def run(self, job: Job, stop: threading.Event) -> Outcome:
-        """Run a job to its end; `killed` if its machine was taken away. Raises Stopped: `stop` was set."""
+    def run(self, job: Job, stop: threading.Event, poll: Callable[[], None] = nothing) -> Outcome:
+        """Run a job to its end; `killed` if its machine was taken away.
+
+        Args:
+            job: to run.
+            stop: set from another thread, ends it.
+            poll: called again and again while it lasts, in this process.
+
+        Raises:
+            Stopped: `stop` was set.
+            LauncherError: a scheduler refuses it.
+            KeyboardInterrupt: after the job was ended.
+        """
 
 
 def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:

@@ -1,13 +1,12 @@
 """Launcher on this machine: a job at a time, or several on separate CUDA devices."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from torchtitan.experiments.grid import SweepError
-from torchtitan.experiments.launchers.job import Job
+from torchtitan.experiments.launchers.job import Job, LauncherError, nothing
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import Stopped
 
@@ -17,28 +16,28 @@ class LocalLauncher:
 
     def __init__(self, folder: Path, jobs: int, options: dict[str, str]) -> None:
         if options:
-            raise SweepError("--slurm: is an option of --launcher slurm (add it, or remove --slurm)")
+            raise LauncherError("--slurm: is an option of --launcher slurm (add it, or remove --slurm)")
         self._jobs = jobs
         self._turn = threading.Condition()
         self._devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else None
 
     def check(self, jobs: Sequence[Job]) -> None:
         if several := next((job for job in jobs if job.nodes > 1), None):
-            raise SweepError(f"{several.name}: nodes = {several.nodes} needs a scheduler (give --launcher slurm)")
+            raise LauncherError(f"{several.name}: nodes = {several.nodes} needs a scheduler (give --launcher slurm)")
         there, most = len(self._devices or []), max((job.processes for job in jobs), default=1)
         if (needed := max((job.gpus for job in jobs), default=0)) > there:
-            raise SweepError(
-                f"needs.gpus: a run needs {needed} CUDA devices, and this machine has {there} (run it on a machine that has"
-                " them, or through --launcher slurm or ray; --dry-run tells what it takes)"
+            raise LauncherError(
+                f"--gpus, needs.gpus: a run needs {needed} CUDA devices, and this machine has {there} (run it on a machine that"
+                " has them, or through --launcher slurm or ray; a grid's --dry-run tells what it takes)"
             )
         if self._devices is not None and most * self._jobs > there:
             advice = f"lower --jobs to {there // most}" if there >= most else "lower processes"
-            raise SweepError(f"{most} processes x {self._jobs} jobs need more than the {there} CUDA devices ({advice})")
+            raise LauncherError(f"{most} processes x {self._jobs} jobs need more than the {there} CUDA devices ({advice})")
 
-    def run(self, job: Job, stop: threading.Event) -> Outcome:
+    def run(self, job: Job, stop: threading.Event, poll: Callable[[], None] = nothing) -> Outcome:
         devices = self._acquire(job.processes, stop)
         try:
-            return job.function(*job.arguments, devices=devices, stop=stop, node=None)
+            return job.function(*job.arguments, devices=devices, stop=stop, node=None, poll=poll)
         finally:
             self._release(devices)
 

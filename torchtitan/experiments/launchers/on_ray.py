@@ -1,14 +1,14 @@
 """Launcher of Ray tasks, in the cluster that RAY_ADDRESS names or in one that is started on this machine."""
 
 import os
+import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.grid import SweepError
-from torchtitan.experiments.launchers.job import Job, importable_environment
+from torchtitan.experiments.launchers.job import Job, LauncherError, importable_environment, nothing
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import Stopped
 from torchtitan.extras import install
@@ -21,45 +21,61 @@ class RayLauncher:
 
     def __init__(self, folder: Path, jobs: int, options: dict[str, str]) -> None:
         if options:
-            raise SweepError("--slurm: is an option of --launcher slurm (remove it)")
+            raise LauncherError("--slurm: is an option of --launcher slurm (remove it)")
         try:
             import ray
         except ImportError:
-            raise SweepError(f"--launcher ray: needs the package ray ({install('ray')})") from None
+            raise LauncherError(f"--launcher ray: needs the package ray ({install('ray')})") from None
         self._ray = ray
         if not ray.is_initialized():
             os.environ.setdefault("RAY_worker_niceness", "0")  # runs are measured
             environment = {"env_vars": importable_environment()}
+            by_signal = signal.getsignal(signal.SIGTERM)  # ray.init sets its own answer, which ends the process
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, by_signal)
 
     def check(self, jobs: Sequence[Job]) -> None:
         there = self._ray.cluster_resources()
         for job in jobs:
             if job.nodes > 1:
-                raise SweepError(f"{job.name}: nodes = {job.nodes} needs --launcher slurm (Ray's tasks are of one machine)")
+                text = f"nodes = {job.nodes} needs --launcher slurm (Ray's tasks are of one machine)"
+                raise LauncherError(f"{job.name}: {text}")
             for kind, needed in (("CPU", job.processes), ("GPU", job.gpus)):
                 if needed > there.get(kind, 0):
                     text = f"a run needs {needed} {kind}s, and Ray's cluster has {there.get(kind, 0):g}"
-                    raise SweepError(f"{job.name}: {text} (add machines to the cluster, or lower processes)")
+                    raise LauncherError(f"{job.name}: {text} (add machines to the cluster, or lower processes)")
 
-    def run(self, job: Job, stop: threading.Event) -> Outcome:
+    def run(self, job: Job, stop: threading.Event, poll: Callable[[], None] = nothing) -> Outcome:
         begun, ray = time.perf_counter(), self._ray
         task = ray.remote(num_cpus=job.processes, num_gpus=job.gpus, max_retries=0)(run_in_task)
         reference = task.options(name=job.name).remote(job, str(Path.cwd()))
-        while not ray.wait([reference], timeout=_POLL_SECONDS)[0]:
-            if stop.is_set():
-                ray.cancel(reference, force=True)
-                raise Stopped
+        try:
+            while not ray.wait([reference], timeout=_POLL_SECONDS)[0]:
+                poll()
+                if stop.is_set():
+                    raise Stopped
+        except (KeyboardInterrupt, Stopped):
+            self._cancel(reference, job.grace_s)
+            raise
+        poll()
         try:
             return ray.get(reference)
         except ray.exceptions.RayError as error:
             return _lost(ray, error, time.perf_counter() - begun)
 
+    def _cancel(self, reference: Any, grace_s: float) -> None:
+        """End a task: by an interrupt, upon which its run saves, where it has time for that."""
+        if grace_s:
+            self._ray.cancel(reference, force=False)
+            self._ray.wait([reference], timeout=grace_s)
+        self._ray.cancel(reference, force=True)
+
 
 def run_in_task(job: Job, folder: str) -> Outcome:
     """Run a job's function within a Ray task."""
     os.chdir(folder)
-    return job.function(*job.arguments, devices=None, stop=None, node=None)
+    return job.function(*job.arguments, devices=None, stop=None, node=None, poll=nothing)
 
 
 def _lost(ray: Any, error: Exception, seconds: float) -> Outcome:
