@@ -61,8 +61,7 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, 
         four int64 tensors of random words in [0, 2^32).
     """
     if torch.compiler.is_compiling():
-        words = philox_compiled.rounds(counter, _ROUND_MULTIPLIERS, _round_key_words(key))
-        return tuple(torch.broadcast_tensors(*words))
+        return philox_compiled.rounds(counter, _ROUND_MULTIPLIERS, _round_key_words(key))
     words = torch.stack(torch.broadcast_tensors(*counter))  # [4, *]
     multiplied, mixed_in = words[0::2], words[1::2]  # [2, *]: words 0 and 2, 1 and 3
     multipliers, round_keys = (_per_row(constants, words) for constants in _constants(key, words.device))

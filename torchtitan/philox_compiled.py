@@ -20,7 +20,7 @@ def rounds(
         keys: two words of each round.
 
     Returns:
-        four int64 tensors of values in [0, 2^32).
+        four int64 tensors of values in [0, 2^32), of one shape.
     """
     first, second, third, fourth = counter
     # Inductor multiplies what it knows as an index, such as `arange`, in 32 bits, in C++ and in Triton. A mask ends that.
@@ -36,7 +36,7 @@ def rounds(
             ((left >> 32) + first) ^ fourth ^ right_key,
             left & _MASK,
         )
-    return first, second, third, fourth
+    return tuple(torch.broadcast_tensors(first, second, third, fourth))
 
 
 def normal_of_words(words: tuple[Tensor, ...]) -> Tensor:
